@@ -56,7 +56,7 @@ APT_BROWSER := chromium
 # boots by UEFI.
 APT_TEST := xvfb xauth openbox xterm wmctrl libxcb1 binutils fdisk mtools wimtools xorriso
 
-.PHONY: help deps venv image wine osworld demo serve test check lint types imports proto unit fuzz soak simulate vm-test test-long test-full release \
+.PHONY: help deps venv image wine osworld web demo serve test check lint types imports proto unit fuzz soak simulate vm-test test-long test-full release \
 	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof osworld-agents-proof container-proof docs dist site format sbom audit clean
 
 help: ## List the tasks
@@ -111,6 +111,9 @@ osworld: deps $(STAMP) ## Install OSWorld: its package, its task files and an im
 	fi; \
 	if [[ -n "$$tasks" ]]; then $(BIN)/envd osworld install --tasks "$$tasks"; fi
 
+web: deps $(STAMP) ## Install the proxy of web recordings unless it is installed (132 MB)
+	@$(BIN)/envd web install
+
 demo: deps $(STAMP) ## Fork and branch episodes on real machines, check their rewards, write out/demo/
 	@$(BIN)/envd demo --out $(OUT)
 
@@ -122,7 +125,7 @@ BY_TWO := -n 2 --dist loadfile
 
 # Tests on real machines often wait for guests, so mypy (30 s) and the other tests run at the same time, and their output
 # follows at the end. They run at low priority: without CPU time, emulated guests take minutes instead of seconds.
-test: deps $(STAMP) $(PROMTOOL) lint imports proto image ## Run static checks, then all tests, including those on real machines
+test: deps $(STAMP) $(PROMTOOL) lint imports proto image web ## Run static checks, then all tests, including those on real machines
 	@log=$$(mktemp); set -m; { $(MYPY) && nice -n 5 $(BIN)/python -m pytest $(BY_TWO) -m "not vm" tests; } \
 		>"$$log" 2>&1 & others=$$!; set +m; \
 	trap 'kill -INT -- -$$others 2>/dev/null || true; wait $$others || true; rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
@@ -130,7 +133,7 @@ test: deps $(STAMP) $(PROMTOOL) lint imports proto image ## Run static checks, t
 	wait $$others || status=$$?; cat "$$log"; exit $$status
 
 test-long: APT_MORE := $(APT_WINE) $(APT_BROWSER)
-test-long: deps $(STAMP) $(PROMTOOL) lint types imports proto image osworld wine ## Run `test` with every task, the soak and the faults on real machines
+test-long: deps $(STAMP) $(PROMTOOL) lint types imports proto image osworld wine web ## Run `test` with every task, the soak and the faults on real machines
 	@ENVD_TEST_TASKS=all $(BIN)/python -m pytest --long -m "not container" tests
 	@$(RECORD) $@
 

@@ -28,7 +28,8 @@ from envd.episodes.types import (
     StepCommand,
 )
 from envd.guest.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
-from envd.tasks.perturbations import MAX_COUNT, Perturb
+from envd.tasks.fields import MAX_PERTURBATIONS
+from envd.tasks.perturbations import Perturb
 from envd.tasks.templates import MAX_SEED
 
 MAX_GROUP_SIZE = 64
@@ -148,7 +149,7 @@ def _perturb(request: env_pb2.ResetRequest) -> Perturb | None:
     return Perturb(
         seed=int_in_range(asked.seed, "perturb.seed", low=0, high=MAX_SEED),
         kinds=tuple(asked.kinds),
-        count=int_in_range(asked.count, "perturb.count", default=1, low=1, high=MAX_COUNT),
+        count=int_in_range(asked.count, "perturb.count", default=1, low=1, high=MAX_PERTURBATIONS),
     )
 
 

@@ -66,6 +66,11 @@ def check_image_name(name: str) -> str:
     return name
 
 
+def check_recording_name(name: str) -> str:
+    """Return the name of a web recording, or none. Raises: ValueError: It is invalid."""
+    return name and check_image_name(name)
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -128,7 +133,12 @@ class PoolConfig(_Section):
     """Most tasks whose state after setup is kept frozen, to fork later episodes from; 0 for none."""
     allowed_hosts: tuple[AllowedHost, ...] = ()
     """Hosts that guests may reach through a proxy: `example.org`, `*.example.org`, `example.org:8443`; ports 80 and 443
-    unless one is given. Private addresses must be listed themselves, not by name. Empty for no network."""
+    unless one is given. Private addresses must be listed themselves, not by name. Empty for none."""
+    web: Literal["closed", "allow", "record", "replay"] = "closed"
+    """What else guests reach: `closed` for nothing; `allow` for ports 80 and 443 of every public host; `record` for the
+    same, recorded; `replay` for the pages of a recording alone, without a network."""
+    recording: Annotated[str, AfterValidator(check_recording_name)] = ""
+    """Name of the web recording of `web = "record"` or `"replay"`."""
     allow_guest_access: bool = False
     """Whether clients may read and write guest files and run guest commands."""
     tools: tuple[Tool, ...] = ()
@@ -148,6 +158,16 @@ class PoolConfig(_Section):
     def _room_for_the_ready_ones(self) -> Self:
         if self.capacity < self.size:
             raise ValueError(f"capacity {self.capacity} is below size {self.size}; raise capacity, or lower size")
+        return self
+
+    @model_validator(mode="after")
+    def _only_recorded_webs_have_a_recording(self) -> Self:
+        if self.web in {"record", "replay"} and not self.recording:
+            raise ValueError(f"web {self.web!r} needs the name of a recording; set recording")
+        if self.recording and self.web not in {"record", "replay"}:
+            raise ValueError(f"recording {self.recording!r} is not used by web {self.web!r}; set web, or remove it")
+        if self.web == "replay" and self.allowed_hosts:
+            raise ValueError("web 'replay' reaches no host; remove allowed_hosts")
         return self
 
 

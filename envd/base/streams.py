@@ -19,6 +19,22 @@ async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None
         sink.write_eof()
 
 
+async def receive_descriptor(channel: socket.socket, max_bytes: int) -> tuple[bytes, socket.socket | None]:
+    """Return the next data of a socket that does not block, and the socket that came with it, if one did."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(channel.fileno(), ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(channel.fileno())
+    data, handles, _, _ = socket.recv_fds(channel, max_bytes, 1)
+    if not handles:
+        return data, None
+    received = socket.socket(fileno=handles[0])
+    received.setblocking(False)
+    return data, received
+
+
 async def close(writer: asyncio.StreamWriter) -> None:
     """Close a connection; waits a bounded time until pending bytes are sent."""
     writer.close()

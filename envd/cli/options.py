@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,8 @@ def _option(kind: Any, option_help: str, metavar: str | None = None) -> Any:
 _OPTIONS: Mapping[str, tuple[str, Any]] = {
     "pool": ("pools", _option(list[str], "Keep N machines of IMAGE ready; repeatable.", "N|IMAGE=N")),
     "tasks": ("tasks.suites", _option(list[str], "Task file, or directory of task files; repeatable.", "[SUITE=]PATH")),
+    "web": ("pools.*.web", _option(str, "What guests of every pool reach: closed, allow, record or replay.")),
+    "recording": ("pools.*.recording", _option(str, "Name of the web recording to record into or to replay.", "NAME")),
     "listen": ("listen", _option(str, "Address of the gRPC service.", "HOST:PORT")),
     "metrics_listen": ("metrics_listen", _option(str, "Address of the metrics.", "HOST:PORT")),
     "console_listen": (
@@ -68,7 +71,13 @@ def load_config(config: Path | None, given: Mapping[str, Any]) -> Config:
         flags["pools"] = parse_pool_flags(pools)
     if compat := flags.get("compat"):
         flags["compat"] = ",".join(compat)
-    return load(file=config, environ=os.environ, flags=flags, check_uri=backend_of)
+    loaded = partial(load, file=config, environ=os.environ, check_uri=backend_of)
+    of_pools = {key: value for key, value in flags.items() if ".*." in key and value is not None}
+    flags = {key: value for key, value in flags.items() if ".*." not in key}
+    if of_pools:
+        names = loaded(flags=flags).pools
+        flags |= {key.replace("*", name): value for name in names for key, value in of_pools.items()}
+    return loaded(flags=flags)
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -6,7 +6,7 @@
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -43,6 +43,7 @@ from envd.base.version import envd_version
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.daemon.state_lock import locked, refuse_shards
 from envd.daemon.suites import load_tasks
+from envd.daemon.web import PoolWeb, open_web
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.persistence.recovery import PersistedState, load_persisted
 from envd.episodes.recording.library import Library
@@ -50,7 +51,6 @@ from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
-from envd.guest.allow_list import AllowList
 from envd.guest.desktop import Desktop
 from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor, Machine
@@ -225,27 +225,41 @@ class Machines:
 async def open_pools(config: Config, inputs: Inputs, storage: Storage) -> AsyncIterator[Machines]:
     """Open the hypervisor, and create the pools, which start no machine yet. Raises: ConfigError, HypervisorError."""
     store, metrics = storage.store, storage.metrics
-    hypervisor = await open_hypervisor(config, images=[image for image, _ in inputs.images.values()])
-    try:
-        logger.debug("hypervisor: %s", hypervisor.description)
+    images = {name: image for name, (image, _) in inputs.images.items()}
+    async with open_web(config, images, metrics) as webs, _opened(config, images.values()) as hypervisor:
         persisted = await load_persisted(store, clock=SystemClock(), pools=config.pools, tasks=inputs.tasks)
         adopted = await hypervisor.adopt(persisted.machine_ids)
         reaped = await hypervisor.reap()
         await unregister_all(store, adopted=adopted, reaped=reaped)
         with closing(HostClaims(config.cache_dir / "claims")) as claims:
-            pools = tuple(_pools(config, inputs, storage, hypervisor, claims))
+            pools = tuple(_pools(config, inputs, storage, hypervisor=hypervisor, claims=claims, webs=webs))
             metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
             metrics.hypervisor_up.set_function(lambda: not hypervisor.problem)
             metrics.watch_pools(lambda: [pool.statistics() for pool in pools], POOL_SERIES)
             yield Machines(
                 hypervisor=hypervisor, pools=pools, persisted=persisted, adopted=adopted, reaped=tuple(reaped)
             )
+
+
+@asynccontextmanager
+async def _opened(config: Config, images: Collection[DiskImage]) -> AsyncIterator[Hypervisor]:
+    """Open the hypervisor, and close it at the end. Raises: HypervisorError."""
+    hypervisor = await open_hypervisor(config, images=list(images))
+    try:
+        logger.debug("hypervisor: %s", hypervisor.description)
+        yield hypervisor
     finally:
         await hypervisor.close()
 
 
 def _pools(
-    config: Config, inputs: Inputs, storage: Storage, hypervisor: Hypervisor, claims: HostClaims
+    config: Config,
+    inputs: Inputs,
+    storage: Storage,
+    *,
+    hypervisor: Hypervisor,
+    claims: HostClaims,
+    webs: Mapping[str, PoolWeb],
 ) -> Iterator[Pool]:
     memory = disk = None
     # Fake desktops have no guest whose memory could grow: a host of 24 GiB would get 87 of them.
@@ -266,12 +280,18 @@ def _pools(
         image, image_screen_px = inputs.images[name]
         screen_px = pool.screen or image_screen_px
         yield Pool(
-            PoolSettings(**{**dict(pool), "screen": screen_px}, name=name, shares=shares, linger_s=LINGER_S),
+            PoolSettings(
+                **{**dict(pool), "screen": screen_px},
+                name=name,
+                shares=shares,
+                linger_s=LINGER_S,
+                trusted_authority=webs[name].authority,
+            ),
             image=image,
             host=host,
             make_desktop=partial(
                 Desktop,
-                allowed=AllowList(pool.allowed_hosts) if pool.allowed_hosts else None,
+                web=webs[name].exit,
                 screen_px=screen_px,
                 has_powershell=image.os is GuestOs.WINDOWS,
                 can_freeze=image.runs_linux,

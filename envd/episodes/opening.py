@@ -35,7 +35,7 @@ from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
-from envd.tasks.perturbations import perturb
+from envd.tasks.perturbations import own_perturb, perturb
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,8 @@ class Opening:
         task = self._tasks.get(command.task_id)
         pool = choose_pool(task, command.pool, context.pools)
         max_steps = context.limits.max_steps_for(command.max_steps, task_max_steps=task.max_steps)
-        start, perturbations = perturb(task, command.perturb) if command.perturb else (task, ())
+        wanted = command.perturb or own_perturb(task, request.request_id)
+        start, perturbations = perturb(task, wanted) if wanted else (task, ())
         with self._resetting(command, task, pool):
             self._require_runnable(task)
             group = await self._start(pool, start, command)

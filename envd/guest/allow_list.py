@@ -29,14 +29,21 @@ class AllowList:
     """
 
     entries: tuple[str, ...]
+    every_public_host: bool = False
+    """Whether ports 80 and 443 of every host are listed, as by `*`. Private addresses still need an entry."""
 
     def allows(self, destination: Destination) -> bool:
         """Return whether a destination is listed."""
-        return any(_matches(entry, destination) for entry in self.entries)
+        if self.every_public_host and destination.port in _WEB_PORTS:
+            return True
+        return self._lists(destination)
 
     def allows_address(self, address: str, destination: Destination) -> bool:
         """Return whether an address of a listed name may be connected to: it is public, or listed itself."""
-        return is_public(ip_address(address)) or self.allows(Destination(address, destination.port))
+        return is_public(ip_address(address)) or self._lists(Destination(address, destination.port))
+
+    def _lists(self, destination: Destination) -> bool:
+        return any(_matches(entry, destination) for entry in self.entries)
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:

@@ -19,7 +19,6 @@ from envd.base.telemetry import traces
 from envd.guest.a11y import MalformedTree, outline, parse_tree, with_marks
 from envd.guest.acting import Actor
 from envd.guest.agent import CommandResult, GuestAgent, renew_identity
-from envd.guest.allow_list import AllowList
 from envd.guest.display.change import screen_change
 from envd.guest.display.connection import DISPLAY_TIMEOUT_S, DisplayConnection
 from envd.guest.display.encoder import FrameEncoder
@@ -28,7 +27,7 @@ from envd.guest.display.marks import Mark, marks_of
 from envd.guest.display.screen import Screen
 from envd.guest.display.settle import settle
 from envd.guest.freezing import freeze, thaw
-from envd.guest.gateway import Gateway
+from envd.guest.gateway import Exit, Gateway
 from envd.guest.input.plan import Input
 from envd.guest.observation import (
     A11yFormat,
@@ -77,7 +76,7 @@ class Desktop:
         channels: GuestChannels,
         *,
         view: DesktopView | None = None,
-        allowed: AllowList | None = None,
+        web: Exit | None = None,
         screen_px: tuple[int, int] | None = None,
         has_powershell: bool = False,
         can_freeze: bool = True,
@@ -89,7 +88,7 @@ class Desktop:
             channels: The channels into its guest.
             view: What it shows, if it was forked and has not run since. The desktop is then asleep: requests for its
                 screen are answered from the view until `wake`.
-            allowed: What its guest may reach after `wake`; None for nothing.
+            web: Serves the web requests of its guest after `wake`; None for no network.
             screen_px: The (width, height) that it should have. Twice as much is accepted on each side, and at least
                 1280x1024; None for any size up to 16 Mpx.
             has_powershell: Whether the guest's agent runs the scripts of `envd.guest.powershell`.
@@ -99,7 +98,7 @@ class Desktop:
         self._pauses = pauses or GuestPauses()
         self._channels = channels
         self._view = view
-        self._allowed = allowed
+        self._web = web
         self._gateway: Gateway | None = None
         self._agent = GuestAgent(channels)
         self._can_freeze = can_freeze
@@ -581,14 +580,12 @@ class Desktop:
         return MachineLost(f"machine {self._channels.machine_id} is gone: {reason}")
 
     async def _open_gateway(self) -> None:
-        if self._allowed is None:
+        if self._web is None:
             return
         url = urlsplit(self._channels.guestd_url or "")
         if not url.hostname or not url.port:
-            raise GuestError(
-                f"machine {self._channels.machine_id} cannot reach its allowed hosts: its image has no guestd"
-            )
-        self._gateway = Gateway((url.hostname, url.port), self._allowed, machine_id=self._channels.machine_id)
+            raise GuestError(f"machine {self._channels.machine_id} cannot reach any host: its image has no guestd")
+        self._gateway = Gateway((url.hostname, url.port), self._web, machine_id=self._channels.machine_id)
         await self._gateway.open()
 
 

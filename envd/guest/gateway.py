@@ -1,14 +1,16 @@
-"""The gateway: lets a guest reach a few listed hosts through a proxy.
+"""The gateway: lets a guest reach hosts through a proxy.
 
-Guests have no route out of their network. If a pool allows some hosts, guestd listens on the guest's loopback as an
-HTTP proxy and relays each program to a connection that was opened from here. This side parses the request, checks the
-allow list, resolves the name and connects, because the guest cannot tamper with it. Addresses that are not public are
-rejected unless they are listed themselves: a listed name must not lead into the host's own network.
+Guests have no route out of their network. If a pool has an exit, guestd listens on the guest's loopback as an HTTP
+proxy and relays each program to a connection that was opened from here. The exit is on this side, because the guest
+cannot tamper with it. `HostExit` parses the request, checks the allow list, resolves the name and connects. Addresses
+that are not public are rejected unless they are listed themselves: a listed name must not lead into the host's own
+network. `envd.integrations.web` has the exit that records and replays.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from envd.base.errors import GuestUnresponsive
@@ -23,8 +25,10 @@ _WAITING_COUNT = 4
 _MAX_CONNECTIONS = 64
 _OPEN_TIMEOUT_S = 20.0
 _CONNECT_TIMEOUT_S = 20.0
-#: Limit on rejected destinations logged per guest.
-_MAX_LOGGED = 32
+#: Limit on rejected destinations logged per pool.
+_MAX_LOGGED = 256
+#: Header of responses that no web server sent (RFC 9209).
+PROXY_STATUS = "Proxy-Status"
 
 
 class InvalidProxyRequest(Exception):
@@ -77,39 +81,38 @@ async def _resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
+class Exit(Protocol):
+    """Serves the proxy requests of guests."""
+
+    async def __call__(
+        self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str, /
+    ) -> None:
+        """Serve one connection of a program, whose first request has this head. Raises: OSError: It broke."""
+
+
 class Gateway:
     """The gateway of one guest. Call `open` once the guest runs; `close` ends every connection.
 
     Args:
         guestd: Address on the host of the guest's guestd.
-        allowed: Destinations that the guest may reach.
-        machine_id: For logs.
-        connect: Opens connections, to the guest and to destinations.
-        resolve: Returns the addresses of a name.
+        serve: Serves the connections of the guest's programs.
+        machine_id: The machine, for the exit and for logs.
+        connect: Opens connections to the guest.
     """
 
     def __init__(
-        self,
-        guestd: tuple[str, int],
-        allowed: AllowList,
-        *,
-        machine_id: str,
-        connect: Connect = asyncio.open_connection,
-        resolve: Resolve = _resolve,
+        self, guestd: tuple[str, int], serve: Exit, *, machine_id: str, connect: Connect = asyncio.open_connection
     ) -> None:
         self._guestd = guestd
-        self._allowed = allowed
+        self._serve = serve
         self._machine_id = machine_id
         self._connect = connect
-        self._resolve = resolve
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting_count = 0
-        self._logged: set[str] = set()
         self._closed = False
 
     def __repr__(self) -> str:
-        entries, connections = len(self._allowed.entries), len(self._tasks)
-        return f"<Gateway of {self._machine_id} | {entries} allowed entries, {connections} connections>"
+        return f"<Gateway of {self._machine_id} | {len(self._tasks)} connections>"
 
     async def open(self) -> None:
         """Make the proxy available to the guest's programs. Raises: GuestUnresponsive: guestd does not answer."""
@@ -152,7 +155,7 @@ class Gateway:
             is_waiting = False
             self._waiting_count -= 1
             self._refill()
-            await self._serve(head, reader, writer)
+            await self._serve(head, reader, writer, self._machine_id)
         except (OSError, EOFError, asyncio.LimitOverrunError) as error:
             logger.debug("%s: gateway: %s", self._machine_id, error)
             if is_waiting:
@@ -163,24 +166,48 @@ class Gateway:
             if writer is not None:
                 await close(writer)
 
-    async def _serve(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+
+class HostExit:
+    """Connects guests to the hosts of an allow list.
+
+    Args:
+        allowed: Destinations that guests may reach.
+        connect: Opens connections to destinations.
+        resolve: Returns the addresses of a name.
+    """
+
+    def __init__(
+        self, allowed: AllowList, *, connect: Connect = asyncio.open_connection, resolve: Resolve = _resolve
+    ) -> None:
+        self._allowed = allowed
+        self._connect = connect
+        self._resolve = resolve
+        self._logged: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<HostExit {self._allowed}>"
+
+    async def __call__(
+        self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str
+    ) -> None:
+        """Serve one connection of a program. Raises: OSError: It broke."""
         try:
             destination, first = parse_head(head)
         except InvalidProxyRequest as error:
-            return await _send_error(writer, "400 Bad Request", str(error))
+            return await send_error(writer, "400 Bad Request", str(error))
         if not self._allowed.allows(destination):
-            self._log_rejected(destination)
+            self._log_rejected(destination, machine_id)
             message = f"{destination} is not in this desktop's list of allowed hosts"
-            return await _send_error(writer, "403 Forbidden", message)
+            return await send_error(writer, "403 Forbidden", message)
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 far_reader, far_writer = await self._connect_to(destination)
         except PermissionError as error:
-            self._log_rejected(destination)
-            return await _send_error(writer, "403 Forbidden", str(error))
+            self._log_rejected(destination, machine_id)
+            return await send_error(writer, "403 Forbidden", str(error))
         except (OSError, TimeoutError) as error:
             message = f"{destination} cannot be reached: {error or 'timed out'}"
-            return await _send_error(writer, "502 Bad Gateway", message)
+            return await send_error(writer, "502 Bad Gateway", message)
         try:
             if first:
                 far_writer.write(first)
@@ -205,15 +232,16 @@ class Gateway:
                 failure = error
         raise failure
 
-    def _log_rejected(self, destination: Destination) -> None:
+    def _log_rejected(self, destination: Destination, machine_id: str) -> None:
         text = str(destination)[:200]
         if text not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(text)
-            logger.info("%s: rejected %r, which is not in the list of allowed hosts", self._machine_id, text)
+            logger.info("%s: rejected %r, which is not in the list of allowed hosts", machine_id, text)
 
 
-async def _send_error(writer: asyncio.StreamWriter, status: str, message: str) -> None:
+async def send_error(writer: asyncio.StreamWriter, status: str, message: str) -> None:
+    """Send a response of the proxy's own. Raises: OSError."""
     body = f"{message}\n".encode()
     head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
-    writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+    writer.write(f"{head}{PROXY_STATUS}: envd\r\nConnection: close\r\n\r\n".encode() + body)
     await writer.drain()

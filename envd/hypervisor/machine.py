@@ -127,6 +127,8 @@ class MachineSpec:
     vcpu_count: int = 2
     screen_width_px: int = 1280
     screen_height_px: int = 800
+    trusted_authority: str = ""
+    """Certificate, PEM, of an authority that the template's guest trusts besides its image's; empty for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,8 @@ class PoolSettings(PoolConfig):
     """Longest such pause."""
     measure_interval_s: float = 15.0
     """Time between two measurements of the machines' memory."""
+    trusted_authority: str = ""
+    """See `MachineSpec`."""
     linger_s: float = 0.0
     """How long a guest keeps running after each use, unless it always runs."""
 
@@ -35,4 +37,5 @@ class PoolSettings(PoolConfig):
             vcpu_count=self.vcpu_count,
             screen_width_px=width_px,
             screen_height_px=height_px,
+            trusted_authority=self.trusted_authority,
         )

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from envd.base.aio import shielded
 from envd.base.errors import Draining, EnvdError, GuestUnresponsive, HypervisorUnavailable, TemplateCorrupt
+from envd.guest.agent import GuestAgent
+from envd.guest.trust import trust
 from envd.hypervisor.machine import Hypervisor, MachineSpec, Snapshot
 from envd.pool.leased import FrozenDesktop
 from envd.pool.lifecycle import MachineFactory, MachineRecord, Work
@@ -113,6 +115,8 @@ async def _boot(spec: MachineSpec, builder: TemplateBuilder) -> Snapshot:
             # The log is removed with the machine.
             tail = record.machine.console_tail()
             raise GuestUnresponsive(f"{error}; its console ended with: {tail or 'nothing'}") from error
+        if spec.trusted_authority:
+            await trust(GuestAgent(record.machine), spec.trusted_authority)
         await record.machine.pause()
         view = await record.desktop.view()
         await record.desktop.close()

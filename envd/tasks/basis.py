@@ -37,7 +37,9 @@ def digest_under(task: Task, conditions: Mapping[str, Any]) -> str:
 
 def task_digest(task: Task) -> str:
     """Return the digest of a task's definition."""
-    return _digest(task.model_dump(mode="json", exclude=_NOT_SCORED))
+    # Digests of tasks without perturbations are those of releases that had none.
+    absent = set() if task.perturb else {"perturb"}
+    return _digest(task.model_dump(mode="json", exclude=_NOT_SCORED | absent))
 
 
 def judged_digest(task: Task) -> str:

@@ -8,7 +8,7 @@ import binascii
 import codecs
 import re
 from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -25,10 +25,35 @@ class AssetRef:
     """Empty if the task gives none."""
 
 
+#: Most perturbations of one reset.
+MAX_PERTURBATIONS: Final = 8
+
+
 class Model(BaseModel):
     """Base of all task data: immutable, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+PerturbationKind = Literal[
+    "background", "extra_window", "font_scale", "late_program", "low_battery", "notification", "theme", "update",
+    "window_placement",
+]  # fmt: skip
+
+
+class TaskPerturb(Model):
+    """What each reset of a task draws by itself, unless the reset names perturbations of its own."""
+
+    kinds: tuple[PerturbationKind, ...] = get_args(PerturbationKind)
+    """Kinds to draw from."""
+    count: int = Field(default=1, ge=1)
+    """How many kinds to draw."""
+
+    @model_validator(mode="after")
+    def _has_enough_kinds(self) -> Self:
+        if self.count > min(MAX_PERTURBATIONS, len(set(self.kinds))):
+            raise ValueError(f"count: {self.count} is not 1 to {min(MAX_PERTURBATIONS, len(set(self.kinds)))}")
+        return self
 
 
 def checked_path(path: str) -> str:

@@ -18,7 +18,7 @@ from cuaenv.actions import Done, Fail, Tool, ToolAction
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.programs import PoweredOff
 from envd.tasks.checkers.union import Checker, leaves
-from envd.tasks.fields import Model
+from envd.tasks.fields import Model, TaskPerturb
 from envd.tasks.oracle import OracleAction, WaitFor, parse_action
 from envd.tasks.user import TaskUser
 from envd.tasks.verbs import SetupVerb, StartMcpServer
@@ -58,6 +58,8 @@ class Task(Model):
     user: TaskUser | None = None
     """Whom the agent may ask, with the tool `ask_user`."""
     setup: tuple[SetupVerb, ...] = ()
+    perturb: TaskPerturb | None = None
+    """Perturbations of its world; None for a clean one."""
     freeze_setup: bool = False
     """Whether to keep the state after `setup` frozen, so that later episodes start there and skip the setup."""
     checker: Checker | None = None
@@ -86,6 +88,8 @@ class Task(Model):
         unsupported = [part.kind for part in (*self.setup, *checks) if self.os not in part.systems]
         if unsupported:
             raise ValueError(f"{unsupported[0]}: not supported in {self.os.value} guests")
+        if self.perturb and self.os is not GuestOs.LINUX:
+            raise ValueError(f"perturb: not supported in {self.os.value} guests")
         if self.freeze_setup and not self.setup:
             raise ValueError("freeze_setup: the task has no setup, so episodes already start from the pool's template")
         if len(self.oracle) > self.max_steps:

@@ -4,20 +4,20 @@ A perturbation is one or more setup verbs before or after those of a task. Which
 follows from a seed alone, so equal seeds give equal worlds.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 from pydantic import TypeAdapter
 
 from envd.base.errors import InvalidRequest
 from envd.hypervisor.machine import GuestOs
+from envd.tasks.fields import MAX_PERTURBATIONS, PerturbationKind
 from envd.tasks.model import Task
 from envd.tasks.templates import Sampler
 from envd.tasks.verbs import SetupVerb
 
-#: Most perturbations of one reset.
-MAX_COUNT: Final = 8
 _VERBS: TypeAdapter[tuple[SetupVerb, ...]] = TypeAdapter(tuple[SetupVerb, ...])
 
 _Entries = Sequence[Mapping[str, Any]]
@@ -111,7 +111,7 @@ def _extra_window(sampler: Sampler) -> _Entries:
 
 
 #: Each kind's verbs, and whether they come before the task's own: programs read settings when they start.
-_KINDS: Final[Mapping[str, tuple[Callable[[Sampler], _Entries], bool]]] = {
+_KINDS: Final[Mapping[PerturbationKind, tuple[Callable[[Sampler], _Entries], bool]]] = {
     "background": (_background, True),
     "extra_window": (_extra_window, False),
     "font_scale": (_font_scale, True),
@@ -122,7 +122,15 @@ _KINDS: Final[Mapping[str, tuple[Callable[[Sampler], _Entries], bool]]] = {
     "update": (_update, False),
     "window_placement": (_window_placement, False),
 }
-KINDS: Final = tuple(_KINDS)
+KINDS: Final = get_args(PerturbationKind)
+
+
+def own_perturb(task: Task, reset_id: str) -> Perturb | None:
+    """Return what a task itself perturbs in a reset: equal for equal ids, as of retries; None for a clean world."""
+    if task.perturb is None:
+        return None
+    seed = int.from_bytes(hashlib.sha256(reset_id.encode()).digest()[:4]) >> 1
+    return Perturb(seed=seed, kinds=task.perturb.kinds, count=task.perturb.count)
 
 
 def perturb(task: Task, wanted: Perturb) -> Perturbed:
@@ -136,8 +144,8 @@ def perturb(task: Task, wanted: Perturb) -> Perturbed:
     if task.os is not GuestOs.LINUX:
         raise InvalidRequest("perturb", f"not supported in {task.os.value} guests, which task {task.task_id} needs")
     kinds = tuple(kind for kind in KINDS if not wanted.kinds or kind in wanted.kinds)
-    if not 1 <= wanted.count <= min(MAX_COUNT, len(kinds)):
-        raise InvalidRequest("perturb.count", f"{wanted.count} is not 1 to {min(MAX_COUNT, len(kinds))}")
+    if not 1 <= wanted.count <= min(MAX_PERTURBATIONS, len(kinds)):
+        raise InvalidRequest("perturb.count", f"{wanted.count} is not 1 to {min(MAX_PERTURBATIONS, len(kinds))}")
     sampler = Sampler("perturb", wanted.seed)
     drawn = sorted(sampler.sample(kinds, wanted.count))
     before: list[Mapping[str, Any]] = []

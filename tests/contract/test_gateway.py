@@ -10,7 +10,7 @@ import pytest
 
 from envd.base.config import PoolConfig
 from envd.guest.allow_list import AllowList, Destination
-from envd.guest.gateway import Gateway, InvalidProxyRequest, parse_head
+from envd.guest.gateway import Gateway, HostExit, InvalidProxyRequest, parse_head
 from envd.images.guestd import gateway as guest_gateway
 from envd.images.guestd import guest as guest_state
 from envd.images.guestd.server import Server
@@ -44,6 +44,15 @@ def test_a_listed_name_does_not_allow_private_addresses(address: str) -> None:
     assert not ALLOWED.allows_address(address, destination)
     assert ALLOWED.allows_address("1.1.1.1", destination)
     assert AllowList((*ALLOWED.entries, f"{address}:80")).allows_address(address, destination) is (":" not in address)
+
+
+def test_every_public_host_is_allowed_and_no_private_address() -> None:
+    allowed = AllowList(("192.168.0.1:8080",), every_public_host=True)
+    assert allowed.allows(Destination("example.org", 443))
+    assert not allowed.allows(Destination("example.org", 25))
+    assert allowed.allows_address("1.1.1.1", Destination("example.org", 443))
+    assert not allowed.allows_address("192.168.0.1", Destination("example.org", 443))
+    assert allowed.allows_address("192.168.0.1", Destination("192.168.0.1", 8080))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +216,7 @@ async def origin() -> AsyncIterator[int]:
 
 
 def gateway_to(guest: _Guest, *entries: str) -> Gateway:
-    return Gateway(guest.address, AllowList(entries), machine_id="m")
+    return Gateway(guest.address, HostExit(AllowList(entries)), machine_id="m")
 
 
 async def test_a_program_reaches_only_listed_addresses(guest: _Guest, origin: int) -> None:
@@ -231,7 +240,8 @@ async def test_a_listed_name_with_a_private_address_is_rejected(guest: _Guest, o
     async def resolve(host: str, port: int) -> list[str]:
         return ["127.0.0.1"]
 
-    gateway = Gateway(guest.address, AllowList((f"rebound.test:{origin}",)), machine_id="m", resolve=resolve)
+    serve = HostExit(AllowList((f"rebound.test:{origin}",)), resolve=resolve)
+    gateway = Gateway(guest.address, serve, machine_id="m")
     await gateway.open()
     try:
         status, message = await asyncio.to_thread(guest.request, method="GET", target=f"http://rebound.test:{origin}/")
@@ -285,4 +295,4 @@ async def test_a_closed_gateway_has_no_connections(guest: _Guest) -> None:
     gateway = gateway_to(guest)
     await gateway.open()
     await gateway.close()
-    assert repr(gateway) == "<Gateway of m | 0 allowed entries, 0 connections>"
+    assert repr(gateway) == "<Gateway of m | 0 connections>"

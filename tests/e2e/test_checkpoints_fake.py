@@ -33,6 +33,7 @@ from cuaenv.client import (
     KeyUp,
     NotForkable,
     NotSupported,
+    Perturb,
     State,
     StepIndexMismatch,
     TypeText,
@@ -42,6 +43,7 @@ from envd.base.errors import RequestIdReused
 from envd.cli.checkpoints import table
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.types import CheckpointCommand
+from envd.tasks import perturbations
 from tests.support.callers import Tokens
 from tests.support.command import run_envd
 from tests.support.server import FakeServer, served_client
@@ -96,6 +98,22 @@ async def test_a_state_outlives_its_episode_and_its_daemon(tmp_path: Path) -> No
             assert episodes[0].instruction == episode.instruction
             assert episodes[0].origin == episodes[1].origin
             assert len({episode.episode_id, *(copy.episode_id for copy in episodes)}) == 3
+
+
+async def test_a_copy_names_the_perturbations_of_its_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Drawn desktops have no programs for the true ones.
+    verbs = [{"kind": "make_directory", "path": "/home/user/perturbed"}]
+    monkeypatch.setitem(perturbations._KINDS, "theme", (lambda _: verbs, True))
+    async with (
+        served(tmp_path) as (_, client),
+        client.reset(TASK, perturb=Perturb(seed=1, kinds=("theme",))) as episode,
+    ):
+        checkpoint = await episode.checkpoint()
+        async with client.reset(checkpoint) as copy:
+            assert copy.perturbations == episode.perturbations == ("theme",)
+            again = await copy.checkpoint()
+            async with client.reset(again) as last:
+                assert last.perturbations == ("theme",)
 
 
 async def test_held_keys_are_held_in_a_copy(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import CheckResult, Evaluation
+from envd.tasks.fields import TaskPerturb
 from envd.tasks.model import Task
 from envd.tasks.verbs import MakeDirectory
 from tests.support.clock import ManualClock, run_ready
@@ -36,6 +37,10 @@ SETUP = (MakeDirectory(kind="make_directory", path="/home/user/work"),)
 TASK = Task(task_id="suite/name", instruction="Do it.", level=1, max_steps=5, infeasible=True, setup=SETUP)
 #: A task that starts in the template's state.
 PLAIN = Task(task_id="suite/plain", instruction="Do it.", level=1, max_steps=5, infeasible=True)
+#: A task that perturbs its own world.
+PERTURBED = PLAIN.model_copy(
+    update={"task_id": "suite/perturbed", "perturb": TaskPerturb(kinds=("background", "theme", "update"), count=2)}
+)
 #: Tasks with a setup that is kept frozen.
 FROZEN = tuple(
     Task(
@@ -249,7 +254,7 @@ async def running_world(
     )
     service = EpisodeService(
         [pool],
-        tasks=TaskCatalogue([TASK, PLAIN, *FROZEN]),
+        tasks=TaskCatalogue([TASK, PLAIN, PERTURBED, *FROZEN]),
         metrics=metrics,
         run_setup=tasks.run_setup,
         run_checkers=tasks.run_checkers,

@@ -66,6 +66,8 @@ class Limits:
     """Limit of the data of each process, and of all files together."""
     process_count: int = 128
     """Processes and threads."""
+    descriptor_count: int = 512
+    """Open files and sockets of each process."""
     file_count: int = 1 << 16
     """Files and directories. The kernel holds about 1 KiB of memory for each."""
     has_sockets: bool = True
@@ -219,7 +221,7 @@ def _limit(limits: Limits) -> None:
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_FSIZE, limits.memory_bytes),
         (resource.RLIMIT_NPROC, limits.process_count),
-        (resource.RLIMIT_NOFILE, 512),
+        (resource.RLIMIT_NOFILE, limits.descriptor_count),
         (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(kind)[1]

@@ -139,6 +139,11 @@ class Metrics:
         self.port_bytes = self._counter(
             "envd_port_bytes_total", "Bytes of these connections, by direction.", "pool direction"
         )
+        self.web_requests = self._counter(
+            "envd_web_requests_total",
+            "Requests of guests to the web, of pools that record or replay it.",
+            "pool outcome",
+        )
         self.recording_failed = self._gauge(
             "envd_recording_failed", "1 after an episode's recording ended early, until one works again; else 0."
         )
@@ -185,6 +190,10 @@ class Metrics:
         For a machine lost between calls `operation` is "watch".
         """
         self.episode_failures.labels(pool=pool, operation=operation, reason=reason).inc()
+
+    def web_request(self, pool: str, outcome: str) -> None:
+        """Record a request of a guest; `outcome` is recorded, replayed, not_recorded or failed."""
+        self.web_requests.labels(pool=pool, outcome=outcome).inc()
 
     def observe_phases(self, histogram: Histogram, pool: str, timings_ms: Mapping[str, float]) -> None:
         """Record a call's phases, in milliseconds by name, in a histogram labelled by pool and phase."""

@@ -357,6 +357,7 @@ class Checkpointing:
             owner=episode.owner,
             step_count=command.step_index,
             asked=episode.asked,
+            perturbations=episode.origin.perturbations,
             epoch=episode.epoch,
             max_steps=episode.max_steps,
             frame_id=frozen.view.frame.frame_id,
@@ -406,7 +407,12 @@ def _require_template(checkpoint: Checkpoint, template: FrozenDesktop) -> None:
 
 
 def _opened_from(checkpoint: Checkpoint, member: Member) -> Member:
-    origin = replace(member.origin, checkpoint_id=checkpoint.checkpoint_id, checkpoint_episode_id=checkpoint.episode_id)
+    origin = replace(
+        member.origin,
+        checkpoint_id=checkpoint.checkpoint_id,
+        checkpoint_episode_id=checkpoint.episode_id,
+        perturbations=checkpoint.perturbations,
+    )
     return replace(member, origin=origin)
 
 

@@ -75,6 +75,8 @@ class Checkpoint(BaseModel):
     step_count: int
     asked: tuple[Exchange, ...] = ()
     """What the agent had asked the task's user."""
+    perturbations: tuple[str, ...] = ()
+    """Kinds of the perturbations of the episode's world."""
     epoch: int = 1
     """The episode's, in which the state was."""
     max_steps: int

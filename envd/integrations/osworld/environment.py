@@ -13,56 +13,24 @@ import json
 import os
 import re
 import shutil
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from fcntl import LOCK_EX, flock
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Protocol
 
 import envd
 from envd.base.errors import OsworldError
-from envd.base.tools import run_tool
+from envd.base.venv import STAGING, PinnedEnvironment, Progress
 from envd.integrations.osworld.workers import KnownNames
 
 PACKAGE = "desktop-env==1.0.2"
-#: Number of packages that pip collects, for the progress bar only.
-_EXPECTED_PACKAGES = 75
-_STAGING = ".making-"
-_run = partial(run_tool, error=OsworldError)
 #: In the virtual environment: the names of its setup verbs, getters and metrics.
 _NAMES_FILE = "envd-names.json"
 
 
-class Progress(Protocol):
-    """Receives the progress of an installation."""
-
-    def __call__(self, stage: str, fraction: float, /) -> None:
-        """Report a stage by name and the fraction of the whole that is done, in [0, 1]."""
-
-
-class Environment:
+class Environment(PinnedEnvironment):
     """OSWorld's package and tasks under one cache directory."""
 
     def __init__(self, cache_dir: Path) -> None:
-        self.root = cache_dir / "osworld"
-        # Everything that determines its content.
-        version = f"{sys.implementation.name}-{sys.version_info.major}.{sys.version_info.minor}-{os.uname().machine}"
-        digest = hashlib.sha256("\n".join((PACKAGE, requirements(), version)).encode()).hexdigest()
-        self.directory = self.root / f"venv-{digest[:16]}"
-
-    @property
-    def python(self) -> Path:
-        """The path of its interpreter, installed or not."""
-        return self.directory / "bin" / "python"
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the package is installed."""
-        return self.python.exists()
+        super().__init__(cache_dir / "osworld", (PACKAGE, requirements()), error=OsworldError, package_count=75)
 
     @property
     def tasks(self) -> Path | None:
@@ -90,31 +58,19 @@ class Environment:
                 self._record_names(self.directory)
             progress("already installed", 1.0)
             return
-        with self._staging() as staging:
-            progress("creating a virtual environment", 0.01)
-            # venv links to the system's Python, which must stay installed.
-            _run([sys.executable, "-m", "venv", str(staging)], what="python -m venv")
-            python = str(staging / "bin" / "python")
-            pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
-            progress(f"installing {PACKAGE}", 0.05)
-            _run([*pip, "--no-deps", PACKAGE], what=f"pip install {PACKAGE}")
-            with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
-                listed.write(requirements())
-                listed.flush()
-                _run([*pip, "--requirement", listed.name], on_line=_PipProgress(progress), what="pip install")
-            progress("importing it once", 0.95)
-            self._record_names(staging)
-            try:
-                staging.rename(self.directory)
-            except OSError as error:
-                if not self.is_installed:  # otherwise a concurrent installation was faster
-                    raise OsworldError(f"{self.directory} cannot be created: {error}") from error
-        progress("installed", 1.0)
+        super().install(progress=progress)
+
+    def _fill(self, staging: Path, progress: Progress) -> None:
+        progress(f"installing {PACKAGE}", 0.05)
+        self._pip(staging, "--no-deps", PACKAGE)
+        self._pip(staging, requirements=requirements(), progress=progress)
+        progress("importing it once", 0.95)
+        self._record_names(staging)
 
     def _record_names(self, directory: Path) -> None:
         """Import the package of an environment and record its names there. Raises: OsworldError: It has no package."""
         python, root = str(directory / "bin" / "python"), str(Path(envd.__file__).parents[1])
-        _run([python, "-I", "-c", _IMPORT, root, str(directory / _NAMES_FILE)], what="import desktop_env")
+        self._run([python, "-I", "-c", _IMPORT, root, str(directory / _NAMES_FILE)], what="import desktop_env")
 
     def register_tasks(self, source: str, *, progress: Progress) -> Path:
         """Register the task files of a checkout of OSWorld for daemons to serve; return their directory.
@@ -136,7 +92,7 @@ class Environment:
         if examples is None:
             raise OsworldError(f"{directory} is not a checkout of OSWorld: no evaluation_examples/examples/*/*.json")
         self.root.mkdir(parents=True, exist_ok=True)
-        link = self.root / f"{_STAGING}tasks-{os.getpid()}"
+        link = self.root / f"{STAGING}tasks-{os.getpid()}"
         link.symlink_to(examples.resolve())
         link.replace(self.root / "tasks")
         progress(f"tasks of {examples}", 1.0)
@@ -146,28 +102,11 @@ class Environment:
         target = self.root / f"checkout-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
         progress("cloning the tasks", 0.1)
         with self._staging() as staging:
-            _run(["git", "clone", "--quiet", "--depth", "1", url, str(staging)], what="git clone")
+            self._run(["git", "clone", "--quiet", "--depth", "1", url, str(staging)], what="git clone")
             if target.exists():
                 shutil.rmtree(target)
             staging.rename(target)
         return target
-
-    @contextmanager
-    def _staging(self) -> Iterator[Path]:
-        """Yield an empty directory and remove it afterwards unless it was renamed. Holds a lock; removes stale ones."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / ".lock").open("w") as lock:
-            flock(lock, LOCK_EX)
-            for stale in self.root.glob(f"{_STAGING}*"):
-                if stale.is_dir() and not stale.is_symlink():
-                    shutil.rmtree(stale, ignore_errors=True)
-            staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.root))
-            # Evaluations run as unprivileged users.
-            staging.chmod(0o755)
-            try:
-                yield staging
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
 
 
 #: Only an import shows whether the list of requirements is complete.
@@ -183,19 +122,3 @@ with open(sys.argv[2], "w") as file:
 def requirements() -> str:
     """Return the pinned requirements, without the package itself, in pip's form."""
     return (files("envd.integrations.osworld") / "requirements.txt").read_text()
-
-
-class _PipProgress:
-    """Turns pip's output into a fraction: one part for each collected package, then one for unpacking."""
-
-    def __init__(self, report: Progress) -> None:
-        self._report = report
-        self._count = 0
-
-    def __call__(self, line: str) -> None:
-        collected = re.match(r"Collecting ([\w.-]+)", line)
-        if collected:
-            self._count += 1
-            self._report(f"fetching {collected[1]}", 0.1 + 0.6 * min(1.0, self._count / _EXPECTED_PACKAGES))
-        elif line.startswith("Installing collected packages"):
-            self._report("unpacking", 0.7)

@@ -21,6 +21,7 @@ def host_of(config: Config, *, known: KnownNames | None) -> Host:
         known=known,
         has_asset=lambda url: assets.has(AssetRef(url)),
         packages=_packages(ImageCatalogue(config.cache_dir)),
+        has_web=any(pool.web != "closed" for pool in config.pools.values() if pool.image == IMAGE),
     )
 
 

@@ -20,7 +20,9 @@ class Obstacle(Enum):
     CREDENTIALS = "credentials"
     """The task signs in to an account."""
     INTERNET = "internet"
-    """Setup, agent or evaluator need live web pages; guests have no network."""
+    """Setup or agent download or install something; guests have no network."""
+    RECORDING = "web recording"
+    """Setup, agent or evaluator need web pages, which no pool of the image lets through or replays."""
     PORT = "guest port"
     """The task is set up or scored over a guest port that is not forwarded: the browser's or the player's."""
     ASSETS = "assets"
@@ -52,6 +54,8 @@ class Host:
     """Whether a URL's file is in the cache."""
     packages: Mapping[GuestOs, Collection[str] | None]
     """Packages in the image of each system: None if unknown, no key without an image."""
+    has_web: bool = False
+    """Whether guests see web pages, live or recorded."""
 
 
 _CREDENTIALS_VERBS = frozenset({"googledrive", "login"})
@@ -60,9 +64,7 @@ _DOWNLOADS = re.compile(r"\b(pip3? install|apt(-get)? install|wget|curl)\b")
 _WEB_PAGE = re.compile(r"https?://(?!localhost|127\.)")
 #: In Linux guests the worker performs them inside the guest.
 _WINDOWS_PORT_VERBS = frozenset({"chrome_open_tabs", "chrome_close_tabs"})
-_INTERNET_GETTERS = frozenset(
-    {"info_from_website", "pdf_from_url", "gotoRecreationPage_and_get_html_content", "page_info"}
-)
+_WEB_GETTERS = frozenset({"info_from_website", "pdf_from_url", "gotoRecreationPage_and_get_html_content", "page_info"})
 #: Getters that query the browser (Chrome's debugging protocol) or the player (VLC's HTTP interface) on their ports.
 _PORT_GETTERS = frozenset(
     {
@@ -136,23 +138,29 @@ def _find(file: OsworldFile, host: Host) -> Iterator[tuple[Obstacle, str]]:
             yield from ((Obstacle.UNKNOWN_FUNCTION, f"{kind} {name}") for name in names if name not in known)
     for name in (*(set(verbs) & _CREDENTIALS_VERBS), *(set(getters) & _CREDENTIALS_GETTERS)):
         yield Obstacle.CREDENTIALS, name
-    if file.content.get("proxy"):
-        yield Obstacle.INTERNET, "its pages are on the live web"
-    yield from ((Obstacle.INTERNET, name) for name in getters if name in _INTERNET_GETTERS)
+    if not host.has_web:
+        yield from _web_pages(file, getters)
     # An infeasible task cannot be done with a network either.
     if not file.is_infeasible and re.search(r"https?://|\binstall\b", file.content["instruction"], re.IGNORECASE):
         yield Obstacle.INTERNET, "its instruction says to download or to install"
     for step in file.setup:
-        if step["type"] == "chrome_open_tabs" and any(
-            re.match(_WEB_PAGE, str(url)) for url in step["parameters"].get("urls_to_open", ())
-        ):
-            yield Obstacle.INTERNET, "it opens web pages"
         if step["type"] in ("execute", "command") and _DOWNLOADS.search(_command(step)):
             yield Obstacle.INTERNET, "its setup installs or downloads"
     port_verbs = _WINDOWS_PORT_VERBS if file.os is GuestOs.WINDOWS else frozenset()
     for name in (*(set(verbs) & port_verbs), *(set(getters) & _PORT_GETTERS)):
         yield Obstacle.PORT, name
     yield from _missing_programs(file, host)
+
+
+def _web_pages(file: OsworldFile, getters: Sequence[str]) -> Iterator[tuple[Obstacle, str]]:
+    if file.content.get("proxy"):
+        yield Obstacle.RECORDING, "its pages are on the live web"
+    yield from ((Obstacle.RECORDING, name) for name in getters if name in _WEB_GETTERS)
+    for step in file.setup:
+        if step["type"] == "chrome_open_tabs" and any(
+            re.match(_WEB_PAGE, str(url)) for url in step["parameters"].get("urls_to_open", ())
+        ):
+            yield Obstacle.RECORDING, "it opens web pages"
 
 
 def _missing_programs(file: OsworldFile, host: Host) -> Iterator[tuple[Obstacle, str]]:

@@ -14,7 +14,7 @@ from yarl import URL
 
 import envd
 from envd.base.errors import GuestError, OsworldError
-from envd.base.streams import relayed
+from envd.base.streams import receive_descriptor, relayed
 
 logger = logging.getLogger(__name__)
 
@@ -149,12 +149,9 @@ class Workers:
     async def _follow(self, channel: socket.socket, job: Job) -> Mapping[str, Any]:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(channel, self._line(job))
-        await _readable(channel)
-        data, handles, _, _ = socket.recv_fds(channel, 1 << 16, 1)
-        if not handles:
+        data, listener = await receive_descriptor(channel, 1 << 16)
+        if listener is None:
             return parse_result(await _read_all(channel, data, job))
-        listener = socket.socket(fileno=handles[0])
-        listener.setblocking(False)
         url = URL(job.guest_url)
         # The job reaches this service and nothing else.
         async with relayed(listener, url.host or "", url.port or 0, limit=_MAX_CONNECTIONS):
@@ -253,12 +250,3 @@ async def _read_all(channel: socket.socket, data: bytes, job: Job) -> bytes:
         if len(data) > _MAX_OUTPUT_BYTES:
             raise WorkerFailed(f"the worker sent more than {_MAX_OUTPUT_BYTES} bytes")
     return data
-
-
-async def _readable(channel: socket.socket) -> None:
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(channel.fileno(), ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(channel.fileno())

@@ -259,7 +259,8 @@ class Freezer:
             generation=UUID(int=0),
             firmware=FirmwareFiles(code=placeholder, vars_template=placeholder),
         )
-        return combined_digest(description, spec.image.digest, self._versions, self._cpu)[:16]
+        authority = [spec.trusted_authority] if spec.trusted_authority else []
+        return combined_digest(description, spec.image.digest, self._versions, self._cpu, *authority)[:16]
 
     def find(self, spec: MachineSpec) -> LibvirtSnapshot | None:
         """Return the stored template, verified, or None. Raises: TemplateCorrupt."""

@@ -361,3 +361,17 @@ def test_a_removed_setting_is_refused_with_the_name_of_its_replacement(
         load(file=file, environ=environ, flags=flags)
     with pytest.raises(ConfigError, match="draws its desktops itself"):
         load(flags={"hypervisor.drawing_processes": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('web = "record"', "web 'record' needs the name of a recording; set recording"),
+        ('recording = "shop"', "recording 'shop' is not used by web 'closed'; set web, or remove it"),
+        ('web = "replay"\nrecording = "a"\nallowed_hosts = ["b.test"]', "web 'replay' reaches no host"),
+        ('web = "replay"\nrecording = "../a"', "'../a' is not 1 to 63 of a-z"),
+        ('web = "open"', "pools.a.web"),
+    ],
+)
+def test_a_pool_has_a_recording_exactly_if_it_records_or_replays(tmp_path: Path, text: str, problem: str) -> None:
+    assert problem in refusal(tmp_path, f"[pools.a]\n{text}\n")

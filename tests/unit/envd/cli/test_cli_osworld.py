@@ -94,8 +94,8 @@ def test_lint_says_of_each_task_whether_it_can_run_and_why_not(config: Config, c
     one, two = printed["tasks"]
     assert (one["task_id"], one["can_run"], one["obstacles"]) == ("osworld/0001-a", True, [])
     assert (two["task_id"], two["can_run"]) == ("osworld/0002-b", False)
-    assert [obstacle["kind"] for obstacle in two["obstacles"]] == ["internet"]
-    assert printed["obstacles"]["internet"] == 1
+    assert [obstacle["kind"] for obstacle in two["obstacles"]] == ["web recording"]
+    assert printed["obstacles"]["web recording"] == 1
     assert "1 of 2 can run" in run(config, "lint")
     assert json.loads(run(config, "lint", "--json", "--domain", "vlc"))["total"] == 0
 
@@ -132,7 +132,8 @@ def test_an_image_with_wine_does_not_run_tasks_for_windows(config: Config, check
 
 def test_lint_without_an_image_says_so(config: Config, registered: None) -> None:
     printed = json.loads(run(config, "lint", "--json"))
-    assert {obstacle["kind"] for task in printed["tasks"] for obstacle in task["obstacles"]} == {"image", "internet"}
+    kinds = {obstacle["kind"] for task in printed["tasks"] for obstacle in task["obstacles"]}
+    assert kinds == {"image", "web recording"}
 
 
 def test_lint_without_task_files_names_the_way_out(config: Config) -> None:
@@ -153,7 +154,7 @@ def test_served_tasks_have_the_obstacles_that_lint_reports(config: Config, regis
     build_image(config, "gimp")
     tasks = load_tasks(config)
     assert tasks.obstacles(tasks.get("osworld/0001-a")) == ()
-    assert tasks.obstacles(tasks.get("osworld/0002-b")) == ("internet: its pages are on the live web",)
+    assert tasks.obstacles(tasks.get("osworld/0002-b")) == ("web recording: its pages are on the live web",)
     assert tasks.obstacles(tasks.get("osworld/desktop")) is None
     assert tasks.obstacles(tasks.get("desktop/delete-line")) is None
     unchecked = config.tasks.model_copy(update={"check_obstacles": False})
@@ -171,7 +172,7 @@ def test_tasks_show_prints_the_domain_and_the_obstacles(config: Config, checkout
     shown = {line.split()[0]: line.split(maxsplit=1)[1] for line in result.stdout.splitlines()}
     assert shown["domain"] == "gimp"
     assert shown["runnable"] == "False"
-    assert shown["obstacle"] == "internet: its pages are on the live web"
+    assert shown["obstacle"] == "web recording: its pages are on the live web"
 
 
 def test_a_file_that_is_fetched_while_the_daemon_runs_is_no_longer_an_obstacle(config: Config, tmp_path: Path) -> None:

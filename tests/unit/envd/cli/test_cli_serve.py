@@ -1,7 +1,12 @@
-"""Progress lines of `envd serve`."""
+"""Options and progress lines of `envd serve`."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
+
+from envd.base.errors import ConfigError
+from envd.cli.options import load_config
 from envd.cli.serve import is_ready, progress_line
 from tests.support.stub_episodes import pool_info
 
@@ -36,3 +41,13 @@ def test_a_problem_is_shortened() -> None:
     line = progress_line(replace(STARTING, template_digest="d1", problem="qemu " + "--flag " * 500), size=2)
     assert line.startswith("pool desktop: 0 of 2 machines ready, 2 starting; qemu --flag")
     assert len(line) < 320
+
+
+def test_the_web_options_apply_to_every_pool_of_flags_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "envd.toml"
+    file.write_text('[pools.a]\nsize = 1\n[pools.b]\nweb = "closed"\n')
+    config = load_config(file, {"web": "replay", "recording": "shop", "pool": ["c=2"]})
+    webs = {name: (pool.web, pool.recording) for name, pool in config.pools.items()}
+    assert webs == dict.fromkeys("abc", ("replay", "shop"))
+    with pytest.raises(ConfigError, match=r"--web: pools\.a\.web: "):
+        load_config(file, {"web": "open"})

@@ -22,7 +22,7 @@ from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.tasks.perturbations import Perturb
 from tests.support.clock import begun, run_ready, run_turns
-from tests.support.episode_world import FROZEN, NO_PIXELS, PLAIN, TASK, World, running_world
+from tests.support.episode_world import FROZEN, NO_PIXELS, PERTURBED, PLAIN, TASK, World, running_world
 from tests.support.stubs import StubDesktop
 
 WITH_TREE = ObservationOptions(encoding=Encoding.NONE, a11y_format=A11yFormat.OSWORLD_XML)
@@ -307,6 +307,25 @@ async def test_a_task_without_setup_gets_one_if_its_world_is_perturbed(world: Wo
     result = await world.reset(task_id=PLAIN.task_id, perturb=Perturb(seed=4))
     assert world.tasks.setups == 1
     assert len(result.episodes[0].origin.perturbations) == 1
+
+
+async def test_a_task_perturbs_each_reset_differently_and_its_retry_and_group_equally(world: World) -> None:
+    result = await world.reset(task_id=PERTURBED.task_id, group_size=2, request_id="first")
+    kinds = {info.origin.perturbations for info in result.episodes}
+    assert len(kinds) == 1
+    assert len(kinds.pop()) == 2
+    assert (await world.reset(task_id=PERTURBED.task_id, group_size=2, request_id="first")) == result
+    for info in result.episodes:
+        await world.service.close(info.episode_id)
+    drawn = set()
+    for number in range(12):
+        (episode,) = (await world.reset(task_id=PERTURBED.task_id, request_id=f"r{number}")).episodes
+        drawn.add(episode.origin.perturbations)
+        await world.service.close(episode.episode_id)
+    assert drawn == {("background", "theme"), ("background", "update"), ("theme", "update")}
+    other = Perturb(seed=1, kinds=("notification",))
+    (episode,) = (await world.reset(task_id=PERTURBED.task_id, perturb=other)).episodes
+    assert episode.origin.perturbations == ("notification",)
 
 
 async def test_an_unknown_perturbation_takes_no_machine(world: World) -> None:

@@ -1,14 +1,17 @@
 """Perturbations: drawn from a seed, before or after the setup of a task."""
 
 import pytest
+from pydantic import ValidationError
 
 from envd.base.errors import InvalidRequest
 from envd.hypervisor.machine import GuestOs
+from envd.tasks.basis import _NOT_SCORED, _digest, task_digest
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
-from envd.tasks.perturbations import KINDS, Perturb, perturb
+from envd.tasks.perturbations import _KINDS, KINDS, Perturb, own_perturb, perturb
 from envd.tasks.verbs import Execute, Launch
 
+FIELDS = {"task_id": "suite/name", "instruction": "Do it.", "level": 1, "infeasible": True}
 TASK = TaskCatalogue.load().get("desktop/type-greeting")
 
 
@@ -51,6 +54,36 @@ def test_only_the_kinds_asked_for_are_drawn() -> None:
 def test_what_cannot_be_drawn_is_refused(wanted: Perturb, problem: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         perturb(TASK, wanted)
+    assert problem in str(refused.value)
+
+
+def test_a_task_draws_from_the_id_of_the_reset_and_keeps_its_digest_without_perturbations() -> None:
+    perturbed = Task.model_validate({**FIELDS, "perturb": {"kinds": ["theme", "update"], "count": 1}})
+    assert own_perturb(TASK, "r1") is None
+    wanted = own_perturb(perturbed, "a/r1")
+    assert wanted == own_perturb(perturbed, "a/r1") != own_perturb(perturbed, "a/r2")
+    assert wanted is not None
+    assert (wanted.kinds, wanted.count, 0 <= wanted.seed < 2**31) == (("theme", "update"), 1, True)
+    assert set(Task.model_validate({**FIELDS, "perturb": {}}).perturb or ()) == {("kinds", KINDS), ("count", 1)}
+    assert set(_KINDS) == set(KINDS)
+    assert task_digest(Task.model_validate(FIELDS)) != task_digest(perturbed)
+    without = Task.model_validate(FIELDS).model_dump(mode="json", exclude={"perturb", *_NOT_SCORED})
+    assert task_digest(Task.model_validate(FIELDS)) == _digest(without)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"perturb": {"kinds": ["tornado"]}}, "perturb.kinds.0"),
+        ({"perturb": {"kinds": ["theme", "theme"], "count": 2}}, "count: 2 is not 1 to 1"),
+        ({"perturb": {"count": 9}}, "count: 9 is not 1 to 8"),
+        ({"perturb": {"seed": 3}}, "perturb.seed"),
+        ({"perturb": {}, "os": "windows"}, "perturb: not supported in windows guests"),
+    ],
+)
+def test_a_task_file_with_impossible_perturbations_is_refused(fields: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        Task.model_validate({**FIELDS, **fields})
     assert problem in str(refused.value)
 
 

@@ -68,7 +68,7 @@ def test_an_installation_that_is_interrupted_leaves_nothing(tmp_path: Path, monk
         Path(command[-1], "half").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(environment, "_run", interrupted)
+    monkeypatch.setattr(Environment, "_run", staticmethod(interrupted))
     found = Environment(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         found.install(progress=report)
@@ -96,7 +96,7 @@ def test_an_installation_appears_atomically(tmp_path: Path, monkeypatch: pytest.
         if what == "import desktop_env":
             Path(command[-1]).write_text('{"verbs": ["launch"], "getters": [], "metrics": []}')
 
-    monkeypatch.setattr(environment, "_run", pretend)
+    monkeypatch.setattr(Environment, "_run", staticmethod(pretend))
     found = Environment(tmp_path)
     found.install(progress=report)
     assert found.is_installed
@@ -121,7 +121,7 @@ def test_an_installation_of_an_earlier_release_gets_its_names_recorded(
     found.python.touch()
     (found.directory / "envd-names.json").write_text('{"verbs"')
     assert found.known_names() is None
-    monkeypatch.setattr(environment, "_run", pretend)
+    monkeypatch.setattr(Environment, "_run", staticmethod(pretend))
     found.install(progress=report)
     assert found.known_names() is not None
 

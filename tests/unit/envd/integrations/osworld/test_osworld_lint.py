@@ -1,6 +1,7 @@
 """The reasons why OSWorld tasks cannot run on a host."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_a_task_without_obstacles_can_run() -> None:
             (Obstacle.UNKNOWN_FUNCTION, "getter oracle"),
         ),
         (task(step("login")), (Obstacle.CREDENTIALS, "login")),
-        (task(proxy=True), (Obstacle.INTERNET, "its pages are on the live web")),
+        (task(proxy=True), (Obstacle.RECORDING, "its pages are on the live web")),
         (
             task(instruction="Open https://example.org"),
             (Obstacle.INTERNET, "its instruction says to download or to install"),
@@ -124,3 +125,14 @@ def test_a_task_counts_once_for_each_kind_of_obstacle() -> None:
     assert (row.suite, row.domain, row.total, row.runnable) == ("osworld", "gimp", 1, 0)
     assert row.obstacles[Obstacle.CREDENTIALS] == 1
     assert row.obstacles[Obstacle.ASSETS] == 0
+
+
+def test_web_pages_need_a_recording_unless_a_pool_has_the_web() -> None:
+    steps = step("chrome_open_tabs", urls_to_open=["https://example.org/"])
+    file = task(steps, evaluator={"func": "compare", "result": {"type": "info_from_website"}})
+    host = replace(HOST, known=None)
+    assert list(map(str, findings(file, host))) == [
+        "web recording: info_from_website",
+        "web recording: it opens web pages",
+    ]
+    assert findings(file, replace(host, has_web=True)) == ()

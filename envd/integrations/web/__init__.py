@@ -1,0 +1,1 @@
+"""Record and replay of the web traffic of guests, with mitmproxy and WARC files."""

@@ -1,0 +1,309 @@
+"""A site is recorded through the real proxy, in its sandbox, and replayed without the site."""
+
+import asyncio
+import gzip
+import os
+import re
+import signal
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from envd.base.config_values import default_cache_dir
+from envd.base.errors import ConfigError
+from envd.base.sandbox.probe import sandbox_problem
+from envd.base.streams import close
+from envd.guest.allow_list import AllowList
+from envd.guest.gateway import HostExit
+from envd.integrations.web.environment import AUTHORITY_CERT, WebEnvironment
+from envd.integrations.web.proxy import WebProxy
+from envd.integrations.web.recordings import WebRecordings, read_entries
+from tests.support.command import CommandOutput, run_envd
+from tests.support.web_site import DOWNLOAD, Visitor, serve_site
+
+ENVIRONMENT = WebEnvironment(default_cache_dir())
+pytestmark = [
+    pytest.mark.skipif(not ENVIRONMENT.is_installed, reason="run `envd web install`"),
+    pytest.mark.skipif(bool(sandbox_problem()), reason="no sandbox can be created here"),
+]
+
+
+class Running:
+    """A proxy, and a port of loopback where it serves the programs of a machine."""
+
+    def __init__(self, proxy: WebProxy, outcomes: Counter[str], ports: dict[str, int]) -> None:
+        self.proxy = proxy
+        self.outcomes = outcomes
+        self.ports = ports
+
+    def visitor(self, machine_id: str = "m0") -> Visitor:
+        certificate = (ENVIRONMENT.authority() / AUTHORITY_CERT).read_text()
+        return Visitor(f"http://127.0.0.1:{self.ports[machine_id]}", certificate)
+
+
+Tour = list[tuple[int, str, bytes]]
+Start = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture
+def recordings(tmp_path: Path) -> WebRecordings:
+    return WebRecordings(tmp_path / "assets")
+
+
+@asynccontextmanager
+async def running_proxy(
+    recordings: WebRecordings, *allowed: str, replays: bool = False, machines: int = 1, **options: int
+) -> AsyncIterator[Running]:
+    outcomes: Counter[str] = Counter()
+    proxy = WebProxy(
+        "shop",
+        recordings=recordings,
+        environment=ENVIRONMENT,
+        servers=None if replays else HostExit(AllowList(allowed, every_public_host=True)),
+        on_request=lambda outcome: outcomes.update([outcome]),
+        **options,
+    )
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str) -> None:
+        try:
+            with suppress(OSError, EOFError):
+                await proxy(await reader.readuntil(b"\r\n\r\n"), reader, writer, machine_id)
+        finally:
+            await close(writer)
+
+    def accept(machine_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.create_task(serve(reader, writer, machine_id)))
+
+    servers = {}
+    try:
+        await proxy.start()
+        for name in (f"m{index}" for index in range(machines)):
+            servers[name] = await asyncio.start_server(partial(accept, name), "127.0.0.1", 0)
+        yield Running(proxy, outcomes, {name: each.sockets[0].getsockname()[1] for name, each in servers.items()})
+    finally:
+        for server in servers.values():
+            server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await proxy.aclose()
+
+
+@pytest.fixture
+def start(recordings: WebRecordings) -> Start:
+    return partial(running_proxy, recordings)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    with serve_site(tmp_path) as port:
+        yield f"https://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tour, bytes]:
+    """Record a tour of the site once; return its address, what the tour showed, and the recording."""
+    directory = tmp_path_factory.mktemp("stored")
+    recordings = WebRecordings(directory)
+
+    async def record(site: str) -> Tour:
+        async with running_proxy(recordings, site.removeprefix("https://")) as running:
+            shown = await asyncio.to_thread(running.visitor().tour, site)
+            assert running.outcomes == {"recorded": 8}
+            return shown
+
+    with pytest.MonkeyPatch.context() as patch, serve_site(directory) as port:
+        patch.setenv("SSL_CERT_FILE", str(directory / "ca.pem"))
+        site = f"https://127.0.0.1:{port}"
+        shown = asyncio.run(record(site))
+    return site, shown, recordings.path("shop").read_bytes()
+
+
+@pytest.fixture
+def recorded(stored: tuple[str, Tour, bytes], recordings: WebRecordings) -> tuple[str, Tour]:
+    """Put the recorded tour into the recordings; return the site's address, where nothing listens, and the tour."""
+    site, shown, content = stored
+    recordings.directory.mkdir(parents=True)
+    (recordings.directory / "shop.warc.gz").write_bytes(content)
+    return site, shown
+
+
+async def test_a_site_is_replayed_equally_for_8_machines_without_it(recorded: tuple[str, Tour], start: Start) -> None:
+    site, shown = recorded
+    assert [status for status, _, _ in shown] == [200, 200, 200, 200, 200, 404]
+    assert [body for _, _, body in shown][:3] == [b"<h1>Hello, a stranger</h1>"] * 2 + [b"<h1>Hello, someone</h1>"]
+    assert shown[4] == (200, f"{site}/file.bin", DOWNLOAD)
+    async with start(replays=True, machines=8) as running:
+        tours = (asyncio.to_thread(running.visitor(f"m{index}").tour, site) for index in range(8))
+        assert await asyncio.gather(*tours) == [shown] * 8
+        assert running.outcomes == {"replayed": 8 * 8}
+
+
+async def test_a_request_that_was_not_recorded_gets_a_page_that_names_it(
+    recorded: tuple[str, Tour], start: Start
+) -> None:
+    site, _ = recorded
+    async with start(replays=True) as running:
+        visitor = running.visitor()
+        status, _, page = await asyncio.to_thread(visitor.open, f"{site}/other?a=<b>")
+        assert (status, f"GET {site}/other?a=&lt;b> was not recorded." in page.decode()) == (504, True)
+        status, _, page = await asyncio.to_thread(visitor.open, f"{site}/login", b"name=eve")
+        assert (status, f"POST {site}/login was not recorded." in page.decode()) == (504, True)
+        status, _, page = await asyncio.to_thread(visitor.open, "http://example.org/")
+        assert (status, "Not in the web recording shop" in page.decode()) == (504, True)
+        assert running.outcomes == {"not_recorded": 3}
+
+
+async def test_a_recording_of_2001_is_replayed_with_valid_certificates_and_cookies(
+    recorded: tuple[str, Tour], start: Start, recordings: WebRecordings
+) -> None:
+    site, shown = recorded
+    path = recordings.path("shop")
+    old = [re.sub(rb"WARC-Date: [^\r]+", b"WARC-Date: 2001-01-01T09:00:00Z", member) for member in members(path)]
+    path.write_bytes(b"".join(map(gzip.compress, old)))
+    async with start(replays=True) as running:
+        visitor = running.visitor()
+        assert await asyncio.to_thread(visitor.open, f"{site}/start") == shown[0]
+        (cookie,) = visitor.cookies
+        left = datetime.fromtimestamp(cookie.expires or 0, UTC) - datetime.now(UTC)
+        assert timedelta(minutes=30) < left < timedelta(minutes=90)
+
+
+def members(path: Path) -> list[bytes]:
+    """Return the records of a recording."""
+    found, data = [], path.read_bytes()
+    while data:
+        reader = zlib.decompressobj(wbits=31)
+        found.append(reader.decompress(data))
+        data = reader.unused_data
+    return found
+
+
+async def test_private_addresses_are_neither_reached_nor_recorded(
+    site: str, start: Start, recordings: WebRecordings
+) -> None:
+    async with start() as running:
+        visitor = running.visitor()
+        status, _, page = await asyncio.to_thread(visitor.open, f"{site}/home")
+        assert (status, b"403 Forbidden" in page) == (502, True)
+        status, _, page = await asyncio.to_thread(visitor.open, f"http://{site.removeprefix('https://')}/home")
+        assert (status, b"not in this desktop's list of allowed hosts" in page) == (403, True)
+    assert recordings.path("shop").stat().st_size == 0
+
+
+async def test_a_server_with_an_unknown_certificate_is_an_error_page(
+    site: str, start: Start, tmp_path: Path, recordings: WebRecordings
+) -> None:
+    (tmp_path / "ca.pem").write_text((ENVIRONMENT.authority() / AUTHORITY_CERT).read_text())
+    async with start(site.removeprefix("https://")) as running:
+        status, _, page = await asyncio.to_thread(running.visitor().open, f"{site}/home")
+        assert (status, b"Certificate verify failed" in page) == (502, True)
+        assert running.outcomes == {"failed": 1}
+    assert recordings.path("shop").stat().st_size == 0
+
+
+async def test_a_full_recording_stays_whole_and_requests_get_an_error_page(
+    site: str, start: Start, recordings: WebRecordings
+) -> None:
+    async with start(site.removeprefix("https://"), max_bytes=1500) as running:
+        visitor = running.visitor()
+        pages = [(await asyncio.to_thread(visitor.open, f"{site}/random"))[0] for _ in range(4)]
+        assert pages == [200, 200, 507, 507]
+        assert running.outcomes == {"recorded": 1, "failed": 1}
+    assert len(read_entries(recordings.path("shop"), ENVIRONMENT)) == 1
+
+
+async def test_credentials_are_not_recorded_and_cookies_are(site: str, start: Start, recordings: WebRecordings) -> None:
+    async with start(site.removeprefix("https://")) as running:
+        visitor = running.visitor()
+        visitor._opener.addheaders.append(("Authorization", "Basic secret"))
+        await asyncio.to_thread(visitor.open, f"{site}/login", b"name=ann")
+    text = b"".join(members(recordings.path("shop")))
+    assert b"GET /home" in text
+    assert b"secret" not in text
+    assert b"Cookie: user=ann" in text
+    assert recordings.path("shop").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_missing_damaged_or_used_recording_is_an_error_at_start(
+    recorded: tuple[str, Tour], start: Start, recordings: WebRecordings
+) -> None:
+    async def fails(match: str, *, replays: bool) -> None:
+        with pytest.raises(ConfigError, match=match):
+            async with start(replays=replays):
+                pass
+
+    path = recordings.path("shop")
+    whole = path.read_bytes()
+    async with start(replays=True), start(replays=True):
+        await fails("web recording shop: a daemon uses it", replays=False)
+    async with start():
+        await fails("web recording shop: a daemon uses it", replays=True)
+    path.write_bytes(whole[:-20])
+    await fails("web recording shop: not a compressed WARC file, or damaged", replays=True)
+    await fails("web recording shop: not a compressed WARC file, or damaged", replays=False)
+    path.write_bytes(b"")
+    await fails("none at all", replays=True)
+    path.unlink()
+    await fails("web recording shop: not found", replays=True)
+
+
+async def test_a_proxy_that_was_killed_is_started_again(recorded: tuple[str, Tour], start: Start) -> None:
+    site, shown = recorded
+    async with start(replays=True) as running:
+        process = running.proxy._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+        assert await asyncio.to_thread(running.visitor().tour, site) == shown
+
+
+async def test_the_proxy_has_no_network_and_no_rights(recorded: tuple[str, Tour], start: Start) -> None:
+    async with start(replays=True) as running:
+        process = running.proxy._process
+        assert process is not None
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for kind in ("net", "mnt", "pid"):
+            assert os.readlink(f"/proc/{child}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{child}/status").read_text().splitlines())
+        assert {status[name] for name in ("CapEff", "CapPrm", "CapBnd")} == {"0" * 16}
+        assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+
+
+def test_recordings_are_listed_shown_exported_imported_and_removed(recorded: tuple[str, Tour], tmp_path: Path) -> None:
+    (tmp_path / "web").symlink_to(default_cache_dir() / "web")
+
+    def web(*words: str) -> CommandOutput:
+        return run_envd("web", *words, "--cache-dir", str(tmp_path))
+
+    site, _ = recorded
+    assert "shop" in web("list").out
+    shown = web("show", "shop").out.splitlines()
+    assert shown[0] == f"GET    302         0  {site}/start"
+    assert (len(shown), shown[-1][:11]) == (9, "8 exchanges")
+    assert f"GET    200    524288  {site}/file.bin" in shown
+    file = tmp_path / "shop.warc.gz"
+    assert web("export", "shop", str(file)).status == 0
+    assert "already exists; choose another name" in web("export", "shop", str(file)).err
+    assert "web recording shop: already exists" in web("import", "shop", str(file)).err
+    assert web("import", "copy", str(file)).out == "copy: 8 exchanges\n"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "damaged" in web("import", "other", str(file)).err
+    assert web("rm", "shop").status == 0
+    assert "web recording shop: not found; see `envd web list`" in web("rm", "shop").err
+    assert [name for name, _ in WebRecordings(tmp_path / "assets").list()] == ["copy"]
+    assert "is not 1 to 63 of" in web("show", "../shop").err
+
+
+def test_without_the_programs_the_command_to_install_them_is_named(tmp_path: Path) -> None:
+    (tmp_path / "some.warc.gz").touch()
+    done = run_envd("web", "import", "some", str(tmp_path / "some.warc.gz"), "--cache-dir", str(tmp_path))
+    assert (done.status, "run `envd web install`" in done.err) == (2, True)

@@ -1,0 +1,42 @@
+"""Which exit each pool's guests get."""
+
+from pathlib import Path
+
+import pytest
+
+from envd.base.config import Config, HypervisorConfig, PoolConfig
+from envd.base.errors import ConfigError
+from envd.base.telemetry.metrics import Metrics
+from envd.daemon.web import open_web
+from envd.guest.gateway import HostExit
+from tests.support.stubs import IMAGE
+
+
+def config(tmp_path: Path, uri: str, **pools: PoolConfig) -> Config:
+    return Config(cache_dir=tmp_path, state_dir=tmp_path, hypervisor=HypervisorConfig(uri=uri), pools=pools)
+
+
+async def test_a_closed_pool_has_no_exit_and_an_open_one_reaches_public_hosts(tmp_path: Path) -> None:
+    closed, listed = PoolConfig(image="a"), PoolConfig(image="a", allowed_hosts=("example.org",))
+    opened = PoolConfig(image="a", web="allow")
+    settings = config(tmp_path, "fake", closed=closed, listed=listed, opened=opened)
+    async with open_web(settings, dict.fromkeys(settings.pools, IMAGE), Metrics()) as webs:
+        assert webs["closed"].exit is None
+        allowed = {name: web.exit._allowed for name, web in webs.items() if isinstance(web.exit, HostExit)}
+        assert {name: each.every_public_host for name, each in allowed.items()} == {"listed": False, "opened": True}
+        assert {web.authority for web in webs.values()} == {""}
+
+
+async def test_drawn_desktops_cannot_replay_a_recording(tmp_path: Path) -> None:
+    settings = config(tmp_path, "fake", a=PoolConfig(image="a", web="replay", recording="shop"))
+    with pytest.raises(ConfigError, match=r"pools\.a\.web: replay needs a Linux image with guestd"):
+        async with open_web(settings, {"a": IMAGE}, Metrics()):
+            pass
+
+
+async def test_without_the_programs_a_pool_that_records_does_not_start(tmp_path: Path) -> None:
+    uri = f"qemu:///embed?root={tmp_path}"
+    settings = config(tmp_path, uri, a=PoolConfig(image="a", web="record", recording="shop"))
+    with pytest.raises(ConfigError, match="run `envd web install`"):
+        async with open_web(settings, {"a": IMAGE}, Metrics()):
+            pass
