@@ -53,6 +53,13 @@ class HumanControl:
                 f"episode {episode_id}: you do not control it; take control first", retry_after_s=_RETRY_AFTER_S
             )
 
+    def require(self, episode_id: str, control_id: str) -> None:
+        """Check that a caller may act: a person, or with an empty id the agent. Raises: HumanInControl."""
+        if control_id:
+            self.require_holder(episode_id, control_id)
+        else:
+            self.require_agent(episode_id)
+
     def acted(self, actions: Iterable[Action]) -> None:
         """Note what a person did."""
         self.actions = merged([*self.actions, *actions])[-_MAX_REPORTED:]

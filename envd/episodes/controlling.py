@@ -111,11 +111,9 @@ class Controlling:
 
         An empty `control_id` is the agent's. Raises: HumanInControl.
         """
-        if not control_id:
-            episode.human.require_agent(episode.episode_id)
-            return
-        episode.human.require_holder(episode.episode_id, control_id)
-        await self._record(episode, self._sessions[episode.episode_id])
+        episode.human.require(episode.episode_id, control_id)
+        if control_id:
+            await self._record(episode, self._sessions[episode.episode_id])
 
     async def aclose(self) -> None:
         """End all control."""

@@ -37,7 +37,6 @@ def test_two_minutes_of_random_episodes_under_faults_pass(soak: SoakRun) -> None
     )
     assert report["faults"]["hostile_guests"] > 0
     assert min(report["checkpoints"], report["rollbacks"]) > 0
-    assert report["outcomes"]["checkpoint FAILED_PRECONDITION/CHECKPOINT_STORE_FULL"] > 0
     assert report["longest_stall_ms"] >= 0
     assert report["conditions"]["seed"] == "ci"
     assert report["conditions"]["played_s"] >= 120

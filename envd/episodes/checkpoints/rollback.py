@@ -112,7 +112,8 @@ class RollingBack:
             # Without an await from here on, so that a machine is always released by one of the two.
             if episode.closed.is_set() or episode.machine.lost.is_set():
                 raise MachineLost(f"{subject}: its machine was lost meanwhile")
-            episode.human.require_agent(episode.episode_id)  # a person may have taken control meanwhile
+            # A person may have taken or lost control meanwhile.
+            episode.human.require(episode.episode_id, command.control_id)
             return member
 
     async def _swap(
