@@ -36,6 +36,8 @@ class PerformedStep:
     """The actions that were performed."""
     source: str = "agent"
     """`human` if a person acted in the page."""
+    unrecorded: tuple[str, ...] = ()
+    """Requests that the web recording does not have."""
 
 
 class EpisodeObserver:
@@ -85,6 +87,7 @@ class EpisodeEvents:
             total_ms=result.timings_ms["total"],
             time=time,
             source="agent",
+            unrecorded=tuple(map(str, result.unrecorded)),
         )
 
     def driven(
@@ -113,6 +116,7 @@ class EpisodeEvents:
         total_ms: float,
         time: datetime,
         source: str,
+        unrecorded: tuple[str, ...] = (),
     ) -> None:
         step = PerformedStep(
             index=index,
@@ -124,6 +128,7 @@ class EpisodeEvents:
             view=episode.machine.desktop.view_nowait(),
             performed=tuple(action for action, outcome in actions if not outcome.error),
             source=source,
+            unrecorded=unrecorded,
         )
         self._each(lambda observer: observer.stepped(episode, step))
 

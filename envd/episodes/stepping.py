@@ -110,6 +110,7 @@ class Stepping:
             observation=performed.observation,
             outcomes=performed.outcomes,
             timings_ms=timings_ms,
+            unrecorded=episode.machine.desktop.take_unrecorded(),
         )
         context.registry.events.stepped(episode, command, result, time=context.clock.now())
         with traces.timed("store"):

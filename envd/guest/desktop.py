@@ -27,7 +27,7 @@ from envd.guest.display.marks import Mark, marks_of
 from envd.guest.display.screen import Screen
 from envd.guest.display.settle import settle
 from envd.guest.freezing import freeze, thaw
-from envd.guest.gateway import Exit, Gateway
+from envd.guest.gateway import Exit, Gateway, UnrecordedRequest
 from envd.guest.input.plan import Input
 from envd.guest.observation import (
     A11yFormat,
@@ -578,6 +578,10 @@ class Desktop:
     def _machine_lost(self) -> MachineLost:
         reason = self._channels.lost_reason or "for an unknown reason"
         return MachineLost(f"machine {self._channels.machine_id} is gone: {reason}")
+
+    def take_unrecorded(self) -> tuple[UnrecordedRequest, ...]:
+        """Return the requests that its web recording does not have, since the last call."""
+        return self._web.take_unrecorded(self._channels.machine_id) if self._web else ()
 
     async def _open_gateway(self) -> None:
         if self._web is None:

@@ -10,7 +10,8 @@ network. `envd.integrations.web` has the exit that records and replays.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 from envd.base.errors import GuestUnresponsive
@@ -81,8 +82,23 @@ async def _resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecordedRequest:
+    """A request of a guest that its recording does not have."""
+
+    kind: Literal["not_recorded", "websocket"]
+    method: str
+    url: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.replace('_', ' ')}: {self.method} {self.url}"
+
+
 class Exit(Protocol):
     """Serves the proxy requests of guests."""
+
+    def take_unrecorded(self, machine_id: str, /) -> tuple[UnrecordedRequest, ...]:
+        """Return what a machine's guest asked for in vain since the last call, oldest first."""
 
     async def __call__(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str, /
@@ -186,6 +202,10 @@ class HostExit:
 
     def __repr__(self) -> str:
         return f"<HostExit {self._allowed}>"
+
+    def take_unrecorded(self, machine_id: str) -> tuple[UnrecordedRequest, ...]:  # noqa: ARG002
+        """See `Exit`: it has no recording."""
+        return ()
 
     async def __call__(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,13 +26,13 @@ from envd.images.catalogue import ImageCatalogue
 from envd.tasks.cua_gym import archive
 from envd.tasks.model import Task, split_by_needs
 from envd.tasks.open_computer import TASKS, OpenComputerCheck, parts
-from tests.opencomputer.oracles import ORACLES
+from tests.opencomputer.oracles import ORACLES, SHARES
 
 IMAGE = "office"
 SUITE = "opencomputer"
 VIEW = View(encoding="none")
 HOUR = timedelta(hours=1)
-CALL = timedelta(minutes=15)
+CALL = timedelta(minutes=10)
 
 _THEIRS = """
 import json
@@ -114,6 +115,8 @@ class Player:
                     line[state] |= await self._compare(episode, task)
                 except (EnvError, Wrong, ConditionNotMet) as error:
                     line[state]["error"] = f"{type(error).__name__}: {error}"
+        line["expected"] = SHARES.get(task.task_id.partition("/")[2], 1.0)
+        line["solved"] = line["oracle"].get("score") == line["expected"]
         return line
 
     async def _play(self, episode: AsyncEpisode, steps: Any) -> None:
@@ -170,6 +173,10 @@ async def run(arguments: argparse.Namespace) -> None:
         and (names is None or task.task_id.partition("/")[2] in names)
         and (not arguments.app or task.domain in arguments.app)
     ]
+    # One of each application, then the next: what ends early has tried all of them.
+    counts = Counter[str]()
+    places = {task.task_id: (counts.update([task.domain]), counts[task.domain]) for task in chosen}
+    chosen.sort(key=lambda task: places[task.task_id][1])
     print(f"{len(chosen)} tasks, {len(done)} done before", flush=True)
     slots = asyncio.Semaphore(arguments.machines)
     async with open_daemon(config) as daemon, AsyncEnvClient(daemon.address, token="") as client:

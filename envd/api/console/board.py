@@ -220,7 +220,7 @@ def episode_detail(episode: Episode, facts: Facts, timeline: Timeline, checkpoin
                 "index": step.index,
                 "time": step.time.timestamp(),
                 "source": step.source,
-                "actions": list(step.actions),
+                "actions": [*step.actions, *step.unrecorded],
                 "settled": step.is_settled,
                 "rolled_back": step.is_rolled_back,
                 "ms": round(step.total_ms),

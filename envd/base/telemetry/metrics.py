@@ -192,7 +192,7 @@ class Metrics:
         self.episode_failures.labels(pool=pool, operation=operation, reason=reason).inc()
 
     def web_request(self, pool: str, outcome: str) -> None:
-        """Record a request of a guest; `outcome` is recorded, replayed, not_recorded or failed."""
+        """Record a request of a guest; `outcome` is recorded, replayed, not_recorded, websocket or failed."""
         self.web_requests.labels(pool=pool, outcome=outcome).inc()
 
     def observe_phases(self, histogram: Histogram, pool: str, timings_ms: Mapping[str, float]) -> None:

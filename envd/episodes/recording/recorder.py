@@ -100,6 +100,8 @@ class Recorder(EpisodeObserver):
         }
         if any(output is not None for output in step.outputs):
             value["outputs"] = step.outputs
+        if step.unrecorded:
+            value["unrecorded"] = step.unrecorded
         time_s = step.time.timestamp()
         self._add(episode, _Item(time_s, step.view, packed_json(Kind.STEP, time_s, value)))
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from envd.base.errors import ConfigError
 from envd.base.streams import close, copy, receive_descriptor
-from envd.guest.gateway import HostExit, send_error
+from envd.guest.gateway import HostExit, UnrecordedRequest, send_error
 from envd.integrations.web.environment import AUTHORITY_KEY, PROGRAM, ROOT, WebEnvironment
 from envd.integrations.web.recordings import WebRecordings
 
@@ -29,7 +29,9 @@ _START_TIMEOUT_S = 300.0
 _MAX_MESSAGE_BYTES = 64 << 10
 _HEAD_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
-_OUTCOMES = frozenset({"recorded", "replayed", "not_recorded", "failed"})
+_OUTCOMES = frozenset({"recorded", "replayed", "not_recorded", "websocket", "failed"})
+#: Most requests kept for the next step of a machine, and most machines; older ones are dropped.
+_MAX_UNRECORDED, _MAX_MACHINES = 20, 512
 #: Of the host's certificate authorities, by which web servers are known.
 _AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 _WORKER = PROGRAM + (
@@ -47,7 +49,8 @@ class WebProxy:
         environment: The programs.
         servers: Reaches the web servers while recording; None to replay.
         max_bytes: Most bytes of a recording.
-        on_request: Called for each request with its outcome: `recorded`, `replayed`, `not_recorded` or `failed`.
+        on_request: Called for each request with its outcome: `recorded`, `replayed`, `not_recorded`, `websocket` or
+            `failed`.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class WebProxy:
         self._reading: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         """Connections to web servers."""
+        self._unrecorded: dict[str, list[UnrecordedRequest]] = {}
+        """By machine, since its last step."""
 
     def __repr__(self) -> str:
         return f"<WebProxy {'replays' if self._servers is None else 'records'} {self._name}>"
@@ -96,6 +101,10 @@ class WebProxy:
                 except BaseException:
                     await self._stop()
                     raise
+
+    def take_unrecorded(self, machine_id: str) -> tuple[UnrecordedRequest, ...]:
+        """See `Exit`."""
+        return tuple(self._unrecorded.pop(machine_id, ()))
 
     async def aclose(self) -> None:
         """End the process and all connections."""
@@ -186,17 +195,22 @@ class WebProxy:
             if outcome not in _OUTCOMES:
                 continue
             self._on_request(outcome)
-            if outcome in {"not_recorded", "failed"}:
-                logger.info(
-                    "%.64s: web recording %s: %s: %.16s %.500r %.200r",
-                    message.get("machine_id"),
-                    self._name,
-                    outcome,
-                    message.get("method"),
-                    message.get("url"),
-                    message.get("text"),
-                )
+            if outcome in {"recorded", "replayed"}:
+                continue
+            machine_id, method, url, text = (str(message.get(key)) for key in ("machine_id", "method", "url", "text"))
+            logger.info(
+                "%.64s: web recording %s: %s: %.16s %.500r %.200r", machine_id, self._name, outcome, method, url, text
+            )
+            if outcome == "not_recorded" or outcome == "websocket":
+                self._keep(machine_id[:64], UnrecordedRequest(kind=outcome, method=method[:16], url=url[:2000]))
         logger.warning("web recording %s: its proxy ended; the next connection starts it again", self._name)
+
+    def _keep(self, machine_id: str, request: UnrecordedRequest) -> None:
+        if machine_id not in self._unrecorded and len(self._unrecorded) >= _MAX_MACHINES:
+            del self._unrecorded[next(iter(self._unrecorded))]
+        kept = self._unrecorded.setdefault(machine_id, [])
+        kept.append(request)
+        del kept[:-_MAX_UNRECORDED]
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self._connect(reader, writer), name=f"web:{self._name}:server")

@@ -128,7 +128,10 @@ class _Exchanges:
 
     def request(self, flow: http.HTTPFlow) -> None:
         """Answer a request from the recording, or prepare it to be recorded."""
-        if self._replayed is not None:
+        if self._replayed is not None and flow.request.headers.get("upgrade", "").lower() == "websocket":
+            self._report("websocket", flow)
+            flow.response = _page(501, "WebSockets are not replayed", f"{flow.request.url} was not opened.")
+        elif self._replayed is not None:
             flow.response = self._replay(self._replayed, flow)
         elif self._is_full:
             flow.response = _page(507, f"The web recording {self._name} is full", "The request was not sent.")
@@ -141,7 +144,7 @@ class _Exchanges:
         if self._replayed is not None or response is None or response.headers.get("proxy-status", "")[:4] == "envd":
             return
         if response.status_code == 101:
-            return
+            return self._report("websocket", flow)
         content = response.raw_content or b""
         data = records(
             flow.request.method,

@@ -70,6 +70,16 @@ class ToolResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecordedRequest:
+    """A request of a guest's program that the pool's web recording does not have."""
+
+    kind: str
+    """`not_recorded`; or `websocket`, which no recording has."""
+    method: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Result of a step."""
 
@@ -89,6 +99,8 @@ class StepResult:
     """Cause of the end, such as POWER_OFF or PANIC, if `end_reason` is GUEST_ENDED; otherwise empty."""
     tool_results: tuple[ToolResult | None, ...] = ()
     """One per action: its result if it used a tool, else None."""
+    unrecorded_requests: tuple[UnrecordedRequest, ...] = ()
+    """What the guest asked for since the step before, and the web recording does not have; at most 20."""
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -392,6 +404,12 @@ def read_screen_change(response: env_pb2.StepResponse) -> ScreenChange | None:
         changed_regions=tuple(box(rect) for rect in change.changed_regions),
         grey_difference=change.grey_difference if change.HasField("grey_difference") else None,
     )
+
+
+def read_unrecorded(message: env_pb2.UnrecordedRequest) -> UnrecordedRequest:
+    """Return a request that was not recorded."""
+    kind = env_pb2.UnrecordedRequest.Kind.Name(message.kind).removeprefix("KIND_").lower()
+    return UnrecordedRequest(kind=kind, method=message.method, url=message.url)
 
 
 def read_tool_result(message: env_pb2.ActionResult) -> ToolResult | None:
