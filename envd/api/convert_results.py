@@ -94,9 +94,7 @@ def step_response(result: StepResult) -> env_pb2.StepResponse:
         screen_change=_screen_change(result.observation.screen_change),
         replayed=result.replayed,
         unrecorded_requests=[
-            env_pb2.UnrecordedRequest(
-                kind=f"KIND_{each.kind.upper()}", method=_text(each.method), url=_text(each.url)
-            )
+            env_pb2.UnrecordedRequest(kind=f"KIND_{each.kind.upper()}", method=_text(each.method), url=_text(each.url))
             for each in result.unrecorded
         ],
     )

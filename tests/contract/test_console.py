@@ -28,7 +28,9 @@ from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.lease import Lease
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
+from envd.guest.desktop import Desktop
 from envd.guest.display.frames import Frame
+from envd.guest.gateway import UnrecordedRequest
 from envd.guest.observation import Encoding, ObservationOptions
 
 NO_PIXELS = ObservationOptions(encoding=Encoding.NONE)
@@ -179,7 +181,11 @@ async def test_a_pool_says_why_a_group_waits(tmp_path: Path) -> None:
         await waiting
 
 
-async def test_recordings_are_listed_and_replayed_to_those_who_may_see_them(tmp_path: Path) -> None:
+async def test_recordings_are_listed_and_replayed_to_those_who_may_see_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = UnrecordedRequest(kind="websocket", method="GET", url="https://example.org/socket")
+    monkeypatch.setattr(Desktop, "take_unrecorded", lambda _: (missing,))
     recordings = tmp_path / "recordings"
     token = new_token("runer", "run")
     file = tmp_path / "tokens"
@@ -189,6 +195,8 @@ async def test_recordings_are_listed_and_replayed_to_those_who_may_see_them(tmp_
     async with console(tmp_path, flags, token=token.secret) as served:
         (own,), (other,) = await served.open(owner="runer"), await served.open(owner="else")
         await served.step(own, 0, Click(379, 311))
+        shown = json.loads((await served.get(f"/api/episodes/{own}"))[1])["steps"]
+        assert shown[0]["unrecorded"] == ["websocket: GET https://example.org/socket"]
         for episode_id in (own, other):
             await served.daemon.service.close(episode_id)
     (recordings / "ep-bad.rec").write_bytes(b"nonsense")
@@ -199,6 +207,7 @@ async def test_recordings_are_listed_and_replayed_to_those_who_may_see_them(tmp_
         assert (page["total"], page["matching"], page["choices"]["run"]) == (1, 1, ["no run"])
         replay = json.loads((await served.get(f"/api/recordings/{own}"))[1])
         assert [step["actions"] for step in replay["steps"]] == [["click 379,311"]]
+        assert replay["steps"][0]["unrecorded"] == ["websocket: GET https://example.org/socket"]
         last = len(replay["frames"]) - 1
         assert replay["frames"][last][1] == [379, 311]
         async with served.session.get(f"{served.url}/api/recordings/{own}/frames/{last}") as response:

@@ -164,7 +164,11 @@ async def run(arguments: argparse.Namespace) -> None:
     config = settings(arguments)
     provided = frozenset(ImageCatalogue(config.cache_dir).get(IMAGE).provides)
     tasks, _ = split_by_needs(load_tasks(config).select([f"{SUITE}/"]), provided)
-    done = {json.loads(line)["task_id"] for line in arguments.out.read_text().splitlines()} if arguments.out.exists() else set()
+    done = (
+        {json.loads(line)["task_id"] for line in arguments.out.read_text().splitlines()}
+        if arguments.out.exists()
+        else set()
+    )
     names = set(arguments.task) or (set(ORACLES) if arguments.oracles else None)
     chosen = [
         task
@@ -189,7 +193,11 @@ async def run(arguments: argparse.Namespace) -> None:
                     line = await (player.oracle(task) if arguments.oracles else player.null(task))
                 except (EnvError, Wrong) as error:
                     line = {"score": None, "error": f"{type(error).__name__}: {error}"}
-                line = {"task_id": task.task_id, "app": task.domain, "seconds": round(time.monotonic() - began, 1)} | line
+                line = {
+                    "task_id": task.task_id,
+                    "app": task.domain,
+                    "seconds": round(time.monotonic() - began, 1),
+                } | line
                 with arguments.out.open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 print(f"{task.task_id} {line['seconds']} s", flush=True)

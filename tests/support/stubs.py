@@ -502,6 +502,11 @@ class StubDesktop(Desktop):
         self.machine.frame_id = f"{self.machine.machine_id}/{len(self.actions)}"
         return ActionOutcome(error=self.action_error)
 
+    def take_unrecorded(self) -> tuple[UnrecordedRequest, ...]:
+        """Return what the test put there, once."""
+        taken, self.unrecorded = self.unrecorded, ()
+        return taken
+
     @property
     def idle_since_response_s(self) -> float:
         """Always 0."""
