@@ -1,8 +1,8 @@
 """Solutions of tasks of OpenComputer, by the names that it gives its tasks: the actions of each step.
 
-They use what an agent has: keys, and commands of the user's shell. Where a program can be driven from outside (UNO, Script-Fu,
-DevTools, Marionette, VLC's HTTP interface), the running program makes and saves the change. Otherwise it is closed first,
-because it would overwrite its settings when it ends.
+They use what an agent has: keys, and commands of the user's shell. Where a program can be driven from outside (UNO,
+Script-Fu, DevTools, Marionette, VLC's HTTP interface), the running program makes and saves the change. Otherwise it is
+closed first, because it would overwrite its settings when it ends.
 """
 
 from collections.abc import Mapping, Sequence
@@ -509,7 +509,8 @@ doc.storeAsURL("file:///home/user/Documents/flowchart.odg", (value("FilterName",
     ),
     "pcmanfm_permission_lockdown": (
         _shell(
-            "cd Documents/secure; chmod 644 public.txt; chmod 600 private.txt; chmod 755 script.sh; chmod 400 secret.key"
+            "cd Documents/secure; chmod 644 public.txt; chmod 600 private.txt; chmod 755 script.sh;"
+            " chmod 400 secret.key"
         ),
     ),
     "pcmanfm_symlink_farm": (

@@ -1,8 +1,9 @@
 """Play tasks of OpenComputer on machines of the image `office`, and score the states that result.
 
-`python -m tests.opencomputer.play CHECKOUT --out FILE` appends one JSON line per task to FILE, and skips tasks that have one.
-By default it does nothing in each task that the image can run. With `--oracles` it plays the tasks with an oracle of ours, from
-the task's frozen state, and evaluates both states twice: with envd, and on a fork with OpenComputer's own evaluator.
+`python -m tests.opencomputer.play CHECKOUT --out FILE --state-dir DIR` appends one JSON line per task to FILE, and
+skips tasks that have one. By default it does nothing in each task that the image can run. With `--oracles` it plays the
+tasks with an oracle of ours: it does nothing after the task's setup, then plays the oracle from the frozen state, and
+evaluates both states twice: with envd, and on a fork with OpenComputer's own evaluator.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 
 from cuaenv.actions import RunShell
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, StepResult, View
-from envd.base.config import Config
+from envd.base.config import Config, HypervisorConfig, LimitsConfig, TasksConfig
 from envd.bench.playing import ConditionNotMet, play
 from envd.daemon.composition import open_daemon
 from envd.daemon.ephemeral import ephemeral_config, run_until_signal
@@ -143,9 +144,9 @@ def settings(arguments: argparse.Namespace) -> Config:
     """Return the daemon's configuration."""
     base = Config(
         state_dir=arguments.state_dir,
-        tasks={"suites": [f"opencomputer:{arguments.checkout}"]},
-        limits={"setup_timeout_s": 1800, "evaluate_timeout_s": 800, "max_steps": 1000},
-        hypervisor={"accelerator": arguments.accelerator},
+        tasks=TasksConfig(suites=(f"opencomputer:{arguments.checkout}",)),
+        limits=LimitsConfig(setup_timeout_s=1800, evaluate_timeout_s=800, max_steps=1000),
+        hypervisor=HypervisorConfig(accelerator=arguments.accelerator),
     )
     pool = {
         "size": 0,
@@ -216,7 +217,7 @@ def main() -> None:
     parser.add_argument("--task", action="append", default=[])
     parser.add_argument("--app", action="append", default=[])
     parser.add_argument("--machines", type=int, default=1)
-    parser.add_argument("--state-dir", type=Path, default=Path("/tmp/opencomputer"))
+    parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--accelerator", default="auto")
     arguments = parser.parse_args()
     run_until_signal(run(arguments))
