@@ -10,6 +10,21 @@ CHECKS = [
     {"command": "total", "eval": "result['total'] > 6", "expected": True},
 ]
 
+#: A verifier that reads the accessibility tree of its program.
+VERIFIER_WITH_TREE = """import json, os, sys
+import gi
+gi.require_version("Atspi", "2.0")
+from gi.repository import Atspi
+desktop = Atspi.get_desktop(0)
+programs = [desktop.get_child_at_index(index) for index in range(desktop.get_child_count())]
+frames = [each.get_child_count() for each in programs if "mousepad" in each.get_name().lower()]
+try:
+    source = open(__file__).read()
+except OSError:
+    source = ""
+print(json.dumps({"frames": frames, "user": os.getuid(), "source": source}))
+"""
+
 _TASK = {
     "id": "notes_total",
     "app": "notes",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from fcntl import LOCK_UN, flock
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from envd.base.errors import ConfigError
 from envd.base.streams import close, copy, receive_descriptor
@@ -201,8 +201,9 @@ class WebProxy:
             logger.info(
                 "%.64s: web recording %s: %s: %.16s %.500r %.200r", machine_id, self._name, outcome, method, url, text
             )
-            if outcome == "not_recorded" or outcome == "websocket":
-                self._keep(machine_id[:64], UnrecordedRequest(kind=outcome, method=method[:16], url=url[:2000]))
+            if outcome != "failed":
+                kind: Literal["not_recorded", "websocket"] = "websocket" if outcome == "websocket" else "not_recorded"
+                self._keep(machine_id[:64], UnrecordedRequest(kind=kind, method=method[:16], url=url[:2000]))
         logger.warning("web recording %s: its proxy ended; the next connection starts it again", self._name)
 
     def _keep(self, machine_id: str, request: UnrecordedRequest) -> None:

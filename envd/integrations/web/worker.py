@@ -144,7 +144,8 @@ class _Exchanges:
         if self._replayed is not None or response is None or response.headers.get("proxy-status", "")[:4] == "envd":
             return
         if response.status_code == 101:
-            return self._report("websocket", flow)
+            self._report("websocket", flow)
+            return
         content = response.raw_content or b""
         data = records(
             flow.request.method,
