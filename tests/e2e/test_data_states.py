@@ -150,7 +150,8 @@ async def test_a_group_starts_in_the_state_in_which_an_episode_failed(tmp_path: 
 
 async def test_areal_starts_a_group_in_the_state_of_its_row(tmp_path: Path) -> None:
     config = ArealConfig.from_mapping({"group_size": 2, "agent": {**AGENT, "max_turns": 3}, "hosts": ["unused:1"]})
-    engine = ArealEngine(lambda prompt: SAY([[SAID], [SAID], [Done()]][prompt.count("assistant\n") - 1]))
+    plan: list[list[Action]] = [[SAID], [SAID], [Done()]]
+    engine = ArealEngine(lambda prompt: SAY(plan[prompt.count("assistant\n") - 1]))
     async with host(tmp_path) as server:
         await failed_run(server)
         (row,) = await states(server, tmp_path / "states.jsonl", "--label", "before *")
