@@ -53,6 +53,10 @@ _ENCODINGS: Mapping[Encoding, "env_pb2.Encoding.ValueType"] = {
     Encoding.WEBP: env_pb2.ENCODING_WEBP,
     Encoding.RAW_ZSTD: env_pb2.ENCODING_RAW_ZSTD,
 }
+_UNRECORDED: Mapping[str, "env_pb2.UnrecordedRequest.Kind.ValueType"] = {
+    "not_recorded": env_pb2.UnrecordedRequest.KIND_NOT_RECORDED,
+    "websocket": env_pb2.UnrecordedRequest.KIND_WEBSOCKET,
+}
 
 
 def reset_response(result: GroupResult) -> env_pb2.ResetResponse:
@@ -94,7 +98,7 @@ def step_response(result: StepResult) -> env_pb2.StepResponse:
         screen_change=_screen_change(result.observation.screen_change),
         replayed=result.replayed,
         unrecorded_requests=[
-            env_pb2.UnrecordedRequest(kind=f"KIND_{each.kind.upper()}", method=_text(each.method), url=_text(each.url))
+            env_pb2.UnrecordedRequest(kind=_UNRECORDED[each.kind], method=_text(each.method), url=_text(each.url))
             for each in result.unrecorded
         ],
     )

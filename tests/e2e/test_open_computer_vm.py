@@ -28,10 +28,9 @@ async def client(
     desktop_image: Image, cache_dir: Path, template_dir: Path, vm_state_dir: Path, tmp_path: Path
 ) -> AsyncIterator[AsyncEnvClient]:
     root = make_repository(tmp_path)
-    tasks, verifiers = root / "task_generator/tasks", root / "verifiers"
-    for copy, original in ((tasks / "notes_tree", tasks / "notes_total"), (verifiers / "tree", verifiers / "notes")):
-        shutil.copytree(original, copy)
-    file = tasks / "notes_tree/task.json"
+    file, verifiers = root / "task_generator/tasks/notes_tree/task.json", root / "verifiers"
+    shutil.copytree(file.parents[1] / "notes_total", file.parent)
+    shutil.copytree(verifiers / "notes", verifiers / "tree")
     check = {"command": "tree", "eval": "result == {'frames': [1], 'user': 1000, 'source': ''}"}
     changes = {"id": "notes_tree", "app": "tree", "verification": [check]}
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
