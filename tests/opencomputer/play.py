@@ -9,6 +9,7 @@ evaluates both states twice: with envd, and on a fork with OpenComputer's own ev
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -208,6 +209,26 @@ async def run(arguments: argparse.Namespace) -> None:
                 group.create_task(one(task))
 
 
+def summary(lines: Sequence[dict[str, Any]]) -> int:
+    """Print what is not as it should be, and counts; return the exit status."""
+    wrong = 0
+    for line in lines:
+        states = [line[name] for name in ("nothing", "oracle") if name in line] or [line]
+        problems = [state["error"] for state in states if "error" in state]
+        problems += ["the evaluators differ" for state in states if not state.get("equal", True)]
+        if "solved" in line and not line["solved"]:
+            problems.append(f"the oracle scores {line['oracle'].get('score')} and not {line['expected']:g}")
+        if states[0].get("score") == 1:
+            problems.append("doing nothing scores 1")
+        if problems:
+            wrong += 1
+            print(f"{line['task_id']}: {'; '.join(problems)}")
+    compared = [state for line in lines for state in (line.get("nothing"), line.get("oracle")) if state]
+    checks = sum(len(state.get("theirs", ())) for state in compared)
+    print(f"{len(lines)} tasks, {wrong} with a problem; {len(compared)} states compared, {checks} checks")
+    return int(wrong > 0)
+
+
 def main() -> None:
     """Parse the arguments and play."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -221,6 +242,7 @@ def main() -> None:
     parser.add_argument("--accelerator", default="auto")
     arguments = parser.parse_args()
     run_until_signal(run(arguments))
+    sys.exit(summary([json.loads(line) for line in arguments.out.read_text().splitlines()]))
 
 
 if __name__ == "__main__":
