@@ -101,7 +101,7 @@ def wait_for_app_window_ready(context):
     return False
 """,
     "evaluation/apps/save.py": """def auto_save_app(sandbox, app, shortcut, save_window_name=None):
-    sandbox.commands.run(f"xdotool search --name report.csv windowactivate --sync key {shortcut}")
+    sandbox.commands.run(f"xdotool search --name report.csv windowactivate --sync && xdotool key {shortcut}")
     return {"ok": True, "message": ""}
 """,
     "evaluation/runtime/tasks.py": "",
