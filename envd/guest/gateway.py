@@ -98,7 +98,7 @@ class Exit(Protocol):
     """Serves the proxy requests of guests."""
 
     def take_unrecorded(self, machine_id: str, /) -> tuple[UnrecordedRequest, ...]:
-        """Return what a machine's guest asked for in vain since the last call, oldest first."""
+        """Return the requests of a machine's guest that its recording lacked since the last call, oldest first."""
 
     async def __call__(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str, /

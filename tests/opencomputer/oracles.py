@@ -163,11 +163,6 @@ def _thunderbird(*lines: str) -> tuple[Action, ...]:
     return _shell(f"for file in .thunderbird/*/prefs.js; do cat >> $file <<'END'\n{text}\nEND\ndone")
 
 
-def _blender(code: str, file: str) -> Steps:
-    script = f"cat > /tmp/change.py <<'END'\n{code}\nEND"
-    return (_close("blender"), _shell(script), *_slow(f"blender -b Documents/{file} --python /tmp/change.py"))
-
-
 def _vlc(request: str) -> tuple[Action, ...]:
     return _shell(f"curl -sf -u :secret 'http://127.0.0.1:8080/requests/status.xml?{request}' > /dev/null")
 
@@ -273,29 +268,6 @@ else:
 shape.setString("Ask for questions and distribute business cards.")
 """
 
-_DRIVER = """
-import bpy
-cube = bpy.data.objects["Cube"]
-cube["control"] = 0.5
-cube.id_properties_ui("control").update(default=0.5, min=0.0, max=1.0)
-driver = cube.driver_add("location", 2).driver
-driver.type, driver.expression = "SCRIPTED", "var * 3"
-variable = driver.variables.new()
-variable.name, variable.type = "var", "SINGLE_PROP"
-variable.targets[0].id, variable.targets[0].data_path = cube, '["control"]'
-bpy.ops.wm.save_mainfile()
-"""
-
-_KEYS = """
-import bpy
-cube = bpy.data.objects["Cube"]
-for name, value in (("Basis", None), ("Squash", 0.7), ("Stretch", 0.3)):
-    key = cube.shape_key_add(name=name, from_mix=False)
-    if value is not None:
-        key.slider_min, key.slider_max, key.value = -1.0, 2.0, value
-bpy.ops.wm.save_mainfile()
-"""
-
 _UNITS = """
 import os, xml.etree.ElementTree as ET
 path = os.path.expanduser("~/.config/FreeCAD/user.cfg")
@@ -398,8 +370,6 @@ ORACLES: Mapping[str, Steps] = {
     ),
     "audacity_theme_dark_preference": (_close("audacity"), _ini(_AUDACITY, "Theme", Name="dark")),
     "audacity_export_ogg_vorbis": (_shell("ffmpeg -v error -y -i Music/voice.wav -c:a libvorbis Music/voice.ogg"),),
-    "blender_gap2_driver_custom_prop": _blender(_DRIVER, "driver_scene.blend"),
-    "blender_gap2_shape_keys_morph": _blender(_KEYS, "shapekeys_scene.blend"),
     "chrome_local_calendar_event": (_devtools(_EVENT),),
     "chrome_local_notes_crud": (_devtools(_NOTES),),
     "cloudcompare_ply_to_xyz_ascii": _slow(
@@ -463,7 +433,7 @@ ORACLES: Mapping[str, Steps] = {
         _uno(
             f"""{_DRAW}
 head = box("CEO - Alice", 8000, 1500)
-for text, x in (("CTO - Bob", 1500), ("CFO - Carol", 8000), ("COO - Dave", 14500)):
+for text, x in (("CTO - Bob", 1500), ("CFO - Carol", 8000), ("COO - Dave", 14500)):  # codespell:ignore coo
     connect(head, box(text, x, 7000))
 """
         ),

@@ -78,7 +78,7 @@ class WebProxy:
         self._connections: set[asyncio.Task[None]] = set()
         """Connections to web servers."""
         self._unrecorded: dict[str, list[UnrecordedRequest]] = {}
-        """By machine, since its last step."""
+        """Requests that each machine's next step reports."""
 
     def __repr__(self) -> str:
         return f"<WebProxy {'replays' if self._servers is None else 'records'} {self._name}>"
