@@ -127,9 +127,9 @@ def write_report(runs: Sequence[Path], directory: Path) -> dict[str, Any]:
             `results.json` is written.
     """
     found = [run for path in runs for run in _read_runs(path, prefix=f"{path.name}/" if len(runs) > 1 else "")]
-    if not any(run.evaluations for run in found):
+    if not any(run.updates or run.evaluations for run in found):
         names = ", ".join(map(str, runs))
-        raise LearnError(f"run {names}: nothing was evaluated; run the stage `rl` first")
+        raise LearnError(f"run {names}: it has no updates and no evaluations; run the stage `rl` first")
     plain = [run for run in found if not run.ablation] or [run for run in found if run.ablation == _BASELINE]
     results = {
         "grpo": {**_grpo(plain), "by_template": _templates(plain)},
@@ -267,6 +267,8 @@ def _draw(directory: Path, runs: Sequence[Run], results: Mapping[str, Any]) -> N
         curves = {run.name: [(_x(each), each[name]) for each in run.updates if name in each] for run in runs}
         _draw_curves(directory / f"{name}.svg", curves, title=f"Training: {title}")
     held_out = {run.name: _held_out(run) for run in runs}
+    if not any(held_out.values()):
+        return
     _draw_curves(directory / "held_out.svg", held_out, title="Held-out tasks: greedy success")
     templates = {name: each["greedy"] for name, each in results["grpo"]["by_template"].items()}
     title = "Greedy success on held-out tasks by template"

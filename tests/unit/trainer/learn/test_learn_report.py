@@ -54,6 +54,14 @@ def named(ablation: str, arm: str = "") -> Settings:
     return SMOKE.model_copy(update={"ablation": ablation, "arm": arm})
 
 
+def test_a_run_without_evaluations_has_its_training_curves(tmp_path: Path) -> None:
+    made_up_run(tmp_path, "rl-0")
+    results = write_report([tmp_path], tmp_path / "report")
+    assert results["runs"]["rl-0"]["updates"] == 2
+    assert (tmp_path / "report/success_frac.svg").exists()
+    assert not (tmp_path / "report/held_out.svg").exists()
+
+
 def test_void_episodes_count_neither_way(tmp_path: Path) -> None:
     made_up_run(tmp_path, "rl-0", BEFORE, AFTER)
     grpo = write_report([tmp_path], tmp_path / "report")["grpo"]
