@@ -126,7 +126,9 @@ async def _record(
                 async with client.reset_group(task.task_id, size=2, timeout=_RESET_TIMEOUT) as (shown, witness):
                     daemon.service.events.add(demonstration)
                     if script:
-                        await play(shown, script, os=task.os, runs_guests=guests, on_step=lambda _actions, _result: None)
+                        await play(
+                            shown, script, os=task.os, runs_guests=guests, on_step=lambda _actions, _result: None
+                        )
                     else:
                         await _watch(daemon, shown, demonstration)
                     steps = list(script) or [tuple(step) for step in demonstration.steps]
