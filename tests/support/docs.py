@@ -1,4 +1,4 @@
-"""Programs of `docs/`, which is no package."""
+"""Programs of `docs/`, which is not a package."""
 
 import importlib.util
 from pathlib import Path
