@@ -71,7 +71,7 @@ def test_a_mouse_only_task_is_solved_with_the_mouse_alone() -> None:
         assert ("mouse" in task.tags) <= uses_mouse, task.task_id
 
 
-async def score(task: Task, desktop: MemoryDesktop, ending: Action | None = None) -> float:
+async def score(task: Task, desktop: MemoryDesktop, ending: Done | Fail | None) -> float:
     """Score a task at once after its start; each check has evidence."""
     await remember_start(task, desktop)
     evaluation = await evaluate(task, desktop, last_action=ending, timeout_s=60.0)
@@ -89,7 +89,9 @@ async def test_an_oracle_ends_with_the_right_answer() -> None:
     answered = [task for task in TASKS if answers(task) or task.infeasible]
     assert answered
     for task in answered:
-        assert await score(task, MemoryDesktop(), actions(task)[-1]) == 1.0, task.task_id
+        ending = actions(task)[-1]
+        assert isinstance(ending, Done | Fail), task.task_id
+        assert await score(task, MemoryDesktop(), ending) == 1.0, task.task_id
 
 
 async def test_the_exactly_expected_files_score_one() -> None:
