@@ -141,7 +141,7 @@ async def test_resets_of_an_unknown_task_are_spaced(monkeypatch: pytest.MonkeyPa
         pauses_s.append(duration_s)
 
     class Environments:
-        def reset(self, task: str, **_: Any) -> Any:
+        def reset(self, task: Any, **_: Any) -> Any:
             raise TaskNotFound(f"no task {task!r}")
 
         reset_group = reset
