@@ -59,25 +59,6 @@ def stub_on(channel: grpc.aio.Channel) -> "CUAEnvAsyncStub":
 
 
 @pytest.fixture
-async def episodes() -> AsyncIterator[StubEpisodes]:
-    async with StubEpisodes() as episodes:
-        yield episodes
-
-
-@pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
-
-
-@pytest.fixture
-async def server(episodes: StubEpisodes, metrics: Metrics) -> AsyncIterator[ApiServer]:
-    server = ApiServer(episodes, listen="127.0.0.1:0", metrics=metrics)
-    await server.start()
-    yield server
-    await server.stop()
-
-
-@pytest.fixture
 async def channel(server: ApiServer) -> AsyncIterator[grpc.aio.Channel]:
     async with dialled(server.address) as channel:
         yield channel

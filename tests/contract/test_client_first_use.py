@@ -5,7 +5,6 @@ import contextlib
 import copy
 import inspect
 import traceback
-from collections.abc import AsyncIterator
 from datetime import timedelta
 
 import pytest
@@ -21,20 +20,6 @@ from tests.support.stub_episodes import StubEpisodes, pool_info
 
 TASK = "desktop/note"
 HURRIED = RetryPolicy(connect_timeout=timedelta(milliseconds=50))
-
-
-@pytest.fixture
-async def episodes() -> AsyncIterator[StubEpisodes]:
-    async with StubEpisodes() as episodes:
-        yield episodes
-
-
-@pytest.fixture
-async def server(episodes: StubEpisodes) -> AsyncIterator[ApiServer]:
-    server = ApiServer(episodes, listen="127.0.0.1:0", metrics=Metrics())
-    await server.start()
-    yield server
-    await server.stop()
 
 
 def frames_of(error: BaseException) -> list[str]:

@@ -46,8 +46,8 @@ def test_each_play_of_a_task_is_always_the_same() -> None:
 def test_only_training_templates_are_demonstrated(tmp_path: Path) -> None:
     file = tmp_path / "oracles.jsonl"
     lines = [
-        {"task_id": "drawn/press", "split": "train", "steps": [["done"]]},
-        {"task_id": "drawn/mix", "split": "held_out", "steps": [["done"]]},
+        {"task_id": "drawn/press", "split": "train", "steps": [[{"done": ""}]]},
+        {"task_id": "drawn/mix", "split": "held_out", "steps": [[{"done": ""}]]},
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     settings = Settings(demos=Demos(tasks=["drawn/press", "drawn/mix"]))
