@@ -29,15 +29,7 @@ class CallReport:
     """Measures and logs one call. An async context manager around it, which answers its failure."""
 
     def __init__(self, metrics: Metrics, guard: Guard, method: str, context: Context, *, caller: str = "") -> None:
-        """Start measuring.
-
-        Args:
-            metrics: Gets the duration and the failure.
-            guard: Limits the log lines of refused calls.
-            method: The method.
-            context: grpc's context of the call.
-            caller: Name of its token.
-        """
+        """Start measuring."""
         self._metrics = metrics
         self._guard = guard
         self._caller = caller

@@ -108,11 +108,6 @@ def reset_command(
 ) -> ResetCommand:
     """Convert a reset request.
 
-    Args:
-        request: The request.
-        time_remaining_s: Time until the call's deadline, if it has one.
-        caller: Owner of the new episodes.
-
     Raises:
         InvalidRequest: A field is missing or out of range.
         Unimplemented: A field requests a feature that this release does not have.

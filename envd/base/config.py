@@ -516,8 +516,6 @@ def load(
     """Merge the sources and validate the result.
 
     Args:
-        file: A TOML file; None for no file.
-        environ: Environment with `ENVD_...` variables; None for none.
         flags: Values by dotted key (`limits.max_steps`); None values are ignored.
         check_uri: Raises ValueError if no backend supports a value of `hypervisor.uri`.
 

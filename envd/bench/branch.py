@@ -99,13 +99,6 @@ async def measure_branch(
         bench: Its pool has machines for a parent, a child, and those that are still being destroyed; and for a parent,
             a group as large as its standby set, and the next standby set.
         light_task_id: A task without setup.
-        parent: The work of the second parent.
-        repetitions: Branches of each parent.
-        steps: Receives `step_count` steps.
-
-    Raises:
-        EnvError: A call failed.
-        BenchFailed: A response was wrong.
     """
     group_size = bench.pool.settings.size
     conditions = bench.conditions(

@@ -124,12 +124,7 @@ def require_osworld(cache_dir: Path) -> tuple[Path, Path]:
 async def measure_episodes(
     bench: BenchSession, plan: EpisodesPlan, *, python: Path, tasks: Path, steps: Steps
 ) -> BenchReport:
-    """Play our episodes, then the peer's.
-
-    Raises:
-        BenchFailed: OSWorld's process ended.
-        EnvError, HypervisorError: A call or a machine failed.
-    """
+    """Play our episodes, then the peer's."""
     conditions = bench.conditions(
         concurrency=plan.concurrency,
         think_s=plan.think_s,

@@ -65,7 +65,6 @@ async def play_as_peer(
 
     Raises:
         BenchFailed: Its process ended early.
-        HypervisorError: A machine could not be made.
     """
     played: list[PlayedEpisode] = []
     machine: Machine | None = None

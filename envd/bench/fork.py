@@ -92,14 +92,7 @@ async def measure_fork(bench: BenchSession, *, task_id: str, repetitions: int, s
     """Measure with as many standby machines as the pool's capacity.
 
     Args:
-        bench: The daemon.
         task_id: A task without setup.
-        repetitions: Of each measurement.
-        steps: Receives `step_count` steps.
-
-    Raises:
-        BenchFailed: A response was wrong.
-        HypervisorError, MachineLost, GuestError, GuestUnresponsive, EnvError: A measured operation failed.
     """
     conditions = bench.conditions(machines=bench.pool.capacity, repetitions=repetitions)
     for _ in range(_WARM_UPS):

@@ -149,12 +149,7 @@ def step_count(tasks: Sequence[Task], repetitions: int) -> int:
 
 
 async def record(bench: BenchSession, tasks: Sequence[Task], *, steps: Steps) -> list[Recording]:
-    """Play the oracle of each task in an episode of its own, and record every frame.
-
-    Raises:
-        EnvError: A call failed.
-        BenchFailed: A response was wrong.
-    """
+    """Play the oracle of each task in an episode of its own, and record every frame."""
     return [await _record(bench, task, steps=steps) for task in tasks]
 
 
@@ -184,10 +179,7 @@ async def measure_frames(
     """Measure the frame of every step.
 
     Args:
-        conditions: Of the recording.
         recordings: Each has frames of one size.
-        repetitions: Of each measurement.
-        steps: Receives one step for each recording and repetition.
 
     Raises:
         BenchFailed: No step changed the screen, or the client could not rebuild a frame.

@@ -40,9 +40,7 @@ async def measure_host(measures: Mapping[str, Measure], *, limit_s: float, repor
     """Run benchmarks by name, in turn.
 
     Args:
-        measures: The benchmarks.
         limit_s: Time for all of them. The one that runs then is cut off, and later ones are not started.
-        report: Receives the stage and the finished fraction.
     """
     end_s = time.monotonic() + limit_s
     parts: list[Part] = []

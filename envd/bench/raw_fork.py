@@ -42,7 +42,6 @@ def time_raw_fork(model: Machine, machine_id: str) -> float:
 
     Args:
         model: An existing fork of a template, paused or running.
-        machine_id: Not used by another machine.
 
     Raises:
         HypervisorError: It is not such a fork, or QEMU failed; the message has the reason.
@@ -80,7 +79,6 @@ def raw_arguments(arguments: Sequence[str], *, model: Path, own: Path, monitor_f
     """Return the QEMU command line for a separate machine, derived from that of one started by libvirt.
 
     Args:
-        arguments: Command line of libvirt's machine, the program first.
         model: Directory of libvirt's machine, named by its id.
         own: Directory of the new machine.
         monitor_fd: A listening socket that QEMU inherits.

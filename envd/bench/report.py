@@ -77,11 +77,8 @@ def figures_of(
     """Return one figure for each field of a dataclass.
 
     Args:
-        values: Its fields are declared with `figure`.
         name: Format of the figures' names.
         meaning: Format of the figures' meanings.
-        exempt: Why the targets do not apply to this run.
-        has_targets: Whether the figures have the targets of their fields.
     """
     return [
         Figure(

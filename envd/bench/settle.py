@@ -66,9 +66,7 @@ async def measure_settle(bench: BenchSession, tasks: Sequence[Task], *, watch_s:
 
     Args:
         bench: Its pool holds one machine at a time.
-        tasks: Tasks with an oracle.
         watch_s: For how long after a step's frame changes count as late.
-        steps: Receives one step per step of an oracle.
 
     Raises:
         BenchFailed: No step was recorded.
@@ -146,9 +144,6 @@ async def settle_report(
     """Replay the policies over the recordings and return the report.
 
     Args:
-        conditions: Of the recording.
-        recorded: All recorded steps.
-        policy: The policy of the pool.
         watch_s: For how long after a step's frame changes count as late.
     """
 

@@ -91,9 +91,7 @@ class Recorder:
         """Record until the screen has not changed for long; return what it shows then.
 
         Args:
-            inputs: The input.
             input_s: When its last event was sent.
-            before: The screen before the input.
 
         Raises:
             MachineLost, GuestUnresponsive: The display failed.

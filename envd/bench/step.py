@@ -171,16 +171,8 @@ async def measure_step(
 
     Args:
         bench: Its pool can hold two machines, and one for each other episode.
-        task: The task that opens an editor.
-        repetitions: Steps over gRPC.
         peer_repetitions: Steps as a peer; none are taken if no guest runs.
-        other_count: Further episodes that are open, and idle, during the steps over gRPC.
         has_console: Whether a page of the console shows all of these episodes during those steps.
-        steps: Receives `step_count` steps.
-
-    Raises:
-        BenchFailed: A response was wrong.
-        EnvError, MachineLost, GuestError, GuestUnresponsive, SetupFailed: A measured operation failed.
     """
     conditions = bench.conditions(
         task=task.task_id,

@@ -128,13 +128,7 @@ class Verification:
 
 
 def verify_config(settings: Config, *, parallel_count: int, image: str = "") -> Config:
-    """Return settings for an ephemeral daemon that plays `parallel_count` tasks at once.
-
-    Args:
-        settings: The operator's settings.
-        parallel_count: Tasks played at once.
-        image: See `ephemeral_config`.
-    """
+    """Return settings for an ephemeral daemon that plays `parallel_count` tasks at once."""
     own = {
         "size": parallel_count,
         # For each task the machines of both policies, and one that is being prepared.

@@ -49,7 +49,6 @@ def bench(name: str, *, is_drawn: bool = False) -> Callable[[Measure], Measure]:
     benchmark needs it, shows progress, prints the report, and exits with status 1 if a check failed.
 
     Args:
-        name: Of the command.
         is_drawn: Whether it always measures drawn desktops, whichever hypervisor is set.
     """
 

@@ -126,10 +126,6 @@ def check_disk(name: str, directory: Path, *, free_bytes: int, writable: bool, r
     """Check the free space of a directory, or of its nearest existing parent.
 
     Args:
-        name: Its setting.
-        directory: The directory, or its nearest existing parent.
-        free_bytes: Free space on its disk.
-        writable: Whether this user can write there.
         reserve_bytes: Free space without which no machine is forked.
     """
     detail = f"{free_bytes / _GIB:.1f} GiB free in {directory}"

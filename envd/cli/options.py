@@ -84,9 +84,6 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     """Return a decorator for commands that take a `Config` as their only positional argument.
 
     On the command line they have `--config` and these options instead.
-
-    Args:
-        names: Parameters of the options.
     """
     annotations = {**{name: _OPTIONS[name][1] for name in names}, "config": _CONFIG}
     return with_options(annotations, lambda given: load_config(given.pop("config"), given))
@@ -99,7 +96,6 @@ def with_options(
 
     Args:
         annotations: The options by parameter; None if they are not given.
-        join: Makes the argument of the options' values.
     """
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -126,7 +122,6 @@ def runs_own_daemon(*names: str, log_level: str = "warning") -> Callable[[Callab
     """Return a decorator like `with_settings` for commands that start a daemon of their own; it also sets up logging.
 
     Args:
-        names: Parameters of the options, besides those of every daemon.
         log_level: Replaces the default level `info`, whose records would disturb the command's output and timing.
     """
 

@@ -80,12 +80,9 @@ def on_image(settings: Config, tasks: Sequence[Task], image: str) -> tuple[str, 
     Builds the default image if it is missing.
 
     Args:
-        settings: The settings.
-        tasks: The tasks.
         image: Its name; empty for the tasks' own.
 
     Raises:
-        ConfigError: See `image_of`.
         ImageNotFound, ImageError: It is missing or damaged, or cannot be built.
     """
     images = ImageCatalogue(settings.cache_dir)

@@ -151,7 +151,6 @@ async def open_daemon(config: Config, inputs: Inputs | None = None) -> AsyncIter
     On failure nothing is left running.
 
     Args:
-        config: Its settings.
         inputs: What they name; read here if not given.
 
     Raises:

@@ -121,7 +121,6 @@ class Episode:
         """Move to a later state.
 
         Args:
-            state: The new state.
             reason: UPPER_SNAKE.
             cause: For FAILED, the cause as a sentence.
 

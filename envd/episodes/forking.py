@@ -35,12 +35,7 @@ async def fork_group(
     `total`.
 
     Args:
-        pool: The parent's pool.
-        parent: The episode to fork.
-        command: The request.
-        registry: The parent's registry.
         last_use: Gets the frozen state at once; returns what to call after the last fork, which discards it.
-        clock: Source of time.
 
     Raises:
         EpisodeEnded, StepIndexMismatch, InvalidRequest: The parent is not in the state that the command expects.

@@ -89,12 +89,8 @@ async def observe_all(
     A guest runs only if the options ask for more than pixels, or if it always runs from here on.
 
     Args:
-        machines: All in the same state.
         frozen: The state that their disks and memory are based on, for their origin.
-        view: The screen in that state.
         settle: How the screen settled; None if nothing waited for that.
-        options: The options of the request.
-        always_running: Whether guests run between calls.
         subject: The request, as `<thing> <id>`, for messages.
 
     Raises:

@@ -134,9 +134,7 @@ async def with_pixels(observation: Observation, episode: Episode | None, options
     """Return a recorded observation with its pixels if the screen still shows them, else unchanged. Resumes no guest.
 
     Args:
-        observation: As recorded, without pixels.
         episode: The observed episode; None if it is gone.
-        options: The options of the request.
     """
     if options.encoding is Encoding.NONE or episode is None or episode.machine.lost.is_set():
         return observation

@@ -23,8 +23,6 @@ class MachineQuotas:
         """Count `count` machines for `owner` during the block; afterwards its episodes hold them, or they are released.
 
         Args:
-            owner: The token's name.
-            count: Machines to open.
             max_machines: The owner's limit; None for no limit.
 
         Raises:

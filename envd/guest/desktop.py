@@ -85,7 +85,6 @@ class Desktop:
         """Prepare to connect to a machine.
 
         Args:
-            channels: The channels into its guest.
             view: What it shows, if it was forked and has not run since. The desktop is then asleep: requests for its
                 screen are answered from the view until `wake`.
             web: Serves the web requests of its guest after `wake`; None for no network.
@@ -93,7 +92,6 @@ class Desktop:
                 1280x1024; None for any size up to 16 Mpx.
             has_powershell: Whether the guest's agent runs the scripts of `envd.guest.powershell`.
             can_freeze: Whether the guest's kernel is Linux, which can stop all processes of the session.
-            pauses: Pauses between readings and events.
         """
         self._pauses = pauses or GuestPauses()
         self._channels = channels
@@ -221,9 +219,6 @@ class Desktop:
         """Wait until the guest uses next to no CPU time: every fork of it would repeat the work it is doing now.
 
         A program that has opened its window but not drawn it yet uses CPU time although the screen is quiet.
-
-        Args:
-            max_wait_s: The longest wait in seconds; some guests are never idle.
         """
         await wait_idle(self._channels, reading_s=self._pauses.idle_reading_s, max_wait_s=max_wait_s)
 
@@ -267,7 +262,6 @@ class Desktop:
         """Wait until the screen is quiet. Frames taken afterwards are newer than the last input, settled or not.
 
         Args:
-            policy: When the screen counts as quiet.
             upcoming: Options of the next `observe`; its frame is encoded ahead once the screen is likely settled.
         """
         result = await self._settle(policy, was_idle=self._was_idle, upcoming=upcoming)
@@ -352,7 +346,6 @@ class Desktop:
         """Return the newest frame, encoded off the event loop, with accessibility tree and terminal if requested.
 
         Args:
-            options: What to include, and how.
             refresh: Make the display send what it has first.
             since: An earlier frame; report what has changed since.
 

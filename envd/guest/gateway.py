@@ -95,9 +95,7 @@ class Gateway:
 
     Args:
         guestd: Address on the host of the guest's guestd.
-        serve: Serves the connections of the guest's programs.
         machine_id: The machine, for the exit and for logs.
-        connect: Opens connections to the guest.
     """
 
     def __init__(
@@ -168,13 +166,7 @@ class Gateway:
 
 
 class HostExit:
-    """Connects guests to the hosts of an allow list.
-
-    Args:
-        allowed: Destinations that guests may reach.
-        connect: Opens connections to destinations.
-        resolve: Returns the addresses of a name.
-    """
+    """Connects guests to the hosts of an allow list."""
 
     def __init__(
         self, allowed: AllowList, *, connect: Connect = asyncio.open_connection, resolve: Resolve = _resolve

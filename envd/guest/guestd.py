@@ -131,8 +131,6 @@ class GuestdClient:
     """Calls one guest's HTTP service. Each call opens its own connection: a kept one goes stale during a pause.
 
     Args:
-        base_url: On the host's loopback.
-        lost: Set when the machine is lost.
         lost_grace_s: How long a broken connection waits for the news that the machine is lost.
     """
 
@@ -199,7 +197,6 @@ class GuestdClient:
 
         Args:
             showing: Only elements that show, in a fraction of the time. OSWorld's service ignores this.
-            timeout_s: Deadline of the call.
 
         Raises:
             GuestError, GuestUnresponsive, MachineLost: The tree could not be read.

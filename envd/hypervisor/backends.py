@@ -54,7 +54,6 @@ async def open_hypervisor(config: Config, *, images: Iterable[DiskImage] = ()) -
 
     Args:
         config: Settings; `state_dir` must not be in use by another daemon.
-        images: Images that machines will boot from.
 
     Raises:
         ConfigError: The backend cannot run on this host with these settings.

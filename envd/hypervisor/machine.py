@@ -403,7 +403,6 @@ class Hypervisor(Protocol):
 
         Args:
             template: A snapshot of the template that the state descends from (`template_digest`).
-            directory: Directory with the files.
 
         Raises:
             CheckpointCorrupt: The files are not as `save` writes them.
@@ -415,9 +414,6 @@ class Hypervisor(Protocol):
 
         This daemon then owns them and their snapshots, and `reap` leaves them. Machines that end with their daemon, or
         cannot be adopted, are not returned, and `reap` removes what is left of them.
-
-        Args:
-            machine_ids: Machines to adopt.
         """
 
     async def reap(self) -> list[str]:

@@ -225,10 +225,7 @@ class ImageCatalogue:
         """Register an existing disk, in place or as a copy.
 
         Args:
-            name: Its name in pools' settings.
-            given: The disk and its machines.
             copy: Copy the disks into the catalogue instead of registering them in place.
-            progress: Called with the fraction of the disk read so far.
 
         Raises:
             ImageError: A file cannot be read, `credentials` is invalid, or the settings contradict each other.

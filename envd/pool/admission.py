@@ -133,11 +133,9 @@ class Turnover:
         """Estimate in how many seconds `machine_count` machines may be free, within [1, 120].
 
         Args:
-            now_s: The time on the monotonic clock.
             machine_count: Machines to wait for, including those for groups ahead.
             start_s: How long a machine takes to start. Before returns were measured, each turnover of the pool is
                 assumed to cost one start: the pool does not know how long episodes take.
-            capacity: Machines of the pool.
         """
         interval_s = self.interval_s(now_s)
         wait_s = (

@@ -60,9 +60,6 @@ class Turns:
 
         Args:
             waiting: The queue, in order of arrival.
-            held: Machines by run.
-            shares: Weights and quotas of runs.
-            capacity: Most machines of the pool.
             first: Index in `waiting` of the group that already has the turn, and is first.
             gone: Indexes in `waiting` of groups that no longer wait.
         """

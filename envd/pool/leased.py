@@ -53,10 +53,8 @@ class LeasedMachine:
         """Lease a machine that was forked and has not run since.
 
         Args:
-            machine: The fork.
             desktop: Its desktop, asleep.
             frozen: The state that it was forked from; None if a previous daemon forked it.
-            always_running: Whether the guest keeps running after its first use.
             linger_s: How long it keeps running after each use, unless it always runs.
             load: Loads its state, or loses the machine; None if it has its state.
         """

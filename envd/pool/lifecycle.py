@@ -35,9 +35,7 @@ async def unregister_all(store: Store, *, adopted: Collection[str], reaped: Coll
     """Delete the rows of a previous daemon's machines, after its hypervisor has removed the machines.
 
     Args:
-        store: The database.
         adopted: Machines that were adopted; their rows stay.
-        reaped: Machines that were found and removed.
 
     Raises:
         StoreError: No row was deleted.

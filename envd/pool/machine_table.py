@@ -190,7 +190,6 @@ class MachineTable:
         Args:
             reservation: Not released, and not filled before.
             work: Creates its machine, if it has none.
-            load: Gives its machine the state.
 
         Raises:
             MachineLost: It was retired before.

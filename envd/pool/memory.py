@@ -38,7 +38,6 @@ def machines_that_fit(
 
     Args:
         claims: Every machine and reservation on the host.
-        available_bytes: Memory that the host could give now.
         reserve_bytes: Memory that must remain when all have grown.
         expected_bytes: Private memory that one more machine will reach; positive.
     """

@@ -59,10 +59,6 @@ class Pool:
         """Set up an empty pool; nothing runs before `start`.
 
         Args:
-            settings: Capacity, machine size and behaviour.
-            image: The image that the pool's template boots.
-            host: What it shares with the daemon's other pools.
-            make_desktop: Connects to a machine.
             make_suffix: Returns the part of a machine id after the pool's name: at most 7 of [a-z0-9].
         """
         self.settings = settings
@@ -200,12 +196,9 @@ class Pool:
         failure and on cancellation nothing is taken.
 
         Args:
-            count: Machines.
-            reserved: Reservations.
             run: The run whose share they count for; empty for the run without a label.
             owner: Name of the token that asks, for listings of the queue.
             retained_count: Machines of the run that the caller holds, and returns only after these.
-            timeout_s: Longest wait.
 
         Raises:
             GroupTooLarge: The pool, or the run's quota, can never hold that many.

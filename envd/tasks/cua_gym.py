@@ -98,7 +98,6 @@ def entries(bundle: Path, parts: Sequence[tuple[str, str]]) -> Iterator[tuple[Pa
     """Yield the paths of a bundle's parts and their names in an archive.
 
     Args:
-        bundle: The directory.
         parts: Files and directories, each with its name in the archive; one that does not exist is left out.
 
     Raises:

@@ -34,7 +34,6 @@ async def replay(
 
     Args:
         steps: The actions of each step, such as `Task.oracle`.
-        first_frame_id: The frame before the first step.
         step: Performs the actions of one step and returns the id of the resulting frame. Also called with single waits
             while the screen has not responded, or not completely.
         wait_for: Returns the frame id as soon as a condition holds.

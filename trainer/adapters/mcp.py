@@ -116,7 +116,6 @@ def make_server(settings: SessionSettings, *, task: str = "") -> MCPServer[None]
     """Return the server.
 
     Args:
-        settings: Where and how sessions are opened.
         task: Task of a reset without a task; empty for none.
     """
     tools = _Tools(settings, task=task)

@@ -115,7 +115,6 @@ class SessionSettings:
             token: By default the variable `ENVD_TOKEN`.
             tls_ca: Certificate of the authority that signed the daemon's; enables TLS.
             max_episodes: Most episodes at once; further sessions wait here.
-            options: The other settings.
 
         Raises:
             ValueError: A value is out of range.
@@ -334,7 +333,6 @@ async def open_session(
     Args:
         task: Id of the task, or a row with the columns `task_id` and, optionally, `group`, or one of `trainer data
             states`, to start in its state. Or a checkpoint to continue from, alone and with its step limit.
-        settings: Where and how.
         group: Key of the session's group; by default that of the row, or else the task's id.
 
     Raises:

@@ -54,12 +54,8 @@ async def run_task(
     attempt is a FAILED trajectory.
 
     Args:
-        environments: Opens the episode.
-        task: Id of the task.
         new_conversation: Creates a new conversation for each attempt.
-        settings: The agent's settings.
         pool: Pool to use; empty for the task's own.
-        attempts: Maximum number of attempts.
         run: Runs an open episode; default `run_episode`.
     """
     options = _reset_options(settings, pool)

@@ -160,7 +160,6 @@ def _write_parts(parts: Mapping[Path, Sequence[dict[str, Any]]]) -> None:
     """Write parts of a data set; remove the file of an empty part, which an earlier split has left.
 
     Raises:
-        CannotWrite: See `write_rows`.
         OSError: A file cannot be written or removed.
     """
     for path, rows in parts.items():

@@ -26,10 +26,8 @@ def variant_ids(tasks: Iterable[Task], *, count: int, seed: int = 42) -> list[st
     The variants of one task do not depend on the other tasks.
 
     Args:
-        tasks: As listed by a daemon.
         count: Variants per task, the plain one included; fewer if the task has fewer. Several seeds can yield the same
             variant.
-        seed: Seed of the sampling.
     """
     ids: list[str] = []
     for task in sorted(tasks, key=lambda task: task.task_id):

@@ -48,12 +48,7 @@ async def record(
     which were sampled with more screenshots.
 
     Args:
-        environments: Opens the episode.
-        task: The task that the oracle solves.
-        oracle: The solution.
-        settings: Prompt, grammar, view and budgets of the training.
         screen_px: Size of the guest's screen (width, height) that the oracle's points refer to.
-        pool: Pool to use; empty for the task's own.
         patience_s: Successive waits for a change of the screen; empty for desktops that respond immediately.
         must_succeed: Whether a score below 1 is an error.
 

@@ -155,8 +155,6 @@ async def open_endpoint(
     Args:
         url: Base URL; paths such as `/chat/completions` are appended.
         key: API key; empty for none.
-        reply_timeout_s: Timeout of one response in seconds.
-        max_retries: Most repetitions of a request.
 
     Raises:
         EndpointError: See `checked_url`; or the client is not installed.

@@ -87,7 +87,6 @@ class HumanPlayer:
         """Create a player.
 
         Args:
-            grammar: Writes the commands as replies.
             ask: Shows a prompt and returns a line, or None at the end of input.
             say: Shows a text.
         """

@@ -27,7 +27,6 @@ def write_report(results: Results, page: Path) -> None:
     """Write the page.
 
     Args:
-        results: Results of an evaluation, finished or not.
         page: Path of the page; replays are relative to its directory.
 
     Raises:

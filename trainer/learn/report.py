@@ -120,7 +120,6 @@ def write_report(runs: Sequence[Path], directory: Path) -> dict[str, Any]:
 
     Args:
         runs: Run directories; each may have many runs of the stage `rl`.
-        directory: Target; created if it is missing.
 
     Raises:
         LearnError: There is no run, a run has no demonstrations, or matplotlib is not installed; in this last case

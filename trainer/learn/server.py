@@ -61,7 +61,6 @@ class GenerateServer:
         """Entering starts the server.
 
         Args:
-            port_count: Ports.
             shared_port: The port, which other processes may listen on too; 0 for a free one. None: not shared.
         """
         self.host = "127.0.0.1"

@@ -52,7 +52,6 @@ def fetch_slime(source: str, home: Path, *, report: ProgressReport) -> None:
     Args:
         source: URL, or a local repository that has the commit.
         home: The directory; it does not exist yet, or is empty.
-        report: Receives git's progress.
 
     Raises:
         LearnError: git is missing, the source cannot be read or lacks the commit, or the directory has other content.

@@ -138,7 +138,6 @@ def slime_args(envd: Mapping[str, Any], **given: Any) -> Namespace:
 
     Args:
         envd: That mapping of the YAML file.
-        given: Other values.
     """
     provider: Any = import_module("slime.utils.arguments").get_slime_extra_args_provider()
     parser = provider(argparse.ArgumentParser(allow_abbrev=False))

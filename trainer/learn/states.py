@@ -37,11 +37,7 @@ def train_step(
     """Make one optimiser step and return the norm of the gradient.
 
     Args:
-        model: The model.
-        optimizer: Its optimiser.
         loss: The loss; None if the gradients are there already.
-        learning_rate: Of this step.
-        what: Its name in errors.
 
     Raises:
         LearnError: Loss or gradient is not finite; the weights are unchanged.
@@ -95,10 +91,7 @@ def load_state(directory: Path, settings: Settings | None, *, stage: str, resume
     """Return the saved state, or None if there is none.
 
     Args:
-        directory: Of the stage.
         settings: They must match those of the state; None to accept any.
-        stage: Its name in errors.
-        resume: Whether the caller wants to continue.
 
     Raises:
         LearnError: There is a state that must not be continued.

@@ -158,7 +158,6 @@ class ReplayPool:
         that no index of the directory names are removed at the end.
 
         Args:
-            directory: Created if necessary.
             name: Name of this state, such as a checkpoint's number; a directory may hold several.
         """
         items = directory / "trajectories"

@@ -94,13 +94,10 @@ async def serve_console(
         episodes: Not yet started, or the timeline lacks the steps before this call.
         listen: HOST:PORT, port 0 for a free one.
         library: The recordings to replay; None if episodes are not recorded.
-        tls: For HTTPS; None for HTTP.
-        middlewares: Check requests.
         is_admitted: Whether a request that the middlewares admitted would be admitted now; a stream ends if not.
         may_see: Which episodes a caller may see.
         caller_name: Identifies the caller, whose open pages are limited; empty if callers have no names.
         caller_of: The rights of a request's caller, for routes that act.
-        clock: Source of time; by default the host's.
 
     Raises:
         ConfigError: The address cannot be bound.

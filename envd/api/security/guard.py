@@ -47,10 +47,7 @@ class Guard:
 
         Args:
             tokens: The valid tokens; None to trust every caller.
-            limiter: Limits the call rate of each caller.
             renewals: Limits the rate of ids in the calls that `limiter` exempts, which only keep or release.
-            max_calls: Maximum number of running calls of each caller.
-            may_use: Returns whether a caller may use the episode of an id.
         """
         self._tokens = tokens
         self._limiter = limiter
@@ -114,11 +111,8 @@ class Guard:
         """Check that a request may be served.
 
         Args:
-            caller: The caller.
-            method: The method.
             episode_id: The episode that the request names; empty if it names none or several.
             id_count: Number of episodes or tasks that it names, if it names several; each counts as a call.
-            peer: The caller's address.
 
         Raises:
             EpisodeNotFound: The episode is another caller's, or unknown; the error is the same for both.

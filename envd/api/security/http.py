@@ -23,7 +23,6 @@ def tls_context(security: SecurityConfig, *, on_stale: Callable[[bool], None]) -
     """Return a context whose new connections use the newest valid files; None without TLS.
 
     Args:
-        security: Names the files.
         on_stale: Called after each change of the files with whether older ones are still in use.
 
     Raises:
@@ -50,8 +49,6 @@ def require_token(tokens: Reloaded[TokenTable] | None, scope: Scope, *, exempt: 
 
     Args:
         tokens: The valid tokens; None to trust every caller.
-        scope: What a caller needs.
-        exempt: Paths that need no token.
     """
     free = frozenset(exempt)
 

@@ -24,7 +24,6 @@ class RefusalLog:
         """Return the text of a failure for the log, with the number of equal ones omitted before it; None to omit it.
 
         Args:
-            caller: The name of the caller's token, or its host.
             error: The failure. Only refusals are ever omitted.
         """
         if not isinstance(error, _REFUSALS):

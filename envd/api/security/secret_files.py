@@ -31,10 +31,6 @@ def read_file(path: Path, *, setting: str) -> bytes:
 def read_secret(path: Path, *, setting: str) -> bytes:
     """Return the content of a file that only its owner can write and only its owner and group can read.
 
-    Args:
-        path: The file.
-        setting: Its configuration key, for messages.
-
     Raises:
         ConfigError: It cannot be read, is too large, or is not private.
     """
@@ -76,9 +72,6 @@ class Reloaded(Generic[T]):
         """Read the files for the first time.
 
         Args:
-            setting: Their configuration key, for logs.
-            paths: The files.
-            read: Parses them; raises ConfigError.
             on_stale: Called after each change with whether an older value is still in use.
 
         Raises:

@@ -16,7 +16,6 @@ def server_credentials(
     """Return credentials that are reloaded when their files change.
 
     Args:
-        cert: The server's certificate chain, PEM.
         key: Its private key, PEM, without a passphrase.
         client_ca: CA of the client certificates, which are then required; None to require none.
         on_stale: Called after each change of the files with whether older ones are still in use.

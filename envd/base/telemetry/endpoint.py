@@ -25,10 +25,7 @@ async def serve_metrics(
     """Serve metrics and yield the bound address.
 
     Args:
-        metrics: The series.
         listen: HOST:PORT, port 0 for a free one.
-        tls: For HTTPS; None for HTTP.
-        middlewares: Check requests.
 
     Raises:
         ConfigError: The address cannot be bound.
@@ -56,10 +53,8 @@ async def serve_app(
     Connections beyond a quarter of the process's file descriptors are closed at once.
 
     Args:
-        app: The application.
         listen: HOST:PORT, port 0 for a free one.
         setting: Name of the setting that has the address.
-        tls: For HTTPS; None for HTTP.
 
     Raises:
         ConfigError: The address cannot be bound.

@@ -71,13 +71,7 @@ async def attack(
 
     Args:
         config: See `attack_config`.
-        tasks: Tasks with oracles.
-        parallel_count: Mutants played at once.
         is_wanted: Whether to play this mutant, which has this digest.
-        on_result: Called with each result.
-
-    Raises:
-        EnvdError: The daemon could not start.
     """
     async with open_daemon(config) as daemon, AsyncEnvClient(daemon.address, token="") as client:
         runs_guests = daemon.hypervisor.capabilities.runs_guests

@@ -78,17 +78,7 @@ class PlayedGroup:
 
 
 async def play_group(client: AsyncEnvClient, task: Task, directory: DemoDirectory, *, runs_guests: bool) -> PlayedGroup:
-    """Play the group for `task`, write every frame, evaluate all episodes, and close them, also on failure.
-
-    Args:
-        client: Of the daemon.
-        task: It has an oracle.
-        directory: For the frames.
-        runs_guests: Whether guest code runs, whose programs take time to react.
-
-    Raises:
-        EnvError: A call failed.
-    """
+    """Play the group for `task`, write every frame, evaluate all episodes, and close them, also on failure."""
     members = members_for(task)
     print_progress(f"resetting a group of {len(members)} episodes of {task.task_id}")
     opening = client.reset_group(

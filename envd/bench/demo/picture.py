@@ -16,14 +16,7 @@ _PAPER, _INK, _GREY, _GOOD, _BAD, _WRONG = "#f6f6f4", "#1c1c1c", "#6a6a6a", "#1a
 
 
 def draw_group(episodes: "Sequence[EpisodeRecord]", directory: Path, *, heading: str, text: str) -> Image.Image:
-    """Return the picture. All frames have the same size.
-
-    Args:
-        episodes: At least one, row by row.
-        directory: Of the frames.
-        heading: One line above the frames.
-        text: Text below the heading; it is wrapped.
-    """
+    """Return the picture. All frames have the same size."""
     with Image.open(directory / episodes[0].steps[-1].frame) as first:
         tile = (_TILE_WIDTH_PX, round(first.height * _TILE_WIDTH_PX / first.width))
     large, small = ImageFont.load_default(size=24), ImageFont.load_default(size=16)

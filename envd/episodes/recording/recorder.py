@@ -61,11 +61,7 @@ class Recorder(EpisodeObserver):
         """Record the episodes that are opened or restored from now on.
 
         Args:
-            episodes: The service.
-            directory: Where to.
-            max_rate_hz: Most frames per second between steps.
             on_failed: Called with True when recordings fail, and with False when they work again.
-            clock: Source of time; by default the host's.
         """
         self._episodes = episodes
         self._directory = directory

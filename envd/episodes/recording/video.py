@@ -46,12 +46,9 @@ def export_video(
     """Write a recording as a video. On failure there is no file.
 
     Args:
-        recording: The recording.
         path: The file, which is replaced.
-        video_format: Its format.
         max_pause_s: A frame is shown for at most this long: agents think for long.
         speed: 2 for twice as fast.
-        progress: Receives the finished fraction.
 
     Raises:
         RecordingUnreadable: It has no frames, or a frame is damaged.

@@ -62,10 +62,7 @@ class FrameEncoder:
         """Encode a frame.
 
         Args:
-            frame: The frame.
-            options: Encoding, region and size.
             pointer: The pointer's position and image; None if the guest draws it into its screen.
-            marks: Numbered boxes to draw over it.
 
         Raises:
             InvalidRequest: The options do not fit this screen.

@@ -178,8 +178,6 @@ class RfbClient:
         """Perform the handshake and set pixel format and encodings. On failure the stream is closed.
 
         Args:
-            reader: What the server sends.
-            writer: What is sent to it.
             size_limit_px: Largest (width, height) of the screen; at least 1280x1024 is accepted.
 
         Raises:

@@ -15,7 +15,6 @@ def text_of(result: JsonValue, *, is_list: bool) -> tuple[str, bool]:
 
     Args:
         result: Of `tools/list` or `tools/call`.
-        is_list: Whether it is the list of tools.
 
     Raises:
         ValueError: It is not as the protocol says; names the field.

@@ -46,9 +46,7 @@ class FakeMachine:
         """Create a machine; call `boot` or `open_wires` next.
 
         Args:
-            spec: Settings of the machine.
             snapshot: Snapshot that it is forked from, held until it is destroyed; None if it boots.
-            faults: Faults to apply.
             on_destroyed: Called when the machine is destroyed; replaced when another hypervisor adopts it.
             guest: An existing guest, which already holds its snapshot.
         """

@@ -58,12 +58,7 @@ class LibvirtLink:
         """Manage an open connection.
 
         Args:
-            connection: A `libvirt.virConnect`.
-            uri: Its URI, for messages.
-            dial: Opens another connection to the same URI. Blocks.
-            executor: Runs blocking calls.
             first_backoff_s: Delay before the first attempt to reconnect; doubles after each.
-            available_timeout_s: How long `available` waits.
         """
         self.connection = connection
         self._uri = uri

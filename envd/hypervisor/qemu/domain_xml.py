@@ -150,11 +150,7 @@ def domain_xml(
     """Return the domain's XML.
 
     Args:
-        spec: Settings of the machine.
         owner: Id of the state directory that the machine belongs to.
-        files: Paths of its files.
-        accelerator: KVM or TCG.
-        memory: File of the guest's memory.
         generation: Unique per fork: a guest that sees it change reseeds its random number generator.
         template_disks: qcow2 files that a fork's overlays are on; empty for a machine that boots.
         firmware: Required for UEFI images.

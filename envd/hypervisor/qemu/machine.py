@@ -83,12 +83,8 @@ class LibvirtMachine:
         """Describe a machine that is about to be made.
 
         Args:
-            spec: Its settings.
-            files: Paths of its files.
             memory_path: File of its memory: its own if it boots, the template's if it is a fork.
             snapshot: Snapshot that it is forked from, acquired until it is destroyed; None if it boots.
-            call: Runs blocking calls on libvirt's executor.
-            on_destroyed: Called when nothing is left of it.
         """
         self.machine_id = spec.machine_id
         self.spec = spec

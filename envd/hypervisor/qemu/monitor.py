@@ -105,8 +105,6 @@ class Monitor:
         """Run a command and return its result.
 
         Args:
-            command: Name of a QMP command.
-            arguments: Its arguments.
             file: Descriptor passed to QEMU with the command.
             done_event: Event that also completes the command, with the result None.
 
@@ -166,7 +164,6 @@ class Monitor:
         """Open the file of `save_devices`; the machine may run.
 
         Args:
-            path: A new file.
             offset: Where in the file the state begins.
         """
         with path.open("xb") as file:
@@ -223,11 +220,7 @@ class Monitor:
         )
 
     async def has_driver(self, alias: str) -> bool:
-        """Return whether the guest's driver of a virtio device runs.
-
-        Args:
-            alias: libvirt's name of the device.
-        """
+        """Return whether the guest's driver of a virtio device runs."""
         path = f"/machine/peripheral/{alias}/virtio-backend"
         status = await self.execute("x-query-virtio-status", {"path": path})
         return any(text.startswith("VIRTIO_CONFIG_S_DRIVER_OK") for text in status["status"]["statuses"])

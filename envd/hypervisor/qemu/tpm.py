@@ -30,7 +30,6 @@ class Tpm:
         """Describe a running process. Raises: OSError: it has ended.
 
         Args:
-            pid: Its id.
             process: The process, if this daemon started it.
         """
         self._process = process
@@ -41,11 +40,8 @@ class Tpm:
         """Start a machine's swtpm, which waits for the machine's QEMU.
 
         Args:
-            files: Paths of the machine's files.
             owner: Id of the state directory; part of the process's mark.
-            machine_id: Id of the machine; part of the process's mark.
             state: State of the TPM; None for a new one, and for a fork, whose QEMU loads the state.
-            user: User that runs QEMU, and swtpm too.
 
         Raises:
             HypervisorError: swtpm is not installed.

@@ -69,12 +69,7 @@ def write_answer_disc(
     """Write the answer disc.
 
     Args:
-        path: The new ISO file.
-        answers: The answer file.
         guest_files: Drivers and guest agent in `drivers`.
-        drivers: The virtio-win ISO.
-        is_server: Whether Windows Server is installed.
-        programs: Programs to install.
     """
     tree: dict[str, bytes | Path] = {ANSWER_FILE: answers}
     manifest = {"drivers": list(LOGON_DRIVERS), "is_server": is_server, "programs": _programs(programs, tree)}

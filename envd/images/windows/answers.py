@@ -55,12 +55,7 @@ class InstallSettings:
 
 
 def answer_file(settings: InstallSettings, *, password: str) -> bytes:
-    """Return `autounattend.xml`.
-
-    Args:
-        settings: Settings of the installation.
-        password: Password of the account that is logged on automatically.
-    """
+    """Return `autounattend.xml`."""
     answers = _Answers()
     _setup(answers, settings)
     _locale(answers.component(Pass.OOBE_SYSTEM, "Microsoft-Windows-International-Core"), settings)

@@ -91,14 +91,9 @@ class WindowsBuild:
         """Create a build.
 
         Args:
-            plan: What to build.
-            hypervisor: Makes the machines.
             directory: Where the disk is sealed.
             reports: Where pictures and logs are kept; emptied first.
             limits: Time limits, already those of the accelerator.
-            memory_mib: Memory of the machines.
-            vcpu_count: Processors of the machines.
-            progress: Receives the stage and the fraction of the build.
         """
         self._plan = plan
         self._hypervisor = hypervisor
@@ -324,17 +319,10 @@ async def build_windows(
     """Build and publish an image.
 
     Args:
-        plan: What to build.
         hypervisor: Makes the machines; nothing else uses it.
-        catalogue: Receives the image.
         media: From `write_media`.
-        name: Name of the image.
         recipe: From `BuildPlan.digest`.
-        reports: Directory for pictures and logs.
         limits: Time limits with KVM.
-        memory_mib: Memory of the machines.
-        vcpu_count: Processors of the machines.
-        progress: Receives the stage and the fraction done.
 
     Raises:
         ImageError: The build failed.

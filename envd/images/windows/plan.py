@@ -82,7 +82,6 @@ def plan_build(options: WindowsOptions, *, directory: Path) -> BuildPlan:
     """Check the media, the options and this host.
 
     Args:
-        options: The user's options.
         directory: Where the disk will be; its file system needs the space.
 
     Raises:

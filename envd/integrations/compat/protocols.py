@@ -69,9 +69,7 @@ class Routes:
         """Add a route.
 
         Args:
-            http_method: GET or POST.
             path: Its pattern; `{episode_id}` in it must be an episode of the caller.
-            handler: Answers it. Raises: EnvdError.
             method: The gRPC method with the same rights, such as `Step`.
             max_body_bytes: Largest body; a larger one is refused.
         """

@@ -172,9 +172,6 @@ class Sessions:
         """Open an episode. If the caller is cancelled, the episode is closed as soon as it is open.
 
         Args:
-            caller: Its owner.
-            task_id: Its task.
-            observe: Contents of the first observation.
             request_id: Same id, same episode; empty for a new one.
             unlimited: Allow the daemon's maximum of steps, for a protocol whose calls are not an agent's steps.
 
@@ -235,10 +232,8 @@ class Sessions:
         Text that is neither is the agent's mistake: nothing is performed, and the episode continues.
 
         Args:
-            episode_id: The episode.
             action: The text; it is parsed and never executed.
             pause_s: How long WAIT waits. After other actions the screen settles instead.
-            observe: Contents of the observation.
 
         Raises:
             InvalidRequest: The pause is not a number of 0 to 60 s.

@@ -42,11 +42,7 @@ class WebProxy:
     """Records into or replays one recording, for the guests of one pool.
 
     Args:
-        recording: Name of the recording.
-        recordings: Where it is.
-        environment: The programs.
         servers: Reaches the web servers while recording; None to replay.
-        max_bytes: Most bytes of a recording.
         on_request: Called for each request with its outcome: `recorded`, `replayed`, `not_recorded` or `failed`.
     """
 

@@ -65,8 +65,6 @@ async def evaluate(
     and continue afterwards.
 
     Args:
-        task: The task.
-        desktop: The guest.
         last_action: How the agent ended the episode; None if it did not.
         timeout_s: Limit for all checkers together, in seconds.
         osworld: Runs OSWorld's evaluators; None if OSWorld is not installed.
@@ -126,7 +124,6 @@ def judge_ended(task: Task, cause: str, reason: str = "") -> Evaluation:
     """Score a task whose guest ended itself and left no machine: 1 if that was its goal, and 0 otherwise.
 
     Args:
-        task: The task.
         cause: How the guest ended, see `envd.base.losses.Loss`.
         reason: What was found, if there is more to say.
     """

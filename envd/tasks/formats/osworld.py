@@ -59,7 +59,6 @@ def read_osworld(content: Mapping[str, object], *, os: GuestOs | None = None) ->
     """Return the fields of a task.
 
     Args:
-        content: The task's JSON.
         os: The guest's operating system, if the caller knows it; otherwise the paths in the task decide.
 
     Raises:

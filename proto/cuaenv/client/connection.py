@@ -53,11 +53,6 @@ class Connection:
     def __init__(self, address: Address, *, access: Access, retry: RetryPolicy) -> None:
         """Prepare; the first call connects.
 
-        Args:
-            address: Address of the daemon.
-            access: Token and TLS.
-            retry: How lost calls are retried.
-
         Raises:
             ValueError: The token would travel to another host in clear text.
             OSError: A TLS file cannot be read.

@@ -73,8 +73,6 @@ class Access:
         """Return a channel; it connects at its first call.
 
         Args:
-            target: Address of the daemon.
-            options: Options of the channel.
             ca: Certificate authority of this daemon, PEM; empty for that of `Tls`.
 
         Raises:

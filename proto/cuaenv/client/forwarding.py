@@ -142,8 +142,6 @@ async def forwarded(
     """Listen on a port of 127.0.0.1 during the block, and forward its connections to a port of an episode's guest.
 
     Args:
-        connection: The daemon that has the episode.
-        episode_id: The episode.
         port: On the guest's 127.0.0.1.
         local_port: The port to listen on; 0 for a free one.
 

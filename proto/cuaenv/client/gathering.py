@@ -43,7 +43,6 @@ class SlotGatherer:
         """Prepare.
 
         Args:
-            cluster: Where slots are reserved.
             slots: Those that the client holds; gathered ones are added, unused.
             rng: Draws the host, and this client's name.
             is_usable: Whether the host of a node can open the episodes.

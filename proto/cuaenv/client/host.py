@@ -68,7 +68,6 @@ class Host:
         """Prepare; no call is made yet.
 
         Args:
-            connection: The connection to the daemon.
             keep_alive_interval: Interval of lease renewals; by default a third of the shortest lease.
             changed: Called when its state or load may have changed.
         """

@@ -58,7 +58,6 @@ class Opener:
 
         Args:
             request: Passing the same message again continues the same request.
-            size: Episodes that it opens.
             deadline_s: Deadline of all attempts, by the loop's clock.
             may_abandon: Stop after the host has been unreachable for `RetryPolicy.reconnect_timeout`.
 

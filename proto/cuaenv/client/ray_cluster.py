@@ -87,8 +87,6 @@ class Cluster(Protocol):
         """Wait until machines are free on one node, and hold them. If cancelled, nothing is held.
 
         Args:
-            pool: Pool of the machines.
-            count: Number of machines.
             node_id: The only possible node, or one that shares its address; empty for any.
         """
 

@@ -12,7 +12,6 @@ def takes_options_of(source: Callable[..., Any], *, without: Collection[str] = (
     """Return a decorator: `help` shows the options, arguments and errors of `source` instead of `**options`.
 
     Args:
-        source: The method that takes the options.
         without: Its parameters that the decorated method lacks.
     """
 

@@ -122,8 +122,6 @@ def directed_scroll(given: Mapping[str, object], amount: object, *, prefix: str 
     """Return a scroll by an amount of wheel clicks. Raises: ParseError.
 
     Args:
-        given: Arguments of the call, with the direction.
-        amount: Wheel clicks.
         prefix: Of the arguments `direction` and `amount`.
     """
     direction = given.get(f"{prefix}direction")

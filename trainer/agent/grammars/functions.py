@@ -38,9 +38,6 @@ def function_intent(name: object, arguments: object, functions: Mapping[str, For
     """Return the action of a function's call.
 
     Args:
-        name: The called function.
-        arguments: Its arguments.
-        functions: Those that may be called.
         tool: Name of the tool of screen actions, for the error.
 
     Raises:

@@ -234,9 +234,6 @@ class Freezer:
         """Configure what templates depend on in addition to their image and settings.
 
         Args:
-            store: Storage of the templates.
-            accelerator: How guest code runs.
-            versions: Versions of libvirt and QEMU.
             cpu: Identifies the processor that guests see.
         """
         self._store = store

@@ -48,7 +48,6 @@ class TreeBuilder:
     """Builds the XML tree from AT-SPI accessibles, bounded in depth, width, count and time.
 
     Args:
-        atspi: The `Atspi` module.
         max_nodes: Limit of the number of nodes; a tree that exceeds it has `truncated="true"` at its root.
         deadline_s: On the monotonic clock.
         only: Roles to describe; other elements have no attributes. Empty for all roles.

@@ -32,7 +32,6 @@ class DesktopEnvironment(MCPEnvironment):
         """Prepare; the first reset connects.
 
         Args:
-            settings: Where and how episodes are opened.
             task: Task of a reset that names none; empty for none.
         """
         tools: FastMCP[None] = FastMCP("envd")
