@@ -29,7 +29,6 @@ class CallReport:
     """Measures and logs one call. An async context manager around it, which answers its failure."""
 
     def __init__(self, metrics: Metrics, guard: Guard, method: str, context: Context, *, caller: str = "") -> None:
-        """Start measuring."""
         self._metrics = metrics
         self._guard = guard
         self._caller = caller
@@ -57,7 +56,6 @@ class CallReport:
             await self._fail(error)
 
     def _finish(self, code: grpc.StatusCode) -> float:
-        """Measure the call; return its duration in seconds."""
         duration_s = time.monotonic() - self._began_s
         self._metrics.rpc_duration.labels(method=self._method, code=code.name).observe(duration_s)
         return duration_s

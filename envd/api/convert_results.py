@@ -56,7 +56,6 @@ _ENCODINGS: Mapping[Encoding, "env_pb2.Encoding.ValueType"] = {
 
 
 def reset_response(result: GroupResult) -> env_pb2.ResetResponse:
-    """Return the response to a reset."""
     return env_pb2.ResetResponse(
         episodes=[episode_message(info, with_origin=True) for info in result.episodes],
         observations=[observation_message(observation) for observation in result.observations],
@@ -66,7 +65,6 @@ def reset_response(result: GroupResult) -> env_pb2.ResetResponse:
 
 
 def fork_response(result: GroupResult) -> env_pb2.ForkResponse:
-    """Return the response to a fork."""
     return env_pb2.ForkResponse(
         episodes=[episode_message(info, with_origin=True) for info in result.episodes],
         observations=[observation_message(observation) for observation in result.observations],
@@ -75,7 +73,6 @@ def fork_response(result: GroupResult) -> env_pb2.ForkResponse:
 
 
 def step_response(result: StepResult) -> env_pb2.StepResponse:
-    """Return the response to a step."""
     return env_pb2.StepResponse(
         episode=episode_message(result.episode),
         observation=observation_message(result.observation),
@@ -97,7 +94,6 @@ def step_response(result: StepResult) -> env_pb2.StepResponse:
 
 
 def rollback_response(result: RollbackResult) -> env_pb2.RollbackResponse:
-    """Return the response to a rollback."""
     return env_pb2.RollbackResponse(
         episode=episode_message(result.episode),
         observation=observation_message(result.observation),
@@ -106,7 +102,6 @@ def rollback_response(result: RollbackResult) -> env_pb2.RollbackResponse:
 
 
 def evaluate_response(result: ScoreResult) -> env_pb2.EvaluateResponse:
-    """Return the response to an evaluation."""
     return env_pb2.EvaluateResponse(
         episode=episode_message(result.episode) if isinstance(result, EvaluateResult) else None,
         score=result.score,
@@ -120,7 +115,6 @@ def evaluate_response(result: ScoreResult) -> env_pb2.EvaluateResponse:
 
 
 def episode_message(info: EpisodeInfo, *, with_origin: bool = False) -> env_pb2.Episode:
-    """Return the message for an episode."""
     origin = None
     if with_origin:
         origin = env_pb2.Origin(
@@ -151,7 +145,6 @@ def episode_message(info: EpisodeInfo, *, with_origin: bool = False) -> env_pb2.
 
 
 def checkpoint_message(checkpoint: Checkpoint) -> env_pb2.Checkpoint:
-    """Return the message for a checkpoint."""
     return env_pb2.Checkpoint(
         checkpoint_id=checkpoint.checkpoint_id,
         label=checkpoint.label,
@@ -265,7 +258,6 @@ def _pool(pool: PoolStatus) -> env_pb2.Pool:
 
 
 def frame_message(frame: EncodedFrame) -> env_pb2.Frame:
-    """Return the message for a frame."""
     message = env_pb2.Frame(
         frame_id=frame.frame_id,
         image_id=frame.image_id,

@@ -46,7 +46,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Wrap the handler of a method."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -161,7 +160,6 @@ class CallContext:
 
     @property
     def log_ids(self) -> Mapping[str, str]:
-        """Ids for logs."""
         return {"caller": self.caller_name} if self.caller_name else {}
 
     def identify(self) -> None:
@@ -242,7 +240,6 @@ class CallContext:
 
 
 async def _only(response: Awaitable[Response]) -> AsyncGenerator[Response, None]:
-    """Yield one response."""
     yield await response
 
 

@@ -174,7 +174,6 @@ def branch_report(
     who: str,
     check: Check,
 ) -> BenchReport:
-    """Return the report. Pure."""
     figures: list[Figure] = []
     all_samples: dict[str, list[float]] = {}
     for prefix, subject, samples in (("light_", "a fresh desktop", light), ("", who, worked)):

@@ -80,7 +80,6 @@ class Side:
 
     @property
     def steps_s(self) -> list[float]:
-        """Times of all steps."""
         return [step_s for episode in self.episodes for step_s in episode.steps_s]
 
 
@@ -89,7 +88,6 @@ class EpisodesPlan:
     """What both sides play."""
 
     concurrency: int
-    """Episodes at a time."""
     episode_count: int
     """Number of our episodes; rounded up to whole groups."""
     peer_episode_count: int
@@ -99,7 +97,6 @@ class EpisodesPlan:
 
     @property
     def group_count(self) -> int:
-        """Number of our groups."""
         return -(-self.episode_count // self.concurrency)
 
     @property
@@ -109,7 +106,6 @@ class EpisodesPlan:
 
     @property
     def step_count(self) -> int:
-        """Number of progress steps of `measure_episodes`."""
         return (self.group_count + self.peer_turn_count) * self.concurrency
 
 
@@ -239,7 +235,6 @@ async def _measured(side: Side) -> AsyncIterator[None]:
 
 
 def episodes_report(conditions: dict[str, object], ours: Side, peer: Side, *, concurrency: int) -> BenchReport:
-    """Return the report. Pure."""
     per_hour, peer_per_hour = (len(side.episodes) / side.elapsed_s * 3600 for side in (ours, peer))
     samples = {
         f"{name}{phase}_s": values

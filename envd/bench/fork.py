@@ -243,7 +243,6 @@ def fork_report(
     forks_per_min: tuple[float, float],
     memory: UsedMemory | None,
 ) -> BenchReport:
-    """Return the report. Pure."""
     samples = {"acquire_ms": acquire_ms, "fork_ms": fork_ms, "raw_qemu_fork_ms": raw_ms, "destroy_ms": destroy_ms}
     values = from_samples(
         ForkFigures,

@@ -92,7 +92,6 @@ class Recording:
 
     @property
     def step_count(self) -> int:
-        """How many steps were played."""
         return len(self.frames_HWC) - 1
 
 
@@ -135,7 +134,6 @@ class Comparison:
 
     @property
     def check(self) -> Check:
-        """The result."""
         wrong, count = self.wrong_count, self.rebuilt_count
         found = f"{wrong} of {count} rebuilt frames differ from" if wrong else f"all {count} rebuilt frames equal"
         return Check(
@@ -291,8 +289,6 @@ def _read_png(data: bytes) -> Pixels:
 
 
 def _median(costs: Sequence[FrameCost]) -> FrameCost:
-    """Return the medians of one frame's repetitions."""
-
     def median_of(encoding: Sequence[Cost]) -> Cost:
         return Cost(
             encode_ms=median([cost.encode_ms for cost in encoding]),
@@ -309,7 +305,6 @@ def _median(costs: Sequence[FrameCost]) -> FrameCost:
 
 
 def frames_report(conditions: dict[str, object], costs: Sequence[FrameCost], lossless: Check) -> BenchReport:
-    """Return the report. Pure."""
     samples = {f"{kind}_ms": [getattr(cost, kind).total_ms for cost in costs] for kind in _KINDS}
     samples |= {f"{kind}_kib": [kib(getattr(cost, kind).size_bytes) for cost in costs] for kind in _KINDS}
     samples["encode_ms"] = [cost.delta.encode_ms for cost in costs]

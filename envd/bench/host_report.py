@@ -121,6 +121,5 @@ def _rows(rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def processor_name() -> str:
-    """Return the model of the host's processor."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

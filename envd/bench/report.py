@@ -117,7 +117,6 @@ class BenchReport:
 
     @property
     def targets(self) -> list[Figure]:
-        """The figures that have a target."""
         return [figure for figure in self.figures if figure.target is not None]
 
     @property
@@ -126,7 +125,6 @@ class BenchReport:
         return all(check.passed for check in self.checks)
 
     def as_json(self) -> dict[str, object]:
-        """Return the report as plain data."""
         return {
             "benchmark": self.benchmark,
             "passed": self.passed,
@@ -154,7 +152,6 @@ class BenchReport:
         }
 
     def print(self, console: Console) -> None:
-        """Print the report as tables."""
         for name, value in self.conditions.items():
             console.print(f"{name}: {value}", markup=False, soft_wrap=True)
         results = Table("result", "value", "meaning", box=None, pad_edge=False)
@@ -196,12 +193,10 @@ def percentile(samples: Sequence[float], percent: int) -> float | None:
 
 
 def kib(size_bytes: float) -> float:
-    """Return bytes in KiB."""
     return size_bytes / (1 << 10)
 
 
 def mib(size_bytes: float) -> float:
-    """Return bytes in MiB."""
     return size_bytes / (1 << 20)
 
 

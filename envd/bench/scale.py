@@ -126,7 +126,6 @@ def scale_report(
     server_cpu_s: float,
     lags_ms: list[float],
 ) -> BenchReport:
-    """Return the report. Pure."""
     steps_per_s = stepped.call_count / stepped.elapsed_s
     bare_per_s = bare.call_count / bare.elapsed_s
     values = from_samples(

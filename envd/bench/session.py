@@ -53,11 +53,9 @@ class Steps:
         self._done_count = 0
 
     def begin(self, stage: str) -> None:
-        """Report the stage that starts."""
         self._report(stage, min(1.0, self._done_count / self._count))
 
     def done(self, stage: str) -> None:
-        """Report that one step of a stage is finished."""
         self._done_count += 1
         self.begin(stage)
 
@@ -77,7 +75,6 @@ class BenchSession:
 
     @property
     def state_dir(self) -> Path:
-        """The daemon's state directory."""
         return self.daemon.config.state_dir
 
     @property
@@ -222,5 +219,4 @@ async def _report_pool(bench: BenchSession, steps: Steps) -> None:
 
 
 def new_machine_id() -> str:
-    """Return an id for a machine that a benchmark creates itself."""
     return f"bench-{secrets.token_hex(4)}"

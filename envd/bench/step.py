@@ -153,7 +153,6 @@ def script(count: int) -> tuple[Action, ...]:
 
 
 def step_count(repetitions: int, peer_repetitions: int) -> int:
-    """Return the number of progress steps of `measure_step`."""
     return _WARM_UPS + repetitions + _PEER_WARM_UPS + peer_repetitions
 
 

@@ -35,11 +35,9 @@ class Policy(Enum):
 
     @property
     def expected_score(self) -> float:
-        """The score it must have."""
         return 1.0 if self is Policy.ORACLE else 0.0
 
     def steps(self, task: Task) -> Steps:
-        """Return its steps."""
         return task.oracle if self is Policy.ORACLE else ((Done(),),)
 
 
@@ -50,13 +48,11 @@ class PolicyResult:
     task_id: str
     policy: Policy
     score: float | None = None
-    """None without a score."""
     detail: str = ""
     """The reason for a missing score, or the evidence of the checks."""
 
     @property
     def passed(self) -> bool:
-        """Whether it has the expected score."""
         return self.score == self.policy.expected_score
 
 
@@ -77,7 +73,6 @@ class Verification:
 
     @property
     def failures(self) -> tuple[PolicyResult, ...]:
-        """The results without the expected score."""
         return tuple(each for each in self.results if not each.passed)
 
     @property
@@ -86,7 +81,6 @@ class Verification:
         return not self.failures and not self.not_attacked
 
     def as_json(self) -> dict[str, object]:
-        """Return the report for `--json`."""
         return {
             "accelerator": self.accelerator,
             "tasks": len({each.task_id for each in self.results}),

@@ -98,7 +98,6 @@ class Daemon:
     service: EpisodeService
     server: ApiServer
     address: str
-    """Address for clients."""
     metrics_address: str
     console_address: str
     """Empty if the console is off."""
@@ -107,7 +106,6 @@ class Daemon:
     reaped: tuple[str, ...]
     """Machines of a previous daemon that were removed at the start."""
     known: tuple[EpisodeInfo, ...]
-    """Restored episodes of a previous daemon."""
 
     async def drain(self, *, hurry: asyncio.Event) -> None:
         """Refuse new episodes and wait for live ones, for `limits.drain_timeout_s` or until `hurry` is set."""
@@ -304,9 +302,7 @@ class Episodes:
 
     service: EpisodeService
     library: Library | None
-    """Recordings of episodes, if there are any."""
     known: tuple[EpisodeInfo, ...]
-    """Restored episodes."""
 
 
 @asynccontextmanager

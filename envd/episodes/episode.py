@@ -150,7 +150,6 @@ class Episode:
         self.state, self.end_reason, self.cause = EpisodeState.ACTIVE, "", ""
 
     def stale_error(self) -> StaleEpoch:
-        """Return the error for calls of an earlier epoch."""
         return StaleEpoch(
             f"episode {self.episode_id}: rolled back, and now in epoch {self.epoch} at step {self.step_count}; continue"
             " from there, or abandon the episode"

@@ -90,7 +90,6 @@ class EpisodeFactory:
         self._make_id = make_id
 
     def new_group_id(self) -> str:
-        """Return an id for a group."""
         return f"group-{self._make_id()}"
 
     def create(self, group: Group, pool: Pool, params: EpisodeParams) -> tuple[Episode, ...]:

@@ -44,7 +44,6 @@ class TaskStates:
     """The cache of task states of one service."""
 
     def __init__(self) -> None:
-        """Create an empty cache."""
         self._entries: OrderedDict[StateKey, _Entry] = OrderedDict()
         self._tasks = OwnedTasks()
 

@@ -100,7 +100,6 @@ class GuestSession:
         await self._agent.write_file(path, data)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._guestd is not None:
             await self._guestd.close()
 

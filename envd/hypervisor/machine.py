@@ -96,7 +96,6 @@ class DiskImage:
 
     @property
     def has_tpm(self) -> bool:
-        """Whether its machines have a TPM."""
         return self.hardware is Hardware.WINDOWS
 
     @property
@@ -107,7 +106,6 @@ class DiskImage:
 
     @property
     def cdroms(self) -> tuple[Drive, ...]:
-        """The drives that its machines only read."""
         return tuple(drive for drive in self.drives if drive.is_cdrom)
 
     @property

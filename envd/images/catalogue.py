@@ -139,7 +139,6 @@ class ImageCatalogue:
         return _read(self._directory(name))
 
     def find(self, name: str, digest: str) -> Image | None:
-        """Return the image of that name and full digest, or None."""
         directory = self.root / name / digest[:DIGEST_CHARS]
         return _read(directory) if (directory / _MANIFEST).exists() else None
 
@@ -195,7 +194,6 @@ class ImageCatalogue:
         return max(built, key=lambda image: image.created, default=None)
 
     def disk_of(self, image: Image) -> Path:
-        """Return the path of an image's disk."""
         return self.root / image.name / image.digest[:DIGEST_CHARS] / image.disk
 
     def packages(self, image: Image) -> frozenset[str] | None:
@@ -426,5 +424,4 @@ def _sha256(file: Path, progress: Callable[[float], None] | None) -> str:
 
 
 def file_sha256(file: Path) -> str:
-    """Return the sha256 (hex) of a file."""
     return _sha256(file, None)

@@ -90,7 +90,6 @@ class AdmissionQueue:
         return [self._groups[index] for index in (*order, *rest)]
 
     def enter(self, group: WaitingGroup) -> None:
-        """Join at the end."""
         self._groups.append(group)
 
     def leave(self, group: WaitingGroup) -> None:
@@ -120,7 +119,6 @@ class Turnover:
         self._returns_s: deque[float] = deque(maxlen=_KEEP_COUNT)
 
     def returned(self, now_s: float) -> None:
-        """Record that a machine was returned."""
         self._returns_s.append(now_s)
 
     def interval_s(self, now_s: float) -> float | None:

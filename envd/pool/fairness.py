@@ -22,7 +22,6 @@ class RunShares:
     """Share of each run that is not named, including the run without a label."""
 
     def of(self, run: str) -> RunShare:
-        """Return a run's share."""
         return self.named.get(run, self.others)
 
 
@@ -39,7 +38,6 @@ class Demand:
 
     @property
     def machine_count(self) -> int:
-        """Machines that it will use in all."""
         return self.ready + self.reserved
 
 

@@ -247,7 +247,6 @@ class LostMachine:
 
     @property
     def machine_id(self) -> str:
-        """The id of its spec."""
         return self.spec.machine_id
 
     def processor_s(self) -> float | None:

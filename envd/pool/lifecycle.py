@@ -61,7 +61,6 @@ class MachineRegister:
         await self._store.commit(upsert(row))
 
     def unregister(self, machine_id: str) -> None:
-        """Record that nothing of a machine is left."""
         self._store.write_soon(delete_machine(machine_id))
 
 

@@ -28,11 +28,9 @@ class MachineTable:
     """Every machine of one pool that exists or may exist, and every reservation. A `LifecycleListener`."""
 
     factory: MachineFactory
-    """Creates and destroys machines."""
     backoff: Backoff
     """Records starts and failed starts of idle machines."""
     tasks: OwnedTasks
-    """Owns the machines' tasks."""
     make_id: Callable[[], str]
     """Returns a machine id; called until the id is new."""
     changed: Callable[[], None]
@@ -224,7 +222,6 @@ class MachineTable:
         return record
 
     def reserve(self, count: int, *, pool: str, run: str, is_urgent: bool) -> tuple[Reservation, ...]:
-        """Create reservations for a run."""
         reservations = tuple(Reservation(pool, run=run, is_urgent=is_urgent) for _ in range(count))
         self._reservations.update(dict.fromkeys(reservations))
         return reservations
@@ -245,13 +242,11 @@ class MachineTable:
         )
 
     def cancel_reservations(self) -> None:
-        """Remove all reservations."""
         self._reservations.clear()
 
     # -- LifecycleListener ----------------------------------------------------------------------------------------
 
     def started(self, record: MachineRecord, *, start_s: float) -> None:
-        """See `LifecycleListener`."""
         if record.becomes is LifecycleState.DYING:
             self.totals["template_booted"] += 1
             record.retire()
@@ -268,7 +263,6 @@ class MachineTable:
         self.changed()
 
     def start_failed(self, record: MachineRecord, error: Exception) -> None:
-        """See `LifecycleListener`."""
         self.totals["boot_failed"] += 1
         if record.claim is not None:
             _resolve(record.claim, error)
@@ -278,7 +272,6 @@ class MachineTable:
         self.notify()
 
     def lost(self, record: MachineRecord, machine: Machine) -> None:
-        """See `LifecycleListener`."""
         logger.warning("machine %s: lost while %s: %s", record.machine_id, record.state.value, machine.lost_reason)
         self.totals["lost"] += 1
         if record.state is LifecycleState.IDLE:
@@ -289,12 +282,10 @@ class MachineTable:
         self.notify()
 
     def destroy_failed(self, record: MachineRecord, error: Exception) -> None:
-        """See `LifecycleListener`."""
         self._undestroyed[record.machine_id] = str(error)
         self.notify()
 
     def destroyed(self, record: MachineRecord) -> None:
-        """See `LifecycleListener`."""
         self._undestroyed.pop(record.machine_id, None)
         del self._records[record.machine_id]
         if record.run is not None:

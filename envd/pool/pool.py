@@ -95,7 +95,6 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """The pool's name, unique in the daemon."""
         return self.settings.name
 
     @property
@@ -159,7 +158,6 @@ class Pool:
         return queue_report(self._queue, held=held, shares=self.settings.shares, status=self.statistics(), now_s=now_s)
 
     def has(self, machine_id: str) -> bool:
-        """Return whether a machine has a record: it exists, or may exist."""
         return machine_id in self._machines
 
     async def start(self) -> None:
@@ -515,7 +513,6 @@ class Pool:
     # -- TemplateUser -------------------------------------------------------------------------------------------
 
     async def make(self, work: Work, *, becomes: LifecycleState) -> MachineRecord:
-        """See `TemplateBuilder`."""
         if self._draining:
             raise self._refusals.draining().error
         try:
@@ -530,7 +527,6 @@ class Pool:
         self.changes.notify()
 
     async def wait_for_room(self) -> None:
-        """See `TemplateUser`."""
         while True:
             if len(self._machines) + self._machines.reserved_count >= self.capacity:
                 await self.changes.next.wait()
@@ -542,11 +538,9 @@ class Pool:
             await self._clock.sleep(HOST_POLL_S)
 
     def template_changed(self) -> None:
-        """See `TemplateUser`."""
         self._reconcile()
 
     def template_removed(self) -> None:
-        """See `TemplateUser`."""
         for record in self._machines:
             if record.becomes is LifecycleState.IDLE and record.run is None:
                 record.retire()

@@ -82,7 +82,6 @@ class AssetCache:
         return path
 
     def has(self, ref: AssetRef) -> bool:
-        """Whether a file is in the cache."""
         with suppress(AssetMissing):
             self.find(ref)
             return True

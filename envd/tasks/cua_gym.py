@@ -168,11 +168,9 @@ class CuaGymCheck(LeafChecker):
 
     @property
     def subject(self) -> str:
-        """The bundle's name."""
         return Path(self.bundle).name
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         try:
             content = await asyncio.to_thread(archive, Path(self.bundle), CHECK_PARTS)
         except (ValueError, OSError) as error:

@@ -126,5 +126,4 @@ def find_window(windows: tuple[OpenWindow, ...], match: WindowMatch) -> OpenWind
 
 
 def describe_windows(windows: tuple[OpenWindow, ...]) -> str:
-    """Describe windows for messages and evidence."""
     return ", ".join(f"{window.title!r} ({window.wm_class})" for window in windows) or "no windows"

@@ -90,7 +90,6 @@ class SessionSettings:
     """A session without a call for this long is void, and its machine is released."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.group_size < 1:
             raise ValueError(f"group_size is {self.group_size}; it must be at least 1")
         if self.view.region is not None:
@@ -164,12 +163,10 @@ class Session:
 
     @property
     def instruction(self) -> str:
-        """The task's instruction for the agent."""
         return self.episode.instruction
 
     @property
     def observation(self) -> Observation:
-        """The latest observation."""
         return self.episode.observation
 
     @property

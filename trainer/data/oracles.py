@@ -27,7 +27,6 @@ class Oracle:
 
     task_id: str
     steps: tuple[OracleStep, ...]
-    """The actions of each step."""
     slow_steps: frozenset[int] = frozenset()
     """Indices of the steps that end with a condition: the guest works on after the screen has changed."""
 

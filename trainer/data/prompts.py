@@ -71,7 +71,6 @@ def prompt_rows(
 
 
 def prompt_row(task: Task, **metadata: Any) -> dict[str, Any]:
-    """Return the row of a task, with further metadata."""
     return {
         "prompt": [{"role": "user", "content": task.instruction}],
         "label": task.task_id,

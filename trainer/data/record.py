@@ -98,7 +98,6 @@ class Row:
     trained: set[int] = field(default_factory=set)
 
     def images(self) -> tuple[str, ...]:
-        """Return the images as data URIs."""
         parts = (part for message in self.messages for part in message.parts)
         return tuple(data_uri(part, compress_level=6) for part in parts if not isinstance(part, str))
 
@@ -138,12 +137,10 @@ class OracleConversation:
         """The messages so far."""
 
     async def begin(self, messages: Sequence[Message]) -> None:
-        """Start a row."""
         self.rows.append(Row(list(messages)))
         self._observe(messages[-1])
 
     async def append(self, message: Message) -> None:
-        """Add an observation."""
         self.rows[-1].messages.append(message)
         self._observe(message)
 

@@ -84,7 +84,6 @@ class Attempt(_Line):
 
     @property
     def key(self) -> tuple[str, int]:
-        """Unique key within an evaluation."""
         return self.task_id, self.seed
 
     @property
@@ -114,7 +113,6 @@ class Results:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """Attempts in order of task and seed."""
         return [self._by_key[key] for key in sorted(self._by_key)]
 
     def is_settled(self, task_id: str, seed: int) -> bool:

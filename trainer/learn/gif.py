@@ -26,7 +26,6 @@ def draw(path: Path, sides: Sequence[tuple[str, Played]]) -> None:
 
 
 def _picture(sides: Sequence[tuple[str, Played]], index: int) -> Image.Image:
-    """Draw one turn of all sides."""
     width, height = sides[0][1].frames[0].size
     top = _MARGIN + _HEAD_LINES * _LINE + _LINE
     picture = Image.new(

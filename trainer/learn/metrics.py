@@ -40,7 +40,6 @@ class MetricsLog:
             self._board.close()
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Add the metrics of one step."""
         self._file.write(json.dumps({"stage": stage, "step": step, "time": time.time(), **values}) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -51,6 +50,5 @@ class MetricsLog:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the metrics in a directory, in order."""
     path = directory / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []

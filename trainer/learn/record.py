@@ -36,7 +36,6 @@ class Evaluation:
     """Environment steps of training until then."""
 
     def add_to(self, directory: Path) -> None:
-        """Append it to a run's evaluations."""
         with (directory / _EVALUATIONS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(self)) + "\n")
 
@@ -80,7 +79,6 @@ def run_directories(run: Path) -> list[Path]:
 
 
 def read_evaluations(directory: Path) -> list[Evaluation]:
-    """Return a run's evaluations, in order."""
     path = directory / _EVALUATIONS
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
     return [Evaluation(**{**line, "scores": [Score(**score) for score in line["scores"]]}) for line in lines]

@@ -89,7 +89,6 @@ class GenerateServer:
         raise NotImplementedError
 
     def make_app(self) -> web.Application:
-        """Return the routes of one port."""
         return _Port(self.generate).app()
 
     async def _start(self) -> None:

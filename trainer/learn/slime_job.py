@@ -61,15 +61,12 @@ class StandIns(MetaPathFinder, Loader):
         self._attributes = attributes or {}
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:  # noqa: ARG002
-        """Return the specification of a stand-in."""
         return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in ABSENT else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return a stand-in."""
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Add the attributes."""
         vars(module).update(self._attributes.get(module.__name__, {}))
 
 

@@ -68,7 +68,6 @@ class RunState:
 
     @classmethod
     def of(cls, model: Any, optimizer: Any, settings: Settings, *, stage: str, done: int, **more: Any) -> Self:
-        """Return the current state."""
         return cls(
             model=model.state_dict(),
             optimizer=optimizer.state_dict(),

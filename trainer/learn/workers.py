@@ -342,9 +342,7 @@ class _Worker:
         ]
 
     def save(self, number: int) -> None:
-        """Save the position in the data set."""
         self._rollouts.data_source.save(number)
 
     def load(self, number: int) -> None:
-        """Load the position in the data set."""
         self._rollouts.data_source.load(number)

@@ -36,7 +36,6 @@ class ControlRoutes:
         self._caller_of = caller_of
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add all routes."""
         router.add_get("/api/tasks", _answers(self._tasks))
         router.add_post("/api/episodes", _answers(self._open))
         router.add_post("/api/episodes/{id}/control", _answers(self._take))
@@ -88,7 +87,6 @@ class ControlRoutes:
         return {"errors": [outcome.error for outcome in outcomes]}
 
     async def _release(self, request: web.Request) -> dict[str, Any]:
-        """Hand back."""
         episode_id, body = self._own(request), await _body(request)
         await self._episodes.release_control(episode_id, control_id=_text(body, "control"))
         return {}

@@ -107,7 +107,6 @@ class Pictures:
             del self._sources[key], self._listeners[key]
 
     async def aclose(self) -> None:
-        """End all sources and threads."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

@@ -176,7 +176,6 @@ class Console:
         self._stopping = asyncio.Event()
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
-        """Add all routes."""
         for path, (name, content_type) in _PAGE.items():
             router.add_get(path, _file_handler(name, content_type))
         router.add_get("/api/events", self._events)
@@ -194,7 +193,6 @@ class Console:
             viewer.wake()
 
     async def aclose(self) -> None:
-        """End all tasks and threads."""
         await self._board.aclose()
         await self._pictures.aclose()
         if self._replays is not None:
@@ -251,7 +249,6 @@ class Console:
         return web.Response(status=204)
 
     async def _episode(self, request: web.Request) -> web.Response:
-        """Return an episode with its timeline."""
         episode_id = request.match_info["id"]
         self._board.refresh()
         facts = self._board.episodes.get(episode_id)

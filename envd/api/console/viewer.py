@@ -35,11 +35,9 @@ class Viewer:
         return f"<Viewer of {len(self._sent_episodes)} episodes and {len(self._sources)} pictures>"
 
     def wake(self) -> None:
-        """End a `wait`."""
         self._changed.set()
 
     async def wait(self, *, timeout_s: float) -> None:
-        """Wait for a change, or for `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -87,7 +85,6 @@ class Viewer:
             yield event("picture", _picture_message(source, known))
 
     def close(self) -> None:
-        """Unsubscribe from everything."""
         self._board.unlisten(self.wake)
         for key in list(self._sources):
             self._drop(key)
@@ -106,7 +103,6 @@ class Viewer:
 
 
 def event(name: str, data: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 

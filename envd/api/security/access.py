@@ -139,7 +139,6 @@ _caller: ContextVar[Caller] = ContextVar("envd_caller")
 
 
 def current_caller() -> Caller:
-    """Return the caller of the call that this task serves."""
     return _caller.get()
 
 

@@ -70,7 +70,6 @@ class Guard:
         return caller
 
     def find_caller(self, metadata: Metadata) -> Caller | None:
-        """Return the caller; None without a valid token."""
         try:
             return self._authenticate(metadata)
         except Unauthenticated:

@@ -101,6 +101,5 @@ class _Refused(asyncio.Protocol):
     """A connection too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Close it."""
         if isinstance(transport, asyncio.Transport):
             transport.abort()

@@ -36,7 +36,6 @@ class Attack:
     script: tuple[str, ...]
     expects_success: bool
     score: float | None = None
-    """None without a score."""
     impossible: bool = False
     """Whether one of its commands failed, so that there is nothing to score."""
     detail: str = ""
@@ -154,7 +153,6 @@ class _Player:
         await episode.close()
 
     async def _score(self, mutant: Mutant, episode: AsyncEpisode) -> tuple[float, str]:
-        """Play the mutant's steps; return its score and the evidence."""
         problem = ""
         try:
             await self._perform(episode, mutant.steps, is_mutant=not mutant.expects_success)

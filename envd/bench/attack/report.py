@@ -111,7 +111,6 @@ class ResultsFile:
         self._file.close()
 
     def add(self, result: Attack) -> None:
-        """Write a result down."""
         line = {**asdict(result), "picture": base64.b64encode(result.picture).decode()}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -162,7 +161,6 @@ class Report:
         return counts
 
     def as_json(self) -> dict[str, object]:
-        """Return the report for `--json`."""
         suites = {
             suite: {"mutants": count.total(), "not_equivalent": _real(count), **count}
             for suite, count in self.counts().items()

@@ -121,11 +121,9 @@ class _Player:
         self._record((), episode.observation, errors=(), timings_ms=dict(episode.opening_timings_ms))
 
     async def play(self, steps: Steps) -> None:
-        """Play some steps."""
         await play(self._episode, steps, runs_guests=self._runs_guests, on_step=self._on_step)
 
     async def score(self) -> EpisodeRecord:
-        """Evaluate the episode and return its record."""
         episode, policy = self._episode, self._policy
         evaluation = await episode.evaluate()
         print_progress(f"{policy.name}: reward {evaluation.score:g}")
@@ -170,5 +168,4 @@ class _Player:
 
 
 def print_progress(line: str) -> None:
-    """Print a line on standard error."""
     err.print(line, markup=False, soft_wrap=True)

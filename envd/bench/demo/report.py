@@ -62,7 +62,6 @@ class EpisodeRecord:
 
     @property
     def verdict(self) -> str:
-        """The reward, and the expected one if it differs."""
         return f"reward {self.reward:g}" + ("" if self.as_expected else f", not {self.expected_reward:g}")
 
 
@@ -104,11 +103,9 @@ class DemoReport:
         return not self.problems
 
     def as_json(self) -> dict[str, object]:
-        """Return the report as plain data."""
         return {"passed": self.passed, "problems": list(self.problems), **asdict(self)}
 
     def print(self, console: Console) -> None:
-        """Print the report as a table."""
         table = Table(
             "policy", "reward", "expected", "steps", "mean step", "mean settle", "evaluate", box=None, pad_edge=False
         )
@@ -148,7 +145,6 @@ class DemoDirectory:
                 file.unlink()
 
     def write_frame(self, name: str, png: bytes) -> str:
-        """Write one frame, and return its file name."""
         (self.path / f"{name}.png").write_bytes(png)
         return f"{name}.png"
 
@@ -170,7 +166,6 @@ class DemoDirectory:
         return path.name
 
     def write_report(self, report: DemoReport) -> None:
-        """Write `episode.json` atomically."""
         draft = self.path / "episode.json.new"
         draft.write_text(json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         shutil.move(draft, self.path / "episode.json")

@@ -76,7 +76,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def without_pixels(result: T) -> T:
-    """Return a result as it is persisted."""
     if isinstance(result, StepResult | RollbackResult):
         return replace(result, observation=_stripped(result.observation))
     if isinstance(result, GroupResult):
@@ -99,7 +98,6 @@ def _if_short(text: str | None) -> str | None:
 
 
 def row_of(episode: Episode, clock: Clock) -> EpisodeRow:
-    """Return the row of an episode in its present state."""
     left_s = episode.lease.expire_s - clock.monotonic()
     return EpisodeRow(
         episode_id=episode.episode_id,

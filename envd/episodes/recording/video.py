@@ -87,7 +87,6 @@ def _pictures(recording: Recording, progress: Callable[[float], None]) -> Iterat
 
 
 def picture_of(image: TiledImage, pointer_px: tuple[int, int] | None) -> Image.Image:
-    """Return a frame as a picture, with the pointer drawn."""
     picture = Image.fromarray(image.rgb_HWC())
     if pointer_px is not None:
         picture = picture.copy()

@@ -80,12 +80,10 @@ class PixelRect:
 
     @property
     def width_px(self) -> int:
-        """Width in pixels."""
         return int(self.bgrx_HW.shape[1])
 
     @property
     def height_px(self) -> int:
-        """Height in pixels."""
         return int(self.bgrx_HW.shape[0])
 
 

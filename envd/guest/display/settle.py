@@ -198,7 +198,6 @@ class _Processors:
 
     @property
     def working_s(self) -> float | None:
-        """See `SettleState`."""
         if self._first_s is None or self._used_s is None or self._used_s - self._first_s < _HANDLED_S:
             return None
         return self._working_s

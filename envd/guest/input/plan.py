@@ -291,7 +291,6 @@ class Input:
 
     @property
     def keys_held(self) -> bool:
-        """Whether any key is held."""
         return bool(self._held)
 
     @property
@@ -300,11 +299,9 @@ class Input:
         return self._keyboard_pace.level(self._monotonic())
 
     def pointer(self, screen_size: tuple[int, int]) -> Point:
-        """Return the pointer's position; see `HeldInputs.pointer_on`."""
         return self.held.pointer_on(*screen_size)
 
     def state(self, screen_size: tuple[int, int], *, caps_lock: bool = False) -> InputState:
-        """Return the inputs of `plan`."""
         width_px, height_px = screen_size
         return InputState(
             width_px=width_px,

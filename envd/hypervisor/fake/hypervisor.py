@@ -91,7 +91,6 @@ class FakeHypervisor:
 
     @property
     def live_machine_ids(self) -> frozenset[str]:
-        """Ids of machines that are running or paused."""
         return frozenset(id for id, machine in self.machines.items() if machine.state is not MachineState.GONE)
 
     def die(self) -> None:
@@ -299,7 +298,6 @@ class FakeHypervisor:
         ]
 
     async def remove(self, leftover: Leftover) -> None:
-        """Remove a leftover."""
         if leftover not in await self.leftovers():
             return
         if leftover.kind is LeftoverKind.DOMAIN:
@@ -308,7 +306,6 @@ class FakeHypervisor:
             del self.host.captures[leftover.name]
 
     async def close(self) -> None:
-        """Free the start pictures."""
         self.host.pictures.clear()
 
     def _require_new(self, machine_id: str) -> None:

@@ -98,12 +98,10 @@ class FakeMachine:
 
     @property
     def lost_reason(self) -> str:
-        """See `GuestChannels`."""
         return self.loss.reason if self.loss else ""
 
     @property
     def state(self) -> MachineState:
-        """Lifecycle state."""
         if self.lost.is_set():
             return MachineState.GONE
         return MachineState.RUNNING if self._running.is_set() else MachineState.PAUSED
@@ -120,7 +118,6 @@ class FakeMachine:
 
     @property
     def framebuffer(self) -> Framebuffer:
-        """Screen of the guest."""
         return self.guest.framebuffer
 
     @property
@@ -349,7 +346,6 @@ class FakeMachine:
     # Screen of the RFB server
 
     def key_input(self, scancode: int, *, down: bool) -> None:
-        """Press or release a key."""
         self._deliver(partial(self._key, scancode, down=down))
 
     def _key(self, scancode: int, *, down: bool) -> None:
@@ -367,7 +363,6 @@ class FakeMachine:
             self.key_input(scancode, down=down)
 
     def pointer_input(self, x: int, y: int, buttons: int) -> None:
-        """Move the pointer or change its buttons."""
         self._deliver(partial(self._point, x, y, buttons))
 
     def _point(self, x: int, y: int, buttons: int) -> None:
@@ -376,7 +371,6 @@ class FakeMachine:
             desktop.pointer(x, y, buttons)
 
     def display_closed(self, connection: RfbConnection) -> None:
-        """Remove a closed display connection."""
         self._displays.discard(connection)
 
     # Guest of guestd

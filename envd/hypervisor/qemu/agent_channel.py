@@ -116,7 +116,6 @@ class AgentChannel:
             ) from error
 
     async def close(self) -> None:
-        """Close the connection. Idempotent."""
         self._drop()
 
     async def _exchange(self, command: str, arguments: Mapping[str, JsonValue] | None) -> JsonValue:

@@ -147,7 +147,6 @@ class LibvirtLink:
     # Reconnecting
 
     def _register_callbacks(self) -> None:
-        """Register for the ends of domains and of the connection."""
         self._event_id = self.connection.domainEventRegisterAny(
             None, libvirt.VIR_DOMAIN_EVENT_ID_LIFECYCLE, self._on_lifecycle, None
         )
@@ -235,7 +234,6 @@ def _is_embedded(uri: str) -> bool:
 
 
 def is_alive(connection: Any) -> bool:
-    """Return whether a connection still works."""
     try:
         return bool(connection.isAlive())
     except libvirt.libvirtError:

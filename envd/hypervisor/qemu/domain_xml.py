@@ -42,7 +42,6 @@ class MachineFiles:
 
     @property
     def overlay(self) -> Path:
-        """The machine's writable disk."""
         return self.directory / "disk.qcow2"
 
     @property
@@ -76,7 +75,6 @@ class MachineFiles:
 
     @property
     def tpm_socket(self) -> Path:
-        """Control channel of the machine's TPM."""
         return self.directory / "tpm.sock"
 
     @property

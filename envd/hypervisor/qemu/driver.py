@@ -239,7 +239,6 @@ class LibvirtHypervisor:
             await machine.destroy()
 
     def making_template(self, spec: MachineSpec) -> AbstractAsyncContextManager[None]:
-        """See `Hypervisor.making_template`."""
         return self._store.booting(self._freezer.key(spec))
 
     async def find_template(self, spec: MachineSpec) -> LibvirtSnapshot | None:

@@ -149,7 +149,6 @@ class LibvirtMachine:
 
     @property
     def lost_reason(self) -> str:
-        """See `GuestChannels`."""
         return self.loss.reason if self.loss else ""
 
     def mark_lost(self, reason: str) -> None:
@@ -196,7 +195,6 @@ class LibvirtMachine:
             return None
 
     async def examine(self) -> Loss:
-        """See `Machine`."""
         with suppress(TimeoutError):  # An end that QEMU or libvirt is about to report.
             await asyncio.wait_for(self.lost.wait(), _LOSS_EVENT_TIMEOUT_S)
         silence = Silence(run_state="") if self.loss else await self._observe_silence()
@@ -314,7 +312,6 @@ class LibvirtMachine:
         return MachineUsage(pss_bytes=memory.pss_bytes, private_dirty_bytes=memory.private_dirty_bytes)
 
     def console_tail(self) -> str:
-        """See `Machine`."""
         return self._console.tail()
 
     def enforce_disk_quota(self, quota_bytes: int) -> None:

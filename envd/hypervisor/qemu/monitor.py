@@ -145,7 +145,6 @@ class Monitor:
     # Commands for forking
 
     async def human(self, command: str) -> str:
-        """Run a command of the human monitor and return its output."""
         return str(await self.execute("human-monitor-command", {"command-line": command}))
 
     async def save_state(self, path: Path) -> None:
@@ -212,7 +211,6 @@ class Monitor:
         return parse_memory_blocks(await self.human("info ramblock"))
 
     async def drives(self) -> "Drives":
-        """Return the files of the machine's drives."""
         drives = [drive for drive in await self.execute("query-block") if drive.get("inserted")]
         return Drives(
             written=frozenset(_file(drive) for drive in drives if not drive["inserted"].get("ro")),
@@ -308,7 +306,6 @@ class _Connection(asyncio.Protocol):
         return await self._done
 
     def close(self) -> None:
-        """End the connection."""
         self._fail(EOFError("the connection was closed"))
         self._transport.close()
 

@@ -117,7 +117,6 @@ class Reaper:
                 raise ValueError(f"{leftover}: not a leftover of a hypervisor")
 
     def _domains(self) -> list[tuple[Any, Mark]]:
-        """Return the domains with our mark."""
         found = []
         for domain in self._link.connection.listAllDomains(0):
             mark = _mark_of(domain)
@@ -127,7 +126,6 @@ class Reaper:
 
 
 def _mark_of(domain: Any) -> Mark | None:
-    """Return a domain's mark; None if it has none or has ended."""
     try:
         return read_mark(domain.XMLDesc(0))
     except libvirt.libvirtError:

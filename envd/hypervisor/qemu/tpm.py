@@ -101,7 +101,6 @@ class Tpm:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
         return self._handle is None or _is_readable(self._handle, within_s=0)
 
     def end(self) -> None:

@@ -55,7 +55,6 @@ class InstallSettings:
 
 
 def answer_file(settings: InstallSettings, *, password: str) -> bytes:
-    """Return `autounattend.xml`."""
     answers = _Answers()
     _setup(answers, settings)
     _locale(answers.component(Pass.OOBE_SYSTEM, "Microsoft-Windows-International-Core"), settings)
@@ -98,7 +97,6 @@ class _Element:
         return element
 
     def key(self, value: str) -> None:
-        """Set the key of a list item."""
         self._element.set(f"{{{WCM_NAMESPACE}}}keyValue", value)
 
 
@@ -114,7 +112,6 @@ class _Answers:
         }
 
     def component(self, in_pass: Pass, name: str) -> _Element:
-        """Add a component to a pass."""
         return _Element(
             etree.SubElement(
                 self._settings[in_pass],

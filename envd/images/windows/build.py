@@ -61,7 +61,6 @@ class BuildLimits:
     """Interval between observations of a machine."""
 
     def under(self, accelerator: Accelerator) -> "BuildLimits":
-        """Return the limits for an accelerator."""
         if accelerator is not Accelerator.TCG:
             return self
         return BuildLimits(

@@ -54,7 +54,6 @@ class InstallationProgress:
 
 
 def installation_progress(console: bytes, *, disk_bytes: int, expected_bytes: int) -> InstallationProgress:
-    """Return the progress of an installation."""
     lines = [match.decode() for match in _LINE.findall(console)]
     phase = _phase(lines)
     fraction = _BEGINS[phase]

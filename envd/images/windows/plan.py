@@ -61,7 +61,6 @@ class BuildPlan:
 
     @property
     def edition(self) -> Edition:
-        """The edition to install."""
         return self.settings.edition
 
     def digest(self, report: Progress) -> str:

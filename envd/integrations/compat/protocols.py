@@ -162,7 +162,6 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
 
 
 def json_response(content: dict[str, Any], *, status: int = 200) -> web.Response:
-    """Return a JSON response."""
     return web.json_response(content, status=status)
 
 

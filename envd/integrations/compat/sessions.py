@@ -76,7 +76,6 @@ class SessionTable(Generic[K, S]):
         return len(self._sessions)
 
     def get(self, key: K) -> S | None:
-        """Return a session; None if there is none."""
         found = self._sessions.get(key)
         return found[1] if found is not None else None
 
@@ -92,12 +91,10 @@ class SessionTable(Generic[K, S]):
         self._sessions[key] = (time.monotonic(), session)
 
     def touch(self, key: K) -> None:
-        """Note that a session is used now."""
         self._sessions[key] = (time.monotonic(), self._sessions[key][1])
         self._sessions.move_to_end(key)
 
     def remove(self, key: K) -> None:
-        """Remove a session, if it is there."""
         found = self._sessions.pop(key, None)
         if found is not None:
             self._counts[found[1].owner] -= 1
@@ -119,7 +116,6 @@ class Sessions:
 
     @property
     def capacity(self) -> int:
-        """Machines of all pools."""
         return sum(pool.capacity for pool in self._service.list_pools())
 
     def episode_count(self, caller: Caller | None = None) -> int:
@@ -209,7 +205,6 @@ class Sessions:
         return infos[0]
 
     def instruction_of(self, info: EpisodeInfo) -> str:
-        """Return the instruction of an episode's task."""
         return self._service.tasks.get(info.task_id).instruction
 
     async def step(self, episode_id: str, actions: Sequence[Action], *, observe: ObservationOptions) -> Acted:

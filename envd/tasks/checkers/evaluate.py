@@ -41,7 +41,6 @@ class Evaluation:
     """A task's score, with the results of its checkers."""
 
     score: float
-    """A value in [0, 1]."""
     checks: tuple[CheckResult, ...]
 
 

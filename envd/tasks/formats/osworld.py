@@ -147,7 +147,6 @@ def _checker(evaluator: Mapping[str, JsonValue]) -> Fields:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every text in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -30,7 +30,6 @@ class LazyCommand(TyperCommand):
         return self.load().make_context(info_name, args, *rest, **extra)
 
     def load(self) -> Any:
-        """Import the real command."""
         module, _, attribute = self._target.partition(":")
         found = getattr(import_module(module), attribute)
         if isinstance(found, typer.Typer):

@@ -68,7 +68,6 @@ class ProgressReport(Protocol):
 
 
 def emit_json(value: Mapping[str, object]) -> None:
-    """Print one JSON object on standard output."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
     sys.stdout.flush()
 

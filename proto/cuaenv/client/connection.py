@@ -114,7 +114,6 @@ class Connection:
 
     @property
     def was_reached(self) -> bool:
-        """Whether the daemon has accepted a connection."""
         return self._connecting is not None and self._connecting.done() and not self._connecting.cancelled()
 
     def error_of(self, failure: grpc.aio.AioRpcError) -> EnvError:

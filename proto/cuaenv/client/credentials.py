@@ -86,7 +86,6 @@ class Access:
         return grpc.aio.insecure_channel(target, options=options)
 
     def authorized(self, stub: Any) -> Any:
-        """Return a stub whose calls carry the token."""
         return _AuthorizedStub(stub, self._token) if self._token else stub
 
 

@@ -62,7 +62,6 @@ class PortForward:
         await asyncio.shield(self._ended)
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward a connection in a task of its own."""
         task = asyncio.create_task(self._serve(reader, writer), name=f"forward:{self.address}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

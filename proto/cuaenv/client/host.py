@@ -131,7 +131,6 @@ class Host:
             return read_observation(message, base)
 
     def statistics(self) -> HostStatistics:
-        """Return its statistics."""
         load = self.load()
         return HostStatistics(
             target=self.target,

@@ -82,7 +82,6 @@ class HostPool:
         return self._placement.only_host is None
 
     def statistics(self) -> ClientStatistics:
-        """Return the statistics of all hosts."""
         hosts = tuple(host.statistics() for host in self._table)
         return ClientStatistics(hosts=hosts, gated_count=self.limiter.waiting_count)
 

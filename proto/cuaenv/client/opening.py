@@ -41,7 +41,6 @@ class Opener:
 
     @property
     def open_count(self) -> int:
-        """Episodes being opened."""
         return sum(size for _, size in self._sent.values())
 
     @property

@@ -325,7 +325,6 @@ def read_episode(message: env_pb2.Episode, host: str) -> EpisodeInfo:
 def read_checkpoint(
     message: env_pb2.Checkpoint, host: str, timings_ms: Mapping[str, float] | None = None
 ) -> Checkpoint:
-    """Return a checkpoint from a host's message."""
     return Checkpoint(
         checkpoint_id=message.checkpoint_id,
         label=message.label,
@@ -349,7 +348,6 @@ def read_checkpoint(
 
 
 def read_pool(message: env_pb2.Pool, host: str) -> Pool:
-    """Return a pool from a host's message."""
     return Pool(
         name=message.name,
         image=message.image,

@@ -47,7 +47,6 @@ class Rect(NamedTuple):
 
     @property
     def area(self) -> int:
-        """Number of pixels; 0 if empty."""
         return self.w * self.h if self.w > 0 and self.h > 0 else 0
 
     @property
@@ -60,7 +59,6 @@ class Rect(NamedTuple):
         return self.x <= x < self.right and self.y <= y < self.bottom
 
     def covers(self, other: "Rect") -> bool:
-        """Return whether all of `other` lies inside."""
         x, y, w, h = self
         left, top, width, height = other
         return x <= left and y <= top and left + width <= x + w and top + height <= y + h
@@ -75,7 +73,6 @@ class Rect(NamedTuple):
         return Rect(x, y, right - x, bottom - y)
 
     def union(self, other: "Rect") -> "Rect":
-        """Return the bounding box of both."""
         x, y, w, h = self
         left, top, width, height = other
         right = x + w if x + w > left + width else left + width
@@ -173,7 +170,6 @@ class Framebuffer:
         return int(self.pixels.nbytes)
 
     def canvas(self, clip: Rect) -> "Canvas":
-        """Return a canvas that draws only inside `clip`."""
         inside = clip.intersect(self.bounds)
         if inside.area:
             self._own_rows[inside.y : inside.bottom] = True
@@ -205,7 +201,6 @@ class Canvas:
         return x < self._right and x + w > self._left and y < self._bottom and y + h > self._top and w > 0 and h > 0
 
     def fill(self, rect: Rect, colour: Colour) -> None:
-        """Fill a rectangle."""
         if self.shows(rect):
             x, y, right, bottom = self._clipped(rect)
             self._words[y:bottom, x:right] = _word(colour)

@@ -90,7 +90,6 @@ class DrawnDesktop:
         return [window for window in self._stack if window.is_open]
 
     def holds_key(self, scancode: int) -> bool:
-        """Return whether a key is down."""
         return scancode in self._keyboard.down
 
     @property
@@ -125,7 +124,6 @@ class DrawnDesktop:
     # Input
 
     def key(self, scancode: int, *, down: bool) -> None:
-        """Press or release a key."""
         stroke = self._keyboard.event(scancode, down=down)
         window = self.active
         if stroke is not None and stroke.control and stroke.alt and stroke.name == "Delete":

@@ -18,7 +18,6 @@ class TextArea:
 
     @property
     def text(self) -> str:
-        """The entire text."""
         return "\n".join(self.lines)
 
     def set_text(self, text: str) -> None:

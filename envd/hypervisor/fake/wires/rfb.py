@@ -118,13 +118,11 @@ class RfbConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the handshake."""
         # An isinstance check is not possible: uvloop's transports do not subclass asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.write(_VERSION)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Notify the screen."""
         self._transport = None
         self._cancel_refresh()
         self._screen.display_closed(self)

@@ -171,7 +171,6 @@ def digest_file(path: Path) -> str:
 
 
 def combined_digest(*parts: str) -> str:
-    """Return one digest of several."""
     return xxhash.xxh3_128_hexdigest("\0".join(parts).encode())
 
 

@@ -120,7 +120,6 @@ class MemoryMap:
 
 
 def size_bytes(extents: Extents) -> int:
-    """Return the total length of extents."""
     return int(extents[:, 1].sum())
 
 

@@ -150,7 +150,6 @@ class LibvirtSnapshot:
 
     @property
     def template_digest(self) -> str:
-        """See `Snapshot`."""
         return self.template.digest
 
     @property
@@ -182,7 +181,6 @@ class LibvirtSnapshot:
         self._user_count += 1
 
     async def release(self) -> None:
-        """Undo one `acquire`."""
         self._user_count -= 1
         await self._remove_if_unused()
 

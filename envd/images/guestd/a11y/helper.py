@@ -78,7 +78,6 @@ class TreeBuilder:
         self.truncated = False
 
     def build(self, desktop: Any) -> ET.Element:
-        """Return the tree of all applications."""
         root = ET.Element("desktop-frame")
         applications = list(self._children(desktop))
         if self._showing:
@@ -206,7 +205,6 @@ class TreeBuilder:
 
 
 def serialize(tree: ET.Element) -> bytes:
-    """Return the tree as UTF-8 XML."""
     for prefix, name in _NAMESPACES.items():
         ET.register_namespace(prefix, _NAMESPACE_URL + name)
     return bytes(ET.tostring(tree, encoding="utf-8"))
