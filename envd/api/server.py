@@ -160,9 +160,6 @@ class ApiServer:
         self._server: grpc.aio.Server | None = None
         self._address = ""
 
-    def __repr__(self) -> str:
-        return f"<ApiServer {self._address or f'not listening, for {self._listen.target}'}>"
-
     @property
     def address(self) -> str:
         """The address to connect to, with the actual port; empty before `start` and after `stop`."""

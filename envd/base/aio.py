@@ -84,9 +84,6 @@ class LoopThrottle:
         self._width = self._left = width
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    def __repr__(self) -> str:
-        return f"<LoopThrottle {self._width} wide | {len(self._waiting)} waiting>"
-
     async def wait_turn(self) -> None:
         """Wait for the caller's turn; returns at once while fewer than `width` callers came in this iteration."""
         loop = asyncio.get_running_loop()

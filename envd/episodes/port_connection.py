@@ -54,9 +54,6 @@ class PortConnection:
         self._error: Exception | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    def __repr__(self) -> str:
-        return f"<PortConnection {self._name}>"
-
     async def __aenter__(self) -> Self:
         self._watching = asyncio.create_task(self._watch(), name=f"port:{self._episode.episode_id}")
         return self

@@ -50,9 +50,6 @@ class TaskStates:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __repr__(self) -> str:
-        return f"<TaskStates {len(self._entries)} cached | {len(self._tasks)} being discarded>"
-
     @contextmanager
     def borrow(self, key: StateKey | None) -> Iterator[TaskState | None]:
         """Yield a cached state that is not discarded during the block; None if it is not cached or `key` is None."""

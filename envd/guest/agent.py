@@ -69,9 +69,6 @@ class GuestAgent:
     def __init__(self, channels: GuestChannels) -> None:
         self._channels = channels
 
-    def __repr__(self) -> str:
-        return f"<GuestAgent of {self._channels.machine_id}>"
-
     async def ping(self, *, timeout_s: float = 5.0) -> None:
         """Return once the agent answers. Raises: GuestUnresponsive."""
         await self._channels.agent_command("guest-ping", timeout_s=timeout_s)

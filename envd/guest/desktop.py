@@ -121,9 +121,6 @@ class Desktop:
         self._scopes: set[asyncio.Timeout] = set()
         self._response_s = time.monotonic()
 
-    def __repr__(self) -> str:
-        return f"<Desktop of {self._channels.machine_id} {self._screen!r} {self._input!r}>"
-
     # State
 
     @property

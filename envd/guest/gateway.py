@@ -109,9 +109,6 @@ class Gateway:
         self._waiting_count = 0
         self._closed = False
 
-    def __repr__(self) -> str:
-        return f"<Gateway of {self._machine_id} | {len(self._tasks)} connections>"
-
     async def open(self) -> None:
         """Make the proxy available to the guest's programs. Raises: GuestUnresponsive: guestd does not answer."""
         try:
@@ -175,9 +172,6 @@ class HostExit:
         self._connect = connect
         self._resolve = resolve
         self._logged: set[str] = set()
-
-    def __repr__(self) -> str:
-        return f"<HostExit {self._allowed}>"
 
     async def __call__(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str

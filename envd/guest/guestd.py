@@ -142,9 +142,6 @@ class GuestdClient:
         self._closed = False
         self._server = ""
 
-    def __repr__(self) -> str:
-        return f"<GuestdClient {self._base_url}{' closed' if self._closed else ''}>"
-
     async def __aenter__(self) -> Self:
         return self
 

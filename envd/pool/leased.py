@@ -242,9 +242,6 @@ class LostMachine:
         self.lost_reason = reason
         self.loss = Loss(Owner.HOST, reason)
 
-    def __repr__(self) -> str:
-        return f"<LostMachine {self.machine_id} {self.lost_reason}>"
-
     @property
     def machine_id(self) -> str:
         return self.spec.machine_id

@@ -50,9 +50,6 @@ class TemplateCache:
         # Held while a template is looked up, booted and tested, so that no two pools do so at once.
         self._locks: defaultdict[MachineSpec, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def __repr__(self) -> str:
-        return f"<TemplateCache {len(self._frozen)} templates>"
-
     async def acquire(self, spec: MachineSpec, *, builder: TemplateBuilder) -> FrozenDesktop:
         """Return the template for `spec`, whose id does not matter; build it if there is none. Undo with `release`.
 

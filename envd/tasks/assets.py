@@ -59,9 +59,6 @@ class AssetCache:
         self._files = directory / "sha256"
         self._names = directory / "url"
 
-    def __repr__(self) -> str:
-        return f"<AssetCache {self.directory}>"
-
     def find(self, ref: AssetRef) -> Path:
         """Return the path of a file, without reading it.
 

@@ -73,9 +73,6 @@ class Endpoint:
         self.url = url
         self._client = client
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.url}>"
-
     async def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a JSON object and return the response object. Retries for a limited time.
 

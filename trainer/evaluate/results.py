@@ -107,10 +107,6 @@ class Results:
         self.run = run
         self._by_key = {attempt.key: attempt for attempt in attempts}
 
-    def __repr__(self) -> str:
-        errors = sum(attempt.is_error for attempt in self.attempts)
-        return f"<Results {self.run.label!r} {len(self._by_key) - errors} attempts | {errors} errors>"
-
     @property
     def attempts(self) -> list[Attempt]:
         return [self._by_key[key] for key in sorted(self._by_key)]

@@ -45,9 +45,6 @@ class EpisodeHistory(EpisodeObserver):
         self._labels: dict[str, tuple[int, set[str]]] = {}
         """Members opened so far and open episodes, by group."""
 
-    def __repr__(self) -> str:
-        return f"<EpisodeHistory of {len(self._timelines)} episodes>"
-
     def timeline_of(self, episode_id: str) -> Timeline:
         return self._timelines.get(episode_id) or Timeline("", 0, deque())
 
@@ -102,9 +99,6 @@ class Board:
         self.pools: list[Facts] = []
         self.runs: list[Facts] = []
         """Runs, the newest first."""
-
-    def __repr__(self) -> str:
-        return f"<Board of {len(self.episodes)} episodes, {len(self._listeners)} viewers>"
 
     @property
     def now_s(self) -> float:

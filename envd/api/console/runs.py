@@ -42,9 +42,6 @@ class Runs(EpisodeObserver):
         self._clock = clock
         self._runs: dict[tuple[str, str], _Run] = {}
 
-    def __repr__(self) -> str:
-        return f"<Runs {len(self._runs)}>"
-
     def opened(self, episode: Episode) -> None:
         run = self._active(episode)
         run.episode_count += 1

@@ -31,9 +31,6 @@ class Viewer:
         self._sent_pictures: dict[tuple[str, Size], tuple[Picture | None, str]] = {}
         board.listen(self.wake)
 
-    def __repr__(self) -> str:
-        return f"<Viewer of {len(self._sent_episodes)} episodes and {len(self._sources)} pictures>"
-
     def wake(self) -> None:
         self._changed.set()
 

@@ -130,9 +130,6 @@ class SqliteStore:
         self._thread.start()
         self._checkpointer.start()
 
-    def __repr__(self) -> str:
-        return f"<SqliteStore {self.path}{' closed' if self._closed else f' | {self._jobs.qsize()} waiting'}>"
-
     def commit(self, *statements: Statement) -> "asyncio.Future[None]":
         return self._submit(statements=statements)
 

@@ -137,9 +137,6 @@ class CheckpointStore:
         self._reserve_bytes = reserve_bytes
         self._now = now
 
-    def __repr__(self) -> str:
-        return f"<CheckpointStore {self._directory}>"
-
     def path(self, checkpoint_id: str) -> Path:
         return self._directory / checkpoint_id
 

@@ -76,9 +76,6 @@ class Recorder(EpisodeObserver):
         on_failed(False)
         episodes.events.add(self)
 
-    def __repr__(self) -> str:
-        return f"<Recorder of {len(self._running)} episodes{', failing' if self._has_failed else ''}>"
-
     def opened(self, episode: Episode) -> None:
         recording = self._running[episode.episode_id] = _Recording(self, episode)
         self._tasks.spawn(recording.run(), name=f"recording:{episode.episode_id}")

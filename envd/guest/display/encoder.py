@@ -42,9 +42,6 @@ class FrameEncoder:
         self._results: OrderedDict[Hashable, object] = OrderedDict()
         self._pending: dict[Hashable, asyncio.Future[object]] = {}
 
-    def __repr__(self) -> str:
-        return f"<FrameEncoder of {len(self._bases)} images, {len(self._pending)} being encoded>"
-
     def branch(self) -> "FrameEncoder":
         """Return an encoder for a fork of this desktop; it accepts images sent by this one as bases."""
         child = FrameEncoder()

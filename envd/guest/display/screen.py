@@ -109,11 +109,6 @@ class Screen:
         self._refreshes: list[_Refresh] = []
         self._refresh_count = 0
 
-    def __repr__(self) -> str:
-        width_px, height_px = self.size
-        state = "followed" if self._client else "not followed"
-        return f"<Screen {width_px}x{height_px} {state} | {self._update_count} updates, {self.change_count} changes>"
-
     @property
     def size(self) -> tuple[int, int]:
         """(width, height) in pixels; (0, 0) before the first connection."""

@@ -281,9 +281,6 @@ class Input:
         self._keyboard_pace = _Pace()
         self._pointer_pace = _Pace()
 
-    def __repr__(self) -> str:
-        return f"<Input pointer {self._pointer} | buttons {self._buttons:#x} | {len(self._held)} keys held>"
-
     @property
     def held(self) -> HeldInputs:
         """Initial state for a fork of the machine."""

@@ -96,9 +96,6 @@ class LibvirtLink:
             raise
         return cls(connection, uri=uri, dial=lambda: libvirt.open(uri), executor=executor)
 
-    def __repr__(self) -> str:
-        return f"<LibvirtLink {self._uri}{': ' if self.problem else ''}{self.problem}>"
-
     @property
     def is_embedded(self) -> bool:
         """Whether libvirt's driver runs in this process."""

@@ -72,9 +72,6 @@ class Monitor:
         #: Invariant: only the holder has a command without a response.
         self._lock = asyncio.Lock()
 
-    def __repr__(self) -> str:
-        return f"<Monitor of {self._machine_id}, {'connected' if self._connection else 'not connected'}>"
-
     async def stop(self) -> None:
         """Stop the processors between two instructions. Raises: HypervisorError."""
         await self.execute("stop")

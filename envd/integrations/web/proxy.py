@@ -71,9 +71,6 @@ class WebProxy:
         self._connections: set[asyncio.Task[None]] = set()
         """Connections to web servers."""
 
-    def __repr__(self) -> str:
-        return f"<WebProxy {'replays' if self._servers is None else 'records'} {self._name}>"
-
     async def start(self) -> None:
         """Start the process unless it is running.
 

@@ -127,10 +127,6 @@ class LibvirtSnapshot:
         else:
             self.parent.acquire()
 
-    def __repr__(self) -> str:
-        name = f"{self.ref.kind} {self.digest[:12]} of {self.spec.machine_id}"
-        return f"<LibvirtSnapshot {name} | {self._user_count} users>"
-
     @property
     def _own_paths(self) -> tuple[Path, ...]:
         image = self.spec.image
