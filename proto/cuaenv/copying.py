@@ -15,10 +15,12 @@ def copied(kind: type[T], *sources: Any, **given: Any) -> T:
     A field that no source has keeps its default. From a message come tuples, dicts, times in UTC and timedeltas, and
     None for an optional field that is not set.
     """
+    names = _names(kind)  # type: ignore[arg-type] # every type is hashable
     for source in sources:
-        for name in _names(kind):  # type: ignore[arg-type] # every type is hashable
+        is_message = hasattr(source, "DESCRIPTOR")
+        for name in names:
             if name not in given and (value := getattr(source, name, _MISSING)) is not _MISSING:
-                given[name] = _plain(source, name, value) if hasattr(source, "DESCRIPTOR") else value
+                given[name] = _plain(source, name, value) if is_message else value
     return kind(**given)
 
 
