@@ -206,11 +206,7 @@ class CallContext:
         return request
 
     def admit(self, request: Message, ids: Mapping[str, str]) -> None:
-        """Check that a request may be served, and set its caller for the servicer.
-
-        Raises:
-            EpisodeNotFound, RateLimited: See `Guard.admit`.
-        """
+        """Check that a request may be served, and set its caller for the servicer."""
         if self._caller is None or self._is_health:
             return
         id_count = len(getattr(request, "episode_ids", ()) or getattr(request, "task_ids", ()))

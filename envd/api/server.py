@@ -251,11 +251,7 @@ def _private_files() -> Iterator[None]:
 
 
 def read_token_table(security: SecurityConfig, metrics: Metrics) -> Reloaded[TokenTable] | None:
-    """Return the accepted tokens; None without a file of them.
-
-    Raises:
-        ConfigError: The file is not usable.
-    """
+    """Return the accepted tokens; None without a file of them."""
     path = security.tokens_file
     if path is None:
         return None

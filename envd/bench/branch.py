@@ -93,8 +93,6 @@ async def measure_branch(
 ) -> BenchReport:
     """Branch a fresh desktop, into one child and into groups, then a parent that has worked; check it and its child.
 
-    A live episode continues between its branches, so each parent takes a step before each branch.
-
     Args:
         bench: Its pool has machines for a parent, a child, and those that are still being destroyed; and for a parent,
             a group as large as its standby set, and the next standby set.

@@ -57,12 +57,7 @@ class Proposal:
 
 
 async def read_state(episode: AsyncEpisode) -> GuestState:
-    """Read the state of an episode's guest.
-
-    Raises:
-        GuestError: The list of files is too long.
-        EnvError: The guest did not answer.
-    """
+    """Read the state of an episode's guest."""
     pruned = [word for path in _VOLATILE for word in ("-path", path, "-prune", "-o")]
     listed = await episode.run_command(["sh", "-c", _LIST, "list-files", HOME, *pruned])
     if len(listed.stdout) > _MAX_LIST_BYTES:

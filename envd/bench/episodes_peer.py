@@ -61,11 +61,7 @@ async def play_as_peer(
     pauses: PeerPauses,
     on_episode: Callable[[], None],
 ) -> list[PlayedEpisode]:
-    """Play episodes one after another in one `DesktopEnv`; its machines are destroyed afterwards.
-
-    Raises:
-        BenchFailed: Its process ended early.
-    """
+    """Play episodes one after another in one `DesktopEnv`; its machines are destroyed afterwards."""
     played: list[PlayedEpisode] = []
     machine: Machine | None = None
     spec = bench.template.spec

@@ -199,11 +199,7 @@ async def _forks_per_min(bench: BenchSession, *, repetitions: int, concurrency: 
 
 
 async def used_memory(bench: BenchSession, task_id: str) -> UsedMemory | None:
-    """Wake every machine of the pool, run one command in each, and measure them; None without processes.
-
-    Raises:
-        BenchFailed: A command failed, or the number of machines is not the pool's capacity.
-    """
+    """Wake every machine of the pool, run one command in each, and measure them; None without processes."""
     await bench.refilled()
     machine_count = bench.pool.capacity
     before = memory_of(os.getpid()) if bench.runs_guests else None

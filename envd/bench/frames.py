@@ -178,9 +178,6 @@ async def measure_frames(
 
     Args:
         recordings: Each has frames of one size.
-
-    Raises:
-        BenchFailed: No step changed the screen, or the client could not rebuild a frame.
     """
     comparison = Comparison()
     rounds: list[list[FrameCost]] = []

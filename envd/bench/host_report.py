@@ -62,11 +62,7 @@ async def measure_host(measures: Mapping[str, Measure], *, limit_s: float, repor
 
 
 def write_page(parts: list[Part], directory: Path) -> Path:
-    """Write each report as JSON and, with matplotlib, as plots, and a page with all of it; return the page.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
+    """Write each report as JSON and, with matplotlib, as plots, and a page with all of it; return the page."""
     directory.mkdir(parents=True, exist_ok=True)
     for part in parts:
         if isinstance(part.outcome, BenchReport):

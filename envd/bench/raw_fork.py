@@ -37,14 +37,8 @@ def time_raw_fork(model: Machine, machine_id: str) -> float:
 
     Blocks; nothing is left afterwards.
 
-    If this process is killed meanwhile, it leaves a QEMU with the mark of its state directory, which the next start of
-    a daemon reaps.
-
     Args:
         model: An existing fork of a template, paused or running.
-
-    Raises:
-        HypervisorError: It is not such a fork, or QEMU failed; the message has the reason.
     """
     if not isinstance(model, LibvirtMachine) or model.snapshot is None or model.snapshot.patch is not None:
         raise HypervisorError(f"machine {model.machine_id}: not a fork of a template of the libvirt driver")
@@ -141,11 +135,7 @@ def _spawn(model: LibvirtMachine, directory: Path, *, devices_fd: int) -> subpro
 
 
 async def _load(directory: Path, *, devices_fd: int) -> str:
-    """Load a template's state, as the libvirt driver does; return QEMU's `info usernet`.
-
-    Raises:
-        OSError, QMPError, HypervisorError: QEMU failed or did not respond in time.
-    """
+    """Load a template's state, as the libvirt driver does; return QEMU's `info usernet`."""
     client = QMPClient(directory.name)
     async with asyncio.timeout(_TIMEOUT_S):
         await client.connect(str(directory / "monitor.sock"))

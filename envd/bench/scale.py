@@ -71,11 +71,7 @@ def scale_configs(settings: Config, *, machine_count: int, daemon_count: int = 1
 async def measure_scale(
     settings: Config, *, machine_count: int, daemon_count: int, duration_s: float, steps: Steps
 ) -> BenchReport:
-    """Run one client per machine, each stepping as fast as it gets responses; then let them call an echo.
-
-    Raises:
-        LoadFailed: A process failed.
-    """
+    """Run one client per machine, each stepping as fast as it gets responses; then let them call an echo."""
     configs = scale_configs(settings, machine_count=machine_count, daemon_count=daemon_count)
     process_count = -(-daemon_count // _DAEMONS_PER_LOAD_PROCESS)
     steps.begin("starting")

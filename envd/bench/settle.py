@@ -67,10 +67,6 @@ async def measure_settle(bench: BenchSession, tasks: Sequence[Task], *, watch_s:
     Args:
         bench: Its pool holds one machine at a time.
         watch_s: For how long after a step's frame changes count as late.
-
-    Raises:
-        BenchFailed: No step was recorded.
-        ConditionNotMet, MachineLost, GuestError, GuestUnresponsive, SetupFailed: A task could not be played.
     """
     recorded: list[RecordedStep] = []
     for task in tasks:

@@ -92,9 +92,6 @@ class Recorder:
 
         Args:
             input_s: When its last event was sent.
-
-        Raises:
-            MachineLost, GuestUnresponsive: The display failed.
         """
         self._blinking.interrupted()
         refreshes: list[Refresh] = []

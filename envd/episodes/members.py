@@ -56,9 +56,6 @@ async def fork_all(pool: Pool, reservations: Sequence[Reservation], frozen: Froz
     """Fork a machine for every reservation, concurrently. The first failure cancels the rest.
 
     The caller owns the reservations.
-
-    Raises:
-        MachineLost, Draining, HypervisorError: See `Pool.fork`.
     """
 
     slowest_ms = 0.0
@@ -92,10 +89,6 @@ async def observe_all(
         frozen: The state that their disks and memory are based on, for their origin.
         settle: How the screen settled; None if nothing waited for that.
         subject: The request, as `<thing> <id>`, for messages.
-
-    Raises:
-        SetupFailed: A guest did not resume, or a requested part of the observation is unavailable.
-        MachineLost: A machine is gone.
     """
     encoded = await view.encode(options)
     origin = Origin(

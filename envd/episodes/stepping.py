@@ -164,7 +164,6 @@ class Stepping:
         allows it, each frame is a delta to the one yielded before.
 
         Raises:
-            EpisodeNotFound, InvalidRequest, MachineLost: See `observe`.
             GuestUnresponsive, GuestError: The display does not answer, or answers incorrectly.
         """
         episode = self._context.registry.get(episode_id)
@@ -178,11 +177,7 @@ class Stepping:
                     yield encoded
 
     async def watch_screen(self, episode_id: str, *, max_rate_hz: float) -> AsyncGenerator[ScreenView, None]:
-        """Yield an episode's screen and pointer as `watch_frames` does, not encoded.
-
-        Raises:
-            EpisodeNotFound, MachineLost: See `observe`.
-        """
+        """Yield an episode's screen and pointer as `watch_frames` does, not encoded."""
         registry = self._context.registry
         episode = registry.get(episode_id)
         episode.require_machine()
@@ -196,10 +191,6 @@ class Stepping:
         """Persist that a request began while the guest resumes; keep it running during the block; yield `resume_ms`.
 
         Concurrent: resuming a guest is not a side effect of the request.
-
-        Raises:
-            StoreError: The database cannot be written: the block is not entered.
-            MachineLost, GuestUnresponsive, GuestError: See `LeasedMachine.running`.
         """
         writing = self._context.journal.begin(request)
         try:

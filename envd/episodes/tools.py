@@ -13,7 +13,6 @@ async def use_tool(episode: Episode, action: ToolAction, *, user_model: UserMode
     """Use a tool on the episode's machine, or ask its user.
 
     Raises:
-        GuestUnresponsive, MachineLost: See `Desktop.act`.
         UserUnavailable: The model that plays the user did not answer.
     """
     if action.needs not in allowed_tools(episode.task, episode.pool_tools):

@@ -16,12 +16,7 @@ from envd.guest.desktop import ScreenView
 async def views_of(
     episode: Episode, *, max_rate_hz: float, registry: EpisodeRegistry, clock: Clock
 ) -> AsyncGenerator[ScreenView, None]:
-    """Yield an episode's screen and pointer at once and after each change, until it is closed. Encodes nothing.
-
-    Raises:
-        MachineLost: The machine is gone; the episode is void.
-        GuestUnresponsive, GuestError: The display does not answer, or answers incorrectly.
-    """
+    """Yield an episode's screen and pointer at once and after each change, until it is closed. Encodes nothing."""
     while not episode.closed.is_set():
         began_s = clock.monotonic()
         machine = episode.machine

@@ -67,7 +67,8 @@ class Desktop:
     """The desktop of one running guest: observe it and act on it.
 
     Every method raises `MachineLost` as soon as the machine is lost, whatever it waits for. The display is connected
-    when first needed, and again each time its connection drops while the machine lives.
+    when first needed, and again each time its connection drops while the machine lives. Methods raise
+    `GuestUnresponsive` if the guest does not answer in time, and `GuestError` if it cannot do what is asked.
     One caller acts; others may observe concurrently.
     """
 
@@ -180,10 +181,6 @@ class Desktop:
 
         Args:
             windows: Whether the guest has the Windows kernel, where only the clock is set.
-
-        Raises:
-            GuestUnresponsive: The agent or the display did not answer.
-            GuestError: The guest could not do it.
         """
         if self._view is None:
             return
@@ -203,11 +200,7 @@ class Desktop:
 
     @while_alive
     async def check_alive(self, *, timeout_s: float) -> None:
-        """Ping the guest's agent. A display keeps showing its last frame after the guest has died.
-
-        Raises:
-            GuestUnresponsive: No response within `timeout_s`: the guest hangs.
-        """
+        """Ping the guest's agent. A display keeps showing its last frame after the guest has died."""
         await self._agent.ping(timeout_s=timeout_s)
         self._response_s = time.monotonic()
 
@@ -241,17 +234,12 @@ class Desktop:
 
         Raises:
             GuestError: The display connection dropped during input, or the machine has no tablet.
-            GuestUnresponsive: guestd or the display did not answer.
         """
         return await self._actor.act(action, settle=self._settle)
 
     @while_alive
     async def use_tool(self, action: ToolAction) -> ActionOutcome:
-        """Use a tool in the guest, whether it is allowed or not. A tool that fails is reported in the outcome.
-
-        Raises:
-            GuestUnresponsive: The guest did not answer.
-        """
+        """Use a tool in the guest, whether it is allowed or not. A tool that fails is reported in the outcome."""
         return await self._actor.use_tool(action, settle=self._settle)
 
     @while_alive
@@ -349,7 +337,6 @@ class Desktop:
         Raises:
             InvalidRequest: The options do not fit this screen.
             GuestError: The guest cannot report its tree or terminal, or has no guestd.
-            GuestUnresponsive: The guest did not respond in time.
         """
         timings_ms: dict[str, float] = {}
         if self._view is not None and not (refresh or options.asks_guest):
@@ -426,9 +413,6 @@ class Desktop:
 
         Commands of root run, and `envd.guest.freezing.as_user` runs others; whatever asks the session waits. Windows
         itself cannot do it: there the session continues.
-
-        Raises:
-            GuestError, GuestUnresponsive: They could not be stopped.
         """
         if not self._can_freeze:
             yield
@@ -450,12 +434,7 @@ class Desktop:
         stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
     ) -> CommandResult:
-        """Run a command to its end: in the user's session through guestd, or as root through the agent.
-
-        Raises:
-            GuestUnresponsive: It did not end within `timeout_s`.
-            GuestError: It could not be started.
-        """
+        """Run a command to its end: in the user's session through guestd, or as root through the agent."""
         if not as_root:
             guestd = self._session.guestd("run a command in the session")
             return await guestd.execute(argv, timeout_s=timeout_s, stdin=stdin, env=env)
@@ -465,32 +444,17 @@ class Desktop:
 
     @while_alive
     async def launch(self, argv: Sequence[str], *, timeout_s: float = 30.0) -> None:
-        """Start a program in the user's session and return at once.
-
-        Raises:
-            GuestError: It could not be started.
-            GuestUnresponsive: No response within `timeout_s`.
-        """
+        """Start a program in the user's session and return at once."""
         await self._session.guestd("launch a program in the session").launch(argv, timeout_s=timeout_s)
 
     @while_alive
     async def start_mcp_server(self, name: str, command: Sequence[str]) -> None:
-        """Start an MCP server of the agent in the user's session; it lives as long as the guest.
-
-        Raises:
-            GuestError: It could not be started.
-            GuestUnresponsive: No response in time.
-        """
+        """Start an MCP server of the agent in the user's session; it lives as long as the guest."""
         await Toolbox(self._session).start_server(name, command)
 
     @while_alive
     async def change_wallpaper(self, path: str, *, timeout_s: float = 30.0) -> None:
-        """Show a picture of the guest's file system as the wallpaper.
-
-        Raises:
-            GuestError: The file does not exist, or no program can show it.
-            GuestUnresponsive: No response within `timeout_s`.
-        """
+        """Show a picture of the guest's file system as the wallpaper."""
         await self._session.guestd("change the wallpaper").change_wallpaper(path, timeout_s=timeout_s)
 
     @while_alive
@@ -499,7 +463,6 @@ class Desktop:
 
         Raises:
             GuestError: It is larger than `max_bytes`, or cannot be read.
-            GuestUnresponsive: Not done in time.
         """
         return await self._session.read_file(path, max_bytes=max_bytes)
 
@@ -508,10 +471,6 @@ class Desktop:
         """Write a guest file as the session's user, creating parent directories; `~` is the user's home.
 
         If the image has no guestd, root owns the file.
-
-        Raises:
-            GuestError: It cannot be written.
-            GuestUnresponsive: Not done in time.
         """
         await self._session.write_file(path, data)
 
@@ -521,7 +480,6 @@ class Desktop:
 
         Raises:
             GuestError: The image has no such service.
-            MachineLost: The machine was lost; the work is cancelled.
         """
         url = self._channels.guestd_url
         if url is None:
@@ -534,7 +492,6 @@ class Desktop:
 
         Raises:
             GuestError: Nothing listens on the port, or the image's service cannot forward ports.
-            GuestUnresponsive: The guest did not answer.
         """
         self._session.guestd("forward a port")
         return await open_port(self._channels.guestd_url or "", port, machine_id=self._channels.machine_id)

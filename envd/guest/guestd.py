@@ -130,6 +130,9 @@ class _Response(NamedTuple):
 class GuestdClient:
     """Calls one guest's HTTP service. Each call opens its own connection: a kept one goes stale during a pause.
 
+    Methods raise `GuestUnresponsive` if it does not answer in time, `GuestError` if it cannot do what is asked, and
+    `MachineLost`.
+
     Args:
         lost_grace_s: How long a broken connection waits for the news that the machine is lost.
     """
@@ -162,10 +165,6 @@ class GuestdClient:
         """Return whether the desktop is ready.
 
         OSWorld's service has no such route: there, a successful screenshot counts as ready.
-
-        Raises:
-            GuestUnresponsive: The service does not answer (yet).
-            MachineLost: The machine is lost.
         """
         response = await self._request("GET", "/envd/session", timeout_s=timeout_s)
         if response.status == 404:
@@ -194,9 +193,6 @@ class GuestdClient:
 
         Args:
             showing: Only elements that show, in a fraction of the time. OSWorld's service ignores this.
-
-        Raises:
-            GuestError, GuestUnresponsive, MachineLost: The tree could not be read.
         """
         query = {"showing": "1"} if showing else None
         body = await self._call("GET", "/accessibility", query=query, timeout_s=timeout_s)
@@ -219,7 +215,6 @@ class GuestdClient:
         Raises:
             GuestError: A character cannot be typed, or the service is not ours. Nothing was typed.
             GuestUnresponsive: Not done within `timeout_s`; part of the text may have been typed.
-            MachineLost: The machine is lost.
         """
         body = await self._call("POST", "/envd/type_text", json_body={"text": text}, timeout_s=timeout_s)
         return await _parse(_TYPED, body, "/envd/type_text")
@@ -238,7 +233,6 @@ class GuestdClient:
         Raises:
             GuestError: It could not be started, or its output exceeds guestd's limit (16 MiB).
             GuestUnresponsive: It did not end within `timeout_s`, and was killed with its process group.
-            MachineLost: The machine is lost.
         """
         request: dict[str, Any] = {"command": list(command), "timeout": timeout_s, "encoding": "base64"}
         if stdin:
@@ -265,8 +259,6 @@ class GuestdClient:
 
         Raises:
             GuestError: It could not be started.
-            GuestUnresponsive: No response within `timeout_s`.
-            MachineLost: The machine is lost.
         """
         await self._call("POST", "/setup/launch", json_body={"command": list(command)}, timeout_s=timeout_s)
 
@@ -275,8 +267,6 @@ class GuestdClient:
 
         Raises:
             GuestError: It cannot be written; an existing file is unchanged.
-            GuestUnresponsive: Not done within `timeout_s`.
-            MachineLost: The machine is lost.
         """
         response = await self._request("POST", "/setup/upload", content=_upload(path, data), timeout_s=timeout_s)
         _checked(response, f"/setup/upload {path}")

@@ -127,11 +127,7 @@ class LeasedMachine:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Keep the guest paused during the block, also for users inside `running`; then let it run again.
-
-        Raises:
-            MachineLost: The machine is gone.
-        """
+        """Keep the guest paused during the block, also for users inside `running`; then let it run again."""
         async with self._turn:
             await self._loaded()
             was_running = self.machine.state is MachineState.RUNNING

@@ -174,11 +174,7 @@ def prepared(frozen: FrozenDesktop, *, factory: MachineFactory) -> Work:
 
 
 async def load(record: MachineRecord, frozen: FrozenDesktop, *, factory: MachineFactory) -> None:
-    """Give a machine that waits a state; it is then a fork, paused and asleep. On failure the machine is lost.
-
-    Raises:
-        MachineLost, TemplateCorrupt, HypervisorError: See `Hypervisor.load`.
-    """
+    """Give a machine that waits a state; it is then a fork, paused and asleep. On failure the machine is lost."""
     if record.machine is None:
         raise RuntimeError(f"machine {record.machine_id} was never created")
     record.is_waiting = False

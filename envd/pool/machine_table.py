@@ -144,7 +144,6 @@ class MachineTable:
 
         Raises:
             MachineLost: It was retired before it started.
-            Exception: Any error of `work`.
         """
         record = self.add(work, becomes=becomes, reservation=reservation, machine_id=machine_id)
         claim = record.claim = asyncio.get_running_loop().create_future()
@@ -191,7 +190,6 @@ class MachineTable:
 
         Raises:
             MachineLost: It was retired before.
-            Exception: Any error of `work` and `load`.
         """
         while (record := self._unfilled(reservation)) is not None and record.retired.is_set():
             await record.gone.wait()

@@ -33,11 +33,7 @@ class TemplateBuilder(Protocol):
         """Creates its machines."""
 
     async def make(self, work: Work, *, becomes: LifecycleState) -> MachineRecord:
-        """Create a machine and wait until it has started. On failure and on cancellation it is destroyed.
-
-        Raises:
-            Draining: The pool is draining.
-        """
+        """Create a machine and wait until it has started. On failure and on cancellation it is destroyed."""
 
 
 class TemplateCache:

@@ -102,7 +102,6 @@ def entries(bundle: Path, parts: Sequence[tuple[str, str]]) -> Iterator[tuple[Pa
 
     Raises:
         ValueError: A link or special file is among them, or they are too many or too large.
-        OSError: A file cannot be read.
     """
     size_bytes = count = 0
     for part, name in parts:

@@ -77,7 +77,6 @@ async def list_windows(desktop: "Desktop", *, os: GuestOs, timeout_s: float) -> 
 
     Raises:
         GuestError: The window manager did not answer.
-        GuestUnresponsive: The guest did not respond within `timeout_s`.
     """
     return parse_windows((await query_windows(desktop, os=os, timeout_s=timeout_s)).decode(errors="replace"))
 

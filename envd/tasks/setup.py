@@ -64,7 +64,6 @@ async def run_setup(
     Raises:
         SetupFailed: A verb failed or ran out of time, and the message names its index, kind and cause; or the task is
             already solved.
-        MachineLost: The machine is gone.
     """
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     for index, verb in enumerate(task.setup):

@@ -109,7 +109,6 @@ def from_atif(path: Path, *, settings: AgentSettings, first_picture: str = "") -
 
     Raises:
         AtifError: The document is invalid, an image is missing, or a step cannot be expressed.
-        OSError: The document cannot be read.
     """
     try:
         document = _Trajectory.model_validate_json(path.read_bytes())

@@ -36,7 +36,6 @@ def read_oracles(path: Path) -> list[Oracle]:
 
     Raises:
         BadOracle: A line is not an oracle, or there is none.
-        OSError: The file cannot be read.
     """
     oracles: list[Oracle] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):

@@ -57,11 +57,7 @@ def describe_unrunnable(tasks: Sequence[Task]) -> str:
 def prompt_rows(
     tasks: Sequence[Task], *, share: float = 0.2, seed: int = 42, include_unrunnable: bool = True
 ) -> dict[Split, list[dict[str, Any]]]:
-    """Return rows by split, in id order. Tasks that are left out are part of the split, so it is the same on all hosts.
-
-    Raises:
-        CannotSplit: See `split`.
-    """
+    """Return rows by split, in id order. Tasks that are left out are split too, so it is the same on all hosts."""
     splits = split(map(splittable, tasks), share=share, seed=seed)
     rows: dict[Split, list[dict[str, Any]]] = {"train": [], "held_out": []}
     for task in sorted(tasks, key=lambda task: task.task_id):

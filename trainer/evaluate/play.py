@@ -111,7 +111,6 @@ async def evaluate(
 
     Raises:
         EvaluationStopped: Too many consecutive errors; recorded attempts are kept.
-        OSError: Results or pictures cannot be written.
     """
     attempts = [(task, seed) for seed in range(seeds) for task in tasks]
     pending = [(task, seed) for task, seed in attempts if not file.results.is_settled(task.task_id, seed)]

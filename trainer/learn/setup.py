@@ -55,7 +55,6 @@ def fetch_slime(source: str, home: Path, *, report: ProgressReport) -> None:
 
     Raises:
         LearnError: git is missing, the source cannot be read or lacks the commit, or the directory has other content.
-        OSError: The directory cannot be written.
     """
     if home.is_dir() and any(home.iterdir()):
         raise LearnError(f"{home}: has other content than slime's code; remove it, or give --slime-home")

@@ -26,9 +26,6 @@ async def serve_metrics(
 
     Args:
         listen: HOST:PORT, port 0 for a free one.
-
-    Raises:
-        ConfigError: The address cannot be bound.
     """
 
     async def scrape(_: web.Request) -> web.Response:

@@ -210,13 +210,6 @@ class Checkpointing:
 
         On failure and on cancellation no machine, reservation or state is kept. Timings: `acquire`, `restore`, `fork`
         (of the slowest machine), `observe`, `total`.
-
-        Raises:
-            GroupTooLarge, PoolExhausted, PoolFailing, Draining: See `Pool.lease`.
-            CheckpointNotFound, CheckpointCorrupt, CheckpointUnusable: See `find`.
-            SetupFailed: A machine did not start, or a requested part of the observation is unavailable.
-            HypervisorError: The state could not be read or forked.
-            InvalidRequest: The requested observation is impossible on this screen.
         """
         watch = Stopwatch(self._context.clock)
         granted = await pool.lease(
@@ -304,11 +297,7 @@ class Checkpointing:
         return described.model_copy(update={"trigger": trigger.value})
 
     async def store(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
-        """Store a state of an episode that no request asked for.
-
-        Raises:
-            CheckpointStoreFull, HypervisorError, StoreError: As for `create`.
-        """
+        """Store a state of an episode that no request asked for."""
         await self._stored(episode, await self._write(described, frozen, self._context.pools[episode.pool]))
 
     def discard(self, frozen: FrozenDesktop) -> None:

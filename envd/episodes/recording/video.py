@@ -53,7 +53,6 @@ def export_video(
     Raises:
         RecordingUnreadable: It has no frames, or a frame is damaged.
         ConfigError: The format needs a package that is not installed.
-        OSError: The file cannot be written.
     """
     if not recording.frames:
         raise RecordingUnreadable(f"recording {recording.name}: it has no frames")

@@ -60,9 +60,6 @@ class FrameEncoder:
 
         Args:
             pointer: The pointer's position and image; None if the guest draws it into its screen.
-
-        Raises:
-            InvalidRequest: The options do not fit this screen.
         """
         picture = picture_of(frame, options, pointer=pointer, marks=marks)
         image: TiledImage | None = None

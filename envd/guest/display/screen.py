@@ -153,10 +153,6 @@ class Screen:
         """Apply the updates of `client` to the shadow until the connection ends. One call at a time.
 
         Exactly one incremental request is pending at any time: each update is followed by the next request.
-
-        Raises:
-            GuestError: The server broke the protocol.
-            MachineLost: The connection ended.
         """
         self._client = client
         if client.size != self.size:
@@ -196,9 +192,6 @@ class Screen:
         the answer. A server sends unchanged pixels unasked only for the whole screen, when the guest changes its mode
         (seen at a reset). If an update has more than the strip, or the strip keeps changing, the third update that
         covers it counts: at most two can have been in flight.
-
-        Raises:
-            MachineLost: The connection ended.
         """
         client = self._client
         if client is None:

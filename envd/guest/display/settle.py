@@ -140,9 +140,6 @@ async def settle(
         was_idle: Whether the guest is known to have been idle before the input.
         processor_s: Processor seconds that the guest has wanted so far; None if unknown, then only the screen counts.
         likely_settled: Called once per picture that will likely be the settled one, before that is known.
-
-    Raises:
-        MachineLost: The display's connection ended.
     """
     began_s = monotonic()
     change_count = screen.change_count

@@ -310,11 +310,7 @@ class Input:
         )
 
     async def play(self, client: RfbClient, events: Iterable[InputEvent]) -> None:
-        """Send events at a safe pace; return once the guest's devices have all of them.
-
-        Raises:
-            MachineLost: The connection ended.
-        """
+        """Send events at a safe pace; return once the guest's devices have all of them."""
         for event in events:
             match event:
                 case Pause(duration_s):

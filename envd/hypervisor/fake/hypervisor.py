@@ -144,12 +144,7 @@ class FakeHypervisor:
         return None if stored is None else self._template(stored, spec, begin_s)
 
     async def fork(self, snapshot: Snapshot, machine_id: str) -> FakeMachine:
-        """Create a paused machine in a snapshot's state. On failure or cancellation nothing is left.
-
-        Raises:
-            TemplateCorrupt: See `check_intact`.
-            HypervisorError: The snapshot is discarded, the id is in use, or a fault is injected.
-        """
+        """Create a paused machine in a snapshot's state. On failure or cancellation nothing is left."""
         machine = await self.prepare(snapshot, machine_id)
         try:
             await self.load(machine, snapshot)
@@ -198,15 +193,7 @@ class FakeHypervisor:
             raise TemplateCorrupt(f"template {template.digest:.12} was removed or replaced while it was in use")
 
     async def capture(self, machine: Machine) -> FakeSnapshot:
-        """Freeze the state of a fork, which is paused for that time.
-
-        On failure or cancellation nothing is left, and the machine continues.
-
-        Raises:
-            NotForkable: It was booted, a fault is injected, or its template is gone. It is unchanged.
-            MachineLost: It is gone.
-            HypervisorError: A fault is injected.
-        """
+        """Freeze the state of a fork, which is paused for that time."""
         begin_s = time.monotonic()
         fork = _own_machine(machine)
         fork.check_present("capture it")

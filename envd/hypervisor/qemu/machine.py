@@ -250,12 +250,7 @@ class LibvirtMachine:
         await self.require_present(error)
 
     async def screendump(self) -> npt.NDArray[np.uint8]:
-        """Return the screen as RGB_HWC, read from the display device and not over RFB.
-
-        Raises:
-            MachineLost: The machine has ended.
-            HypervisorError: libvirt failed.
-        """
+        """Return the screen as RGB_HWC, read from the display device and not over RFB."""
         self._require_alive()
         try:
             return await self._unless_lost(self._call(self._read_display))

@@ -104,9 +104,6 @@ class Monitor:
         Args:
             file: Descriptor passed to QEMU with the command.
             done_event: Event that also completes the command, with the result None.
-
-        Raises:
-            HypervisorError: QEMU returned an error, or did not respond.
         """
         try:
             async with self._lock, asyncio.timeout(self._timeout_s):

@@ -51,11 +51,7 @@ class Reaper:
         self._store = store
 
     async def leftovers(self) -> list[Leftover]:
-        """Return everything with our mark that belongs to no machine or capture of this daemon.
-
-        Raises:
-            HypervisorError: libvirt or the state directory cannot be read.
-        """
+        """Return everything with our mark that belongs to no machine or capture of this daemon."""
         try:
             return await self._link.call(self._find)
         except OSError as error:
@@ -188,7 +184,6 @@ async def adopt(
 
     Raises:
         HypervisorError: Its record or a snapshot is missing or damaged, or its QEMU does not respond.
-        MachineLost: It has ended.
     """
     record = await call(read_machine, directory)
     snapshot = await snapshots.load(record.backing, record.spec)

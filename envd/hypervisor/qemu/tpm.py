@@ -45,7 +45,6 @@ class Tpm:
 
         Raises:
             HypervisorError: swtpm is not installed.
-            OSError: It could not be started.
         """
         program = shutil.which(PROGRAM)
         if program is None:

@@ -322,9 +322,6 @@ async def build_windows(
         media: From `write_media`.
         recipe: From `BuildPlan.digest`.
         limits: Time limits with KVM.
-
-    Raises:
-        ImageError: The build failed.
     """
     with catalogue.staging(name) as directory:
         build = WindowsBuild(

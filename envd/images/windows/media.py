@@ -44,11 +44,7 @@ class Media:
 
 
 def write_media(plan: BuildPlan, directory: Path) -> Media:
-    """Write the discs, with a new random password, and the empty disk.
-
-    Raises:
-        ImageError: A tool failed, or an ISO cannot be read.
-    """
+    """Write the discs, with a new random password, and the empty disk."""
     media = Media(
         answers=directory / ANSWER_FILE,
         boot_disc=directory / "boot.qcow2",
@@ -85,9 +81,6 @@ def write_boot_disc(path: Path, iso: Path, patch: BootPatch) -> None:
 
     Windows' ISOs wait for a key before they boot, and return to the firmware without one. They also have a boot image
     that does not wait. The overlay names that one; the ISO file stays as it is.
-
-    Raises:
-        ImageError: A tool failed.
     """
     data = path.with_name("patch")
     data.write_bytes(patch.data)

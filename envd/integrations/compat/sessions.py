@@ -232,7 +232,6 @@ class Sessions:
 
         Raises:
             InvalidRequest: The pause is not a number of 0 to 60 s.
-            EpisodeEnded and others: See `Stepping.step`.
         """
         if not (math.isfinite(pause_s) and 0 <= pause_s <= _MAX_PAUSE_S):
             raise InvalidRequest("pause", f"{pause_s} is not a number of 0 to {_MAX_PAUSE_S:g} seconds")

@@ -72,7 +72,6 @@ async def evaluate(
 
     Raises:
         EvaluatorFailed: A checker could not inspect the guest, or not in time. The episode has no score.
-        MachineLost: The machine is gone. The episode has no score.
     """
     if task.checker is None:
         return judge_infeasible(last_action)
@@ -104,7 +103,6 @@ async def require_unsolved(task: Task, desktop: Desktop, *, timeout_s: float, ju
 
     Raises:
         SetupFailed: The start scores 1.
-        MachineLost: The machine is gone.
     """
     if task.checker is None or not all(checker.runs_before_start for checker in leaves(task.checker)):
         return

@@ -74,9 +74,6 @@ class Access:
 
         Args:
             ca: Certificate authority of this daemon, PEM; empty for that of `Tls`.
-
-        Raises:
-            ValueError, OSError: See `check` and `Tls`.
         """
         self.check(target, ca=ca)
         if self._tls is not None:

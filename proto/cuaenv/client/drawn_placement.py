@@ -29,12 +29,7 @@ class DrawnPlacement:
     """A `Placement` that draws two hosts and takes the one with the larger share of free machines."""
 
     def __init__(self, targets: Sequence[str], *, table: HostTable, rng: random.Random) -> None:
-        """Prepare; hosts are connected and watched from the first choice on.
-
-        Raises:
-            ValueError: The token would travel to another host in clear text.
-            OSError: A TLS file cannot be read.
-        """
+        """Prepare; hosts are connected and watched from the first choice on."""
         self._table = table
         self._rng = rng
         self._static = [Address(target) for target in targets if not is_name(target)]

@@ -52,12 +52,7 @@ class HostPool:
         max_episodes: int | None,
         rng: random.Random,
     ) -> None:
-        """Prepare; nothing is connected yet.
-
-        Raises:
-            ValueError: The token would travel to another host in clear text.
-            OSError: A TLS file cannot be read.
-        """
+        """Prepare; nothing is connected yet."""
         self.limiter = EpisodeLimiter(max_episodes)
         self.opened: weakref.WeakSet[Any] = weakref.WeakSet()
         """Each `AsyncEpisode` without a block; the client closes them at its end."""

@@ -200,9 +200,6 @@ def create_overlay(path: Path, base: Path, base_format: str) -> None:
 
     Overlays are created once and then copied, which takes a fortieth of the time: qemu-img ends with an fsync, which on
     a busy file system waits for everything written before it. Up to 1.5 s was measured for an overlay of 200 KiB.
-
-    Raises:
-        HypervisorError: qemu-img failed.
     """
     command = ["qemu-img", "create", "-q", "-f", "qcow2", "-b", str(base), "-F", base_format, str(path)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
@@ -263,10 +260,6 @@ def copy_overlay(seed: Path, overlay: Path, backing: Path) -> None:
     """Copy an empty overlay onto a disk that it may name by another path, such as a directory that was moved.
 
     QEMU describes a disk by more than its path if its backing file is not the one that its header names.
-
-    Raises:
-        OSError: See `copy_file`.
-        HypervisorError: See `set_backing_file`.
     """
     copy_file(seed, overlay)
     set_backing_file(overlay, backing)

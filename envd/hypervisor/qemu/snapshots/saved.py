@@ -73,12 +73,7 @@ def save(snapshot: LibvirtSnapshot, directory: Path) -> None:
 
 
 def restore(template: LibvirtSnapshot, directory: Path, captures_dir: Path) -> LibvirtSnapshot:
-    """Return the capture that `save` stored, with files of its own among this daemon's captures. Blocks.
-
-    Raises:
-        CheckpointCorrupt: A file is not as `save` writes it.
-        HypervisorError: A file cannot be read, or the disk is full.
-    """
+    """Return the capture that `save` stored, with files of its own among this daemon's captures. Blocks."""
     files = SnapshotFiles(directory=captures_dir / secrets.token_hex(6))
     files.directory.mkdir(parents=True)
     try:

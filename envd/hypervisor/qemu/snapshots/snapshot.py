@@ -157,9 +157,6 @@ class LibvirtSnapshot:
         """Check that its template's files still exist and were not replaced. Reads file metadata only.
 
         A new template with the same key has other files of the same names, which no existing overlay may use.
-
-        Raises:
-            TemplateCorrupt: A file was removed or replaced.
         """
         if self.parent is not None:
             self.parent.check_intact()
