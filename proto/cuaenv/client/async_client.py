@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
 from cuaenv.client.archives import export_to, import_from
@@ -112,9 +111,7 @@ class AsyncEnvClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self, *, wait: timedelta = timedelta(0)) -> None:
