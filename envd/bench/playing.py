@@ -9,11 +9,10 @@ from cuaenv.actions import Action, Wait
 from cuaenv.client import AsyncEpisode, GuestFailed, GuestUnresponsive, StepResult
 from envd.base import errors
 from envd.hypervisor.machine import GuestOs
-from envd.tasks.conditions import Result, query_of, unmet
 from envd.tasks.model import Task
 from envd.tasks.oracle import OracleAction, WaitFor
 from envd.tasks.queries import Query
-from envd.tasks.replay import PATIENCE_S, replay
+from envd.tasks.replay import PATIENCE_S, Result, query_of, replay, unmet
 
 Steps = Sequence[tuple[OracleAction, ...]]
 

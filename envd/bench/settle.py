@@ -18,11 +18,10 @@ from envd.bench.report import BenchFailed, BenchReport, figure, figures_of, from
 from envd.bench.session import BenchSession, Steps
 from envd.bench.settle_recording import RecordedStep, Recorder, replay_settling
 from envd.pool.leased import LeasedMachine
-from envd.tasks.conditions import Result
 from envd.tasks.model import Task
 from envd.tasks.oracle import WaitFor
 from envd.tasks.queries import Query
-from envd.tasks.replay import replay
+from envd.tasks.replay import Result, replay
 
 _QUERY_TIMEOUT_S = 120.0
 _QUERY_INTERVAL_S = 0.5

@@ -4,16 +4,16 @@ Checked before the body of a call is read (`identify`, `count`), before each req
 each message of a stream is sent, so that revoking a token takes effect at once.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from envd.api.security.access import ALWAYS_SERVED, TRUSTED, Caller, bearer_token
 from envd.api.security.in_flight import InFlight, RunningCall
-from envd.api.security.rate import RateLimiter
-from envd.api.security.refusals import RefusalLog
+from envd.api.security.rate import MAX_CALLERS, RateLimiter
 from envd.api.security.secret_files import Reloaded
 from envd.api.security.tokens import TokenTable
-from envd.base.errors import RateLimited, Unauthenticated
+from envd.base.errors import EpisodeNotFound, InvalidRequest, RateLimited, ScopeTooSmall, Unauthenticated
 from envd.episodes.registry import unknown_episode
 
 #: As grpc provides it.
@@ -152,3 +152,35 @@ def _name_of(caller: Caller, peer: str) -> str:
 def _host(peer: str) -> str:
     """Return the host of a grpc peer, such as ipv4:192.0.2.7:41234: a host's connections share one rate limit."""
     return f"host {peer.rpartition(':')[0]}"
+
+
+#: Lines of one caller and reason that are logged at once, and the interval of further ones.
+BURST: Final = 10
+INTERVAL_S: Final = 10.0
+#: Failures of calls that did nothing, so that a caller can make hundreds per second.
+_REFUSALS: Final = (EpisodeNotFound, InvalidRequest, ScopeTooSmall, Unauthenticated)
+
+
+class RefusalLog:
+    """Decides which refused calls are logged, and counts the others."""
+
+    def __init__(self) -> None:
+        self._lines = RateLimiter(calls_per_second=1 / INTERVAL_S, burst=BURST)
+        self._omitted: OrderedDict[str, int] = OrderedDict()
+
+    def describe(self, caller: str, error: Exception) -> str | None:
+        """Return the text of a failure for the log, with the number of equal ones omitted before it; None to omit it.
+
+        Args:
+            error: The failure. Only refusals are ever omitted.
+        """
+        if not isinstance(error, _REFUSALS):
+            return str(error)
+        key = f"{caller} {error.reason}"
+        if self._lines.take(key):
+            self._omitted[key] = self._omitted.pop(key, 0) + 1
+            if len(self._omitted) > MAX_CALLERS:
+                self._omitted.popitem(last=False)
+            return None
+        count = self._omitted.pop(key, 0)
+        return f"{error} (after {count} more {error.reason} of {caller} that are not logged)" if count else str(error)
