@@ -33,7 +33,6 @@ from envd.base.config import Config, HypervisorConfig
 from envd.base.errors import ConfigError, EnvdError
 from envd.base.sandbox.cgroup import find_hierarchy, shortcoming
 from envd.base.sandbox.probe import sandbox_problem
-from envd.base.terminal import reports_errors
 from envd.base.version import DISTRIBUTION, envd_version
 from envd.cli.certificates import expire_time_of
 from envd.cli.options import with_settings
@@ -460,7 +459,6 @@ def _published(value: dict[str, Any]) -> Any:
 _COLOURS: Mapping[Status, str] = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
-@reports_errors
 @with_settings("listen", "state_dir", "cache_dir", "hypervisor", "accelerator")
 def doctor(
     settings: Config,

@@ -13,6 +13,7 @@ import typer
 from envd.base.config import Config, load, parse_pool_flags
 from envd.base.config_values import COMPAT_PORTS
 from envd.base.telemetry import logs
+from envd.base.terminal import reports_errors
 from envd.hypervisor.backends import backend_of
 
 _CONFIG = Annotated[
@@ -81,12 +82,13 @@ def load_config(config: Path | None, given: Mapping[str, Any]) -> Config:
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator for commands that take a `Config` as their only positional argument.
+    """Return a decorator for commands that take a `Config` as their only positional argument; it reports errors.
 
     On the command line they have `--config` and these options instead.
     """
     annotations = {**{name: _OPTIONS[name][1] for name in names}, "config": _CONFIG}
-    return with_options(annotations, lambda given: load_config(given.pop("config"), given))
+    options = with_options(annotations, lambda given: load_config(given.pop("config"), given))
+    return lambda command: reports_errors(options(command))
 
 
 def with_options(
