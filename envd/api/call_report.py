@@ -61,7 +61,6 @@ class CallReport:
         return duration_s
 
     async def _fail(self, error: Exception) -> NoReturn:
-        """Measure, log and answer a failure."""
         code = code_of(error) if isinstance(error, EnvdError) else grpc.StatusCode.INTERNAL
         reason = reason_of(error)
         duration_s = self._finish(code)

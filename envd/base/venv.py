@@ -78,7 +78,6 @@ class PinnedEnvironment:
         progress("installed", 1.0)
 
     def _fill(self, staging: Path, progress: Progress) -> None:
-        """Install the packages into a new environment."""
         raise NotImplementedError
 
     def _pip(self, staging: Path, *arguments: str, requirements: str = "", progress: Progress | None = None) -> None:

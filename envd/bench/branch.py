@@ -84,7 +84,6 @@ TARGET_GROUP_SIZE = 8
 
 
 def step_count(repetitions: int) -> int:
-    """Return the number of progress steps of `measure_branch`."""
     return 3 * repetitions + 2 * _WARM_UPS + 2
 
 

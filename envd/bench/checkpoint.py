@@ -50,7 +50,6 @@ class CheckpointFigures:
 
 
 def step_count(repetitions: int, depth: int) -> int:
-    """Return the number of progress steps of `measure_checkpoints`."""
     return 2 * (repetitions + _WARM_UPS) + depth + 2 * repetitions
 
 

@@ -122,7 +122,6 @@ def require_osworld(cache_dir: Path) -> tuple[Path, Path]:
 async def measure_episodes(
     bench: BenchSession, plan: EpisodesPlan, *, python: Path, tasks: Path, steps: Steps
 ) -> BenchReport:
-    """Play our episodes, then the peer's."""
     conditions = bench.conditions(
         concurrency=plan.concurrency,
         think_s=plan.think_s,

@@ -84,7 +84,6 @@ class ForkFigures:
 
 
 def step_count(repetitions: int) -> int:
-    """Return the number of progress steps of `measure_fork`."""
     return 5 * repetitions + _WARM_UPS + 2
 
 

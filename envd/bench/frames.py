@@ -128,7 +128,6 @@ class Comparison:
     wrong_count: int = 0
 
     def add(self, pixels: bytes, expected_HWC: Pixels) -> None:
-        """Compare a rebuilt frame with the recorded one."""
         self.rebuilt_count += 1
         self.wrong_count += pixels != expected_HWC.tobytes()
 
@@ -142,7 +141,6 @@ class Comparison:
 
 
 def step_count(tasks: Sequence[Task], repetitions: int) -> int:
-    """Return the least number of progress steps of `record` and `measure_frames`."""
     return sum(len(task.oracle) for task in tasks) + len(tasks) * (repetitions + _WARM_UPS)
 
 

@@ -46,7 +46,6 @@ class Standby:
 
 
 def step_count(sizes: Sequence[int], repetitions: int) -> int:
-    """Return the number of progress steps of `measure_growth`."""
     return len(sizes) * (repetitions + 2)
 
 

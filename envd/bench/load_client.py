@@ -126,7 +126,6 @@ class _Client:
         self._stub = episode.host.connection.stub()
 
     async def step(self) -> None:
-        """Take a step; the first one wakes the machine."""
         x, y = self._plan.points[(self._number + self._step_count) % len(self._plan.points)]
         request = env_pb2.StepRequest(
             request_id=f"{self._episode_id}-{self._step_count}",
@@ -217,7 +216,6 @@ async def _echoes(plan: LoadPlan, request_bytes: int, response_bytes: int) -> Lo
 
 
 def send_json(message: dict[str, Any]) -> None:
-    """Write a line for the process that started this one."""
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 

@@ -74,7 +74,6 @@ class Manager:
 
 
 def main() -> None:
-    """Play the plan's episodes."""
     plan = json.loads(sys.stdin.readline())
     # Imported by OSWorld, needed by one task, and requires torch.
     sys.modules["easyocr"] = types.ModuleType("easyocr")

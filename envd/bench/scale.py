@@ -47,7 +47,6 @@ class ScaleFigures:
 
 
 def step_count() -> int:
-    """Return the number of progress steps of `measure_scale`."""
     return 3
 
 

@@ -68,7 +68,6 @@ class Verification:
     """Ids of the tasks that changed since `envd tasks attack` passed."""
 
     def count(self, policy: Policy) -> int:
-        """Return the number of tasks in which a policy has the expected score."""
         return sum(each.passed for each in self.results if each.policy is policy)
 
     @property
@@ -101,7 +100,6 @@ class Verification:
         }
 
     def print(self, console: Console) -> None:
-        """Print the results, and the number of tasks that were not played."""
         played = [policy for policy in Policy if any(each.policy is policy for each in self.results)]
         table = Table("task", *(policy.value for policy in played), "problem", box=None, pad_edge=False)
         by_task: dict[str, list[PolicyResult]] = {}

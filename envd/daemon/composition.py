@@ -125,7 +125,6 @@ class Inputs:
 
 
 def read_inputs(config: Config) -> Inputs:
-    """Read the files that the settings name. Raises: ConfigError, ImageNotFound, ImageError."""
     if not config.pools:
         raise ConfigError("no pool is configured; pass --pool 2, or add a section [pools.NAME] to the file")
     _check_memory(config)

@@ -56,7 +56,6 @@ def ephemeral_config(settings: Config, *, name: str, pool: dict[str, Any], image
 
 
 def ensure_image(settings: Config) -> None:
-    """Build the default image if it is needed and missing. Raises: ImageError."""
     if not backend_of(settings.hypervisor.uri).capabilities.needs_images:
         return
     stop_on_sigterm()

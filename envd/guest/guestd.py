@@ -377,7 +377,6 @@ class GuestdClient:
 
 
 def _upload(path: str, data: bytes) -> _Content:
-    """Return the multipart form of an upload, with a random boundary."""
     boundary = uuid.uuid4().hex
     lines = [
         f"--{boundary}".encode(),
@@ -441,7 +440,6 @@ def failure_text(body: bytes) -> str:
 
 
 async def _parse(adapter: TypeAdapter[T], body: bytes, path: str) -> T:
-    """Return a validated JSON body. Raises: GuestError."""
     try:
         await untrusted_json.check_structure(body)
         return adapter.validate_json(body)

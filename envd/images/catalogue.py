@@ -143,7 +143,6 @@ class ImageCatalogue:
         return _read(directory) if (directory / _MANIFEST).exists() else None
 
     def disk_image(self, name: str) -> DiskImage:
-        """Return an image's files and settings for a hypervisor. Raises: ImageNotFound, ImageError."""
         directory = self._directory(name)
         image = _read(directory)
 

@@ -180,7 +180,6 @@ def _publish(part: IO[bytes], path: Path) -> None:
 
 
 async def _download(url: str, file: IO[bytes], http: "aiohttp.ClientSession", *, max_bytes: int) -> tuple[str, int]:
-    """Download a URL into a file; return its digest and size. Raises: AssetMissing."""
     import aiohttp  # noqa: PLC0415
 
     digest, size_bytes = hashlib.sha256(), 0

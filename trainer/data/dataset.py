@@ -55,7 +55,6 @@ class Dataset:
     """Number of items by source that are failed, surplus, malformed, duplicates, unreadable, or have wrong images."""
 
     def parts(self) -> dict[tuple[str, Split], list[Item]]:
-        """Return the items of every platform and split, also if there are none."""
         platforms = (*dict.fromkeys(_PLATFORMS.values()), _UNKNOWN)
         parts: dict[tuple[str, Split], list[Item]] = {(name, split): [] for name in platforms for split in SPLITS}
         for item in self.items:

@@ -199,7 +199,6 @@ class _ConsecutiveErrors:
         self._errors: list[Attempt] = []
 
     def add(self, attempt: Attempt) -> None:
-        """Record an attempt. Raises: EvaluationStopped: The limit is reached."""
         self._errors = [*self._errors, attempt] if attempt.is_error else []
         if len(self._errors) >= self._limit:
             raise EvaluationStopped(

@@ -54,7 +54,6 @@ class RecordedConversation:
     """A `trainer.agent.types.Conversation` that forwards all calls and saves the pictures."""
 
     def __init__(self, conversation: Conversation, directory: Path) -> None:
-        """Save pictures into a directory, which is created."""
         self._conversation = conversation
         self._directory = directory
         self._count = 0

@@ -177,7 +177,6 @@ class ResultsFile:
         self._file.close()
 
     def add(self, attempt: Attempt) -> None:
-        """Write an attempt down; it survives a kill from here on."""
         self._write(attempt)
         self.results._by_key[attempt.key] = attempt
 

@@ -67,7 +67,6 @@ class Engine(GenerateServer):
         super().__exit__(kind, error, traceback)
 
     def check(self) -> None:
-        """Check that it still samples. Raises: LearnError."""
         if self.failure:
             raise LearnError(f"engine: {self.failure}; continue from the last checkpoint with `--resume`")
 

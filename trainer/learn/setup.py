@@ -27,7 +27,6 @@ def default_home() -> Path:
 
 
 def is_checkout(home: Path) -> bool:
-    """Return whether a directory has slime's code."""
     return (home / "slime" / "rollout").is_dir()
 
 

@@ -103,7 +103,6 @@ class SlimeRollouts:
         return self._functions.generate_rollout(self.args, rollout_id, self.data_source)
 
     def evaluate(self, rollout_id: int = 0) -> Any:
-        """Run one evaluation; returns slime's RolloutFnEvalOutput."""
         return self._functions.generate_rollout(self.args, rollout_id, self.data_source, evaluation=True)
 
     def train_data(self, groups: Sequence[Any]) -> dict[str, Any]:

@@ -50,7 +50,6 @@ class ControlRoutes:
         return {"tasks": [{"id": task.task_id, "instruction": task.instruction} for task in tasks[:_MAX_TASKS]]}
 
     async def _open(self, request: web.Request) -> dict[str, Any]:
-        """Open an episode of a task, or in the state of a checkpoint, for a person."""
         caller, body = self._caller_of(request), await _body(request)
         if caller.scope < Scope.RUN:
             raise web.HTTPForbidden(text=f"token {caller.name}: scope run is needed to open episodes\n")

@@ -240,7 +240,6 @@ class Console:
         return viewer
 
     async def _select(self, request: web.Request) -> web.Response:
-        """Select the episodes whose pictures a stream carries."""
         viewer = self._viewers.get(request.match_info["view"])
         if viewer is None:
             raise _not_found(f"view {request.match_info['view']}: not found; reload the page")

@@ -87,7 +87,6 @@ class Viewer:
             self._drop(key)
 
     def _visible(self, pool: Facts) -> Facts:
-        """Return a pool without the queued groups of owners that the viewer may not see."""
         return {**pool, "queue": self._of_visible(pool["queue"])}
 
     def _of_visible(self, facts: Iterable[Facts]) -> list[Facts]:

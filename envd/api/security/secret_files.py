@@ -54,7 +54,6 @@ def _read(path: Path, *, setting: str, is_secret: bool) -> bytes:
 
 
 def _exposure(status: os.stat_result) -> str:
-    """Return why a file is not private; empty if it is."""
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o007 or mode & 0o020:
         return f"has mode {mode:04o}, which lets other users read it or its group change it"

@@ -169,7 +169,6 @@ class SqliteStore:
         self._pending.append(job)
 
     def _flush(self) -> None:
-        """Run the pending jobs, here or on the thread."""
         jobs, self._pending = self._pending, []
         if not jobs:
             return  # the store was closed meanwhile

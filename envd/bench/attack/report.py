@@ -154,7 +154,6 @@ class Report:
         return not self.open
 
     def counts(self) -> dict[str, Counter[str]]:
-        """Return the number of results by suite and state."""
         counts: dict[str, Counter[str]] = {}
         for each in self.results:
             counts.setdefault(each.task_id.partition("/")[0], Counter())[self.state_of(each)] += 1
@@ -168,7 +167,6 @@ class Report:
         return {"suites": suites, "open": [_plain(each, self.state_of(each)) for each in self.open]}
 
     def print(self, console: Console) -> None:
-        """Print what is open, and the counts of each suite."""
         if self.open:
             table = Table("task", "mutant", "score", "state", "evidence", box=None, pad_edge=False)
             for each in self.open:

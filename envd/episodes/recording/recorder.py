@@ -224,7 +224,6 @@ class _Recording:
         return True
 
     async def _frame(self, time_s: float, view: ScreenView) -> bytes:
-        """Return the record of a view; empty if it shows what the one before showed."""
         pointer = None if view.pointer is None else (view.pointer.at.x_px, view.pointer.at.y_px)
         if (view.frame.frame_id, pointer) == (self._known_image_id, self._known_pointer):
             return b""

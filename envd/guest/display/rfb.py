@@ -402,7 +402,6 @@ def _write(writer: asyncio.StreamWriter, message: bytes) -> None:
 async def _handshake(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, size_limit_px: tuple[int, int]
 ) -> tuple[str, int, int]:
-    """Return the server's name, width and height."""
     version = await _read(reader, len(_VERSION))
     if version != _VERSION:
         raise DisplayError(f"display sent the greeting {version!r}; only RFB 3.8 is supported")

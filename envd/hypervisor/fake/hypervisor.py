@@ -104,7 +104,6 @@ class FakeHypervisor:
         self._own_ids.clear()
 
     async def create(self, spec: MachineSpec) -> FakeMachine:
-        """Create and start a machine. On failure or cancellation nothing is left. Raises: HypervisorError."""
         self._require_new(spec.machine_id)
         check_screen(spec.screen_width_px, spec.screen_height_px)
         machine = self._enter(FakeMachine(spec, faults=self.faults, on_destroyed=self._forget))
@@ -116,7 +115,6 @@ class FakeHypervisor:
         return machine
 
     async def freeze(self, machine: Machine, *, notes: Mapping[str, str]) -> FakeSnapshot:
-        """Store a booted machine as a template and destroy it. Raises: MachineLost, HypervisorError."""
         begin_s = time.monotonic()
         booted = _own_machine(machine)
         try:
@@ -193,7 +191,6 @@ class FakeHypervisor:
             raise TemplateCorrupt(f"template {template.digest:.12} was removed or replaced while it was in use")
 
     async def capture(self, machine: Machine) -> FakeSnapshot:
-        """Freeze the state of a fork, which is paused for that time."""
         begin_s = time.monotonic()
         fork = _own_machine(machine)
         fork.check_present("capture it")
@@ -227,7 +224,6 @@ class FakeHypervisor:
         return capture
 
     async def save(self, snapshot: Snapshot, directory: Path) -> None:
-        """Write a captured guest. Raises: OSError."""
         write_guest(_own_snapshot(snapshot).frozen.guest, directory / "guest")
 
     async def restore(self, template: Snapshot, directory: Path) -> FakeSnapshot:

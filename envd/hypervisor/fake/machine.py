@@ -186,7 +186,6 @@ class FakeMachine:
         return None
 
     async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to its RFB server. Raises: MachineLost."""
         self.check_present("open its display")
         ours, theirs = socket.socketpair()
         loop = asyncio.get_running_loop()
@@ -205,7 +204,6 @@ class FakeMachine:
     async def agent_command(
         self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
     ) -> JsonValue:
-        """Run one guest agent command. Raises: GuestUnresponsive, GuestError, MachineLost."""
         self.check_present(f"ask its guest agent for {command}")
         try:
             async with asyncio.timeout(timeout_s):
@@ -241,7 +239,6 @@ class FakeMachine:
         self.guest.clock.start()
 
     async def usage(self) -> MachineUsage:
-        """Return the bytes of its pixels and files. Raises: MachineLost."""
         self.check_present("measure it")
         all_bytes = self.framebuffer.mapped_bytes + self.files.size_bytes
         own_bytes = self.own_bytes
@@ -331,7 +328,6 @@ class FakeMachine:
             display.answer_with(self.faults.display_update)
 
     def cut_display(self) -> None:
-        """Close all display connections. New ones are accepted."""
         for display in list(self._displays):
             display.close()
 
@@ -357,7 +353,6 @@ class FakeMachine:
             desktop.key(scancode, down=down)
 
     def keysym_input(self, keysym: int, *, down: bool) -> None:
-        """Press or release the key with this keysym; ignored if the layout has none."""
         scancode = scancode_of(keysym)
         if scancode is not None:
             self.key_input(scancode, down=down)

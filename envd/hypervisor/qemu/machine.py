@@ -443,7 +443,6 @@ def _has_failed(task: "asyncio.Task[None]") -> bool:
 
 
 def _is_active(domain: Any) -> bool:
-    """Return libvirt's view; True without a connection to libvirt."""
     try:
         return bool(domain.isActive())
     except libvirt.libvirtError:

@@ -167,7 +167,6 @@ class X11:
 
     @property
     def screen_size(self) -> tuple[int, int]:
-        """Width and height in pixels at the time of connection."""
         return self._screen.width_in_pixels, self._screen.height_in_pixels
 
     def _property(self, window: int, name: str) -> Any:

@@ -79,7 +79,6 @@ class _Element:
         self._element = element
 
     def set(self, path: str, value: str) -> None:
-        """Set the text of a descendant, creating elements on the way."""
         self._descendant(path.split("/")).text = value
 
     def add(self, path: str) -> "_Element":

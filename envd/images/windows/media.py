@@ -44,7 +44,6 @@ class Media:
 
 
 def write_media(plan: BuildPlan, directory: Path) -> Media:
-    """Write the discs, with a new random password, and the empty disk."""
     media = Media(
         answers=directory / ANSWER_FILE,
         boot_disc=directory / "boot.qcow2",

@@ -51,7 +51,6 @@ class Acted:
 
     @property
     def done(self) -> bool:
-        """Whether the episode accepts no more actions."""
         return self.info.state is not EpisodeState.ACTIVE
 
 

@@ -98,7 +98,6 @@ class WebProxy:
     async def __call__(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str
     ) -> None:
-        """Serve one connection of a program. Raises: OSError: It broke."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:

@@ -51,11 +51,9 @@ class Rect(NamedTuple):
 
     @property
     def center(self) -> tuple[int, int]:
-        """(x, y) of the middle pixel."""
         return self.x + self.w // 2, self.y + self.h // 2
 
     def contains(self, x: int, y: int) -> bool:
-        """Return whether a pixel lies inside."""
         return self.x <= x < self.right and self.y <= y < self.bottom
 
     def covers(self, other: "Rect") -> bool:
@@ -145,7 +143,6 @@ class Framebuffer:
 
     @classmethod
     def on(cls, picture: Picture) -> "Framebuffer":
-        """Return a framebuffer that shows a picture and shares its memory until drawing."""
         framebuffer = cls(picture.copy(), shared=True)
         framebuffer._picture = picture
         return framebuffer
@@ -206,7 +203,6 @@ class Canvas:
             self._words[y:bottom, x:right] = _word(colour)
 
     def outline(self, rect: Rect, colour: Colour) -> None:
-        """Draw a border of one pixel inside a rectangle."""
         x, y, w, h = rect
         if x < self._left and y < self._top and x + w > self._right and y + h > self._bottom:
             return  # the clip lies inside the border
@@ -218,7 +214,6 @@ class Canvas:
         self._words[self._top : self._bottom, self._left : self._right] = colours[self._top : self._bottom, None]
 
     def paste(self, x: int, y: int, picture: Words) -> None:
-        """Draw a picture with its top left corner at (x, y)."""
         height, width = picture.shape
         rect = Rect(x, y, width, height)
         if self.shows(rect):

@@ -78,7 +78,6 @@ class DrawnDesktop:
 
     @property
     def active(self) -> Window | None:
-        """The window with the keyboard focus: the topmost open one."""
         for window in reversed(self._stack):
             if window.is_open:
                 return window
@@ -138,7 +137,6 @@ class DrawnDesktop:
         self._flush()
 
     def type_text(self, text: str) -> None:
-        """Insert text at once, as an input method does."""
         window = self.active
         if window is not None:
             window.insert(text)

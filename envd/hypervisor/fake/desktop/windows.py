@@ -110,7 +110,6 @@ class Window:
         return [self.title_bar]
 
     def draw(self, canvas: Canvas, *, active: bool) -> None:
-        """Draw the part inside the canvas's clip."""
         bar = self.title_bar
         colour = _TITLE_ACTIVE if active else _TITLE_INACTIVE
         canvas.fill(self.rect, FACE)

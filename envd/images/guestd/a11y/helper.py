@@ -267,7 +267,6 @@ def _run_child(line: bytes, descriptor: int) -> None:
 
 
 def serve(queries: Iterable[bytes], answers: IO[bytes]) -> None:
-    """Answer queries until their stream ends."""
     with suppress(ImportError, ValueError):
         import_atspi()
     for line in queries:
