@@ -4,8 +4,9 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from datetime import timedelta
+
+from pydantic import BaseModel, ConfigDict
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, EpisodeEnded, View
 from envd.base.config import Config
@@ -24,9 +25,10 @@ _MAX_MUTANT_WAIT_S = 10.0
 _MOST_PIXELS = 640 * 400
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attack:
+class Attack(BaseModel):
     """The result of one mutant."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
 
     task_id: str
     mutant: str
@@ -148,7 +150,7 @@ class _Player:
         result = self._result(mutant, score=score, detail=detail, impossible=impossible)
         if not result.is_killed:
             with suppress(EnvError):
-                result = replace(result, picture=await _picture(episode))
+                result = result.model_copy(update={"picture": await _picture(episode)})
         self._on_result(result)
         await episode.close()
 
