@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.learn.settings import Settings
+from trainer.replay.pool import write_atomically
 
 _FILE = "run.json"
 _EVALUATIONS = "evaluations.jsonl"
@@ -85,9 +86,7 @@ def read_evaluations(directory: Path) -> list[Evaluation]:
 
 
 def _write(directory: Path, record: Mapping[str, Any]) -> None:
-    new = directory / f"{_FILE}.new"
-    new.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    new.replace(directory / _FILE)
+    write_atomically(directory / _FILE, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def _now() -> str:
