@@ -36,7 +36,6 @@ class PeerEpisode:
     """An episode to play."""
 
     task: dict[str, Any]
-    """OSWorld's task file."""
     actions: Sequence[str]
     """Calls of pyautogui."""
 

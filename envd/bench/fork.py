@@ -88,11 +88,7 @@ def step_count(repetitions: int) -> int:
 
 
 async def measure_fork(bench: BenchSession, *, task_id: str, repetitions: int, steps: Steps) -> BenchReport:
-    """Measure with as many standby machines as the pool's capacity.
-
-    Args:
-        task_id: A task without setup.
-    """
+    """Measure with as many standby machines as the pool's capacity."""
     conditions = bench.conditions(machines=bench.pool.capacity, repetitions=repetitions)
     for _ in range(_WARM_UPS):
         await fork_once(bench)

@@ -117,7 +117,6 @@ class FrameCost:
     delta: Cost
     keyframe: Cost
     has_changed: bool = True
-    """Whether it differs from the frame before."""
 
 
 @dataclass(slots=True)
@@ -172,11 +171,7 @@ async def _record(bench: BenchSession, task: Task, *, steps: Steps) -> Recording
 async def measure_frames(
     conditions: dict[str, object], recordings: Sequence[Recording], *, repetitions: int, steps: Steps
 ) -> BenchReport:
-    """Measure the frame of every step.
-
-    Args:
-        recordings: Each has frames of one size.
-    """
+    """Measure the frame of every step."""
     comparison = Comparison()
     rounds: list[list[FrameCost]] = []
     async with open_client() as client:

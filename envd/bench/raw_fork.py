@@ -36,9 +36,6 @@ def time_raw_fork(model: Machine, machine_id: str) -> float:
     """Fork the template of `model` with QEMU alone, and end the fork; return the milliseconds of the fork.
 
     Blocks; nothing is left afterwards.
-
-    Args:
-        model: An existing fork of a template, paused or running.
     """
     if not isinstance(model, LibvirtMachine) or model.snapshot is None or model.snapshot.patch is not None:
         raise HypervisorError(f"machine {model.machine_id}: not a fork of a template of the libvirt driver")

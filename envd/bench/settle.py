@@ -136,11 +136,7 @@ async def judge(recorded: Sequence[RecordedStep], policy: SettlePolicy, *, watch
 async def settle_report(
     conditions: Mapping[str, object], recorded: Sequence[RecordedStep], *, policy: SettlePolicy, watch_s: float
 ) -> BenchReport:
-    """Replay the policies over the recordings and return the report.
-
-    Args:
-        watch_s: For how long after a step's frame changes count as late.
-    """
+    """Replay the policies over the recordings and return the report."""
 
     async def with_times(**times_ms: int) -> PolicyResult:
         return await judge(recorded, policy.model_copy(update=times_ms), watch_s=watch_s)

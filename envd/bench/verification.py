@@ -63,7 +63,6 @@ class Verification:
     accelerator: str
     results: tuple[PolicyResult, ...]
     skipped: tuple[str, ...] = ()
-    """Ids of the tasks that were not played."""
     not_attacked: tuple[str, ...] = ()
     """Ids of the tasks that changed since `envd tasks attack` passed."""
 

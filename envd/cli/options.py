@@ -94,11 +94,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 def with_options(
     annotations: Mapping[str, Any], join: Callable[[dict[str, Any]], object]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator for commands whose only positional argument is made of several options.
-
-    Args:
-        annotations: The options by parameter; None if they are not given.
-    """
+    """Return a decorator for commands whose only positional argument is made of several options."""
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         for name, annotation in annotations.items()

@@ -78,9 +78,6 @@ def on_image(settings: Config, tasks: Sequence[Task], image: str) -> tuple[str, 
 
     Builds the default image if it is missing.
 
-    Args:
-        image: Its name; empty for the tasks' own.
-
     Raises:
         ImageNotFound, ImageError: It is missing or damaged, or cannot be built.
     """

@@ -62,11 +62,7 @@ class Facts:
 
 
 def render(facts: Facts, *, options: Options, targets: str, problem: str = "", keys: str = "") -> Group:
-    """Return the screen.
-
-    Args:
-        problem: Why the facts are old; empty if they are not.
-    """
+    """Return the screen."""
     has_hosts = len({pool.host for pool in facts.pools}) > 1
     parts: list[RenderableType] = [
         _title(facts, options=options, targets=targets),

@@ -147,9 +147,6 @@ async def open_daemon(config: Config, inputs: Inputs | None = None) -> AsyncIter
 
     On failure nothing is left running.
 
-    Args:
-        inputs: What they name; read here if not given.
-
     Raises:
         ConfigError: No pool is configured, the state directory is in use, an address is taken, or a task suite, token
             or certificate file is invalid.

@@ -135,11 +135,7 @@ class EpisodeService:
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
     async def restore(self, state: PersistedState, machines: Mapping[str, Machine]) -> None:
-        """Restore the episodes of a previous daemon. Call before `start`.
-
-        Args:
-            state: As returned by `envd.episodes.persistence.recovery.load_persisted`.
-        """
+        """Restore the episodes of a previous daemon. Call before `start`."""
         recovery = Recovery(
             registry=self._registry,
             factory=self._factory,

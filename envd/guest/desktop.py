@@ -178,9 +178,6 @@ class Desktop:
 
         Its machine runs from just before this call, and the guest gets no other request before it. On failure the
         desktop is still asleep and its machine must not be used.
-
-        Args:
-            windows: Whether the guest has the Windows kernel, where only the clock is set.
         """
         if self._view is None:
             return

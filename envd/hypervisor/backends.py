@@ -20,7 +20,6 @@ class Backend:
     uris: str
     """The URIs that it supports, for messages."""
     supports: Callable[[str], bool]
-    """Whether it supports a URI of its scheme."""
     private_uri: Callable[[str], str] = str
     """Return the URI for another daemon, with a state directory of its own, on the same host."""
 

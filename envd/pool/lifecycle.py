@@ -34,9 +34,6 @@ _CLOSE_ATTEMPTS = 3
 async def unregister_all(store: Store, *, adopted: Collection[str], reaped: Collection[str]) -> None:
     """Delete the rows of a previous daemon's machines, after its hypervisor has removed the machines.
 
-    Args:
-        adopted: Machines that were adopted; their rows stay.
-
     Raises:
         StoreError: No row was deleted.
     """

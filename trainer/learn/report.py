@@ -113,9 +113,6 @@ def write_report(runs: Sequence[Path], directory: Path) -> dict[str, Any]:
 
     Runs that ended before their last evaluation are listed and not summed up.
 
-    Args:
-        runs: Run directories; each may have many runs of the stage `rl`.
-
     Raises:
         LearnError: There is no run, a run has no demonstrations, or matplotlib is not installed; in this last case
             `results.json` is written.

@@ -131,9 +131,6 @@ def slime_args(envd: Mapping[str, Any], **given: Any) -> Namespace:
     """Return slime's arguments, with the defaults of its parser and our hooks.
 
     Needs slime.
-
-    Args:
-        envd: That mapping of the YAML file.
     """
     provider: Any = import_module("slime.utils.arguments").get_slime_extra_args_provider()
     parser = provider(argparse.ArgumentParser(allow_abbrev=False))

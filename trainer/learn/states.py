@@ -36,9 +36,6 @@ def train_step(
 ) -> float:
     """Make one optimiser step and return the norm of the gradient.
 
-    Args:
-        loss: The loss; None if the gradients are there already.
-
     Raises:
         LearnError: Loss or gradient is not finite; the weights are unchanged.
     """
@@ -88,9 +85,6 @@ def save_state(directory: Path, state: RunState) -> None:
 
 def load_state(directory: Path, settings: Settings | None, *, stage: str, resume: bool = True) -> RunState | None:
     """Return the saved state, or None if there is none.
-
-    Args:
-        settings: They must match those of the state; None to accept any.
 
     Raises:
         LearnError: There is a state that must not be continued.

@@ -37,7 +37,6 @@ class Rule:
     scope: Scope | None
     """The minimum scope; None if the method needs no token."""
     max_bytes: int = 256 << 10
-    """Maximum size of a request."""
 
 
 #: Maximum size of one message in either direction.

@@ -45,11 +45,7 @@ def tls_context(security: SecurityConfig, *, on_stale: Callable[[bool], None]) -
 
 
 def require_token(tokens: Reloaded[TokenTable] | None, scope: Scope, *, exempt: Iterable[str] = ()) -> Middleware:
-    """Return a middleware that answers 401 without a valid token, and 403 if its scope is too small.
-
-    Args:
-        tokens: The valid tokens; None to trust every caller.
-    """
+    """Return a middleware that answers 401 without a valid token, and 403 if its scope is too small."""
     free = frozenset(exempt)
 
     @web.middleware

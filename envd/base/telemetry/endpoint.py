@@ -22,11 +22,7 @@ _TLS_HANDSHAKE_S = 10.0
 async def serve_metrics(
     metrics: Metrics, listen: str, *, tls: ssl.SSLContext | None = None, middlewares: Sequence[Middleware] = ()
 ) -> AsyncIterator[str]:
-    """Serve metrics and yield the bound address.
-
-    Args:
-        listen: HOST:PORT, port 0 for a free one.
-    """
+    """Serve metrics and yield the bound address."""
 
     async def scrape(_: web.Request) -> web.Response:
         return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})

@@ -154,11 +154,7 @@ class Monitor:
 
     @asynccontextmanager
     async def device_file(self, path: Path, *, offset: int) -> AsyncIterator[None]:
-        """Open the file of `save_devices`; the machine may run.
-
-        Args:
-            offset: Where in the file the state begins.
-        """
+        """Open the file of `save_devices`; the machine may run."""
         with path.open("xb") as file:
             file.seek(offset)  # QEMU writes at the descriptor's position.
             await self.execute("add-fd", {"fdset-id": _FILE_SET}, file=file.fileno())

@@ -27,11 +27,7 @@ class Tpm:
     """One swtpm process. Blocking; for the libvirt executor."""
 
     def __init__(self, pid: int, *, process: subprocess.Popen[bytes] | None = None) -> None:
-        """Describe a running process. Raises: OSError: it has ended.
-
-        Args:
-            process: The process, if this daemon started it.
-        """
+        """Describe a running process. Raises: OSError: it has ended."""
         self._process = process
         self._handle: int | None = os.pidfd_open(pid)
 

@@ -66,11 +66,7 @@ def write_answer_disc(
     is_server: bool,
     programs: tuple[Program, ...],
 ) -> None:
-    """Write the answer disc.
-
-    Args:
-        guest_files: Drivers and guest agent in `drivers`.
-    """
+    """Write the answer disc."""
     tree: dict[str, bytes | Path] = {ANSWER_FILE: answers}
     manifest = {"drivers": list(LOGON_DRIVERS), "is_server": is_server, "programs": _programs(programs, tree)}
     tree[f"{GUEST_DIRECTORY}/manifest.json"] = json.dumps(manifest, indent=2).encode()

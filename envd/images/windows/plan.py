@@ -80,9 +80,6 @@ class BuildPlan:
 def plan_build(options: WindowsOptions, *, directory: Path) -> BuildPlan:
     """Check the media, the options and this host.
 
-    Args:
-        directory: Where the disk will be; its file system needs the space.
-
     Raises:
         ImageError: Something is missing or wrong; the message has the remedy.
     """

@@ -68,9 +68,6 @@ def choose(loads: Mapping[Key, HostLoad], *, size: int, rng: random.Random) -> K
 
     A host too small for the group is chosen only if all are; its daemon then returns the error. A host without room is
     chosen only if none has room; the group then waits in its queue.
-
-    Args:
-        size: Episodes to open, all on one host.
     """
     large = {key: load for key, load in loads.items() if load.capacity >= size} or dict(loads)
     roomy = {key: load for key, load in large.items() if load.room >= size}

@@ -37,9 +37,6 @@ def schema_of(name: str, form: Form) -> str:
 def function_intent(name: object, arguments: object, functions: Mapping[str, Form], *, tool: str) -> Intent:
     """Return the action of a function's call.
 
-    Args:
-        tool: Name of the tool of screen actions, for the error.
-
     Raises:
         ParseError: The function is unknown, or an argument is wrong.
     """

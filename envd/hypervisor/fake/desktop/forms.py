@@ -61,7 +61,6 @@ class Widget(BaseModel):
     fill: Colour | None = None
     """A button or item in this colour without a text; None for its name."""
     closes: bool = False
-    """Whether a button closes the window."""
     needed: bool = False
     """Whether the form shows an alarm once this item is deleted."""
 

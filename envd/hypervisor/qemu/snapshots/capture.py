@@ -225,11 +225,7 @@ class Freezer:
     """Makes and finds templates. Finding blocks; for the libvirt executor."""
 
     def __init__(self, store: TemplateStore, *, accelerator: Accelerator, versions: str, cpu: str) -> None:
-        """Configure what templates depend on in addition to their image and settings.
-
-        Args:
-            cpu: Identifies the processor that guests see.
-        """
+        """Configure what templates depend on in addition to their image and settings."""
         self._store = store
         self._accelerator = accelerator
         self._versions = versions
