@@ -122,7 +122,7 @@ async def perform(
 
 
 async def with_pixels(observation: Observation, episode: Episode | None, options: ObservationOptions) -> Observation:
-    """Return a recorded observation with its pixels if the screen still shows them, else unchanged. Resumes no guest."""
+    """Return a recorded observation, with its pixels if the screen still shows them. Resumes no guest."""
     if options.encoding is Encoding.NONE or episode is None or episode.machine.lost.is_set():
         return observation
     desktop = episode.machine.desktop
