@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envd.base.errors import ImageError
+from envd.base.tools import run_tool
 from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
 from envd.images.windows.answer_disc import write_answer_disc
 from envd.images.windows.answers import ANSWER_FILE, answer_file
@@ -69,10 +70,7 @@ def write_media(plan: BuildPlan, directory: Path) -> Media:
 
 def qemu_img(*arguments: str) -> None:
     """Run qemu-img. Raises: ImageError."""
-    done = subprocess.run(["qemu-img", *arguments], stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    if done.returncode != 0:
-        message = done.stderr.decode(errors="replace").strip()
-        raise ImageError(f"disk: qemu-img {arguments[0]} failed: {message}; check the free space")
+    run_tool(["qemu-img", *arguments], what=f"disk: qemu-img {arguments[0]}", error=ImageError)
 
 
 def write_boot_disc(path: Path, iso: Path, patch: BootPatch) -> None:
