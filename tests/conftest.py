@@ -36,9 +36,9 @@ settings.register_profile("thorough", untimed, max_examples=200)
 settings.load_profile("usual")
 # For detailed assertion errors in the contract suites.
 for module in (
-    "envd.hypervisor.contract.forks",
-    "envd.hypervisor.contract.machine",
-    "envd.hypervisor.contract.fixtures",
+    "tests.support.machine_contract.forks",
+    "tests.support.machine_contract.machine",
+    "tests.support.machine_contract.fixtures",
 ):
     pytest.register_assert_rewrite(module)
 

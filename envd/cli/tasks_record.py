@@ -17,7 +17,6 @@ from cuaenv.cli.terminal import err, out
 from cuaenv.client import AsyncEnvClient, AsyncEpisode
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors
 from envd.bench.demonstration import Proposal, propose, task_text
 from envd.bench.playing import play
 from envd.bench.session import maps_call_errors
@@ -49,7 +48,6 @@ class _Demonstration(EpisodeObserver):
             self.stepped_now.set()
 
 
-@reports_errors
 @runs_own_daemon("console_listen")
 def record(
     settings: Config,

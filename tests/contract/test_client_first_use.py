@@ -10,7 +10,8 @@ from datetime import timedelta
 import pytest
 
 from cuaenv import client as trainer
-from cuaenv.client import AsyncEnvClient, Click, EnvClient, EnvError, RetryPolicy, View, waiting
+from cuaenv.client import AsyncEnvClient, Click, EnvClient, EnvError, RetryPolicy, View
+from cuaenv.client import opening as client_opening
 from cuaenv.v1 import env_pb2
 from envd.api.server import ApiServer
 from envd.base import errors
@@ -208,7 +209,7 @@ async def test_an_error_of_the_synchronous_client_shows_two_frames(server: ApiSe
 async def test_a_reset_that_waits_logs_for_what(
     server: ApiServer, episodes: StubEpisodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(client_opening, "_INTERVAL_S", 0.02)
     episodes.report_pools(pool_info(4, name="desktop", waiting_count=1))
     episodes.reset_gate.clear()
     async with AsyncEnvClient(server.address) as client:
@@ -236,4 +237,4 @@ async def test_a_reset_that_waits_logs_for_what(
     ],
 )
 def test_the_reason_of_a_wait(pool: env_pb2.Pool, reason: str) -> None:
-    assert waiting.wait_reason(pool) == reason
+    assert client_opening.wait_reason(pool) == reason

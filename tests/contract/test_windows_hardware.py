@@ -18,8 +18,6 @@ import pytest
 from envd.base.errors import GuestError, GuestUnresponsive, NotForkable
 from envd.base.losses import Owner
 from envd.guest.agent import GuestAgent, renew_identity
-from envd.hypervisor.contract.fixtures import new_machine_id
-from envd.hypervisor.contract.forks import ForkContract
 from envd.hypervisor.machine import DiskImage, Drive, LeftoverKind, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.domain_xml import MachineFiles
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
@@ -29,6 +27,8 @@ from envd.hypervisor.qemu.tpm import Tpm
 from envd.hypervisor.qemu.user import QemuUser
 from tests.support import uefi_guest
 from tests.support.libvirt_fixtures import LibvirtFixtures
+from tests.support.machine_contract.fixtures import new_machine_id
+from tests.support.machine_contract.forks import ForkContract
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
 

@@ -65,7 +65,6 @@ class Rows:
         return len(self.ends)
 
     def row(self, index: int) -> npt.NDArray[np.int32]:
-        """Return the ids of a row."""
         return self.ids[self.ends[index - 1] if index else 0 : self.ends[index]]
 
 

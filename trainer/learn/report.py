@@ -37,14 +37,11 @@ class Run:
     name: str
     record: Mapping[str, Any]
     splits: Mapping[str, str]
-    """The split of each template."""
     evaluations: Sequence[Evaluation]
     updates: Sequence[Mapping[str, Any]]
-    """Metrics of each update."""
 
     @classmethod
     def read(cls, directory: Path, *, name: str, splits: Mapping[str, str]) -> Self:
-        """Read what a run left."""
         return cls(
             name=name,
             record=read_record(directory),
@@ -60,7 +57,6 @@ class Run:
 
     @property
     def arm(self) -> str:
-        """Name of its arm."""
         return str(self.record["arm"] or self.ablation or "rl")
 
     @property
@@ -91,7 +87,6 @@ class Run:
         return {name: [fmean(each[name] for each in end) for end in ends] for name in names}
 
     def as_json(self) -> dict[str, Any]:
-        """Return its entry in the list of all runs."""
         entry: dict[str, Any] = {
             **{key: self.record[key] for key in ("ablation", "arm", "seed", "status", "error")},
             "updates": len(self.updates),
@@ -117,10 +112,6 @@ def write_report(runs: Sequence[Path], directory: Path) -> dict[str, Any]:
     """Write `results.json` and plots to `directory`; return the results.
 
     Runs that ended before their last evaluation are listed and not summed up.
-
-    Args:
-        runs: Run directories; each may have many runs of the stage `rl`.
-        directory: Target; created if it is missing.
 
     Raises:
         LearnError: There is no run, a run has no demonstrations, or matplotlib is not installed; in this last case

@@ -171,7 +171,6 @@ class Settings(BaseModel):
 
     @property
     def agent_mapping(self) -> dict[str, Any]:
-        """The mapping `agent:` of the plug-in."""
         width, height = self.screen_px
         return {
             "grammar": "qwen3-vl",
