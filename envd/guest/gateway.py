@@ -111,9 +111,7 @@ class Gateway:
 
     Args:
         guestd: Address on the host of the guest's guestd.
-        serve: Serves the connections of the guest's programs.
         machine_id: The machine, for the exit and for logs.
-        connect: Opens connections to the guest.
     """
 
     def __init__(
@@ -126,9 +124,6 @@ class Gateway:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting_count = 0
         self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<Gateway of {self._machine_id} | {len(self._tasks)} connections>"
 
     async def open(self) -> None:
         """Make the proxy available to the guest's programs. Raises: GuestUnresponsive: guestd does not answer."""
@@ -184,13 +179,7 @@ class Gateway:
 
 
 class HostExit:
-    """Connects guests to the hosts of an allow list.
-
-    Args:
-        allowed: Destinations that guests may reach.
-        connect: Opens connections to destinations.
-        resolve: Returns the addresses of a name.
-    """
+    """Connects guests to the hosts of an allow list."""
 
     def __init__(
         self, allowed: AllowList, *, connect: Connect = asyncio.open_connection, resolve: Resolve = _resolve
@@ -199,9 +188,6 @@ class HostExit:
         self._connect = connect
         self._resolve = resolve
         self._logged: set[str] = set()
-
-    def __repr__(self) -> str:
-        return f"<HostExit {self._allowed}>"
 
     def take_unrecorded(self, machine_id: str) -> tuple[UnrecordedRequest, ...]:  # noqa: ARG002
         """See `Exit`: it has no recording."""
