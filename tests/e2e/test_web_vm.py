@@ -1,6 +1,5 @@
 """A real guest records an HTTPS site, and eight forks see the same without it."""
 
-import asyncio
 import json
 import os
 from datetime import timedelta
@@ -8,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cuaenv.client import EnvClient, Episode, View, Wait
+from cuaenv.client import EnvClient, Episode, View
 from envd.base.config_values import default_cache_dir
 from envd.integrations.web.environment import WebEnvironment
-from envd.integrations.web.recordings import WebRecordings
-from tests.contract.test_web_recordings import running_proxy
 from tests.support.served import ServedDaemon
 from tests.support.web_site import serve_site
 
@@ -55,8 +52,7 @@ def visit(path, body=None):
 pages = [("/start",), ("/home",), ("/login", b"name=ann"), ("/random",), ("/file.bin",), ("/missing",)]
 print(json.dumps([visit(*page) for page in pages]))
 """
-RESET_TIMEOUT = timedelta(minutes=20)
-OFFICE = default_cache_dir() / "images/office/current"
+RESET_TIMEOUT = timedelta(minutes=10)
 NO_FRAMES = View(encoding="none")
 
 
@@ -102,64 +98,3 @@ def test_a_guest_records_a_site_that_eight_forks_see_without_it(
     finally:
         assert daemon.end() == 0
     assert os.listdir(cache_dir / "assets" / "web") == ["shop.warc.gz"]
-
-
-#: argv: the page. Prints its document, or the error. The proxy is set as a user would: it is not used for loopback.
-FIREFOX = """\
-import pathlib, socket, subprocess, sys, tempfile, time
-from marionette_driver.marionette import Marionette
-settings = {"type": 1, "ssl": "127.0.0.1", "ssl_port": 3128, "allow_hijacking_localhost": True, "no_proxies_on": ""}
-profile = pathlib.Path(tempfile.mkdtemp())
-lines = (f'user_pref("network.proxy.{name}", {value!r});' for name, value in settings.items())
-(profile / "user.js").write_text("\\n".join(lines).replace("True", "true"))
-command = ["firefox-esr", "--headless", "--marionette", "--profile", profile]
-browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-while socket.socket().connect_ex(("127.0.0.1", 2828)):
-    time.sleep(1)
-client = Marionette(host="127.0.0.1", port=2828)
-client.start_session()
-client.timeout.page_load = 300
-try:
-    client.navigate(sys.argv[1])
-    print(client.page_source)
-except Exception as error:
-    print(repr(error))
-browser.kill()
-"""
-
-
-@pytest.mark.skipif(not OFFICE.is_dir(), reason="run `envd image build office`")
-def test_firefox_of_the_office_image_accepts_a_replayed_site(short_dir: Path, tmp_path: Path) -> None:
-    recordings = WebRecordings(short_dir / "c/assets")
-
-    async def record(url: str) -> None:
-        async with running_proxy(recordings, url.split("/")[2]) as running:
-            await asyncio.to_thread(running.visitor().open, url)
-
-    (short_dir / "c").mkdir()
-    for name in ("images", "web"):
-        (short_dir / "c" / name).symlink_to(default_cache_dir() / name)
-    with serve_site(tmp_path) as port, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-        url = f"https://127.0.0.1:{port}/home"
-        asyncio.run(record(url))
-    config = CONFIG.format(
-        cache_dir=short_dir / "c", template_dir=short_dir / "t", size=1, web="replay", allowed=""
-    ).replace('image = "desktop"', 'image = "office"')
-    daemon = ServedDaemon(short_dir / "p", config)
-    try:
-        address = daemon.wait_for(r"listening on (\S+)", timeout_s=120)
-        with (
-            EnvClient(address) as client,
-            client.reset("desktop/type-greeting", view=NO_FRAMES, timeout=RESET_TIMEOUT) as episode,
-        ):
-            shown = episode.run_command(["python3", "-c", FIREFOX, url], timeout=timedelta(minutes=9))
-            assert "<h1>Hello, a stranger</h1>" in shown.stdout.decode(), shown
-            missing = episode.run_command(
-                ["curl", "-skx", "http://127.0.0.1:3128", "--noproxy", "", f"{url}/none"], timeout=timedelta(minutes=2)
-            )
-            assert b"was not recorded" in missing.stdout
-            step = episode.step(Wait(timedelta(seconds=1)))
-            assert any(each.url == f"{url}/none" for each in step.unrecorded_requests), step.unrecorded_requests
-    finally:
-        assert daemon.end() == 0
