@@ -51,7 +51,7 @@ class _Execution(BaseModel):
     revision: int = Field(ge=0)
     checkpoint: Checkpoint | None = None
     score: Score | None = None
-    """Of a session whose agent had ended it; it has no checkpoint."""
+    """Score of a session that its agent had ended, which has no checkpoint."""
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
