@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cuaenv.client import Action, Click, Evaluation, Observation, Origin, State, StepResult, View
+from cuaenv.client import Action, Checkpoint, Click, Evaluation, Observation, Origin, State, StepResult, View
 from cuaenv.frames import TiledImage
 from trainer.agent.grammars import Grammar
 from trainer.agent.settings import AgentSettings
+from trainer.agent.starts import task_id_of
 from trainer.sight.check import Plan
 
 #: Turns of an episode: enough that pictures can be lost after the first one, or exchanged among later ones.
@@ -114,14 +115,19 @@ class PictureEnvironments:
         self._plan = plan
 
     @asynccontextmanager
-    async def reset(self, task: str, **_: object) -> AsyncIterator[PictureEpisode]:
+    async def reset(self, task: str | Checkpoint, **_: object) -> AsyncIterator[PictureEpisode]:
         """Open an episode."""
-        yield PictureEpisode(self._plan.episodes[int(task.removeprefix("sight/"))])
+        yield self._episode(task)
 
     @asynccontextmanager
-    async def reset_group(self, task: str, *, size: int, **_: object) -> AsyncIterator[Sequence[PictureEpisode]]:
+    async def reset_group(
+        self, task: str | Checkpoint, *, size: int, **_: object
+    ) -> AsyncIterator[Sequence[PictureEpisode]]:
         """Open equal episodes."""
-        yield [PictureEpisode(self._plan.episodes[int(task.removeprefix("sight/"))]) for _ in range(size)]
+        yield [self._episode(task) for _ in range(size)]
+
+    def _episode(self, task: str | Checkpoint) -> PictureEpisode:
+        return PictureEpisode(self._plan.episodes[int(task_id_of(task).removeprefix("sight/"))])
 
 
 def tokens_of(processor: Any) -> dict[str, Any]:
