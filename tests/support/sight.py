@@ -23,7 +23,7 @@ ALL, LATER = {1, 2, 3}, {2, 3}
 
 @dataclass(frozen=True)
 class Fault:
-    """What is lost, and the turns with a finding by side; other sides have none."""
+    """What is lost, and the turns with a finding by side; the other side has none."""
 
     found: dict[str, set[int]] = field(default_factory=dict)
     is_engine_blind: bool = False
@@ -35,12 +35,10 @@ class Fault:
 FAULTS = {
     "none": Fault(),
     "agent-lightning: the learner's forward pass gets no pixel_values": Fault(
-        {"learner": ALL, "engine and learner": ALL}, has_learner_inputs=False
+        {"learner": ALL}, has_learner_inputs=False
     ),
-    "NeMo-RL: requests lose their pictures": Fault({"engine": ALL, "engine and learner": ALL}, is_engine_blind=True),
-    "verifiers and prime-rl: the batch loses its tensors": Fault(
-        {"learner": ALL, "engine and learner": ALL}, has_batch_inputs=False
-    ),
+    "NeMo-RL: requests lose their pictures": Fault({"engine": ALL}, is_engine_blind=True),
+    "verifiers and prime-rl: the batch loses its tensors": Fault({"learner": ALL}, has_batch_inputs=False),
     "slime: pictures are lost after the first turn": Fault(
         {"engine": LATER, "learner": LATER}, lost_turns=frozenset(LATER)
     ),
@@ -103,9 +101,14 @@ def examine(plan: Plan, episodes: Sequence[Episode], model: Model, fault: Fault)
     )
 
 
-def sides(report: Report) -> dict[str, set[int]]:
-    """Return the turns with findings, by side."""
+def check(report: Report, fault: Fault) -> None:
+    """Assert that a fault is found, at its side and turns. The gap between both sides depends on random weights."""
     found: dict[str, set[int]] = {}
     for each in report.findings:
         found.setdefault(each.side, set()).add(each.turn)
-    return found
+    assert bool(found) == bool(fault.found), str(report)
+    found.pop("engine and learner", None)
+    if fault.is_engine_blind:
+        # What pixels change in a small random model can be less than its gap to such an engine.
+        found.pop("learner", None)
+    assert found == fault.found, str(report)

@@ -158,8 +158,8 @@ def turns_of(row: Mapping[str, Any], processor: Any) -> list[Turn]:
     """Return the turns of a row that verl hands its learner, a batch of one, for `trainer.sight.check.compare`."""
     names = ("prompts", "responses", "response_mask", "rollout_log_probs")
     prompt, response, mask, log_probs = (row[name][0].tolist() for name in names)
-    inputs = row.get("multi_modal_inputs")
-    return turns_of_row([*prompt, *response], mask, log_probs, inputs and inputs[0], **tokens_of(processor))
+    inputs = dict(row["multi_modal_inputs"][0].items()) if "multi_modal_inputs" in row.keys() else {}  # noqa: SIM118 -- tensordict
+    return turns_of_row([*prompt, *response], mask, log_probs, inputs, **tokens_of(processor))
 
 
 @dataclass(eq=False, slots=True)

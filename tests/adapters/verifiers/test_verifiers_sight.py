@@ -13,18 +13,26 @@ import aiohttp.web
 import pytest
 import verifiers.v1 as vf
 
-from tests.support.sight import AGENT, FAULTS, SETTINGS, Fault, examine, picture_of, plant_messages, reply, sides
+from tests.support.sight import AGENT, FAULTS, SETTINGS, Fault, check, examine, picture_of, plant_messages, reply
 from trainer.adapters.verifiers import DesktopConfig, DesktopEnvConfig, SightEnv, turns_of
+from trainer.agent.grammars import Picture
+from trainer.learn.checkpoint import write_checkpoint
 from trainer.sight.model import Model
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 
+#: Tokens that verifiers' renderer of Qwen3-VL requires.
+PIECES = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    from trainer.learn.sight import tiny_model
-
-    return Model(tiny_model(tmp_path_factory.mktemp("model") / "tiny", SETTINGS))
+    directory, instructions = (
+        tmp_path_factory.mktemp("model") / "tiny",
+        SETTINGS.make_grammar().instructions(Picture(1001, 1001)),
+    )
+    return Model(write_checkpoint(directory, vocabulary=[instructions] * 8, pieces=PIECES))
 
 
 class Engine:
@@ -38,7 +46,7 @@ class Engine:
     async def generate(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
         body = await request.json()
         self.temperatures.add(body["sampling_params"]["temperature"])
-        urls = [part["image_url"]["url"] for part in body.get("content_parts", ()) if part["type"] == "image_url"]
+        urls = [part["url"] for part in body.get("content_parts", ())]
         images = [picture_of(url.partition(",")[2]) for url in urls]
         processor = self._model.processor.image_processor
         inputs = processor(images=images, return_tensors="pt") if images else {}
@@ -53,7 +61,16 @@ class Engine:
             "logprobs": {"content": content},
             "finish_reason": "stop" if ended else "length",
         }
-        answer = {"request_id": "1", "choices": [choice], "prompt_token_ids": prompt, "mm_placeholders": {"image": []}}
+        places = [place for place, token in enumerate(prompt) if token == self._model.image_id]
+        starts = [place for place in places if place - 1 not in places]
+        ends = [place for place in places if place + 1 not in places]
+        runs = [{"offset": start, "length": end - start + 1} for start, end in zip(starts, ends, strict=True)]
+        answer = {
+            "request_id": "1",
+            "choices": [choice],
+            "prompt_token_ids": prompt,
+            "mm_placeholders": {"image": runs},
+        }
         return aiohttp.web.json_response(answer)
 
     @asynccontextmanager
@@ -84,8 +101,8 @@ async def test_planted_faults_are_found(fault: Fault, model: Model, monkeypatch:
             for task in list(env.taskset):
                 (slot,) = env.slots(task, 1)
                 episode = await env.run_slot(slot, context)
-                assert episode.ok, episode.errors
+                assert episode.ok, [trace.errors for trace in episode.traces] or episode.errors
                 episodes += [turns_of(trace, model.processor) for trace in episode.traces]
     report = examine(env.plan, episodes, model, fault)
-    assert sides(report) == fault.found, str(report)
+    check(report, fault)
     assert engine.temperatures == {0.0}

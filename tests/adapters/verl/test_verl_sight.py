@@ -8,7 +8,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from tests.adapters.verl import test_verl
 from tests.adapters.verl.test_verl import Rollout, queue  # noqa: F401 -- a fixture
-from tests.support.sight import AGENT, FAULTS, SETTINGS, Fault, examine, plant, reply, sides
+from tests.support.sight import AGENT, FAULTS, SETTINGS, Fault, check, examine, plant, reply
 from trainer.adapters.verl import turns_of
 from trainer.sight.episode import plan_of
 from trainer.sight.model import Model
@@ -55,5 +55,5 @@ async def test_planted_faults_are_found(
         assert status == "finished"
         episodes += [turns_of(row, rollout.worker.processor) for row in rows.values()]
     report = examine(plan, episodes, eyes, fault)
-    assert sides(report) == fault.found, str(report)
+    check(report, fault)
     assert engine.temperatures == {0.0}
