@@ -146,8 +146,9 @@ class JudgeWorkers:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 ready = await _read(worker)
         except (TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+            ended = "" if worker.returncode is None else f": it ended with status {worker.returncode}"
             await _end(worker)
-            raise RuntimeError("a judge worker does not start") from error
+            raise RuntimeError(f"a judge worker does not start{ended}") from error
         except BaseException:
             await _end(worker)
             raise
