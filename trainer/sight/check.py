@@ -28,8 +28,11 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-#: Difference of log-probabilities, in nats, that arithmetic in half precision may cause.
+#: Difference of log-probabilities, in nats, that arithmetic in half precision may cause between engine and learner.
 _TOLERANCE = 0.05
+#: Pixels that are seen change log-probabilities by more. Lost ones change nothing but what a repeated episode does:
+#: small random models change by 0.04, and a trained one by whole nats.
+_LEAST_CHANGE = 0.01
 #: A difference counts as caused by pixels if it is this many times that of a repeated episode.
 _NOISE_FACTOR = 4.0
 #: The gap between engine and learner is at most this share of what exchanging a picture changes.
@@ -226,7 +229,7 @@ def compare(plan: Plan, episodes: Sequence[Episode], learner: Learner | None, pa
 def _engine(report: Report, turn: int, base: Turn, exchanged: Turn) -> None:
     change = _difference(base, exchanged)
     report.engine_change.append(change)
-    limit = max(_TOLERANCE, _NOISE_FACTOR * report.noise)
+    limit = max(_LEAST_CHANGE, _NOISE_FACTOR * report.noise)
     if change is None:
         report.add(turn, "engine", "earlier replies differ although nothing changed", "how it samples greedily")
     elif change <= limit:
@@ -270,7 +273,7 @@ def _learner(report: Report, turn: int, base: Turn, exchanged: Turn, learner: Le
         gap = _mean_difference(mine, base.log_probs)
         other = exchange(base.inputs, base.image, exchanged.inputs, exchanged.image)
         change = _mean_difference(_of_reply(learner(base.tokens, other), base), mine)
-        if change <= min(_TOLERANCE, gap):
+        if change <= min(_LEAST_CHANGE, gap):
             what = f"another picture changes its log-probabilities by {_nats(change)}"
             report.add(turn, "learner", what, "whether its forward pass gets pixel_values and image_grid_thw")
         limit = max(_TOLERANCE, change * _GAP_SHARE)
