@@ -9,6 +9,7 @@ import typer
 from pydantic import ValidationError
 
 from cuaenv.cli.terminal import err
+from cuaenv.problems import problem_of
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors
@@ -82,6 +83,7 @@ def with_oracle(task: Task, oracles: Mapping[str, Any]) -> Task:
     if steps is None:
         return task
     try:
-        return Task.model_validate(task.model_dump() | {"oracle": steps, "tools": sorted({*task.tools, *GUEST_TOOLS})})
+        own = {"oracle": steps, "tools": sorted({*task.tools, *GUEST_TOOLS})}
+        return Task.model_validate(task.model_dump(exclude={"oracle"}, by_alias=True) | own)
     except ValidationError as error:
-        raise ConfigError(f"oracle of {task.task_id}: {error}") from error
+        raise ConfigError(f"oracle of {task.task_id}: {problem_of(error.errors()[0])}") from error
