@@ -120,9 +120,12 @@ class Evaluating:
                     except EvaluatorFailed as repeated:
                         reason = f"at the task's start the checkers work, but not here: {repeated}"
                         loss = Loss(Owner.GUEST, reason, "UNCHECKABLE")
-                if loss is not None and loss.owner is Owner.GUEST:
+                if loss is not None and loss.owner is not Owner.UNDECIDED:
                     self._context.registry.end_by(episode, error, loss)
                 if not episode.guest_end_cause:
+                    if loss is not None and loss.owner is Owner.HOST:
+                        # What the host broke may work on another machine.
+                        raise loss.error(f"episode {episode.episode_id}") from error
                     raise
             except EnvdError as error:
                 raised = await self._context.registry.lose(episode, error)

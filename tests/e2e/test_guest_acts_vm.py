@@ -51,7 +51,7 @@ CHECKERS: dict[str, dict[str, Any]] = {
     "window": {"kind": "window", "window": {"title": "^forty-two$"}},
     "clipboard": {"kind": "clipboard", "equals": "42"},
     "screen": {"kind": "on_screen", "named": "^forty-two$"},
-    "directory": {"kind": "directory", "path": in_home("many"), "entries": ["42"]},
+    "directory": {"kind": "directory", "path": in_home("many"), "entries": ["forty-two"]},
     "ini": {"kind": "ini_value", "path": in_home("reply.ini"), "section": "a", "key": "b", "equals": "42"},
     "power": {"kind": "powered_off"},
     "image": {
@@ -156,8 +156,8 @@ ACTS = {
     "link to /proc/1/pagemap": Act(user="ln -s /proc/1/pagemap reply.txt"),
     "link to /proc/1/mem": Act(user="ln -s /proc/1/mem reply.txt"),
     "link to /dev/zero": Act(user="ln -s /dev/zero reply.txt"),
-    "flickering file": Act(user="while :; do printf 42 > reply.txt; rm reply.txt; done &"),
-    "growing file": Act(user="yes > reply.txt & sleep 0.2"),
+    "flickering file": Act(user="while :; do printf 41 > reply.txt; rm reply.txt; done &"),
+    "growing file": Act(user="yes > reply.txt & sleep 0.2", causes=ended("", "DISK_FULL")),
     "exchanged file": Act(user="printf 41 > a; while :; do ln -f a reply.txt; ln -sfn / reply.txt; done &", score=0),
     "text that is slow to judge": Act(
         task="ini", user="{ printf b; head -c 35000 /dev/zero | tr '\\0' ' '; echo c; } > reply.ini"
@@ -183,7 +183,7 @@ ACTS = {
     "halt": Act(root="halt -f", causes=ended("POWER_OFF", "UNRESPONSIVE")),
     "reboot": Act(root="reboot -f", causes=ended("REBOOT")),
     "panic": Act(root="echo c > /proc/sysrq-trigger", causes=ended("PANIC")),
-    "forged panic": Act(root="echo 'Kernel panic - not syncing: x' > /dev/ttyS0"),
+    "forged panic": Act(root="echo 'Kernel panic - not syncing: x' > /dev/ttyS0", causes=ended("", "PANIC")),
     "stop the guest agent": Act(root=f"systemctl stop {AGENT}", causes=ended("UNRESPONSIVE")),
     "mask the guest agent": Act(root=f"systemctl mask --now {AGENT}", causes=ended("UNRESPONSIVE")),
     "poweroff by sudo": Act(user="sudo poweroff", causes=ended("POWER_OFF"), images=OSWORLD),
@@ -250,6 +250,8 @@ async def play(episode: AsyncEpisode, act: Act, pid: int, directory: Path) -> tu
                 with suppress(EnvError):
                     await episode.run_command(argv, as_root=as_root or IS_WINE, timeout=timedelta(seconds=90))
         if act.host:
+            # A machine that has not run yet is only loaded by its first step.
+            await episode.step(Wait(timedelta(seconds=1)), timeout=long)
             act.host(pid, directory)
         with suppress(GuestEnded):
             for _ in range(12):

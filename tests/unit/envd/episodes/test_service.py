@@ -415,6 +415,18 @@ async def test_a_checker_that_the_ended_session_cannot_answer_scores_0(world: Wo
     assert (evaluated.score, evaluated.episode.guest_end_cause) == (0.0, "UNRESPONSIVE")
 
 
+async def test_a_checker_that_the_hosts_full_disk_stops_voids_the_episode_as_lost(
+    world: World, episode_id: str
+) -> None:
+    world.machine(episode_id).silence = Silence(run_state="io-error")
+    failure = EvaluatorFailed("the agent's processes could not be stopped")
+    failure.__cause__ = GuestUnresponsive("no answer within 60 s")
+    world.tasks.check_error = failure
+    for _ in range(2):
+        with pytest.raises(MachineLost, match="disk is full"):
+            await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+
+
 def blocked() -> EvaluatorFailed:
     failure = EvaluatorFailed("check 'window' failed: cannot open display")
     failure.__cause__ = GuestError("cannot open display")
