@@ -266,8 +266,8 @@ def _paths(check: AnyLeafChecker) -> Iterator[str]:
         case FileCheck(path=path):
             yield path
         case OsworldEvaluator():
-            getters = getter_configs(check.to_osworld(), "result")
-            yield from (path for each in getters if isinstance(path := each.get("path"), str) and path.startswith("/"))
+            named = (getter.get("path") for getter in getter_configs(check.to_osworld(), "result"))
+            yield from (name for name in named if isinstance(name, str) and name.startswith("/"))
 
 
 def _program(name: str, output: str) -> dict[str, str]:
