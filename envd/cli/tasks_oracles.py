@@ -12,7 +12,6 @@ from cuaenv.cli.terminal import err
 from cuaenv.problems import problem_of
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors
 from envd.bench.attack.playing import GUEST_TOOLS
 from envd.cli.options import with_settings
 from envd.daemon.suites import load_tasks
@@ -21,7 +20,6 @@ from envd.tasks.oracle import write_action
 from envd.tasks.templates import MAX_SEED, split_of
 
 
-@reports_errors
 @with_settings("tasks", "hypervisor")
 def oracles(
     settings: Config,

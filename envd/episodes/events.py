@@ -33,7 +33,6 @@ class PerformedStep:
     is_rolled_back: bool = False
     """Whether a later rollback took it back."""
     performed: tuple[Action, ...] = ()
-    """The actions that were performed."""
     source: str = "agent"
     """`human` if a person acted in the page."""
 
@@ -64,15 +63,12 @@ class EpisodeEvents:
         self._observers: list[EpisodeObserver] = []
 
     def add(self, observer: EpisodeObserver) -> None:
-        """Pass all events from now on to `observer`."""
         self._observers.append(observer)
 
     def opened(self, episode: Episode) -> None:
-        """Report a new episode."""
         self._each(lambda observer: observer.opened(episode))
 
     def stepped(self, episode: Episode, command: StepCommand, result: StepResult, *, time: datetime) -> None:
-        """Report a performed step."""
         if not self._observers:
             return
         settle = result.observation.settle
@@ -128,15 +124,12 @@ class EpisodeEvents:
         self._each(lambda observer: observer.stepped(episode, step))
 
     def rolled_back(self, episode: Episode) -> None:
-        """Report a rollback."""
         self._each(lambda observer: observer.rolled_back(episode))
 
     def scored(self, episode: Episode) -> None:
-        """Report the checkers' result."""
         self._each(lambda observer: observer.scored(episode))
 
     def closed(self, episode: Episode) -> None:
-        """Report a closed episode."""
         self._each(lambda observer: observer.closed(episode))
 
     def _each(self, report: Callable[[EpisodeObserver], None]) -> None:

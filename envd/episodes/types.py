@@ -69,11 +69,9 @@ class Origin:
     overlay_parent: str
     """Identifies the disk on which its machine's overlay is based."""
     first_frame_id: str
-    """The agent's first frame."""
     checkpoint_id: str = ""
     """The checkpoint in whose state it began; empty if none."""
     checkpoint_episode_id: str = ""
-    """The episode of that checkpoint."""
     perturbations: tuple[str, ...] = ()
     """Kinds of the perturbations of its world."""
 

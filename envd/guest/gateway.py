@@ -95,9 +95,7 @@ class Gateway:
 
     Args:
         guestd: Address on the host of the guest's guestd.
-        serve: Serves the connections of the guest's programs.
         machine_id: The machine, for the exit and for logs.
-        connect: Opens connections to the guest.
     """
 
     def __init__(
@@ -110,9 +108,6 @@ class Gateway:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting_count = 0
         self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<Gateway of {self._machine_id} | {len(self._tasks)} connections>"
 
     async def open(self) -> None:
         """Make the proxy available to the guest's programs. Raises: GuestUnresponsive: guestd does not answer."""
@@ -168,13 +163,7 @@ class Gateway:
 
 
 class HostExit:
-    """Connects guests to the hosts of an allow list.
-
-    Args:
-        allowed: Destinations that guests may reach.
-        connect: Opens connections to destinations.
-        resolve: Returns the addresses of a name.
-    """
+    """Connects guests to the hosts of an allow list."""
 
     def __init__(
         self, allowed: AllowList, *, connect: Connect = asyncio.open_connection, resolve: Resolve = _resolve
@@ -183,9 +172,6 @@ class HostExit:
         self._connect = connect
         self._resolve = resolve
         self._logged: set[str] = set()
-
-    def __repr__(self) -> str:
-        return f"<HostExit {self._allowed}>"
 
     async def __call__(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str

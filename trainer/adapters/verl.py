@@ -41,9 +41,7 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
         """Check the configuration.
 
         Args:
-            arguments: Those of verl's `AgentLoopBase`.
             envd: See `TrainingConfig`. The row of an episode must not be divided: `agent.images_per_row` is 0.
-            options: Those of verl's `AgentLoopBase`.
 
         Raises:
             ConfigError: A key is unknown or a value is invalid.

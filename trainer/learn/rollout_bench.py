@@ -69,10 +69,6 @@ def measure(slime_home: Path, *, episodes: int, turns: int, picture_dir: str = "
     """Return the report of `trainer bench rollout --json`. Raises: LearnError.
 
     Args:
-        slime_home: Checkout of slime.
-        episodes: Concurrent episodes.
-        turns: Turns of each.
-        picture_dir: `envd.picture_dir`.
         workers: Compare so many `envd.workers` with slime's one process instead of measuring the turns.
     """
     use_slime(slime_home)

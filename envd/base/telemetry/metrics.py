@@ -156,7 +156,6 @@ class Metrics:
     # -- events -------------------------------------------------------------------------------------------------
 
     def group_admitted(self, *, pool: str, run: str, machine_count: int, wait_s: float) -> None:
-        """Record a group that got its machines and reservations."""
         labels = {"pool": pool, "run": self._run_label(run)}
         self.admissions.labels(**labels).inc()
         self.machines_granted.labels(**labels).inc(machine_count)
@@ -176,7 +175,6 @@ class Metrics:
         self.observe_phases(self.step_duration, pool, timings_ms)
 
     def episode_evaluated(self, *, pool: str, score: float, timings_ms: Mapping[str, float]) -> None:
-        """Record a score."""
         self.scores.labels(pool=pool).observe(score)
         self.observe_phases(self.evaluate_duration, pool, timings_ms)
 

@@ -42,7 +42,6 @@ class JudgeWorkers:
 
     Args:
         limit: Maximum of concurrent quick jobs, and of concurrent slow ones; further jobs wait.
-        memory_mib: Address space of a worker.
         cpu_s: CPU time of a job, in seconds.
         quick_s: Time of a quick job from its start, in seconds.
         time_s: Time of a slow job from its start, in seconds.

@@ -21,7 +21,6 @@ def write_page(recording: Recording, path: Path, *, progress: Callable[[float], 
 
     Raises:
         RecordingUnreadable: A frame is damaged.
-        OSError: The file cannot be written.
     """
     sections = [_section("start", "", _screen(recording, 0))]
     for count, step in enumerate(recording.steps, 1):

@@ -42,11 +42,7 @@ class WebProxy:
     """Records into or replays one recording, for the guests of one pool.
 
     Args:
-        recording: Name of the recording.
-        recordings: Where it is.
-        environment: The programs.
         servers: Reaches the web servers while recording; None to replay.
-        max_bytes: Most bytes of a recording.
         on_request: Called for each request with its outcome: `recorded`, `replayed`, `not_recorded` or `failed`.
     """
 
@@ -75,9 +71,6 @@ class WebProxy:
         self._connections: set[asyncio.Task[None]] = set()
         """Connections to web servers."""
 
-    def __repr__(self) -> str:
-        return f"<WebProxy {'replays' if self._servers is None else 'records'} {self._name}>"
-
     async def start(self) -> None:
         """Start the process unless it is running.
 
@@ -105,7 +98,6 @@ class WebProxy:
     async def __call__(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str
     ) -> None:
-        """Serve one connection of a program. Raises: OSError: It broke."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:

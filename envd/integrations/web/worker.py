@@ -117,7 +117,6 @@ class _Exchanges:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def running(self) -> None:
-        """Accept connections of guests: mitmproxy listens now."""
         self._control.setblocking(False)
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._accept)
         _send(self._control, {"ready": 1})
@@ -136,7 +135,6 @@ class _Exchanges:
             flow.request.headers.pop(name, None)
 
     def response(self, flow: http.HTTPFlow) -> None:
-        """Record what a web server answered."""
         response = flow.response
         if self._replayed is not None or response is None or response.headers.get("proxy-status", "")[:4] == "envd":
             return
@@ -164,7 +162,6 @@ class _Exchanges:
         self._report("failed" if problem else "recorded", flow, problem)
 
     def error(self, flow: http.HTTPFlow) -> None:
-        """Report a request that no server answered."""
         self._report("failed", flow, flow.error.msg if flow.error else "")
 
     def _replay(self, recording: Recording, flow: http.HTTPFlow) -> http.Response:
