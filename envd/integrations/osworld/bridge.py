@@ -60,14 +60,7 @@ class WorkerBridge:
             await self._run(desktop, "set_up", part, {}, os, first_step=first, on_step=on_step)
 
     async def evaluate(self, desktop: Desktop, evaluator: Mapping[str, Any], *, os: GuestOs) -> CheckOutcome:
-        """Score the guest's current state. The session is stopped after `postconfig`, if only files are read.
-
-        Raises:
-            GuestError: OSWorld's code failed, exceeded its limit, or could not query the guest, or the session could
-                not be stopped.
-            GuestUnresponsive: The session could not be stopped in time.
-            MachineLost: The machine is gone.
-        """
+        """See `OsworldBridge`. The session is stopped after `postconfig`, if only files are read."""
         if not reads_only_files(evaluator):
             return outcome_of(await self._run(desktop, "evaluate", (), evaluator, os))
         if postconfig := evaluator.get("postconfig"):
