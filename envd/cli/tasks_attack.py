@@ -13,6 +13,7 @@ from envd.bench.attack.mutants import Family, Mutant
 from envd.bench.attack.playing import Attack, attack, attack_config
 from envd.bench.attack.report import Report, ResultsFile, read_verdicts, write_passed
 from envd.cli.options import runs_own_daemon
+from envd.cli.tasks_oracles import read_oracles, with_oracle
 from envd.cli.tasks_verify import Suites, TaskIds, choose, names_of, on_image
 from envd.daemon.ephemeral import run_until_signal
 from envd.daemon.suites import load_tasks, with_suites
@@ -27,6 +28,10 @@ def attack_command(
     suites: Suites = None,
     families: Annotated[
         list[Family] | None, typer.Option("--family", help="Play only this kind of mutant; repeatable. Default: all.")
+    ] = None,
+    oracles: Annotated[
+        Path | None,
+        typer.Option("--oracles", metavar="FILE", help="Oracles for other tasks, as `envd tasks oracles` prints them."),
     ] = None,
     image: Annotated[str, typer.Option(help="Image to play on.", show_default="the tasks' own")] = "",
     parallel_count: Annotated[int, typer.Option("--jobs", min=1, max=64, help="Mutants played at once.")] = 2,
@@ -50,9 +55,10 @@ def attack_command(
     """Play almost right solutions and cheats of each task, which a sound checker scores below 1, on forks."""
     wanted = names_of(task_ids, suites)
     settings = with_suites(settings, wanted)
-    chosen = [
-        task for task in choose(load_tasks(settings, include_osworld=False), wanted) if task.oracle and task.checker
-    ]
+    given = read_oracles(oracles) if oracles else {}
+    catalogue = load_tasks(settings, include_osworld=bool(given))
+    named = map(catalogue.get, given) if given and not wanted else choose(catalogue, wanted)
+    chosen = [task for task in (with_oracle(each, given) for each in named) if task.oracle and task.checker]
     reviewed = read_verdicts(files("envd.bench.attack") / "verdicts.yaml") | read_verdicts(verdicts)
     image, playable, _ = on_image(settings, chosen, image)
     own = attack_config(settings, parallel_count=parallel_count, image=image)

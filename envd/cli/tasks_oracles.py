@@ -1,14 +1,18 @@
 """`envd tasks oracles`: print the oracles of tasks, for clients that play them through the service."""
 
 import json
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from cuaenv.cli.terminal import err
+from cuaenv.problems import problem_of
 from envd.base.config import Config
 from envd.base.errors import ConfigError
+from envd.bench.attack.playing import GUEST_TOOLS
 from envd.cli.options import with_settings
 from envd.daemon.suites import load_tasks
 from envd.tasks.model import Task
@@ -60,3 +64,24 @@ def oracle_line(task: Task) -> dict[str, object]:
     """Return a task's line; coordinates are pixels of a 1280x800 screen."""
     steps = [[write_action(action) for action in step] for step in task.oracle]
     return {"task_id": task.task_id, "version": task.version, "split": split_of(task), "steps": steps}
+
+
+def read_oracles(path: Path) -> dict[str, Any]:
+    """Return the steps of a file of such lines, by task id. Raises: ConfigError: It cannot be read."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return {line["task_id"]: line["steps"] for line in lines}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"oracles {path} cannot be read: {error!r}") from error
+
+
+def with_oracle(task: Task, oracles: Mapping[str, Any]) -> Task:
+    """Return a task with its steps in `oracles`, which may use tools; without any, unchanged. Raises: ConfigError."""
+    steps = oracles.get(task.task_id)
+    if steps is None:
+        return task
+    try:
+        own = {"oracle": steps, "tools": sorted({*task.tools, *GUEST_TOOLS})}
+        return Task.model_validate(task.model_dump(exclude={"oracle"}, by_alias=True) | own)
+    except ValidationError as error:
+        raise ConfigError(f"oracle of {task.task_id}: {problem_of(error.errors()[0])}") from error

@@ -120,9 +120,12 @@ class Evaluating:
                     except EvaluatorFailed as repeated:
                         reason = f"at the task's start the checkers work, but not here: {repeated}"
                         loss = Loss(Owner.GUEST, reason, "UNCHECKABLE")
-                if loss is not None and loss.owner is Owner.GUEST:
+                if loss is not None and loss.owner is not Owner.UNDECIDED:
                     self._context.registry.end_by(episode, error, loss)
                 if not episode.guest_end_cause:
+                    if loss is not None and loss.owner is Owner.HOST:
+                        # What the host broke may work on another machine.
+                        raise loss.error(f"episode {episode.episode_id}") from error
                     raise
             except EnvdError as error:
                 raised = await self._context.registry.lose(episode, error)
@@ -137,16 +140,17 @@ class Evaluating:
         """
         try:
             async with self._at_start(episode) as machine, machine.running():
-                await self._run_checkers(
-                    episode.task,
-                    machine.desktop,
-                    last_action=episode.last_action,
-                    timeout_s=self._context.limits.evaluate_timeout_s,
-                )
+                await self._check(episode, machine)
         except Exception as error:
             logger.warning("episode %s: the start of its task was not checked either: %r", episode.episode_id, error)
             return False
         return True
+
+    async def _check(self, episode: Episode, machine: LeasedMachine) -> Evaluation:
+        limit_s = self._context.limits.evaluate_timeout_s
+        return await self._run_checkers(
+            episode.task, machine.desktop, last_action=episode.last_action, timeout_s=limit_s
+        )
 
     async def _score(self, episode: Episode) -> Evaluation:
         """Run the checkers on a running machine.
@@ -157,12 +161,7 @@ class Evaluating:
         """
         failure: Exception | None = None
         try:
-            evaluation = await self._run_checkers(
-                episode.task,
-                episode.machine.desktop,
-                last_action=episode.last_action,
-                timeout_s=self._context.limits.evaluate_timeout_s,
-            )
+            evaluation = await self._check(episode, episode.machine)
         except (EvaluatorFailed, MachineLost) as error:
             failure = error
         except Exception as error:

@@ -27,8 +27,8 @@ async def find_loss(episode: Episode, error: BaseException) -> Loss | None:
 
 
 def is_by_guest_error(error: BaseException) -> bool:
-    """Return whether a checker failed because of what the guest answered, not because of a late or missing answer."""
-    return _find(error, (GuestError,)) is not None
+    """Return whether a checker failed because of what the guest answered, or all together took too long."""
+    return _find(error, (GuestError, TimeoutError)) is not None
 
 
 def _symptom(error: BaseException) -> BaseException | None:

@@ -39,8 +39,8 @@ from envd.tasks.perturbations import own_perturb, perturb
 
 logger = logging.getLogger(__name__)
 
-#: Limit for a machine that is compared with that of an episode, in seconds.
-_COMPARISON_TIMEOUT_S = 30.0
+#: How long an evaluation waits for a machine to compare its own with, in seconds. Its setup has its own limit.
+_COMPARISON_ADMISSION_S = 120.0
 #: Most responses of resets kept.
 _RESET_COUNT = 128
 
@@ -162,21 +162,29 @@ class Opening:
 
     @asynccontextmanager
     async def at_start(self, episode: Episode) -> AsyncIterator[LeasedMachine]:
-        """Yield another machine, at the start of an episode's task. Raises: As `reset`; PoolExhausted after 30 s."""
-        pool = self._context.pools[episode.pool]
+        """Yield another machine, at the start of an episode's task.
+
+        It counts as a machine of the episode's owner. The owner's limit does not refuse it: an owner at the limit would
+        get no score.
+
+        Raises: As `reset`; PoolExhausted if no machine is free within 2 minutes.
+        """
+        pool, setup_s = self._context.pools[episode.pool], self._context.limits.setup_timeout_s
         command = ResetCommand(
             request_id="",
             task_id=episode.task.task_id,
             run=episode.run,
             owner=episode.owner,
             observe=ObservationOptions(encoding=Encoding.NONE),
-            timeout_s=_COMPARISON_TIMEOUT_S,
+            timeout_s=_COMPARISON_ADMISSION_S + setup_s,
+            admission_timeout_s=_COMPARISON_ADMISSION_S,
         )
-        group = await self._start(pool, episode.task, command)
-        try:
-            yield group.members[0].machine
-        finally:
-            await pool.release(member.machine for member in group.members)
+        with self.quotas.reserve(episode.owner, 1, max_machines=None):
+            group = await self._start(pool, episode.task, command)
+            try:
+                yield group.members[0].machine
+            finally:
+                await pool.release(member.machine for member in group.members)
 
     async def _reset_to_checkpoint(self, command: ResetCommand, request: Request, *, ttl_s: float) -> GroupResult:
         checkpoint, task, pool = await self.checkpoints.find_for(command)

@@ -176,7 +176,7 @@ class _Reset:
             reserved=count - ready_count,
             run=self.command.run,
             owner=self.command.owner,
-            timeout_s=deadline_s - self.clock.monotonic(),
+            timeout_s=min(deadline_s - self.clock.monotonic(), self.command.admission_timeout_s),
         )
         self.watch.lap("acquire")
         try:

@@ -1,5 +1,6 @@
 """Commands and results of the episode service. Plain data; `envd.api.convert_*` maps it to and from the wire."""
 
+import math
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -134,6 +135,8 @@ class ResetCommand:
     perturb: Perturb | None = None
     timeout_s: float = 600.0
     """Limit for admission and setup."""
+    admission_timeout_s: float = math.inf
+    """Limit for admission alone."""
     automatic: AutomaticCheckpoints = NO_CHECKPOINTS
     """When the episodes store checkpoints by themselves."""
     fingerprint: bytes = b""

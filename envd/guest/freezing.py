@@ -10,6 +10,8 @@ from envd.guest.agent import GuestAgent
 
 #: A fork bomb on a slow host: the kernel stops each process by itself.
 _TIMEOUT_S = 60.0
+#: Shorter: after a failed freeze, the evaluation must end by that failure and not by its own limit.
+_THAW_TIMEOUT_S = 30.0
 _MESSAGE_BYTES = 500
 #: The user of the session; the first ordinary user of Debian and Ubuntu.
 _USER_ID = 1000
@@ -71,12 +73,12 @@ async def freeze(agent: GuestAgent) -> None:
     Raises:
         GuestError, GuestUnresponsive: They still run, or may.
     """
-    await _run(agent, "freeze-session", _FREEZE)
+    await _run(agent, "freeze-session", _FREEZE, timeout_s=_TIMEOUT_S)
 
 
 async def thaw(agent: GuestAgent) -> None:
     """Let the session continue. Raises: GuestError, GuestUnresponsive."""
-    await _run(agent, "thaw-session", _THAW)
+    await _run(agent, "thaw-session", _THAW, timeout_s=_THAW_TIMEOUT_S)
 
 
 def as_user(argv: Sequence[str]) -> tuple[str, ...]:
@@ -84,8 +86,8 @@ def as_user(argv: Sequence[str]) -> tuple[str, ...]:
     return ("sh", "-c", _AS_USER, "run-as-user", *argv)
 
 
-async def _run(agent: GuestAgent, name: str, script: str) -> None:
-    result = await agent.run(["/bin/sh", "-c", script, name], timeout_s=_TIMEOUT_S)
+async def _run(agent: GuestAgent, name: str, script: str, *, timeout_s: float) -> None:
+    result = await agent.run(["/bin/sh", "-c", script, name], timeout_s=timeout_s)
     if result.exit_code:
         message = result.stderr[:_MESSAGE_BYTES].decode("utf-8", "replace").strip()
         raise GuestError(f"{name}: exit code {result.exit_code}: {message or 'no message'}")

@@ -4,6 +4,7 @@ Covered are the task's definition, the code that sets tasks up and judges them, 
 the size of the screen, and when a step's screen counts as settled. Not covered is the agent.
 """
 
+import ast
 import hashlib
 import json
 from collections.abc import Mapping
@@ -55,8 +56,14 @@ def judged_digest(task: Task) -> str:
 
 @cache
 def _module_digest(name: str) -> str:
+    """Return the digest of a module's code, to which neither comments nor bare strings such as docstrings belong."""
     package, _, module = f"envd.tasks.{name}".rpartition(".")
-    return _digest((files(package) / f"{module}.py").read_text("utf-8"))
+    tree = ast.parse((files(package) / f"{module}.py").read_text("utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            kept = [each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+            node.body = kept  # type: ignore[attr-defined]
+    return _digest(ast.dump(tree))
 
 
 @cache

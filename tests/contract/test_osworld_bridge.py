@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,28 @@ async def test_the_score_reflects_the_guests_state(
     assert [(check.name, check.evidence) for check in scored.checks] == [
         ("osworld exact_match", "exact_match 1: 'done'")
     ]
+
+
+async def test_a_session_that_only_files_are_read_of_is_stopped_after_postconfig(
+    bridge: WorkerBridge, desktop: Desktop, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, draft, events = "/home/user/note.txt", "/home/user/draft.txt", list[object]()
+    machine.files.update({path: b"done", draft: b""})
+
+    @asynccontextmanager
+    async def frozen() -> AsyncIterator[None]:
+        events.append(draft in machine.files)
+        yield
+        events.append("thawed")
+
+    monkeypatch.setattr(desktop, "frozen", frozen)
+    fields = {"func": "text_is", "postconfig": [{"type": "execute", "parameters": {"command": ["rm", draft]}}]}
+    of_file = task(**fields, result={"type": "vm_file", "path": path, "dest": "note.txt"})
+    assert (await evaluate(of_file, desktop, last_action=Done(), timeout_s=60, osworld=bridge)).score == 1.0
+    assert events == [False, "thawed"]
+    # A command may ask the session.
+    assert (await evaluate(task(), desktop, last_action=Done(), timeout_s=60, osworld=bridge)).score == 1.0
+    assert events == [False, "thawed"]
 
 
 async def test_fail_scores_zero_without_running_osworld(bridge: WorkerBridge, desktop: Desktop) -> None:

@@ -122,3 +122,23 @@ def test_an_invalid_verdict_is_refused(suite: Path) -> None:
     (suite.parent / "verdicts.yaml").write_text("- {task: a, mutant: b, digest: c, verdict: fine, why: d}\n")
     status, _, err = attack(suite)
     assert (status, "verdicts.yaml cannot be read" in err) == (2, True)
+
+
+def test_a_task_without_an_oracle_is_attacked_with_one_from_a_file(suite: Path) -> None:
+    [one] = yaml.safe_load(SOUND)["tasks"]
+    oracles = suite.parent / "oracles.jsonl"
+    oracles.write_text(json.dumps({"task_id": "mine/note", "steps": one.pop("oracle")}) + "\n", encoding="utf-8")
+    suite.write_text(yaml.safe_dump({"version": 1, "suite": "mine", "tasks": [one]}), encoding="utf-8")
+    _, found, _ = attack(suite, "--oracles", str(oracles), "--family", "repeated")
+    assert found == {"suites": {"mine": {"mutants": 2, "not_equivalent": 2, "killed": 2}}, "open": []}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [("[]", "cannot be read"), ('{"task_id": "mine/note", "steps": [[{"fly": {}}]]}', "oracle of mine/note: ")],
+)
+def test_a_file_of_oracles_that_is_malformed_is_refused(suite: Path, line: str, problem: str) -> None:
+    oracles = suite.parent / "oracles.jsonl"
+    oracles.write_text(line, encoding="utf-8")
+    status, _, err = attack(suite, "--oracles", str(oracles))
+    assert (status, problem in err) == (2, True), err

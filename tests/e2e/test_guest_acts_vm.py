@@ -1,6 +1,7 @@
 """What a policy can do to its own machine, and what becomes of the episode: each act, played on a real machine.
 
-`make test-full` runs them; with `-s` they print the table.
+`make test-full` runs them; with `-s` they print the table. `ENVD_TEST_IMAGE` names another image: `osworld`, whose user
+may become root, or `wine`, whose tasks are for Windows.
 """
 
 import base64
@@ -30,19 +31,32 @@ pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1200), pytes
 
 DISK_MIB = 900
 QUOTA_MIB = 400
-HOME = "/home/user"
+IMAGE = os.environ.get("ENVD_TEST_IMAGE", "desktop")
+IS_WINE = IMAGE == "wine"
+OS = "windows" if IS_WINE else "linux"
+HOME = "/home/user/.wine/drive_c/users/Public/Documents" if IS_WINE else "/home/user"
+#: Images on which an act is played.
+LINUX, OSWORLD, WINE = ("desktop", "osworld"), ("osworld",), ("wine",)
+
+
+def in_home(name: str) -> str:
+    """Return the path that a checker has of a file of the agent."""
+    return rf"C:\Users\Public\Documents\{name}" if IS_WINE else f"{HOME}/{name}"
+
+
+READ = ["cmd.exe", "/c", "type", in_home("reply.txt")] if IS_WINE else ["cat", in_home("reply.txt")]
 CHECKERS: dict[str, dict[str, Any]] = {
-    "file": {"kind": "file_text", "path": f"{HOME}/reply.txt", "equals": "42"},
-    "command": {"kind": "command", "argv": ["cat", f"{HOME}/reply.txt"], "stdout": {"equals": "42"}},
+    "file": {"kind": "file_text", "path": in_home("reply.txt"), "equals": "42"},
+    "command": {"kind": "command", "argv": READ, "as_root": IS_WINE, "stdout": {"equals": "42"}},
     "window": {"kind": "window", "window": {"title": "^forty-two$"}},
     "clipboard": {"kind": "clipboard", "equals": "42"},
     "screen": {"kind": "on_screen", "named": "^forty-two$"},
-    "directory": {"kind": "directory", "path": f"{HOME}/many", "entries": ["42"]},
-    "ini": {"kind": "ini_value", "path": f"{HOME}/reply.ini", "section": "a", "key": "b", "equals": "42"},
+    "directory": {"kind": "directory", "path": in_home("many"), "entries": ["forty-two"]},
+    "ini": {"kind": "ini_value", "path": in_home("reply.ini"), "section": "a", "key": "b", "equals": "42"},
     "power": {"kind": "powered_off"},
     "image": {
         "kind": "image_like",
-        "path": f"{HOME}/reply.ppm",
+        "path": in_home("reply.ppm"),
         "base64": base64.b64encode(b"P6 1 1 255\n...").decode(),
     },
 }
@@ -66,6 +80,7 @@ class Act:
     """`scored`, or the reason of the error that voids the episode."""
     causes: frozenset[str] = frozenset({""})
     score: float | None = 0
+    images: tuple[str, ...] = (*LINUX, *WINE)
 
 
 def fill_host(_pid: int, directory: Path) -> None:
@@ -77,6 +92,9 @@ def ended(*causes: str) -> frozenset[str]:
     return frozenset(causes)
 
 
+BY_SESSION = ended("", "SESSION_ENDED", "UNCHECKABLE", "UNRESPONSIVE")
+
+AGENT = "envd-wine-agent" if IS_WINE else "qemu-guest-agent"
 CLIPBOARD_OWNER = "printf 42 | xclip -selection clipboard -i; pkill -STOP xclip"
 FILL_GUEST = "for size in 4G 1G 256M 64M 16M 4M 1M 64K 4K; do while fallocate -l $size f$RANDOM; do :; done; done"
 BIG_TITLE = (
@@ -102,23 +120,31 @@ ACTS = {
     "Ctrl+Alt+F2, Ctrl+Alt+Del": Act(keys=(("ctrl", "alt", "f2"), ("ctrl", "alt", "delete"))),
     "Ctrl+Alt+Backspace": Act(keys=(("ctrl", "alt", "backspace"),)),
     # The session
-    "kill guestd, then type": Act(user="pkill -9 -f guestd", types=True),
-    "stop guestd, then type": Act(user="pkill -STOP -f guestd", types=True),
-    "kill guestd, command": Act(task="command", user="pkill -9 -f guestd"),
-    "stop guestd, window": Act(task="window", user="pkill -STOP -f guestd"),
+    "kill guestd, then type": Act(user="pkill -9 -f guestd", types=True, images=LINUX),
+    "stop guestd, then type": Act(user="pkill -STOP -f guestd", types=True, images=LINUX),
+    "kill guestd, command": Act(task="command", user="pkill -9 -f guestd", images=LINUX),
+    "stop guestd, window": Act(task="window", user="pkill -STOP -f guestd", images=LINUX),
     "kill all own processes": Act(user="kill -9 -1"),
     "kill all own processes, then type": Act(user="kill -9 -1", types=True),
     "stop all own processes, then type": Act(user="kill -STOP -1", types=True, causes=ended("", "SESSION_ENDED")),
     "kill the window manager": Act(task="window", user="pkill -9 openbox", causes=ended("UNCHECKABLE")),
     "kill the X server": Act(task="window", user="pkill -9 Xorg", causes=ended("UNCHECKABLE", "SESSION_ENDED")),
     "kill the X server, clipboard": Act(
-        task="clipboard", user="pkill -9 Xorg", causes=ended("UNCHECKABLE", "SESSION_ENDED")
+        task="clipboard", user="pkill -9 Xorg", causes=ended("UNCHECKABLE", "SESSION_ENDED"), images=LINUX
     ),
     "kill the accessibility bus": Act(
-        task="screen", user="pkill -9 at-spi; pkill -9 dbus-daemon", causes=ended("", "UNCHECKABLE", "SESSION_ENDED")
+        task="screen",
+        user="pkill -9 at-spi; pkill -9 dbus-daemon",
+        causes=ended("", "UNCHECKABLE", "SESSION_ENDED"),
+        images=LINUX,
     ),
     "stop the X server": Act(task="window", user="pkill -STOP Xorg", causes=ended("SESSION_ENDED")),
-    "stop the clipboard's owner": Act(task="clipboard", user=CLIPBOARD_OWNER, causes=ended("SESSION_ENDED")),
+    "stop the clipboard's owner": Act(
+        task="clipboard", user=CLIPBOARD_OWNER, causes=ended("SESSION_ENDED"), images=LINUX
+    ),
+    "kill the server of Wine, command": Act(task="command", user="pkill -9 wineserver", images=WINE),
+    "kill the server of Wine, window": Act(task="window", user="pkill -9 wineserver", images=WINE),
+    "stop the server of Wine, window": Act(task="window", user="pkill -STOP wineserver", images=WINE),
     "systemctl poweroff": Act(user="systemctl poweroff"),
     # Resources
     "fork bomb": Act(user="f() { f | f & }; f", causes=ended("", "UNRESPONSIVE", "SESSION_ENDED")),
@@ -130,8 +156,8 @@ ACTS = {
     "link to /proc/1/pagemap": Act(user="ln -s /proc/1/pagemap reply.txt"),
     "link to /proc/1/mem": Act(user="ln -s /proc/1/mem reply.txt"),
     "link to /dev/zero": Act(user="ln -s /dev/zero reply.txt"),
-    "flickering file": Act(user="while :; do printf 42 > reply.txt; rm reply.txt; done &"),
-    "growing file": Act(user="yes > reply.txt & sleep 0.2"),
+    "flickering file": Act(user="while :; do printf 41 > reply.txt; rm reply.txt; done &"),
+    "growing file": Act(user="yes > reply.txt & sleep 0.2", causes=ended("", "DISK_FULL")),
     "exchanged file": Act(user="printf 41 > a; while :; do ln -f a reply.txt; ln -sfn / reply.txt; done &", score=0),
     "text that is slow to judge": Act(
         task="ini", user="{ printf b; head -c 35000 /dev/zero | tr '\\0' ' '; echo c; } > reply.ini"
@@ -140,9 +166,12 @@ ACTS = {
         task="image", user="{ echo P6; yes '#' | head -c 16000000; } > reply.ppm"
     ),
     "70,000 files": Act(task="directory", user="mkdir many; cd many; seq 70000 | xargs touch"),
-    "window title of 70 KB": Act(task="window", user=f'python3 -c "{BIG_TITLE}" & sleep 3'),
+    "window title of 70 KB": Act(task="window", user=f'python3 -c "{BIG_TITLE}" & sleep 3', images=LINUX),
     "endless tree": Act(
-        task="screen", user=f'python3 -c "{ENDLESS_TREE}" & sleep 20', causes=ended("", "UNCHECKABLE", "SESSION_ENDED")
+        task="screen",
+        user=f'python3 -c "{ENDLESS_TREE}" & sleep 20',
+        causes=ended("", "UNCHECKABLE", "SESSION_ENDED"),
+        images=LINUX,
     ),
     "forged panic, without root": Act(user="echo 'Kernel panic - not syncing: x' > /dev/ttyS0"),
     # Root
@@ -154,9 +183,13 @@ ACTS = {
     "halt": Act(root="halt -f", causes=ended("POWER_OFF", "UNRESPONSIVE")),
     "reboot": Act(root="reboot -f", causes=ended("REBOOT")),
     "panic": Act(root="echo c > /proc/sysrq-trigger", causes=ended("PANIC")),
-    "forged panic": Act(root="echo 'Kernel panic - not syncing: x' > /dev/ttyS0"),
-    "stop the guest agent": Act(root="systemctl stop qemu-guest-agent", causes=ended("UNRESPONSIVE")),
-    "mask the guest agent": Act(root="systemctl mask --now qemu-guest-agent", causes=ended("UNRESPONSIVE")),
+    "forged panic": Act(root="echo 'Kernel panic - not syncing: x' > /dev/ttyS0", causes=ended("", "PANIC")),
+    "stop the guest agent": Act(root=f"systemctl stop {AGENT}", causes=ended("UNRESPONSIVE")),
+    "mask the guest agent": Act(root=f"systemctl mask --now {AGENT}", causes=ended("UNRESPONSIVE")),
+    "poweroff by sudo": Act(user="sudo poweroff", causes=ended("POWER_OFF"), images=OSWORLD),
+    "stop the guest agent by sudo": Act(
+        user=f"sudo systemctl stop {AGENT}", causes=ended("UNRESPONSIVE"), images=OSWORLD
+    ),
     # The host
     "SIGKILL of QEMU": Act(host=lambda pid, _: os.kill(pid, signal.SIGKILL), outcome="MACHINE_LOST", score=None),
     "SIGSTOP of QEMU": Act(host=lambda pid, _: os.kill(pid, signal.SIGSTOP), outcome="LOSS_UNDECIDED", score=None),
@@ -183,12 +216,15 @@ async def client(
 ) -> AsyncIterator[AsyncEnvClient]:
     tasks = TypeAdapter(list[Task]).validate_python(
         [
-            {"task_id": f"test/{name}", "instruction": "Write 42.", "level": 1, "checker": checker}
+            {"task_id": f"test/{name}", "instruction": "Write 42.", "level": 1, "checker": checker, "os": OS}
             for name, checker in CHECKERS.items()
+            if not (IS_WINE and name == "clipboard")
         ]
     )
-    settings = PoolSettings(name="desktop", capacity=2, size=0, allow_guest_access=True, disk_quota_mib=QUOTA_MIB)
-    image = ImageCatalogue(cache_dir).get(os.environ.get("ENVD_TEST_IMAGE", "desktop"))
+    settings = PoolSettings(
+        name="desktop", capacity=2, size=0, boot_timeout_s=1200.0, allow_guest_access=True, disk_quota_mib=QUOTA_MIB
+    )
+    image = ImageCatalogue(cache_dir).get(IMAGE)
     directories = {"cache_dir": cache_dir, "template_dir": template_dir, "state_dir": vm_state_dir}
     async with (
         served_machines(settings, image, TaskCatalogue(tasks), **directories) as address,
@@ -208,9 +244,14 @@ async def play(episode: AsyncEpisode, act: Act, pid: int, directory: Path) -> tu
                 # Apart from its caller, which it may end.
                 script = f"cd {HOME}; ({command}) </dev/null >/dev/null 2>&1"
                 script = f"(sleep 1; {script}) </dev/null >/dev/null 2>&1 &" if as_root else script
+                # Commands in Wine's guest are root's.
+                user = ["/usr/sbin/runuser", "-u", "user", "--"] if IS_WINE and not as_root else []
+                argv = [*user, "/bin/bash", "-c", script]
                 with suppress(EnvError):
-                    await episode.run_command(["bash", "-c", script], as_root=as_root, timeout=timedelta(seconds=90))
+                    await episode.run_command(argv, as_root=as_root or IS_WINE, timeout=timedelta(seconds=90))
         if act.host:
+            # A machine that has not run yet is only loaded by its first step.
+            await episode.step(Wait(timedelta(seconds=1)), timeout=long)
             act.host(pid, directory)
         with suppress(GuestEnded):
             for _ in range(12):
@@ -226,7 +267,7 @@ async def play(episode: AsyncEpisode, act: Act, pid: int, directory: Path) -> tu
     return "scored", evaluation.guest_end_cause, evaluation.score
 
 
-@pytest.mark.parametrize("name", ACTS)
+@pytest.mark.parametrize("name", [name for name, act in ACTS.items() if IMAGE in act.images])
 async def test_an_act_ends_its_episode_as_its_owner_says(
     client: AsyncEnvClient, vm_state_dir: Path, machines_dir: Path, name: str
 ) -> None:
@@ -241,4 +282,5 @@ async def test_an_act_ends_its_episode_as_its_owner_says(
                 os.kill(pid, signal.SIGCONT)
     print(f"\n| {name} | {outcome} | {cause} | {score} |")
     assert (outcome, score) == (act.outcome, act.score)
-    assert cause in act.causes
+    # One program serves the session and the host in Wine's guest, so what has ended may be named differently.
+    assert cause in act.causes or (IS_WINE and {cause} | act.causes <= BY_SESSION)

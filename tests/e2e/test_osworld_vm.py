@@ -38,6 +38,7 @@ from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.fields import AssetRef
+from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
 from tests.support.leftovers import machine_leftovers
@@ -113,6 +114,24 @@ COMMANDS = {
 }
 #: An infeasible task.
 INFEASIBLE_TASK = "fe41f596-a71b-4c2f-9b2f-9dcd40b568c3"
+#: Scores 1 if a file that a program keeps changing is the same in two reads.
+TWICE_READ = Task.model_validate(
+    {
+        "task_id": "test/twice-read",
+        "instruction": "Keep it.",
+        "level": 1,
+        "image": IMAGE,
+        "checker": {
+            "kind": "osworld",
+            "func": "compare_text_file",
+            "postconfig": [{"type": "execute", "parameters": {"command": ["touch", "/home/user/postconfig"]}}],
+            "result": {"type": "vm_file", "path": "/home/user/now.txt", "dest": "first.txt"},
+            "expected": {"type": "vm_file", "path": "/home/user/now.txt", "dest": "second.txt"},
+        },
+    }
+)
+#: Keeps changing it once `postconfig` has run, as fast as the guest can.
+CHANGES = "while :; do [ -e postconfig ] && date +%N > next.txt && mv next.txt now.txt; done"
 DESKTOP_ENV_TASK = "e0df059f-28a6-4169-924f-b9623e7184cc"
 
 
@@ -153,7 +172,7 @@ async def address(
     settings = PoolSettings(name="osworld", capacity=3, size=1, allow_guest_access=True, always_running=True)
     service = EpisodeService(
         [Pool(settings, image=image, host=PoolHost(hypervisor=hypervisor))],
-        tasks=TaskCatalogue(osworld_tasks(environment.tasks), hidden=[desktop_task()]),
+        tasks=TaskCatalogue([*osworld_tasks(environment.tasks), TWICE_READ], hidden=[desktop_task()]),
         run_setup=partial(run_setup, resources=SetupResources(osworld=bridge)),
         run_checkers=partial(evaluate, osworld=bridge),
     )
@@ -204,6 +223,17 @@ async def test_an_osworld_tasks_oracle_scores_one_and_doing_nothing_zero(
             assert done.exit_code == 0, done.stderr.decode()
         await act(solved, Done())
         assert (await solved.evaluate()).score == 1.0
+
+
+async def test_nothing_of_the_agent_runs_while_osworld_reads_files(client: AsyncEnvClient) -> None:
+    async with client.reset(TWICE_READ.task_id, view=View(encoding="none")) as episode:
+        start = f"cd ~; echo start > now.txt; (setsid bash -c '{CHANGES}' >/dev/null 2>&1 &)"
+        assert (await episode.run_command(["bash", "-c", start])).exit_code == 0
+        await act(episode, Done())
+        assert (await episode.evaluate()).score == 1.0
+        # It ran, and continues.
+        before = await episode.read_file("/home/user/now.txt")
+        assert before != b"start\n"
 
 
 async def test_an_infeasible_osworld_task_scores_one_for_giving_up_and_zero_for_being_done(

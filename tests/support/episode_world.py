@@ -69,6 +69,7 @@ class StubTasks:
     lose_in_setup: int = 0
     """Number of next setups that lose their machine."""
     setups: int = 0
+    setup_limits_s: list[float] = field(default_factory=list)
     check_gate: asyncio.Event = field(default_factory=asyncio.Event)
     check_error: Exception | None = None
     check_errors: list[Exception | None] = field(default_factory=list)
@@ -80,6 +81,7 @@ class StubTasks:
     async def run_setup(self, task: Task, desktop: Desktop, *, timeout_s: float) -> None:
         """Show the task's start when the gate is open."""
         self.setups += 1
+        self.setup_limits_s.append(timeout_s)
         assert isinstance(desktop, StubDesktop)
         await desktop.run(["setup"], timeout_s=timeout_s)
         await self.setup_gate.wait()

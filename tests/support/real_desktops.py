@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from cuaenv.client import AsyncEnvClient
@@ -9,6 +10,8 @@ from envd.api.server import ApiServer
 from envd.base.config import HypervisorConfig
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.service import EpisodeService
+from envd.guest.desktop import Desktop
+from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task
@@ -57,7 +60,8 @@ async def served_machines(
     hypervisor = await LibvirtHypervisor.open(
         HypervisorConfig(template_dir=template_dir), state_dir=state_dir, cache_dir=cache_dir, images=[disk_image]
     )
-    pool = Pool(settings, image=disk_image, host=PoolHost(hypervisor=hypervisor))
+    make_desktop = partial(Desktop, has_powershell=disk_image.os is GuestOs.WINDOWS)
+    pool = Pool(settings, image=disk_image, host=PoolHost(hypervisor=hypervisor), make_desktop=make_desktop)
     service = EpisodeService([pool], tasks=tasks)
     server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
     await service.start()

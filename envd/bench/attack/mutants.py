@@ -7,13 +7,14 @@ same as the oracle (a text in another case, where case does not matter): a verdi
 import base64
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from importlib.resources import files
-from itertools import product
+from itertools import chain, product, zip_longest
 from pathlib import PurePosixPath
 from string import Formatter
 
@@ -25,12 +26,15 @@ from envd.hypervisor.machine import GuestOs
 from envd.tasks.basis import judged_digest
 from envd.tasks.checkers.data import IniEntry, JsonValueAt
 from envd.tasks.checkers.files import FileCheck
+from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.checkers.programs import Command, Window
 from envd.tasks.checkers.session import AgentAnswer, Clipboard
 from envd.tasks.checkers.unchanged import Unchanged
 from envd.tasks.checkers.union import AnyLeafChecker, leaves
+from envd.tasks.cua_gym import WORKSPACE, CuaGymCheck
 from envd.tasks.model import Task
 from envd.tasks.oracle import OracleAction, OracleSteps, write_action
+from envd.tasks.osworld import getter_configs
 from envd.tasks.text import TextExpectation
 from envd.tasks.verbs import UploadFile, WriteFile
 
@@ -43,6 +47,8 @@ _OPENING_STEPS = 2
 _TELLING_CHARS = 6
 #: Files there belong to no one.
 _SCRATCH = "/tmp/"  # noqa: S108 - in the guest
+#: A command that starts with something else is more than a call of a program.
+_PROGRAM = re.compile(r"[\w./-]+")
 #: Values of one kind that cheats use.
 _MAX_VALUES = 2
 
@@ -149,6 +155,8 @@ def _changed_actions(action: OracleAction, checks: Sequence[AnyLeafChecker]) -> 
     match action:
         case TypeText(text=text):
             yield from ((name, TypeText(changed)) for name, changed in _changed_texts(text, checks))
+        case actions.RunShell(command=text):
+            yield from ((name, replace(action, command=changed)) for name, changed in _changed_texts(text, ()))
         case actions.WriteFile(content=text):
             yield from ((name, replace(action, content=changed)) for name, changed in _changed_texts(text, ()))
         case actions.EditFile(new=text):
@@ -235,7 +243,7 @@ def _cheating(task: Task, checks: Sequence[AnyLeafChecker]) -> Iterator[Mutant]:
 
 def _values(task: Task, checks: Sequence[AnyLeafChecker]) -> list[list[dict[str, str]]]:
     """Return the values of cheats, by name: a list for each set of names that vary together."""
-    results = dict.fromkeys(check.path for check in checks if isinstance(check, FileCheck))
+    results = dict.fromkeys(chain.from_iterable(map(_paths, checks)))
     inputs = list(dict.fromkeys(_inputs(task)))
     lists = [
         [{"file": path, "directory": str(PurePosixPath(path).parent)} for path in results],
@@ -247,8 +255,19 @@ def _values(task: Task, checks: Sequence[AnyLeafChecker]) -> list[list[dict[str,
         [_program(name, output) for name, output in dict(_programs(checks)).items()],
         [{"settings": path, "content": content} for path, content in _settings(checks)],
         [{"bystander": path} for path in inputs if path not in results and not path.startswith(_SCRATCH)],
+        [{"workspace": WORKSPACE} for check in checks if isinstance(check, CuaGymCheck)],
     ]
     return [rows[:_MAX_VALUES] for rows in lists if rows]
+
+
+def _paths(check: AnyLeafChecker) -> Iterator[str]:
+    """Yield the files that a checker reads."""
+    match check:
+        case FileCheck(path=path):
+            yield path
+        case OsworldEvaluator():
+            named = (getter.get("path") for getter in getter_configs(check.to_osworld(), "result"))
+            yield from (name for name in named if isinstance(name, str) and name.startswith("/"))
 
 
 def _program(name: str, output: str) -> dict[str, str]:
@@ -309,6 +328,14 @@ def _programs(checks: Iterable[AnyLeafChecker]) -> Iterator[tuple[str, str]]:
         match check:
             case Command(argv=(program, *_), stdout=stdout):
                 yield PurePosixPath(program).name, (stdout.equals or stdout.contains or "") if stdout else ""
+            case OsworldEvaluator():
+                evaluator = check.to_osworld()
+                for getter, wanted in zip_longest(*(getter_configs(evaluator, key) for key in ("result", "expected"))):
+                    if getter and (command := getter.get("command")):
+                        program = (command.splitlines()[-1].split() if isinstance(command, str) else command)[0]
+                        output = ((wanted or {}).get("rules") or {}).get("expected", "")
+                        if _PROGRAM.fullmatch(program):
+                            yield PurePosixPath(program).name, str(output)
             case Window(window=window):
                 yield "wmctrl", f"0x00000001  0 {window.wm_class or 'x.X'}  guest {window.title}\n"
             case Clipboard(equals=equals, contains=contains):

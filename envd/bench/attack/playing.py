@@ -23,6 +23,8 @@ _COMMAND_TIMEOUT = timedelta(minutes=2)
 #: The state that a mutant waits for often never comes. One that is late is scored as it is.
 _MAX_MUTANT_WAIT_S = 10.0
 _MOST_PIXELS = 640 * 400
+#: Tools of a task that has an oracle from elsewhere.
+GUEST_TOOLS = ("shell", "files")
 
 
 class Attack(BaseModel):
@@ -56,7 +58,7 @@ class Attack(BaseModel):
 def attack_config(settings: Config, *, parallel_count: int, image: str = "") -> Config:
     """Return settings for an ephemeral daemon that plays `parallel_count` mutants at once; see `ephemeral_config`."""
     # The task's own machine, its forks, and one that is being prepared.
-    own = {"size": 1, "capacity": parallel_count + 2, "allow_guest_access": True}
+    own = {"size": 1, "capacity": parallel_count + 2, "allow_guest_access": True, "tools": GUEST_TOOLS}
     return ephemeral_config(settings, name="attack", pool=own, image=image)
 
 

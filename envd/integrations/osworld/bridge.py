@@ -12,7 +12,7 @@ from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.workers import Job, Workers
 from envd.tasks.assets import AssetCache, AssetMissing
 from envd.tasks.fields import AssetRef
-from envd.tasks.osworld import asset_urls
+from envd.tasks.osworld import asset_urls, getter_configs
 from envd.tasks.text import CheckOutcome
 
 _PLATFORMS = {GuestOs.LINUX: "Linux", GuestOs.WINDOWS: "Windows"}
@@ -24,6 +24,15 @@ _REST_PATIENCE_S = 90.0
 _STARTING_VERBS = frozenset({"launch", "open"})
 _WINDOW_VERBS = frozenset({"activate_window", "close_window"})
 _INPUT = re.compile(r"pyautogui|xdotool|pynput")
+#: OSWorld's getters that read files of the guest, or nothing of it. Any other asks the session, which cannot be stopped
+#: meanwhile: the screen, its windows or their accessibility tree, a program's own port, or whatever a command asks.
+_FILE_GETTERS = frozenset(
+    """audio_in_slide background_image_in_slide bookmarks cache_file chrome_font_size chrome_language cloud_file
+    content_from_vm_file cookie_data data_delete_automacally default_search_engine enable_do_not_track
+    enable_enhanced_safety_browsing enable_safe_browsing enabled_experiments extensions_installed_from_shop
+    find_installed_extension_name find_unpacked_extension_path gimp_config_file history list_directory new_startup_page
+    profile_name rule rule_relativeTime shortcuts_on_desktop vlc_config vm_file""".split()  # noqa: SIM905 - 28 lines otherwise
+)
 
 
 class WorkerBridge:
@@ -51,13 +60,13 @@ class WorkerBridge:
             await self._run(desktop, "set_up", part, {}, os, first_step=first, on_step=on_step)
 
     async def evaluate(self, desktop: Desktop, evaluator: Mapping[str, Any], *, os: GuestOs) -> CheckOutcome:
-        """Score the guest's current state.
-
-        Raises:
-            GuestError: OSWorld's code failed, exceeded its limit, or could not query the guest.
-            MachineLost: The machine is gone.
-        """
-        return outcome_of(await self._run(desktop, "evaluate", (), evaluator, os))
+        """See `OsworldBridge`. The session is stopped after `postconfig`, if only files are read."""
+        if not reads_only_files(evaluator):
+            return outcome_of(await self._run(desktop, "evaluate", (), evaluator, os))
+        if postconfig := evaluator.get("postconfig"):
+            await self._run(desktop, "evaluate", (), {"postconfig": postconfig}, os)
+        async with desktop.frozen():
+            return outcome_of(await self._run(desktop, "evaluate", (), {**evaluator, "postconfig": ()}, os))
 
     async def _run(
         self,
@@ -96,6 +105,12 @@ class WorkerBridge:
             return {name: self._assets.find(AssetRef(url)) for name, url in urls.items()}
         except (AssetMissing, ValueError) as error:
             raise GuestError(str(error)) from error
+
+
+def reads_only_files(evaluator: Mapping[str, Any]) -> bool:
+    """Return whether an evaluator, after its `postconfig`, asks nothing of the session."""
+    getters = (getter for key in ("result", "expected") for getter in getter_configs(evaluator, key))
+    return all(getter.get("type") in _FILE_GETTERS for getter in getters)
 
 
 def parts_between_rests(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Sequence[Mapping[str, Any]]]]:

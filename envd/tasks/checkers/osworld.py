@@ -49,7 +49,7 @@ class OsworldEvaluator(LeafChecker):
         yield from map(AssetRef, asset_urls((), self.to_osworld()).values())
 
     def asks_session(self, os: GuestOs) -> bool:  # noqa: ARG002 -- in each
-        """See `LeafChecker`: its `postconfig` acts in the session, and its getters ask it."""
+        """See `LeafChecker`: its `postconfig` acts in the session, which the bridge stops afterwards if it can."""
         return True
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:

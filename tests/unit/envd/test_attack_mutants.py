@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuaenv.actions import Click, Done, PressKeys, TypeText
+from cuaenv.actions import Click, Done, PressKeys, RunShell, TypeText
 from envd.base.errors import ConfigError
 from envd.bench.attack.mutants import Family, Mutant, attack_digest, mutants_of
 from envd.bench.attack.playing import Attack
@@ -58,6 +58,33 @@ def test_the_oracle_is_changed_in_one_place_at_a_time() -> None:
 def test_a_name_that_the_checker_looks_for_is_changed() -> None:
     oracle = [[{"type": "note.txt\n"}], ["done"]]
     assert named(task(oracle=oracle))["step 1: other name than note, action 1"].steps[0] == (TypeText("note2.txt\n"),)
+
+
+def test_a_command_of_the_shell_is_changed_like_a_typed_text() -> None:
+    found = named(task(tools=["shell"], oracle=[[{"run_shell": {"command": "echo Room 12"}}], ["done"]]))
+    assert found["step 1: one digit, action 1"].steps[0] == (RunShell("echo Room 11"),)
+
+
+def test_cheats_know_what_osworlds_evaluators_read_and_run() -> None:
+    checker = {
+        "kind": "osworld",
+        "func": ["same_text", "exact_match", "exact_match"],
+        "result": [
+            {"type": "vm_file", "path": PATH, "dest": "note.txt"},
+            {"type": "vm_command_line", "command": "export A=b\ngsettings get org.a b"},
+            {"type": "vm_command_line", "command": "[ $(date) ] && echo x"},
+        ],
+        "expected": [None, {"type": "rule", "rules": {"expected": "true\n"}}, None],
+    }
+    names = {name for name, each in named(task(checker=checker)).items() if each.family is Family.KNOWING}
+    assert {f"pipe in place of {PATH}", "own gsettings in PATH"} <= names
+    assert [name for name in names if name.startswith("own function")] == ["own function in place of gsettings"]
+
+
+def test_cheats_know_the_workspace_of_cua_gym() -> None:
+    found = named(task(checker={"kind": "cua_gym", "bundle": "/bundles/one"}))
+    assert "ln -s gt results" in found["results linked to the truth in /tmp_workspace"].commands[0]
+    assert not any("workspace" in name for name in named(task()))
 
 
 def test_answers_are_hedged() -> None:

@@ -131,9 +131,14 @@ def set_up(
 
 
 def evaluate(context: Context, tools: Toolbox, evaluator: Mapping[str, Any]) -> dict[str, object]:
-    """Score the guest with a task's `evaluator`. Returns `score` and `parts`. Raises: JobError."""
+    """Score the guest with a task's `evaluator`; returns `score` and `parts`.
+
+    One that has only a `postconfig` performs it, and returns nothing. Raises: JobError.
+    """
     for index, step in enumerate(evaluator.get("postconfig") or ()):
         context.perform(step, where=f"postconfig[{index}]", strict=False)
+    if "func" not in evaluator:
+        return {}
     is_list = isinstance(evaluator["func"], list)
     names: list[str] = evaluator["func"] if is_list else [evaluator["func"]]
     conjunction = evaluator.get("conj", "and")

@@ -11,7 +11,7 @@ import pytest
 from cuaenv.actions import Done, PressKeys, TypeText
 from cuaenv.region import Region
 from envd.base.clock import LoopLag
-from envd.base.config import SettlePolicy
+from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import (
     AccessDenied,
     Draining,
@@ -32,6 +32,7 @@ from envd.base.errors import (
     SetupFailed,
     StepIndexMismatch,
     TaskNotFound,
+    TokenQuotaReached,
 )
 from envd.base.losses import Loss, Owner, Silence
 from envd.episodes.lease import MAX_CALL_S
@@ -426,6 +427,18 @@ async def test_a_checker_that_the_ended_session_cannot_answer_scores_0(world: Wo
     assert (evaluated.score, evaluated.episode.guest_end_cause) == (0.0, "UNRESPONSIVE")
 
 
+async def test_a_checker_that_the_hosts_full_disk_stops_voids_the_episode_as_lost(
+    world: World, episode_id: str
+) -> None:
+    world.machine(episode_id).silence = Silence(run_state="io-error")
+    failure = EvaluatorFailed("the agent's processes could not be stopped")
+    failure.__cause__ = GuestUnresponsive("no answer within 60 s")
+    world.tasks.check_error = failure
+    for _ in range(2):
+        with pytest.raises(MachineLost, match="disk is full"):
+            await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+
+
 def blocked() -> EvaluatorFailed:
     failure = EvaluatorFailed("check 'window' failed: cannot open display")
     failure.__cause__ = GuestError("cannot open display")
@@ -457,10 +470,46 @@ async def test_a_failed_check_that_no_machine_is_free_to_compare_gives_no_score(
     episodes = (await world.reset(group_size=world.pool.settings.capacity)).episodes
     world.tasks.check_errors = [blocked()]
     evaluating = await begun(world.service.evaluate(episodes[0].episode_id, request_id="e", fingerprint=b""))
-    await world.clock.advance(31)
+    await world.clock.advance(121)
     with pytest.raises(EvaluatorFailed, match="cannot open display"):
         await evaluating
     assert world.tasks.checks == 1
+
+
+async def test_the_comparison_waits_for_a_machine_and_its_setup_has_the_whole_limit(world: World) -> None:
+    episodes = (await world.reset(group_size=world.pool.settings.capacity)).episodes
+    world.tasks.check_errors = [blocked(), None, blocked()]
+    evaluating = await begun(world.service.evaluate(episodes[0].episode_id, request_id="e", fingerprint=b""))
+    await world.clock.advance(100)
+    assert world.tasks.setups == 1
+    world.tasks.setup_gate.clear()
+    await world.service.close(episodes[1].episode_id)
+    await run_ready()
+    await world.clock.advance(250)
+    world.tasks.setup_gate.set()
+    evaluated = await evaluating
+    assert (evaluated.score, evaluated.episode.guest_end_cause) == (0, "UNCHECKABLE")
+    assert world.tasks.setup_limits_s[1] == pytest.approx(LimitsConfig().setup_timeout_s)
+
+
+async def test_an_evaluation_that_is_late_is_compared_like_one_that_fails(world: World, episode_id: str) -> None:
+    late = EvaluatorFailed("evaluation exceeded its limit of 120 s")
+    late.__cause__ = TimeoutError()
+    world.tasks.check_errors = [late, None, late]
+    evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+    assert (evaluated.score, evaluated.episode.guest_end_cause) == (0, "UNCHECKABLE")
+
+
+async def test_the_machine_of_a_comparison_counts_for_its_owner_who_may_be_at_the_limit(world: World) -> None:
+    episode_id = await world.open(owner="a", max_machines=1)
+    world.tasks.check_errors = [blocked(), None, blocked()]
+    world.tasks.setup_gate.clear()
+    evaluating = await begun(world.service.evaluate(episode_id, request_id="e", fingerprint=b""))
+    with pytest.raises(TokenQuotaReached, match="2 are in use"):
+        await world.reset(owner="a", max_machines=2)
+    world.tasks.setup_gate.set()
+    assert (await evaluating).score == 0
+    await world.open(owner="a", max_machines=2)
 
 
 async def test_a_host_that_loses_an_ended_session_voids_it(world: World, episode_id: str) -> None:
