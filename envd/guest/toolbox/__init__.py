@@ -1,7 +1,8 @@
 """Use tools in one guest for its agent, by a program that the guest runs. Everything from the guest is untrusted.
 
-The program comes with each request, so an image needs only Python. What goes wrong in the guest is the agent's result:
-it can end every program of its session. Only a guest that does not answer at all is a failure.
+The program comes with each request, so an image needs only Python; Windows guests run a script instead. What goes wrong
+in the guest is the agent's result: it can end every program of its session. Only a guest that does not answer at all is
+a failure.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive
 from envd.guest.agent import CommandResult
 from envd.guest.observation import ActionOutcome
 from envd.guest.session import GuestSession
+from envd.guest.toolbox import windows
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class _Result:
 
     error: Annotated[str, Field(max_length=4 * _MAX_ERROR_CHARS)] = ""
     output: Annotated[str, Field(max_length=MAX_FILE_BYTES + _MAX_NOTE_CHARS)] = ""
-    exit_code: Annotated[int, Field(ge=0, le=255)] | None = None
+    exit_code: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     timed_out: bool = False
     left_out_bytes: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
     message: dict[str, JsonValue] | None = None
@@ -168,6 +170,9 @@ class Toolbox:
 
     async def _request(self, operation: str, timeout_s: float | None, **arguments: JsonValue) -> _Result:
         """Run the program. Raises: GuestError, GuestUnresponsive, MachineLost."""
+        if self._session.has_powershell:
+            limit_s = timeout_s or _FILE_TIMEOUT_S
+            return _RESULT.validate_python(await windows.perform(self._session.use_tool, operation, limit_s, arguments))
         limits = {} if timeout_s is None else {"timeout_s": timeout_s}
         request = json.dumps({"op": operation, **arguments, **limits}).encode()
         done = await self._session.guestd("use tools").execute(

@@ -19,26 +19,34 @@ from tests.support.powershell_tree import nodes, parse, text
 ENVD = Path(__file__).parents[4] / "envd"
 SCRIPTS = ENVD / "guest" / "powershell"
 #: The wrapper of scripts that need the desktop is part of their commands.
-each_file = pytest.mark.parametrize("script", [*Script, "in-session"])
+each_file = pytest.mark.parametrize("script", [*Script, "in-session", "run-command"])
 each_script = pytest.mark.parametrize("script", Script)
 
 #: Cmdlets of Windows PowerShell 5.1 that scripts may use, by their full names: profiles can redefine aliases.
 CMDLETS = {
     "Add-Type",
+    "ConvertFrom-Json",
     "ConvertTo-Json",
+    "Export-Clixml",
     "Get-ChildItem",
     "Get-CimInstance",
     "Get-Item",
+    "Get-Location",
     "Get-Process",
+    "Get-Variable",
+    "Import-Clixml",
     "New-Item",
     "Out-Null",
     "Remove-Item",
+    "Select-Object",
+    "Set-Location",
+    "Set-Variable",
     "Split-Path",
     "Stop-Process",
     "Test-Path",
 }
 C_SHARP = Parser(Language(tree_sitter_c_sharp.language()))
-AUTOMATIC = {"$null", "$true", "$false", "$_", "$PSHOME"}
+AUTOMATIC = {"$null", "$true", "$false", "$_", "$PSHOME", "$input", "$request", "$runner"}
 #: Automatic variables, to which a script must not assign.
 RESERVED = {"$args", "$error", "$event", "$home", "$host", "$input", "$matches", "$pid", "$profile", "$pwd", "$sender"}
 LOOKS_LIKE_POWERSHELL = re.compile(r"powershell\.exe|\b(Add|Get|Invoke|New|Out|Remove|Set|Start|Stop|Test)-[A-Z][a-z]")
@@ -90,7 +98,7 @@ def calls() -> Iterator[tuple[Script, set[str]]]:
 
 
 def test_every_file_is_a_script_and_every_script_a_file() -> None:
-    assert {path.stem for path in SCRIPTS.glob("*.ps1")} == {*Script, "in-session"}
+    assert {path.stem for path in SCRIPTS.glob("*.ps1")} == {*Script, "in-session", "run-command"}
 
 
 @each_script
@@ -140,7 +148,7 @@ def test_a_script_reads_only_variables_that_it_is_given_or_assigns(script: str) 
     used = {text(node).replace("{", "").replace("}", "") for node in nodes(tree(script), "variable")}
     values = {f"${name}" for name in given(script)}
     assert values <= used
-    assert used - values - assigned <= AUTOMATIC
+    assert {name for name in used if not name.startswith("$env:")} - values - assigned <= AUTOMATIC
     assert not {name.lower() for name in assigned | values} & RESERVED
 
 
