@@ -22,6 +22,8 @@ from envd.guest.toolbox import program
 _MAX_SCAN_BYTES = 4 << 20
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Text = Annotated[str, Field(max_length=1 << 20)]
+_Path = Annotated[str, Field(max_length=8192)]
+_MAX_ERROR_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,7 @@ class _Response:
     """What the script prints."""
 
     error: _Text = ""
-    path: _Text = ""
+    path: _Path = ""
     """The file's full path."""
     size: _Count = 0
     data: str = ""
@@ -73,8 +75,15 @@ async def perform(run: RunScript, operation: str, timeout_s: float, arguments: d
         except ValueError as error:
             raise GuestError("the desktop's tools sent a malformed response") from error
         if response.error:
-            raise program.Refused(response.error)
+            raise program.Refused(response.error[:_MAX_ERROR_CHARS])
         return response
+
+    async def read(path: str, limit: int) -> tuple[_Response, bytes]:
+        file = await request("read", path=path, limit=limit)
+        data = await untrusted_json.decode_base64(file.data)
+        if len(data) > min(limit, file.size):
+            raise ValueError("more data than there is")
+        return file, data
 
     try:
         if operation == "shell":
@@ -85,13 +94,11 @@ async def perform(run: RunScript, operation: str, timeout_s: float, arguments: d
             return program.listed(listing.rows.splitlines(), listing.count)
         if operation == "read":
             lines = arguments["first_line"], arguments["line_count"]
-            file = await request("read", path=path, limit=min(program.scan_bytes(*lines), _MAX_SCAN_BYTES))
-            data = await untrusted_json.decode_base64(file.data)
+            file, data = await read(path, min(program.scan_bytes(*lines), _MAX_SCAN_BYTES))
             whole = len(data) == file.size
             return await asyncio.to_thread(program.shown, file.path, data, file.size, *lines, whole=whole)
         if operation == "edit":
-            file = await request("read", path=path, limit=MAX_FILE_BYTES + 1)
-            data = await untrusted_json.decode_base64(file.data)
+            file, data = await read(path, MAX_FILE_BYTES + 1)
             data, result = program.edited(file.path, data, arguments["old"], arguments["new"])
             await request("write", path=path, data=base64.b64encode(data).decode())
             return result
