@@ -4,6 +4,7 @@ No PowerShell runs here. A parser rejects unbalanced quotes and braces; the rest
 """
 
 import ast
+import base64
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -119,6 +120,16 @@ def test_a_whole_command_parses_and_is_short(script: Script) -> None:
     command = powershell(script, **values)[-1]
     assert not parse(command).has_error
     assert len(command) < MAX_COMMAND_CHARS
+
+
+def encoded_chars(text: str) -> int:
+    """Return the length of a text as `-EncodedCommand` takes it."""
+    return len(base64.b64encode(text.encode("utf-16-le")))
+
+
+def test_commands_that_scripts_start_fit_into_a_command_line() -> None:
+    assert encoded_chars(source("run-command")) < 8000, "cmd.exe accepts 8,191 characters"
+    assert encoded_chars(source("use-tool") + source("run-command") + "_" * 1000) < 32_000
 
 
 def test_the_parser_finds_unbalanced_text() -> None:
