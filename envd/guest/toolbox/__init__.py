@@ -6,13 +6,13 @@ a failure.
 """
 
 import asyncio
+import inspect
 import json
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.resources import files
 from typing import Annotated
 
 from pydantic import Field, JsonValue, TypeAdapter
@@ -33,12 +33,11 @@ from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive
 from envd.guest.agent import CommandResult
 from envd.guest.observation import ActionOutcome
 from envd.guest.session import GuestSession
-from envd.guest.toolbox import windows
+from envd.guest.toolbox import program, windows
 
 logger = logging.getLogger(__name__)
 
-#: Source of the program.
-PROGRAM = (files("envd.guest.toolbox") / "program.py").read_text(encoding="utf-8")
+PROGRAM = inspect.getsource(program)
 _PYTHON = ("python3", "-I", "-S", "-c")
 #: A call of an MCP server, and the start of one.
 MCP_TIMEOUT_S = 30.0
@@ -47,8 +46,6 @@ _FILE_TIMEOUT_S = 30.0
 _RESTART_TIMEOUT_S, _RESTART_POLL_S = 60.0, 0.25
 #: How much later than the program's own limit it counts as unresponsive: it starts Python, and ends what hangs.
 _GRACE_S = 20.0
-#: First and last bytes of a tool's text.
-_HEAD_BYTES = _TAIL_BYTES = 16_384
 _MAX_NOTE_CHARS = 200
 _MAX_ERROR_CHARS = 2000
 
@@ -193,9 +190,6 @@ def _last_line(done: CommandResult) -> str:
 
 def cut(text: str) -> tuple[str, int]:
     """Return the first and last 16 KiB of a text with a note between them, and the number of bytes left out."""
-    data = text.encode(errors="replace")
-    left_out_bytes = max(0, len(data) - _HEAD_BYTES - _TAIL_BYTES)
-    if not left_out_bytes:
-        return data.decode(), 0
-    note = f"\n[{left_out_bytes} bytes left out]\n".encode()
-    return (data[:_HEAD_BYTES] + note + data[-_TAIL_BYTES:]).decode("utf-8", "replace"), left_out_bytes
+    ends = program.Cut()
+    ends.add(text.encode(errors="replace"))
+    return ends.text(), ends.left_out

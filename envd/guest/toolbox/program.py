@@ -127,9 +127,13 @@ def shown(path: str, data: bytes, size: int, first_line: int, line_count: int, *
 
 
 def write_file(path: str, content: str) -> Result:
-    path = file_at(path)
-    replace(path, content.encode())
-    return {"output": f"[wrote {len(content.encode())} bytes to {path}]"}
+    path, data = file_at(path), content.encode()
+    replace(path, data)
+    return written(path, data)
+
+
+def written(path: str, data: bytes) -> Result:
+    return {"output": f"[wrote {len(data)} bytes to {path}]"}
 
 
 def edit_file(path: str, old: str, new: str) -> Result:
@@ -201,8 +205,8 @@ def listed(rows: list[str], count: int) -> Result:
 class Cut:
     """The first and last bytes of an output."""
 
-    def __init__(self) -> None:
-        self._head, self._tail, self.left_out = bytearray(), bytearray(), 0
+    def __init__(self, head: bytes = b"", tail: bytes = b"", left_out: int = 0) -> None:
+        self._head, self._tail, self.left_out = bytearray(head), bytearray(tail), left_out
 
     def add(self, data: bytes) -> None:
         room = HEAD_BYTES - len(self._head)

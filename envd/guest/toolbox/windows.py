@@ -28,19 +28,16 @@ _MAX_ERROR_CHARS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Response:
-    """What the script prints."""
+    """What the script prints. `data`, `head` and `tail` are base64: of a file, and of the ends of an output."""
 
     error: _Text = ""
     path: _Path = ""
-    """The file's full path."""
     size: _Count = 0
     data: str = ""
-    """The file's first bytes, as base64."""
     rows: _Text = ""
     count: _Count = 0
     head: _Text = ""
     tail: _Text = ""
-    """First and last bytes of a command's output, as base64."""
     left_out_bytes: _Count = 0
     exit_code: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     timed_out: bool = False
@@ -69,42 +66,43 @@ async def perform(run: RunScript, operation: str, timeout_s: float, arguments: d
 
     async def request(op: str, **fields: JsonValue) -> _Response:
         printed = await run(json.dumps({"op": op, **fields}).encode() + b"\n", timeout_s + _GRACE_S)
-        try:
-            await untrusted_json.check_structure(printed)
-            response = _RESPONSE.validate_json(printed)
-        except ValueError as error:
-            raise GuestError("the desktop's tools sent a malformed response") from error
+        await untrusted_json.check_structure(printed)
+        response = _RESPONSE.validate_json(printed)
         if response.error:
             raise program.Refused(response.error[:_MAX_ERROR_CHARS])
         return response
 
-    async def read(path: str, limit: int) -> tuple[_Response, bytes]:
+    async def read(limit: int) -> tuple[_Response, bytes]:
         file = await request("read", path=path, limit=limit)
         data = await untrusted_json.decode_base64(file.data)
         if len(data) > min(limit, file.size):
             raise ValueError("more data than there is")
         return file, data
 
+    async def write(data: bytes) -> str:
+        return (await request("write", path=path, data=base64.b64encode(data).decode())).path
+
+    path = re.sub(r"^~(?:[\\/]+|$)", "", arguments.get("path", ""))
     try:
-        if operation == "shell":
-            return _output(await request("shell", command=arguments["command"], timeout_s=timeout_s))
-        path = re.sub(r"^~(?:[\\/]+|$)", "", arguments["path"])
-        if operation == "list":
-            listing = await request("list", path=path)
-            return program.listed(listing.rows.splitlines(), listing.count)
-        if operation == "read":
-            lines = arguments["first_line"], arguments["line_count"]
-            file, data = await read(path, min(program.scan_bytes(*lines), _MAX_SCAN_BYTES))
-            whole = len(data) == file.size
-            return await asyncio.to_thread(program.shown, file.path, data, file.size, *lines, whole=whole)
-        if operation == "edit":
-            file, data = await read(path, MAX_FILE_BYTES + 1)
-            data, result = program.edited(file.path, data, arguments["old"], arguments["new"])
-            await request("write", path=path, data=base64.b64encode(data).decode())
-            return result
-        data = arguments["content"].encode()
-        written = await request("write", path=path, data=base64.b64encode(data).decode())
-        return {"output": f"[wrote {len(data)} bytes to {written.path}]"}
+        match operation:
+            case "shell":
+                return _output(await request("shell", command=arguments["command"], timeout_s=timeout_s))
+            case "list":
+                listing = await request("list", path=path)
+                return program.listed(listing.rows.splitlines(), listing.count)
+            case "read":
+                lines = arguments["first_line"], arguments["line_count"]
+                file, data = await read(min(program.scan_bytes(*lines), _MAX_SCAN_BYTES))
+                whole = len(data) == file.size
+                return await asyncio.to_thread(program.shown, file.path, data, file.size, *lines, whole=whole)
+            case "edit":
+                file, data = await read(MAX_FILE_BYTES + 1)
+                data, result = program.edited(file.path, data, arguments["old"], arguments["new"])
+                await write(data)
+                return result
+            case _:
+                data = arguments["content"].encode()
+                return program.written(await write(data), data)
     except program.Refused as refusal:
         return {"error": str(refusal)}
     except ValueError as error:
@@ -114,7 +112,6 @@ async def perform(run: RunScript, operation: str, timeout_s: float, arguments: d
 def _output(response: _Response) -> Result:
     """Return a command's result. Raises: ValueError: the response is not base64."""
     head, tail = (base64.b64decode(part, validate=True) for part in (response.head, response.tail))
-    note = f"\n[{response.left_out_bytes} bytes left out]\n".encode() if response.left_out_bytes else b""
-    text = (head + note + tail).decode("utf-8", "replace").replace("\r\n", "\n")
+    output = program.Cut(head, tail, response.left_out_bytes).text().replace("\r\n", "\n")
     ended = {"timed_out": True} if response.timed_out else {"exit_code": response.exit_code}
-    return {"output": text, "left_out_bytes": response.left_out_bytes, **ended}
+    return {"output": output, "left_out_bytes": response.left_out_bytes, **ended}
