@@ -9,7 +9,7 @@ try {
     $response.path = $path
   }
   if ($asked.op -eq 'read') {
-    if ([IO.Directory]::Exists($path)) { throw "$path is a directory; list it instead" }
+    if ([IO.Directory]::Exists($path)) { throw "${path}: Is a directory" }
     if (-not [IO.File]::Exists($path)) { throw "${path}: No such file or directory" }
     $file = [IO.File]::Open($path, 'Open', 'Read', 'ReadWrite')
     try {
@@ -33,44 +33,19 @@ try {
       if ($entry.PSIsContainer) { "$($entry.Name)/" } else { "$($entry.Name) ($($entry.Length) bytes)" }
     }) -join "`n"
   } else {
+    # Not a pipe: a program in the background would keep it open.
+    $output = [IO.Path]::GetTempFileName()
     $encoded = [Convert]::ToBase64String([Text.Encoding]::Unicode.GetBytes($runner))
-    $line = "/d /c powershell.exe -NoProfile -NonInteractive -OutputFormat Text -EncodedCommand $encoded 2>&1"
-    $start = [Diagnostics.ProcessStartInfo]::new($env:ComSpec, $line)
+    $line = "powershell.exe -NoProfile -NonInteractive -OutputFormat Text -EncodedCommand $encoded"
+    $start = [Diagnostics.ProcessStartInfo]::new($env:ComSpec, "/d /s /c `"$line > `"$output`" 2>&1`"")
     $start.UseShellExecute = $false
     $start.CreateNoWindow = $true
     $start.RedirectStandardInput = $true
-    $start.RedirectStandardOutput = $true
     $start.WorkingDirectory = $env:USERPROFILE
-    $clock = [Diagnostics.Stopwatch]::StartNew()
     $process = [Diagnostics.Process]::Start($start)
     $process.StandardInput.WriteLine([Convert]::ToBase64String([Text.Encoding]::UTF8.GetBytes($asked.command)))
     $process.StandardInput.Close()
-    $stream = $process.StandardOutput.BaseStream
-    $buffer = [byte[]]::new(65536)
-    $head = [IO.MemoryStream]::new()
-    $tail = [IO.MemoryStream]::new()
-    $response.left_out_bytes = 0
-    $read = $stream.ReadAsync($buffer, 0, $buffer.Length)
-    $is_open = $true
-    while ($clock.ElapsedMilliseconds -lt 1000 * $asked.timeout_s) {
-      # A program in the background may keep the output open.
-      $has_ended = $process.HasExited
-      if ($is_open -and $read.Wait(50)) {
-        $count = $read.Result
-        $room = [Math]::Min($count, 16384 - $head.Length)
-        $head.Write($buffer, 0, $room)
-        $tail.Write($buffer, $room, $count - $room)
-        if ($tail.Length -gt 16384) {
-          $bytes = $tail.ToArray()
-          $response.left_out_bytes += $bytes.Length - 16384
-          $tail.SetLength(0)
-          $tail.Write($bytes, $bytes.Length - 16384, 16384)
-        }
-        $is_open = $count -gt 0
-        if ($is_open) { $read = $stream.ReadAsync($buffer, 0, $buffer.Length) }
-      } elseif ($has_ended) { break } elseif (-not $is_open) { $process.WaitForExit(50) | Out-Null }
-    }
-    if ($process.HasExited) { $response.exit_code = $process.ExitCode }
+    if ($process.WaitForExit(1000 * $asked.timeout_s)) { $response.exit_code = $process.ExitCode }
     else {
       $response.timed_out = $true
       $kill = [Diagnostics.ProcessStartInfo]::new('taskkill.exe', "/T /F /PID $($process.Id)")
@@ -78,8 +53,16 @@ try {
       $kill.CreateNoWindow = $true
       [Diagnostics.Process]::Start($kill).WaitForExit()
     }
-    $response.head = [Convert]::ToBase64String($head.ToArray())
-    $response.tail = [Convert]::ToBase64String($tail.ToArray())
+    $file = [IO.File]::Open($output, 'Open', 'Read', 'ReadWrite')
+    $size = $file.Length
+    $tail_at = [Math]::Max(16384, $size - 16384)
+    $response.left_out_bytes = [Math]::Max(0, $size - 32768)
+    $buffer = [byte[]]::new(16384)
+    $response.head = [Convert]::ToBase64String($buffer, 0, $file.Read($buffer, 0, 16384))
+    $file.Position = $tail_at
+    $response.tail = [Convert]::ToBase64String($buffer, 0, $file.Read($buffer, 0, 16384))
+    $file.Dispose()
+    Remove-Item -LiteralPath $output -Force -ErrorAction SilentlyContinue
   }
 } catch { $response.error = $_.Exception.GetBaseException().Message }
 ConvertTo-Json $response -Compress

@@ -11,29 +11,18 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated
+from typing import Any
 
-from pydantic import Field, JsonValue, TypeAdapter
+from pydantic import JsonValue
 
-from cuaenv.actions import (
-    MAX_FILE_BYTES,
-    AskUser,
-    CallTool,
-    EditFile,
-    ListDirectory,
-    ReadFile,
-    RunShell,
-    ToolAction,
-    WriteFile,
-)
-from envd.base import untrusted_json
+from cuaenv.actions import AskUser, CallTool, EditFile, ListDirectory, ReadFile, RunShell, ToolAction, WriteFile
 from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive
 from envd.guest.agent import CommandResult
 from envd.guest.observation import ActionOutcome
 from envd.guest.session import GuestSession
 from envd.guest.toolbox import program, windows
+from envd.guest.toolbox.results import Result, parse
 
 logger = logging.getLogger(__name__)
 
@@ -46,24 +35,7 @@ _FILE_TIMEOUT_S = 30.0
 _RESTART_TIMEOUT_S, _RESTART_POLL_S = 60.0, 0.25
 #: How much later than the program's own limit it counts as unresponsive: it starts Python, and ends what hangs.
 _GRACE_S = 20.0
-_MAX_NOTE_CHARS = 200
 _MAX_ERROR_CHARS = 2000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Result:
-    """What the program prints."""
-
-    error: Annotated[str, Field(max_length=4 * _MAX_ERROR_CHARS)] = ""
-    output: Annotated[str, Field(max_length=MAX_FILE_BYTES + _MAX_NOTE_CHARS)] = ""
-    exit_code: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    timed_out: bool = False
-    left_out_bytes: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
-    message: dict[str, JsonValue] | None = None
-    """Response of an MCP server."""
-
-
-_RESULT = TypeAdapter(_Result)
 
 
 class Toolbox:
@@ -165,19 +137,29 @@ class Toolbox:
         problem = f"{action.tool} of MCP server {action.server} reported an error" if is_error else ""
         return ActionOutcome(error=problem, output=output, left_out_bytes=left_out_bytes)
 
-    async def _request(self, operation: str, timeout_s: float | None, **arguments: JsonValue) -> _Result:
+    async def _request(self, operation: str, timeout_s: float | None, **arguments: JsonValue) -> Result:
         """Run the program. Raises: GuestError, GuestUnresponsive, MachineLost."""
-        if self._session.has_powershell:
-            limit_s = timeout_s or _FILE_TIMEOUT_S
-            return _RESULT.validate_python(await windows.perform(self._session.use_tool, operation, limit_s, arguments))
         limits = {} if timeout_s is None else {"timeout_s": timeout_s}
-        request = json.dumps({"op": operation, **arguments, **limits}).encode()
-        done = await self._session.guestd("use tools").execute(
-            [*_PYTHON, PROGRAM], timeout_s=(timeout_s or _FILE_TIMEOUT_S) + _GRACE_S, stdin=request
-        )
+        limit_s = (timeout_s or _FILE_TIMEOUT_S) + _GRACE_S
+
+        async def request(op: str, **fields: Any) -> Result:
+            line = json.dumps({"op": op, **fields}).encode() + b"\n"
+            result = await parse(await self._session.use_tool(line, limit_s))
+            if result.error:
+                raise program.Refused(result.error)
+            return result
+
+        if self._session.has_powershell:
+            try:
+                return await windows.perform(request, operation, {**arguments, **limits})
+            except program.Refused as refusal:
+                return Result(error=str(refusal)[:_MAX_ERROR_CHARS])
+            except ValueError as error:
+                raise GuestError("the desktop's tools sent a malformed response") from error
+        line = json.dumps({"op": operation, **arguments, **limits}).encode()
+        done = await self._session.guestd("use tools").execute([*_PYTHON, PROGRAM], timeout_s=limit_s, stdin=line)
         try:
-            await untrusted_json.check_structure(done.stdout)
-            return _RESULT.validate_json(done.stdout)
+            return await parse(done.stdout)
         except ValueError as error:
             logger.warning("%r: its tools failed: %s", self._session, _last_line(done))
             raise GuestError(f"the desktop's tools failed: {_last_line(done)}") from error

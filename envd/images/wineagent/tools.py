@@ -9,7 +9,6 @@ import json
 import ntpath
 import os
 import pwd
-import select
 import signal
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from typing import Any
 
 from .drive import AgentError, Drive
 
-HEAD_BYTES = TAIL_BYTES = 16_384
-MAX_ENTRIES = 1000
+_END_BYTES = 16_384
+_MAX_ENTRIES = 1000
 _CMD = ("wine64", r"C:\windows\system32\cmd.exe", "/d", "/q", "/k", "rem")
 #: Wine's cmd.exe reads and writes the code pages of the United States.
 _INPUT, _OUTPUT = "cp437", "cp1252"
@@ -54,26 +53,18 @@ class Tools:
     def read(self, path: str, limit: int) -> Response:
         """Return a file's size and its first bytes."""
         path = self._full(path)
-        file = self._drive.path(path)
-        if file.is_dir():
-            raise AgentError(f"{path} is a directory; list it instead")
-        if file.exists() and not file.is_file():
-            raise AgentError(f"{path} is not a regular file")
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            return {"path": path, "size": size, "data": base64.b64encode(stream.read(limit)).decode()}
+        with self._drive.path(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return {"path": path, "size": size, "data": _base64(file.read(limit))}
 
     def write(self, path: str, data: str) -> Response:
         """Replace a file, whole or not at all."""
         path = self._full(path)
         target = self._drive.path(path).resolve()
-        if target.exists() and not target.is_file():
-            raise AgentError(f"{path} is not a regular file")
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".envd-{os.getpid()}")
         try:
             temporary.write_bytes(base64.b64decode(data))
-            temporary.chmod(target.stat().st_mode & 0o7777 if target.exists() else 0o644)
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -83,7 +74,7 @@ class Tools:
         """Return a line for each entry of a directory, and their number."""
         entries = sorted(self._drive.path(self._full(path)).iterdir())
         rows = [f"{at.name}/" if at.is_dir() else f"{at.name} ({at.lstat().st_size} bytes)" for at in entries]
-        return {"rows": "\n".join(rows[:MAX_ENTRIES]), "count": len(rows)}
+        return {"rows": "\n".join(rows[:_MAX_ENTRIES]), "count": len(rows)}
 
     def shell(self, command: str, timeout_s: float) -> Response:
         """Run a command in the directory and with the variables of the one before."""
@@ -95,10 +86,10 @@ class Tools:
             character = error.object[error.start]
             raise ValueError(f"cmd.exe of this guest cannot read the character {character}") from None
         state = self._full(_STATE)
-        kept = f'set "ENVD_EXIT=%ERRORLEVEL%"\nset "ENVD_DIRECTORY=%CD%"\nset> "{state}"\nexit %ENVD_EXIT%'.split("\n")
-        before = self._restored(self._drive.path(state))
-        script = b"\r\n".join([*_encoded(before), *lines, *_encoded(kept), b""])
-        return _run(script, self._drive.path(self._home), time.monotonic() + timeout_s)
+        before = [line.encode(_INPUT, "replace") for line in self._restored(self._drive.path(state))]
+        kept = f'set "ENVD_EXIT=%ERRORLEVEL%"\r\nset "ENVD_DIRECTORY=%CD%"\r\nset> "{state}"\r\nexit %ENVD_EXIT%\r\n'
+        script = b"\r\n".join([*before, *lines, kept.encode(_INPUT)])
+        return _run(script, self._drive.path(self._home), timeout_s)
 
     def _restored(self, state: Path) -> list[str]:
         """Return the lines that restore the variables and the directory after the last command."""
@@ -115,42 +106,31 @@ class Tools:
         return ntpath.normpath(ntpath.join(self._home, path))
 
 
-def _encoded(lines: list[str]) -> list[bytes]:
-    return [line.encode(_INPUT, "replace") for line in lines]
-
-
-def _run(script: bytes, directory: Path, deadline_s: float) -> Response:
-    """Return what cmd.exe printed, and its exit code or that it was killed at the deadline."""
+def _run(script: bytes, directory: Path, timeout_s: float) -> Response:
+    """Return the ends of what cmd.exe printed, and its exit code or that it was killed."""
     mark = f"{os.getpid()}-{time.time_ns()}"
     environ = {**os.environ, _MARK: mark}
     del environ["PYTHONPATH"]
-    out, theirs = os.pipe()
-    with tempfile.TemporaryFile() as stdin:
+    # Not a pipe: a program in the background would keep it open.
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output:
         stdin.write(script)
         stdin.seek(0)
-        process = subprocess.Popen(_CMD, stdin=stdin, stdout=theirs, stderr=theirs, cwd=directory, env=environ)
-    os.close(theirs)
-    watched = [out, os.pidfd_open(process.pid)]
-    head, tail, left_out_bytes = b"", b"", 0
-    ended: Response = {"timed_out": True}
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        if out in (ready := select.select(watched, [], [], left_s)[0]):
-            data = os.read(out, 65_536)
-            watched = watched if data else watched[1:]
-            data = data.decode(_OUTPUT, "replace").encode()
-            room = HEAD_BYTES - len(head)
-            head, tail = head + data[:room], tail + data[room:]
-            left_out_bytes += max(0, len(tail) - TAIL_BYTES)
-            tail = tail[-TAIL_BYTES:]
-        elif ready:  # a program in the background may keep the output open
-            code = process.wait()
-            ended = {"exit_code": 128 - code if code < 0 else code}
-            break
-    else:
-        _kill(f"{_MARK}={mark}".encode())
-        process.wait()
-    shown = {name: base64.b64encode(part).decode() for name, part in (("head", head), ("tail", tail))}
-    return {**shown, "left_out_bytes": left_out_bytes, **ended}
+        process = subprocess.Popen(_CMD, stdin=stdin, stdout=output, stderr=output, cwd=directory, env=environ)
+        try:
+            code = process.wait(timeout_s)
+            ended: Response = {"exit_code": 128 - code if code < 0 else code}
+        except subprocess.TimeoutExpired:
+            _kill(f"{_MARK}={mark}".encode())
+            process.wait()
+            ended = {"timed_out": True}
+        size = output.seek(0, os.SEEK_END)
+        ends = (os.pread(output.fileno(), _END_BYTES, at) for at in (0, max(_END_BYTES, size - _END_BYTES)))
+        head, tail = (_base64(part.decode(_OUTPUT, "replace").encode()) for part in ends)
+    return {"head": head, "tail": tail, "left_out_bytes": max(0, size - 2 * _END_BYTES), **ended}
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def _kill(mark: bytes) -> None:
