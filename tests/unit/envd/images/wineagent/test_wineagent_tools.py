@@ -147,7 +147,9 @@ async def test_files_are_text_of_a_window_or_size_and_type(tools: Toolbox, home:
     ):
         assert error in (await tools.use(ReadFile(path))).error
     assert (await tools.use(WriteFile("d", "x"))).error == f"{HOME}\\d: Is a directory"
-    assert sorted(at.name for at in home.iterdir()) == ["AppData", "big.txt", "d", "x.png"], "nothing is left behind"
+    assert sorted(at.name for at in home.iterdir()) == ["AppData", "Documents", "big.txt", "d", "x.png"], (
+        "nothing is left behind"
+    )
 
 
 async def test_an_edit_replaces_one_occurrence_in_lines_that_end_as_on_windows(tools: Toolbox, home: Path) -> None:
