@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, State
 from envd.base.config import CheckpointsConfig
 from envd.episodes.checkpoints.store import CheckpointStore
+from tests.support.areal import ScriptedEngine as ArealEngine
 from tests.support.server import FakeServer, serve_fake
-from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
+from tests.support.slime import Processor, Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
+from trainer.adapters.areal.group import ArealConfig, run_task_group
 from trainer.adapters.session import SessionSettings, session
 from trainer.agent.grammars import grammar
 from trainer.agent.starts import start_of, state_of
@@ -23,6 +25,7 @@ from trainer.cli.app import app
 from trainer.config import ConfigError
 from trainer.slime.generate import generate
 from trainer.slime.samples import facts_of, is_void
+from trainer.tokens.chat import Chat
 
 TASK = "fake/count-to-five"
 SAY = grammar("qwen3-vl").render
@@ -143,6 +146,24 @@ async def test_a_group_starts_in_the_state_in_which_an_episode_failed(tmp_path: 
                 server, {"metadata": {"task_id": TASK}}, members=1, plan=[[SAID]] * rest + [[Done()]]
             )
             assert control.reward == 0.0
+
+
+async def test_areal_starts_a_group_in_the_state_of_its_row(tmp_path: Path) -> None:
+    config = ArealConfig.from_mapping({"group_size": 2, "agent": {**AGENT, "max_turns": 3}, "hosts": ["unused:1"]})
+    plan: list[list[Action]] = [[SAID], [SAID], [Done()]]
+    engine = ArealEngine(lambda prompt: SAY(plan[prompt.count("assistant\n") - 1]))
+    async with host(tmp_path) as server:
+        await failed_run(server)
+        (row,) = await states(server, tmp_path / "states.jsonl", "--label", "before *")
+        data: dict[str, Any] = {"task_id": TASK, "metadata": row["metadata"]}
+        async with AsyncEnvClient(server.address) as client:
+            chat = Chat(Tokenizer(), Processor())
+            result = await run_task_group(client, data, engine.ask, chat=chat, config=config)
+            # Three of the five clicks were made before the checkpoint.
+            assert (result.metrics["reward"], result.metrics["turns"]) == ([1.0, 1.0], [3.0, 3.0])
+            data["metadata"] = {"checkpoint": {**row["metadata"]["checkpoint"], "task_id": "fake/other"}}
+            with pytest.raises(ConfigError, match="is a checkpoint of fake/other"):
+                await run_task_group(client, data, engine.ask, chat=chat, config=config)
 
 
 async def test_a_state_that_is_gone_or_of_another_host_is_void_and_never_zero(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from typing import Any
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
-from cuaenv.client import AsyncEpisode, EnvError, shared_client
+from cuaenv.client import AsyncEpisode, Checkpoint, EnvError, shared_client
 from trainer.adapters.session import SessionVoid
 from trainer.agent.attempts import run_task
 from trainer.agent.forks import group_member
 from trainer.agent.ownership import is_fault
+from trainer.agent.starts import start_of
 from trainer.agent.training import TrainingConfig
 from trainer.agent.types import Message, ModelFailed, Trajectory
 from trainer.config import ConfigError
@@ -65,21 +66,22 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
         Raises:
             SessionVoid: The episode was lost; it has no score.
             EnvError: The request was refused, for example because the task is unknown.
-            ConfigError: The row has no task id.
+            ConfigError: The row has no task id, or a malformed checkpoint.
         """
         task = row.get(self._config.task_key) or (row.get("extra_info") or {}).get(self._config.task_key)
         if not isinstance(task, str) or not task:
             raise ConfigError(f"data set row: no {self._config.task_key} (envd.task_key); it has {', '.join(row)}")
+        start = start_of({**(row.get("extra_info") or {}), **row}, task)
         conversations: list[_Conversation] = []
 
         def new_conversation() -> _Conversation:
             conversations.append(_Conversation(self, self._chat, self._config, sampling_params, row))
             return conversations[-1]
 
-        group = await _group_of((row.get("uid"), task))
+        group = await _group_of((row.get("uid"), start))
         trajectory = await run_task(
             _Environments(self._config, group),
-            task,
+            start,
             new_conversation,
             settings=self._config.agent,
             pool=self._config.pool,
@@ -135,7 +137,7 @@ class _Group:
 _arriving: dict[Any, _Group] = {}
 
 
-async def _group_of(key: tuple[Any, str]) -> _Group:
+async def _group_of(key: tuple[Any, str | Checkpoint]) -> _Group:
     """Return the group of the sessions that arrive in the same iteration of the event loop.
 
     verl creates the tasks of a prompt's sessions at once, and awaits nothing before `run`. Their number differs between
@@ -156,7 +158,7 @@ class _Environments:
         self._client = shared_client(config.client)
         self._group: _Group | None = group
 
-    def reset(self, task: str, **options: Any) -> AbstractAsyncContextManager[AsyncEpisode]:
+    def reset(self, task: str | Checkpoint, **options: Any) -> AbstractAsyncContextManager[AsyncEpisode]:
         group, self._group = self._group or _Group(1), None
         return group_member(self._client, task, group=group, size=group.size, wait_s=_GROUP_WAIT_S, **options)
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, Unpack
 
-from cuaenv.client import AsyncEpisode, EnvError
+from cuaenv.client import AsyncEpisode, Checkpoint, EnvError
 from cuaenv.client.tracing import span
 from cuaenv.client.view import ResetOptions
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.ownership import ruling_on
 from trainer.agent.settings import AgentSettings
+from trainer.agent.starts import step_limit, task_id_of
 from trainer.agent.types import Conversation, Outcome, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,9 @@ RunEpisode = Callable[[AgentEpisode, Conversation], Coroutine[Any, Any, Trajecto
 class Environments(Protocol):
     """Opens episodes, as `cuaenv.client.AsyncEnvClient` does."""
 
-    def reset(self, task: str, **options: Unpack[ResetOptions]) -> AbstractAsyncContextManager[AgentEpisode]:
+    def reset(
+        self, task: str | Checkpoint, **options: Unpack[ResetOptions]
+    ) -> AbstractAsyncContextManager[AgentEpisode]:
         """Open an episode, and close it on exit. Raises: EnvError."""
 
 
@@ -33,14 +36,14 @@ class GroupEnvironments(Environments, Protocol):
     """Opens groups, too, as `cuaenv.client.AsyncEnvClient` does."""
 
     def reset_group(
-        self, task: str, *, size: int, **options: Unpack[ResetOptions]
+        self, task: str | Checkpoint, *, size: int, **options: Unpack[ResetOptions]
     ) -> AbstractAsyncContextManager[Sequence[AgentEpisode]]:
         """Open episodes of one task in one state, and close them on exit. Raises: EnvError."""
 
 
 async def run_task(
     environments: Environments,
-    task: str,
+    start: str | Checkpoint,
     new_conversation: Callable[[], Conversation],
     *,
     settings: AgentSettings,
@@ -55,17 +58,17 @@ async def run_task(
 
     Args:
         environments: Opens the episode.
-        task: Id of the task.
+        start: Id of the task, or a checkpoint to start in; its steps do not count against `settings.max_turns`.
         new_conversation: Creates a new conversation for each attempt.
         settings: The agent's settings.
         pool: Pool to use; empty for the task's own.
         attempts: Maximum number of attempts.
         run: Runs an open episode; default `run_episode`.
     """
-    options = _reset_options(settings, pool)
+    options, task = _reset_options(start, settings, pool), task_id_of(start)
     run = run or partial(run_episode, settings=settings)
     for attempt in range(1, attempts + 1):
-        opening = _alone(environments.reset(task, **options))
+        opening = _alone(environments.reset(start, **options))
         (trajectory,) = await _run_once(opening, task, [new_conversation()], run)
         trajectory = replace(trajectory, attempt_count=attempt)
         if not ruling_on(trajectory).repeat:
@@ -77,7 +80,7 @@ async def run_task(
 
 async def run_group(
     environments: GroupEnvironments,
-    task: str,
+    start: str | Checkpoint,
     new_conversation: Callable[[], Conversation],
     *,
     size: int,
@@ -91,7 +94,8 @@ async def run_group(
     started in the same state as the others.
     """
     conversations = [new_conversation() for _ in range(size)]
-    opening = environments.reset_group(task, size=size, **_reset_options(settings, pool))
+    task = task_id_of(start)
+    opening = environments.reset_group(start, size=size, **_reset_options(start, settings, pool))
     group = await _run_once(opening, task, conversations, partial(run_episode, settings=settings))
     if attempts <= 1:
         return group
@@ -100,14 +104,17 @@ async def run_group(
         if not ruling_on(first).repeat:
             return first
         logger.warning("task %s: machine of a group member lost (%s); retrying on a new one", task, first.reason)
-        last = await run_task(environments, task, new_conversation, settings=settings, pool=pool, attempts=attempts - 1)
+        last = await run_task(
+            environments, start, new_conversation, settings=settings, pool=pool, attempts=attempts - 1
+        )
         return replace(last, attempt_count=last.attempt_count + 1)
 
     return await _gather([retry(first) for first in group])
 
 
-def _reset_options(settings: AgentSettings, pool: str) -> ResetOptions:
-    return {"pool": pool, "max_steps": settings.max_turns, "view": settings.view, "timeout": settings.reset_timeout}
+def _reset_options(start: str | Checkpoint, settings: AgentSettings, pool: str) -> ResetOptions:
+    limit = step_limit(start, settings.max_turns)
+    return {"pool": pool, "max_steps": limit, "view": settings.view, "timeout": settings.reset_timeout}
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cuaenv.client import Perturb, Task
+from cuaenv.client import Checkpoint, Perturb, Task
 from trainer.agent.attempts import Environments, run_task
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import ruling_on
@@ -231,6 +231,6 @@ class _Opener:
         self.episode: AgentEpisode | None = None
 
     @asynccontextmanager
-    async def reset(self, task: str, **options: Any) -> AsyncIterator[AgentEpisode]:
+    async def reset(self, task: str | Checkpoint, **options: Any) -> AsyncIterator[AgentEpisode]:
         async with self._environments.reset(task, **options, **self._options) as self.episode:
             yield self.episode

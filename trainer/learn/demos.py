@@ -82,6 +82,11 @@ def play(settings: Settings, hosts: Sequence[str], oracle_file: Path, directory:
     chosen = [oracle for oracle in read_oracles(oracle_file) if splits[oracle.task_id] == "train"]
     if not chosen:
         raise LearnError(f"{oracle_file}: no oracle of a training template; print them with `envd tasks oracles`")
+    if wanted := settings.demos.tasks:
+        known = {template_id(oracle.task_id) for oracle in chosen}
+        for task in set(wanted) - known:
+            raise LearnError(f"demos.tasks: {task}: not a training template; choose from {', '.join(sorted(known))}")
+        chosen = [oracle for oracle in chosen if template_id(oracle.task_id) in wanted]
     parts = [chosen[index :: len(hosts)] for index in range(len(hosts))]
     given = [
         (settings, host, part, directory / f"part-{index}")

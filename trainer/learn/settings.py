@@ -23,8 +23,10 @@ class Demos(BaseModel):
 
     model_config = STRICT
 
+    tasks: list[str] = Field(default_factory=list)
+    """Training templates that oracles play; empty for all of them."""
     seeds: int = Field(default=640, ge=1)
-    """Variants of each training template that oracles play."""
+    """Variants of each of them."""
     concurrency: int = Field(default=24, ge=1)
     """Concurrent episodes of each process."""
     wrong_button: float = Field(default=0.0, ge=0, lt=1)

@@ -24,7 +24,7 @@ from cuaenv.client.view import ResetOptions
 from trainer.agent.forks import group_member
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.pacing import pacer_of_loop
-from trainer.agent.starts import step_limit, task_id_of
+from trainer.agent.starts import task_id_of
 from trainer.agent.turns import BranchPoint
 from trainer.slime.partial import Partial
 from trainer.slime.slime_compat import Sample, span
@@ -59,7 +59,6 @@ class SampleEnvironments:
         branch_ways: int = 0,
         branch_roots: int = 1,
         partial: Partial | None = None,
-        start: str | Checkpoint,
     ) -> None:
         """Prepare; opens nothing.
 
@@ -72,7 +71,6 @@ class SampleEnvironments:
             branch_ways: Members that continue from a branch point; 0 for members that all start together.
             branch_roots: Members of a tree that start at the beginning of its task.
             partial: Where the sample continues; None for its start.
-            start: Where its episodes start: a task or a checkpoint.
         """
         self.reset_count = 0
         """Number of resets."""
@@ -81,7 +79,6 @@ class SampleEnvironments:
         self.resumed: Partial | None = None
         """Where the latest episode continues; None if it began."""
         self._partial = partial
-        self._start = start
         self._branch_ways = branch_ways
         self._branch_roots = branch_roots
         self._tree: Tree[BranchContext] | None = None
@@ -94,17 +91,16 @@ class SampleEnvironments:
         self._lease_ttl = lease_ttl
 
     @asynccontextmanager
-    async def reset(self, task: str, **options: Unpack[ResetOptions]) -> AsyncIterator[AgentEpisode]:
+    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncIterator[AgentEpisode]:
         """Open the sample's episode: where it continues, in its group the first time, or alone. Raises: EnvError."""
         self.reset_count += 1
-        limit = step_limit(self._start, options["max_steps"])
-        options = {**options, "lease_ttl": self._lease_ttl, "max_steps": limit}
+        options = {**options, "lease_ttl": self._lease_ttl}
         async with AsyncExitStack() as stack:
-            with span(self._sample, "env_reset", {"task": task, "attempt": self.reset_count}):
+            with span(self._sample, "env_reset", {"task": task_id_of(task), "attempt": self.reset_count}):
                 if (continued := await self._continued(stack, options)) is not None:
                     episode, self.context = continued, None
                 else:
-                    episode, self.context = await stack.enter_async_context(self._opening(options))
+                    episode, self.context = await stack.enter_async_context(self._opening(task, options))
                 self.resumed = self._partial
             self.episode = episode
             yield _Traced(episode, self._sample)
@@ -134,28 +130,27 @@ class SampleEnvironments:
             )
 
     @asynccontextmanager
-    async def _opening(self, options: ResetOptions) -> AsyncIterator[tuple[AsyncEpisode, BranchContext | None]]:
+    async def _opening(
+        self, start: str | Checkpoint, options: ResetOptions
+    ) -> AsyncIterator[tuple[AsyncEpisode, BranchContext | None]]:
         self._tree = None
         if self._group_size == 1 or self.reset_count > 1:
-            async with self._reset(options) as episode:
+            async with self._reset(start, options) as episode:
                 yield episode, None
         elif self._branch_ways:
-            self._tree = tree_of_loop((self._sample.group_index, self._start), root_count=self._branch_roots)
+            self._tree = tree_of_loop((self._sample.group_index, start), root_count=self._branch_roots)
             # The others continue on forks, on the host of their root.
             branches = ceil((self._group_size - self._branch_roots) / self._branch_roots)
             rooted: ResetOptions = {**options, "branches": max(0, branches)}
-            async with self._tree.member(lambda: self._reset(rooted)) as (episode, context):
+            async with self._tree.member(lambda: self._reset(start, rooted)) as (episode, context):
                 yield episode, context
         else:
-            key, wait_s = (self._sample.group_index, self._start), self._group_wait_s
-            opening = group_member(
-                self._client, self._start, group=key, size=self._group_size, wait_s=wait_s, **options
-            )
+            key, wait_s = (self._sample.group_index, start), self._group_wait_s
+            opening = group_member(self._client, start, group=key, size=self._group_size, wait_s=wait_s, **options)
             async with opening as episode:
                 yield episode, None
 
-    def _reset(self, options: ResetOptions) -> AbstractAsyncContextManager[AsyncEpisode]:
-        start = self._start
+    def _reset(self, start: str | Checkpoint, options: ResetOptions) -> AbstractAsyncContextManager[AsyncEpisode]:
         return pacer_of_loop().open(task_id_of(start), lambda: self._client.reset(start, **options))
 
 

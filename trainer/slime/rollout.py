@@ -11,7 +11,6 @@ from cuaenv.client import Checkpoint, shared_client
 from trainer.agent.attempts import run_task
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.prompts import prompt_hash
-from trainer.agent.starts import task_id_of
 from trainer.agent.turns import BranchPoint
 from trainer.agent.types import BudgetExhausted, ModelFailed, Trajectory, data_uri
 from trainer.slime import slime_compat
@@ -83,11 +82,10 @@ class Rollout:
             branch_ways=config.branch_ways if config.group == "tree" else 0,
             branch_roots=config.branch_roots,
             partial=partial_of(self.sample),
-            start=start,
         )
         episode = run_task(
             environments,
-            task_id_of(start),
+            start,
             self._new_conversation,
             settings=config.agent,
             pool=config.pool,

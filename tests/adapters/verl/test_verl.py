@@ -19,8 +19,12 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.workers.rollout.replica import TokenOutput
 
+from cuaenv.client import AsyncEnvClient, Click
+from envd.base.config import CheckpointsConfig
+from envd.episodes.checkpoints.store import CheckpointStore
 from tests.support.desktops import DrawnDesktops
 from trainer.agent.loop import run_episode
+from trainer.agent.starts import state_of
 from trainer.config import ConfigError
 
 # Warnings of the frameworks are not ours.
@@ -214,6 +218,23 @@ async def test_the_example_of_the_docs(make: Callable[..., Rollout]) -> None:
     await rollout.start("ten", count=1)
     status, rows = await rollout.finish("ten")
     assert (status, list(map(score_of, rows.values()))) == ("finished", [1.0])
+
+
+async def test_a_group_starts_in_the_state_of_its_row(
+    make: Callable[..., Rollout], desktops: DrawnDesktops, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", settings=CheckpointsConfig(), reserve_bytes=0)
+    stored = await asyncio.to_thread(lambda: DrawnDesktops(size=2, capacity=4, checkpoints=store))
+    try:
+        async with AsyncEnvClient(stored.address) as client, client.reset("fake/enable") as episode:
+            await episode.step(Click(822, 167))
+            state = await episode.checkpoint()
+        rollout = make(Engine([DONE], [DONE]), hosts=[stored.address])
+        await rollout.start("eleven", count=2, extra_info={"checkpoint": state_of(state)})
+        status, rows = await rollout.finish("eleven")
+        assert (status, list(map(score_of, rows.values()))) == ("finished", [1.0, 1.0])
+    finally:
+        await asyncio.to_thread(stored.close)
 
 
 async def test_a_cancelled_prompt_leaves_no_machine(make: Callable[..., Rollout], desktops: DrawnDesktops) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 from pydantic import Field
 
+from cuaenv.client import Checkpoint
 from trainer.adapters.areal.conversation import ArealConversation, Engine
 from trainer.adapters.areal.rows import Rewarded, discounted
 from trainer.agent.attempts import GroupEnvironments, run_group
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import Owner, ruling_on
 from trainer.agent.pacing import pacer_of_loop
+from trainer.agent.starts import start_of, task_id_of
 from trainer.agent.training import TrainingConfig
 from trainer.config import ConfigError
 from trainer.tokens.chat import Chat
@@ -47,11 +49,13 @@ class _Paced:
     def __init__(self, environments: GroupEnvironments) -> None:
         self._environments = environments
 
-    def reset(self, task: str, **options: Any) -> AbstractAsyncContextManager[AgentEpisode]:
-        return pacer_of_loop().open(task, lambda: self._environments.reset(task, **options))
+    def reset(self, task: str | Checkpoint, **options: Any) -> AbstractAsyncContextManager[AgentEpisode]:
+        return pacer_of_loop().open(task_id_of(task), lambda: self._environments.reset(task, **options))
 
-    def reset_group(self, task: str, **options: Any) -> AbstractAsyncContextManager[Sequence[AgentEpisode]]:
-        return pacer_of_loop().open(task, lambda: self._environments.reset_group(task, **options))
+    def reset_group(
+        self, task: str | Checkpoint, **options: Any
+    ) -> AbstractAsyncContextManager[Sequence[AgentEpisode]]:
+        return pacer_of_loop().open(task_id_of(task), lambda: self._environments.reset_group(task, **options))
 
 
 async def run_task_group(
@@ -69,7 +73,7 @@ async def run_task_group(
         config: The configuration.
 
     Raises:
-        ConfigError: The row has no task id.
+        ConfigError: The row has no task id, or a malformed checkpoint.
     """
     task = data.get(config.task_key)
     if not isinstance(task, str) or not task:
@@ -83,7 +87,7 @@ async def run_task_group(
 
     trajectories = await run_group(
         _Paced(environments),
-        task,
+        start_of({**(data.get("metadata") or {}), **data}, task),
         new_conversation,
         size=config.group_size,
         settings=config.agent,

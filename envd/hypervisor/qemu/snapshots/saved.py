@@ -29,8 +29,8 @@ from envd.hypervisor.qemu.snapshots.files import (
 from envd.hypervisor.qemu.snapshots.pages import size_bytes
 from envd.hypervisor.qemu.snapshots.snapshot import CaptureRecord, LibvirtSnapshot, MemoryPatch, write_record
 
-#: Higher levels save little, and take several times as long.
-_LEVEL = 1
+#: Half of the time of level 1 for a third more bytes; a checkpoint waits for this more than for the disk.
+_LEVEL = -5
 _CHUNK_BYTES = 1 << 20
 _COUNT = struct.Struct("<Q")
 _LEAST_PAGE_BYTES = 4096
