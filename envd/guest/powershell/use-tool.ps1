@@ -51,7 +51,7 @@ try {
       $kill = [Diagnostics.ProcessStartInfo]::new('taskkill.exe', "/T /F /PID $($process.Id)")
       $kill.UseShellExecute = $false
       $kill.CreateNoWindow = $true
-      [Diagnostics.Process]::Start($kill).WaitForExit()
+      [Diagnostics.Process]::Start($kill).WaitForExit(5000) | Out-Null
     }
     $file = [IO.File]::Open($output, 'Open', 'Read', 'ReadWrite')
     $size = $file.Length

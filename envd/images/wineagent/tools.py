@@ -28,6 +28,7 @@ _INPUT, _OUTPUT = "cp437", "cp1252"
 _STATE = r"AppData\Local\envd-shell.txt"
 #: By it a command's processes are found: Wine's are not children of those that start them.
 _MARK = "ENVD_COMMAND"
+_KILL_S = 5.0
 
 Response = dict[str, Any]
 
@@ -134,9 +135,9 @@ def _base64(data: bytes) -> str:
 
 
 def _kill(mark: bytes) -> None:
-    """Kill every process with a variable."""
-    found = True
-    while found:
+    """Kill every process with a variable; gives up on those that start others faster."""
+    found, deadline_s = True, time.monotonic() + _KILL_S
+    while found and time.monotonic() < deadline_s:
         found = False
         for environ in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
