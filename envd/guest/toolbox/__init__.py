@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = inspect.getsource(program)
 _PYTHON = ("python3", "-I", "-S", "-c")
+_FILE_OPERATIONS = {ReadFile: "read", WriteFile: "write", EditFile: "edit", ListDirectory: "list"}
 #: A call of an MCP server, and the start of one.
 MCP_TIMEOUT_S = 30.0
 _FILE_TIMEOUT_S = 30.0
@@ -89,33 +91,14 @@ class Toolbox:
     async def _use(self, action: ToolAction) -> ActionOutcome:
         match action:
             case RunShell(command=command, timeout=timeout):
-                result = await self._request("shell", timeout.total_seconds(), command=command)
-                return ActionOutcome(
-                    error=result.error,
-                    output=None if result.error else result.output,
-                    exit_code=result.exit_code,
-                    timed_out=result.timed_out,
-                    left_out_bytes=result.left_out_bytes,
-                )
-            case ReadFile(path=path, first_line=first_line, line_count=line_count):
-                return await self._file("read", path=path, first_line=first_line, line_count=line_count)
-            case WriteFile(path=path, content=content):
-                return await self._file("write", path=path, content=content)
-            case EditFile(path=path, old=old, new=new):
-                return await self._file("edit", path=path, old=old, new=new)
-            case ListDirectory(path=path):
-                return await self._file("list", path=path)
+                return _outcome(await self._request("shell", timeout.total_seconds(), command=command))
+            case ReadFile() | WriteFile() | EditFile() | ListDirectory():
+                return _outcome(await self._request(_FILE_OPERATIONS[type(action)], None, **asdict(action)))
             case CallTool():
                 return await self._call(action)
             case AskUser():
                 raise TypeError("a guest cannot answer for the user")
         raise TypeError(f"unknown tool action {action!r}")
-
-    async def _file(self, operation: str, **arguments: JsonValue) -> ActionOutcome:
-        result = await self._request(operation, None, **arguments)
-        if result.error:
-            return ActionOutcome(error=result.error[:_MAX_ERROR_CHARS])
-        return ActionOutcome(output=result.output, left_out_bytes=result.left_out_bytes)
 
     async def _call(self, action: CallTool) -> ActionOutcome:
         is_list = not action.tool
@@ -163,6 +146,16 @@ class Toolbox:
         except ValueError as error:
             logger.warning("%r: its tools failed: %s", self._session, _last_line(done))
             raise GuestError(f"the desktop's tools failed: {_last_line(done)}") from error
+
+
+def _outcome(result: Result) -> ActionOutcome:
+    return ActionOutcome(
+        error=result.error[:_MAX_ERROR_CHARS],
+        output=None if result.error else result.output,
+        exit_code=result.exit_code,
+        timed_out=result.timed_out,
+        left_out_bytes=result.left_out_bytes,
+    )
 
 
 def _last_line(done: CommandResult) -> str:

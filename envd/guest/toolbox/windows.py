@@ -6,9 +6,9 @@ The script is PowerShell's `use-tool`. A guest without PowerShell answers it by 
 import asyncio
 import base64
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from cuaenv.actions import MAX_FILE_BYTES
 from envd.base import untrusted_json
@@ -19,10 +19,8 @@ from envd.guest.toolbox.results import Result, parsed
 _MAX_SCAN_BYTES = 4 << 20
 
 
-class Request(Protocol):
-    """Has the script perform an operation. Raises: Refused, GuestError, GuestUnresponsive, ValueError."""
-
-    def __call__(self, op: str, **arguments: Any) -> Awaitable[Result]: ...
+#: Has the script perform an operation, with arguments by name. May raise what `perform` does.
+Request = Callable[..., Awaitable[Result]]
 
 
 async def perform(request: Request, operation: str, arguments: dict[str, Any]) -> Result:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Tools:
 
     def answer(self, request: Response) -> Response:
         """Return the response to a request; `error` says why it failed."""
+        operations: dict[str, Callable[..., Response]]
         operations = {"read": self.read, "write": self.write, "list": self.list_directory, "shell": self.shell}
         path = self._full(request.get("path", ""))
         try:
