@@ -90,7 +90,7 @@ class GuestSession:
         self, script: Script, purpose: str, stdin: bytes = b"", wait_s: float = _SCRIPT_TIMEOUT_S, **values: str
     ) -> bytes:
         """Run a script and return its output. Raises: GuestError, GuestUnresponsive."""
-        command = powershell(script, wait_s=wait_s, **values)
+        command = powershell(script, wait_s=f"{wait_s:g}", **values)
         result = await self._agent.run(command, timeout_s=wait_s + _START_TIMEOUT_S, stdin=stdin)
         if result.exit_code:
             message = result.stderr[:_MESSAGE_BYTES].decode("utf-8", "replace").strip()

@@ -36,7 +36,7 @@ _STOP = "$ErrorActionPreference = 'Stop'\n"
 _UTF8 = "[Console]::OutputEncoding = [Text.UTF8Encoding]::new($false)\n"
 
 
-def powershell(script: Script, *, wait_s: float = 60.0, **values: str) -> tuple[str, ...]:
+def powershell(script: Script, *, wait_s: str = "60", **values: str) -> tuple[str, ...]:
     """Return the command that runs a script with `values` as variables, with UTF-8 output.
 
     A script that needs the desktop has `wait_s` seconds from its start.
@@ -47,7 +47,7 @@ def powershell(script: Script, *, wait_s: float = 60.0, **values: str) -> tuple[
     text = _body(script)
     if script in _DESKTOP_SCRIPTS:
         # The values stay at the top too, for guests that answer by name.
-        text = f"$wait_s = {wait_s:g}\n$inner = {_literal(assigned + _STOP + text)}\n{_body(_IN_SESSION)}"
+        text = f"$wait_s = {wait_s}\n$inner = {_literal(assigned + _STOP + text)}\n{_body(_IN_SESSION)}"
         if script is Script.USE_TOOL:
             assigned = ""
     command = f"# envd: {script}\n{assigned}{_STOP}{_UTF8}{text}"

@@ -54,7 +54,7 @@ class Session:
         self.printed: bytes | None = None
 
     async def use_tool(self, request: bytes, timeout_s: float) -> bytes:
-        command = powershell(Script.USE_TOOL, wait_s=timeout_s)
+        command = powershell(Script.USE_TOOL, wait_s=f"{timeout_s:g}")
         result = await self._world.agent.run(command, timeout_s=timeout_s, stdin=request)
         if result.exit_code:
             raise GuestError(result.stderr.decode())
