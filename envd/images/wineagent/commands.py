@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from io import RawIOBase
 from typing import Any
 
 from .drive import AgentError, Files
@@ -62,6 +63,13 @@ class Commands:
                 command = line.rpartition(_DELIMITER)[2]
                 if command.strip():
                     write(self.answer(command))
+
+
+def write_all(port: RawIOBase, data: bytes) -> None:
+    """Write to a virtio port, which takes at most 32 KiB at once (Linux, drivers/char/virtio_console.c)."""
+    unsent = memoryview(data)
+    while unsent:
+        unsent = unsent[port.write(unsent) or 0 :]
 
 
 def _echo(id: int) -> int:
