@@ -23,6 +23,9 @@ from tests.support.soak import SoakProcess, SoakRun
 
 assert envd.api
 assert envd.hypervisor
+_TESTS = Path(__file__).parent
+#: Directories of tests that wait for processes and limits.
+_ORDER = {"e2e": 0, "contract": 1}
 # A shell makes background jobs ignore SIGINT, which processes started by tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # No deadline for examples: a busy host can stall for seconds during one.
@@ -33,9 +36,9 @@ settings.register_profile("thorough", untimed, max_examples=200)
 settings.load_profile("usual")
 # For detailed assertion errors in the contract suites.
 for module in (
-    "envd.hypervisor.contract.forks",
-    "envd.hypervisor.contract.machine",
-    "envd.hypervisor.contract.fixtures",
+    "tests.support.machine_contract.forks",
+    "tests.support.machine_contract.machine",
+    "tests.support.machine_contract.fixtures",
 ):
     pytest.register_assert_rewrite(module)
 
@@ -51,8 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the soak's test last, and deselect long tests unless requested."""
-    items.sort(key=_asks_for_soak)
+    """Run tests that wait first and short ones last, so that all processors are used; deselect long tests."""
+    with_soak = {item.path for item in items if _asks_for_soak(item)}
+
+    def place(item: pytest.Item) -> int:
+        # The soak plays for a minute, which has passed before the unit tests.
+        return 2 if item.path in with_soak else _ORDER.get(item.path.relative_to(_TESTS).parts[0], 3)
+
+    items.sort(key=place)
     if config.getoption("--long"):
         return
     long = [item for item in items if item.get_closest_marker("long")]
@@ -126,7 +135,7 @@ def module_dir(desktop_image: Image) -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def soak_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """Start a soak of two minutes before the first test (a quarter of a core); return its output directory."""
+    """Start a soak of a minute before the first test (a quarter of a core); return its output directory."""
     if not any(_asks_for_soak(item) for item in request.session.items):
         yield None
         return
@@ -138,7 +147,7 @@ def soak_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     except FileExistsError:
         yield directory
         return
-    soak = SoakProcess(directory, "--minutes", "2", "--machines", "3", "--seed", "ci")
+    soak = SoakProcess(directory, "--minutes", "1", "--machines", "3", "--seed", "ci")
     yield directory
     if request.session.shouldstop or request.session.shouldfail:
         soak.interrupt()

@@ -27,7 +27,6 @@ def parse(kind: type[T], mapping: Mapping[str, object], *, path: str = "") -> T:
     Args:
         kind: The model or dataclass. Its nested dataclasses inherit its pydantic configuration.
         mapping: Missing keys have their defaults.
-        path: Prefix of keys in error messages.
 
     Raises:
         ConfigError: A key is unknown or missing, or a value is invalid.

@@ -29,15 +29,6 @@ class CallReport:
     """Measures and logs one call. An async context manager around it, which answers its failure."""
 
     def __init__(self, metrics: Metrics, guard: Guard, method: str, context: Context, *, caller: str = "") -> None:
-        """Start measuring.
-
-        Args:
-            metrics: Gets the duration and the failure.
-            guard: Limits the log lines of refused calls.
-            method: The method.
-            context: grpc's context of the call.
-            caller: Name of its token.
-        """
         self._metrics = metrics
         self._guard = guard
         self._caller = caller
@@ -65,13 +56,11 @@ class CallReport:
             await self._fail(error)
 
     def _finish(self, code: grpc.StatusCode) -> float:
-        """Measure the call; return its duration in seconds."""
         duration_s = time.monotonic() - self._began_s
         self._metrics.rpc_duration.labels(method=self._method, code=code.name).observe(duration_s)
         return duration_s
 
     async def _fail(self, error: Exception) -> NoReturn:
-        """Measure, log and answer a failure."""
         code = code_of(error) if isinstance(error, EnvdError) else grpc.StatusCode.INTERNAL
         reason = reason_of(error)
         duration_s = self._finish(code)

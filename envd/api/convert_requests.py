@@ -1,7 +1,7 @@
 """Convert requests to commands of the episode service. Pure.
 
 Every field is validated here, once, against the ranges that the contract documents; the service trusts its commands.
-A field that is in the contract but not in this release is refused, never ignored.
+`InvalidRequest` names the field. One that is in the contract but not in this release raises `Unimplemented`.
 """
 
 import hashlib
@@ -106,17 +106,7 @@ def fingerprint_of(request: Message) -> bytes:
 def reset_command(
     request: env_pb2.ResetRequest, *, time_remaining_s: float | None, caller: Caller = TRUSTED
 ) -> ResetCommand:
-    """Convert a reset request.
-
-    Args:
-        request: The request.
-        time_remaining_s: Time until the call's deadline, if it has one.
-        caller: Owner of the new episodes.
-
-    Raises:
-        InvalidRequest: A field is missing or out of range.
-        Unimplemented: A field requests a feature that this release does not have.
-    """
+    """Convert a reset request."""
     if not _RUN.fullmatch(request.run):
         raise InvalidRequest("run", "must be at most 64 of A-Z a-z 0-9 . _ -")
     return ResetCommand(
@@ -163,12 +153,7 @@ def ready_timeout_s(request: env_pb2.ResetRequest, *, time_remaining_s: float | 
 def fork_command(
     request: env_pb2.ForkRequest, *, time_remaining_s: float | None, caller: Caller = TRUSTED
 ) -> ForkCommand:
-    """Convert a fork request; `time_remaining_s` is the time until the call's deadline, if it has one.
-
-    Raises:
-        InvalidRequest: A field is missing or out of range.
-        Unimplemented: A field requests a feature that this release does not have.
-    """
+    """Convert a fork request; `time_remaining_s` is the time until the call's deadline, if it has one."""
     return ForkCommand(
         request_id=request_id_of(request.request_id),
         episode_id=episode_id_of(request.episode_id),
@@ -228,12 +213,7 @@ def score_command(
 
 
 def step_command(request: env_pb2.StepRequest, *, screen: Size | None, prefix: str = "") -> StepCommand:
-    """Convert a step request; `screen` is required if the request has a `coordinate_space`.
-
-    Raises:
-        InvalidRequest: A field is missing or out of range.
-        Unimplemented: A field requests a feature that this release does not have.
-    """
+    """Convert a step request; `screen` is required if the request has a `coordinate_space`."""
     scale = None
     if request.HasField("coordinate_space"):
         reference = _size(request.coordinate_space, f"{prefix}coordinate_space")
@@ -263,11 +243,7 @@ def checkpoint_id_of(value: str) -> str:
 
 
 def keep_alive_of(request: env_pb2.KeepAliveRequest) -> tuple[list[str], float | None]:
-    """Return the episode ids without duplicates, and the lease length, None to keep each one's length.
-
-    Raises:
-        InvalidRequest: Too many or malformed ids, or a length out of range.
-    """
+    """Return the episode ids without duplicates, and the lease length, None to keep each one's length."""
     count = len(request.episode_ids)
     if not 1 <= count <= MAX_KEEP_ALIVE_COUNT:
         raise InvalidRequest("episode_ids", f"has {count} items; give 1 to {MAX_KEEP_ALIVE_COUNT}")
@@ -364,12 +340,7 @@ def settle_policy(message: env_pb2.SettlePolicy, field: str) -> SettlePolicy:
 def observation_options(
     message: env_pb2.ObservationOptions, field: str, *, of_step: bool = False
 ) -> ObservationOptions:
-    """Return the options of an observation; `of_step` is whether a step precedes it.
-
-    Raises:
-        InvalidRequest: A field is out of range, or not allowed here.
-        Unimplemented: A field requests a feature that this release does not have.
-    """
+    """Return the options of an observation; `of_step` is whether a step precedes it."""
     if message.encoding not in _ENCODINGS:
         raise Unimplemented(f"{field}.encoding {message.encoding} is unknown to this release")
     if message.cursor not in _CURSORS:

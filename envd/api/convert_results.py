@@ -6,6 +6,7 @@ from typing import overload
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from cuaenv.copying import copied
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import wire_duration
@@ -53,10 +54,13 @@ _ENCODINGS: Mapping[Encoding, "env_pb2.Encoding.ValueType"] = {
     Encoding.WEBP: env_pb2.ENCODING_WEBP,
     Encoding.RAW_ZSTD: env_pb2.ENCODING_RAW_ZSTD,
 }
+_UNRECORDED: Mapping[str, "env_pb2.UnrecordedRequest.Kind.ValueType"] = {
+    "not_recorded": env_pb2.UnrecordedRequest.KIND_NOT_RECORDED,
+    "websocket": env_pb2.UnrecordedRequest.KIND_WEBSOCKET,
+}
 
 
 def reset_response(result: GroupResult) -> env_pb2.ResetResponse:
-    """Return the response to a reset."""
     return env_pb2.ResetResponse(
         episodes=[episode_message(info, with_origin=True) for info in result.episodes],
         observations=[observation_message(observation) for observation in result.observations],
@@ -66,7 +70,6 @@ def reset_response(result: GroupResult) -> env_pb2.ResetResponse:
 
 
 def fork_response(result: GroupResult) -> env_pb2.ForkResponse:
-    """Return the response to a fork."""
     return env_pb2.ForkResponse(
         episodes=[episode_message(info, with_origin=True) for info in result.episodes],
         observations=[observation_message(observation) for observation in result.observations],
@@ -75,29 +78,24 @@ def fork_response(result: GroupResult) -> env_pb2.ForkResponse:
 
 
 def step_response(result: StepResult) -> env_pb2.StepResponse:
-    """Return the response to a step."""
     return env_pb2.StepResponse(
         episode=episode_message(result.episode),
         observation=observation_message(result.observation),
         action_results=[
-            env_pb2.ActionResult(
-                error=_text(outcome.error),
-                input_ms=outcome.input_ms,
-                output=_text(outcome.output),
-                exit_code=outcome.exit_code,
-                timed_out=outcome.timed_out,
-                left_out_bytes=outcome.left_out_bytes,
-            )
+            copied(env_pb2.ActionResult, outcome, error=_text(outcome.error), output=_text(outcome.output))
             for outcome in result.outcomes
         ],
         timings_ms=result.timings_ms,
         screen_change=_screen_change(result.observation.screen_change),
         replayed=result.replayed,
+        unrecorded_requests=[
+            env_pb2.UnrecordedRequest(kind=_UNRECORDED[each.kind], method=_text(each.method), url=_text(each.url))
+            for each in result.unrecorded
+        ],
     )
 
 
 def rollback_response(result: RollbackResult) -> env_pb2.RollbackResponse:
-    """Return the response to a rollback."""
     return env_pb2.RollbackResponse(
         episode=episode_message(result.episode),
         observation=observation_message(result.observation),
@@ -106,69 +104,34 @@ def rollback_response(result: RollbackResult) -> env_pb2.RollbackResponse:
 
 
 def evaluate_response(result: ScoreResult) -> env_pb2.EvaluateResponse:
-    """Return the response to an evaluation."""
-    return env_pb2.EvaluateResponse(
+    return copied(
+        env_pb2.EvaluateResponse,
+        result,
         episode=episode_message(result.episode) if isinstance(result, EvaluateResult) else None,
-        score=result.score,
-        checks=[
-            env_pb2.Check(name=check.name, score=check.score, evidence=_text(check.evidence)) for check in result.checks
-        ],
-        timings_ms=result.timings_ms,
-        cached=result.cached,
-        basis_digest=result.basis_digest,
+        checks=[copied(env_pb2.Check, check, evidence=_text(check.evidence)) for check in result.checks],
     )
 
 
 def episode_message(info: EpisodeInfo, *, with_origin: bool = False) -> env_pb2.Episode:
-    """Return the message for an episode."""
-    origin = None
-    if with_origin:
-        origin = env_pb2.Origin(
-            template_digest=info.origin.template_digest,
-            overlay_parent=info.origin.overlay_parent,
-            first_frame_id=info.origin.first_frame_id,
-        )
-    return env_pb2.Episode(
-        episode_id=info.episode_id,
-        group_id=info.group_id,
-        parent_episode_id=info.parent_episode_id,
-        task_id=info.task_id,
-        pool=info.pool,
+    return copied(
+        env_pb2.Episode,
+        info,
         state=_STATES[info.state],
-        end_reason=info.end_reason,
-        guest_end_cause=info.guest_end_cause,
-        step_count=info.step_count,
-        max_steps=info.max_steps,
         create_time=_timestamp(info.create_time),
         expire_time=_timestamp(info.expire_time),
-        run=info.run,
-        origin=origin,
+        origin=copied(env_pb2.Origin, info.origin) if with_origin else None,
         checkpoint_id=info.origin.checkpoint_id,
-        tools=info.tools,
-        epoch=info.epoch,
         perturbations=info.origin.perturbations,
     )
 
 
 def checkpoint_message(checkpoint: Checkpoint) -> env_pb2.Checkpoint:
-    """Return the message for a checkpoint."""
-    return env_pb2.Checkpoint(
-        checkpoint_id=checkpoint.checkpoint_id,
-        label=checkpoint.label,
-        episode_id=checkpoint.episode_id,
-        task_id=checkpoint.task_id,
-        pool=checkpoint.pool,
-        run=checkpoint.run,
-        step_count=checkpoint.step_count,
-        max_steps=checkpoint.max_steps,
-        frame_id=checkpoint.frame_id,
-        parent_checkpoint_id=checkpoint.parent_checkpoint_id,
-        size_bytes=checkpoint.size_bytes,
+    return copied(
+        env_pb2.Checkpoint,
+        checkpoint,
         create_time=_timestamp(checkpoint.create_time),
         expire_time=_timestamp(checkpoint.expire_time),
-        pinned=checkpoint.pinned,
         trigger=_TRIGGERS.get(checkpoint.trigger, env_pb2.CHECKPOINT_TRIGGER_UNSPECIFIED),
-        epoch=checkpoint.epoch,
     )
 
 
@@ -182,12 +145,7 @@ def observation_message(observation: Observation) -> env_pb2.Observation:
         terminal=_text(observation.terminal),
         settle=None
         if settle is None
-        else env_pb2.SettleResult(
-            settled=settle.settled,
-            settle_ms=settle.settle_ms,
-            change_count=settle.change_count,
-            moving_regions=[_rect(region) for region in settle.moving],
-        ),
+        else copied(env_pb2.SettleResult, settle, moving_regions=[_rect(region) for region in settle.moving]),
         timings_ms=observation.timings_ms,
     )
 
@@ -203,33 +161,21 @@ def pool_messages(
 
 
 def _queued_group(group: QueuedGroup) -> env_pb2.QueuedGroup:
-    return env_pb2.QueuedGroup(
-        run=group.run,
-        machine_count=group.machine_count,
-        position=group.position,
-        waited=wire_duration(timedelta(seconds=group.waited_s)),
-        left=wire_duration(timedelta(seconds=group.left_s)),
-        reason=group.reason,
-    )
+    waited, left = (wire_duration(timedelta(seconds=length_s)) for length_s in (group.waited_s, group.left_s))
+    return copied(env_pb2.QueuedGroup, group, waited=waited, left=left)
 
 
 def task_message(task: Task, *, variant_count: int, obstacles: Sequence[str] | None) -> env_pb2.Task:
     """Return the message for a task, without its setup, checker and oracle; `obstacles` is None if unknown."""
-    return env_pb2.Task(
-        task_id=task.task_id,
-        instruction=task.instruction,
-        level=task.level,
+    return copied(
+        env_pb2.Task,
+        task,
         suite=suite_of(task),
-        version=task.version,
-        tags=task.tags,
-        max_steps=task.max_steps,
         os=task.os.value,
-        domain=task.domain,
         split=split_of(task),
         variant_count=variant_count,
         runnable=None if obstacles is None else not obstacles,
         obstacles=obstacles or (),
-        tools=task.tools,
     )
 
 
@@ -243,29 +189,10 @@ def _pool(pool: PoolStatus) -> env_pb2.Pool:
         health = env_pb2.Pool.HEALTH_DEGRADED if pool.problem else env_pb2.Pool.HEALTH_HEALTHY
     else:
         health = env_pb2.Pool.HEALTH_FAILING
-    return env_pb2.Pool(
-        name=pool.name,
-        image=pool.image,
-        os=pool.os,
-        accelerator=pool.accelerator,
-        capacity_count=pool.capacity,
-        idle_count=pool.idle_count,
-        leased_count=pool.leased_count,
-        starting_count=pool.starting_count,
-        dying_count=pool.dying_count,
-        waiting_count=pool.waiting_count,
-        memory_bytes=pool.memory_bytes,
-        health=health,
-        problem=pool.problem,
-        pss_bytes=pool.pss_bytes,
-        template_digest=pool.template_digest,
-        always_running=pool.always_running,
-        tools=pool.tools,
-    )
+    return copied(env_pb2.Pool, pool, capacity_count=pool.capacity, health=health)
 
 
 def frame_message(frame: EncodedFrame) -> env_pb2.Frame:
-    """Return the message for a frame."""
     message = env_pb2.Frame(
         frame_id=frame.frame_id,
         image_id=frame.image_id,
@@ -313,12 +240,7 @@ def _elements(elements: Elements | None) -> env_pb2.A11yElements | None:
 def _screen_change(change: ScreenChange | None) -> env_pb2.ScreenChange | None:
     if change is None:
         return None
-    return env_pb2.ScreenChange(
-        base_frame_id=change.base_frame_id,
-        changed_fraction=change.changed_fraction,
-        changed_regions=[_rect(region) for region in change.changed_regions],
-        grey_difference=change.grey_difference,
-    )
+    return copied(env_pb2.ScreenChange, change, changed_regions=[_rect(region) for region in change.changed_regions])
 
 
 def _rect(region: Region) -> env_pb2.Rect:

@@ -65,9 +65,6 @@ async def forwarded(
     """Yield that the connection is open, and then its bytes, while requests go to the guest; until both have ended.
 
     Nothing is read ahead of the client: the next bytes are read after the transport has accepted the previous ones.
-
-    Raises:
-        EnvdError: See `PortConnection`, or a request failed, for example because its token was revoked.
     """
     sending = asyncio.create_task(_send(connection, first, requests), name=f"send:{connection!r}")
     try:

@@ -36,7 +36,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._changes.notify()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
-        """Return the present status."""
         if request.service not in self._services:
             raise NotFound(f"service {request.service!r}: not served here")
         return _Status(status=self._status())

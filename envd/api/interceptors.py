@@ -46,7 +46,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Wrap the handler of a method."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -161,7 +160,6 @@ class CallContext:
 
     @property
     def log_ids(self) -> Mapping[str, str]:
-        """Ids for logs."""
         return {"caller": self.caller_name} if self.caller_name else {}
 
     def identify(self) -> None:
@@ -208,11 +206,7 @@ class CallContext:
         return request
 
     def admit(self, request: Message, ids: Mapping[str, str]) -> None:
-        """Check that a request may be served, and set its caller for the servicer.
-
-        Raises:
-            EpisodeNotFound, RateLimited: See `Guard.admit`.
-        """
+        """Check that a request may be served, and set its caller for the servicer."""
         if self._caller is None or self._is_health:
             return
         id_count = len(getattr(request, "episode_ids", ()) or getattr(request, "task_ids", ()))
@@ -242,7 +236,6 @@ class CallContext:
 
 
 async def _only(response: Awaitable[Response]) -> AsyncGenerator[Response, None]:
-    """Yield one response."""
     yield await response
 
 

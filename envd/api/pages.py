@@ -34,8 +34,6 @@ def page_of(
     """Return the page of `items`, sorted by their unique keys, that the token identifies.
 
     Args:
-        items: The items.
-        key: Returns the key of an item.
         page_size: Most items of a page; 0 for the default.
         page_token: From the previous page; empty for the first one.
         has_more: Whether there are further items, after all of `items`.

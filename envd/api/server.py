@@ -79,7 +79,6 @@ def parse_listen(listen: str, *, exposable: bool = False) -> ListenAddress:
     """Parse `HOST:PORT`, `[::1]:PORT` or `unix:PATH`. Port 0 selects a free port.
 
     Args:
-        listen: The address.
         exposable: Whether other hosts may reach it; see `SecurityConfig.is_exposable`.
 
     Raises:
@@ -129,9 +128,6 @@ class ApiServer:
         """Check the address and read tokens and certificates; nothing listens before `start`.
 
         Args:
-            episodes: The service to expose.
-            listen: The address; see `parse_listen`.
-            metrics: Counts calls, failures and unreadable security files.
             security: Authentication and TLS; by default every caller that can reach the address is trusted.
             renewals: Limits renewals of each caller; by default `RENEWALS_PER_S`.
 
@@ -163,9 +159,6 @@ class ApiServer:
         self._health = HealthServicer(SERVICE_NAME)
         self._server: grpc.aio.Server | None = None
         self._address = ""
-
-    def __repr__(self) -> str:
-        return f"<ApiServer {self._address or f'not listening, for {self._listen.target}'}>"
 
     @property
     def address(self) -> str:
@@ -258,15 +251,7 @@ def _private_files() -> Iterator[None]:
 
 
 def read_token_table(security: SecurityConfig, metrics: Metrics) -> Reloaded[TokenTable] | None:
-    """Return the accepted tokens; None without a file of them.
-
-    Args:
-        security: Names the file.
-        metrics: Reports that a new version of the file is not usable.
-
-    Raises:
-        ConfigError: The file is not usable.
-    """
+    """Return the accepted tokens; None without a file of them."""
     path = security.tokens_file
     if path is None:
         return None

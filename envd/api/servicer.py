@@ -96,7 +96,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         self._stopping.set()
 
     async def Reset(self, request: env_pb2.ResetRequest, context: Context) -> env_pb2.ResetResponse:
-        """Open a group of episodes."""
         command = reset_command(request, time_remaining_s=_remaining_s(context), caller=current_caller())
         result = await self._episodes.reset(command)
         for info, observation in zip(result.episodes, result.observations, strict=True):
@@ -104,7 +103,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return reset_response(result)
 
     async def Step(self, request: env_pb2.StepRequest, context: Context) -> env_pb2.StepResponse:
-        """Perform a step."""
         return await self._step(request, prefix="")
 
     async def StreamSteps(
@@ -126,7 +124,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
             yield env_pb2.StreamStepsResponse(request_id=step.request_id, step=response)
 
     async def Observe(self, request: env_pb2.ObserveRequest, context: Context) -> env_pb2.ObserveResponse:
-        """Observe an episode."""
         episode_id = episode_id_of(request.episode_id)
         options = observation_options(request.observation, "observation")
         settle = settle_policy(request.settle, "settle") if request.HasField("settle") else None
@@ -142,7 +139,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return response
 
     async def Evaluate(self, request: env_pb2.EvaluateRequest, context: Context) -> env_pb2.EvaluateResponse:
-        """Score an episode or a checkpoint."""
         if request.checkpoint_id:
             command = score_command(request, time_remaining_s=_remaining_s(context), caller=current_caller())
             return evaluate_response(await self._episodes.score(command))
@@ -154,7 +150,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return evaluate_response(result)
 
     async def Fork(self, request: env_pb2.ForkRequest, context: Context) -> env_pb2.ForkResponse:
-        """Fork an episode."""
         command = fork_command(request, time_remaining_s=_remaining_s(context), caller=current_caller())
         result = await self._episodes.fork(command)
         for info, observation in zip(result.episodes, result.observations, strict=True):
@@ -164,7 +159,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def CreateCheckpoint(
         self, request: env_pb2.CreateCheckpointRequest, context: Context
     ) -> env_pb2.CreateCheckpointResponse:
-        """Store the state of an episode."""
         result = await self._episodes.checkpoints.create(checkpoint_command(request))
         return env_pb2.CreateCheckpointResponse(
             checkpoint=checkpoint_message(result.checkpoint), timings_ms=result.timings_ms
@@ -179,7 +173,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def ListCheckpoints(
         self, request: env_pb2.ListCheckpointsRequest, context: Context
     ) -> env_pb2.ListCheckpointsResponse:
-        """List checkpoints, oldest first."""
         found = await self._episodes.checkpoints.list(current_caller().may_list)
         page = page_of(
             (
@@ -201,7 +194,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def DeleteCheckpoint(
         self, request: env_pb2.DeleteCheckpointRequest, context: Context
     ) -> env_pb2.DeleteCheckpointResponse:
-        """Delete a checkpoint."""
         checkpoint_id = checkpoint_id_of(request.checkpoint_id)
         await self._episodes.checkpoints.delete(checkpoint_id, current_caller().may_use)
         return env_pb2.DeleteCheckpointResponse()
@@ -209,7 +201,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def ExportCheckpoint(
         self, request: env_pb2.ExportCheckpointRequest, context: Context
     ) -> AsyncIterator[env_pb2.ExportCheckpointResponse]:
-        """Stream the archive of a checkpoint."""
         checkpoint_id = checkpoint_id_of(request.checkpoint_id)
         async with aclosing(self._episodes.checkpoints.exported(checkpoint_id, current_caller().may_use)) as pieces:
             async for data in pieces:
@@ -218,13 +209,11 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def ImportCheckpoint(
         self, request_iterator: AsyncIterator[env_pb2.ImportCheckpointRequest], context: Context
     ) -> env_pb2.ImportCheckpointResponse:
-        """Store the checkpoint of an archive."""
         pieces = (request.data async for request in request_iterator)
         stored = await self._episodes.checkpoints.import_archive(pieces)
         return env_pb2.ImportCheckpointResponse(checkpoint=checkpoint_message(stored))
 
     async def Close(self, request: env_pb2.CloseRequest, context: Context) -> env_pb2.CloseResponse:
-        """End an episode."""
         episode_id = episode_id_of(request.episode_id)
         if self._is_callers(episode_id):
             await self._episodes.close(episode_id)
@@ -232,7 +221,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return env_pb2.CloseResponse()
 
     async def KeepAlive(self, request: env_pb2.KeepAliveRequest, context: Context) -> env_pb2.KeepAliveResponse:
-        """Renew leases."""
         episode_ids, lease_ttl_s = keep_alive_of(request)
         infos = await self._episodes.keep_alive([i for i in episode_ids if self._is_callers(i)], lease_ttl_s)
         return env_pb2.KeepAliveResponse(episodes=[episode_message(info) for info in infos])
@@ -258,7 +246,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
             await asyncio.gather(tracking, return_exceptions=True)
 
     async def ListPools(self, request: env_pb2.ListPoolsRequest, context: Context) -> env_pb2.ListPoolsResponse:
-        """List pools."""
         caller, queues = current_caller(), self._episodes.list_queues() if request.include_queue else {}
         visible = {name: [group for group in queues[name] if caller.may_list(group.owner)] for name in queues}
         pools = pool_messages(self._episodes.list_pools(), visible)
@@ -275,7 +262,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def ListEpisodes(
         self, request: env_pb2.ListEpisodesRequest, context: Context
     ) -> env_pb2.ListEpisodesResponse:
-        """List episodes, oldest first."""
         caller = current_caller()
         page = page_of(
             (info for info in self._episodes.list_episodes() if caller.may_list(info.owner)),
@@ -288,7 +274,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         )
 
     async def ListTasks(self, request: env_pb2.ListTasksRequest, context: Context) -> env_pb2.ListTasksResponse:
-        """List tasks, in id order."""
         task_ids = task_ids_of(request.task_ids)
         tasks = await self._find(task_ids) if task_ids else self._episodes.tasks.list()
         page = page_of(
@@ -316,7 +301,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def ReadGuestFile(
         self, request: env_pb2.ReadGuestFileRequest, context: Context
     ) -> env_pb2.ReadGuestFileResponse:
-        """Read a guest file."""
         episode_id, path = episode_id_of(request.episode_id), guest_path_of(request.path)
         max_bytes = int_in_range(request.max_bytes, "max_bytes", default=MAX_FILE_BYTES, low=1, high=MAX_FILE_BYTES)
         with _refusals():
@@ -326,7 +310,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def WriteGuestFile(
         self, request: env_pb2.WriteGuestFileRequest, context: Context
     ) -> env_pb2.WriteGuestFileResponse:
-        """Write a guest file."""
         episode_id, path = episode_id_of(request.episode_id), guest_path_of(request.path)
         with _refusals():
             await self._episodes.write_file(episode_id, path, file_data_of(request.data))
@@ -335,7 +318,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def RunGuestCommand(
         self, request: env_pb2.RunGuestCommandRequest, context: Context
     ) -> env_pb2.RunGuestCommandResponse:
-        """Run a command in a guest to its end."""
         episode_id, argv = episode_id_of(request.episode_id), argv_of(request)
         timeout_s, stdin = command_timeout_s(request), file_data_of(request.stdin, "stdin")
         with _refusals():

@@ -24,7 +24,6 @@ class OwnedTasks:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
-        """Start `work` as a task."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
@@ -82,12 +81,8 @@ class LoopThrottle:
     """
 
     def __init__(self, width: int) -> None:
-        """Admit `width` callers in each iteration."""
         self._width = self._left = width
         self._waiting: deque[asyncio.Future[None]] = deque()
-
-    def __repr__(self) -> str:
-        return f"<LoopThrottle {self._width} wide | {len(self._waiting)} waiting>"
 
     async def wait_turn(self) -> None:
         """Wait for the caller's turn; returns at once while fewer than `width` callers came in this iteration."""

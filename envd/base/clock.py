@@ -26,15 +26,12 @@ class SystemClock:
     """The host's own clocks."""
 
     def monotonic(self) -> float:
-        """See `Clock`."""
         return time.monotonic()
 
     def now(self) -> datetime:
-        """See `Clock`."""
         return datetime.now(UTC)
 
     async def sleep(self, delay_s: float) -> None:
-        """See `Clock`."""
         await asyncio.sleep(max(0.0, delay_s))
 
 
@@ -61,7 +58,6 @@ class LoopLag:
         self._listeners.append(listener)
 
     async def run(self) -> None:
-        """Measure until cancelled."""
         self._last_s = self._monotonic()
         while True:
             await asyncio.sleep(self._interval_s)

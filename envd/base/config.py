@@ -198,7 +198,6 @@ class HypervisorConfig(_Section):
 
     @property
     def template_limit_bytes(self) -> int:
-        """`template_limit_gib` in bytes."""
         return int(self.template_limit_gib * (1 << 30))
 
 
@@ -465,12 +464,10 @@ class Config(_Section):
 
     @property
     def compat_addresses(self) -> dict[str, str]:
-        """`compat` as HOST:PORT by name."""
         return {name: address for name, _, address in (each.partition("=") for each in self.compat)}
 
     @property
     def template_dir(self) -> Path:
-        """`hypervisor.template_dir`, resolved."""
         return self.hypervisor.template_dir or self.state_dir / "templates"
 
 
@@ -516,8 +513,6 @@ def load(
     """Merge the sources and validate the result.
 
     Args:
-        file: A TOML file; None for no file.
-        environ: Environment with `ENVD_...` variables; None for none.
         flags: Values by dotted key (`limits.max_steps`); None values are ignored.
         check_uri: Raises ValueError if no backend supports a value of `hypervisor.uri`.
 

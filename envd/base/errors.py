@@ -218,7 +218,6 @@ class ConfigError(EnvdError, reason="CONFIG_ERROR"):
 
 
 def cannot_bind(setting: str, address: str, reason: str) -> ConfigError:
-    """Return the error of a setting whose address cannot be listened on."""
     return ConfigError(f"{setting} {address}: cannot be bound: {reason}; free it, or set {setting} to another")
 
 

@@ -49,8 +49,6 @@ async def relayed(listener: socket.socket, host: str, port: int, *, limit: int) 
 
     Args:
         listener: Closed with the block.
-        host: Of the address.
-        port: Of the address.
         limit: Most connections at once, each with two file descriptors; further ones are reset.
     """
     tasks: set[asyncio.Task[None]] = set()

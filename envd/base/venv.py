@@ -33,9 +33,7 @@ class PinnedEnvironment:
     """A virtual environment below a directory.
 
     Args:
-        root: The directory; created when something is installed.
         pins: Texts that determine the content, such as the list of requirements.
-        error: The type of errors of the installation.
         package_count: Number of packages that pip collects, for the progress bar only.
     """
 
@@ -80,7 +78,6 @@ class PinnedEnvironment:
         progress("installed", 1.0)
 
     def _fill(self, staging: Path, progress: Progress) -> None:
-        """Install the packages into a new environment."""
         raise NotImplementedError
 
     def _pip(self, staging: Path, *arguments: str, requirements: str = "", progress: Progress | None = None) -> None:

@@ -84,7 +84,6 @@ TARGET_GROUP_SIZE = 8
 
 
 def step_count(repetitions: int) -> int:
-    """Return the number of progress steps of `measure_branch`."""
     return 3 * repetitions + 2 * _WARM_UPS + 2
 
 
@@ -93,19 +92,10 @@ async def measure_branch(
 ) -> BenchReport:
     """Branch a fresh desktop, into one child and into groups, then a parent that has worked; check it and its child.
 
-    A live episode continues between its branches, so each parent takes a step before each branch.
-
     Args:
         bench: Its pool has machines for a parent, a child, and those that are still being destroyed; and for a parent,
             a group as large as its standby set, and the next standby set.
         light_task_id: A task without setup.
-        parent: The work of the second parent.
-        repetitions: Branches of each parent.
-        steps: Receives `step_count` steps.
-
-    Raises:
-        EnvError: A call failed.
-        BenchFailed: A response was wrong.
     """
     group_size = bench.pool.settings.size
     conditions = bench.conditions(
@@ -181,7 +171,6 @@ def branch_report(
     who: str,
     check: Check,
 ) -> BenchReport:
-    """Return the report. Pure."""
     figures: list[Figure] = []
     all_samples: dict[str, list[float]] = {}
     for prefix, subject, samples in (("light_", "a fresh desktop", light), ("", who, worked)):

@@ -153,7 +153,6 @@ def check_branch(
     """Check that a child continued from its parent and left the parent unchanged. Pure.
 
     Args:
-        frame_ids: The frames.
         parent_file: The parent's document before the branch, and after the child saved its own.
         child_saved: The document that the child should have saved, and the one it saved.
         parent_saved: The same for the parent.

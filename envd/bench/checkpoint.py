@@ -50,7 +50,6 @@ class CheckpointFigures:
 
 
 def step_count(repetitions: int, depth: int) -> int:
-    """Return the number of progress steps of `measure_checkpoints`."""
     return 2 * (repetitions + _WARM_UPS) + depth + 2 * repetitions
 
 
@@ -62,14 +61,6 @@ async def measure_checkpoints(
     Args:
         bench: Its pool has machines for an episode, a copy, and those that are still being destroyed.
         light_task_id: A task without setup.
-        parent: The work of the second episode.
-        repetitions: Checkpoints of each episode.
-        depth: Length of the chain of checkpoints.
-        steps: Receives `step_count` steps.
-
-    Raises:
-        EnvError: A call failed.
-        BenchFailed: A response was wrong.
     """
     conditions = bench.conditions(repetitions=repetitions, light_task=light_task_id, task=parent.task_id, depth=depth)
     samples: dict[str, list[float]] = defaultdict(list)

@@ -27,12 +27,7 @@ def run_module(module: str) -> AbstractAsyncContextManager[Child]:
 
 @asynccontextmanager
 async def run_program(*command: str, **options: Any) -> AsyncIterator[Child]:
-    """Run a command; after the block the process is killed unless it has ended.
-
-    Args:
-        command: The program and its arguments.
-        options: Further options of `asyncio.create_subprocess_exec`.
-    """
+    """Run a command; after the block the process is killed unless it has ended."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,

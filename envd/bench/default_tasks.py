@@ -14,7 +14,6 @@ class EditorTask(BaseModel):
 
     task_id: str
     document: str
-    """The document's path in the guest."""
 
 
 class DefaultTasks(BaseModel):

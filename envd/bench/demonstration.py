@@ -57,12 +57,7 @@ class Proposal:
 
 
 async def read_state(episode: AsyncEpisode) -> GuestState:
-    """Read the state of an episode's guest.
-
-    Raises:
-        GuestError: The list of files is too long.
-        EnvError: The guest did not answer.
-    """
+    """Read the state of an episode's guest."""
     pruned = [word for path in _VOLATILE for word in ("-path", path, "-prune", "-o")]
     listed = await episode.run_command(["sh", "-c", _LIST, "list-files", HOME, *pruned])
     if len(listed.stdout) > _MAX_LIST_BYTES:
@@ -78,11 +73,7 @@ async def read_state(episode: AsyncEpisode) -> GuestState:
 
 
 async def propose(before: AsyncEpisode, after: AsyncEpisode) -> list[Proposal]:
-    """Return proposals, the likely ones first; the last one says that nothing else may change.
-
-    Raises:
-        GuestError, EnvError: See `read_state`.
-    """
+    """Return proposals, the likely ones first; the last one says that nothing else may change."""
     start, end = await asyncio.gather(read_state(before), read_state(after))
     found: list[Proposal] = []
     changed = sorted(
@@ -166,12 +157,7 @@ def task_text(
     """Return a task file. Proposals that were not chosen are comments in it.
 
     Args:
-        suite: The suite's name.
-        name: The task's name within it.
-        instruction: What the agent is asked to do.
         setup: Verbs, in the notation of task files.
-        steps: The demonstrated actions of each step.
-        proposals: What the demonstration changed.
         chosen: The proposals that are the goal, by index.
     """
     checks = [proposals[index].checker for index in chosen]

@@ -7,7 +7,9 @@ peer is `envd.bench.episodes_peer`.
 
 import asyncio
 import json
+import os
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -18,9 +20,9 @@ from cuaenv.actions import Action, Done, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEpisode
 from envd.base.errors import ConfigError
 from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
-from envd.bench.process_tree import tree_cpu_s, tree_pss_bytes
 from envd.bench.report import BenchReport, Check, figure, figures_of, from_samples, mib
 from envd.bench.session import BenchSession, Steps
+from envd.hypervisor.qemu.processes import memory_of
 from envd.integrations.osworld.environment import Environment
 
 #: OSWorld's tasks by id, with a line for the guest's terminal that solves each. They need no network.
@@ -80,7 +82,6 @@ class Side:
 
     @property
     def steps_s(self) -> list[float]:
-        """Times of all steps."""
         return [step_s for episode in self.episodes for step_s in episode.steps_s]
 
 
@@ -89,7 +90,6 @@ class EpisodesPlan:
     """What both sides play."""
 
     concurrency: int
-    """Episodes at a time."""
     episode_count: int
     """Number of our episodes; rounded up to whole groups."""
     peer_episode_count: int
@@ -99,7 +99,6 @@ class EpisodesPlan:
 
     @property
     def group_count(self) -> int:
-        """Number of our groups."""
         return -(-self.episode_count // self.concurrency)
 
     @property
@@ -109,7 +108,6 @@ class EpisodesPlan:
 
     @property
     def step_count(self) -> int:
-        """Number of progress steps of `measure_episodes`."""
         return (self.group_count + self.peer_turn_count) * self.concurrency
 
 
@@ -124,12 +122,6 @@ def require_osworld(cache_dir: Path) -> tuple[Path, Path]:
 async def measure_episodes(
     bench: BenchSession, plan: EpisodesPlan, *, python: Path, tasks: Path, steps: Steps
 ) -> BenchReport:
-    """Play our episodes, then the peer's.
-
-    Raises:
-        BenchFailed: OSWorld's process ended.
-        EnvError, HypervisorError: A call or a machine failed.
-    """
     conditions = bench.conditions(
         concurrency=plan.concurrency,
         think_s=plan.think_s,
@@ -244,7 +236,6 @@ async def _measured(side: Side) -> AsyncIterator[None]:
 
 
 def episodes_report(conditions: dict[str, object], ours: Side, peer: Side, *, concurrency: int) -> BenchReport:
-    """Return the report. Pure."""
     per_hour, peer_per_hour = (len(side.episodes) / side.elapsed_s * 3600 for side in (ours, peer))
     samples = {
         f"{name}{phase}_s": values
@@ -273,3 +264,45 @@ def episodes_report(conditions: dict[str, object], ours: Side, peer: Side, *, co
     return BenchReport(
         benchmark="episodes", conditions=conditions, figures=figures_of(values), checks=checks, samples=samples
     )
+
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def tree_cpu_s() -> float:
+    """Return the CPU time in seconds of this process, its live descendants, and all descendants that have ended."""
+    return sum(ticks for _, ticks in process_tree()) / _TICKS_PER_S
+
+
+def tree_pss_bytes() -> int:
+    """Return the proportional share of memory of this process and its live descendants."""
+    total_bytes = 0
+    for pid, _ in process_tree():
+        try:
+            total_bytes += memory_of(pid).pss_bytes
+        except (OSError, KeyError):  # it has ended
+            continue
+    return total_bytes
+
+
+def process_tree() -> list[tuple[int, int]]:
+    """Return (process id, CPU ticks with those of ended children) of this process, the first, and its descendants."""
+    ticks: dict[int, int] = {}
+    children: dict[int, list[int]] = defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(entry.name)
+        children[int(fields[1])].append(pid)
+        # utime, stime, cutime and cstime of proc(5).
+        ticks[pid] = sum(map(int, fields[11:15]))
+    found, waiting = [], [os.getpid()]
+    while waiting:
+        pid = waiting.pop()
+        found.append((pid, ticks.get(pid, 0)))
+        waiting += children[pid]
+    return found

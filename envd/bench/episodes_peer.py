@@ -36,7 +36,6 @@ class PeerEpisode:
     """An episode to play."""
 
     task: dict[str, Any]
-    """OSWorld's task file."""
     actions: Sequence[str]
     """Calls of pyautogui."""
 
@@ -61,12 +60,7 @@ async def play_as_peer(
     pauses: PeerPauses,
     on_episode: Callable[[], None],
 ) -> list[PlayedEpisode]:
-    """Play episodes one after another in one `DesktopEnv`; its machines are destroyed afterwards.
-
-    Raises:
-        BenchFailed: Its process ended early.
-        HypervisorError: A machine could not be made.
-    """
+    """Play episodes one after another in one `DesktopEnv`; its machines are destroyed afterwards."""
     played: list[PlayedEpisode] = []
     machine: Machine | None = None
     spec = bench.template.spec

@@ -84,23 +84,11 @@ class ForkFigures:
 
 
 def step_count(repetitions: int) -> int:
-    """Return the number of progress steps of `measure_fork`."""
     return 5 * repetitions + _WARM_UPS + 2
 
 
 async def measure_fork(bench: BenchSession, *, task_id: str, repetitions: int, steps: Steps) -> BenchReport:
-    """Measure with as many standby machines as the pool's capacity.
-
-    Args:
-        bench: The daemon.
-        task_id: A task without setup.
-        repetitions: Of each measurement.
-        steps: Receives `step_count` steps.
-
-    Raises:
-        BenchFailed: A response was wrong.
-        HypervisorError, MachineLost, GuestError, GuestUnresponsive, EnvError: A measured operation failed.
-    """
+    """Measure with as many standby machines as the pool's capacity."""
     conditions = bench.conditions(machines=bench.pool.capacity, repetitions=repetitions)
     for _ in range(_WARM_UPS):
         await fork_once(bench)
@@ -206,11 +194,7 @@ async def _forks_per_min(bench: BenchSession, *, repetitions: int, concurrency: 
 
 
 async def used_memory(bench: BenchSession, task_id: str) -> UsedMemory | None:
-    """Wake every machine of the pool, run one command in each, and measure them; None without processes.
-
-    Raises:
-        BenchFailed: A command failed, or the number of machines is not the pool's capacity.
-    """
+    """Wake every machine of the pool, run one command in each, and measure them; None without processes."""
     await bench.refilled()
     machine_count = bench.pool.capacity
     before = memory_of(os.getpid()) if bench.runs_guests else None
@@ -250,7 +234,6 @@ def fork_report(
     forks_per_min: tuple[float, float],
     memory: UsedMemory | None,
 ) -> BenchReport:
-    """Return the report. Pure."""
     samples = {"acquire_ms": acquire_ms, "fork_ms": fork_ms, "raw_qemu_fork_ms": raw_ms, "destroy_ms": destroy_ms}
     values = from_samples(
         ForkFigures,

@@ -92,7 +92,6 @@ class Recording:
 
     @property
     def step_count(self) -> int:
-        """How many steps were played."""
         return len(self.frames_HWC) - 1
 
 
@@ -118,7 +117,6 @@ class FrameCost:
     delta: Cost
     keyframe: Cost
     has_changed: bool = True
-    """Whether it differs from the frame before."""
 
 
 @dataclass(slots=True)
@@ -129,13 +127,11 @@ class Comparison:
     wrong_count: int = 0
 
     def add(self, pixels: bytes, expected_HWC: Pixels) -> None:
-        """Compare a rebuilt frame with the recorded one."""
         self.rebuilt_count += 1
         self.wrong_count += pixels != expected_HWC.tobytes()
 
     @property
     def check(self) -> Check:
-        """The result."""
         wrong, count = self.wrong_count, self.rebuilt_count
         found = f"{wrong} of {count} rebuilt frames differ from" if wrong else f"all {count} rebuilt frames equal"
         return Check(
@@ -144,17 +140,11 @@ class Comparison:
 
 
 def step_count(tasks: Sequence[Task], repetitions: int) -> int:
-    """Return the least number of progress steps of `record` and `measure_frames`."""
     return sum(len(task.oracle) for task in tasks) + len(tasks) * (repetitions + _WARM_UPS)
 
 
 async def record(bench: BenchSession, tasks: Sequence[Task], *, steps: Steps) -> list[Recording]:
-    """Play the oracle of each task in an episode of its own, and record every frame.
-
-    Raises:
-        EnvError: A call failed.
-        BenchFailed: A response was wrong.
-    """
+    """Play the oracle of each task in an episode of its own, and record every frame."""
     return [await _record(bench, task, steps=steps) for task in tasks]
 
 
@@ -181,17 +171,7 @@ async def _record(bench: BenchSession, task: Task, *, steps: Steps) -> Recording
 async def measure_frames(
     conditions: dict[str, object], recordings: Sequence[Recording], *, repetitions: int, steps: Steps
 ) -> BenchReport:
-    """Measure the frame of every step.
-
-    Args:
-        conditions: Of the recording.
-        recordings: Each has frames of one size.
-        repetitions: Of each measurement.
-        steps: Receives one step for each recording and repetition.
-
-    Raises:
-        BenchFailed: No step changed the screen, or the client could not rebuild a frame.
-    """
+    """Measure the frame of every step."""
     comparison = Comparison()
     rounds: list[list[FrameCost]] = []
     async with open_client() as client:
@@ -299,8 +279,6 @@ def _read_png(data: bytes) -> Pixels:
 
 
 def _median(costs: Sequence[FrameCost]) -> FrameCost:
-    """Return the medians of one frame's repetitions."""
-
     def median_of(encoding: Sequence[Cost]) -> Cost:
         return Cost(
             encode_ms=median([cost.encode_ms for cost in encoding]),
@@ -317,7 +295,6 @@ def _median(costs: Sequence[FrameCost]) -> FrameCost:
 
 
 def frames_report(conditions: dict[str, object], costs: Sequence[FrameCost], lossless: Check) -> BenchReport:
-    """Return the report. Pure."""
     samples = {f"{kind}_ms": [getattr(cost, kind).total_ms for cost in costs] for kind in _KINDS}
     samples |= {f"{kind}_kib": [kib(getattr(cost, kind).size_bytes) for cost in costs] for kind in _KINDS}
     samples["encode_ms"] = [cost.delta.encode_ms for cost in costs]

@@ -46,7 +46,6 @@ class Standby:
 
 
 def step_count(sizes: Sequence[int], repetitions: int) -> int:
-    """Return the number of progress steps of `measure_growth`."""
     return len(sizes) * (repetitions + 2)
 
 
@@ -58,13 +57,6 @@ async def measure_growth(
     Args:
         settings: See `bench_config`.
         task_id: A task without setup.
-        sizes: Numbers of standby machines, ascending.
-        repetitions: Leases per size.
-        steps: Receives `step_count` steps.
-        idle_s: How long CPU time is measured.
-
-    Raises:
-        EnvdError: See `open_bench`.
     """
     found = []
     conditions: dict[str, object] = {}

@@ -40,9 +40,7 @@ async def measure_host(measures: Mapping[str, Measure], *, limit_s: float, repor
     """Run benchmarks by name, in turn.
 
     Args:
-        measures: The benchmarks.
         limit_s: Time for all of them. The one that runs then is cut off, and later ones are not started.
-        report: Receives the stage and the finished fraction.
     """
     end_s = time.monotonic() + limit_s
     parts: list[Part] = []
@@ -64,11 +62,7 @@ async def measure_host(measures: Mapping[str, Measure], *, limit_s: float, repor
 
 
 def write_page(parts: list[Part], directory: Path) -> Path:
-    """Write each report as JSON and, with matplotlib, as plots, and a page with all of it; return the page.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
+    """Write each report as JSON and, with matplotlib, as plots, and a page with all of it; return the page."""
     directory.mkdir(parents=True, exist_ok=True)
     for part in parts:
         if isinstance(part.outcome, BenchReport):
@@ -123,6 +117,5 @@ def _rows(rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def processor_name() -> str:
-    """Return the model of the host's processor."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

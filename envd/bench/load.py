@@ -90,7 +90,6 @@ class Load:
         self._children = children
 
     async def opened(self) -> int:
-        """Wait until the episodes are open, and return their number. Raises: LoadFailed."""
         return sum(each["opened"] for each in await asyncio.gather(*map(_receive, self._children)))
 
     async def run(self) -> LoadResult:

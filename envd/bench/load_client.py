@@ -47,13 +47,11 @@ class LoadPlan:
     """The load."""
 
     addresses: Sequence[str]
-    """Addresses of the daemons."""
     echo_address: str
     task_id: str
     pool: str
     client_count: int
     duration_s: float
-    """Duration of each measured phase."""
     points: Sequence[tuple[int, int]]
     """Points that each client clicks, in turn."""
 
@@ -65,7 +63,6 @@ class LoadResult:
     call_count: int
     elapsed_s: float
     latencies_ms: Sequence[float]
-    """Duration of each call."""
     request_bytes: int = 0
     """Median."""
     response_bytes: int = 0
@@ -88,7 +85,6 @@ class EchoServer:
         self._responses: dict[int, bytes] = {}
 
     async def start(self) -> str:
-        """Start serving, and return the address."""
         handler: Any = grpc.unary_unary_rpc_method_handler(self._echo)
         service, _, method = _ECHO.removeprefix("/").rpartition("/")
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
@@ -97,7 +93,6 @@ class EchoServer:
         return f"127.0.0.1:{port}"
 
     async def stop(self) -> None:
-        """Stop serving."""
         await shielded(self._server.stop(None))
 
     async def _echo(self, request: bytes, _: object) -> bytes:
@@ -131,7 +126,6 @@ class _Client:
         self._stub = episode.host.connection.stub()
 
     async def step(self) -> None:
-        """Take a step; the first one wakes the machine."""
         x, y = self._plan.points[(self._number + self._step_count) % len(self._plan.points)]
         request = env_pb2.StepRequest(
             request_id=f"{self._episode_id}-{self._step_count}",
@@ -222,7 +216,6 @@ async def _echoes(plan: LoadPlan, request_bytes: int, response_bytes: int) -> Lo
 
 
 def send_json(message: dict[str, Any]) -> None:
-    """Write a line for the process that started this one."""
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 

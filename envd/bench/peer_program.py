@@ -28,7 +28,6 @@ os.dup2(2, 1)
 
 
 def ask(request: str) -> str:
-    """Send a request, and return the response."""
     _results.write(json.dumps({"request": request}) + "\n")
     return sys.stdin.readline().strip()
 
@@ -58,7 +57,6 @@ class Provider:
         return f"{self._address}:9222:8006:8080"
 
     def stop_emulator(self, *_: object) -> None:
-        """End the machine."""
         if self._address:
             ask("stop")
             self._address = ""
@@ -72,12 +70,10 @@ class Manager:
     """Names of machines; they have none."""
 
     def get_vm_path(self, **_: object) -> str:
-        """Return a placeholder."""
         return "envd"
 
 
 def main() -> None:
-    """Play the plan's episodes."""
     plan = json.loads(sys.stdin.readline())
     # Imported by OSWorld, needed by one task, and requires torch.
     sys.modules["easyocr"] = types.ModuleType("easyocr")

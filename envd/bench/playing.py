@@ -9,11 +9,10 @@ from cuaenv.actions import Action, Wait
 from cuaenv.client import AsyncEpisode, GuestFailed, GuestUnresponsive, StepResult
 from envd.base import errors
 from envd.hypervisor.machine import GuestOs
-from envd.tasks.conditions import Result, query_of, unmet
 from envd.tasks.model import Task
 from envd.tasks.oracle import OracleAction, WaitFor
 from envd.tasks.queries import Query
-from envd.tasks.replay import PATIENCE_S, replay
+from envd.tasks.replay import PATIENCE_S, Result, query_of, replay, unmet
 
 Steps = Sequence[tuple[OracleAction, ...]]
 
@@ -28,12 +27,7 @@ class ConditionNotMet(Exception):
 
 
 def max_steps_of(task: Task, *, limit: int) -> int:
-    """Return the step limit of an episode that plays a task's oracle: waiting for the guest takes steps too.
-
-    Args:
-        task: Its own limit is for agents.
-        limit: The daemon's limit.
-    """
+    """Return the step limit of an episode that plays a task's oracle: waiting for the guest takes steps too."""
     return min(task.max_steps * _WAITING_STEPS, limit)
 
 
@@ -51,14 +45,11 @@ async def play(
     Args:
         episode: Its observation is the frame before the first step. For steps with conditions, its pool must allow
             access to the guest.
-        steps: The actions of each step, and conditions.
-        os: The system that the guest's commands are for.
         runs_guests: Whether guest code runs, whose programs take time to react.
         on_step: Called after each step, and after each wait for the screen to change.
         max_wait_s: Limit of each condition, and of each wait for a response, in seconds.
 
     Raises:
-        EnvError: A step failed.
         ConditionNotMet: A condition did not hold in time.
     """
 
@@ -90,15 +81,8 @@ async def wait_until_met(
 ) -> None:
     """Return once a condition holds.
 
-    Args:
-        condition: What to wait for.
-        os: The system that the query is for.
-        run: Runs a query in the guest.
-        let_run: Runs the guest for a while.
-
     Raises:
         ConditionNotMet: It does not hold in time.
-        EnvError, EnvdError: A call failed for another reason than a busy guest.
     """
     query = query_of(condition, os)
     problem = "the query did not end"

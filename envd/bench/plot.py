@@ -97,7 +97,6 @@ def _read(path: Path) -> _Report:
 
 
 def _draw(path: Path, report: _Report) -> list[Path]:
-    """Draw a report as files whose names start with `path`; return them."""
     written = []
     if times := _times(report.samples):
         written.append(path.with_name(f"{path.name}.svg"))

@@ -36,16 +36,6 @@ def time_raw_fork(model: Machine, machine_id: str) -> float:
     """Fork the template of `model` with QEMU alone, and end the fork; return the milliseconds of the fork.
 
     Blocks; nothing is left afterwards.
-
-    If this process is killed meanwhile, it leaves a QEMU with the mark of its state directory, which the next start of
-    a daemon reaps.
-
-    Args:
-        model: An existing fork of a template, paused or running.
-        machine_id: Not used by another machine.
-
-    Raises:
-        HypervisorError: It is not such a fork, or QEMU failed; the message has the reason.
     """
     if not isinstance(model, LibvirtMachine) or model.snapshot is None or model.snapshot.patch is not None:
         raise HypervisorError(f"machine {model.machine_id}: not a fork of a template of the libvirt driver")
@@ -80,7 +70,6 @@ def raw_arguments(arguments: Sequence[str], *, model: Path, own: Path, monitor_f
     """Return the QEMU command line for a separate machine, derived from that of one started by libvirt.
 
     Args:
-        arguments: Command line of libvirt's machine, the program first.
         model: Directory of libvirt's machine, named by its id.
         own: Directory of the new machine.
         monitor_fd: A listening socket that QEMU inherits.
@@ -143,11 +132,7 @@ def _spawn(model: LibvirtMachine, directory: Path, *, devices_fd: int) -> subpro
 
 
 async def _load(directory: Path, *, devices_fd: int) -> str:
-    """Load a template's state, as the libvirt driver does; return QEMU's `info usernet`.
-
-    Raises:
-        OSError, QMPError, HypervisorError: QEMU failed or did not respond in time.
-    """
+    """Load a template's state, as the libvirt driver does; return QEMU's `info usernet`."""
     client = QMPClient(directory.name)
     async with asyncio.timeout(_TIMEOUT_S):
         await client.connect(str(directory / "monitor.sock"))

@@ -41,11 +41,6 @@ class ClientProcess:
         self._child = child
 
     async def rebuild(self, frame: env_pb2.Frame, *, wants_pixels: bool = False) -> Rebuilt:
-        """Rebuild a frame: a keyframe, or the changes since the frame before.
-
-        Raises:
-            BenchFailed: The frame does not match its image id; the reason is on standard error.
-        """
         message = frame.SerializeToString()
         try:
             self._child.stdin.write(_REQUEST.pack(wants_pixels, len(message)) + message)
@@ -59,7 +54,6 @@ class ClientProcess:
 
 @asynccontextmanager
 async def open_client() -> AsyncIterator[ClientProcess]:
-    """Start a client process; it ends after the block."""
     async with run_module(__name__) as child:
         yield ClientProcess(child)
 

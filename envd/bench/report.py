@@ -77,11 +77,8 @@ def figures_of(
     """Return one figure for each field of a dataclass.
 
     Args:
-        values: Its fields are declared with `figure`.
         name: Format of the figures' names.
         meaning: Format of the figures' meanings.
-        exempt: Why the targets do not apply to this run.
-        has_targets: Whether the figures have the targets of their fields.
     """
     return [
         Figure(
@@ -120,7 +117,6 @@ class BenchReport:
 
     @property
     def targets(self) -> list[Figure]:
-        """The figures that have a target."""
         return [figure for figure in self.figures if figure.target is not None]
 
     @property
@@ -129,7 +125,6 @@ class BenchReport:
         return all(check.passed for check in self.checks)
 
     def as_json(self) -> dict[str, object]:
-        """Return the report as plain data."""
         return {
             "benchmark": self.benchmark,
             "passed": self.passed,
@@ -157,7 +152,6 @@ class BenchReport:
         }
 
     def print(self, console: Console) -> None:
-        """Print the report as tables."""
         for name, value in self.conditions.items():
             console.print(f"{name}: {value}", markup=False, soft_wrap=True)
         results = Table("result", "value", "meaning", box=None, pad_edge=False)
@@ -199,12 +193,10 @@ def percentile(samples: Sequence[float], percent: int) -> float | None:
 
 
 def kib(size_bytes: float) -> float:
-    """Return bytes in KiB."""
     return size_bytes / (1 << 10)
 
 
 def mib(size_bytes: float) -> float:
-    """Return bytes in MiB."""
     return size_bytes / (1 << 20)
 
 

@@ -47,7 +47,6 @@ class ScaleFigures:
 
 
 def step_count() -> int:
-    """Return the number of progress steps of `measure_scale`."""
     return 3
 
 
@@ -71,11 +70,7 @@ def scale_configs(settings: Config, *, machine_count: int, daemon_count: int = 1
 async def measure_scale(
     settings: Config, *, machine_count: int, daemon_count: int, duration_s: float, steps: Steps
 ) -> BenchReport:
-    """Run one client per machine, each stepping as fast as it gets responses; then let them call an echo.
-
-    Raises:
-        LoadFailed: A process failed.
-    """
+    """Run one client per machine, each stepping as fast as it gets responses; then let them call an echo."""
     configs = scale_configs(settings, machine_count=machine_count, daemon_count=daemon_count)
     process_count = -(-daemon_count // _DAEMONS_PER_LOAD_PROCESS)
     steps.begin("starting")
@@ -126,7 +121,6 @@ def scale_report(
     server_cpu_s: float,
     lags_ms: list[float],
 ) -> BenchReport:
-    """Return the report. Pure."""
     steps_per_s = stepped.call_count / stepped.elapsed_s
     bare_per_s = bare.call_count / bare.elapsed_s
     values = from_samples(

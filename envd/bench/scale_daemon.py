@@ -24,7 +24,6 @@ LAG_INTERVAL_S = 0.01
 
 
 def main() -> int:
-    """Serve until the end of the input."""
     config = Config.model_validate_json(sys.stdin.readline())
     logs.setup(log_format=config.log_format, level=config.log_level)
     prepare_process()

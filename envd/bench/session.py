@@ -53,11 +53,9 @@ class Steps:
         self._done_count = 0
 
     def begin(self, stage: str) -> None:
-        """Report the stage that starts."""
         self._report(stage, min(1.0, self._done_count / self._count))
 
     def done(self, stage: str) -> None:
-        """Report that one step of a stage is finished."""
         self._done_count += 1
         self.begin(stage)
 
@@ -77,7 +75,6 @@ class BenchSession:
 
     @property
     def state_dir(self) -> Path:
-        """The daemon's state directory."""
         return self.daemon.config.state_dir
 
     @property
@@ -133,12 +130,7 @@ class BenchSession:
     async def reset_group(
         self, task_id: str, *, size: int, max_steps: int = 0
     ) -> AsyncIterator[Sequence[AsyncEpisode]]:
-        """Open a group of episodes and close them after the block. Their frames are complete PNG images.
-
-        Raises:
-            BenchFailed: A first frame is not a PNG image.
-            EnvError: The service did not open them.
-        """
+        """Open a group of episodes and close them after the block. Their frames are complete PNG images."""
         opening = self.client.reset_group(
             task_id, size=size, pool=self.pool.name, max_steps=max_steps, view=View(encoding="png")
         )
@@ -149,11 +141,7 @@ class BenchSession:
 
     @asynccontextmanager
     async def set_up_machine(self, task: Task) -> AsyncIterator[LeasedMachine]:
-        """Lease a machine directly from the pool, run it throughout the block, and perform a task's setup on it.
-
-        Raises:
-            MachineLost, GuestError, GuestUnresponsive, SetupFailed: The setup failed.
-        """
+        """Lease a machine directly from the pool, run it throughout the block, and perform a task's setup on it."""
         granted = await self.pool.lease(timeout_s=_SETUP_TIMEOUT_S)
         [leased] = granted.machines
         try:
@@ -193,12 +181,7 @@ def bench_config(settings: Config, *, standby_count: int, capacity: int, image: 
 
 @asynccontextmanager
 async def open_bench(config: Config, *, steps: Steps) -> AsyncIterator[BenchSession]:
-    """Start a daemon and a client, and wait until all standby machines are ready. After the block nothing is left.
-
-    Raises:
-        CallError: A call inside the block failed.
-        EnvdError: See `open_daemon` and `BenchSession.refilled`.
-    """
+    """Start a daemon and a client, and wait until all standby machines are ready. After the block nothing is left."""
     steps.begin("starting")
     # The daemon asks for no token; one from the environment belongs to another daemon.
     async with open_daemon(config) as daemon, AsyncEnvClient(daemon.address, token="") as client:
@@ -222,5 +205,4 @@ async def _report_pool(bench: BenchSession, steps: Steps) -> None:
 
 
 def new_machine_id() -> str:
-    """Return an id for a machine that a benchmark creates itself."""
     return f"bench-{secrets.token_hex(4)}"

@@ -18,11 +18,10 @@ from envd.bench.report import BenchFailed, BenchReport, figure, figures_of, from
 from envd.bench.session import BenchSession, Steps
 from envd.bench.settle_recording import RecordedStep, Recorder, replay_settling
 from envd.pool.leased import LeasedMachine
-from envd.tasks.conditions import Result
 from envd.tasks.model import Task
 from envd.tasks.oracle import WaitFor
 from envd.tasks.queries import Query
-from envd.tasks.replay import replay
+from envd.tasks.replay import Result, replay
 
 _QUERY_TIMEOUT_S = 120.0
 _QUERY_INTERVAL_S = 0.5
@@ -66,13 +65,7 @@ async def measure_settle(bench: BenchSession, tasks: Sequence[Task], *, watch_s:
 
     Args:
         bench: Its pool holds one machine at a time.
-        tasks: Tasks with an oracle.
         watch_s: For how long after a step's frame changes count as late.
-        steps: Receives one step per step of an oracle.
-
-    Raises:
-        BenchFailed: No step was recorded.
-        ConditionNotMet, MachineLost, GuestError, GuestUnresponsive, SetupFailed: A task could not be played.
     """
     recorded: list[RecordedStep] = []
     for task in tasks:
@@ -143,14 +136,7 @@ async def judge(recorded: Sequence[RecordedStep], policy: SettlePolicy, *, watch
 async def settle_report(
     conditions: Mapping[str, object], recorded: Sequence[RecordedStep], *, policy: SettlePolicy, watch_s: float
 ) -> BenchReport:
-    """Replay the policies over the recordings and return the report.
-
-    Args:
-        conditions: Of the recording.
-        recorded: All recorded steps.
-        policy: The policy of the pool.
-        watch_s: For how long after a step's frame changes count as late.
-    """
+    """Replay the policies over the recordings and return the report."""
 
     async def with_times(**times_ms: int) -> PolicyResult:
         return await judge(recorded, policy.model_copy(update=times_ms), watch_s=watch_s)

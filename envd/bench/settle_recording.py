@@ -88,16 +88,7 @@ class Recorder:
     _steps: list[RecordedStep] = field(default_factory=list)
 
     async def record(self, inputs: Sequence[Action], *, input_s: float, before: TiledImage) -> TiledImage:
-        """Record until the screen has not changed for long; return what it shows then.
-
-        Args:
-            inputs: The input.
-            input_s: When its last event was sent.
-            before: The screen before the input.
-
-        Raises:
-            MachineLost, GuestUnresponsive: The display failed.
-        """
+        """Record until the screen has not changed for long; return what it shows then."""
         self._blinking.interrupted()
         refreshes: list[Refresh] = []
         changes: list[Change] = []

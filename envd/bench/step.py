@@ -153,7 +153,6 @@ def script(count: int) -> tuple[Action, ...]:
 
 
 def step_count(repetitions: int, peer_repetitions: int) -> int:
-    """Return the number of progress steps of `measure_step`."""
     return _WARM_UPS + repetitions + _PEER_WARM_UPS + peer_repetitions
 
 
@@ -171,16 +170,8 @@ async def measure_step(
 
     Args:
         bench: Its pool can hold two machines, and one for each other episode.
-        task: The task that opens an editor.
-        repetitions: Steps over gRPC.
         peer_repetitions: Steps as a peer; none are taken if no guest runs.
-        other_count: Further episodes that are open, and idle, during the steps over gRPC.
         has_console: Whether a page of the console shows all of these episodes during those steps.
-        steps: Receives `step_count` steps.
-
-    Raises:
-        BenchFailed: A response was wrong.
-        EnvError, MachineLost, GuestError, GuestUnresponsive, SetupFailed: A measured operation failed.
     """
     conditions = bench.conditions(
         task=task.task_id,

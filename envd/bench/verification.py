@@ -35,11 +35,9 @@ class Policy(Enum):
 
     @property
     def expected_score(self) -> float:
-        """The score it must have."""
         return 1.0 if self is Policy.ORACLE else 0.0
 
     def steps(self, task: Task) -> Steps:
-        """Return its steps."""
         return task.oracle if self is Policy.ORACLE else ((Done(),),)
 
 
@@ -50,13 +48,11 @@ class PolicyResult:
     task_id: str
     policy: Policy
     score: float | None = None
-    """None without a score."""
     detail: str = ""
     """The reason for a missing score, or the evidence of the checks."""
 
     @property
     def passed(self) -> bool:
-        """Whether it has the expected score."""
         return self.score == self.policy.expected_score
 
 
@@ -67,17 +63,14 @@ class Verification:
     accelerator: str
     results: tuple[PolicyResult, ...]
     skipped: tuple[str, ...] = ()
-    """Ids of the tasks that were not played."""
     not_attacked: tuple[str, ...] = ()
     """Ids of the tasks that changed since `envd tasks attack` passed."""
 
     def count(self, policy: Policy) -> int:
-        """Return the number of tasks in which a policy has the expected score."""
         return sum(each.passed for each in self.results if each.policy is policy)
 
     @property
     def failures(self) -> tuple[PolicyResult, ...]:
-        """The results without the expected score."""
         return tuple(each for each in self.results if not each.passed)
 
     @property
@@ -86,7 +79,6 @@ class Verification:
         return not self.failures and not self.not_attacked
 
     def as_json(self) -> dict[str, object]:
-        """Return the report for `--json`."""
         return {
             "accelerator": self.accelerator,
             "tasks": len({each.task_id for each in self.results}),
@@ -107,7 +99,6 @@ class Verification:
         }
 
     def print(self, console: Console) -> None:
-        """Print the results, and the number of tasks that were not played."""
         played = [policy for policy in Policy if any(each.policy is policy for each in self.results)]
         table = Table("task", *(policy.value for policy in played), "problem", box=None, pad_edge=False)
         by_task: dict[str, list[PolicyResult]] = {}
@@ -128,13 +119,7 @@ class Verification:
 
 
 def verify_config(settings: Config, *, parallel_count: int, image: str = "") -> Config:
-    """Return settings for an ephemeral daemon that plays `parallel_count` tasks at once.
-
-    Args:
-        settings: The operator's settings.
-        parallel_count: Tasks played at once.
-        image: See `ephemeral_config`.
-    """
+    """Return settings for an ephemeral daemon that plays `parallel_count` tasks at once."""
     own = {
         "size": parallel_count,
         # For each task the machines of both policies, and one that is being prepared.

@@ -49,7 +49,6 @@ def bench(name: str, *, is_drawn: bool = False) -> Callable[[Measure], Measure]:
     benchmark needs it, shows progress, prints the report, and exits with status 1 if a check failed.
 
     Args:
-        name: Of the command.
         is_drawn: Whether it always measures drawn desktops, whichever hypervisor is set.
     """
 
@@ -68,7 +67,7 @@ def bench(name: str, *, is_drawn: bool = False) -> Callable[[Measure], Measure]:
         as_json = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
         shown = [*(p for p in own.parameters.values() if p.kind is p.KEYWORD_ONLY), as_json]
         command.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
-        app.command(name)(reports_errors(runs_own_daemon()(command)))
+        app.command(name)(runs_own_daemon()(command))
         return measure
 
     return decorate
@@ -286,7 +285,6 @@ async def bench_settle(
 
 
 @app.command("report")
-@reports_errors
 @runs_own_daemon()
 def report(
     settings: Config,

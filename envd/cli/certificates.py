@@ -44,7 +44,6 @@ def make_development_certs(hosts: Sequence[str], *, now: datetime) -> Developmen
     """Create a CA, a certificate for a server with these names and loopback, and one for a client.
 
     Args:
-        hosts: DNS names and IP addresses that clients connect to.
         now: The certificates are valid from an hour before, for a year.
 
     Raises:

@@ -14,7 +14,7 @@ from rich.text import Text
 from cuaenv.cli.terminal import Json, emit, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Checkpoint
 from envd.base.errors import CheckpointNotFound, ConfigError
-from envd.cli.remote import CALL_TIMEOUT, Daemon, calls_daemon, printable, reports_errors, since
+from envd.cli.remote import CALL_TIMEOUT, Daemon, calls_daemon, printable, since
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,7 +23,6 @@ app = typer.Typer(
 
 
 @app.command("list")
-@reports_errors
 @calls_daemon
 def list_(
     daemon: Daemon,
@@ -44,7 +43,6 @@ def list_(
 
 
 @app.command("show")
-@reports_errors
 @calls_daemon
 def show(
     daemon: Daemon,
@@ -65,7 +63,6 @@ def show(
 
 
 @app.command("open")
-@reports_errors
 @calls_daemon
 def open_(
     daemon: Daemon, *, checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")]
@@ -91,7 +88,6 @@ def open_(
 
 
 @app.command("delete")
-@reports_errors
 @calls_daemon
 def delete(
     daemon: Daemon,
@@ -111,7 +107,6 @@ def delete(
 
 
 @app.command("export")
-@reports_errors
 @calls_daemon
 def export(
     daemon: Daemon,
@@ -131,7 +126,6 @@ def export(
 
 
 @app.command("import")
-@reports_errors
 @calls_daemon
 def import_(
     daemon: Daemon,

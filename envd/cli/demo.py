@@ -16,7 +16,7 @@ from cuaenv.cli.terminal import Json, out
 from cuaenv.client import AsyncEnvClient
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import print_result, reports_errors
+from envd.base.terminal import print_result
 from envd.bench.default_tasks import DEFAULT_TASKS
 from envd.bench.demo.group import play_group, print_progress
 from envd.bench.demo.report import DemoDirectory, DemoReport
@@ -35,7 +35,6 @@ _POOL_SIZE = 1
 _CAPACITY = 7
 
 
-@reports_errors
 @runs_own_daemon()
 def demo(
     settings: Config,

@@ -33,7 +33,6 @@ from envd.base.config import Config, HypervisorConfig
 from envd.base.errors import ConfigError, EnvdError
 from envd.base.sandbox.cgroup import find_hierarchy, shortcoming
 from envd.base.sandbox.probe import sandbox_problem
-from envd.base.terminal import reports_errors
 from envd.base.version import DISTRIBUTION, envd_version
 from envd.cli.certificates import expire_time_of
 from envd.cli.options import with_settings
@@ -126,10 +125,6 @@ def check_disk(name: str, directory: Path, *, free_bytes: int, writable: bool, r
     """Check the free space of a directory, or of its nearest existing parent.
 
     Args:
-        name: Its setting.
-        directory: The directory, or its nearest existing parent.
-        free_bytes: Free space on its disk.
-        writable: Whether this user can write there.
         reserve_bytes: Free space without which no machine is forked.
     """
     detail = f"{free_bytes / _GIB:.1f} GiB free in {directory}"
@@ -464,7 +459,6 @@ def _published(value: dict[str, Any]) -> Any:
 _COLOURS: Mapping[Status, str] = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
-@reports_errors
 @with_settings("listen", "state_dir", "cache_dir", "hypervisor", "accelerator")
 def doctor(
     settings: Config,

@@ -23,7 +23,6 @@ from envd.cli.remote import (
     episode_fields,
     episode_table,
     printable,
-    reports_errors,
     selected,
     since,
 )
@@ -38,7 +37,6 @@ app = typer.Typer(
 
 
 @app.command("list")
-@reports_errors
 @calls_daemon
 def list_(
     daemon: Daemon,
@@ -62,7 +60,6 @@ def list_(
 
 
 @app.command("show")
-@reports_errors
 @calls_daemon
 def show(
     daemon: Daemon,
@@ -84,7 +81,6 @@ def show(
 
 
 @app.command("close")
-@reports_errors
 @calls_daemon
 def close(
     daemon: Daemon,

@@ -9,7 +9,7 @@ import typer
 from cuaenv.cli.terminal import err, out
 from envd.base.errors import ConfigError
 from envd.cli.episodes import find_episodes
-from envd.cli.remote import CALL_TIMEOUT, Daemon, calls_daemon, reports_errors
+from envd.cli.remote import CALL_TIMEOUT, Daemon, calls_daemon
 
 _Port = Annotated[int, typer.Argument(metavar="PORT", min=1, max=65_535, help="A TCP port of the guest.")]
 _LocalPort = Annotated[
@@ -17,7 +17,6 @@ _LocalPort = Annotated[
 ]
 
 
-@reports_errors
 @calls_daemon
 def forward(
     daemon: Daemon,

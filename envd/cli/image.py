@@ -11,7 +11,7 @@ from rich.table import Table
 from cuaenv.cli.terminal import Json, emit, emit_json, err, out, progress
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors, stop_on_sigterm
+from envd.base.terminal import stop_on_sigterm
 from envd.cli.image_build import app as build_app
 from envd.cli.image_output import give_to_sudo_user, parse_screen, print_image
 from envd.cli.options import with_settings
@@ -27,7 +27,6 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="An image, by NAME or 
 
 
 @app.command("import")
-@reports_errors
 @with_settings("cache_dir")
 def import_(
     settings: Config,
@@ -96,7 +95,6 @@ def import_(
 
 
 @app.command("list")
-@reports_errors
 @with_settings("cache_dir")
 def list_(settings: Config, *, as_json: Json = False) -> None:
     """List the images of this host, each by the shortest name that other commands take for it."""
@@ -121,7 +119,6 @@ def list_(settings: Config, *, as_json: Json = False) -> None:
 
 
 @app.command("show")
-@reports_errors
 @with_settings("cache_dir")
 def show(settings: Config, *, name: Name, as_json: Json = False) -> None:
     """Show one image."""
@@ -129,7 +126,6 @@ def show(settings: Config, *, name: Name, as_json: Json = False) -> None:
 
 
 @app.command("rm")
-@reports_errors
 @with_settings("cache_dir")
 def remove(settings: Config, *, name: Name, as_json: Json = False) -> None:
     """Remove one image (NAME@DIGEST) or all with a NAME. A disk that was imported in place is kept."""

@@ -10,7 +10,7 @@ from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import Json, progress
 from envd.base.config import Config, check_image_name
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors, stop_on_sigterm
+from envd.base.terminal import stop_on_sigterm
 from envd.cli.image_output import give_to_sudo_user, print_image
 from envd.cli.options import with_settings
 from envd.images.additions import Additions
@@ -47,7 +47,6 @@ _RESERVED = frozenset({"desktop", "desktop-ubuntu", "office", "osworld", "wine"}
 
 
 @app.command("desktop")
-@reports_errors
 @with_settings("cache_dir")
 def desktop(
     settings: Config,
@@ -72,7 +71,6 @@ def desktop(
 
 
 @app.command("office")
-@reports_errors
 @with_settings("cache_dir")
 def office(
     settings: Config,
@@ -91,7 +89,6 @@ def office(
 
 
 @app.command("osworld")
-@reports_errors
 @with_settings("cache_dir")
 def osworld(settings: Config, *, mirror: Mirror = "", rebuild: Rebuild = False, as_json: Json = False) -> None:
     """Build the desktop of OSWorld's tasks: Debian with LibreOffice, Chromium, GIMP and VLC."""
@@ -99,7 +96,6 @@ def osworld(settings: Config, *, mirror: Mirror = "", rebuild: Rebuild = False, 
 
 
 @app.command("wine")
-@reports_errors
 @with_settings("cache_dir")
 def wine(settings: Config, *, mirror: Mirror = "", rebuild: Rebuild = False, as_json: Json = False) -> None:
     """Build a free stand-in for Windows: Debian with Wine, for tasks that need no Microsoft program."""

@@ -15,7 +15,7 @@ from lxml import etree
 from cuaenv.cli.terminal import Json, ProgressReport, emit_json, err, out, progress
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors, stop_on_sigterm
+from envd.base.terminal import stop_on_sigterm
 from envd.cli.image_output import give_to_sudo_user, parse_screen, print_image
 from envd.cli.options import with_settings
 from envd.daemon.state_lock import holder, locked
@@ -35,7 +35,6 @@ _DOMAIN = "domain.xml"
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
-@reports_errors
 @with_settings("cache_dir", "accelerator")
 def windows(
     settings: Config,

@@ -13,6 +13,7 @@ import typer
 from envd.base.config import Config, load, parse_pool_flags
 from envd.base.config_values import COMPAT_PORTS
 from envd.base.telemetry import logs
+from envd.base.terminal import reports_errors
 from envd.hypervisor.backends import backend_of
 
 _CONFIG = Annotated[
@@ -81,26 +82,19 @@ def load_config(config: Path | None, given: Mapping[str, Any]) -> Config:
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator for commands that take a `Config` as their only positional argument.
+    """Return a decorator for commands that take a `Config` as their only positional argument; it reports errors.
 
     On the command line they have `--config` and these options instead.
-
-    Args:
-        names: Parameters of the options.
     """
     annotations = {**{name: _OPTIONS[name][1] for name in names}, "config": _CONFIG}
-    return with_options(annotations, lambda given: load_config(given.pop("config"), given))
+    options = with_options(annotations, lambda given: load_config(given.pop("config"), given))
+    return lambda command: reports_errors(options(command))
 
 
 def with_options(
     annotations: Mapping[str, Any], join: Callable[[dict[str, Any]], object]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator for commands whose only positional argument is made of several options.
-
-    Args:
-        annotations: The options by parameter; None if they are not given.
-        join: Makes the argument of the options' values.
-    """
+    """Return a decorator for commands whose only positional argument is made of several options."""
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         for name, annotation in annotations.items()
@@ -126,7 +120,6 @@ def runs_own_daemon(*names: str, log_level: str = "warning") -> Callable[[Callab
     """Return a decorator like `with_settings` for commands that start a daemon of their own; it also sets up logging.
 
     Args:
-        names: Parameters of the options, besides those of every daemon.
         log_level: Replaces the default level `info`, whose records would disturb the command's output and timing.
     """
 

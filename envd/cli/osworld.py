@@ -11,7 +11,7 @@ from rich.table import Table
 from cuaenv.cli.terminal import Json, emit_json, err, out, progress
 from envd.base.config import Config
 from envd.base.errors import OsworldError
-from envd.base.terminal import reports_errors, stop_on_sigterm
+from envd.base.terminal import stop_on_sigterm
 from envd.cli.options import with_settings
 from envd.integrations.osworld.environment import PACKAGE, Environment
 from envd.integrations.osworld.files import OsworldFile, read_files
@@ -23,7 +23,6 @@ app = typer.Typer(no_args_is_help=True, help="OSWorld's tasks, with its own setu
 
 
 @app.command("install")
-@reports_errors
 @with_settings("cache_dir")
 def install(
     settings: Config,
@@ -53,7 +52,6 @@ def install(
 
 
 @app.command("lint")
-@reports_errors
 @with_settings("cache_dir")
 def lint(
     settings: Config,

@@ -10,7 +10,6 @@ from cuaenv.actions import Action, action_text
 from cuaenv.cli.terminal import out
 from cuaenv.client import AsyncEnvClient, StepResult
 from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig
-from envd.base.terminal import reports_errors
 from envd.bench.default_tasks import DEFAULT_TASKS
 from envd.bench.playing import play
 from envd.bench.session import maps_call_errors
@@ -36,7 +35,6 @@ play:   trainer play {task_id} --envd {address}
 Ctrl-C ends it."""
 
 
-@reports_errors
 @runs_own_daemon("listen", "console_listen", log_level="error")
 def quickstart(settings: Config) -> None:
     """Serve drawn desktops, play one episode, and show what to do next: a minute, without root or an image."""

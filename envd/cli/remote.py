@@ -123,11 +123,15 @@ class Daemon:
         return asyncio.run(run())
 
 
-#: Decorator for commands whose positional argument is a `Daemon`; on the command line they have its options.
-calls_daemon = with_options(
+_with_daemon = with_options(
     {"envd": Target, "tls_ca": TlsCa, "tls_cert": TlsCert, "tls_key": TlsKey},
     lambda given: Daemon(**{**given, "envd": given["envd"] or DEFAULT_TARGET}),
 )
+
+
+def calls_daemon(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command whose positional argument is a `Daemon`: it has its options instead, and reports errors."""
+    return reports_errors(_with_daemon(command))
 
 
 def selected(

@@ -16,7 +16,6 @@ from cuaenv.cli.terminal import out
 from envd.base.aio import race
 from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig
 from envd.base.telemetry import logs
-from envd.base.terminal import reports_errors
 from envd.base.version import envd_version
 from envd.cli.options import EVERY_SETTING, with_settings
 from envd.daemon.composition import Daemon, open_daemon, read_inputs
@@ -33,7 +32,6 @@ _PROBLEM_CHARS = 240
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-@reports_errors
 @with_settings(*EVERY_SETTING)
 def serve(settings: Config) -> None:
     """Serve pools of desktops over gRPC. SIGTERM or Ctrl-C drains; a second signal ends all episodes."""

@@ -8,7 +8,7 @@ import typer
 
 from cuaenv.cli.terminal import Json
 from envd.base.config import Config
-from envd.base.terminal import print_result, reports_errors
+from envd.base.terminal import print_result
 from envd.bench.attack.mutants import Family, Mutant
 from envd.bench.attack.playing import Attack, attack, attack_config
 from envd.bench.attack.report import Report, ResultsFile, read_verdicts, write_passed
@@ -19,7 +19,6 @@ from envd.daemon.suites import load_tasks, with_suites
 from envd.hypervisor.backends import backend_of
 
 
-@reports_errors
 @runs_own_daemon("tasks")
 def attack_command(
     settings: Config,

@@ -9,7 +9,6 @@ import typer
 from cuaenv.cli.terminal import err
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors
 from envd.cli.options import with_settings
 from envd.daemon.suites import load_tasks
 from envd.tasks.model import Task
@@ -17,7 +16,6 @@ from envd.tasks.oracle import write_action
 from envd.tasks.templates import MAX_SEED, split_of
 
 
-@reports_errors
 @with_settings("tasks", "hypervisor")
 def oracles(
     settings: Config,

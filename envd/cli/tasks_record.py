@@ -17,7 +17,6 @@ from cuaenv.cli.terminal import err, out
 from cuaenv.client import AsyncEnvClient, AsyncEpisode
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors
 from envd.bench.demonstration import Proposal, propose, task_text
 from envd.bench.playing import play
 from envd.bench.session import maps_call_errors
@@ -27,6 +26,7 @@ from envd.daemon.ephemeral import ensure_image, ephemeral_config, run_until_sign
 from envd.daemon.suites import load_tasks
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
+from envd.hypervisor.backends import backend_of
 from envd.tasks.model import Task
 from envd.tasks.oracle import OracleAction, OracleSteps, parse_action
 
@@ -48,7 +48,6 @@ class _Demonstration(EpisodeObserver):
             self.stepped_now.set()
 
 
-@reports_errors
 @runs_own_daemon("console_listen")
 def record(
     settings: Config,
@@ -117,6 +116,7 @@ def _start_file(directory: Path, suite: str, name: str, instruction: str, setup:
 async def _record(
     config: Config, task: Task, script: OracleSteps
 ) -> tuple[list[tuple[OracleAction, ...]], list[Proposal]]:
+    guests = backend_of(config.hypervisor.uri).capabilities.runs_guests
     async with open_daemon(config) as daemon:
         demonstration = _Demonstration()
         async with AsyncEnvClient(daemon.address, token="") as client:
@@ -124,7 +124,9 @@ async def _record(
                 async with client.reset_group(task.task_id, size=2, timeout=_RESET_TIMEOUT) as (shown, witness):
                     daemon.service.events.add(demonstration)
                     if script:
-                        await play(shown, script, os=task.os, runs_guests=True, on_step=lambda _actions, _result: None)
+                        await play(
+                            shown, script, os=task.os, runs_guests=guests, on_step=lambda _actions, _result: None
+                        )
                     else:
                         await _watch(daemon, shown, demonstration)
                     steps = list(script) or [tuple(step) for step in demonstration.steps]

@@ -10,7 +10,7 @@ import typer
 from cuaenv.cli.terminal import Json, err
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import print_result, reports_errors
+from envd.base.terminal import print_result
 from envd.bench.attack.mutants import attack_digest
 from envd.bench.attack.report import read_passed
 from envd.bench.verification import Policy, verify, verify_config
@@ -33,7 +33,6 @@ Suites = Annotated[
 ]
 
 
-@reports_errors
 @runs_own_daemon("tasks")
 def verify_command(
     settings: Config,
@@ -79,13 +78,7 @@ def on_image(settings: Config, tasks: Sequence[Task], image: str) -> tuple[str, 
 
     Builds the default image if it is missing.
 
-    Args:
-        settings: The settings.
-        tasks: The tasks.
-        image: Its name; empty for the tasks' own.
-
     Raises:
-        ConfigError: See `image_of`.
         ImageNotFound, ImageError: It is missing or damaged, or cannot be built.
     """
     images = ImageCatalogue(settings.cache_dir)

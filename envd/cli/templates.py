@@ -9,7 +9,6 @@ from rich.table import Table
 from cuaenv.cli.terminal import Json, emit_json, err, out
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors
 from envd.cli.options import with_settings
 from envd.daemon.state_lock import locked
 from envd.hypervisor.qemu.snapshots.templates import StoredTemplate, TemplateStore
@@ -20,7 +19,6 @@ _GIB = 1 << 30
 
 
 @app.command("list")
-@reports_errors
 @with_settings("state_dir")
 def list_(settings: Config, *, as_json: Json = False) -> None:
     """List the stored templates, the least recently used first."""
@@ -49,7 +47,6 @@ def list_(settings: Config, *, as_json: Json = False) -> None:
 
 
 @app.command("prune")
-@reports_errors
 @with_settings("state_dir")
 def prune(
     settings: Config,

@@ -17,23 +17,12 @@ from rich.live import Live
 
 from cuaenv.cli.terminal import Json, emit_json, out
 from cuaenv.client import AsyncEnvClient, EnvError
-from envd.cli.remote import (
-    CALL_TIMEOUT,
-    Daemon,
-    PoolFilter,
-    Reverse,
-    RunFilter,
-    Sort,
-    SortKey,
-    calls_daemon,
-    reports_errors,
-)
+from envd.cli.remote import CALL_TIMEOUT, Daemon, PoolFilter, Reverse, RunFilter, Sort, SortKey, calls_daemon
 from envd.cli.top_view import Facts, Options, fitted, render
 
 _KEYS = "q quit   s sort   r reverse"
 
 
-@reports_errors
 @calls_daemon
 def top(
     daemon: Daemon,

@@ -62,15 +62,7 @@ class Facts:
 
 
 def render(facts: Facts, *, options: Options, targets: str, problem: str = "", keys: str = "") -> Group:
-    """Return the screen.
-
-    Args:
-        facts: Filtered by `options`.
-        options: For the title.
-        targets: Addresses of the daemons.
-        problem: Why the facts are old; empty if they are not.
-        keys: Help on keys; empty if there are none.
-    """
+    """Return the screen."""
     has_hosts = len({pool.host for pool in facts.pools}) > 1
     parts: list[RenderableType] = [
         _title(facts, options=options, targets=targets),

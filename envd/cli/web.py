@@ -11,7 +11,7 @@ from rich.table import Table
 from cuaenv.cli.terminal import Json, emit_json, err, out, progress
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors, stop_on_sigterm
+from envd.base.terminal import stop_on_sigterm
 from envd.cli.options import with_settings
 from envd.cli.remote import printable
 from envd.integrations.web.environment import WebEnvironment
@@ -25,7 +25,6 @@ _Name = Annotated[str, typer.Argument(metavar="RECORDING", help="Name of a recor
 
 
 @app.command("install")
-@reports_errors
 @with_settings("cache_dir")
 def install(settings: Config) -> None:
     """Install mitmproxy and warcio into a separate virtual environment."""
@@ -38,7 +37,6 @@ def install(settings: Config) -> None:
 
 
 @app.command("list")
-@reports_errors
 @with_settings("cache_dir")
 def list_(settings: Config, *, as_json: Json = False) -> None:
     """List the recordings of this host."""
@@ -57,7 +55,6 @@ def list_(settings: Config, *, as_json: Json = False) -> None:
 
 
 @app.command("show")
-@reports_errors
 @with_settings("cache_dir")
 def show(settings: Config, *, name: _Name, as_json: Json = False) -> None:
     """List the exchanges of a recording: method, status, URL, and size of the response. Reads and checks all of it."""
@@ -72,7 +69,6 @@ def show(settings: Config, *, name: _Name, as_json: Json = False) -> None:
 
 
 @app.command("export")
-@reports_errors
 @with_settings("cache_dir")
 def export(
     settings: Config, *, name: _Name, file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file.")]
@@ -84,7 +80,6 @@ def export(
 
 
 @app.command("import")
-@reports_errors
 @with_settings("cache_dir")
 def import_(
     settings: Config, *, name: _Name, file: Annotated[Path, typer.Argument(metavar="FILE", help="A .warc.gz file.")]
@@ -95,7 +90,6 @@ def import_(
 
 
 @app.command("rm")
-@reports_errors
 @with_settings("cache_dir")
 def remove(settings: Config, *, name: _Name) -> None:
     """Remove a recording, unless a daemon uses it."""

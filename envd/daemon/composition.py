@@ -98,7 +98,6 @@ class Daemon:
     service: EpisodeService
     server: ApiServer
     address: str
-    """Address for clients."""
     metrics_address: str
     console_address: str
     """Empty if the console is off."""
@@ -107,7 +106,6 @@ class Daemon:
     reaped: tuple[str, ...]
     """Machines of a previous daemon that were removed at the start."""
     known: tuple[EpisodeInfo, ...]
-    """Restored episodes of a previous daemon."""
 
     async def drain(self, *, hurry: asyncio.Event) -> None:
         """Refuse new episodes and wait for live ones, for `limits.drain_timeout_s` or until `hurry` is set."""
@@ -127,7 +125,6 @@ class Inputs:
 
 
 def read_inputs(config: Config) -> Inputs:
-    """Read the files that the settings name. Raises: ConfigError, ImageNotFound, ImageError."""
     if not config.pools:
         raise ConfigError("no pool is configured; pass --pool 2, or add a section [pools.NAME] to the file")
     _check_memory(config)
@@ -149,10 +146,6 @@ async def open_daemon(config: Config, inputs: Inputs | None = None) -> AsyncIter
     """Run a daemon until the block ends; then every episode, machine and socket is gone.
 
     On failure nothing is left running.
-
-    Args:
-        config: Its settings.
-        inputs: What they name; read here if not given.
 
     Raises:
         ConfigError: No pool is configured, the state directory is in use, an address is taken, or a task suite, token
@@ -305,9 +298,7 @@ class Episodes:
 
     service: EpisodeService
     library: Library | None
-    """Recordings of episodes, if there are any."""
     known: tuple[EpisodeInfo, ...]
-    """Restored episodes."""
 
 
 @asynccontextmanager

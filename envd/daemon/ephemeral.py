@@ -26,9 +26,7 @@ def ephemeral_config(settings: Config, *, name: str, pool: dict[str, Any], image
     """Return settings for a daemon with one pool, free ports, and a state directory of its own.
 
     Args:
-        settings: The operator's settings.
         name: Name of the directory below the operator's state directory.
-        pool: Settings of the pool that the command overrides.
         image: Of the machines, with the settings of the operator's first pool of it; empty for the default image, with
             the settings of the pool of that name.
     """
@@ -58,7 +56,6 @@ def ephemeral_config(settings: Config, *, name: str, pool: dict[str, Any], image
 
 
 def ensure_image(settings: Config) -> None:
-    """Build the default image if it is needed and missing. Raises: ImageError."""
     if not backend_of(settings.hypervisor.uri).capabilities.needs_images:
         return
     stop_on_sigterm()

@@ -24,15 +24,12 @@ class ServiceManager:
         self._watchdog_s = int(microseconds) / 1e6 if is_for_us and microseconds.isdecimal() else 0.0
 
     def ready(self) -> None:
-        """Report that calls are served."""
         self._send("READY=1")
 
     def status(self, text: str) -> None:
-        """Report one line for `systemctl status`."""
         self._send(f"STATUS={text}")
 
     def stopping(self) -> None:
-        """Report that the daemon drains."""
         self._send("STOPPING=1")
 
     @asynccontextmanager

@@ -45,9 +45,6 @@ def refuse_shards(state_dir: Path) -> None:
     """Refuse a directory in which a daemon of an earlier version with `--shards` was killed.
 
     Its machines and episodes are in directories of its shards, so this daemon would not find them.
-
-    Raises:
-        ConfigError: The mark of such a daemon is there.
     """
     marker = state_dir / _SHARDS_MARKER
     try:

@@ -58,7 +58,6 @@ def with_suites(config: Config, names: Sequence[str]) -> Config:
     A suite whose file the settings name is not loaded twice.
 
     Args:
-        config: The settings.
         names: `SUITE`, `SUITE/` or `SUITE/TASK`.
     """
     known = optional_suites().keys() - {Path(path).stem for path in config.tasks.suites}

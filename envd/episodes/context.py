@@ -39,7 +39,6 @@ class Stopwatch:
 
     @property
     def total_ms(self) -> float:
-        """Milliseconds since the start."""
         return (self._clock.monotonic() - self._begin_s) * 1000
 
 
@@ -80,6 +79,5 @@ class EpisodeContext:
         return (requested or episode.settle).ignoring(self.pools[episode.pool].settings.settle.ignored_regions)
 
     def count_failure(self, episode: Episode, operation: str, error: Exception) -> None:
-        """Count a failed call in the metrics."""
         reason = error.reason if isinstance(error, EnvdError) else EnvdError.reason
         self.metrics.episode_failed(pool=episode.pool, operation=operation, reason=reason)

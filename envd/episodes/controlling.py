@@ -74,7 +74,6 @@ class Controlling:
         """Perform actions at once, without waiting until the screen is settled.
 
         Raises:
-            EpisodeNotFound, MachineLost: See `take`.
             HumanInControl: The caller does not control the episode, or no longer.
             GuestUnresponsive, GuestError: The guest failed; the episode is void.
         """

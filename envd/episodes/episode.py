@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from cuaenv.actions import Done, Fail, Tool
+from cuaenv.copying import copied
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
 from envd.base.errors import (
@@ -121,7 +122,6 @@ class Episode:
         """Move to a later state.
 
         Args:
-            state: The new state.
             reason: UPPER_SNAKE.
             cause: For FAILED, the cause as a sentence.
 
@@ -151,7 +151,6 @@ class Episode:
         self.state, self.end_reason, self.cause = EpisodeState.ACTIVE, "", ""
 
     def stale_error(self) -> StaleEpoch:
-        """Return the error for calls of an earlier epoch."""
         return StaleEpoch(
             f"episode {self.episode_id}: rolled back, and now in epoch {self.epoch} at step {self.step_count}; continue"
             " from there, or abandon the episode"
@@ -199,22 +198,5 @@ class Episode:
     def info(self, clock: Clock) -> EpisodeInfo:
         """Return a snapshot."""
         left_s = self.lease.expire_s - clock.monotonic()
-        return EpisodeInfo(
-            episode_id=self.episode_id,
-            group_id=self.group_id,
-            parent_episode_id=self.parent_episode_id,
-            task_id=self.task.task_id,
-            pool=self.pool,
-            state=self.state,
-            end_reason=self.end_reason,
-            guest_end_cause=self.guest_end_cause,
-            step_count=self.step_count,
-            expire_time=clock.now() + timedelta(seconds=left_s),
-            create_time=self.create_time,
-            max_steps=self.max_steps,
-            run=self.run,
-            origin=self.origin,
-            owner=self.owner,
-            tools=self.tools,
-            epoch=self.epoch,
-        )
+        expire_time = clock.now() + timedelta(seconds=left_s)
+        return copied(EpisodeInfo, self, task_id=self.task.task_id, expire_time=expire_time)

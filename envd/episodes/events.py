@@ -33,9 +33,10 @@ class PerformedStep:
     is_rolled_back: bool = False
     """Whether a later rollback took it back."""
     performed: tuple[Action, ...] = ()
-    """The actions that were performed."""
     source: str = "agent"
     """`human` if a person acted in the page."""
+    unrecorded: tuple[str, ...] = ()
+    """Requests that the web recording does not have."""
 
 
 class EpisodeObserver:
@@ -64,15 +65,12 @@ class EpisodeEvents:
         self._observers: list[EpisodeObserver] = []
 
     def add(self, observer: EpisodeObserver) -> None:
-        """Pass all events from now on to `observer`."""
         self._observers.append(observer)
 
     def opened(self, episode: Episode) -> None:
-        """Report a new episode."""
         self._each(lambda observer: observer.opened(episode))
 
     def stepped(self, episode: Episode, command: StepCommand, result: StepResult, *, time: datetime) -> None:
-        """Report a performed step."""
         if not self._observers:
             return
         settle = result.observation.settle
@@ -85,6 +83,7 @@ class EpisodeEvents:
             total_ms=result.timings_ms["total"],
             time=time,
             source="agent",
+            unrecorded=tuple(map(str, result.unrecorded)),
         )
 
     def driven(
@@ -113,6 +112,7 @@ class EpisodeEvents:
         total_ms: float,
         time: datetime,
         source: str,
+        unrecorded: tuple[str, ...] = (),
     ) -> None:
         step = PerformedStep(
             index=index,
@@ -124,19 +124,17 @@ class EpisodeEvents:
             view=episode.machine.desktop.view_nowait(),
             performed=tuple(action for action, outcome in actions if not outcome.error),
             source=source,
+            unrecorded=unrecorded,
         )
         self._each(lambda observer: observer.stepped(episode, step))
 
     def rolled_back(self, episode: Episode) -> None:
-        """Report a rollback."""
         self._each(lambda observer: observer.rolled_back(episode))
 
     def scored(self, episode: Episode) -> None:
-        """Report the checkers' result."""
         self._each(lambda observer: observer.scored(episode))
 
     def closed(self, episode: Episode) -> None:
-        """Report a closed episode."""
         self._each(lambda observer: observer.closed(episode))
 
     def _each(self, report: Callable[[EpisodeObserver], None]) -> None:

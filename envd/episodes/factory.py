@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self, TypedDict, TypeVar
+from typing import Any, Self
 
+from cuaenv.copying import copied
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeEnded, HumanInControl, InvalidRequest, StaleEpoch, StepIndexMismatch, StoreError
 from envd.base.store.statements import EpisodeRow
-from envd.episodes.checkpoints.store import CheckpointResult
 from envd.episodes.episode import Episode
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
@@ -17,15 +17,13 @@ from envd.episodes.members import Group, Member
 from envd.episodes.persistence.journal import CHECKPOINT, EVALUATE, FORK, ROLLBACK, STEP, Journal
 from envd.episodes.persistence.records import EpisodeSnapshot
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.types import AutomaticCheckpoints, EvaluateResult, GroupResult, RollbackResult, StepResult
+from envd.episodes.types import AutomaticCheckpoints
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.model import Task
 from envd.tasks.user import Exchange
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,32 +48,11 @@ class EpisodeParams:
     @classmethod
     def of_fork(cls, parent: Episode, *, step_count: int, lease_ttl_s: float) -> Self:
         """Return the parameters of an episode's forks."""
-        return cls(
-            group_id=parent.group_id,
-            parent_episode_id=parent.episode_id,
-            task=parent.task,
-            run=parent.run,
-            owner=parent.owner,
-            max_steps=parent.max_steps,
-            step_count=step_count,
-            asked=parent.asked,
-            settle=parent.settle,
-            lease_ttl_s=lease_ttl_s,
-            automatic=parent.automatic,
-            last_checkpoint_id=parent.last_checkpoint_id,
-        )
+        return copied(cls, parent, parent_episode_id=parent.episode_id, step_count=step_count, lease_ttl_s=lease_ttl_s)
 
 
 #: Most responses kept per episode and kind of request; each holds a frame of several hundred KiB.
 _ANSWER_COUNT = 8
-
-
-class _Ledgers(TypedDict):
-    steps: Ledger[StepResult]
-    evaluations: Ledger[EvaluateResult]
-    forks: Ledger[GroupResult]
-    checkpoints: Ledger[CheckpointResult]
-    rollbacks: Ledger[RollbackResult]
 
 
 class EpisodeFactory:
@@ -90,7 +67,6 @@ class EpisodeFactory:
         self._make_id = make_id
 
     def new_group_id(self) -> str:
-        """Return an id for a group."""
         return f"group-{self._make_id()}"
 
     def create(self, group: Group, pool: Pool, params: EpisodeParams) -> tuple[Episode, ...]:
@@ -99,22 +75,13 @@ class EpisodeFactory:
 
     def _create_one(self, member: Member, pool: Pool, params: EpisodeParams) -> Episode:
         episode_id = f"ep-{self._make_id()}"
-        episode = Episode(
+        episode = copied(
+            Episode,
+            params,
             episode_id=episode_id,
-            group_id=params.group_id,
-            parent_episode_id=params.parent_episode_id,
             origin=member.origin,
-            task=params.task,
             pool=pool.name,
-            run=params.run,
-            owner=params.owner,
-            max_steps=params.max_steps,
-            step_count=params.step_count,
             pool_tools=pool.settings.tools,
-            asked=params.asked,
-            settle=params.settle,
-            automatic=params.automatic,
-            last_checkpoint_id=params.last_checkpoint_id,
             machine=member.machine,
             lease=Lease(ttl_s=params.lease_ttl_s, now_s=self._clock.monotonic()),
             create_time=self._clock.now(),
@@ -140,37 +107,21 @@ class EpisodeFactory:
         lease = Lease(ttl_s=row.lease_ttl_s, now_s=now_s)
         left_s = row.expire_time_s - self._clock.now().timestamp()
         lease.expire_s = now_s + min(left_s, row.lease_ttl_s)
-        episode = Episode(
-            episode_id=row.episode_id,
-            group_id=row.group_id,
-            parent_episode_id=row.parent_episode_id,
-            origin=snapshot.origin,
+        episode = copied(
+            Episode,
+            snapshot,
+            row,
             task=task,
             pool=pool.name,
-            run=row.run,
-            owner=row.owner,
-            max_steps=row.max_steps,
-            step_count=row.step_count,
             pool_tools=pool.settings.tools,
-            asked=snapshot.asked,
-            epoch=row.epoch,
-            last_checkpoint_id=row.last_checkpoint_id,
-            settle=snapshot.settle,
-            automatic=snapshot.automatic,
             machine=machine,
             lease=lease,
-            create_time=snapshot.create_time,
-            verdict=snapshot.verdict,
-            last_action=snapshot.last_action,
-            state=snapshot.state,
-            end_reason=row.end_reason,
-            cause=row.cause,
             **self._new_ledgers(row.episode_id),
         )
         self._registry.add(episode, pool)
         return episode
 
-    def _new_ledgers(self, episode_id: str) -> _Ledgers:
+    def _new_ledgers(self, episode_id: str) -> dict[str, Ledger[Any]]:
         return {
             "steps": self._new_ledger(
                 episode_id,
@@ -184,7 +135,7 @@ class EpisodeFactory:
             "rollbacks": self._new_ledger(episode_id, ROLLBACK, (Exception,)),
         }
 
-    def _new_ledger(self, episode_id: str, kind: str, without_effect: tuple[type[Exception], ...]) -> Ledger[T]:
+    def _new_ledger(self, episode_id: str, kind: str, without_effect: tuple[type[Exception], ...]) -> Ledger[Any]:
         return Ledger(
             f"{kind}:{episode_id}",
             clock=self._clock,

@@ -35,20 +35,7 @@ async def fork_group(
     `total`.
 
     Args:
-        pool: The parent's pool.
-        parent: The episode to fork.
-        command: The request.
-        registry: The parent's registry.
         last_use: Gets the frozen state at once; returns what to call after the last fork, which discards it.
-        clock: Source of time.
-
-    Raises:
-        EpisodeEnded, StepIndexMismatch, InvalidRequest: The parent is not in the state that the command expects.
-        GroupTooLarge, PoolExhausted, PoolFailing, Draining: See `Pool.lease`.
-        NotForkable: The parent's machine has a device or state that cannot be copied.
-        SetupFailed: A copy did not start, or a requested part of its observation is unavailable.
-        HypervisorError: The state could not be copied or forked.
-        MachineLost, GuestUnresponsive, GuestError: The parent's machine or guest failed; the parent is void.
     """
     watch = Stopwatch(clock)
     # During a step the parent's next step index is not known yet, so check only after it.
@@ -95,13 +82,7 @@ async def freeze_at(
     epoch: int = 0,
     check: Callable[[], None] | None = None,
 ) -> FrozenDesktop:
-    """Freeze an episode's machine when no other call uses it, if the episode is at this step; `check` may refuse.
-
-    Raises:
-        StaleEpoch, EpisodeEnded, StepIndexMismatch: It is not at this step.
-        NotForkable, HypervisorError: Its state could not be copied.
-        MachineLost, GuestUnresponsive, GuestError: Its machine or guest failed; the episode is void.
-    """
+    """Freeze an episode's machine when no other call uses it, if the episode is at this step; `check` may refuse."""
     async with episode.turn:
         episode.require_step(step_index, epoch=epoch)
         if check is not None:

@@ -25,11 +25,9 @@ class Lease:
 
     @property
     def in_call(self) -> bool:
-        """Whether a call is running."""
         return self._call_count > 0
 
     def renew(self, now_s: float, *, ttl_s: float | None = None) -> None:
-        """Restart the lease, from now on with `ttl_s` if one is given."""
         if ttl_s is not None:
             self.ttl_s = ttl_s
         self.expire_s = now_s + self.ttl_s
@@ -42,7 +40,6 @@ class Lease:
             self.expire_s = max(self.expire_s, now_s + _RENEWAL_S)
 
     def begin_call(self) -> None:
-        """Count a call that starts."""
         self._call_count += 1
 
     def end_call(self, now_s: float, *, renews: bool) -> None:
@@ -52,7 +49,6 @@ class Lease:
             self.renew(now_s)
 
     def has_expired(self, now_s: float) -> bool:
-        """Return whether the machine may be reclaimed."""
         return now_s >= self.reclaim_s
 
 

@@ -53,9 +53,6 @@ class Ledger(Generic[T]):
         """Create an empty ledger.
 
         Args:
-            name: Prefix of its tasks' names.
-            clock: Source of time.
-            keep_s: How long a response is kept.
             keep_count: Number of responses kept; a further one is dropped with the next request.
             without_effect: Failures that guarantee that nothing was done. They are not recorded, so a retry runs again.
             abandoned: Makes the error for callers whose call `close` cancelled.

@@ -56,9 +56,6 @@ async def fork_all(pool: Pool, reservations: Sequence[Reservation], frozen: Froz
     """Fork a machine for every reservation, concurrently. The first failure cancels the rest.
 
     The caller owns the reservations.
-
-    Raises:
-        MachineLost, Draining, HypervisorError: See `Pool.fork`.
     """
 
     slowest_ms = 0.0
@@ -89,17 +86,9 @@ async def observe_all(
     A guest runs only if the options ask for more than pixels, or if it always runs from here on.
 
     Args:
-        machines: All in the same state.
         frozen: The state that their disks and memory are based on, for their origin.
-        view: The screen in that state.
         settle: How the screen settled; None if nothing waited for that.
-        options: The options of the request.
-        always_running: Whether guests run between calls.
         subject: The request, as `<thing> <id>`, for messages.
-
-    Raises:
-        SetupFailed: A guest did not resume, or a requested part of the observation is unavailable.
-        MachineLost: A machine is gone.
     """
     encoded = await view.encode(options)
     origin = Origin(

@@ -58,12 +58,7 @@ async def observe(
     watch: Stopwatch,
     throttle: LoopThrottle,
 ) -> Observation:
-    """Wait until the screen is quiet, if `settle` is given, then observe it when `throttle` admits the call.
-
-    Raises:
-        GuestUnresponsive, GuestError: A requested part of the observation is unavailable.
-        MachineLost: The machine is gone.
-    """
+    """Wait until the screen is quiet, if `settle` is given, then observe it when `throttle` admits the call."""
     settled = None
     if settle is not None:
         settled = await desktop.settle(settle, upcoming=options)
@@ -105,10 +100,6 @@ async def perform(
     A guest that has been silent for `limits.heartbeat_interval_s` is checked for life meanwhile.
 
     On failure some actions may have been performed: the episode is void.
-
-    Raises:
-        GuestUnresponsive, GuestError: The guest failed, not the agent.
-        MachineLost: The machine is gone.
     """
     watch = Stopwatch(clock)
     before = await desktop.frame() if options.include_screen_change or options.include_grey_difference else None
@@ -131,13 +122,7 @@ async def perform(
 
 
 async def with_pixels(observation: Observation, episode: Episode | None, options: ObservationOptions) -> Observation:
-    """Return a recorded observation with its pixels if the screen still shows them, else unchanged. Resumes no guest.
-
-    Args:
-        observation: As recorded, without pixels.
-        episode: The observed episode; None if it is gone.
-        options: The options of the request.
-    """
+    """Return a recorded observation, with its pixels if the screen still shows them. Resumes no guest."""
     if options.encoding is Encoding.NONE or episode is None or episode.machine.lost.is_set():
         return observation
     desktop = episode.machine.desktop

@@ -39,12 +39,8 @@ class PortConnection:
         """Take over an open connection; enter it to watch the episode.
 
         Args:
-            context: Of the episode.
-            episode: Has the guest.
             machine: The guest's, which the episode may have no longer after a rollback.
-            streams: The connection.
             held: What the connection holds, such as the running guest; closed as soon as the connection has ended.
-            port: For messages.
             idle_timeout_s: Longest time without bytes.
         """
         self._context = context
@@ -57,9 +53,6 @@ class PortConnection:
         self._used_s = self._renewed_s = context.clock.monotonic()
         self._error: Exception | None = None
         self._watching: asyncio.Task[None] | None = None
-
-    def __repr__(self) -> str:
-        return f"<PortConnection {self._name}>"
 
     async def __aenter__(self) -> Self:
         self._watching = asyncio.create_task(self._watch(), name=f"port:{self._episode.episode_id}")

@@ -22,11 +22,6 @@ class MachineQuotas:
     def reserve(self, owner: str, count: int, *, max_machines: int | None) -> Iterator[None]:
         """Count `count` machines for `owner` during the block; afterwards its episodes hold them, or they are released.
 
-        Args:
-            owner: The token's name.
-            count: Machines to open.
-            max_machines: The owner's limit; None for no limit.
-
         Raises:
             GroupTooLarge: `count` alone exceeds the limit.
             TokenQuotaReached: `count` and the machines held now exceed the limit.

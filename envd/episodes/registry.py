@@ -45,7 +45,6 @@ _CLOSED_TEXTS = {
 
 
 def unknown_episode(episode_id: str) -> EpisodeNotFound:
-    """Return the error for an id that this daemon does not know."""
     return EpisodeNotFound(
         f"episode {episode_id}: not found (never opened on this daemon, or closed long ago); reset a new one"
     )
@@ -110,7 +109,6 @@ class EpisodeRegistry:
         self.changes.notify()
 
     def find(self, episode_id: str) -> Episode | None:
-        """Return an open episode, or None."""
         return self._episodes.get(episode_id)
 
     def get(self, episode_id: str) -> Episode:
@@ -179,7 +177,6 @@ class EpisodeRegistry:
             self.count_end(episode)
 
     def count_end(self, episode: Episode) -> None:
-        """Count an episode that is no longer active."""
         self._metrics.episode_ended(pool=episode.pool, run=episode.run, state=episode.state.value)
 
     async def lose(self, episode: Episode, error: Exception) -> Exception:

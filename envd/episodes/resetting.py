@@ -112,13 +112,6 @@ async def reset_group(
     On failure and on cancellation no machine, reservation or state is kept. The whole group starts over, not only the
     machine that died: groups that hold some machines while they wait for another would deadlock. Timings: those of
     `acquire`, `setup`, `settle`, `freeze`, `fork` and `observe` that took place, and `total`.
-
-    Raises:
-        GroupTooLarge, PoolExhausted, PoolFailing, Draining: See `Pool.lease`.
-        SetupFailed: A setup verb or the first observation failed, or the resulting state cannot be forked.
-        MachineLost: Machines died in both attempts.
-        HypervisorError: A state could not be frozen or forked.
-        InvalidRequest: The requested observation is impossible on this screen.
     """
     reset = _Reset(task, command, pool, run_setup, setup_timeout_s, states, Stopwatch(clock), clock)
     deadline_s = clock.monotonic() + command.timeout_s

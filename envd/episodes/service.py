@@ -71,12 +71,6 @@ class EpisodeService:
 
         Args:
             pools: Pools with different names, not yet started.
-            tasks: Tasks that `reset` accepts.
-            limits: Bounds on episodes.
-            metrics: Counts events; by default not exported.
-            run_setup: Brings a desktop to a task's start.
-            run_checkers: Scores a task.
-            clock: Source of time; by default the host's.
             store: Persists episodes and responses, so that they survive the daemon; by default nothing is persisted.
             checkpoints: Where checkpoints are stored; None for nowhere.
             user_model: Answers for users of tasks that have a persona; None for none.
@@ -141,12 +135,7 @@ class EpisodeService:
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
     async def restore(self, state: PersistedState, machines: Mapping[str, Machine]) -> None:
-        """Restore the episodes of a previous daemon. Call before `start`.
-
-        Args:
-            state: As returned by `envd.episodes.persistence.recovery.load_persisted`.
-            machines: Those of its machines that the hypervisor adopted.
-        """
+        """Restore the episodes of a previous daemon. Call before `start`."""
         recovery = Recovery(
             registry=self._registry,
             factory=self._factory,

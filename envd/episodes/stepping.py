@@ -6,20 +6,24 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
-from envd.base.aio import LoopThrottle
+from cuaenv.actions import AskUser, ToolAction
+from envd.base.aio import LoopThrottle, race
+from envd.base.clock import Clock, wait_until
 from envd.base.config import SettlePolicy
-from envd.base.errors import GuestEnded, StoreError
+from envd.base.errors import GuestEnded, MachineLost, StoreError, UserUnavailable
 from envd.base.telemetry import traces
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.perform import Performed, check_region, observe, perform, with_pixels
 from envd.episodes.persistence.journal import STEP, Request
-from envd.episodes.tools import use_tool
+from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import StepCommand, StepResult
-from envd.episodes.watching import views_of
 from envd.guest.desktop import ScreenView
 from envd.guest.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, Unchanged
+from envd.tasks.model import allowed_tools
+from envd.tasks.user import Exchange
+from envd.tasks.user_model import UserModel
 
 #: How many steps may start or observe per event-loop iteration: each is up to 1 ms of work. With 256 concurrent
 #: clients (`envd bench scale`) a limit of 2 reduces the longest iteration from 100 to 11 ms and costs 3 of 100
@@ -110,6 +114,7 @@ class Stepping:
             observation=performed.observation,
             outcomes=performed.outcomes,
             timings_ms=timings_ms,
+            unrecorded=episode.machine.desktop.take_unrecorded(),
         )
         context.registry.events.stepped(episode, command, result, time=context.clock.now())
         with traces.timed("store"):
@@ -164,7 +169,6 @@ class Stepping:
         allows it, each frame is a delta to the one yielded before.
 
         Raises:
-            EpisodeNotFound, InvalidRequest, MachineLost: See `observe`.
             GuestUnresponsive, GuestError: The display does not answer, or answers incorrectly.
         """
         episode = self._context.registry.get(episode_id)
@@ -178,11 +182,7 @@ class Stepping:
                     yield encoded
 
     async def watch_screen(self, episode_id: str, *, max_rate_hz: float) -> AsyncGenerator[ScreenView, None]:
-        """Yield an episode's screen and pointer as `watch_frames` does, not encoded.
-
-        Raises:
-            EpisodeNotFound, MachineLost: See `observe`.
-        """
+        """Yield an episode's screen and pointer as `watch_frames` does, not encoded."""
         registry = self._context.registry
         episode = registry.get(episode_id)
         episode.require_machine()
@@ -196,10 +196,6 @@ class Stepping:
         """Persist that a request began while the guest resumes; keep it running during the block; yield `resume_ms`.
 
         Concurrent: resuming a guest is not a side effect of the request.
-
-        Raises:
-            StoreError: The database cannot be written: the block is not entered.
-            MachineLost, GuestUnresponsive, GuestError: See `LeasedMachine.running`.
         """
         writing = self._context.journal.begin(request)
         try:
@@ -211,3 +207,51 @@ class Stepping:
             # If the guest did not resume, `writing` was not awaited: retrieve its result.
             await asyncio.gather(writing, return_exceptions=True)
             raise
+
+
+async def use_tool(episode: Episode, action: ToolAction, *, user_model: UserModel | None) -> ActionOutcome:
+    """Use a tool on the episode's machine, or ask its user.
+
+    Raises:
+        UserUnavailable: The model that plays the user did not answer.
+    """
+    if action.needs not in allowed_tools(episode.task, episode.pool_tools):
+        offered = ", ".join(episode.tools) or "none"
+        return ActionOutcome(error=f"{action.needs} is not allowed in this episode; allowed tools: {offered}")
+    if not isinstance(action, AskUser):
+        return await episode.machine.desktop.use_tool(action)
+    user = episode.task.user
+    if user is None:
+        return ActionOutcome(error="this task has no user to ask")
+    if len(episode.asked) >= user.max_questions:
+        return ActionOutcome(error=f"the user answers no more than {user.max_questions} questions")
+    if not user.persona:
+        answer = user.answer(action.question, episode.asked)
+    elif user_model is None:
+        raise UserUnavailable("the user's model: tasks.user_url is not set")
+    else:
+        answer = await user_model.answer(user.persona, action.question, episode.asked)
+    episode.asked = (*episode.asked, Exchange(action.question, answer))
+    return ActionOutcome(output=answer)
+
+
+async def views_of(
+    episode: Episode, *, max_rate_hz: float, registry: EpisodeRegistry, clock: Clock
+) -> AsyncGenerator[ScreenView, None]:
+    """Yield an episode's screen and pointer at once and after each change, until it is closed. Encodes nothing."""
+    while not episode.closed.is_set():
+        began_s = clock.monotonic()
+        machine = episode.machine
+        changed = machine.desktop.changed
+        try:
+            view = await machine.desktop.screen_view()
+        except MachineLost as error:
+            if episode.closed.is_set():
+                return
+            if machine is not episode.machine:  # rolled back
+                continue
+            raise await registry.lose(episode, error) from error
+        yield view
+        await race(changed, episode.closed, machine.lost)
+        if not episode.closed.is_set():
+            await wait_until(clock, began_s + 1 / max_rate_hz, or_event=episode.closed)

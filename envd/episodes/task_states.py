@@ -44,15 +44,11 @@ class TaskStates:
     """The cache of task states of one service."""
 
     def __init__(self) -> None:
-        """Create an empty cache."""
         self._entries: OrderedDict[StateKey, _Entry] = OrderedDict()
         self._tasks = OwnedTasks()
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def __repr__(self) -> str:
-        return f"<TaskStates {len(self._entries)} cached | {len(self._tasks)} being discarded>"
 
     @contextmanager
     def borrow(self, key: StateKey | None) -> Iterator[TaskState | None]:

@@ -7,6 +7,7 @@ from typing import Final
 
 from cuaenv.actions import Action
 from envd.base.config import SettlePolicy
+from envd.guest.gateway import UnrecordedRequest
 from envd.guest.observation import ActionOutcome, Observation, ObservationOptions
 from envd.tasks.checkers.evaluate import CheckResult
 from envd.tasks.perturbations import Perturb
@@ -68,11 +69,9 @@ class Origin:
     overlay_parent: str
     """Identifies the disk on which its machine's overlay is based."""
     first_frame_id: str
-    """The agent's first frame."""
     checkpoint_id: str = ""
     """The checkpoint in whose state it began; empty if none."""
     checkpoint_episode_id: str = ""
-    """The episode of that checkpoint."""
     perturbations: tuple[str, ...] = ()
     """Kinds of the perturbations of its world."""
 
@@ -256,6 +255,8 @@ class StepResult:
     timings_ms: dict[str, float]
     replayed: bool = False
     """Whether this is the recorded response to an earlier call with the same request_id."""
+    unrecorded: tuple[UnrecordedRequest, ...] = ()
+    """What its guest asked for since the step before, and its web recording does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

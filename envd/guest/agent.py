@@ -64,13 +64,14 @@ class _Deadline:
 
 
 class GuestAgent:
-    """The guest agent of one machine. Every method may also raise `MachineLost`."""
+    """The guest agent of one machine.
+
+    Methods raise `GuestUnresponsive` if it does not answer in time, `GuestError` if it reports an error, and
+    `MachineLost`.
+    """
 
     def __init__(self, channels: GuestChannels) -> None:
         self._channels = channels
-
-    def __repr__(self) -> str:
-        return f"<GuestAgent of {self._channels.machine_id}>"
 
     async def ping(self, *, timeout_s: float = 5.0) -> None:
         """Return once the agent answers. Raises: GuestUnresponsive."""
@@ -113,7 +114,6 @@ class GuestAgent:
 
         Raises:
             GuestError: It is larger than `max_bytes`, or cannot be read.
-            GuestUnresponsive: Not done within `timeout_s`.
         """
         deadline = _Deadline(timeout_s, f"reading {path} on {self._channels.machine_id}")
         try:
@@ -139,12 +139,7 @@ class GuestAgent:
             await self._close(handle)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 60.0) -> None:
-        """Write a file as the agent's user; its directory must exist. On failure the file may be half written.
-
-        Raises:
-            GuestError: It cannot be written.
-            GuestUnresponsive: Not done within `timeout_s`.
-        """
+        """Write a file as the agent's user; its directory must exist. On failure the file may be half written."""
         deadline = _Deadline(timeout_s, f"writing {path} on {self._channels.machine_id}")
         handle = await self._open(path, "w", deadline)
         try:
@@ -168,7 +163,6 @@ class GuestAgent:
 
         Raises:
             GuestError: The agent returned an error, and the clock is not within 5 s of that time.
-            GuestUnresponsive: No response within `timeout_s`.
         """
         deadline = _Deadline(timeout_s, f"setting the clock of {self._channels.machine_id}")
         try:
@@ -255,7 +249,6 @@ async def renew_identity(agent: GuestAgent, *, machine_id: str, windows: bool) -
     group must look alike. docs/fork-correctness.md lists every hazard.
 
     Raises:
-        GuestUnresponsive: The agent did not respond in time.
         GuestError: A step failed; the fork must not be used.
     """
     if windows:

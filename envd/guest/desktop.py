@@ -27,7 +27,7 @@ from envd.guest.display.marks import Mark, marks_of
 from envd.guest.display.screen import Screen
 from envd.guest.display.settle import settle
 from envd.guest.freezing import freeze, thaw
-from envd.guest.gateway import Exit, Gateway
+from envd.guest.gateway import Exit, Gateway, UnrecordedRequest
 from envd.guest.input.plan import Input
 from envd.guest.observation import (
     A11yFormat,
@@ -67,7 +67,8 @@ class Desktop:
     """The desktop of one running guest: observe it and act on it.
 
     Every method raises `MachineLost` as soon as the machine is lost, whatever it waits for. The display is connected
-    when first needed, and again each time its connection drops while the machine lives.
+    when first needed, and again each time its connection drops while the machine lives. Methods raise
+    `GuestUnresponsive` if the guest does not answer in time, and `GuestError` if it cannot do what is asked.
     One caller acts; others may observe concurrently.
     """
 
@@ -85,7 +86,6 @@ class Desktop:
         """Prepare to connect to a machine.
 
         Args:
-            channels: The channels into its guest.
             view: What it shows, if it was forked and has not run since. The desktop is then asleep: requests for its
                 screen are answered from the view until `wake`.
             web: Serves the web requests of its guest after `wake`; None for no network.
@@ -93,7 +93,6 @@ class Desktop:
                 1280x1024; None for any size up to 16 Mpx.
             has_powershell: Whether the guest's agent runs the scripts of `envd.guest.powershell`.
             can_freeze: Whether the guest's kernel is Linux, which can stop all processes of the session.
-            pauses: Pauses between readings and events.
         """
         self._pauses = pauses or GuestPauses()
         self._channels = channels
@@ -122,9 +121,6 @@ class Desktop:
         self._is_closed = False
         self._scopes: set[asyncio.Timeout] = set()
         self._response_s = time.monotonic()
-
-    def __repr__(self) -> str:
-        return f"<Desktop of {self._channels.machine_id} {self._screen!r} {self._input!r}>"
 
     # State
 
@@ -182,13 +178,6 @@ class Desktop:
 
         Its machine runs from just before this call, and the guest gets no other request before it. On failure the
         desktop is still asleep and its machine must not be used.
-
-        Args:
-            windows: Whether the guest has the Windows kernel, where only the clock is set.
-
-        Raises:
-            GuestUnresponsive: The agent or the display did not answer.
-            GuestError: The guest could not do it.
         """
         if self._view is None:
             return
@@ -208,11 +197,7 @@ class Desktop:
 
     @while_alive
     async def check_alive(self, *, timeout_s: float) -> None:
-        """Ping the guest's agent. A display keeps showing its last frame after the guest has died.
-
-        Raises:
-            GuestUnresponsive: No response within `timeout_s`: the guest hangs.
-        """
+        """Ping the guest's agent. A display keeps showing its last frame after the guest has died."""
         await self._agent.ping(timeout_s=timeout_s)
         self._response_s = time.monotonic()
 
@@ -221,9 +206,6 @@ class Desktop:
         """Wait until the guest uses next to no CPU time: every fork of it would repeat the work it is doing now.
 
         A program that has opened its window but not drawn it yet uses CPU time although the screen is quiet.
-
-        Args:
-            max_wait_s: The longest wait in seconds; some guests are never idle.
         """
         await wait_idle(self._channels, reading_s=self._pauses.idle_reading_s, max_wait_s=max_wait_s)
 
@@ -249,17 +231,12 @@ class Desktop:
 
         Raises:
             GuestError: The display connection dropped during input, or the machine has no tablet.
-            GuestUnresponsive: guestd or the display did not answer.
         """
         return await self._actor.act(action, settle=self._settle)
 
     @while_alive
     async def use_tool(self, action: ToolAction) -> ActionOutcome:
-        """Use a tool in the guest, whether it is allowed or not. A tool that fails is reported in the outcome.
-
-        Raises:
-            GuestUnresponsive: The guest did not answer.
-        """
+        """Use a tool in the guest, whether it is allowed or not. A tool that fails is reported in the outcome."""
         return await self._actor.use_tool(action, settle=self._settle)
 
     @while_alive
@@ -267,7 +244,6 @@ class Desktop:
         """Wait until the screen is quiet. Frames taken afterwards are newer than the last input, settled or not.
 
         Args:
-            policy: When the screen counts as quiet.
             upcoming: Options of the next `observe`; its frame is encoded ahead once the screen is likely settled.
         """
         result = await self._settle(policy, was_idle=self._was_idle, upcoming=upcoming)
@@ -352,14 +328,12 @@ class Desktop:
         """Return the newest frame, encoded off the event loop, with accessibility tree and terminal if requested.
 
         Args:
-            options: What to include, and how.
             refresh: Make the display send what it has first.
             since: An earlier frame; report what has changed since.
 
         Raises:
             InvalidRequest: The options do not fit this screen.
             GuestError: The guest cannot report its tree or terminal, or has no guestd.
-            GuestUnresponsive: The guest did not respond in time.
         """
         timings_ms: dict[str, float] = {}
         if self._view is not None and not (refresh or options.asks_guest):
@@ -436,9 +410,6 @@ class Desktop:
 
         Commands of root run, and `envd.guest.freezing.as_user` runs others; whatever asks the session waits. Windows
         itself cannot do it: there the session continues.
-
-        Raises:
-            GuestError, GuestUnresponsive: They could not be stopped.
         """
         if not self._can_freeze:
             yield
@@ -460,12 +431,7 @@ class Desktop:
         stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
     ) -> CommandResult:
-        """Run a command to its end: in the user's session through guestd, or as root through the agent.
-
-        Raises:
-            GuestUnresponsive: It did not end within `timeout_s`.
-            GuestError: It could not be started.
-        """
+        """Run a command to its end: in the user's session through guestd, or as root through the agent."""
         if not as_root:
             guestd = self._session.guestd("run a command in the session")
             return await guestd.execute(argv, timeout_s=timeout_s, stdin=stdin, env=env)
@@ -475,32 +441,17 @@ class Desktop:
 
     @while_alive
     async def launch(self, argv: Sequence[str], *, timeout_s: float = 30.0) -> None:
-        """Start a program in the user's session and return at once.
-
-        Raises:
-            GuestError: It could not be started.
-            GuestUnresponsive: No response within `timeout_s`.
-        """
+        """Start a program in the user's session and return at once."""
         await self._session.guestd("launch a program in the session").launch(argv, timeout_s=timeout_s)
 
     @while_alive
     async def start_mcp_server(self, name: str, command: Sequence[str]) -> None:
-        """Start an MCP server of the agent in the user's session; it lives as long as the guest.
-
-        Raises:
-            GuestError: It could not be started.
-            GuestUnresponsive: No response in time.
-        """
+        """Start an MCP server of the agent in the user's session; it lives as long as the guest."""
         await Toolbox(self._session).start_server(name, command)
 
     @while_alive
     async def change_wallpaper(self, path: str, *, timeout_s: float = 30.0) -> None:
-        """Show a picture of the guest's file system as the wallpaper.
-
-        Raises:
-            GuestError: The file does not exist, or no program can show it.
-            GuestUnresponsive: No response within `timeout_s`.
-        """
+        """Show a picture of the guest's file system as the wallpaper."""
         await self._session.guestd("change the wallpaper").change_wallpaper(path, timeout_s=timeout_s)
 
     @while_alive
@@ -509,7 +460,6 @@ class Desktop:
 
         Raises:
             GuestError: It is larger than `max_bytes`, or cannot be read.
-            GuestUnresponsive: Not done in time.
         """
         return await self._session.read_file(path, max_bytes=max_bytes)
 
@@ -518,10 +468,6 @@ class Desktop:
         """Write a guest file as the session's user, creating parent directories; `~` is the user's home.
 
         If the image has no guestd, root owns the file.
-
-        Raises:
-            GuestError: It cannot be written.
-            GuestUnresponsive: Not done in time.
         """
         await self._session.write_file(path, data)
 
@@ -531,7 +477,6 @@ class Desktop:
 
         Raises:
             GuestError: The image has no such service.
-            MachineLost: The machine was lost; the work is cancelled.
         """
         url = self._channels.guestd_url
         if url is None:
@@ -544,7 +489,6 @@ class Desktop:
 
         Raises:
             GuestError: Nothing listens on the port, or the image's service cannot forward ports.
-            GuestUnresponsive: The guest did not answer.
         """
         self._session.guestd("forward a port")
         return await open_port(self._channels.guestd_url or "", port, machine_id=self._channels.machine_id)
@@ -578,6 +522,10 @@ class Desktop:
     def _machine_lost(self) -> MachineLost:
         reason = self._channels.lost_reason or "for an unknown reason"
         return MachineLost(f"machine {self._channels.machine_id} is gone: {reason}")
+
+    def take_unrecorded(self) -> tuple[UnrecordedRequest, ...]:
+        """Return the requests that its web recording does not have, since the last call."""
+        return self._web.take_unrecorded(self._channels.machine_id) if self._web else ()
 
     async def _open_gateway(self) -> None:
         if self._web is None:

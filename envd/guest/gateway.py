@@ -10,7 +10,8 @@ network. `envd.integrations.web` has the exit that records and replays.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 from envd.base.errors import GuestUnresponsive
@@ -81,8 +82,23 @@ async def _resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecordedRequest:
+    """A request of a guest that its recording does not have."""
+
+    kind: Literal["not_recorded", "websocket"]
+    method: str
+    url: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.replace('_', ' ')}: {self.method} {self.url}"
+
+
 class Exit(Protocol):
     """Serves the proxy requests of guests."""
+
+    def take_unrecorded(self, machine_id: str, /) -> tuple[UnrecordedRequest, ...]:
+        """Return the requests of a machine's guest that its recording lacked since the last call, oldest first."""
 
     async def __call__(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str, /
@@ -95,9 +111,7 @@ class Gateway:
 
     Args:
         guestd: Address on the host of the guest's guestd.
-        serve: Serves the connections of the guest's programs.
         machine_id: The machine, for the exit and for logs.
-        connect: Opens connections to the guest.
     """
 
     def __init__(
@@ -110,9 +124,6 @@ class Gateway:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting_count = 0
         self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<Gateway of {self._machine_id} | {len(self._tasks)} connections>"
 
     async def open(self) -> None:
         """Make the proxy available to the guest's programs. Raises: GuestUnresponsive: guestd does not answer."""
@@ -168,13 +179,7 @@ class Gateway:
 
 
 class HostExit:
-    """Connects guests to the hosts of an allow list.
-
-    Args:
-        allowed: Destinations that guests may reach.
-        connect: Opens connections to destinations.
-        resolve: Returns the addresses of a name.
-    """
+    """Connects guests to the hosts of an allow list."""
 
     def __init__(
         self, allowed: AllowList, *, connect: Connect = asyncio.open_connection, resolve: Resolve = _resolve
@@ -184,8 +189,9 @@ class HostExit:
         self._resolve = resolve
         self._logged: set[str] = set()
 
-    def __repr__(self) -> str:
-        return f"<HostExit {self._allowed}>"
+    def take_unrecorded(self, machine_id: str) -> tuple[UnrecordedRequest, ...]:  # noqa: ARG002
+        """See `Exit`: it has no recording."""
+        return ()
 
     async def __call__(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str

@@ -11,7 +11,6 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import aiohttp
@@ -130,9 +129,10 @@ class _Response(NamedTuple):
 class GuestdClient:
     """Calls one guest's HTTP service. Each call opens its own connection: a kept one goes stale during a pause.
 
+    Methods raise `GuestUnresponsive` if it does not answer in time, `GuestError` if it cannot do what is asked, and
+    `MachineLost`.
+
     Args:
-        base_url: On the host's loopback.
-        lost: Set when the machine is lost.
         lost_grace_s: How long a broken connection waits for the news that the machine is lost.
     """
 
@@ -144,15 +144,10 @@ class GuestdClient:
         self._closed = False
         self._server = ""
 
-    def __repr__(self) -> str:
-        return f"<GuestdClient {self._base_url}{' closed' if self._closed else ''}>"
-
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -167,10 +162,6 @@ class GuestdClient:
         """Return whether the desktop is ready.
 
         OSWorld's service has no such route: there, a successful screenshot counts as ready.
-
-        Raises:
-            GuestUnresponsive: The service does not answer (yet).
-            MachineLost: The machine is lost.
         """
         response = await self._request("GET", "/envd/session", timeout_s=timeout_s)
         if response.status == 404:
@@ -199,10 +190,6 @@ class GuestdClient:
 
         Args:
             showing: Only elements that show, in a fraction of the time. OSWorld's service ignores this.
-            timeout_s: Deadline of the call.
-
-        Raises:
-            GuestError, GuestUnresponsive, MachineLost: The tree could not be read.
         """
         query = {"showing": "1"} if showing else None
         body = await self._call("GET", "/accessibility", query=query, timeout_s=timeout_s)
@@ -225,7 +212,6 @@ class GuestdClient:
         Raises:
             GuestError: A character cannot be typed, or the service is not ours. Nothing was typed.
             GuestUnresponsive: Not done within `timeout_s`; part of the text may have been typed.
-            MachineLost: The machine is lost.
         """
         body = await self._call("POST", "/envd/type_text", json_body={"text": text}, timeout_s=timeout_s)
         return await _parse(_TYPED, body, "/envd/type_text")
@@ -244,7 +230,6 @@ class GuestdClient:
         Raises:
             GuestError: It could not be started, or its output exceeds guestd's limit (16 MiB).
             GuestUnresponsive: It did not end within `timeout_s`, and was killed with its process group.
-            MachineLost: The machine is lost.
         """
         request: dict[str, Any] = {"command": list(command), "timeout": timeout_s, "encoding": "base64"}
         if stdin:
@@ -271,8 +256,6 @@ class GuestdClient:
 
         Raises:
             GuestError: It could not be started.
-            GuestUnresponsive: No response within `timeout_s`.
-            MachineLost: The machine is lost.
         """
         await self._call("POST", "/setup/launch", json_body={"command": list(command)}, timeout_s=timeout_s)
 
@@ -281,8 +264,6 @@ class GuestdClient:
 
         Raises:
             GuestError: It cannot be written; an existing file is unchanged.
-            GuestUnresponsive: Not done within `timeout_s`.
-            MachineLost: The machine is lost.
         """
         response = await self._request("POST", "/setup/upload", content=_upload(path, data), timeout_s=timeout_s)
         _checked(response, f"/setup/upload {path}")
@@ -396,7 +377,6 @@ class GuestdClient:
 
 
 def _upload(path: str, data: bytes) -> _Content:
-    """Return the multipart form of an upload, with a random boundary."""
     boundary = uuid.uuid4().hex
     lines = [
         f"--{boundary}".encode(),
@@ -460,7 +440,6 @@ def failure_text(body: bytes) -> str:
 
 
 async def _parse(adapter: TypeAdapter[T], body: bytes, path: str) -> T:
-    """Return a validated JSON body. Raises: GuestError."""
     try:
         await untrusted_json.check_structure(body)
         return adapter.validate_json(body)

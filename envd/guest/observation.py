@@ -100,12 +100,10 @@ class ObservationOptions:
 
     @property
     def asks_for_tree(self) -> bool:
-        """Whether the accessibility tree is needed."""
         return self.a11y_format is not A11yFormat.NONE or self.includes_elements
 
     @property
     def includes_elements(self) -> bool:
-        """Whether the tree's elements are included."""
         return self.include_a11y_elements or self.draw_marks
 
     @property

@@ -60,9 +60,6 @@ class ReadinessProbe:
         """Return once the agent answers, the session is up, the screen has settled and the guest is idle.
 
         An idle guest is waited for at most 60 s: some guests never are.
-
-        Raises:
-            GuestUnresponsive: The others did not become ready within `timeout_s`.
         """
         missing = "the guest agent did not answer"
         try:

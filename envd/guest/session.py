@@ -56,7 +56,6 @@ class GuestSession:
 
         Raises:
             GuestError: No user is logged in, or the text cannot be typed.
-            GuestUnresponsive: Not done in time.
         """
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         for start in range(0, len(text), _TYPED_AT_ONCE_CHARS):
@@ -67,7 +66,6 @@ class GuestSession:
 
         Raises:
             GuestError: The guest has neither, or its tree cannot be read.
-            GuestUnresponsive: Not done in time.
         """
         purpose = "read the accessibility tree"
         if self._guestd is None and self.has_powershell:
@@ -112,7 +110,6 @@ class GuestSession:
         await self._agent.write_file(path, data)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._guestd is not None:
             await self._guestd.close()
 

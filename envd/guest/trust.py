@@ -39,7 +39,6 @@ async def trust(agent: GuestAgent, authority: str) -> None:
 
     Raises:
         GuestError: The guest has no Python, OpenSSL or store of certificates.
-        GuestUnresponsive: The agent did not answer.
     """
     result = await agent.run(["/usr/bin/python3", "-c", _INSTALL], timeout_s=_TIMEOUT_S, stdin=authority.encode())
     if result.exit_code != 0:

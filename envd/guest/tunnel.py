@@ -57,7 +57,6 @@ async def open_port(guestd_url: str, port: int, *, machine_id: str) -> Streams:
 
     Raises:
         GuestError: Nothing listens on the port, or the guest's service cannot forward ports.
-        GuestUnresponsive: guestd does not answer.
     """
     url = urlsplit(guestd_url)
     address = (url.hostname or "", url.port or 0)

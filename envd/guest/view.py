@@ -64,9 +64,5 @@ class DesktopView:
         return PointerImage(at=self.inputs.pointer_on(*self.size_px), shape=self.cursor)
 
     async def encode(self, options: ObservationOptions, *, marks: tuple[Mark, ...] = ()) -> EncodedFrame:
-        """Encode the frame, with marks drawn over it; once for all forks.
-
-        Raises:
-            InvalidRequest: The options do not fit this screen.
-        """
+        """Encode the frame, with marks drawn over it; once for all forks."""
         return await self.encoder.encode(self.frame, options, pointer=self.pointer, marks=marks)

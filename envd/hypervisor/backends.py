@@ -20,7 +20,6 @@ class Backend:
     uris: str
     """The URIs that it supports, for messages."""
     supports: Callable[[str], bool]
-    """Whether it supports a URI of its scheme."""
     private_uri: Callable[[str], str] = str
     """Return the URI for another daemon, with a state directory of its own, on the same host."""
 
@@ -54,7 +53,6 @@ async def open_hypervisor(config: Config, *, images: Iterable[DiskImage] = ()) -
 
     Args:
         config: Settings; `state_dir` must not be in use by another daemon.
-        images: Images that machines will boot from.
 
     Raises:
         ConfigError: The backend cannot run on this host with these settings.

@@ -1,7 +1,7 @@
 """Protocols of a hypervisor backend: machines, the snapshots they are forked from, and the hypervisor that makes them.
 
 Implementations: `envd.hypervisor.qemu` (QEMU through libvirt) and `envd.hypervisor.fake` (drawn desktops,
-for load and fault tests). Both pass the contract suite `envd.hypervisor.contract.machine`.
+for load and fault tests). Both pass the contract suite `tests.support.machine_contract.machine`.
 """
 
 from collections.abc import Collection, Mapping
@@ -96,7 +96,6 @@ class DiskImage:
 
     @property
     def has_tpm(self) -> bool:
-        """Whether its machines have a TPM."""
         return self.hardware is Hardware.WINDOWS
 
     @property
@@ -107,7 +106,6 @@ class DiskImage:
 
     @property
     def cdroms(self) -> tuple[Drive, ...]:
-        """The drives that its machines only read."""
         return tuple(drive for drive in self.drives if drive.is_cdrom)
 
     @property
@@ -403,7 +401,6 @@ class Hypervisor(Protocol):
 
         Args:
             template: A snapshot of the template that the state descends from (`template_digest`).
-            directory: Directory with the files.
 
         Raises:
             CheckpointCorrupt: The files are not as `save` writes them.
@@ -415,9 +412,6 @@ class Hypervisor(Protocol):
 
         This daemon then owns them and their snapshots, and `reap` leaves them. Machines that end with their daemon, or
         cannot be adopted, are not returned, and `reap` removes what is left of them.
-
-        Args:
-            machine_ids: Machines to adopt.
         """
 
     async def reap(self) -> list[str]:

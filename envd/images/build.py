@@ -135,7 +135,6 @@ def _require_tools(recipe: Recipe) -> None:
 
 
 def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: Path, report: Progress) -> None:
-    """Install the packages and our files into `root`."""
     extras = scratch / "overlay"
     for path, data in overlay.items():
         target = extras / path

@@ -139,12 +139,10 @@ class ImageCatalogue:
         return _read(self._directory(name))
 
     def find(self, name: str, digest: str) -> Image | None:
-        """Return the image of that name and full digest, or None."""
         directory = self.root / name / digest[:DIGEST_CHARS]
         return _read(directory) if (directory / _MANIFEST).exists() else None
 
     def disk_image(self, name: str) -> DiskImage:
-        """Return an image's files and settings for a hypervisor. Raises: ImageNotFound, ImageError."""
         directory = self._directory(name)
         image = _read(directory)
 
@@ -195,7 +193,6 @@ class ImageCatalogue:
         return max(built, key=lambda image: image.created, default=None)
 
     def disk_of(self, image: Image) -> Path:
-        """Return the path of an image's disk."""
         return self.root / image.name / image.digest[:DIGEST_CHARS] / image.disk
 
     def packages(self, image: Image) -> frozenset[str] | None:
@@ -225,10 +222,7 @@ class ImageCatalogue:
         """Register an existing disk, in place or as a copy.
 
         Args:
-            name: Its name in pools' settings.
-            given: The disk and its machines.
             copy: Copy the disks into the catalogue instead of registering them in place.
-            progress: Called with the fraction of the disk read so far.
 
         Raises:
             ImageError: A file cannot be read, `credentials` is invalid, or the settings contradict each other.
@@ -429,5 +423,4 @@ def _sha256(file: Path, progress: Callable[[float], None] | None) -> str:
 
 
 def file_sha256(file: Path) -> str:
-    """Return the sha256 (hex) of a file."""
     return _sha256(file, None)

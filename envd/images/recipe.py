@@ -66,7 +66,6 @@ class Recipe:
 
     @property
     def keyring(self) -> str:
-        """Keyring for the archive's signatures."""
         return f"/usr/share/keyrings/{self.distribution}-archive-keyring.gpg"
 
 

@@ -90,7 +90,6 @@ class AdmissionQueue:
         return [self._groups[index] for index in (*order, *rest)]
 
     def enter(self, group: WaitingGroup) -> None:
-        """Join at the end."""
         self._groups.append(group)
 
     def leave(self, group: WaitingGroup) -> None:
@@ -120,7 +119,6 @@ class Turnover:
         self._returns_s: deque[float] = deque(maxlen=_KEEP_COUNT)
 
     def returned(self, now_s: float) -> None:
-        """Record that a machine was returned."""
         self._returns_s.append(now_s)
 
     def interval_s(self, now_s: float) -> float | None:
@@ -133,11 +131,9 @@ class Turnover:
         """Estimate in how many seconds `machine_count` machines may be free, within [1, 120].
 
         Args:
-            now_s: The time on the monotonic clock.
             machine_count: Machines to wait for, including those for groups ahead.
             start_s: How long a machine takes to start. Before returns were measured, each turnover of the pool is
                 assumed to cost one start: the pool does not know how long episodes take.
-            capacity: Machines of the pool.
         """
         interval_s = self.interval_s(now_s)
         wait_s = (

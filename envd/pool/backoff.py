@@ -40,7 +40,6 @@ class Backoff:
         return self.failure_count >= self._failing_after
 
     def breaker(self, now_s: float) -> BreakerState:
-        """Return the state of the breaker."""
         if not self.is_failing:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._retry_at_s > now_s else BreakerState.HALF_OPEN

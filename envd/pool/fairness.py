@@ -22,7 +22,6 @@ class RunShares:
     """Share of each run that is not named, including the run without a label."""
 
     def of(self, run: str) -> RunShare:
-        """Return a run's share."""
         return self.named.get(run, self.others)
 
 
@@ -39,7 +38,6 @@ class Demand:
 
     @property
     def machine_count(self) -> int:
-        """Machines that it will use in all."""
         return self.ready + self.reserved
 
 
@@ -60,9 +58,6 @@ class Turns:
 
         Args:
             waiting: The queue, in order of arrival.
-            held: Machines by run.
-            shares: Weights and quotas of runs.
-            capacity: Most machines of the pool.
             first: Index in `waiting` of the group that already has the turn, and is first.
             gone: Indexes in `waiting` of groups that no longer wait.
         """

@@ -53,10 +53,8 @@ class LeasedMachine:
         """Lease a machine that was forked and has not run since.
 
         Args:
-            machine: The fork.
             desktop: Its desktop, asleep.
             frozen: The state that it was forked from; None if a previous daemon forked it.
-            always_running: Whether the guest keeps running after its first use.
             linger_s: How long it keeps running after each use, unless it always runs.
             load: Loads its state, or loses the machine; None if it has its state.
         """
@@ -129,11 +127,7 @@ class LeasedMachine:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Keep the guest paused during the block, also for users inside `running`; then let it run again.
-
-        Raises:
-            MachineLost: The machine is gone.
-        """
+        """Keep the guest paused during the block, also for users inside `running`; then let it run again."""
         async with self._turn:
             await self._loaded()
             was_running = self.machine.state is MachineState.RUNNING
@@ -244,12 +238,8 @@ class LostMachine:
         self.lost_reason = reason
         self.loss = Loss(Owner.HOST, reason)
 
-    def __repr__(self) -> str:
-        return f"<LostMachine {self.machine_id} {self.lost_reason}>"
-
     @property
     def machine_id(self) -> str:
-        """The id of its spec."""
         return self.spec.machine_id
 
     def processor_s(self) -> float | None:

@@ -34,11 +34,6 @@ _CLOSE_ATTEMPTS = 3
 async def unregister_all(store: Store, *, adopted: Collection[str], reaped: Collection[str]) -> None:
     """Delete the rows of a previous daemon's machines, after its hypervisor has removed the machines.
 
-    Args:
-        store: The database.
-        adopted: Machines that were adopted; their rows stay.
-        reaped: Machines that were found and removed.
-
     Raises:
         StoreError: No row was deleted.
     """
@@ -63,7 +58,6 @@ class MachineRegister:
         await self._store.commit(upsert(row))
 
     def unregister(self, machine_id: str) -> None:
-        """Record that nothing of a machine is left."""
         self._store.write_soon(delete_machine(machine_id))
 
 
@@ -177,11 +171,7 @@ def prepared(frozen: FrozenDesktop, *, factory: MachineFactory) -> Work:
 
 
 async def load(record: MachineRecord, frozen: FrozenDesktop, *, factory: MachineFactory) -> None:
-    """Give a machine that waits a state; it is then a fork, paused and asleep. On failure the machine is lost.
-
-    Raises:
-        MachineLost, TemplateCorrupt, HypervisorError: See `Hypervisor.load`.
-    """
+    """Give a machine that waits a state; it is then a fork, paused and asleep. On failure the machine is lost."""
     if record.machine is None:
         raise RuntimeError(f"machine {record.machine_id} was never created")
     record.is_waiting = False

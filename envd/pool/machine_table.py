@@ -28,11 +28,9 @@ class MachineTable:
     """Every machine of one pool that exists or may exist, and every reservation. A `LifecycleListener`."""
 
     factory: MachineFactory
-    """Creates and destroys machines."""
     backoff: Backoff
     """Records starts and failed starts of idle machines."""
     tasks: OwnedTasks
-    """Owns the machines' tasks."""
     make_id: Callable[[], str]
     """Returns a machine id; called until the id is new."""
     changed: Callable[[], None]
@@ -146,7 +144,6 @@ class MachineTable:
 
         Raises:
             MachineLost: It was retired before it started.
-            Exception: Any error of `work`.
         """
         record = self.add(work, becomes=becomes, reservation=reservation, machine_id=machine_id)
         claim = record.claim = asyncio.get_running_loop().create_future()
@@ -190,11 +187,9 @@ class MachineTable:
         Args:
             reservation: Not released, and not filled before.
             work: Creates its machine, if it has none.
-            load: Gives its machine the state.
 
         Raises:
             MachineLost: It was retired before.
-            Exception: Any error of `work` and `load`.
         """
         while (record := self._unfilled(reservation)) is not None and record.retired.is_set():
             await record.gone.wait()
@@ -225,7 +220,6 @@ class MachineTable:
         return record
 
     def reserve(self, count: int, *, pool: str, run: str, is_urgent: bool) -> tuple[Reservation, ...]:
-        """Create reservations for a run."""
         reservations = tuple(Reservation(pool, run=run, is_urgent=is_urgent) for _ in range(count))
         self._reservations.update(dict.fromkeys(reservations))
         return reservations
@@ -246,13 +240,11 @@ class MachineTable:
         )
 
     def cancel_reservations(self) -> None:
-        """Remove all reservations."""
         self._reservations.clear()
 
     # -- LifecycleListener ----------------------------------------------------------------------------------------
 
     def started(self, record: MachineRecord, *, start_s: float) -> None:
-        """See `LifecycleListener`."""
         if record.becomes is LifecycleState.DYING:
             self.totals["template_booted"] += 1
             record.retire()
@@ -269,7 +261,6 @@ class MachineTable:
         self.changed()
 
     def start_failed(self, record: MachineRecord, error: Exception) -> None:
-        """See `LifecycleListener`."""
         self.totals["boot_failed"] += 1
         if record.claim is not None:
             _resolve(record.claim, error)
@@ -279,7 +270,6 @@ class MachineTable:
         self.notify()
 
     def lost(self, record: MachineRecord, machine: Machine) -> None:
-        """See `LifecycleListener`."""
         logger.warning("machine %s: lost while %s: %s", record.machine_id, record.state.value, machine.lost_reason)
         self.totals["lost"] += 1
         if record.state is LifecycleState.IDLE:
@@ -290,12 +280,10 @@ class MachineTable:
         self.notify()
 
     def destroy_failed(self, record: MachineRecord, error: Exception) -> None:
-        """See `LifecycleListener`."""
         self._undestroyed[record.machine_id] = str(error)
         self.notify()
 
     def destroyed(self, record: MachineRecord) -> None:
-        """See `LifecycleListener`."""
         self._undestroyed.pop(record.machine_id, None)
         del self._records[record.machine_id]
         if record.run is not None:

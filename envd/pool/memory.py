@@ -38,7 +38,6 @@ def machines_that_fit(
 
     Args:
         claims: Every machine and reservation on the host.
-        available_bytes: Memory that the host could give now.
         reserve_bytes: Memory that must remain when all have grown.
         expected_bytes: Private memory that one more machine will reach; positive.
     """
@@ -63,7 +62,6 @@ def read_available_bytes(meminfo: Path = _MEMINFO) -> int:
 
 
 def host_memory_mib() -> int:
-    """Return the memory that the host has, used or not."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
 
 
@@ -142,7 +140,6 @@ class HostMemory:
         self._claimants: list[Callable[[], Iterable[MemoryClaim]]] = []
 
     def join(self, claims: Callable[[], Iterable[MemoryClaim]]) -> None:
-        """Count the claims that `claims` returns, from now on."""
         self._claimants.append(claims)
 
     def leave(self, claims: Callable[[], Iterable[MemoryClaim]]) -> None:

@@ -71,10 +71,6 @@ def build_parts(
     """Return the collaborators of an empty pool. Starts nothing.
 
     Args:
-        settings: Capacity, machine size and behaviour.
-        image: The image that the template boots.
-        host: What it shares with other pools.
-        make_desktop: Connects to a machine.
         make_suffix: Returns the part of a machine id after the pool's name.
         changed: See `MachineTable`.
         notify: See `MachineTable`.

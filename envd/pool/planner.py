@@ -85,7 +85,6 @@ def plan(
     """Admit whole groups, then move the pool towards `idle_target` spare machines.
 
     Args:
-        machines: Every machine of the pool, in any order.
         reserved_count: Reservations that have no machine yet.
         waiting: Demands of the queued groups, in order of arrival; each within [1, capacity] and its run's quota.
         idle_target: Spare machines to keep ready beyond demand.

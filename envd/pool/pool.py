@@ -59,10 +59,6 @@ class Pool:
         """Set up an empty pool; nothing runs before `start`.
 
         Args:
-            settings: Capacity, machine size and behaviour.
-            image: The image that the pool's template boots.
-            host: What it shares with the daemon's other pools.
-            make_desktop: Connects to a machine.
             make_suffix: Returns the part of a machine id after the pool's name: at most 7 of [a-z0-9].
         """
         self.settings = settings
@@ -99,7 +95,6 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """The pool's name, unique in the daemon."""
         return self.settings.name
 
     @property
@@ -163,7 +158,6 @@ class Pool:
         return queue_report(self._queue, held=held, shares=self.settings.shares, status=self.statistics(), now_s=now_s)
 
     def has(self, machine_id: str) -> bool:
-        """Return whether a machine has a record: it exists, or may exist."""
         return machine_id in self._machines
 
     async def start(self) -> None:
@@ -200,12 +194,9 @@ class Pool:
         failure and on cancellation nothing is taken.
 
         Args:
-            count: Machines.
-            reserved: Reservations.
             run: The run whose share they count for; empty for the run without a label.
             owner: Name of the token that asks, for listings of the queue.
             retained_count: Machines of the run that the caller holds, and returns only after these.
-            timeout_s: Longest wait.
 
         Raises:
             GroupTooLarge: The pool, or the run's quota, can never hold that many.
@@ -522,7 +513,6 @@ class Pool:
     # -- TemplateUser -------------------------------------------------------------------------------------------
 
     async def make(self, work: Work, *, becomes: LifecycleState) -> MachineRecord:
-        """See `TemplateBuilder`."""
         if self._draining:
             raise self._refusals.draining().error
         try:
@@ -537,7 +527,6 @@ class Pool:
         self.changes.notify()
 
     async def wait_for_room(self) -> None:
-        """See `TemplateUser`."""
         while True:
             if len(self._machines) + self._machines.reserved_count >= self.capacity:
                 await self.changes.next.wait()
@@ -549,11 +538,9 @@ class Pool:
             await self._clock.sleep(HOST_POLL_S)
 
     def template_changed(self) -> None:
-        """See `TemplateUser`."""
         self._reconcile()
 
     def template_removed(self) -> None:
-        """See `TemplateUser`."""
         for record in self._machines:
             if record.becomes is LifecycleState.IDLE and record.run is None:
                 record.retire()

@@ -53,7 +53,6 @@ class Refusals:
     metrics: Metrics
 
     def counted(self, refusal: Refusal, *, run: str) -> EnvdError:
-        """Count a refusal and return its error."""
         self.metrics.group_refused(pool=self.pool, run=run, reason=refusal.reason.value)
         return refusal.error
 

@@ -13,7 +13,6 @@ class PoolSettings(PoolConfig):
     name: str
     """Unique in the daemon; 1 to 24 of [a-z0-9-], because machine ids begin with it and have at most 32 characters."""
     shares: RunShares = RunShares()
-    """Weights and quotas of runs."""
     max_idle_s: float = 600.0
     """Age at which an idle machine beyond `size` is destroyed."""
     backoff_min_s: float = 1.0

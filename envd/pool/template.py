@@ -33,11 +33,7 @@ class TemplateBuilder(Protocol):
         """Creates its machines."""
 
     async def make(self, work: Work, *, becomes: LifecycleState) -> MachineRecord:
-        """Create a machine and wait until it has started. On failure and on cancellation it is destroyed.
-
-        Raises:
-            Draining: The pool is draining.
-        """
+        """Create a machine and wait until it has started. On failure and on cancellation it is destroyed."""
 
 
 class TemplateCache:
@@ -49,9 +45,6 @@ class TemplateCache:
         self._user_counts: Counter[FrozenDesktop] = Counter()
         # Held while a template is looked up, booted and tested, so that no two pools do so at once.
         self._locks: defaultdict[MachineSpec, asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    def __repr__(self) -> str:
-        return f"<TemplateCache {len(self._frozen)} templates>"
 
     async def acquire(self, spec: MachineSpec, *, builder: TemplateBuilder) -> FrozenDesktop:
         """Return the template for `spec`, whose id does not matter; build it if there is none. Undo with `release`.

@@ -49,7 +49,6 @@ class TemplateKeeper:
         self.tasks.spawn(self._watch(), name=f"pool:{self.spec.machine_id}:watch")
 
     async def release(self) -> None:
-        """Release the template, if there is one."""
         if self.frozen is not None:
             frozen, self.frozen = self.frozen, None
             await self.templates.release(frozen)

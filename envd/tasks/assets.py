@@ -59,9 +59,6 @@ class AssetCache:
         self._files = directory / "sha256"
         self._names = directory / "url"
 
-    def __repr__(self) -> str:
-        return f"<AssetCache {self.directory}>"
-
     def find(self, ref: AssetRef) -> Path:
         """Return the path of a file, without reading it.
 
@@ -82,7 +79,6 @@ class AssetCache:
         return path
 
     def has(self, ref: AssetRef) -> bool:
-        """Whether a file is in the cache."""
         with suppress(AssetMissing):
             self.find(ref)
             return True
@@ -184,7 +180,6 @@ def _publish(part: IO[bytes], path: Path) -> None:
 
 
 async def _download(url: str, file: IO[bytes], http: "aiohttp.ClientSession", *, max_bytes: int) -> tuple[str, int]:
-    """Download a URL into a file; return its digest and size. Raises: AssetMissing."""
     import aiohttp  # noqa: PLC0415
 
     digest, size_bytes = hashlib.sha256(), 0

@@ -36,7 +36,6 @@ def digest_under(task: Task, conditions: Mapping[str, Any]) -> str:
 
 
 def task_digest(task: Task) -> str:
-    """Return the digest of a task's definition."""
     # Digests of tasks without perturbations are those of releases that had none.
     absent = set() if task.perturb else {"perturb"}
     return _digest(task.model_dump(mode="json", exclude=_NOT_SCORED | absent))
@@ -78,7 +77,6 @@ def conditions(image: DiskImage, screen_px: tuple[int, int], settle: SettlePolic
 
 
 def image_parts(image: DiskImage) -> dict[str, str]:
-    """Return what an image consists of, by name."""
     return {"image": image.digest, "packages": _digest(image.packages)}
 
 

@@ -90,7 +90,6 @@ class TaskCatalogue:
         """Load task files, and all task files in directories, after the built-in suites.
 
         Args:
-            sources: Files and directories.
             include_builtin: Whether to load the suite for the desktop image.
             templates: The templates to load; None for those of the built-in suite, if it is loaded.
 

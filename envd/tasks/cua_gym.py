@@ -98,12 +98,10 @@ def entries(bundle: Path, parts: Sequence[tuple[str, str]]) -> Iterator[tuple[Pa
     """Yield the paths of a bundle's parts and their names in an archive.
 
     Args:
-        bundle: The directory.
         parts: Files and directories, each with its name in the archive; one that does not exist is left out.
 
     Raises:
         ValueError: A link or special file is among them, or they are too many or too large.
-        OSError: A file cannot be read.
     """
     size_bytes = count = 0
     for part, name in parts:
@@ -169,11 +167,9 @@ class CuaGymCheck(LeafChecker):
 
     @property
     def subject(self) -> str:
-        """The bundle's name."""
         return Path(self.bundle).name
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         try:
             content = await asyncio.to_thread(archive, Path(self.bundle), CHECK_PARTS)
         except (ValueError, OSError) as error:

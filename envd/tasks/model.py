@@ -112,7 +112,6 @@ class Task(Model):
 
     @property
     def mcp_servers(self) -> tuple[str, ...]:
-        """Names of the MCP servers that its setup starts."""
         return tuple(verb.name for verb in self.setup if isinstance(verb, StartMcpServer))
 
 

@@ -77,7 +77,6 @@ async def list_windows(desktop: "Desktop", *, os: GuestOs, timeout_s: float) -> 
 
     Raises:
         GuestError: The window manager did not answer.
-        GuestUnresponsive: The guest did not respond within `timeout_s`.
     """
     return parse_windows((await query_windows(desktop, os=os, timeout_s=timeout_s)).decode(errors="replace"))
 
@@ -126,5 +125,4 @@ def find_window(windows: tuple[OpenWindow, ...], match: WindowMatch) -> OpenWind
 
 
 def describe_windows(windows: tuple[OpenWindow, ...]) -> str:
-    """Describe windows for messages and evidence."""
     return ", ".join(f"{window.title!r} ({window.wm_class})" for window in windows) or "no windows"

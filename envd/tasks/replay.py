@@ -10,9 +10,23 @@ Decides only when to continue; the caller performs the steps.
 
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 from cuaenv.actions import Action, Done, Fail, Wait
+from envd.base.errors import GuestError
+from envd.hypervisor.machine import GuestOs
+from envd.tasks.checkers.programs import count_processes
 from envd.tasks.oracle import OracleAction, WaitFor, split_step
+from envd.tasks.queries import (
+    Query,
+    describe_windows,
+    file_query,
+    find_window,
+    parse_windows,
+    process_query,
+    window_query,
+)
+from envd.tasks.text import quote
 
 #: Extra waits, in seconds, for a response before the next input is sent anyway: a minute in total, because an editor
 #: has taken 45 s to open with more busy guests than the host has CPUs.
@@ -34,7 +48,6 @@ async def replay(
 
     Args:
         steps: The actions of each step, such as `Task.oracle`.
-        first_frame_id: The frame before the first step.
         step: Performs the actions of one step and returns the id of the resulting frame. Also called with single waits
             while the screen has not responded, or not completely.
         wait_for: Returns the frame id as soon as a condition holds.
@@ -62,3 +75,50 @@ def _expects_a_response(actions: tuple[Action, ...]) -> bool:
     """Whether the agent continues after input that should change the screen."""
     is_end = isinstance(actions[-1], Done | Fail)
     return not is_end and any(not isinstance(action, Wait) for action in actions)
+
+
+class Result(Protocol):
+    """The result of a command, from the daemon's side or from a client's."""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code."""
+
+    @property
+    def stdout(self) -> bytes:
+        """The output."""
+
+    @property
+    def stderr(self) -> bytes:
+        """The error output."""
+
+
+def query_of(condition: WaitFor, os: GuestOs) -> Query:
+    """Return the command whose result shows whether a condition holds."""
+    if condition.window is not None:
+        return window_query(os)
+    return process_query(os) if condition.file is None else file_query(condition.file, os)
+
+
+def unmet(condition: WaitFor, result: Result) -> str:
+    """Return why a condition does not hold, by the result of its query; empty if it holds."""
+    if result.exit_code:
+        return f"exit code {result.exit_code}: {quote(result.stderr)}"
+    try:
+        is_there, found = _look(condition, result.stdout)
+    except GuestError as error:
+        return str(error)
+    return "" if is_there != condition.absent else found
+
+
+def _look(condition: WaitFor, output: bytes) -> tuple[bool, str]:
+    text = output.decode(errors="replace")
+    if condition.window is not None:
+        windows = parse_windows(text)
+        return find_window(windows, condition.window) is not None, f"open: {describe_windows(windows)}"
+    if condition.file is not None:
+        size = text.strip()
+        # A program creates a file before it writes it. A directory has no size.
+        return size == "other" or (size.isdecimal() and int(size) > 0), f"{condition.file}: {quote(size)}"
+    count = count_processes(output, condition.process or "")
+    return count > 0, f"{count} processes named {condition.process} are running"

@@ -59,16 +59,11 @@ async def run_setup(
     """Perform all setup verbs of a task. On failure the guest's state is undefined: destroy it.
 
     Args:
-        task: The task.
-        desktop: The guest.
         timeout_s: Limit for the whole setup, in seconds; each verb also has its own.
-        resources: What the host provides.
-        poll_s: Interval between observations while a verb waits.
 
     Raises:
         SetupFailed: A verb failed or ran out of time, and the message names its index, kind and cause; or the task is
             already solved.
-        MachineLost: The machine is gone.
     """
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     for index, verb in enumerate(task.setup):

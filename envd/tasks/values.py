@@ -43,7 +43,6 @@ class ValueExpectation(Model):
 
 
 def judge_value(found: JsonValue | Missing, expected: ValueExpectation) -> CheckOutcome:
-    """Score a value by an expectation."""
     if isinstance(found, Missing):
         return CheckOutcome(float(expected.absent), "the value does not exist")
     shown = quote(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))

@@ -61,7 +61,6 @@ class WriteFile(SetupBase):
         return self
 
     def data(self) -> bytes:
-        """The bytes of the file."""
         if self.text is None:
             return base64.b64decode(self.base64 or "")
         text = self.text.replace("\n", "\r\n") if self.newline == "crlf" else self.text
@@ -98,7 +97,6 @@ class Download(SetupBase):
     files: Annotated[tuple[Asset, ...], Field(min_length=1)]
 
     def downloads(self) -> Iterator[AssetRef]:
-        """Yield the files."""
         yield from (AssetRef(file.url, file.sha256 or "") for file in self.files)
 
 
@@ -143,7 +141,6 @@ class Open(SessionVerb):
     """The window to wait for; by default one with the file's name in its title."""
 
     def awaited_window(self) -> WindowMatch:
-        """The window that shows the file."""
         name = re.split(r"[\\/]", self.path.rstrip("\\/"))[-1]
         return self.window or WindowMatch(title=re.escape(name))
 
@@ -236,7 +233,6 @@ class OsworldSetup(SetupBase):
         return self
 
     def downloads(self) -> Iterator[AssetRef]:
-        """Yield the files that OSWorld would download."""
         yield from map(AssetRef, asset_urls(self.steps, {}).values())
 
 

@@ -318,7 +318,6 @@ def from_proto(message: env_pb2.Action, *, place: Callable[[int, int], tuple[int
     """Return the action of a message.
 
     Args:
-        message: The message.
         place: Converts positions. They are not checked: only the guest knows its screen.
 
     Raises:

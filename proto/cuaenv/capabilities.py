@@ -52,5 +52,8 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
         ),
         "Performs tools as actions: a shell, files, MCP servers, questions to a task's user.",
     ),
+    "unrecorded_requests": Capability(
+        ("StepResponse.unrecorded_requests",), "Names the requests of a guest that its web recording does not have."
+    ),
     "perturb": Capability(("ResetRequest.perturb",), "Perturbs the world of episodes, drawn from a seed."),
 }

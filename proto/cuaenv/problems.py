@@ -35,7 +35,6 @@ def plain(message: str) -> str:
 
 
 def problem_of(error: Mapping[str, Any]) -> str:
-    """Return the text of one of the errors of a `ValidationError`."""
     if error["type"] != "union_tag_invalid":
         return plain(error["msg"])
     tag, field = error["ctx"]["tag"], error["ctx"]["discriminator"].strip("'")

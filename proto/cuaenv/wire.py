@@ -17,7 +17,6 @@ def require_durations(**lengths: object) -> None:
 
 
 def wire_duration(length: timedelta | None) -> Duration | None:
-    """Return a `Duration` message, or None for None."""
     if length is None:
         return None
     duration = Duration()
@@ -37,10 +36,8 @@ def box(rect: env_pb2.Rect) -> tuple[int, int, int, int]:
 
 
 def region(rect: env_pb2.Rect) -> Region:
-    """Return the region of a `Rect` message."""
     return Region(x_px=rect.x_px, y_px=rect.y_px, width_px=rect.width_px, height_px=rect.height_px)
 
 
 def new_id() -> str:
-    """Return a unique request id (UUID4)."""
     return str(uuid.uuid4())

@@ -42,20 +42,6 @@ QUICK = RetryPolicy(attempt_timeout=timedelta(milliseconds=200), first_pause=tim
 
 
 @pytest.fixture
-async def episodes() -> AsyncIterator[StubEpisodes]:
-    async with StubEpisodes() as episodes:
-        yield episodes
-
-
-@pytest.fixture
-async def server(episodes: StubEpisodes) -> AsyncIterator[ApiServer]:
-    server = ApiServer(episodes, listen="127.0.0.1:0", metrics=Metrics())
-    await server.start()
-    yield server
-    await server.stop()
-
-
-@pytest.fixture
 async def client(server: ApiServer) -> AsyncIterator[AsyncEnvClient]:
     async with AsyncEnvClient(server.address) as client:
         yield client

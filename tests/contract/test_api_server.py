@@ -59,25 +59,6 @@ def stub_on(channel: grpc.aio.Channel) -> "CUAEnvAsyncStub":
 
 
 @pytest.fixture
-async def episodes() -> AsyncIterator[StubEpisodes]:
-    async with StubEpisodes() as episodes:
-        yield episodes
-
-
-@pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
-
-
-@pytest.fixture
-async def server(episodes: StubEpisodes, metrics: Metrics) -> AsyncIterator[ApiServer]:
-    server = ApiServer(episodes, listen="127.0.0.1:0", metrics=metrics)
-    await server.start()
-    yield server
-    await server.stop()
-
-
-@pytest.fixture
 async def channel(server: ApiServer) -> AsyncIterator[grpc.aio.Channel]:
     async with dialled(server.address) as channel:
         yield channel
@@ -555,7 +536,6 @@ async def test_a_port_in_use_fails_the_start_without_words_of_grpc(
         await second.start()
     assert capfd.readouterr().err == ""
     await second.stop()
-    assert repr(second) == f"<ApiServer not listening, for {server.address}>"
 
 
 async def test_stopping_twice_or_before_the_start_is_harmless(episodes: StubEpisodes, metrics: Metrics) -> None:

@@ -5,13 +5,13 @@ import contextlib
 import copy
 import inspect
 import traceback
-from collections.abc import AsyncIterator
 from datetime import timedelta
 
 import pytest
 
 from cuaenv import client as trainer
-from cuaenv.client import AsyncEnvClient, Click, EnvClient, EnvError, RetryPolicy, View, waiting
+from cuaenv.client import AsyncEnvClient, Click, EnvClient, EnvError, RetryPolicy, View
+from cuaenv.client import opening as client_opening
 from cuaenv.v1 import env_pb2
 from envd.api.server import ApiServer
 from envd.base import errors
@@ -21,20 +21,6 @@ from tests.support.stub_episodes import StubEpisodes, pool_info
 
 TASK = "desktop/note"
 HURRIED = RetryPolicy(connect_timeout=timedelta(milliseconds=50))
-
-
-@pytest.fixture
-async def episodes() -> AsyncIterator[StubEpisodes]:
-    async with StubEpisodes() as episodes:
-        yield episodes
-
-
-@pytest.fixture
-async def server(episodes: StubEpisodes) -> AsyncIterator[ApiServer]:
-    server = ApiServer(episodes, listen="127.0.0.1:0", metrics=Metrics())
-    await server.start()
-    yield server
-    await server.stop()
 
 
 def frames_of(error: BaseException) -> list[str]:
@@ -223,7 +209,7 @@ async def test_an_error_of_the_synchronous_client_shows_two_frames(server: ApiSe
 async def test_a_reset_that_waits_logs_for_what(
     server: ApiServer, episodes: StubEpisodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(client_opening, "_INTERVAL_S", 0.02)
     episodes.report_pools(pool_info(4, name="desktop", waiting_count=1))
     episodes.reset_gate.clear()
     async with AsyncEnvClient(server.address) as client:
@@ -251,4 +237,4 @@ async def test_a_reset_that_waits_logs_for_what(
     ],
 )
 def test_the_reason_of_a_wait(pool: env_pb2.Pool, reason: str) -> None:
-    assert waiting.wait_reason(pool) == reason
+    assert client_opening.wait_reason(pool) == reason

@@ -1,34 +1,20 @@
 """How a daemon applies its settings, on fake desktops."""
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from envd.base.config import Config, RunShare, load
+from envd.base.config import RunShare
 from envd.base.errors import ConfigError, GroupTooLarge
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.types import ResetCommand
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.hypervisor.fake import FakeHypervisor
+from tests.support.daemon import fake_config
 
 TASK = "fake/save-note"
-
-
-def fake_config(directory: Path, flags: Mapping[str, object]) -> Config:
-    """Return settings for fake desktops on free ports, with a state directory of their own."""
-    return load(
-        flags={
-            "listen": "127.0.0.1:0",
-            "metrics_listen": "127.0.0.1:0",
-            "state_dir": directory / "state",
-            "cache_dir": directory / "cache",
-            "hypervisor.uri": "fake",
-            **flags,
-        }
-    )
 
 
 async def scraped(daemon: Daemon) -> set[str]:

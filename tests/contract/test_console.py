@@ -21,55 +21,26 @@ from cuaenv.client import AsyncEnvClient, RateLimited
 from envd.api.console import pictures, replays, server
 from envd.api.console.pictures import Size
 from envd.api.security.tokens import new_token
-from envd.base.config import SettlePolicy, load
+from envd.base.config import load
 from envd.base.errors import ConfigError
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.lease import Lease
-from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
+from envd.guest.desktop import Desktop
 from envd.guest.display.frames import Frame
-from envd.guest.observation import Encoding, ObservationOptions
+from envd.guest.gateway import UnrecordedRequest
+from tests.support.daemon import WITH_CONSOLE, ConsoleDaemon, fake_config, write_tokens
 
-NO_PIXELS = ObservationOptions(encoding=Encoding.NONE)
-QUICK = SettlePolicy(quiet_ms=20, max_ms=2000)
 Message = tuple[str, dict[str, Any]]
 
 
-class Console:
+class Console(ConsoleDaemon):
     """A daemon on drawn desktops, and an HTTP client of its console."""
 
     def __init__(self, daemon: Daemon, session: aiohttp.ClientSession) -> None:
-        self.daemon = daemon
+        super().__init__(daemon)
         self.session = session
-        self.url = f"http://{daemon.console_address}"
-
-    async def open(self, size: int = 1, *, run: str = "", owner: str = "") -> list[str]:
-        """Open episodes; return their ids."""
-        command = ResetCommand(
-            request_id=f"reset-{run}-{owner}-{size}",
-            task_id="fake/save-note",
-            group_size=size,
-            run=run,
-            owner=owner,
-            settle=QUICK,
-            observe=NO_PIXELS,
-        )
-        return [info.episode_id for info in (await self.daemon.service.reset(command)).episodes]
-
-    async def step(self, episode_id: str, index: int, *actions: Any) -> None:
-        """Perform a step."""
-        command = StepCommand(
-            request_id=f"step-{index}", episode_id=episode_id, step_index=index, actions=actions, observe=NO_PIXELS
-        )
-        await self.daemon.service.step(command)
-
-    async def fork(self, episode_id: str, index: int, *, count: int = 1) -> list[str]:
-        """Branch an episode; return the branches' ids."""
-        command = ForkCommand(
-            request_id=f"fork-{index}", episode_id=episode_id, step_index=index, fork_count=count, observe=NO_PIXELS
-        )
-        return [info.episode_id for info in (await self.daemon.service.fork(command)).episodes]
 
     async def events(self) -> AsyncGenerator[Message, None]:
         """Yield the messages of a stream."""
@@ -94,18 +65,8 @@ class Console:
 @asynccontextmanager
 async def console(tmp_path: Path, flags: Mapping[str, object] | None = None, token: str = "") -> AsyncIterator[Console]:
     """Serve drawn desktops with a console."""
-    config = load(
-        flags={
-            "listen": "127.0.0.1:0",
-            "metrics_listen": "127.0.0.1:0",
-            "console_listen": "127.0.0.1:0",
-            "state_dir": tmp_path / "state",
-            "cache_dir": tmp_path / "cache",
-            "hypervisor.uri": "fake",
-            "pools": {"desktop": {"size": 2, "capacity": 4}},
-            **(flags or {}),
-        }
-    )
+    desktops = {"pools": {"desktop": {"size": 2, "capacity": 4}}}
+    config = fake_config(tmp_path, {**WITH_CONSOLE, **desktops, **(flags or {})})
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     async with open_daemon(config) as daemon, aiohttp.ClientSession(headers=headers) as session:
         yield Console(daemon, session)
@@ -179,16 +140,20 @@ async def test_a_pool_says_why_a_group_waits(tmp_path: Path) -> None:
         await waiting
 
 
-async def test_recordings_are_listed_and_replayed_to_those_who_may_see_them(tmp_path: Path) -> None:
+async def test_recordings_are_listed_and_replayed_to_those_who_may_see_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = UnrecordedRequest(kind="websocket", method="GET", url="https://example.org/socket")
+    monkeypatch.setattr(Desktop, "take_unrecorded", lambda _: (missing,))
     recordings = tmp_path / "recordings"
     token = new_token("runer", "run")
-    file = tmp_path / "tokens"
-    file.touch(mode=0o600)
-    file.write_text(f"{token.line}\n")
+    file = write_tokens(tmp_path, [token])
     flags = {"recording.directory": str(recordings), "recording.min_free_gib": 0, "security.tokens_file": str(file)}
     async with console(tmp_path, flags, token=token.secret) as served:
         (own,), (other,) = await served.open(owner="runer"), await served.open(owner="else")
         await served.step(own, 0, Click(379, 311))
+        shown = json.loads((await served.get(f"/api/episodes/{own}"))[1])["steps"]
+        assert shown[0]["unrecorded"] == ["websocket: GET https://example.org/socket"]
         for episode_id in (own, other):
             await served.daemon.service.close(episode_id)
     (recordings / "ep-bad.rec").write_bytes(b"nonsense")
@@ -199,6 +164,7 @@ async def test_recordings_are_listed_and_replayed_to_those_who_may_see_them(tmp_
         assert (page["total"], page["matching"], page["choices"]["run"]) == (1, 1, ["no run"])
         replay = json.loads((await served.get(f"/api/recordings/{own}"))[1])
         assert [step["actions"] for step in replay["steps"]] == [["click 379,311"]]
+        assert replay["steps"][0]["unrecorded"] == ["websocket: GET https://example.org/socket"]
         last = len(replay["frames"]) - 1
         assert replay["frames"][last][1] == [379, 311]
         async with served.session.get(f"{served.url}/api/recordings/{own}/frames/{last}") as response:
@@ -443,9 +409,7 @@ async def test_without_tokens_only_loopback_names_are_answered(tmp_path: Path) -
 
 async def test_tokens_decide_who_sees_which_episodes(tmp_path: Path) -> None:
     tokens = {scope: new_token(f"{scope}er", scope) for scope in ("read", "run")}
-    file = tmp_path / "tokens"
-    file.touch(mode=0o600)
-    file.write_text("".join(f"{token.line}\n" for token in tokens.values()))
+    file = write_tokens(tmp_path, tokens.values())
     async with console(tmp_path, {"security.tokens_file": str(file)}) as served:
         (own,), (other,) = await served.open(owner="runer"), await served.open(owner="else")
         for path in ("/api/events", f"/api/episodes/{own}", "/api/nothing"):
@@ -494,9 +458,7 @@ async def test_one_token_cannot_take_all_pages(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(server, "MAX_VIEWERS_OF_CALLER", 1)
     monkeypatch.setattr(server, "MAX_VIEWERS", 2)
     tokens = [new_token(name, "read") for name in ("greedy", "other", "third")]
-    file = tmp_path / "tokens"
-    file.touch(mode=0o600)
-    file.write_text("".join(f"{token.line}\n" for token in tokens))
+    file = write_tokens(tmp_path, tokens)
     greedy, other, third = ({"Authorization": f"Bearer {token.secret}"} for token in tokens)
     async with (
         console(tmp_path, {"security.tokens_file": str(file)}) as served,
@@ -513,9 +475,7 @@ async def test_one_token_cannot_take_all_pages(tmp_path: Path, monkeypatch: pyte
 
 async def test_requests_count_toward_the_rate_limit_of_their_token_or_host(tmp_path: Path) -> None:
     token = new_token("alice", "run")
-    file = tmp_path / "tokens"
-    file.touch(mode=0o600)
-    file.write_text(f"{token.line}\n")
+    file = write_tokens(tmp_path, [token])
     flags = {"security.tokens_file": str(file), "security.calls_per_second": 0.001, "security.call_burst": 3}
     alice = {"Authorization": f"Bearer {token.secret}"}
     async with console(tmp_path, flags) as served:
@@ -552,13 +512,11 @@ async def test_a_page_that_takes_no_bytes_is_disconnected(tmp_path: Path, monkey
 
 async def test_revoking_a_token_ends_its_console_stream(tmp_path: Path) -> None:
     tokens = [new_token("first", "read"), new_token("second", "read")]
-    file = tmp_path / "tokens"
-    file.touch(mode=0o600)
-    file.write_text("".join(f"{token.line}\n" for token in tokens))
+    file = write_tokens(tmp_path, tokens)
     async with console(tmp_path, {"security.tokens_file": str(file)}, token=tokens[0].secret) as served:
         async with aclosing(served.events()) as events:
             await until(events, "state")
-            file.write_text(f"{tokens[1].line}\n")
+            write_tokens(tmp_path, tokens[1:])
             async for _ in events:
                 pass  # the machines' start is still reported
         assert (await served.get("/api/events"))[0] == 401

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from cuaenv.client import AsyncEnvClient, Click, Done, HumanInControl, TypeText
 from envd.api.security.tokens import new_token
-from envd.base.config import load
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes import controlling
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.steps import write_steps
+from tests.support.daemon import WITH_CONSOLE, fake_config, write_tokens
 from trainer.cli.app import app
 
 CLICK = {"action": "click", "x": 379, "y": 311}
@@ -43,17 +43,8 @@ class Page:
 
 @pytest.fixture
 async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
-    flags = {
-        "listen": "127.0.0.1:0",
-        "metrics_listen": "127.0.0.1:0",
-        "console_listen": "127.0.0.1:0",
-        "state_dir": tmp_path / "state",
-        "cache_dir": tmp_path / "cache",
-        "hypervisor.uri": "fake",
-        "recording.directory": tmp_path / "recordings",
-        "pools": {"desktop": {"size": 2, "capacity": 4}},
-    }
-    async with open_daemon(load(flags=flags)) as daemon:
+    flags = {"recording.directory": tmp_path / "recordings", "pools": {"desktop": {"size": 2, "capacity": 4}}}
+    async with open_daemon(fake_config(tmp_path, {**WITH_CONSOLE, **flags})) as daemon:
         yield daemon
 
 
@@ -194,21 +185,11 @@ async def test_pages_of_other_origins_and_unknown_episodes_are_refused(
 
 async def test_a_token_controls_its_own_episodes_only(tmp_path: Path) -> None:
     made = {name: new_token(name, scope) for name, scope in (("alice", "run"), ("bob", "run"), ("eve", "read"))}
-    tokens = tmp_path / "tokens"
-    tokens.touch(mode=0o600)
-    tokens.write_text("".join(f"{each.line}\n" for each in made.values()))
-    flags = {
-        "listen": "127.0.0.1:0",
-        "metrics_listen": "127.0.0.1:0",
-        "console_listen": "127.0.0.1:0",
-        "state_dir": tmp_path / "state",
-        "hypervisor.uri": "fake",
-        "security.tokens_file": tokens,
-        "pools": {"desktop": {"size": 1}},
-    }
+    tokens = write_tokens(tmp_path, made.values())
+    flags = {**WITH_CONSOLE, "security.tokens_file": tokens, "pools": {"desktop": {"size": 1}}}
     statuses = {}
     async with (
-        open_daemon(load(flags=flags)) as daemon,
+        open_daemon(fake_config(tmp_path, flags)) as daemon,
         AsyncEnvClient(daemon.address, token=made["alice"].secret) as client,
         client.reset("fake/save-note") as episode,
     ):

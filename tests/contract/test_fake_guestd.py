@@ -22,16 +22,6 @@ from tests.support.hostile import GuestdAttack, guestd_body
 
 
 @pytest.fixture
-async def machine() -> AsyncIterator[FakeMachine]:
-    hypervisor = FakeHypervisor()
-    spec = MachineSpec(machine_id="one", image=fake_image(), screen_width_px=640, screen_height_px=400)
-    machine = await hypervisor.create(spec)
-    yield machine
-    await machine.destroy()
-    await hypervisor.close()
-
-
-@pytest.fixture
 async def guestd(machine: FakeMachine) -> AsyncIterator[GuestdClient]:
     assert machine.guestd_url is not None
     async with GuestdClient(machine.guestd_url, lost=machine.lost) as client:

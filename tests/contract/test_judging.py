@@ -156,7 +156,7 @@ async def test_input_that_keeps_a_decoder_busy_costs_its_own_evaluation_only(
 
 
 async def test_hostile_inputs_in_all_slots_do_not_delay_other_evaluations_to_their_end() -> None:
-    judges = JudgeWorkers(limit=1, cpu_s=600, quick_s=3.0, time_s=600.0)
+    judges = JudgeWorkers(limit=1, cpu_s=600, quick_s=0.5, time_s=600.0)
     hostile = [asyncio.create_task(judges(judge_file_text, found(b"a" * 60 + b"!"), BACKTRACKING)) for _ in range(2)]
     await asyncio.sleep(0)
     assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
@@ -179,8 +179,8 @@ async def test_a_worker_that_dies_fails_its_evaluation_and_is_replaced(judges: J
 
 
 async def test_a_job_without_end_is_ended_by_its_time_limit() -> None:
-    judges = JudgeWorkers(limit=1, cpu_s=60, time_s=5.0)
-    with pytest.raises(EvaluatorFailed, match="5 s"):
+    judges = JudgeWorkers(limit=1, cpu_s=60, time_s=1.0)
+    with pytest.raises(EvaluatorFailed, match=r"\b1 s"):
         await judges(judge_file_text, found(b"a" * 60 + b"!"), BACKTRACKING)
     await judges.aclose()
 

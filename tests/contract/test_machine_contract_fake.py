@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest_asyncio
 
-from envd.hypervisor.contract.machine import MachineContract
 from envd.hypervisor.fake import FakeHypervisor, FakeMachine, Faults, fake_image
 from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec, Snapshot
+from tests.support.machine_contract.machine import MachineContract
 
 
 class TestMachineContractOnFake(MachineContract):

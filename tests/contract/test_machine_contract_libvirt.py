@@ -10,13 +10,13 @@ import pytest
 
 from envd.base.errors import ConfigError, HypervisorError
 from envd.guest.desktop import Desktop
-from envd.hypervisor.contract.machine import MachineContract, new_machine_id
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.machine import MAX_LOG_BYTES, LibvirtMachine
 from envd.hypervisor.qemu.processes import machine_pids, owner_of
 from envd.images.catalogue import ImageCatalogue
 from tests.support.libvirt_fixtures import LibvirtFixtures
+from tests.support.machine_contract.machine import MachineContract, new_machine_id
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(600)]
 

@@ -11,8 +11,8 @@ import pytest
 from cuaenv.actions import Done, Fail
 from envd.base.errors import EvaluatorFailed, MachineLost, SetupFailed
 from envd.guest.desktop import Desktop
-from envd.hypervisor.fake import FakeHypervisor, FakeMachine, fake_image
-from envd.hypervisor.machine import GuestOs, MachineSpec
+from envd.hypervisor.fake import FakeMachine
+from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.bridge import WorkerBridge, parts_between_rests
 from envd.integrations.osworld.workers import Job, Workers
 from envd.tasks.assets import AssetCache
@@ -35,16 +35,6 @@ async def bridge(python: Path, tmp_path: Path) -> AsyncIterator[WorkerBridge]:
     workers = Workers(python, memory_mib=256)
     yield WorkerBridge(workers, assets=AssetCache(tmp_path / "assets"))
     await workers.aclose()
-
-
-@pytest.fixture
-async def machine() -> AsyncIterator[FakeMachine]:
-    hypervisor = FakeHypervisor()
-    spec = MachineSpec(machine_id="one", image=fake_image(), screen_width_px=640, screen_height_px=400)
-    machine = await hypervisor.create(spec)
-    yield machine
-    await machine.destroy()
-    await hypervisor.close()
 
 
 @pytest.fixture

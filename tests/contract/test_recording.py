@@ -22,11 +22,14 @@ from envd.base.errors import ConfigError
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver
 from envd.episodes.recording.library import Library, Recording
+from envd.episodes.recording.page import write_page
 from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.records import Kind, RecordingUnreadable, open_file, packed_json, read_records
 from envd.episodes.recording.video import VideoFormat, export_video, shown_for_s
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.types import ResetCommand, StepCommand
+from envd.guest.desktop import Desktop
+from envd.guest.gateway import UnrecordedRequest
 from envd.guest.observation import Encoding, ObservationOptions
 from tests.support.command import CommandOutput, run_envd
 from tests.support.server import FakeServer, serve_fake
@@ -325,6 +328,19 @@ async def test_the_command_exports_a_page_that_shows_each_step(directory: Path, 
             sizes.append(image.size)
     assert sizes == [(1280, 800)] * 3
     assert screens[1] != screens[2]
+
+
+async def test_a_recording_and_its_page_name_what_the_web_recording_did_not_have(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = UnrecordedRequest(kind="not_recorded", method="GET", url="https://example.org/?<b>")
+    monkeypatch.setattr(Desktop, "take_unrecorded", lambda _: (missing,))
+    async with recorded(directory) as running:
+        episode_id = await running.play(Move(5, 6))
+    recording = Library(directory).read(episode_id)
+    assert recording.steps[0]["unrecorded"] == ["not recorded: GET https://example.org/?<b>"]
+    write_page(recording, tmp_path / "a.html", progress=lambda _: None)
+    assert "settled; not recorded: GET https://example.org/?&lt;b&gt;</p>" in (tmp_path / "a.html").read_text()
 
 
 async def test_an_export_that_fails_leaves_no_file(directory: Path, tmp_path: Path) -> None:

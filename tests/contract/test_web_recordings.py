@@ -20,12 +20,12 @@ from envd.base.errors import ConfigError
 from envd.base.sandbox.probe import sandbox_problem
 from envd.base.streams import close
 from envd.guest.allow_list import AllowList
-from envd.guest.gateway import HostExit
+from envd.guest.gateway import HostExit, UnrecordedRequest
 from envd.integrations.web.environment import AUTHORITY_CERT, WebEnvironment
 from envd.integrations.web.proxy import WebProxy
 from envd.integrations.web.recordings import WebRecordings, read_entries
 from tests.support.command import CommandOutput, run_envd
-from tests.support.web_site import DOWNLOAD, Visitor, serve_site
+from tests.support.web_site import DOWNLOAD, Visitor, open_socket, serve_site
 
 ENVIRONMENT = WebEnvironment(default_cache_dir())
 pytestmark = [
@@ -160,6 +160,42 @@ async def test_a_request_that_was_not_recorded_gets_a_page_that_names_it(
         status, _, page = await asyncio.to_thread(visitor.open, "http://example.org/")
         assert (status, "Not in the web recording shop" in page.decode()) == (504, True)
         assert running.outcomes == {"not_recorded": 3}
+        assert [str(each) for each in running.proxy.take_unrecorded("m0")] == [
+            f"not recorded: GET {site}/other?a=<b>",
+            f"not recorded: POST {site}/login",
+            "not recorded: GET http://example.org/",
+        ]
+        assert running.proxy.take_unrecorded("m0") == ()
+
+
+async def test_of_many_requests_of_a_machine_the_newest_are_kept(recorded: tuple[str, Tour], start: Start) -> None:
+    site, _ = recorded
+    async with start(replays=True, machines=2) as running:
+        for index in range(22):
+            await asyncio.to_thread(running.visitor("m1").open, f"{site}/{index}")
+        kept = running.proxy.take_unrecorded("m1")
+        assert [each.url for each in kept] == [f"{site}/{index}" for index in range(2, 22)]
+        assert running.proxy.take_unrecorded("m0") == ()
+
+
+async def test_websockets_are_opened_while_recording_and_refused_by_a_replay(
+    site: str, start: Start, recordings: WebRecordings
+) -> None:
+    authority = (ENVIRONMENT.authority() / AUTHORITY_CERT).read_text()
+    opened = UnrecordedRequest(kind="websocket", method="GET", url=f"{site}/socket")
+    async with start(site.removeprefix("https://")) as running:
+        proxy = f"http://127.0.0.1:{running.ports['m0']}"
+        assert await asyncio.to_thread(open_socket, proxy, authority, site) == (101, b"")
+        assert running.outcomes == {"websocket": 1}
+        assert running.proxy.take_unrecorded("m0") == (opened,)
+        await asyncio.to_thread(running.visitor().open, f"{site}/home")
+    assert [entry["url"] for entry in read_entries(recordings.path("shop"), ENVIRONMENT)] == [f"{site}/home"]
+    async with start(replays=True) as running:
+        proxy = f"http://127.0.0.1:{running.ports['m0']}"
+        status, page = await asyncio.to_thread(open_socket, proxy, authority, site)
+        assert (status, b"WebSockets are not replayed" in page) == (501, True)
+        assert running.outcomes == {"websocket": 1}
+        assert running.proxy.take_unrecorded("m0") == (opened,)
 
 
 async def test_a_recording_of_2001_is_replayed_with_valid_certificates_and_cookies(

@@ -1,4 +1,4 @@
-"""The fork contract on the hardware of Windows machines, and what that hardware adds: UEFI, TPM, drives.
+"""The hardware of Windows machines: UEFI, TPM and drives over forks and branches, and the fork contract on it.
 
 The guest is a small Debian, because no Windows can be had. It has an additional disk and a CD-ROM.
 """
@@ -18,8 +18,6 @@ import pytest
 from envd.base.errors import GuestError, GuestUnresponsive, NotForkable
 from envd.base.losses import Owner
 from envd.guest.agent import GuestAgent, renew_identity
-from envd.hypervisor.contract.fixtures import new_machine_id
-from envd.hypervisor.contract.forks import ForkContract
 from envd.hypervisor.machine import DiskImage, Drive, LeftoverKind, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.domain_xml import MachineFiles
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
@@ -29,6 +27,8 @@ from envd.hypervisor.qemu.tpm import Tpm
 from envd.hypervisor.qemu.user import QemuUser
 from tests.support import uefi_guest
 from tests.support.libvirt_fixtures import LibvirtFixtures
+from tests.support.machine_contract.fixtures import new_machine_id
+from tests.support.machine_contract.forks import ForkContract
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
 
@@ -50,7 +50,9 @@ tpm2_nvdefine -Q {_NV} -s 8
 _CLOCKS = "cat /sys/class/rtc/rtc0/since_epoch; date +%s"
 
 
-class TestForkContractOnWindowsHardware(LibvirtFixtures, ForkContract):
+class WindowsHardware(LibvirtFixtures):
+    """Machines with the hardware, and access to its TPM and its variables."""
+
     fork_count: ClassVar[int] = 4
     forks_at_once: ClassVar[int] = 2
     drives: ClassVar[Path]
@@ -108,6 +110,26 @@ class TestForkContractOnWindowsHardware(LibvirtFixtures, ForkContract):
     async def variables(self, machine: Machine) -> set[str]:
         listed = (await self.run(machine, "ls", _VARIABLES)).decode().split()
         return {name.removesuffix(f"-{_GUID}") for name in listed if name.endswith(_GUID)}
+
+
+@pytest.mark.long
+class TestForkContractOnWindowsHardware(WindowsHardware, ForkContract):
+    """The whole contract: most of it is the same code on each hardware."""
+
+
+class TestWindowsHardware(WindowsHardware):
+    # The contract's tests of what a TPM process, variables and drives can break.
+    test_freezing_leaves_only_the_template = ForkContract.test_freezing_ends_the_machine_and_leaves_only_the_template
+    test_a_cancelled_fork_leaves_nothing = ForkContract.test_a_cancelled_fork_leaves_nothing
+    test_a_cancelled_capture_leaves_nothing = (
+        ForkContract.test_a_cancelled_capture_leaves_nothing_and_the_machine_continues
+    )
+    test_a_captures_files_exist_until_its_last_fork_is_destroyed = (
+        ForkContract.test_a_captures_files_exist_until_it_is_discarded_and_its_last_fork_destroyed
+    )
+    test_a_stored_state_does_not_need_its_captures = (
+        ForkContract.test_a_stored_state_does_not_need_the_captures_that_it_was_stored_from
+    )
 
     # TPM
 

@@ -7,29 +7,21 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import Action, AsyncEnvClient, Click, Done, TaskNotFound
+from cuaenv.client import AsyncEnvClient, TaskNotFound
 from envd.hypervisor.fake import Faults
 from tests.support.areal import ScriptedEngine
+from tests.support.counting import AGENT, PLAN, SAY, counting
 from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import END, Processor, Tokenizer
 from trainer.adapters.areal.conversation import Request
 from trainer.adapters.areal.group import ArealConfig, GroupResult, run_task_group
 from trainer.adapters.areal.rows import columns
-from trainer.agent.grammars import grammar
 from trainer.config import ConfigError
 from trainer.tokens.chat import Chat
 
-SAY = grammar("qwen3-vl").render
-PLAN: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]
-AGENT = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536}
 TEXT_ONLY = {**AGENT, "text_only": True, "a11y_tree": True}
 ROW = {"task_id": "fake/count-to-five"}
-
-
-def counting(prompt: str) -> str:
-    """Solve the task."""
-    return SAY(PLAN[prompt.count("<|im_start|>assistant\n") - 1])
 
 
 async def live(
@@ -149,7 +141,7 @@ async def test_resets_of_an_unknown_task_are_spaced(monkeypatch: pytest.MonkeyPa
         pauses_s.append(duration_s)
 
     class Environments:
-        def reset(self, task: str, **_: Any) -> Any:
+        def reset(self, task: Any, **_: Any) -> Any:
             raise TaskNotFound(f"no task {task!r}")
 
         reset_group = reset

@@ -17,6 +17,7 @@ from envd.api.security.tokens import new_token
 from envd.base.config import SecurityConfig
 from envd.cli.remote import SortKey, duration_text, episode_table, selected
 from tests.support.command import CommandOutput, run_envd
+from tests.support.daemon import write_tokens
 from tests.support.server import FakeServer, serve_fake
 
 TASK = "fake/count-to-five"
@@ -98,9 +99,7 @@ async def test_close_releases_the_machine_and_an_unknown_id_closes_nothing() -> 
 
 async def test_a_token_of_scope_read_lists_but_does_not_close(tmp_path: Path) -> None:
     reader, runner = new_token("reader", "read"), new_token("runner", "run")
-    tokens = tmp_path / "tokens"
-    tokens.touch(mode=0o600)
-    tokens.write_text(f"{reader.line}\n{runner.line}\n")
+    tokens = write_tokens(tmp_path, [reader, runner])
     async with (
         serve_fake(security=SecurityConfig(tokens_file=tokens)) as server,
         AsyncEnvClient(server.address, token=runner.secret) as client,

@@ -6,30 +6,16 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.test_cli_tasks import SOLVABLE
 from tests.support.command import run_envd
 
-SUITE = """
-version: 1
-suite: mine
-tasks:
-  - name: note
-    level: 1
-    instruction: Write it.
-    checker: {kind: file_text, path: /home/user/note.txt, equals: it}
-    oracle: [[{click: {x: 379, y: 311}}, {type: it}, {press: [ctrl, s]}], [done]]
-  - name: box
-    level: 1
-    instruction: Check it.
-    checker: {kind: on_screen, role: check-box, states: [checked]}
-    oracle: [[{click: {x: 822, y: 167}}], [done]]
-"""
 EASIER = ("equals: it", "contains: i")
 
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
     path = tmp_path / "tasks.yaml"
-    path.write_text(SUITE, encoding="utf-8")
+    path.write_text(SOLVABLE, encoding="utf-8")
     return path
 
 
@@ -54,7 +40,7 @@ def test_an_unchanged_suite_passes(tasks: Path) -> None:
 
 def test_each_change_is_named(tasks: Path) -> None:
     suite(tasks, "lock", "mine")
-    renamed = SUITE.replace(*EASIER).replace("name: box", "name: tick")
+    renamed = SOLVABLE.replace(*EASIER).replace("name: box", "name: tick")
     tasks.write_text(renamed, encoding="utf-8")
     lock = tasks.parent / "mine.lock"
     content = json.loads(lock.read_text(encoding="utf-8"))

@@ -24,6 +24,7 @@ from envd.cli.remote import SortKey
 from envd.cli.top import Top, read_facts
 from envd.cli.top_view import Facts, Options, fitted, render
 from tests.support.command import CommandOutput, run_envd
+from tests.support.daemon import write_tokens
 from tests.support.server import FakeServer, serve_fake, served_client
 
 TASK = "fake/count-to-five"
@@ -100,9 +101,7 @@ async def test_it_prints_pools_episodes_and_why_groups_wait() -> None:
 
 async def test_a_token_of_scope_run_sees_only_its_own_groups_and_their_positions(tmp_path: Path) -> None:
     alice, bob, reader = new_token("alice", "run"), new_token("bob", "run"), new_token("reader", "read")
-    tokens = tmp_path / "tokens"
-    tokens.touch(mode=0o600)
-    tokens.write_text(f"{alice.line}\n{bob.line}\n{reader.line}\n")
+    tokens = write_tokens(tmp_path, [alice, bob, reader])
     async with (
         serve_fake(size=1, capacity=2, security=SecurityConfig(tokens_file=tokens)) as server,
         AsyncEnvClient(server.address, run="a", token=alice.secret) as first,

@@ -18,6 +18,7 @@ from envd.episodes.recording.library import Library
 from envd.episodes.recording.video import VideoFormat, export_video
 from envd.images.catalogue import Image as GuestImage
 from tests.support.console import PICTURES, TASKS, click_screen, paste, wall
+from tests.support.daemon import write_tokens
 from tests.support.leftovers import machine_leftovers
 
 pytestmark = pytest.mark.long
@@ -29,7 +30,7 @@ async def test_the_wall_the_full_view_and_the_keys(tmp_path: Path) -> None:
         await page.goto(shown.url)
         await expect(page.locator("#empty")).to_contain_text("No episodes are open")
         groups = [
-            await shown.reset(4, run=("grpo-base", "grpo-lr3e-6")[n % 2], task=task) for n, task in enumerate(TASKS)
+            await shown.open(4, run=("grpo-base", "grpo-lr3e-6")[n % 2], task=task) for n, task in enumerate(TASKS)
         ]
         await expect(page.locator(".tile")).to_have_count(16)
         await expect(page.locator(".tile img[src]")).to_have_count(16)
@@ -40,7 +41,7 @@ async def test_the_wall_the_full_view_and_the_keys(tmp_path: Path) -> None:
                     episode_id, Click(379, 311), TypeText(f"{hostile} {member}"), Move(300 + 200 * number, 500)
                 )
         await shown.daemon.service.evaluate(groups[1][0], request_id="e", fingerprint=b"")
-        late = asyncio.create_task(shown.reset(8, run="late-run"))
+        late = asyncio.create_task(shown.open(8, run="late-run"))
         await expect(page.locator(".pool .why")).to_contain_text("late-run, 8 machines: next: 16 of 16 machines busy")
         await expect(page.locator(f".tile[data-id={groups[1][0]}] .badge")).to_have_text("0.00")
         await expect(page.locator(".tile .pointer:visible")).to_have_count(16)
@@ -78,8 +79,8 @@ async def test_the_wall_the_full_view_and_the_keys(tmp_path: Path) -> None:
 async def test_groups_are_framed_and_branches_are_a_tree_with_the_parents_steps(tmp_path: Path) -> None:
     async with wall(tmp_path, 12) as shown:
         page = shown.page
-        first, second = await shown.reset(2, run="grpo")
-        (alone,) = await shown.reset(1, run="eval", task=TASKS[1])
+        first, second = await shown.open(2, run="grpo")
+        (alone,) = await shown.open(1, run="eval", task=TASKS[1])
         await shown.play(second, Click(379, 311))
         left, right = await shown.fork(second, 1, count=2)
         await shown.play(left, TypeText("left"), first=1)
@@ -136,7 +137,7 @@ async def test_the_page_fits_wide_and_narrow_windows_in_both_themes(tmp_path: Pa
         page = shown.page
         await page.emulate_media(color_scheme=scheme)
         await page.set_viewport_size({"width": width, "height": 860})
-        (episode_id, *_) = await shown.reset(4, run="grpo-lr3e-6")
+        (episode_id, *_) = await shown.open(4, run="grpo-lr3e-6")
         await shown.play(episode_id, Click(379, 311))
         await page.goto(shown.url)
         await expect(page.locator(".tile img[src]").first).to_be_attached()
@@ -156,7 +157,7 @@ async def test_the_wall_shows_256_episodes_and_loads_the_pictures_in_view(tmp_pa
     async with wall(tmp_path, 256) as shown:
         page = shown.page
         for number in range(8):
-            await shown.reset(32, run=f"run-{number}", task=TASKS[number % 4])
+            await shown.open(32, run=f"run-{number}", task=TASKS[number % 4])
         await page.goto(shown.url)
         await expect(page.locator(".tile")).to_have_count(256)
         await expect(page.locator(".tile img[src]").nth(39)).to_be_attached()
@@ -170,7 +171,7 @@ async def test_a_recorded_episode_is_replayed(tmp_path: Path) -> None:
     flags = {"recording.directory": str(tmp_path / "recordings"), "recording.min_free_gib": 0}
     async with wall(tmp_path, 2, flags) as shown:
         page = shown.page
-        (episode_id,) = await shown.reset(1, run="night-7")
+        (episode_id,) = await shown.open(1, run="night-7")
         await shown.play(episode_id, Click(379, 311), TypeText("Hello, fake desktop!"), Click(82, 86), Move(900, 500))
         await shown.daemon.service.evaluate(episode_id, request_id="e", fingerprint=b"")
         await shown.daemon.service.close(episode_id)
@@ -235,7 +236,7 @@ async def test_a_person_plays_a_task_to_its_score(tmp_path: Path) -> None:
 async def test_of_two_pages_one_controls_and_a_closed_page_hands_back(tmp_path: Path) -> None:
     async with wall(tmp_path, 1) as shown:
         page = shown.page
-        (episode_id,) = await shown.reset(1, run="agent")
+        (episode_id,) = await shown.open(1, run="agent")
         assert page.context.browser is not None
         other = await page.context.browser.new_page()
         for each in (page, other):
@@ -273,7 +274,7 @@ async def test_an_episode_of_a_real_machine_is_watched_recorded_replayed_and_exp
     greeting = "Seen on a real machine"
     async with wall(tmp_path, 1, flags) as shown:
         page = shown.page
-        (episode_id,) = await shown.reset(1, run="real", task="desktop/type-greeting")
+        (episode_id,) = await shown.open(1, run="real", task="desktop/type-greeting")
         await page.goto(shown.url)
         await expect(page.locator(".tile img[src]")).to_have_count(1)
         await page.locator(".tile").click()
@@ -306,12 +307,10 @@ async def test_an_episode_of_a_real_machine_is_watched_recorded_replayed_and_exp
 
 async def test_a_token_is_asked_for_and_a_lost_connection_is_shown(tmp_path: Path) -> None:
     token = new_token("viewer", "read")
-    file = tmp_path / "tokens"
-    file.touch(mode=0o600)
-    file.write_text(f"{token.line}\n")
+    file = write_tokens(tmp_path, [token])
     async with wall(tmp_path, 1, {"security.tokens_file": str(file)}) as shown:
         page = shown.page
-        await shown.reset(1, run="a")
+        await shown.open(1, run="a")
         await page.goto(shown.url)
         await expect(page.locator("#login-problem")).to_have_text("This daemon asks for a token.")
         await page.fill("#login-token", "wrong")

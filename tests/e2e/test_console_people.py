@@ -23,6 +23,7 @@ from envd.base.config import HypervisorConfig, load
 from envd.episodes.types import CheckpointCommand
 from envd.images.catalogue import Image as GuestImage
 from tests.support.console import browser_page, click_screen, drag_screen, paste, wall
+from tests.support.daemon import write_tokens
 from tests.support.leftovers import machine_leftovers
 from tests.support.program import Program, run_program
 
@@ -33,7 +34,7 @@ Act = Callable[[Page], Awaitable[None]]
 async def test_a_person_drives_from_a_checkpoint_to_a_score(tmp_path: Path) -> None:
     async with wall(tmp_path, 2) as shown:
         page, service = shown.page, shown.daemon.service
-        (episode_id,) = await shown.reset(1, run="agent")
+        (episode_id,) = await shown.open(1, run="agent")
         await shown.play(episode_id, Click(379, 311))
         command = CheckpointCommand(request_id="c", episode_id=episode_id, step_index=1, label="before typing")
         await service.checkpoints.create(command)
@@ -178,9 +179,7 @@ async def test_people_and_an_agent_take_turns_on_a_real_machine(
     tmp_path: Path, vm_state_dir: Path, desktop_image: GuestImage, template_dir: Path
 ) -> None:
     made = {name: new_token(name, scope) for name, scope in (("person", "run"), ("viewer", "read"))}
-    tokens, suite = tmp_path / "tokens", tmp_path / "suite.yaml"
-    tokens.touch(mode=0o600)
-    tokens.write_text("".join(f"{each.line}\n" for each in made.values()))
+    tokens, suite = write_tokens(tmp_path, made.values()), tmp_path / "suite.yaml"
     suite.write_text(yaml.safe_dump({"suite": "real", "tasks": [TASK]}, allow_unicode=True))
     more = {"security.tokens_file": str(tokens), "tasks.suites": [str(suite)]}
     async with (

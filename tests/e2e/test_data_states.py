@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, State
 from envd.base.config import CheckpointsConfig
 from envd.episodes.checkpoints.store import CheckpointStore
+from tests.support import counting
 from tests.support.areal import ScriptedEngine as ArealEngine
+from tests.support.counting import PARAMS, SAY, TASK, turn_in
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Processor, Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
 from trainer.adapters.areal.group import ArealConfig, run_task_group
 from trainer.adapters.session import SessionSettings, session
-from trainer.agent.grammars import grammar
 from trainer.agent.starts import start_of, state_of
 from trainer.cli.app import app
 from trainer.config import ConfigError
@@ -27,13 +28,10 @@ from trainer.slime.generate import generate
 from trainer.slime.samples import facts_of, is_void
 from trainer.tokens.chat import Chat
 
-TASK = "fake/count-to-five"
-SAY = grammar("qwen3-vl").render
 COUNT = Click(819, 100)
 #: The same, as the agent says it.
 SAID = Click(640, 125)
-AGENT = {"max_turns": 6, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536, "timeout_s": 60.0}
-PARAMS = {"temperature": 1.0, "max_new_tokens": 400}
+AGENT = {**counting.AGENT, "max_turns": 6}
 
 
 @asynccontextmanager
@@ -124,7 +122,7 @@ async def rolled_out(server: FakeServer, row: dict[str, Any], *, members: int, p
         n_samples_per_prompt=members,
     )
     samples = [Sample(group_index=1, index=index, metadata=row["metadata"]) for index in range(members)]
-    engine = ScriptedEngine(lambda prompt: SAY(plan[prompt.count("<|im_start|>assistant\n") - 1]))
+    engine = ScriptedEngine(lambda prompt: SAY(plan[turn_in(prompt) - 1]))
     with stand_in_slime(engine):
         await asyncio.gather(*(generate(args, sample, PARAMS) for sample in samples))
     return samples

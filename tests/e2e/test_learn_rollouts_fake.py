@@ -9,25 +9,14 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import Action, Click, Done, PressKeys
+from cuaenv.client import Click, PressKeys
+from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting, turn_in
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
-from trainer.agent.grammars import grammar
 from trainer.learn import replay
 from trainer.learn.ablations import generate, shares_of_all
 from trainer.slime.group import normalize_rewards
 from trainer.slime.samples import facts_of, is_void
-
-TASK = "fake/count-to-five"
-SAY = grammar("qwen3-vl").render
-AGENT = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536, "timeout_s": 60.0}
-PARAMS = {"temperature": 1.0, "max_new_tokens": 400}
-
-
-def counting(prompt: str) -> str:
-    """Solve the task in three turns."""
-    plan: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]
-    return SAY(plan[prompt.count("<|im_start|>assistant\n") - 1])
 
 
 @asynccontextmanager
@@ -74,7 +63,7 @@ async def test_a_lost_machine_is_void_or_by_request_a_zero(as_zero: bool) -> Non
 
 def escaping(prompt: str) -> str:
     """Click once, then press the chord that reboots the guest."""
-    turn = prompt.count("<|im_start|>assistant\n")
+    turn = turn_in(prompt)
     return SAY([Click(640, 125)] if turn == 1 else [PressKeys(("ctrl", "alt", "delete"))])
 
 

@@ -1,5 +1,7 @@
 """A task in OpenComputer's format on real guests: its own set-up and verifier, and agents that try to mislead it."""
 
+import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from cuaenv.client import AsyncEnvClient, EvaluatorFailed, View
 from envd.images.catalogue import Image
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from envd.tasks.formats.open_computer import read_repository
-from tests.support.open_computer import make_repository
+from tests.support.open_computer import VERIFIER_WITH_TREE, make_repository
 from tests.support.real_desktops import real_desktops
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
@@ -25,7 +27,15 @@ WRITE = "printf %s > ~/Documents/total.txt"
 async def client(
     desktop_image: Image, cache_dir: Path, template_dir: Path, vm_state_dir: Path, tmp_path: Path
 ) -> AsyncIterator[AsyncEnvClient]:
-    found = TaskCatalogue.load([TaskFile(make_repository(tmp_path), read=read_repository)], include_builtin=False)
+    root = make_repository(tmp_path)
+    file, verifiers = root / "task_generator/tasks/notes_tree/task.json", root / "verifiers"
+    shutil.copytree(file.parents[1] / "notes_total", file.parent)
+    shutil.copytree(verifiers / "notes", verifiers / "tree")
+    check = {"command": "tree", "eval": "result == {'frames': [1], 'user': 1000, 'source': ''}"}
+    changes = {"id": "notes_tree", "app": "tree", "verification": [check]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    (verifiers / "tree/tree.py").write_text(VERIFIER_WITH_TREE)
+    found = TaskCatalogue.load([TaskFile(root, read=read_repository)], include_builtin=False)
     # Its application is one of the desktop image, under a name of the test.
     tasks = TaskCatalogue(task.model_copy(update={"needs": ()}) for task in found.list())
     async with real_desktops(
@@ -51,6 +61,12 @@ async def test_its_own_code_sets_up_saves_and_checks_and_leaves_nothing_to_the_a
         await broken.run_command(["sh", "-c", WRITE % "seven"])
         with pytest.raises(EvaluatorFailed, match="printed no JSON"):
             await broken.evaluate()
+
+
+async def test_a_verifier_that_reads_the_accessibility_tree_runs_as_its_user(client: AsyncEnvClient) -> None:
+    async with client.reset("opencomputer/notes_tree", view=NO_PIXELS) as episode:
+        evaluation = await episode.evaluate()
+        assert evaluation.score == 1.0, evaluation.checks
 
 
 # Each runs as the agent's user and remains until the check begins.

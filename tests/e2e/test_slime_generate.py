@@ -10,28 +10,17 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Click, Done, LossUndecided
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, LossUndecided
 from envd.episodes.types import GroupResult, ResetCommand
+from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting, turn_in
 from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
-from trainer.agent.grammars import grammar
 from trainer.config import ConfigError
 from trainer.slime import rollout
 from trainer.slime.generate import generate
 from trainer.slime.metrics import rollout_metrics
 from trainer.slime.samples import facts_of, is_void
-
-TASK = "fake/count-to-five"
-SAY = grammar("qwen3-vl").render
-AGENT = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536, "timeout_s": 60.0}
-PARAMS = {"temperature": 1.0, "max_new_tokens": 400}
-
-
-def counting(prompt: str) -> str:
-    """Solve the task."""
-    plan: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]
-    return SAY(plan[prompt.count("<|im_start|>assistant\n") - 1])
 
 
 class World:
@@ -97,7 +86,7 @@ class once_at:  # noqa: N801 -- reads as a phrase
         self._turn, self._act, self._left = turn, act, times
 
     def __call__(self, prompt: str) -> str:
-        if self._left and self.there and prompt.count("<|im_start|>assistant\n") == self._turn:
+        if self._left and self.there and turn_in(prompt) == self._turn:
             self._left -= 1
             self._act(self.there)
         return counting(prompt)
@@ -382,7 +371,7 @@ async def test_a_request_that_the_engine_refuses_is_not_repeated_for_long(
 
 async def test_an_engine_whose_context_is_full_truncates_the_episode() -> None:
     def say(prompt: str) -> str:
-        if prompt.count("<|im_start|>assistant\n") == 3:
+        if turn_in(prompt) == 3:
             raise Refusal(400, "Input length (99 tokens) exceeds the maximum allowed length (98 tokens).")
         return counting(prompt)
 

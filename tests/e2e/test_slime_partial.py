@@ -12,19 +12,17 @@ import pytest
 from cuaenv.client import Action, AsyncEnvClient, Checkpoint, Click, Done
 from envd.base.config import CheckpointsConfig
 from envd.episodes.checkpoints.store import CheckpointStore
+from tests.support import counting
+from tests.support.counting import PARAMS, SAY, TASK, turn_in
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
-from trainer.agent.grammars import grammar
 from trainer.slime import slime_compat
 from trainer.slime.generate import generate
 from trainer.slime.partial import partial_of
 from trainer.slime.replay import data_source
 from trainer.slime.samples import facts_of
 
-TASK = "fake/count-to-five"
-SAY = grammar("qwen3-vl").render
-AGENT = {"max_turns": 6, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536, "timeout_s": 60.0}
-PARAMS = {"temperature": 1.0, "max_new_tokens": 400}
+AGENT = {**counting.AGENT, "max_turns": 6}
 PLAN: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125)], [Click(640, 125)], [Done()]]
 
 
@@ -39,7 +37,7 @@ class World:
         self._directory = directory
 
     def say(self, prompt: str) -> str:
-        number = prompt.count("<|im_start|>assistant\n")
+        number = turn_in(prompt)
         if number in self.abort_at:
             self.abort_at.remove(number)
             self.state.aborted = True
@@ -171,7 +169,7 @@ async def test_a_machine_that_is_lost_is_continued_again(tmp_path: Path) -> None
         killed: list[str] = []
 
         def kill(prompt: str) -> str:
-            if prompt.count("<|im_start|>assistant\n") == 3 and not killed:
+            if turn_in(prompt) == 3 and not killed:
                 for episode in there.server.service.episodes:
                     killed.append(episode.episode_id)
                     episode.machine.machine.kill("killed by a test")  # type: ignore[attr-defined]

@@ -6,26 +6,16 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import Action, Click, Done
+from cuaenv.client import Done
+from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting
 from tests.support.server import serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
-from trainer.agent.grammars import grammar
 from trainer.slime import replay
 from trainer.slime.config import SlimeConfig
 from trainer.slime.filters import keep_informative
 from trainer.slime.generate import generate
 from trainer.slime.group import normalize_rewards
 from trainer.slime.samples import facts_of
-
-TASK = "fake/count-to-five"
-SAY = grammar("qwen3-vl").render
-AGENT = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536, "timeout_s": 60.0}
-PARAMS = {"temperature": 1.0, "max_new_tokens": 400}
-
-
-def solve(prompt: str) -> str:
-    plan: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]
-    return SAY(plan[prompt.count("<|im_start|>assistant\n") - 1])
 
 
 def give_up(prompt: str) -> str:
@@ -46,7 +36,7 @@ async def rolled_out(args: Any, group: list[Any], *, evaluation: bool = False) -
 @pytest.mark.parametrize("agent", [{}, {"images_per_row": 2, "images_kept": 1}], ids=["one row", "rows"])
 async def test_a_failed_group_gets_an_earlier_success(agent: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_pools", {})
-    says = [solve]
+    says = [counting]
 
     def say(prompt: str) -> str:
         return says[-1](prompt)

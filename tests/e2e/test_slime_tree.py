@@ -8,29 +8,15 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import Action, Click, Done
+from cuaenv.client import Done
 from envd.episodes.types import ForkCommand, GroupResult
+from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting, turn_in
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
-from trainer.agent.grammars import grammar
 from trainer.slime.generate import generate
 from trainer.slime.group import normalize_rewards
 from trainer.slime.metrics import rollout_metrics
 from trainer.slime.samples import by_rollout, facts_of, flatten, is_void
-
-TASK = "fake/count-to-five"
-SAY = grammar("qwen3-vl").render
-AGENT = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536, "timeout_s": 60.0}
-PARAMS = {"temperature": 1.0, "max_new_tokens": 400}
-PLAN: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]
-
-
-def turn_in(prompt: str) -> int:
-    return prompt.count("<|im_start|>assistant\n")
-
-
-def counting(prompt: str) -> str:
-    return SAY(PLAN[turn_in(prompt) - 1])
 
 
 class World:

@@ -1,4 +1,4 @@
-"""`make soak` on fake desktops, as a command: two minutes pass, and Ctrl-C ends one early with a report."""
+"""`make soak` on fake desktops, as a command: a minute passes, and Ctrl-C ends one early with a report."""
 
 import time
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_an_interrupted_soak_prints_its_report(tmp_path: Path) -> None:
     assert report["conditions"]["played_s"] < 3600
 
 
-def test_two_minutes_of_random_episodes_under_faults_pass(soak: SoakRun) -> None:
+def test_a_minute_of_random_episodes_under_faults_passes(soak: SoakRun) -> None:
     report = soak.report()
     assert [report["problems"], report["unexplained"]] == [{"actions": [], "rewards": [], "leftovers": []}, []]
     assert {name: report[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0), soak.log[-4000:]
@@ -39,4 +39,4 @@ def test_two_minutes_of_random_episodes_under_faults_pass(soak: SoakRun) -> None
     assert min(report["checkpoints"], report["rollbacks"]) > 0
     assert report["longest_stall_ms"] >= 0
     assert report["conditions"]["seed"] == "ci"
-    assert report["conditions"]["played_s"] >= 120
+    assert report["conditions"]["played_s"] >= 60

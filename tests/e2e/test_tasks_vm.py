@@ -23,8 +23,8 @@ CATALOGUE = TaskCatalogue.load()
 ALL = [
     f"{task.task_id}?seed=1" if CATALOGUE.variant_count(task.task_id) > 1 else task.task_id for task in CATALOGUE.list()
 ]
-#: Several levels and applications, and one infeasible task.
-SELECTED = ["desktop/save-shopping-list", "desktop/letter-that-is-not-there", "desktop/sort-invoices?seed=1"]
+#: A task that is solved by what the oracle does, and an infeasible one.
+SELECTED = ["desktop/letter-that-is-not-there", "desktop/sort-invoices?seed=1"]
 TASK_IDS = ALL if os.environ.get("ENVD_TEST_TASKS") == "all" else SELECTED
 
 

@@ -74,12 +74,8 @@ def shell(episode: Episode, command: str, timeout_s: float = 30.0) -> str:
 def test_a_shell_of_the_desktops_user_lives_in_the_guest_and_is_copied_by_a_fork(
     client: EnvClient, episode: Episode
 ) -> None:
-    began_s = time.monotonic()
     assert shell(episode, "mkdir -p ~/Documents; cd ~/Documents; id -un; X=5; echo $DISPLAY") == "user\n:0\n"
-    print(f"first command: {time.monotonic() - began_s:.2f} s")
-    began_s = time.monotonic()
     assert shell(episode, "echo $X; pwd") == "5\n/home/user/Documents\n"
-    print(f"second command: {time.monotonic() - began_s:.2f} s")
     with client.fork(episode, count=1) as (copy,):
         assert shell(copy, "echo $X; pwd; X=6") == "5\n/home/user/Documents\n"
         assert shell(copy, "echo $X") == "6\n"
@@ -111,8 +107,8 @@ def test_a_command_that_hangs_floods_or_kills_is_a_bounded_result(episode: Episo
         return result.exit_code, result.timed_out, result.left_out_bytes
 
     assert results(episode.step(RunShell("sleep 1000", timedelta(seconds=1)))) == (None, True, 0)
-    flood = episode.step(RunShell("head -c 1000000000 /dev/zero", timedelta(seconds=120)))
-    assert results(flood) in [(0, False, 1_000_000_000 - 32_768)] or results(flood)[1]
+    flood = episode.step(RunShell("head -c 20000000 /dev/zero", timedelta(seconds=120)))
+    assert results(flood) == (0, False, 20_000_000 - 32_768)
     assert results(episode.step(RunShell("kill -9 $$")))[0] == 137
     assert results(episode.step(RunShell("setsid sleep 600 & disown; echo on")))[:2] == (0, False)
     killed = episode.step(RunShell("pkill -9 -u user python3"))

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cuaenv.action_codec import to_proto
-from cuaenv.client import Action, AsyncEnvClient, Click, Done, EpisodeNotFound
+from cuaenv.client import AsyncEnvClient, Click, EpisodeNotFound
 from cuaenv.v1 import env_pb2
 from envd.base.config import load
 from envd.base.errors import ConfigError
@@ -26,19 +26,14 @@ from envd.base.telemetry import logs, traces
 from tests.support import areal, slime
 from tests.support.callers import connected
 from tests.support.command import restored_logging
+from tests.support.counting import AGENT, PLAN, SAY, TASK, turn_in
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import serve_fake, served_client
 from trainer.adapters.areal.group import ArealConfig, run_task_group
 from trainer.agent.attempts import run_task
-from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
 from trainer.slime.generate import generate
 from trainer.tokens.chat import Chat
-
-TASK = "fake/count-to-five"
-SAY = grammar("qwen3-vl").render
-PLAN: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]
-AGENT = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536}
 
 
 @dataclass
@@ -238,7 +233,7 @@ async def test_the_agents_loop_has_spans_of_groups_episodes_and_turns(recorded: 
 
 async def test_the_trace_passes_through_slimes_and_areals_rollouts(recorded: InMemorySpanExporter) -> None:
     def counting(prompt: str) -> str:
-        return SAY(PLAN[prompt.count("<|im_start|>assistant\n") - 1])
+        return SAY(PLAN[turn_in(prompt) - 1])
 
     tracer = trace.get_tracer("test")
     async with collecting() as collector, traces.exported_traces(collector.url), serve_fake() as server:

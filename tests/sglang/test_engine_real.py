@@ -19,9 +19,8 @@ from cuaenv.client import EnvClient
 from tests.support.engine_contract import TOLERANCE, EngineContract, picture, post, request_for
 from tests.support.sglang import SglangServer
 from tests.support.sglang_process import ROOT, SglangProcess, router_of
-from tests.support.slime_job import SlimeJob, check_train_data, log_prob_gaps, slime_args
+from tests.support.slime_job import SlimeJob, check_train_data, counting_job, log_prob_gaps
 from trainer.agent.types import Message
-from trainer.learn.slime_job import write_tasks
 from trainer.slime import probe
 from trainer.slime.samples import facts_of, flatten, is_void
 from trainer.tokens.chat import Chat
@@ -71,14 +70,11 @@ def job_of(
 ) -> Iterator[SlimeJob]:
     """Yield a job with SGLang's router in front of the engine."""
     mapping = {"hosts": [fake_daemon], "engine_retries": 600, "agent": {**AGENT, **(agent or {})}}
-    given: dict[str, Any] = {
-        "hf_checkpoint": str(checkpoint),
-        "prompt_data": str(write_tasks(directory / "tasks.jsonl", ["fake/count-to-five"] * 4)),
-    }
-    with router_of(engine, directory / "router.log") as port:
-        given |= {"sglang_router_ip": engine.host, "sglang_router_port": port}
-        with SlimeJob(slime_args(mapping, **{**given, **changed})) as job:
-            yield job
+    with (
+        router_of(engine, directory / "router.log") as port,
+        counting_job(mapping, checkpoint, directory, engine=(engine.host, port), **changed) as job,
+    ):
+        yield job
 
 
 @pytest.fixture

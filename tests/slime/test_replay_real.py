@@ -9,9 +9,8 @@ import pytest
 
 from cuaenv.client import Click, Done
 from tests.support.sglang import SglangServer
-from tests.support.slime_job import SlimeJob, check_sample, slime_args
+from tests.support.slime_job import SlimeJob, check_sample, counting_job
 from trainer.agent.grammars import grammar
-from trainer.learn.slime_job import write_tasks
 from trainer.slime import replay
 from trainer.slime.config import SlimeConfig
 from trainer.slime.samples import facts_of, flatten
@@ -39,15 +38,9 @@ def job_of(
         )
 
         def make(**changed: Any) -> SlimeJob:
-            given = {
-                "hf_checkpoint": str(checkpoint),
-                "prompt_data": str(write_tasks(tmp_path / "tasks.jsonl", ["fake/count-to-five"] * 4)),
-                "sglang_router_ip": engine.host,
-                "sglang_router_port": engine.port,
-                "n_samples_per_prompt": 2,
-            }
             envd = {"hosts": [fake_daemon], "replay": {"seed": 1}, "engine_timeout_s": 60.0, "agent": AGENT}
-            return SlimeJob(slime_args(envd, **{**given, **changed}))
+            served = (engine.host, engine.port)
+            return counting_job(envd, checkpoint, tmp_path, engine=served, **{"n_samples_per_prompt": 2, **changed})
 
         yield make
 

@@ -13,7 +13,7 @@ import pytest
 
 from cuaenv.client import Action, Click, Done, EnvClient
 from tests.support.sglang import SglangServer
-from tests.support.slime_job import SlimeJob, check_sample, check_train_data, log_prob_gaps, slime_args
+from tests.support.slime_job import SlimeJob, check_sample, check_train_data, counting_job, log_prob_gaps
 from trainer.agent.grammars import grammar
 from trainer.learn.slime_job import write_tasks
 from trainer.slime.guard import Halted
@@ -59,13 +59,8 @@ def job_of(checkpoint: Path, engine: SglangServer, fake_daemon: str, tmp_path: P
             **(envd or {}),
             "agent": {**AGENT, **(agent or {})},
         }
-        given = {
-            "hf_checkpoint": str(checkpoint),
-            "prompt_data": str(write_tasks(tmp_path / "tasks.jsonl", [TASK] * 4)),
-            "sglang_router_ip": engine.host,
-            "sglang_router_port": engine.port,
-        }
-        return jobs.enter_context(SlimeJob(slime_args(mapping, **{**given, **changed})))
+        job = counting_job(mapping, checkpoint, tmp_path, engine=(engine.host, engine.port), **changed)
+        return jobs.enter_context(job)
 
     with jobs:
         yield make

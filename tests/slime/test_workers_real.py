@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from cuaenv.client import Click, Done, EnvClient
-from tests.slime.test_rollout_real import AGENT, SAY, TASK
+from tests.slime.test_rollout_real import AGENT, SAY
 from tests.support.sglang import SglangServer
-from tests.support.slime_job import SlimeJob, check_train_data, log_prob_gaps, slime_args
-from trainer.learn.slime_job import write_tasks
+from tests.support.slime_job import SlimeJob, check_train_data, counting_job, log_prob_gaps
 from trainer.slime.samples import facts_of, flatten, is_void
 from trainer.slime.workers import Workers, workers_of
 
@@ -42,13 +41,8 @@ def job_of(checkpoint: Path, engine: SglangServer, fake_daemon: str, tmp_path: P
     envd = {"hosts": [fake_daemon], "engine_timeout_s": 600.0, "workers": COUNT, "lease_s": 10.0, "agent": AGENT}
 
     def make(**changed: Any) -> SlimeJob:
-        given = {
-            "hf_checkpoint": str(checkpoint),
-            "prompt_data": str(write_tasks(tmp_path / "tasks.jsonl", [TASK] * 4)),
-            "sglang_router_ip": engine.host,
-            "sglang_router_port": engine.port,
-        }
-        job = stack.enter_context(SlimeJob(slime_args(envd, **{**given, **changed})))
+        job = counting_job(envd, checkpoint, tmp_path, engine=(engine.host, engine.port), **changed)
+        stack.enter_context(job)
         jobs.append(job)
         return job
 

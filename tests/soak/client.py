@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import uvloop
@@ -217,12 +218,9 @@ class SoakClient:
     async def _continue_after_score(self, episode: _Episode) -> None:
         """Go back to a checkpoint, if there is one, and be scored again."""
         await self._roll_back_somewhere(episode)
-        if not episode.is_scored and not episode.is_over:
-            await self._step(episode)
-        if not episode.is_scored and not episode.is_over:
-            await self._report_count(episode, settled=True)
-        if not episode.is_scored and not episode.is_over:
-            await self._evaluate(episode)
+        for act in (self._step, partial(self._report_count, settled=True), self._evaluate):
+            if not episode.is_scored and not episode.is_over:
+                await act(episode)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -352,11 +350,9 @@ class SoakClient:
         allowed = _IN_FULL_STORE.get(pending.call, (OK,))
         if behaviour == "duplicate":
             calls = (self._call(pending.call, request, episode, allowed=allowed) for _ in range(2))
-            outcomes = await asyncio.gather(*calls)
-            if outcomes[0].key == outcomes[1].key == OK and _identity(outcomes[0]) != _identity(outcomes[1]):
-                difference = f"{_identity(outcomes[0])} and {_identity(outcomes[1])}"
-                self._report_wrong(pending.call, "", f"responses to duplicates differ: {difference}")
-            return max(outcomes, key=lambda outcome: outcome.key == OK)
+            one, other = await asyncio.gather(*calls)
+            self._compare(pending, one, other, "responses to duplicates differ")
+            return max(one, other, key=lambda outcome: outcome.key == OK)
         if behaviour == "cancel":
             await self._cancelled_call(pending.call, request, episode, allowed=allowed)
         elif behaviour == "short_deadline":
@@ -370,12 +366,14 @@ class SoakClient:
             return outcome
         if behaviour == "late_retry":
             again = await self._call(pending.call, request, episode)
-            if again.key == OK and _identity(again) != _identity(outcome):
-                difference = f"{_identity(outcome)} and {_identity(again)}"
-                self._report_wrong(pending.call, "", f"the response to a retry differs: {difference}")
+            self._compare(pending, outcome, again, "the response to a retry differs")
         elif behaviour == "other_body":
             await self._call(pending.call, _altered(request), episode, allowed=(REUSED,))
         return outcome
+
+    def _compare(self, pending: Pending, first: Outcome, second: Outcome, problem: str) -> None:
+        if first.key == second.key == OK and _identity(first) != _identity(second):
+            self._report_wrong(pending.call, "", f"{problem}: {_identity(first)} and {_identity(second)}")
 
     # -- calls on an episode -----------------------------------------------------------------------------------------
 

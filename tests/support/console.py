@@ -8,56 +8,26 @@ from typing import Any
 
 from playwright.async_api import Page, async_playwright, expect
 
-from envd.base.config import SettlePolicy, load
 from envd.daemon.composition import Daemon, open_daemon
-from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
-from envd.guest.observation import Encoding, ObservationOptions
+from tests.support.daemon import WITH_CONSOLE, ConsoleDaemon, fake_config
 
 PICTURES = Path(__file__).parents[2] / "out" / "console"
-NO_PIXELS = ObservationOptions(encoding=Encoding.NONE)
 #: A page that waits for longer hangs.
 PATIENCE_MS = 120_000
 TASKS = ("fake/save-note", "fake/count-to-five", "fake/enable", "fake/close-controls")
 
 
-class Wall:
+class Wall(ConsoleDaemon):
     """A daemon with a console, and a page that shows it."""
 
     def __init__(self, daemon: Daemon, page: Page) -> None:
-        self.daemon = daemon
+        super().__init__(daemon)
         self.page = page
-        self.url = f"http://{daemon.console_address}/"
-
-    async def reset(self, size: int, *, run: str, task: str = TASKS[0]) -> list[str]:
-        """Open a group; return its episodes' ids."""
-        command = ResetCommand(
-            request_id=f"reset-{run}-{task}-{size}".replace("/", "-"),
-            task_id=task,
-            group_size=size,
-            run=run,
-            settle=SettlePolicy(quiet_ms=20, max_ms=2000),
-            observe=NO_PIXELS,
-        )
-        return [info.episode_id for info in (await self.daemon.service.reset(command)).episodes]
 
     async def play(self, episode_id: str, *actions: Any, first: int = 0) -> None:
         """Perform each action as a step."""
         for index, action in enumerate(actions, first):
-            step = StepCommand(
-                request_id=f"step-{index}",
-                episode_id=episode_id,
-                step_index=index,
-                actions=(action,),
-                observe=NO_PIXELS,
-            )
-            await self.daemon.service.step(step)
-
-    async def fork(self, episode_id: str, index: int, *, count: int = 1) -> list[str]:
-        """Branch an episode; return the branches' ids."""
-        command = ForkCommand(
-            request_id=f"fork-{index}", episode_id=episode_id, step_index=index, fork_count=count, observe=NO_PIXELS
-        )
-        return [info.episode_id for info in (await self.daemon.service.fork(command)).episodes]
+            await self.step(episode_id, index, action)
 
     async def box(self, selector: str) -> Any:
         """Return the place of an element on the page."""
@@ -74,17 +44,8 @@ class Wall:
 @asynccontextmanager
 async def wall(tmp_path: Path, size: int, flags: Mapping[str, object] | None = None) -> AsyncIterator[Wall]:
     """Serve drawn desktops with a console and open an empty page; fails if the page logs an error."""
-    config = load(
-        flags={
-            "listen": "127.0.0.1:0",
-            "metrics_listen": "127.0.0.1:0",
-            "console_listen": "127.0.0.1:0",
-            "state_dir": tmp_path / "state",
-            "cache_dir": tmp_path / "cache",
-            "hypervisor.uri": "fake",
-            "pools": {"desktop": {"size": size, "capacity": size}},
-            **(flags or {}),
-        }
+    config = fake_config(
+        tmp_path, {**WITH_CONSOLE, "pools": {"desktop": {"size": size, "capacity": size}}, **(flags or {})}
     )
     async with open_daemon(config) as daemon, browser_page() as page:
         yield Wall(daemon, page)

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest_asyncio
 
-from envd.hypervisor.contract.fixtures import MachineFixtures
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
 from tests.support.leftovers import machine_leftovers
+from tests.support.machine_contract.fixtures import MachineFixtures
 
 
 class LibvirtFixtures(MachineFixtures):

@@ -10,6 +10,21 @@ CHECKS = [
     {"command": "total", "eval": "result['total'] > 6", "expected": True},
 ]
 
+#: A verifier that reads the accessibility tree of its program.
+VERIFIER_WITH_TREE = """import json, os, sys
+import gi
+gi.require_version("Atspi", "2.0")
+from gi.repository import Atspi
+desktop = Atspi.get_desktop(0)
+programs = [desktop.get_child_at_index(index) for index in range(desktop.get_child_count())]
+frames = [each.get_child_count() for each in programs if "mousepad" in each.get_name().lower()]
+try:
+    source = open(__file__).read()
+except OSError:
+    source = ""
+print(json.dumps({"frames": frames, "user": os.getuid(), "source": source}))
+"""
+
 _TASK = {
     "id": "notes_total",
     "app": "notes",
@@ -86,7 +101,7 @@ def wait_for_app_window_ready(context):
     return False
 """,
     "evaluation/apps/save.py": """def auto_save_app(sandbox, app, shortcut, save_window_name=None):
-    sandbox.commands.run(f"xdotool search --name report.csv windowactivate --sync key {shortcut}")
+    sandbox.commands.run(f"xdotool search --name report.csv windowactivate --sync && xdotool key {shortcut}")
     return {"ok": True, "message": ""}
 """,
     "evaluation/runtime/tasks.py": "",

@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from aiohttp import web
@@ -72,10 +71,8 @@ class SglangServer(GenerateServer):
         """Its base URL."""
         return f"http://{self.host}:{self.port}"
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, traceback)
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
         self._executor.shutdown()
 
     def abort_running(self) -> None:

@@ -146,3 +146,16 @@ def slime_args(envd: Mapping[str, Any], **changed: Any) -> Namespace:
         raise TypeError(f"slime_args has no {', '.join(unknown)}")
     vars(args).update(changed)
     return args
+
+
+def counting_job(
+    envd: Mapping[str, Any], checkpoint: Path, directory: Path, *, engine: tuple[str, int], **changed: Any
+) -> SlimeJob:
+    """Return a small job of `fake/count-to-five` with the model that `engine`, a host and port, serves."""
+    given = {
+        "hf_checkpoint": str(checkpoint),
+        "prompt_data": str(slime_job.write_tasks(directory / "tasks.jsonl", ["fake/count-to-five"] * 4)),
+        "sglang_router_ip": engine[0],
+        "sglang_router_port": engine[1],
+    }
+    return SlimeJob(slime_args(envd, **{**given, **changed}))

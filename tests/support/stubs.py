@@ -27,6 +27,7 @@ from envd.base.losses import Loss, Owner, Silence, loss_by_silence
 from envd.guest.desktop import CommandResult, Desktop
 from envd.guest.display.frames import Frame
 from envd.guest.display.marks import Mark
+from envd.guest.gateway import UnrecordedRequest
 from envd.guest.input.plan import HeldInputs
 from envd.guest.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, SettleResult
 from envd.guest.view import ConnectionState, DesktopView
@@ -435,6 +436,7 @@ class StubDesktop(Desktop):
         self.actions: list[Action] = []
         """Completed actions."""
         self.upcoming: list[ObservationOptions | None] = []
+        self.unrecorded: tuple[UnrecordedRequest, ...] = ()
         """Argument `upcoming` of each call of `settle`."""
         self.files: dict[str, bytes] = {}
         self.closed = False
@@ -499,6 +501,11 @@ class StubDesktop(Desktop):
         self.actions.append(action)
         self.machine.frame_id = f"{self.machine.machine_id}/{len(self.actions)}"
         return ActionOutcome(error=self.action_error)
+
+    def take_unrecorded(self) -> tuple[UnrecordedRequest, ...]:
+        """Return what the test put there, once."""
+        taken, self.unrecorded = self.unrecorded, ()
+        return taken
 
     @property
     def idle_since_response_s(self) -> float:

@@ -1,5 +1,6 @@
 """A small HTTPS site on loopback: pages, a cookie, a redirect, a form and a download; and a client that visits it."""
 
+import http.client
 import http.cookiejar
 import http.server
 import ssl
@@ -7,9 +8,10 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from envd.cli.certificates import make_development_certs
 
@@ -31,6 +33,9 @@ class _Site(http.server.BaseHTTPRequestHandler):
         if self.path == "/random":
             type(self).visit_count += 1
             return self._send(200, f"visit {self.visit_count}".encode(), ("Cache-Control", "no-cache"))
+        if self.path == "/socket":
+            self.close_connection = True
+            return self._send(101, b"", ("Upgrade", "websocket"), ("Connection", "Upgrade"))
         if self.path == "/file.bin":
             return self._send(200, DOWNLOAD, ("Content-Disposition", "attachment"))
         return self._send(404, b"no such page")
@@ -67,6 +72,18 @@ def serve_site(directory: Path) -> Iterator[int]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def open_socket(proxy: str, authority: str, site: str) -> tuple[int, bytes]:
+    """Ask a site for a WebSocket through a proxy; return the status, and the body unless it was opened."""
+    context = ssl.create_default_context(cadata=authority)
+    connection = http.client.HTTPSConnection(urlsplit(proxy).netloc, context=context)
+    connection.set_tunnel(urlsplit(site).netloc)
+    headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    connection.request("GET", "/socket", headers=headers | {"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="})
+    with closing(connection):
+        response = connection.getresponse()
+        return response.status, b"" if response.status == 101 else response.read()
 
 
 class Visitor:

@@ -1,36 +1,23 @@
 """The pages of the built-in suite and of the client are up to date."""
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
 from cuaenv import client
+from tests.support.docs import ROOT, program
 
-ROOT = Path(__file__).resolve().parents[2]
 #: The synchronous twins, aliases of types, and settings of several event loops, which client.md explains.
 _NOT_LISTED = {"Action", "Button", "EnvClient", "Episode", "HostState"}
 _NOT_LISTED |= {"ClientSettings", "close_shared_clients", "shared_client"}
 
 
-def generator(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_table_of_the_suite_is_up_to_date() -> None:
     text = (ROOT / "docs" / "suite.md").read_text(encoding="utf-8")
-    assert generator("generate_suite").page(text) == text, "run `make docs`"
+    assert program("generate_suite").page(text) == text, "run `make docs`"
 
 
 def test_the_reference_of_the_client_is_up_to_date() -> None:
     text = (ROOT / "docs" / "client-reference.md").read_text(encoding="utf-8")
-    assert generator("generate_client").page() == text, "run `make docs`"
+    assert program("generate_client").page() == text, "run `make docs`"
 
 
 @pytest.mark.parametrize("name", sorted({*client.__all__} - _NOT_LISTED))

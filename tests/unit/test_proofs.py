@@ -1,13 +1,14 @@
 """docs/proofs.py: what passed where, and the page that says so."""
 
 import datetime
-import importlib.util
 import json
 import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.support.docs import program
 
 ROOT = Path(__file__).parents[2]
 TODAY = datetime.date(2026, 1, 2)
@@ -26,12 +27,7 @@ lint: ## Check style
 
 @pytest.fixture(scope="module")
 def proofs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("proofs", ROOT / "docs" / "proofs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program("proofs")
 
 
 @pytest.fixture

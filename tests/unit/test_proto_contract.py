@@ -1,17 +1,16 @@
 """The comments of the contract, and the page generated from them."""
 
-import importlib.util
 import inspect
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from cuaenv.v1 import env_pb2
 from envd.base import errors
+from tests.support.docs import program
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = (ROOT / "proto" / "cuaenv" / "v1" / "env.proto").read_text(encoding="utf-8")
@@ -21,23 +20,14 @@ SERVICE = env_pb2.DESCRIPTOR.services_by_name["CUAEnv"]
 EVERY_ERROR = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.EnvdError)]
 
 
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_api", ROOT / "docs" / "generate_api.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_api_page_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == generator().page(), (
+    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == program("generate_api").page(), (
         "docs/api.md is stale; run: python docs/generate_api.py"
     )
 
 
 def test_the_api_page_has_every_method() -> None:
-    page = generator().page()
+    page = program("generate_api").page()
     missing = [method.name for method in SERVICE.methods if f"\n### {method.name}\n" not in page]
     assert missing == []
 

@@ -55,7 +55,6 @@ class DesktopEnvironment(BaseEnvironment):
         """Check the options, which are those of `--ek`.
 
         Args:
-            args: Harbor's own.
             task_id: Id of the daemon's task; by default that of task.toml.
             envd: The daemon, or several with commas; by default the variable `ENVD_TARGET`. The token is `ENVD_TOKEN`.
             pool: Pool to use; by default the task's own.
@@ -63,7 +62,6 @@ class DesktopEnvironment(BaseEnvironment):
             max_width_px: Scale screenshots down to this width; 0 for the screen's own.
             group_size: Attempts of a task that start on forks of one state, for `--n-attempts` at the same time.
             desktop_user: User whose commands run in the desktop's session.
-            kwargs: Harbor's own.
 
         Raises:
             ValueError: An option is out of range, or the task defines an environment that a desktop cannot be.

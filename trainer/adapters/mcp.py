@@ -94,13 +94,11 @@ class _Tools:
         return Result(score=score.value, void=score.void, checks=checks)
 
     async def close(self, session: SessionId) -> str:
-        """Release the desktop."""
         await self._find(session).close()
         self._sessions.pop(session, None)
         return "closed"
 
     async def close_all(self) -> None:
-        """Close all sessions."""
         while self._sessions:
             _, session = self._sessions.popitem()
             await session.close()
@@ -116,7 +114,6 @@ def make_server(settings: SessionSettings, *, task: str = "") -> MCPServer[None]
     """Return the server.
 
     Args:
-        settings: Where and how sessions are opened.
         task: Task of a reset without a task; empty for none.
     """
     tools = _Tools(settings, task=task)

@@ -90,7 +90,6 @@ class SessionSettings:
     """A session without a call for this long is void, and its machine is released."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.group_size < 1:
             raise ValueError(f"group_size is {self.group_size}; it must be at least 1")
         if self.view.region is not None:
@@ -115,7 +114,6 @@ class SessionSettings:
             token: By default the variable `ENVD_TOKEN`.
             tls_ca: Certificate of the authority that signed the daemon's; enables TLS.
             max_episodes: Most episodes at once; further sessions wait here.
-            options: The other settings.
 
         Raises:
             ValueError: A value is out of range.
@@ -165,12 +163,10 @@ class Session:
 
     @property
     def instruction(self) -> str:
-        """The task's instruction for the agent."""
         return self.episode.instruction
 
     @property
     def observation(self) -> Observation:
-        """The latest observation."""
         return self.episode.observation
 
     @property
@@ -334,7 +330,6 @@ async def open_session(
     Args:
         task: Id of the task, or a row with the columns `task_id` and, optionally, `group`, or one of `trainer data
             states`, to start in its state. Or a checkpoint to continue from, alone and with its step limit.
-        settings: Where and how.
         group: Key of the session's group; by default that of the row, or else the task's id.
 
     Raises:

@@ -68,7 +68,6 @@ class DesktopGroupBuilder(EnvGroupBuilder):  # type: ignore[misc]
         await asyncio.gather(*(env.close() for env in self._envs))
 
     def logging_tags(self) -> list[str]:
-        """Return the suite of the task."""
         return [task_of_row(self.row).split("/")[0]]
 
 
@@ -186,7 +185,6 @@ def _void(ended: Trajectory) -> SessionVoid:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Return a message in the cookbook's form."""
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part}
         for part in message.parts

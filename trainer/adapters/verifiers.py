@@ -6,20 +6,27 @@ grammars as training with slime (`trainer.agent`), so all screenshots stay in th
 A fault of ours raises `SandboxError`: verifiers records it, and the episode has no reward.
 """
 
-from collections.abc import Iterator, Sequence
+import base64
+import io
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
 import verifiers.v1 as vf
+from PIL import Image
 from pydantic import Field
 
 from cuaenv.client import EnvError, shared_client
 from trainer.adapters.background import blocking
 from trainer.adapters.session import SessionSettings, session
-from trainer.agent.loop import run_episode
+from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.ownership import is_fault, reward_of
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed, Reply
+from trainer.sight.check import Turn, turns_of_row
+from trainer.sight.episode import PictureEnvironments, plan_of, settings_of, tokens_of
+from trainer.tokens.patches import image_tensors
 
 __all__ = ["DesktopConfig", "DesktopData", "DesktopEnv", "DesktopEnvConfig", "DesktopTask", "DesktopTaskset"]
 
@@ -100,11 +107,8 @@ class DesktopEnv(vf.Env[DesktopEnvConfig]):
         """Play one episode. Raises: SandboxError: it was lost."""
         try:
             # The machine first: without one, the model is not asked.
-            async with (
-                session(task.data.task_id, settings=self._settings) as one,
-                agents.player.interaction(task) as interaction,
-            ):
-                trajectory = await run_episode(one.episode, _Conversation(interaction), settings=self._agent)
+            async with self._opened(task.data.task_id) as episode, agents.player.interaction(task) as interaction:
+                trajectory = await run_episode(episode, _Conversation(interaction), settings=self._agent)
         except EnvError as error:
             if is_fault(error):
                 raise vf.SandboxError(f"task {task.data.task_id}: {error}") from error
@@ -125,6 +129,43 @@ class DesktopEnv(vf.Env[DesktopEnvConfig]):
         trace.record_reward("score", reward)
         trace.record_metric("ended_by_guest", float(bool(trajectory.guest_end_cause)))
         trace.record_metric("turns", float(len(trajectory.turns)))
+
+    @asynccontextmanager
+    async def _opened(self, task_id: str) -> AsyncIterator[AgentEpisode]:
+        async with session(task_id, settings=self._settings) as one:
+            yield one.episode
+
+
+class SightEnv(DesktopEnv):
+    """Checks that engine and traces have the pixels of every turn; see `trainer.sight.check`.
+
+    The taskset names the tasks `sight/0` to `sight/4`, which play the pictures of `plan` without a daemon. verifiers'
+    client for training records the tokens; sample with temperature 0. `turns_of` returns the turns of each trace.
+    """
+
+    def __init__(self, config: DesktopEnvConfig) -> None:
+        """Check the settings, as `DesktopEnv` does. Raises: ConfigError."""
+        super().__init__(config)
+        self.plan = plan_of(self._agent)
+        """The pictures."""
+        self._agent = settings_of(self._agent)
+
+    @asynccontextmanager
+    async def _opened(self, task_id: str) -> AsyncIterator[AgentEpisode]:
+        async with PictureEnvironments(self.plan).reset(task_id) as episode:
+            yield episode
+
+
+def turns_of(trace: Any, processor: Any) -> list[Turn]:
+    """Return the turns of a trace, with tensors of the pictures in its messages, as a learner makes them."""
+    (branch,) = trace.branches
+    contents = [message.content for message in branch.messages]
+    parts = [part for content in contents if not isinstance(content, str) for part in content or ()]
+    urls = [part.image_url.url for part in parts if part.type == "image_url"]
+    images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB") for url in urls]
+    inputs = image_tensors(processor.image_processor, images) if images else None
+    mask = [int(each) for each in branch.sampled_mask]
+    return turns_of_row(branch.token_ids, mask, branch.logprobs, inputs, **tokens_of(processor))
 
 
 class _Conversation:

@@ -20,13 +20,15 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 
 from cuaenv.client import AsyncEpisode, Checkpoint, EnvError, shared_client
 from trainer.adapters.session import SessionVoid
-from trainer.agent.attempts import run_task
+from trainer.agent.attempts import Environments, run_task
 from trainer.agent.forks import group_member
 from trainer.agent.ownership import is_fault
 from trainer.agent.starts import start_of
 from trainer.agent.training import TrainingConfig
 from trainer.agent.types import Message, ModelFailed, Trajectory
 from trainer.config import ConfigError
+from trainer.sight.check import Turn, turns_of_row
+from trainer.sight.episode import PictureEnvironments, plan_of, settings_of, tokens_of
 from trainer.tokens.chat import Chat
 from trainer.tokens.rows import Row
 from trainer.tokens.sglang import SglangConversation, TokenBudget
@@ -41,9 +43,7 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
         """Check the configuration.
 
         Args:
-            arguments: Those of verl's `AgentLoopBase`.
             envd: See `TrainingConfig`. The row of an episode must not be divided: `agent.images_per_row` is 0.
-            options: Those of verl's `AgentLoopBase`.
 
         Raises:
             ConfigError: A key is unknown or a value is invalid.
@@ -80,7 +80,7 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
 
         group = await _group_of((row.get("uid"), start))
         trajectory = await run_task(
-            _Environments(self._config, group),
+            self._environments(group),
             start,
             new_conversation,
             settings=self._config.agent,
@@ -93,6 +93,9 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
             cause = trajectory.error or trajectory.reason
             raise SessionVoid(f"episode {trajectory.episode_id} of {task}: void: {cause}") from trajectory.error
         return self._output(conversations[-1], trajectory, row)
+
+    def _environments(self, group: "_Group") -> Environments:
+        return _Environments(self._config, group)
 
     def _output(
         self, conversation: "_Conversation", trajectory: Trajectory, data: Mapping[str, Any]
@@ -125,6 +128,36 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
                 "reward_extra_info": {"task_score": facts.task_score, "truncated": float(facts.truncated)},
             },
         )
+
+
+class SightAgentLoop(DesktopAgentLoop):
+    """Checks that engine and rows have the pixels of every turn; see `trainer.sight.check`.
+
+    Rows of tasks `sight/N`, N from 0 to 4, play the pictures of `trainer.sight.episode.plan_of(settings)`, greedily and
+    without a daemon. `turns_of` returns the turns of each.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Check the configuration, as `DesktopAgentLoop` does. Raises: ConfigError."""
+        super().__init__(*arguments, **options)
+        self._plan = plan_of(self._config.agent)
+        self._config = self._config.model_copy(update={"agent": settings_of(self._config.agent)})
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        """Play the episode of a row. Raises: those of `DesktopAgentLoop.run`."""
+        greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "logprobs": True}
+        return await super().run({**sampling_params, **greedy}, **row)
+
+    def _environments(self, group: "_Group") -> Environments:  # noqa: ARG002 -- members of a group are equal
+        return PictureEnvironments(self._plan)
+
+
+def turns_of(row: Mapping[str, Any], processor: Any) -> list[Turn]:
+    """Return the turns of a row that verl hands its learner, a batch of one, for `trainer.sight.check.compare`."""
+    names = ("prompts", "responses", "response_mask", "rollout_log_probs")
+    prompt, response, mask, log_probs = (row[name][0].tolist() for name in names)
+    inputs = dict(row["multi_modal_inputs"][0].items()) if "multi_modal_inputs" in row.keys() else {}  # noqa: SIM118 -- tensordict
+    return turns_of_row([*prompt, *response], mask, log_probs, inputs, **tokens_of(processor))
 
 
 @dataclass(eq=False, slots=True)

@@ -57,12 +57,9 @@ async def run_task(
     attempt is a FAILED trajectory.
 
     Args:
-        environments: Opens the episode.
         start: Id of the task, or a checkpoint to start in; its steps do not count against `settings.max_turns`.
         new_conversation: Creates a new conversation for each attempt.
-        settings: The agent's settings.
         pool: Pool to use; empty for the task's own.
-        attempts: Maximum number of attempts.
         run: Runs an open episode; default `run_episode`.
     """
     options, task = _reset_options(start, settings, pool), task_id_of(start)

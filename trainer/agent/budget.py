@@ -18,7 +18,6 @@ class ImpossibleBudget(ValueError):
 
 
 def text_tokens(chars: int) -> int:
-    """Return an upper estimate of the tokens in a text."""
     return math.ceil(chars / _CHARS_PER_TOKEN)
 
 
@@ -40,7 +39,6 @@ class RowCost:
 
     @property
     def total(self) -> int:
-        """Tokens of the complete row."""
         return self.prompt + self.images * (self.image + self.tree) + self.turns * (self.reply + self.observation)
 
     def __str__(self) -> str:

@@ -47,7 +47,6 @@ class CoordinateSpace:
         return cls(width, height, *screen_px)
 
     def picture(self, pointer: tuple[int, int] | None = None) -> Picture:
-        """Return the picture that grammars need."""
         return Picture(self.width, self.height, pointer)
 
     def to_screen(self, x: int, y: int) -> tuple[int, int]:

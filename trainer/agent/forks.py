@@ -43,8 +43,6 @@ class Forks:
         """Take a slot in the group of that key, opening the group if necessary; close the slot's episode on exit.
 
         Args:
-            key: Identifies the group.
-            size: Slots of a group.
             open_group: Opens it. If no pool can hold the group, each member opens an episode alone.
             wait_s: How long an open group keeps a slot for a missing member.
 

@@ -33,7 +33,6 @@ class History:
     _in_row: int = 0
 
     def copy(self) -> "History":
-        """Return an independent copy."""
         return replace(self, _past=list(self._past))
 
     def begin(self, full: Message, brief: Message) -> Sequence[Message]:

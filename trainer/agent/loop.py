@@ -81,7 +81,6 @@ async def run_episode(
     Args:
         episode: A new episode, or a copy of the machine at `branch_point`.
         conversation: The model; new, or with the rows written up to `branch_point`.
-        settings: The agent's settings.
         branch_point: State to continue from; None for a new episode.
         offer_branch: Awaited before each of its turns but the first is performed, when its reply is known, with a
             function that returns the state in which the reply was sampled. Its duration does not count towards

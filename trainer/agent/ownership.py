@@ -129,7 +129,6 @@ def ruling_of(error: BaseException, *, acted: bool) -> Ruling:
     """Return who owns an error, and whether the episode may be repeated.
 
     Args:
-        error: Why the episode ended.
         acted: Whether the agent performed or sent any action before.
     """
     for kind in type(error).__mro__:

@@ -232,7 +232,6 @@ def tree_lines(elements: Sequence[Element], space: CoordinateSpace, *, max_chars
     Args:
         elements: In output order.
         space: The model's units.
-        max_chars: Maximum length of the text.
         left_out_count: Elements of the screen that are not in `elements`.
     """
     rendered = [_line(element, space) for element in elements if element.name or element.value or element.is_actionable]

@@ -82,7 +82,6 @@ class AgentSettings:
     """Record, for rewards, how much a step changed the screen in grey scale; costs about 10 ms per step."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             minimum = 0 if field.name == "images_per_row" else 1
@@ -154,15 +153,12 @@ class AgentSettings:
 
     @property
     def step_timeout(self) -> timedelta:
-        """Timeout of a step."""
         return timedelta(seconds=self.step_timeout_s)
 
     @property
     def evaluate_timeout(self) -> timedelta:
-        """Timeout of the evaluation."""
         return timedelta(seconds=self.evaluate_timeout_s)
 
     @property
     def reset_timeout(self) -> timedelta:
-        """Timeout of a reset."""
         return timedelta(seconds=self.reset_timeout_s)

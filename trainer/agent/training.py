@@ -49,7 +49,6 @@ class TrainingConfig(BaseModel):
         return parse(cls, mapping, path="envd")
 
     def make_recipe(self) -> Recipe:
-        """Return the reward."""
         return _recipe(self.reward)
 
     def breakdown_of(self, facts: EpisodeFacts, *, evaluation: bool = False) -> Breakdown:

@@ -42,7 +42,6 @@ class BranchPoint:
 
 
 def new_turn(reply: Reply, parsed: Parsed, *, observed: ModelObservation, row: int) -> Turn:
-    """Return a turn whose actions have not been performed."""
     facts = TurnFacts(
         text=reply.text,
         parsed=parsed.parsed,

@@ -171,10 +171,6 @@ class Trajectory:
     def facts(self, *, max_turns: int, metadata: Mapping[str, object]) -> EpisodeFacts:
         """Return the input of a reward.
 
-        Args:
-            max_turns: The episode's budget of turns.
-            metadata: The task's own data.
-
         Raises:
             ValueError: It was not evaluated, so it has no reward.
         """

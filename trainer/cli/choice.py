@@ -46,12 +46,6 @@ def choose(
 
     The split is that of `trainer data`, over all tasks of the chosen suites; other flags do not change it.
 
-    Args:
-        tasks: All served tasks.
-        selection: Filters them.
-        split: Side of the split.
-        include_unrunnable: Whether to include tasks that no host can run; named tasks always are.
-
     Raises:
         SelectionError: No task remains, or a named one is not served.
         CannotSplit: A level has too few tasks.

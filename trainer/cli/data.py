@@ -5,7 +5,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,6 @@ from rich.markup import escape
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Task
 from trainer.agent.grammars import GRAMMARS, Grammar, grammar
-from trainer.agent.settings import AgentSettings
 from trainer.agent.starts import STATE_COLUMN
 from trainer.cli.choice import served_tasks
 from trainer.cli.options import (
@@ -160,7 +158,6 @@ def _write_parts(parts: Mapping[Path, Sequence[dict[str, Any]]]) -> None:
     """Write parts of a data set; remove the file of an empty part, which an earlier split has left.
 
     Raises:
-        CannotWrite: See `write_rows`.
         OSError: A file cannot be written or removed.
     """
     for path, rows in parts.items():
@@ -187,14 +184,16 @@ def record_command(
     as_json: Json = False,
 ) -> None:
     """Play oracles in the agent's own loop and record the conversations that a model would have had."""
-    plan = _Recording(
+    playing = _record_all(
+        read_oracles(oracles),
+        make_client(envd, tls_ca, run="data"),
+        concurrency=concurrency,
         settings=read_settings(agent, max_turns=max_turns),
         screen_px=read_screen(screen),
         pool=pool,
-        is_patient=patience,
-        concurrency=concurrency,
+        patience_s=PATIENCE_S if patience else (),
     )
-    trajectories, failures = asyncio.run(plan.play(envd, tls_ca, read_oracles(oracles)))
+    trajectories, failures = asyncio.run(playing)
     write_rows(file, [trajectory.as_row() for trajectory in trajectories])
     for failure in failures:
         err.print(f"[red]failed:[/] {failure}", soft_wrap=True)
@@ -206,50 +205,29 @@ def record_command(
         raise typer.Exit(EXIT_FAILED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recording:
-    """Settings of a recording."""
+async def _record_all(
+    oracles: Sequence[Oracle], client: AsyncEnvClient, *, concurrency: int, **options: Any
+) -> tuple[list[StoredTrajectory], list[str]]:
+    """Play oracles, with options of `record`; return trajectories in their order, and the reasons of failures."""
+    failures: list[str] = []
+    async with client:
+        served = await served_tasks(client, named=[oracle.task_id for oracle in oracles])
+        tasks = {task.task_id: task for task in served}
+        limit = asyncio.Semaphore(concurrency)
 
-    settings: AgentSettings
-    screen_px: tuple[int, int]
-    pool: str
-    is_patient: bool
-    concurrency: int
+        async def play(oracle: Oracle) -> list[StoredTrajectory]:
+            async with limit:
+                try:
+                    if oracle.task_id not in tasks:
+                        raise OracleFailed(f"{oracle.task_id}: the daemon does not serve it")  # noqa: TRY301
+                    return await record(client, tasks[oracle.task_id], oracle, **options)
+                except OracleFailed as failure:
+                    failures.append(str(failure))
+                    return []
 
-    async def play(
-        self, target: str, tls_ca: Path | None, oracles: Sequence[Oracle]
-    ) -> tuple[list[StoredTrajectory], list[str]]:
-        """Return the trajectories in the order of the oracles, and the reasons of failures."""
-        failures: list[str] = []
-        async with make_client(target, tls_ca, run="data") as client:
-            served = await served_tasks(client, named=[oracle.task_id for oracle in oracles])
-            tasks = {task.task_id: task for task in served}
-            limit = asyncio.Semaphore(self.concurrency)
-
-            async def play_one(oracle: Oracle) -> list[StoredTrajectory]:
-                async with limit:
-                    try:
-                        return await self._record(client, tasks, oracle)
-                    except OracleFailed as failure:
-                        failures.append(str(failure))
-                        return []
-
-            async with asyncio.TaskGroup() as playing:
-                played = [playing.create_task(play_one(oracle)) for oracle in oracles]
-        return [trajectory for task in played for trajectory in task.result()], sorted(failures)
-
-    async def _record(self, client: AsyncEnvClient, tasks: dict[str, Task], oracle: Oracle) -> list[StoredTrajectory]:
-        if oracle.task_id not in tasks:
-            raise OracleFailed(f"{oracle.task_id}: the daemon does not serve it")
-        return await record(
-            client,
-            tasks[oracle.task_id],
-            oracle,
-            settings=self.settings,
-            screen_px=self.screen_px,
-            pool=self.pool,
-            patience_s=PATIENCE_S if self.is_patient else (),
-        )
+        async with asyncio.TaskGroup() as playing:
+            played = [playing.create_task(play(oracle)) for oracle in oracles]
+    return [trajectory for task in played for trajectory in task.result()], sorted(failures)
 
 
 @app.command("corrections")

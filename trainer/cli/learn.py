@@ -193,8 +193,7 @@ class _Work:
 
     def replay(self, host: str, slime_home: Path, task: str) -> None:
         """Play one task before and after reinforcement, and draw it."""
-        from trainer.learn.gif import draw  # noqa: PLC0415
-        from trainer.learn.replay import choose_task, play  # noqa: PLC0415
+        from trainer.learn.replay import choose_task, draw, play  # noqa: PLC0415
 
         task = task or choose_task(self.run / self.name)
         before, after = play(

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cuaenv.action_codec import BadAction
 from cuaenv.client import Action, Done, Fail
+from cuaenv.frames.size import fit
 from cuaenv.problems import problem_of, without_path
 from trainer.agent.coordinates import CoordinateSpace, PointOutsidePicture, points_of, to_model_points
 from trainer.agent.grammars import Grammar, UnsupportedAction
@@ -109,7 +110,6 @@ def from_atif(path: Path, *, settings: AgentSettings, first_picture: str = "") -
 
     Raises:
         AtifError: The document is invalid, an image is missing, or a step cannot be expressed.
-        OSError: The document cannot be read.
     """
     try:
         document = _Trajectory.model_validate_json(path.read_bytes())
@@ -121,7 +121,7 @@ def from_atif(path: Path, *, settings: AgentSettings, first_picture: str = "") -
         if document.agent.name == AGENT and "metadata" in document.extra:
             return _own(document, path.parent)
         return _played(document, path, settings, first_picture)
-    except (AtifError, MalformedRow) as error:
+    except (MalformedRow, ValueError) as error:  # also settings without a possible size of pictures
         raise AtifError(f"{path}: {error}") from error
 
 
@@ -233,11 +233,9 @@ class _Screen(NamedTuple):
 def _screen(data: bytes, settings: AgentSettings) -> _Screen:
     """Scale a picture down as the agent's view does, with sides that its image processor takes."""
     with Image.open(io.BytesIO(data)) as image:
-        multiple, pixels = settings.image_multiple_px, image.width * image.height
-        scale = min(1.0, math.sqrt(settings.image_max_pixels / pixels))
-        width, height = (max(multiple, int(side * scale) // multiple * multiple) for side in image.size)
-        space = CoordinateSpace.of(settings.units, image_px=(width, height), screen_px=image.size)
-        shown = image.convert("RGB").resize((width, height))
+        size = fit(*image.size, max_pixel_count=settings.image_max_pixels, multiple_px=settings.image_multiple_px)
+        space = CoordinateSpace.of(settings.units, image_px=size, screen_px=image.size)
+        shown = image.convert("RGB").resize(size)
     return _Screen(ModelObservation(image=shown, image_id="", tree=None, terminal=None, boxes_px=()), space)
 
 
@@ -258,7 +256,7 @@ def _image(folder: Path, name: str) -> bytes:
     try:
         data = path.read_bytes()
         with Image.open(io.BytesIO(data)) as image:
-            image.verify()
+            image.load()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise AtifError(f"image {name}: cannot be read: {without_path(error)}") from error
     return data

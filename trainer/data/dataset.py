@@ -55,7 +55,6 @@ class Dataset:
     """Number of items by source that are failed, surplus, malformed, duplicates, unreadable, or have wrong images."""
 
     def parts(self) -> dict[tuple[str, Split], list[Item]]:
-        """Return the items of every platform and split, also if there are none."""
         platforms = (*dict.fromkeys(_PLATFORMS.values()), _UNKNOWN)
         parts: dict[tuple[str, Split], list[Item]] = {(name, split): [] for name in platforms for split in SPLITS}
         for item in self.items:
@@ -72,7 +71,6 @@ def join(sources: Sequence[Source], *, grammar: Grammar, share: float = 0.2, see
         sources: From best to worst.
         grammar: Trajectories with a turn that does not follow it strictly are dropped.
         share: Share of each level's tasks to hold out; 0 for none.
-        seed: Seed of the split.
 
     Raises:
         CannotSplit: A level cannot be in both splits.
@@ -172,8 +170,6 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]], features: Mapping[str
     """Write rows in the format of the file's suffix; missing directories are created.
 
     Args:
-        path: The file.
-        rows: The rows.
         features: Columns of a table by their features, as `datasets` stores them; None to infer them.
 
     Raises:

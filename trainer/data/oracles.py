@@ -27,7 +27,6 @@ class Oracle:
 
     task_id: str
     steps: tuple[OracleStep, ...]
-    """The actions of each step."""
     slow_steps: frozenset[int] = frozenset()
     """Indices of the steps that end with a condition: the guest works on after the screen has changed."""
 
@@ -37,7 +36,6 @@ def read_oracles(path: Path) -> list[Oracle]:
 
     Raises:
         BadOracle: A line is not an oracle, or there is none.
-        OSError: The file cannot be read.
     """
     oracles: list[Oracle] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):

@@ -26,10 +26,8 @@ def variant_ids(tasks: Iterable[Task], *, count: int, seed: int = 42) -> list[st
     The variants of one task do not depend on the other tasks.
 
     Args:
-        tasks: As listed by a daemon.
         count: Variants per task, the plain one included; fewer if the task has fewer. Several seeds can yield the same
             variant.
-        seed: Seed of the sampling.
     """
     ids: list[str] = []
     for task in sorted(tasks, key=lambda task: task.task_id):
@@ -59,11 +57,7 @@ def describe_unrunnable(tasks: Sequence[Task]) -> str:
 def prompt_rows(
     tasks: Sequence[Task], *, share: float = 0.2, seed: int = 42, include_unrunnable: bool = True
 ) -> dict[Split, list[dict[str, Any]]]:
-    """Return rows by split, in id order. Tasks that are left out are part of the split, so it is the same on all hosts.
-
-    Raises:
-        CannotSplit: See `split`.
-    """
+    """Return rows by split, in id order. Tasks that are left out are split too, so it is the same on all hosts."""
     splits = split(map(splittable, tasks), share=share, seed=seed)
     rows: dict[Split, list[dict[str, Any]]] = {"train": [], "held_out": []}
     for task in sorted(tasks, key=lambda task: task.task_id):
@@ -73,7 +67,6 @@ def prompt_rows(
 
 
 def prompt_row(task: Task, **metadata: Any) -> dict[str, Any]:
-    """Return the row of a task, with further metadata."""
     return {
         "prompt": [{"role": "user", "content": task.instruction}],
         "label": task.task_id,

@@ -48,12 +48,7 @@ async def record(
     which were sampled with more screenshots.
 
     Args:
-        environments: Opens the episode.
-        task: The task that the oracle solves.
-        oracle: The solution.
-        settings: Prompt, grammar, view and budgets of the training.
         screen_px: Size of the guest's screen (width, height) that the oracle's points refer to.
-        pool: Pool to use; empty for the task's own.
         patience_s: Successive waits for a change of the screen; empty for desktops that respond immediately.
         must_succeed: Whether a score below 1 is an error.
 
@@ -103,7 +98,6 @@ class Row:
     trained: set[int] = field(default_factory=set)
 
     def images(self) -> tuple[str, ...]:
-        """Return the images as data URIs."""
         parts = (part for message in self.messages for part in message.parts)
         return tuple(data_uri(part, compress_level=6) for part in parts if not isinstance(part, str))
 
@@ -143,12 +137,10 @@ class OracleConversation:
         """The messages so far."""
 
     async def begin(self, messages: Sequence[Message]) -> None:
-        """Start a row."""
         self.rows.append(Row(list(messages)))
         self._observe(messages[-1])
 
     async def append(self, message: Message) -> None:
-        """Add an observation."""
         self.rows[-1].messages.append(message)
         self._observe(message)
 

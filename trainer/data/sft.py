@@ -22,9 +22,6 @@ def sft_row(
         trajectory: Turns that it marks as untrained stay untrained.
         grammar: Train only turns that follow it strictly; None for all.
         last_turns: Train only this many turns at the end; 0 for all.
-
-    Raises:
-        MalformedRow: Images and placeholders do not match.
     """
     transcript = transcript_of(trajectory)
     unparsable = unparsable_turns(transcript, grammar) if grammar is not None else {}

@@ -43,7 +43,6 @@ def split(tasks: Iterable[Splittable], *, share: float = 0.2, seed: int = 42) ->
     Args:
         tasks: All tasks; equal ids count once.
         share: Share of the tasks of a level, rounded; 0 to hold out none.
-        seed: Seed of the selection.
 
     Raises:
         CannotSplit: One side would be empty, or a level would be on one side only.

@@ -43,9 +43,6 @@ def preferences(trajectories: Sequence[StoredTrajectory], *, success_at: float) 
     """Yield a row for each failure that shares a state with a success of its task: the latest such state.
 
     Episodes of one state, as groups and forks have them, agree in text and pixels until their replies differ.
-
-    Raises:
-        MalformedRow: Images and placeholders do not match.
     """
     successes: dict[str, list[tuple[float, Transcript]]] = defaultdict(list)
     failures: dict[str, list[tuple[float, Transcript]]] = defaultdict(list)

@@ -39,11 +39,9 @@ class ChatConversation:
         self._messages: list[dict[str, Any]] = []
 
     async def begin(self, messages: Sequence[Message]) -> None:
-        """Start a new row with these messages."""
         self._messages = [await asyncio.to_thread(message.to_openai) for message in messages]
 
     async def append(self, message: Message) -> None:
-        """Add an observation to the row."""
         self._messages.append(await asyncio.to_thread(message.to_openai))
 
     async def generate(self) -> Reply:

@@ -73,9 +73,6 @@ class Endpoint:
         self.url = url
         self._client = client
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.url}>"
-
     async def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a JSON object and return the response object. Retries for a limited time.
 
@@ -155,8 +152,6 @@ async def open_endpoint(
     Args:
         url: Base URL; paths such as `/chat/completions` are appended.
         key: API key; empty for none.
-        reply_timeout_s: Timeout of one response in seconds.
-        max_retries: Most repetitions of a request.
 
     Raises:
         EndpointError: See `checked_url`; or the client is not installed.

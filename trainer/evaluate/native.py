@@ -44,8 +44,6 @@ def native_conversations(
 
     Args:
         endpoint: SGLang's base URL, without `/v1`.
-        chat: Tokenizer, template and image processor.
-        settings: Budgets of a row.
         sampling: `more` goes into `sampling_params`.
     """
     cost = settings.row_cost

@@ -59,11 +59,6 @@ async def play_task(
     """Make one attempt; repeat it once on a new machine if its machine is lost. Raises only cancellation.
 
     Args:
-        environments: Opens episodes.
-        task: The task.
-        new_conversation: Creates the model's conversation.
-        settings: The agent's settings.
-        seed: Seed of the sampling.
         pool: The daemon's pool; empty for the task's own.
         replay: Directory for pictures and turns; None to keep none.
         is_perturbed: Whether the world is perturbed, by the seed.
@@ -110,21 +105,12 @@ async def evaluate(
     On cancellation it closes open episodes; recorded attempts are kept.
 
     Args:
-        environments: Opens episodes.
-        tasks: The tasks.
-        new_conversation: Creates the model's conversations.
-        file: Receives the results.
-        settings: The agent's settings.
         seeds: Attempts per task, with seeds 0, 1, ...
-        concurrency: Concurrent attempts.
         pool: The daemon's pool; empty for each task's own.
-        replays: Keep pictures and turns next to the file.
         is_perturbed: Whether worlds are perturbed, each by its attempt's seed.
-        report: Receives the current stage, the number of finished attempts, and their total.
 
     Raises:
         EvaluationStopped: Too many consecutive errors; recorded attempts are kept.
-        OSError: Results or pictures cannot be written.
     """
     attempts = [(task, seed) for seed in range(seeds) for task in tasks]
     pending = [(task, seed) for task, seed in attempts if not file.results.is_settled(task.task_id, seed)]
@@ -213,7 +199,6 @@ class _ConsecutiveErrors:
         self._errors: list[Attempt] = []
 
     def add(self, attempt: Attempt) -> None:
-        """Record an attempt. Raises: EvaluationStopped: The limit is reached."""
         self._errors = [*self._errors, attempt] if attempt.is_error else []
         if len(self._errors) >= self._limit:
             raise EvaluationStopped(

@@ -87,7 +87,6 @@ class HumanPlayer:
         """Create a player.
 
         Args:
-            grammar: Writes the commands as replies.
             ask: Shows a prompt and returns a line, or None at the end of input.
             say: Shows a text.
         """
@@ -131,12 +130,10 @@ class EchoConversation:
         await self._conversation.begin(messages)
 
     async def append(self, message: Message) -> None:
-        """Add an observation."""
         self._show(message)
         await self._conversation.append(message)
 
     async def generate(self) -> Reply:
-        """Sample a reply."""
         reply = await self._conversation.generate()
         if self._shows_replies:
             self._say(reply.text)

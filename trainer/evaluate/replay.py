@@ -54,7 +54,6 @@ class RecordedConversation:
     """A `trainer.agent.types.Conversation` that forwards all calls and saves the pictures."""
 
     def __init__(self, conversation: Conversation, directory: Path) -> None:
-        """Save pictures into a directory, which is created."""
         self._conversation = conversation
         self._directory = directory
         self._count = 0
@@ -65,18 +64,15 @@ class RecordedConversation:
         directory.mkdir(parents=True, exist_ok=True)
 
     async def begin(self, messages: Sequence[Message]) -> None:
-        """Start a new row."""
         # The model has seen all messages but the last one in an earlier row.
         await self._save_pictures(messages[-1])
         await self._conversation.begin(messages)
 
     async def append(self, message: Message) -> None:
-        """Add an observation."""
         await self._save_pictures(message)
         await self._conversation.append(message)
 
     async def generate(self) -> Reply:
-        """Sample a reply."""
         reply = await self._conversation.generate()
         self.images.append(self.newest)
         self.newest = ""
@@ -88,7 +84,6 @@ class RecordedConversation:
                 self.newest = await self.save(part)
 
     async def save(self, picture: "Image.Image") -> str:
-        """Save a picture and return its file name."""
         name = f"{self._count:03}.webp"
         self._count += 1
         await asyncio.to_thread(_write, picture, self._directory / name)

@@ -27,11 +27,7 @@ def write_report(results: Results, page: Path) -> None:
     """Write the page.
 
     Args:
-        results: Results of an evaluation, finished or not.
         page: Path of the page; replays are relative to its directory.
-
-    Raises:
-        OSError: The page cannot be written.
     """
     shown = [_AttemptView(attempt, _read(page.parent, attempt)) for attempt in results.attempts]
     template = _environment().get_template("report.html.j2")

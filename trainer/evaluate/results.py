@@ -84,7 +84,6 @@ class Attempt(_Line):
 
     @property
     def key(self) -> tuple[str, int]:
-        """Unique key within an evaluation."""
         return self.task_id, self.seed
 
     @property
@@ -108,13 +107,8 @@ class Results:
         self.run = run
         self._by_key = {attempt.key: attempt for attempt in attempts}
 
-    def __repr__(self) -> str:
-        errors = sum(attempt.is_error for attempt in self.attempts)
-        return f"<Results {self.run.label!r} {len(self._by_key) - errors} attempts | {errors} errors>"
-
     @property
     def attempts(self) -> list[Attempt]:
-        """Attempts in order of task and seed."""
         return [self._by_key[key] for key in sorted(self._by_key)]
 
     def is_settled(self, task_id: str, seed: int) -> bool:
@@ -183,7 +177,6 @@ class ResultsFile:
         self._file.close()
 
     def add(self, attempt: Attempt) -> None:
-        """Write an attempt down; it survives a kill from here on."""
         self._write(attempt)
         self.results._by_key[attempt.key] = attempt
 

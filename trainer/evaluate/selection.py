@@ -85,7 +85,6 @@ def read_task_ids(path: Path) -> list[str]:
 
 
 def is_infeasible(task: Task) -> bool:
-    """Whether the solution is to declare the task infeasible."""
     return _INFEASIBLE in task.tags
 
 

@@ -52,9 +52,6 @@ def success_rate(successes_by_task: Sequence[Sequence[bool]]) -> Interval:
     1993; clusters: Field and Welsh 2007), because attempts at one task are not independent. If all tasks have the same
     rate, a bootstrap has zero width; the interval is then Wilson's for one attempt per task.
 
-    Args:
-        successes_by_task: For each task, whether each attempt succeeded; none may be empty.
-
     Raises:
         ValueError: No tasks, or a task without attempts.
     """

@@ -59,7 +59,6 @@ class Summary:
 
 
 def summarise(results: Results) -> Summary:
-    """Return the summary of a run."""
     attempts = results.attempts
     valid = [attempt for attempt in attempts if not attempt.is_error]
     turns = sum(attempt.turn_count for attempt in valid)

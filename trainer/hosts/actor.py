@@ -36,8 +36,6 @@ class HostSettings:
     """Directory on the host for the daemon's pid, output and log."""
 
     def on(self, *, node: str, ip: str) -> "HostSettings":
-        """Return the settings of one host."""
-
         def fill(text: str) -> str:
             return text.replace("{node}", node).replace("{ip}", ip)
 
@@ -68,7 +66,6 @@ class HostActor:
         self._gathered_by, self._gathered_until_s = "", 0.0
 
     async def report(self) -> HostReport:
-        """Return the present state."""
         self._run()
         report = replace(self._report, gathered_by=self._gatherer())
         if self._drain_mark.exists() and report.state not in {"draining", "drained"}:
@@ -76,7 +73,6 @@ class HostActor:
         return report
 
     async def gather(self, client: str, ttl_s: float) -> bool:
-        """See `cuaenv.client.ray_cluster.Cluster`."""
         if self._gatherer() not in {"", client}:
             return False
         self._gathered_by, self._gathered_until_s = client, asyncio.get_running_loop().time() + ttl_s

@@ -79,7 +79,6 @@ class DaemonProcess:
             self._pid, self._start_ticks = self._wait_for_pid()
 
     def stop(self) -> None:
-        """Ask it to drain and exit. Does not wait."""
         if pid := self.pid:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)

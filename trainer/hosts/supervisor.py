@@ -34,7 +34,6 @@ class Supervisor:
         threading.Thread(target=self._keep, name="keep-hosts", daemon=True).start()
 
     def settings(self) -> HostSettings:
-        """Return the settings of all hosts."""
         return self._settings
 
     def _keep(self) -> None:

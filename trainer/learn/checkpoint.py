@@ -72,11 +72,8 @@ def write_checkpoint(
     """Write the model, its tokenizer and its processor.
 
     Args:
-        directory: Target; created if it is missing.
         vocabulary: Texts to train the tokenizer on; other texts take one token per byte.
         pieces: Texts that become one token each wherever they occur, such as a constant system message.
-        size: Shape of the model.
-        seed: Of the weights.
     """
     import torch  # noqa: PLC0415 -- only needed to write a model
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration  # noqa: PLC0415

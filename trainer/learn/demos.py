@@ -65,7 +65,6 @@ class Rows:
         return len(self.ends)
 
     def row(self, index: int) -> npt.NDArray[np.int32]:
-        """Return the ids of a row."""
         return self.ids[self.ends[index - 1] if index else 0 : self.ends[index]]
 
 
@@ -87,7 +86,8 @@ def play(settings: Settings, hosts: Sequence[str], oracle_file: Path, directory:
         for task in set(wanted) - known:
             raise LearnError(f"demos.tasks: {task}: not a training template; choose from {', '.join(sorted(known))}")
         chosen = [oracle for oracle in chosen if template_id(oracle.task_id) in wanted]
-    parts = [chosen[index :: len(hosts)] for index in range(len(hosts))]
+    played = [(oracle, play) for play in range(settings.demos.repeats) for oracle in chosen]
+    parts = [played[index :: len(hosts)] for index in range(len(hosts))]
     given = [
         (settings, host, part, directory / f"part-{index}")
         for index, (host, part) in enumerate(zip(hosts, parts, strict=True))
@@ -95,7 +95,7 @@ def play(settings: Settings, hosts: Sequence[str], oracle_file: Path, directory:
     with ProcessPoolExecutor(len(hosts), mp_context=get_context("spawn")) as processes:
         failures = [failure for found in processes.map(_play_part, given) for failure in found]
         if failures:
-            raise LearnError(f"demos: {len(failures)} of {len(chosen)} oracles failed, first: {failures[0]}")
+            raise LearnError(f"demos: {len(failures)} of {len(played)} oracles failed, first: {failures[0]}")
         files = [path for *_, path in given]
         texts = [text for path in files for text in _texts(path)]
         words = sorted({text for role, text in texts if role != "system"})
@@ -104,19 +104,19 @@ def play(settings: Settings, hosts: Sequence[str], oracle_file: Path, directory:
             processes.map(_tokenise_part, [(path, directory / "model", settings.screen_px) for path in files])
         )
     _write_rows(directory, files, tokenised)
-    return {"episodes": float(len(chosen)), "rows": float(sum(len(lengths) for _, _, lengths, _ in tokenised))}
+    return {"episodes": float(len(played)), "rows": float(sum(len(lengths) for _, _, lengths, _ in tokenised))}
 
 
 # Play
 
 
-def _play_part(given: tuple[Settings, str, list[Oracle], Path]) -> list[str]:
+def _play_part(given: tuple[Settings, str, list[tuple[Oracle, int]], Path]) -> list[str]:
     """Play oracles on one daemon and write their rows; returns failures."""
     settings, host, oracles, path = given
     return asyncio.run(_play_all(settings, host, oracles, path))
 
 
-async def _play_all(settings: Settings, host: str, oracles: list[Oracle], path: Path) -> list[str]:
+async def _play_all(settings: Settings, host: str, oracles: list[tuple[Oracle, int]], path: Path) -> list[str]:
     failures: list[str] = []
     waiting = list(reversed(oracles))
     demos = settings.demos
@@ -124,7 +124,7 @@ async def _play_all(settings: Settings, host: str, oracles: list[Oracle], path: 
     compress = zstandard.ZstdCompressor(level=3).compress
     with path.with_suffix(".jsonl").open("w", encoding="utf-8") as rows, path.with_suffix(".bin").open("wb") as frames:
         async with AsyncEnvClient(host, run="demos") as client:
-            ids = [oracle.task_id for oracle in oracles]
+            ids = list(dict.fromkeys(oracle.task_id for oracle, _ in oracles))
             tasks: dict[str, Task] = {}
             for start in range(0, len(ids), 500):
                 listed = await client.list_tasks(task_ids=ids[start : start + 500], timeout=_LIST_TIMEOUT)
@@ -132,7 +132,8 @@ async def _play_all(settings: Settings, host: str, oracles: list[Oracle], path: 
 
             async def play_next() -> None:
                 while waiting:
-                    oracle = with_habits(waiting.pop(), demos)
+                    oracle, play = waiting.pop()
+                    oracle = with_habits(oracle, demos, play)
                     try:
                         chunks = await record(
                             client,
@@ -156,9 +157,9 @@ async def _play_all(settings: Settings, host: str, oracles: list[Oracle], path: 
     return failures
 
 
-def with_habits(oracle: Oracle, demos: Demos) -> Oracle:
-    """Return an oracle's steps as a demonstrator with these habits takes them, always the same for a task."""
-    rng = random.Random(oracle.task_id)  # noqa: S311 - not a secret
+def with_habits(oracle: Oracle, demos: Demos, play: int = 0) -> Oracle:
+    """Return an oracle's steps as a demonstrator with these habits takes them, the same for each play of a task."""
+    rng = random.Random(f"{oracle.task_id} {play}" if play else oracle.task_id)  # noqa: S311 - not a secret
     steps: list[tuple[Action, ...]] = []
     for step in oracle.steps:
         if not isinstance(step[0], Done) and rng.random() < demos.stops_early:

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -59,15 +58,12 @@ class Engine(GenerateServer):
         self._sampler.start()
         return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._waiting.put(None)
         self._sampler.join()
-        super().__exit__(kind, error, traceback)
+        super().__exit__(*raised)
 
     def check(self) -> None:
-        """Check that it still samples. Raises: LearnError."""
         if self.failure:
             raise LearnError(f"engine: {self.failure}; continue from the last checkpoint with `--resume`")
 

@@ -70,7 +70,6 @@ def policy_loss(
     """Return the loss of some rows of a batch of `rollout_count` rollouts, and sums for metrics.
 
     Args:
-        rows: The rows.
         log_probs: The current policy's log-probabilities of each row's response tokens.
         estimator: `grpo` or `gspo`.
         eps_clip: Lower clip of the ratio.

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from cuaenv.cli.terminal import err
@@ -32,15 +31,12 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         if self._board is not None:
             self._board.close()
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Add the metrics of one step."""
         self._file.write(json.dumps({"stage": stage, "step": step, "time": time.time(), **values}) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -51,6 +47,5 @@ class MetricsLog:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the metrics in a directory, in order."""
     path = directory / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []

@@ -133,8 +133,6 @@ class Policy:
         """Run the model on rows of one image each, padded on their right; returns transformers' output.
 
         Args:
-            ids_BT: The rows.
-            patches_IPV: The images.
             use_cache: Whether to return keys and values.
             image_B: Index of each row's image, if rows share images; None if there is one for each row.
 

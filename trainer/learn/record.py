@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.learn.settings import Settings
+from trainer.replay.pool import write_atomically
 
 _FILE = "run.json"
 _EVALUATIONS = "evaluations.jsonl"
@@ -36,7 +37,6 @@ class Evaluation:
     """Environment steps of training until then."""
 
     def add_to(self, directory: Path) -> None:
-        """Append it to a run's evaluations."""
         with (directory / _EVALUATIONS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(self)) + "\n")
 
@@ -80,16 +80,13 @@ def run_directories(run: Path) -> list[Path]:
 
 
 def read_evaluations(directory: Path) -> list[Evaluation]:
-    """Return a run's evaluations, in order."""
     path = directory / _EVALUATIONS
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
     return [Evaluation(**{**line, "scores": [Score(**score) for score in line["scores"]]}) for line in lines]
 
 
 def _write(directory: Path, record: Mapping[str, Any]) -> None:
-    new = directory / f"{_FILE}.new"
-    new.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    new.replace(directory / _FILE)
+    write_atomically(directory / _FILE, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def _now() -> str:

@@ -54,7 +54,6 @@ class Learner:
         """Turns of all training episodes, also of void ones."""
 
     def restore(self, *, resume: bool) -> None:
-        """Continue from the saved state, if there is one. Raises: LearnError."""
         state = load_state(self.directory, self._settings, stage="rl", resume=resume)
         if state is None:
             return
@@ -67,7 +66,6 @@ class Learner:
         self.done = self._engine.weight_version = state.done
 
     def save(self) -> None:
-        """Save everything that training continues from. Raises: LearnError."""
         self._workers.save(self.done - 1)
         generator = self._engine.generator.get_state()
         save_state(

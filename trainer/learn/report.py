@@ -37,14 +37,11 @@ class Run:
     name: str
     record: Mapping[str, Any]
     splits: Mapping[str, str]
-    """The split of each template."""
     evaluations: Sequence[Evaluation]
     updates: Sequence[Mapping[str, Any]]
-    """Metrics of each update."""
 
     @classmethod
     def read(cls, directory: Path, *, name: str, splits: Mapping[str, str]) -> Self:
-        """Read what a run left."""
         return cls(
             name=name,
             record=read_record(directory),
@@ -60,7 +57,6 @@ class Run:
 
     @property
     def arm(self) -> str:
-        """Name of its arm."""
         return str(self.record["arm"] or self.ablation or "rl")
 
     @property
@@ -91,7 +87,6 @@ class Run:
         return {name: [fmean(each[name] for each in end) for end in ends] for name in names}
 
     def as_json(self) -> dict[str, Any]:
-        """Return its entry in the list of all runs."""
         entry: dict[str, Any] = {
             **{key: self.record[key] for key in ("ablation", "arm", "seed", "status", "error")},
             "updates": len(self.updates),
@@ -118,18 +113,14 @@ def write_report(runs: Sequence[Path], directory: Path) -> dict[str, Any]:
 
     Runs that ended before their last evaluation are listed and not summed up.
 
-    Args:
-        runs: Run directories; each may have many runs of the stage `rl`.
-        directory: Target; created if it is missing.
-
     Raises:
         LearnError: There is no run, a run has no demonstrations, or matplotlib is not installed; in this last case
             `results.json` is written.
     """
     found = [run for path in runs for run in _read_runs(path, prefix=f"{path.name}/" if len(runs) > 1 else "")]
-    if not any(run.evaluations for run in found):
+    if not any(run.updates or run.evaluations for run in found):
         names = ", ".join(map(str, runs))
-        raise LearnError(f"run {names}: nothing was evaluated; run the stage `rl` first")
+        raise LearnError(f"run {names}: it has no updates and no evaluations; run the stage `rl` first")
     plain = [run for run in found if not run.ablation] or [run for run in found if run.ablation == _BASELINE]
     results = {
         "grpo": {**_grpo(plain), "by_template": _templates(plain)},
@@ -267,6 +258,8 @@ def _draw(directory: Path, runs: Sequence[Run], results: Mapping[str, Any]) -> N
         curves = {run.name: [(_x(each), each[name]) for each in run.updates if name in each] for run in runs}
         _draw_curves(directory / f"{name}.svg", curves, title=f"Training: {title}")
     held_out = {run.name: _held_out(run) for run in runs}
+    if not any(held_out.values()):
+        return
     _draw_curves(directory / "held_out.svg", held_out, title="Held-out tasks: greedy success")
     templates = {name: each["greedy"] for name, each in results["grpo"]["by_template"].items()}
     title = "Greedy success on held-out tasks by template"

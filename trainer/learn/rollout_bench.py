@@ -69,15 +69,13 @@ def measure(slime_home: Path, *, episodes: int, turns: int, picture_dir: str = "
     """Return the report of `trainer bench rollout --json`. Raises: LearnError.
 
     Args:
-        slime_home: Checkout of slime.
-        episodes: Concurrent episodes.
-        turns: Turns of each.
-        picture_dir: `envd.picture_dir`.
         workers: Compare so many `envd.workers` with slime's one process instead of measuring the turns.
     """
     use_slime(slime_home)
     os.environ[_HOME] = str(slime_home)
-    settings = Settings(screen_px=_SCREEN_PX, workers=max(1, workers), machines=-(-episodes // max(1, workers)))
+    # Workers choose daemons independently: without spare machines, some episodes would wait until others have ended.
+    machines = -(-2 * episodes // workers) if workers else episodes
+    settings = Settings(screen_px=_SCREEN_PX, workers=max(1, workers), machines=machines)
     conditions = {"episodes": episodes, "turns": turns, "screen_px": _SCREEN_PX, "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)

@@ -126,7 +126,6 @@ class Sampler:
         return self._take(slots, *choose(logits[at], self._temperature[at], self._generator), at)
 
     def drop(self) -> None:
-        """Forget all requests."""
         self._free += self._running
         self._running.clear()
 

@@ -9,7 +9,6 @@ import io
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import unquote, urlsplit
 
@@ -61,7 +60,6 @@ class GenerateServer:
         """Entering starts the server.
 
         Args:
-            port_count: Ports.
             shared_port: The port, which other processes may listen on too; 0 for a free one. None: not shared.
         """
         self.host = "127.0.0.1"
@@ -77,9 +75,7 @@ class GenerateServer:
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -90,7 +86,6 @@ class GenerateServer:
         raise NotImplementedError
 
     def make_app(self) -> web.Application:
-        """Return the routes of one port."""
         return _Port(self.generate).app()
 
     async def _start(self) -> None:

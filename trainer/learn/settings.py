@@ -27,6 +27,8 @@ class Demos(BaseModel):
     """Training templates that oracles play; empty for all of them."""
     seeds: int = Field(default=640, ge=1)
     """Variants of each of them."""
+    repeats: int = Field(default=1, ge=1)
+    """How often each variant is played, with other mistakes each time."""
     concurrency: int = Field(default=24, ge=1)
     """Concurrent episodes of each process."""
     wrong_button: float = Field(default=0.0, ge=0, lt=1)
@@ -169,7 +171,6 @@ class Settings(BaseModel):
 
     @property
     def agent_mapping(self) -> dict[str, Any]:
-        """The mapping `agent:` of the plug-in."""
         width, height = self.screen_px
         return {
             "grammar": "qwen3-vl",

@@ -27,7 +27,6 @@ def default_home() -> Path:
 
 
 def is_checkout(home: Path) -> bool:
-    """Return whether a directory has slime's code."""
     return (home / "slime" / "rollout").is_dir()
 
 
@@ -52,11 +51,9 @@ def fetch_slime(source: str, home: Path, *, report: ProgressReport) -> None:
     Args:
         source: URL, or a local repository that has the commit.
         home: The directory; it does not exist yet, or is empty.
-        report: Receives git's progress.
 
     Raises:
         LearnError: git is missing, the source cannot be read or lacks the commit, or the directory has other content.
-        OSError: The directory cannot be written.
     """
     if home.is_dir() and any(home.iterdir()):
         raise LearnError(f"{home}: has other content than slime's code; remove it, or give --slime-home")

@@ -98,17 +98,14 @@ class ModelServer(GenerateServer):
     """Serves greedy replies of a model."""
 
     def __init__(self, model: Model) -> None:
-        """Use a model."""
         super().__init__()
         self._model = model
         self._turn = asyncio.Lock()
 
     def reply(self, ids: Sequence[int], images: Sequence[Any], *, limit: int) -> tuple[list[int], list[float]]:
-        """Return a reply; see `Model.reply`."""
         return self._model.reply(ids, images, limit=limit)
 
     async def generate(self, payload: Mapping[str, Any], *, is_aborted: Callable[[], bool]) -> dict[str, Any]:  # noqa: ARG002 -- nothing is aborted
-        """Answer a request."""
         uris, ids = payload.get("image_data") or [], payload["input_ids"]
         images = [picture_of(uri).convert("RGB") for uri in uris]
         limit = int(payload["sampling_params"]["max_new_tokens"])

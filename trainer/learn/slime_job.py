@@ -61,15 +61,12 @@ class StandIns(MetaPathFinder, Loader):
         self._attributes = attributes or {}
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:  # noqa: ARG002
-        """Return the specification of a stand-in."""
         return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in ABSENT else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return a stand-in."""
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Add the attributes."""
         vars(module).update(self._attributes.get(module.__name__, {}))
 
 
@@ -106,7 +103,6 @@ class SlimeRollouts:
         return self._functions.generate_rollout(self.args, rollout_id, self.data_source)
 
     def evaluate(self, rollout_id: int = 0) -> Any:
-        """Run one evaluation; returns slime's RolloutFnEvalOutput."""
         return self._functions.generate_rollout(self.args, rollout_id, self.data_source, evaluation=True)
 
     def train_data(self, groups: Sequence[Any]) -> dict[str, Any]:
@@ -135,10 +131,6 @@ def slime_args(envd: Mapping[str, Any], **given: Any) -> Namespace:
     """Return slime's arguments, with the defaults of its parser and our hooks.
 
     Needs slime.
-
-    Args:
-        envd: That mapping of the YAML file.
-        given: Other values.
     """
     provider: Any = import_module("slime.utils.arguments").get_slime_extra_args_provider()
     parser = provider(argparse.ArgumentParser(allow_abbrev=False))

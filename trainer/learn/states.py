@@ -36,13 +36,6 @@ def train_step(
 ) -> float:
     """Make one optimiser step and return the norm of the gradient.
 
-    Args:
-        model: The model.
-        optimizer: Its optimiser.
-        loss: The loss; None if the gradients are there already.
-        learning_rate: Of this step.
-        what: Its name in errors.
-
     Raises:
         LearnError: Loss or gradient is not finite; the weights are unchanged.
     """
@@ -72,7 +65,6 @@ class RunState:
 
     @classmethod
     def of(cls, model: Any, optimizer: Any, settings: Settings, *, stage: str, done: int, **more: Any) -> Self:
-        """Return the current state."""
         return cls(
             model=model.state_dict(),
             optimizer=optimizer.state_dict(),
@@ -93,12 +85,6 @@ def save_state(directory: Path, state: RunState) -> None:
 
 def load_state(directory: Path, settings: Settings | None, *, stage: str, resume: bool = True) -> RunState | None:
     """Return the saved state, or None if there is none.
-
-    Args:
-        directory: Of the stage.
-        settings: They must match those of the state; None to accept any.
-        stage: Its name in errors.
-        resume: Whether the caller wants to continue.
 
     Raises:
         LearnError: There is a state that must not be continued.

@@ -153,7 +153,6 @@ class Workers:
             pipe.close()
 
     def rollout(self, number: int) -> Batch:
-        """Roll out one batch. Raises: LearnError: A process failed."""
         import torch  # noqa: PLC0415 -- seconds
 
         found = Batch()
@@ -175,11 +174,9 @@ class Workers:
         return [score for scores in self._ask(("evaluate", number, temperature)) for score in scores]
 
     def save(self, number: int) -> None:
-        """Save the position in the data sets. Raises: LearnError."""
         self._ask(("save", number))
 
     def load(self, number: int) -> None:
-        """Continue from a saved position. Raises: LearnError."""
         self._ask(("load", number))
 
     def _ask(self, command: tuple[Any, ...]) -> list[Any]:
@@ -342,9 +339,7 @@ class _Worker:
         ]
 
     def save(self, number: int) -> None:
-        """Save the position in the data set."""
         self._rollouts.data_source.save(number)
 
     def load(self, number: int) -> None:
-        """Load the position in the data set."""
         self._rollouts.data_source.load(number)

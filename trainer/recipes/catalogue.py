@@ -33,7 +33,6 @@ class Effective:
 
 
 def names() -> list[str]:
-    """Return the names of all recipes."""
     return sorted(path.stem for path in _DIRECTORY.glob("*.yaml"))
 
 

@@ -145,7 +145,6 @@ class ReplayPool:
         return [stored.trajectory for stored in self._by_task.get(task_id, []) if stored.trajectory.rows]
 
     def statistics(self) -> dict[str, float]:
-        """Return sizes and counters for the log."""
         with self._lock:
             online_count = sum(stored.online for entries in self._by_task.values() for stored in entries)
             sizes = {"task_count": len(self._by_task), "size": self._size(), "online_size": online_count}
@@ -158,7 +157,6 @@ class ReplayPool:
         that no index of the directory names are removed at the end.
 
         Args:
-            directory: Created if necessary.
             name: Name of this state, such as a checkpoint's number; a directory may hold several.
         """
         items = directory / "trajectories"

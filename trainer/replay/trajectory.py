@@ -95,7 +95,6 @@ class StoredTrajectory:
         return hashlib.sha256(canonical(self.as_row()).encode()).hexdigest()
 
     def as_row(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
         row: dict[str, Any] = {
             "task_id": self.task_id,
             "messages": list(self.messages),

@@ -94,7 +94,6 @@ class _Tree:
         self._values: dict[tuple[str, int], float | None] = {}
 
     def credit(self, member: Member, scale: float) -> Credit:
-        """Return a member's advantages, divided by `scale`."""
         starts = [member.shared_count, *(t for t in sorted(self._branch_turns[member.name]) if t > member.shared_count)]
         advantages: list[float] = []
         sibling_count = 0

@@ -1,17 +1,20 @@
 """An episode whose screens are given pictures, for `run_episode`; it needs no daemon and no machine."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from functools import cache
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from cuaenv.client import Action, Click, Evaluation, Observation, Origin, State, StepResult, View
+from cuaenv.client import Action, Checkpoint, Click, Evaluation, Observation, Origin, State, StepResult, View
 from cuaenv.frames import TiledImage
+from trainer.agent.grammars import Grammar
 from trainer.agent.settings import AgentSettings
-from trainer.agent.types import Conversation, Reply
+from trainer.agent.starts import task_id_of
 from trainer.sight.check import Plan
 
 #: Turns of an episode: enough that pictures can be lost after the first one, or exchanged among later ones.
@@ -73,10 +76,26 @@ def _observation(picture: Image.Image) -> Observation:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ActingSettings(AgentSettings):
+    """Settings by which every reply acts, whatever the model samples: models that cannot act reach their next turn too.
+
+    Rows keep the sampled tokens and log-probabilities.
+    """
+
+    def make_grammar(self, offered: Sequence[str] | None = None) -> Grammar:
+        made = AgentSettings.make_grammar(self, offered)
+        parse, action = made.parse, made.render([Click(1, 1)])
+        vars(made)["parse"] = lambda _, picture: parse(action, picture)
+        return made
+
+
 def settings_of(agent: AgentSettings) -> AgentSettings:
     """Return the settings of such an episode: those of the job, with a few short turns, and pictures alone."""
+    given = {each.name: getattr(agent, each.name) for each in fields(AgentSettings)}
     reply_tokens = min(agent.reply_tokens, _REPLY_TOKENS)
-    return replace(agent, max_turns=TURNS, reply_tokens=reply_tokens, a11y_tree=False, terminal=False, marks=False)
+    alone = {"a11y_tree": False, "terminal": False, "marks": False}
+    return _ActingSettings(**{**given, **alone, "max_turns": TURNS, "reply_tokens": reply_tokens})
 
 
 @cache
@@ -88,19 +107,30 @@ def plan_of(agent: AgentSettings) -> Plan:
     return Plan.draw(turns=TURNS, size_px=size_px)
 
 
-class ActingConversation:
-    """A conversation whose replies act, whatever the model samples: models that cannot act reach their next turn too.
+class PictureEnvironments:
+    """Opens the episodes of a plan as tasks `sight/N`. See `trainer.agent.attempts.GroupEnvironments`."""
 
-    Rows keep the sampled tokens and log-probabilities. See `trainer.agent.types.Conversation`.
-    """
+    def __init__(self, plan: Plan) -> None:
+        """Take the plan."""
+        self._plan = plan
 
-    def __init__(self, conversation: Conversation, agent: AgentSettings) -> None:
-        """Wrap a conversation."""
-        self._conversation = conversation
-        self._action = agent.make_grammar().render([Click(1, 1)])
-        self.begin = conversation.begin
-        self.append = conversation.append
+    @asynccontextmanager
+    async def reset(self, task: str | Checkpoint, **_: object) -> AsyncIterator[PictureEpisode]:
+        """Open an episode."""
+        yield self._episode(task)
 
-    async def generate(self) -> Reply:
-        """Sample a reply; return it with another text. Raises: those of the conversation."""
-        return replace(await self._conversation.generate(), text=self._action)
+    @asynccontextmanager
+    async def reset_group(
+        self, task: str | Checkpoint, *, size: int, **_: object
+    ) -> AsyncIterator[Sequence[PictureEpisode]]:
+        """Open equal episodes."""
+        yield [self._episode(task) for _ in range(size)]
+
+    def _episode(self, task: str | Checkpoint) -> PictureEpisode:
+        return PictureEpisode(self._plan.episodes[int(task_id_of(task).removeprefix("sight/"))])
+
+
+def tokens_of(processor: Any) -> dict[str, Any]:
+    """Return the arguments of `trainer.sight.check.turns_of_row` that a transformers processor determines."""
+    tokenizer = processor.tokenizer
+    return {"image_id": tokenizer.convert_tokens_to_ids(processor.image_token), "decode": tokenizer.decode}

@@ -15,7 +15,7 @@ from typing import Any
 from trainer.agent.loop import run_episode
 from trainer.agent.types import Trajectory
 from trainer.sight.check import Episode, Patches, Report, compare, given_pictures, turns_of_row
-from trainer.sight.episode import ActingConversation, PictureEpisode, plan_of, settings_of
+from trainer.sight.episode import PictureEpisode, plan_of, settings_of, tokens_of
 from trainer.slime.config import SlimeConfig
 from trainer.slime.generate import run_rollout, task_of
 from trainer.slime.rollout import Rollout
@@ -58,9 +58,7 @@ class _PictureRollout(Rollout):
         super().__init__(args, sample, params, config=config.model_copy(update=own))
 
     async def run(self, start: object, *, group_size: int) -> Trajectory:  # noqa: ARG002 -- it has one task
-        agent = self.config.agent
-        conversation = ActingConversation(self._conversation, agent)
-        return await run_episode(PictureEpisode(self._pictures), conversation, settings=agent)
+        return await run_episode(PictureEpisode(self._pictures), self._conversation, settings=self.config.agent)
 
 
 async def require_sight(args: Any, sample: Sample, sampling_params: Mapping[str, Any], config: SlimeConfig) -> str:
@@ -94,7 +92,6 @@ _checks: dict[tuple[Any, ...], "Future[str]"] = {}
 
 async def _examined(args: Any, sample: Sample, sampling_params: Mapping[str, Any], config: SlimeConfig) -> Report:
     plan, state = plan_of(config.agent), generate_state(args)
-    image_id = state.tokenizer.convert_tokens_to_ids(state.processor.image_token)
 
     async def played(number: int) -> Episode:
         mine = copy.copy(sample)
@@ -107,8 +104,7 @@ async def _examined(args: Any, sample: Sample, sampling_params: Mapping[str, Any
                 row.loss_mask or (),
                 row.rollout_log_probs or (),
                 row.multimodal_train_inputs,
-                image_id=image_id,
-                decode=state.tokenizer.decode,
+                **tokens_of(state.processor),
             )
         ]
 

@@ -45,11 +45,7 @@ class EpisodeHistory(EpisodeObserver):
         self._labels: dict[str, tuple[int, set[str]]] = {}
         """Members opened so far and open episodes, by group."""
 
-    def __repr__(self) -> str:
-        return f"<EpisodeHistory of {len(self._timelines)} episodes>"
-
     def timeline_of(self, episode_id: str) -> Timeline:
-        """Return an episode's timeline; an empty one if the episode is not open."""
         return self._timelines.get(episode_id) or Timeline("", 0, deque())
 
     def opened(self, episode: Episode) -> None:
@@ -70,12 +66,10 @@ class EpisodeHistory(EpisodeObserver):
         self._timelines[episode.episode_id] = Timeline(label, episode.step_count, steps)
 
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
-        """Add a step, without its pixels."""
         if (timeline := self._timelines.get(episode.episode_id)) is not None:
             timeline.steps.append(replace(step, view=None))
 
     def rolled_back(self, episode: Episode) -> None:
-        """Mark the steps that were taken back."""
         if (timeline := self._timelines.get(episode.episode_id)) is not None:
             for at, step in enumerate(timeline.steps):
                 if step.index >= episode.step_count:
@@ -106,9 +100,6 @@ class Board:
         self.runs: list[Facts] = []
         """Runs, the newest first."""
 
-    def __repr__(self) -> str:
-        return f"<Board of {len(self.episodes)} episodes, {len(self._listeners)} viewers>"
-
     @property
     def now_s(self) -> float:
         """The host's time as a Unix time: leases are shown relative to it."""
@@ -122,7 +113,6 @@ class Board:
             self._task = asyncio.create_task(self._follow(), name="console:board")
 
     def unlisten(self, changed: Callable[[], None]) -> None:
-        """Undo `listen`."""
         self._listeners.remove(changed)
         if not self._listeners and self._task is not None:
             self._task.cancel()
@@ -152,7 +142,6 @@ class Board:
                 changed()
 
     async def aclose(self) -> None:
-        """End the reading."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -221,6 +210,7 @@ def episode_detail(episode: Episode, facts: Facts, timeline: Timeline, checkpoin
                 "time": step.time.timestamp(),
                 "source": step.source,
                 "actions": list(step.actions),
+                "unrecorded": list(step.unrecorded),
                 "settled": step.is_settled,
                 "rolled_back": step.is_rolled_back,
                 "ms": round(step.total_ms),

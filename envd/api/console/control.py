@@ -36,7 +36,6 @@ class ControlRoutes:
         self._caller_of = caller_of
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add all routes."""
         router.add_get("/api/tasks", _answers(self._tasks))
         router.add_post("/api/episodes", _answers(self._open))
         router.add_post("/api/episodes/{id}/control", _answers(self._take))
@@ -51,7 +50,6 @@ class ControlRoutes:
         return {"tasks": [{"id": task.task_id, "instruction": task.instruction} for task in tasks[:_MAX_TASKS]]}
 
     async def _open(self, request: web.Request) -> dict[str, Any]:
-        """Open an episode of a task, or in the state of a checkpoint, for a person."""
         caller, body = self._caller_of(request), await _body(request)
         if caller.scope < Scope.RUN:
             raise web.HTTPForbidden(text=f"token {caller.name}: scope run is needed to open episodes\n")
@@ -88,7 +86,6 @@ class ControlRoutes:
         return {"errors": [outcome.error for outcome in outcomes]}
 
     async def _release(self, request: web.Request) -> dict[str, Any]:
-        """Hand back."""
         episode_id, body = self._own(request), await _body(request)
         await self._episodes.release_control(episode_id, control_id=_text(body, "control"))
         return {}

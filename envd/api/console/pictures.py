@@ -85,9 +85,6 @@ class Pictures:
         self._tasks: dict[tuple[str, Size], asyncio.Task[None]] = {}
         self._listeners: dict[tuple[str, Size], list[Callable[[], None]]] = {}
 
-    def __repr__(self) -> str:
-        return f"<Pictures of {len(self._sources)} sources>"
-
     def subscribe(self, episode_id: str, size: Size, changed: Callable[[], None]) -> Source:
         """Return the source of an episode's pictures; `changed` is called after each change of it."""
         key = (episode_id, size)
@@ -107,7 +104,6 @@ class Pictures:
             del self._sources[key], self._listeners[key]
 
     async def aclose(self) -> None:
-        """End all sources and threads."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

@@ -111,7 +111,6 @@ class Replays:
             self._makes_video = False
 
     async def aclose(self) -> None:
-        """End the threads."""
         self._closing = True
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._video_executor.shutdown, cancel_futures=True)

@@ -42,17 +42,12 @@ class Runs(EpisodeObserver):
         self._clock = clock
         self._runs: dict[tuple[str, str], _Run] = {}
 
-    def __repr__(self) -> str:
-        return f"<Runs {len(self._runs)}>"
-
     def opened(self, episode: Episode) -> None:
-        """Count an episode."""
         run = self._active(episode)
         run.episode_count += 1
         run.open_count += 1
 
     def stepped(self, episode: Episode, _step: PerformedStep) -> None:
-        """Count a step."""
         run, second = self._active(episode), int(self._clock.monotonic())
         run.step_count += 1
         if not run.steps_by_second or run.steps_by_second[-1][0] != second:
@@ -60,7 +55,6 @@ class Runs(EpisodeObserver):
         run.steps_by_second[-1][1] += 1
 
     def scored(self, episode: Episode) -> None:
-        """Count a score."""
         if isinstance(episode.verdict, EvaluateResult):
             run, score = self._active(episode), episode.verdict.score
             run.scored_count += 1

@@ -94,13 +94,10 @@ async def serve_console(
         episodes: Not yet started, or the timeline lacks the steps before this call.
         listen: HOST:PORT, port 0 for a free one.
         library: The recordings to replay; None if episodes are not recorded.
-        tls: For HTTPS; None for HTTP.
-        middlewares: Check requests.
         is_admitted: Whether a request that the middlewares admitted would be admitted now; a stream ends if not.
         may_see: Which episodes a caller may see.
         caller_name: Identifies the caller, whose open pages are limited; empty if callers have no names.
         caller_of: The rights of a request's caller, for routes that act.
-        clock: Source of time; by default the host's.
 
     Raises:
         ConfigError: The address cannot be bound.
@@ -179,7 +176,6 @@ class Console:
         self._stopping = asyncio.Event()
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
-        """Add all routes."""
         for path, (name, content_type) in _PAGE.items():
             router.add_get(path, _file_handler(name, content_type))
         router.add_get("/api/events", self._events)
@@ -197,7 +193,6 @@ class Console:
             viewer.wake()
 
     async def aclose(self) -> None:
-        """End all tasks and threads."""
         await self._board.aclose()
         await self._pictures.aclose()
         if self._replays is not None:
@@ -245,7 +240,6 @@ class Console:
         return viewer
 
     async def _select(self, request: web.Request) -> web.Response:
-        """Select the episodes whose pictures a stream carries."""
         viewer = self._viewers.get(request.match_info["view"])
         if viewer is None:
             raise _not_found(f"view {request.match_info['view']}: not found; reload the page")
@@ -254,7 +248,6 @@ class Console:
         return web.Response(status=204)
 
     async def _episode(self, request: web.Request) -> web.Response:
-        """Return an episode with its timeline."""
         episode_id = request.match_info["id"]
         self._board.refresh()
         facts = self._board.episodes.get(episode_id)

@@ -31,15 +31,10 @@ class Viewer:
         self._sent_pictures: dict[tuple[str, Size], tuple[Picture | None, str]] = {}
         board.listen(self.wake)
 
-    def __repr__(self) -> str:
-        return f"<Viewer of {len(self._sent_episodes)} episodes and {len(self._sources)} pictures>"
-
     def wake(self) -> None:
-        """End a `wait`."""
         self._changed.set()
 
     async def wait(self, *, timeout_s: float) -> None:
-        """Wait for a change, or for `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -87,13 +82,11 @@ class Viewer:
             yield event("picture", _picture_message(source, known))
 
     def close(self) -> None:
-        """Unsubscribe from everything."""
         self._board.unlisten(self.wake)
         for key in list(self._sources):
             self._drop(key)
 
     def _visible(self, pool: Facts) -> Facts:
-        """Return a pool without the queued groups of owners that the viewer may not see."""
         return {**pool, "queue": self._of_visible(pool["queue"])}
 
     def _of_visible(self, facts: Iterable[Facts]) -> list[Facts]:
@@ -106,7 +99,6 @@ class Viewer:
 
 
 def event(name: str, data: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 

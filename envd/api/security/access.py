@@ -37,7 +37,6 @@ class Rule:
     scope: Scope | None
     """The minimum scope; None if the method needs no token."""
     max_bytes: int = 256 << 10
-    """Maximum size of a request."""
 
 
 #: Maximum size of one message in either direction.
@@ -139,7 +138,6 @@ _caller: ContextVar[Caller] = ContextVar("envd_caller")
 
 
 def current_caller() -> Caller:
-    """Return the caller of the call that this task serves."""
     return _caller.get()
 
 

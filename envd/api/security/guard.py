@@ -4,16 +4,16 @@ Checked before the body of a call is read (`identify`, `count`), before each req
 each message of a stream is sent, so that revoking a token takes effect at once.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from envd.api.security.access import ALWAYS_SERVED, TRUSTED, Caller, bearer_token
 from envd.api.security.in_flight import InFlight, RunningCall
-from envd.api.security.rate import RateLimiter
-from envd.api.security.refusals import RefusalLog
+from envd.api.security.rate import MAX_CALLERS, RateLimiter
 from envd.api.security.secret_files import Reloaded
 from envd.api.security.tokens import TokenTable
-from envd.base.errors import RateLimited, Unauthenticated
+from envd.base.errors import EpisodeNotFound, InvalidRequest, RateLimited, ScopeTooSmall, Unauthenticated
 from envd.episodes.registry import unknown_episode
 
 #: As grpc provides it.
@@ -47,10 +47,7 @@ class Guard:
 
         Args:
             tokens: The valid tokens; None to trust every caller.
-            limiter: Limits the call rate of each caller.
             renewals: Limits the rate of ids in the calls that `limiter` exempts, which only keep or release.
-            max_calls: Maximum number of running calls of each caller.
-            may_use: Returns whether a caller may use the episode of an id.
         """
         self._tokens = tokens
         self._limiter = limiter
@@ -73,7 +70,6 @@ class Guard:
         return caller
 
     def find_caller(self, metadata: Metadata) -> Caller | None:
-        """Return the caller; None without a valid token."""
         try:
             return self._authenticate(metadata)
         except Unauthenticated:
@@ -114,11 +110,8 @@ class Guard:
         """Check that a request may be served.
 
         Args:
-            caller: The caller.
-            method: The method.
             episode_id: The episode that the request names; empty if it names none or several.
             id_count: Number of episodes or tasks that it names, if it names several; each counts as a call.
-            peer: The caller's address.
 
         Raises:
             EpisodeNotFound: The episode is another caller's, or unknown; the error is the same for both.
@@ -159,3 +152,35 @@ def _name_of(caller: Caller, peer: str) -> str:
 def _host(peer: str) -> str:
     """Return the host of a grpc peer, such as ipv4:192.0.2.7:41234: a host's connections share one rate limit."""
     return f"host {peer.rpartition(':')[0]}"
+
+
+#: Lines of one caller and reason that are logged at once, and the interval of further ones.
+BURST: Final = 10
+INTERVAL_S: Final = 10.0
+#: Failures of calls that did nothing, so that a caller can make hundreds per second.
+_REFUSALS: Final = (EpisodeNotFound, InvalidRequest, ScopeTooSmall, Unauthenticated)
+
+
+class RefusalLog:
+    """Decides which refused calls are logged, and counts the others."""
+
+    def __init__(self) -> None:
+        self._lines = RateLimiter(calls_per_second=1 / INTERVAL_S, burst=BURST)
+        self._omitted: OrderedDict[str, int] = OrderedDict()
+
+    def describe(self, caller: str, error: Exception) -> str | None:
+        """Return the text of a failure for the log, with the number of equal ones omitted before it; None to omit it.
+
+        Args:
+            error: The failure. Only refusals are ever omitted.
+        """
+        if not isinstance(error, _REFUSALS):
+            return str(error)
+        key = f"{caller} {error.reason}"
+        if self._lines.take(key):
+            self._omitted[key] = self._omitted.pop(key, 0) + 1
+            if len(self._omitted) > MAX_CALLERS:
+                self._omitted.popitem(last=False)
+            return None
+        count = self._omitted.pop(key, 0)
+        return f"{error} (after {count} more {error.reason} of {caller} that are not logged)" if count else str(error)

@@ -23,7 +23,6 @@ def tls_context(security: SecurityConfig, *, on_stale: Callable[[bool], None]) -
     """Return a context whose new connections use the newest valid files; None without TLS.
 
     Args:
-        security: Names the files.
         on_stale: Called after each change of the files with whether older ones are still in use.
 
     Raises:
@@ -46,13 +45,7 @@ def tls_context(security: SecurityConfig, *, on_stale: Callable[[bool], None]) -
 
 
 def require_token(tokens: Reloaded[TokenTable] | None, scope: Scope, *, exempt: Iterable[str] = ()) -> Middleware:
-    """Return a middleware that answers 401 without a valid token, and 403 if its scope is too small.
-
-    Args:
-        tokens: The valid tokens; None to trust every caller.
-        scope: What a caller needs.
-        exempt: Paths that need no token.
-    """
+    """Return a middleware that answers 401 without a valid token, and 403 if its scope is too small."""
     free = frozenset(exempt)
 
     @web.middleware

@@ -57,7 +57,6 @@ class RunningCall:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Count neither the call nor its bytes any more."""
         caller = self._caller
         caller.byte_count -= self._byte_count
         caller.call_count -= 1

@@ -37,7 +37,6 @@ class RateLimiter:
         Args:
             calls_per_second: Fill rate of a bucket; 0 for no limit.
             burst: Capacity of a bucket.
-            clock_s: Monotonic clock, in seconds.
         """
         self._calls_per_second = calls_per_second
         self._burst = burst

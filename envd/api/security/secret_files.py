@@ -31,10 +31,6 @@ def read_file(path: Path, *, setting: str) -> bytes:
 def read_secret(path: Path, *, setting: str) -> bytes:
     """Return the content of a file that only its owner can write and only its owner and group can read.
 
-    Args:
-        path: The file.
-        setting: Its configuration key, for messages.
-
     Raises:
         ConfigError: It cannot be read, is too large, or is not private.
     """
@@ -58,7 +54,6 @@ def _read(path: Path, *, setting: str, is_secret: bool) -> bytes:
 
 
 def _exposure(status: os.stat_result) -> str:
-    """Return why a file is not private; empty if it is."""
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o007 or mode & 0o020:
         return f"has mode {mode:04o}, which lets other users read it or its group change it"
@@ -76,9 +71,6 @@ class Reloaded(Generic[T]):
         """Read the files for the first time.
 
         Args:
-            setting: Their configuration key, for logs.
-            paths: The files.
-            read: Parses them; raises ConfigError.
             on_stale: Called after each change with whether an older value is still in use.
 
         Raises:

@@ -16,7 +16,6 @@ def server_credentials(
     """Return credentials that are reloaded when their files change.
 
     Args:
-        cert: The server's certificate chain, PEM.
         key: Its private key, PEM, without a passphrase.
         client_ca: CA of the client certificates, which are then required; None to require none.
         on_stale: Called after each change of the files with whether older ones are still in use.
@@ -41,11 +40,7 @@ def server_credentials(
 
 
 def server_context(*, cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
-    """Return a server's context, which requires client certificates if there is a CA of theirs.
-
-    Raises:
-        ConfigError: A file cannot be read or is not PEM, or certificate and key do not match.
-    """
+    """Return a server's context, which requires client certificates if there is a CA of theirs."""
     # Errors of a file that is missing or not private are clearer than those of OpenSSL.
     read_file(cert, setting="security.tls_cert")
     read_secret(key, setting="security.tls_key")

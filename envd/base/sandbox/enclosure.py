@@ -100,7 +100,6 @@ def enclose(number: int, *, visible: Iterable[str], files: Mapping[str, str], li
         number: Of the evaluation; decides its user id.
         visible: Directories to keep besides the system's, at their paths and read-only.
         files: Files of the host to copy into `CACHE`, by their names there. Copies, so that nothing is shared.
-        limits: Resource limits.
         alive: Read end of a pipe whose write end only the parent holds. This process ends when the parent does.
 
     Raises:

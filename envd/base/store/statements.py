@@ -117,7 +117,6 @@ _PUT = {
 
 
 def renew_lease(episode_id: str, *, lease_ttl_s: float, expire_time_s: float) -> Statement:
-    """Update the lease of an episode."""
     return Statement(
         "UPDATE episodes SET lease_ttl_s = ?, expire_time_s = ? WHERE episode_id = ?",
         (lease_ttl_s, expire_time_s, episode_id),
@@ -125,7 +124,6 @@ def renew_lease(episode_id: str, *, lease_ttl_s: float, expire_time_s: float) ->
 
 
 def delete_episode(episode_id: str) -> tuple[Statement, ...]:
-    """Delete an episode and its responses."""
     return (
         Statement("DELETE FROM episodes WHERE episode_id = ?", (episode_id,)),
         Statement("DELETE FROM answers WHERE scope = ?", (episode_id,)),
@@ -133,10 +131,8 @@ def delete_episode(episode_id: str) -> tuple[Statement, ...]:
 
 
 def delete_answer(*, kind: str, scope: str, request_id: str) -> Statement:
-    """Delete a response."""
     return Statement("DELETE FROM answers WHERE scope = ? AND kind = ? AND request_id = ?", (scope, kind, request_id))
 
 
 def delete_machine(machine_id: str) -> Statement:
-    """Delete a machine."""
     return Statement("DELETE FROM machines WHERE machine_id = ?", (machine_id,))

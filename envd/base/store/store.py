@@ -74,7 +74,6 @@ class NullStore:
     """Keeps nothing: for a service that need not survive its process."""
 
     def commit(self, *statements: Statement) -> "asyncio.Future[None]":  # noqa: ARG002 -- the protocol's
-        """See `Store`."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
@@ -83,7 +82,6 @@ class NullStore:
         """See `Store`."""
 
     async def rows(self, kind: type[Row]) -> list[Row]:  # noqa: ARG002 -- the protocol's
-        """See `Store`."""
         return []
 
 
@@ -132,21 +130,14 @@ class SqliteStore:
         self._thread.start()
         self._checkpointer.start()
 
-    def __repr__(self) -> str:
-        return f"<SqliteStore {self.path}{' closed' if self._closed else f' | {self._jobs.qsize()} waiting'}>"
-
     def commit(self, *statements: Statement) -> "asyncio.Future[None]":
-        """See `Store`."""
         return self._submit(statements=statements)
 
     def write_soon(self, *statements: Statement) -> None:
-        """See `Store`."""
         if not self._closed:
             self._add(_Job(None, statements=statements))
 
     async def rows(self, kind: type[Row]) -> list[Row]:
-        """See `Store`."""
-
         def read(connection: sqlite3.Connection) -> list[Row]:
             names = COLUMNS[kind]
             found = connection.execute(f"SELECT {', '.join(names)} FROM {TABLES[kind]}")  # noqa: S608 -- our own names
@@ -178,7 +169,6 @@ class SqliteStore:
         self._pending.append(job)
 
     def _flush(self) -> None:
-        """Run the pending jobs, here or on the thread."""
         jobs, self._pending = self._pending, []
         if not jobs:
             return  # the store was closed meanwhile

@@ -22,17 +22,7 @@ _TLS_HANDSHAKE_S = 10.0
 async def serve_metrics(
     metrics: Metrics, listen: str, *, tls: ssl.SSLContext | None = None, middlewares: Sequence[Middleware] = ()
 ) -> AsyncIterator[str]:
-    """Serve metrics and yield the bound address.
-
-    Args:
-        metrics: The series.
-        listen: HOST:PORT, port 0 for a free one.
-        tls: For HTTPS; None for HTTP.
-        middlewares: Check requests.
-
-    Raises:
-        ConfigError: The address cannot be bound.
-    """
+    """Serve metrics and yield the bound address."""
 
     async def scrape(_: web.Request) -> web.Response:
         return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})
@@ -56,10 +46,8 @@ async def serve_app(
     Connections beyond a quarter of the process's file descriptors are closed at once.
 
     Args:
-        app: The application.
         listen: HOST:PORT, port 0 for a free one.
         setting: Name of the setting that has the address.
-        tls: For HTTPS; None for HTTP.
 
     Raises:
         ConfigError: The address cannot be bound.
@@ -106,6 +94,5 @@ class _Refused(asyncio.Protocol):
     """A connection too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Close it."""
         if isinstance(transport, asyncio.Transport):
             transport.abort()

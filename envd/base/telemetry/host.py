@@ -23,7 +23,6 @@ class HostCollector(Collector):
         Args:
             directories: By label `directory`.
             certificates: PEM files by label `setting`.
-            memory: Returns the available bytes.
         """
         self._directories = dict(directories)
         self._certificates = dict(certificates)

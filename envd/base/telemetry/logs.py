@@ -67,7 +67,6 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per line: `time`, `level`, `logger`, `message`, the ids, and `exception` if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record as a line of JSON."""
         fields = {
             "time": _utc(record).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -86,7 +85,6 @@ def _one_line(text: str) -> str:
 
 
 def _record_ids(record: logging.LogRecord) -> Mapping[str, str]:
-    """Return the bound ids."""
     ids: Mapping[str, str] = getattr(record, "ids", {})
     return ids
 

@@ -156,7 +156,6 @@ class Metrics:
     # -- events -------------------------------------------------------------------------------------------------
 
     def group_admitted(self, *, pool: str, run: str, machine_count: int, wait_s: float) -> None:
-        """Record a group that got its machines and reservations."""
         labels = {"pool": pool, "run": self._run_label(run)}
         self.admissions.labels(**labels).inc()
         self.machines_granted.labels(**labels).inc(machine_count)
@@ -176,7 +175,6 @@ class Metrics:
         self.observe_phases(self.step_duration, pool, timings_ms)
 
     def episode_evaluated(self, *, pool: str, score: float, timings_ms: Mapping[str, float]) -> None:
-        """Record a score."""
         self.scores.labels(pool=pool).observe(score)
         self.observe_phases(self.evaluate_duration, pool, timings_ms)
 
@@ -192,7 +190,7 @@ class Metrics:
         self.episode_failures.labels(pool=pool, operation=operation, reason=reason).inc()
 
     def web_request(self, pool: str, outcome: str) -> None:
-        """Record a request of a guest; `outcome` is recorded, replayed, not_recorded or failed."""
+        """Record a request of a guest; `outcome` is recorded, replayed, not_recorded, websocket or failed."""
         self.web_requests.labels(pool=pool, outcome=outcome).inc()
 
     def observe_phases(self, histogram: Histogram, pool: str, timings_ms: Mapping[str, float]) -> None:

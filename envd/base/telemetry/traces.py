@@ -91,13 +91,7 @@ async def _flushed(provider: "TracerProvider", timeout_s: float) -> bool:
 
 @contextmanager
 def call_span(method: str, metadata: Iterable[tuple[str, Any]], ids: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Record a call as a span that continues the client's trace, if there is one; yield ids for logs.
-
-    Args:
-        method: The method's name.
-        metadata: Metadata of the call.
-        ids: Attributes of the span.
-    """
+    """Record a call as a span that continues the client's trace, if there is one; yield ids for logs."""
     if _tracer is None or method in _UNTRACED or "/" in method:
         yield {}
         return

@@ -295,7 +295,6 @@ def _repeated(oracle: OracleSteps) -> Iterator[Mutant]:
 
 
 def _expected(checks: Iterable[AnyLeafChecker]) -> list[str]:
-    """Return the texts that checkers expect, each once."""
     texts: list[str] = []
     for check in checks:
         for each in (check, getattr(check, "stdout", None)):

@@ -4,8 +4,9 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from datetime import timedelta
+
+from pydantic import BaseModel, ConfigDict
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, EpisodeEnded, View
 from envd.base.config import Config
@@ -24,9 +25,10 @@ _MAX_MUTANT_WAIT_S = 10.0
 _MOST_PIXELS = 640 * 400
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attack:
+class Attack(BaseModel):
     """The result of one mutant."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
 
     task_id: str
     mutant: str
@@ -36,7 +38,6 @@ class Attack:
     script: tuple[str, ...]
     expects_success: bool
     score: float | None = None
-    """None without a score."""
     impossible: bool = False
     """Whether one of its commands failed, so that there is nothing to score."""
     detail: str = ""
@@ -71,13 +72,7 @@ async def attack(
 
     Args:
         config: See `attack_config`.
-        tasks: Tasks with oracles.
-        parallel_count: Mutants played at once.
         is_wanted: Whether to play this mutant, which has this digest.
-        on_result: Called with each result.
-
-    Raises:
-        EnvdError: The daemon could not start.
     """
     async with open_daemon(config) as daemon, AsyncEnvClient(daemon.address, token="") as client:
         runs_guests = daemon.hypervisor.capabilities.runs_guests
@@ -155,12 +150,11 @@ class _Player:
         result = self._result(mutant, score=score, detail=detail, impossible=impossible)
         if not result.is_killed:
             with suppress(EnvError):
-                result = replace(result, picture=await _picture(episode))
+                result = result.model_copy(update={"picture": await _picture(episode)})
         self._on_result(result)
         await episode.close()
 
     async def _score(self, mutant: Mutant, episode: AsyncEpisode) -> tuple[float, str]:
-        """Play the mutant's steps; return its score and the evidence."""
         problem = ""
         try:
             await self._perform(episode, mutant.steps, is_mutant=not mutant.expects_success)

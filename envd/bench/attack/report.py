@@ -3,13 +3,14 @@
 import base64
 import fcntl
 import html
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from string import Template
 from typing import Any, Literal, Self
 
 import yaml
@@ -41,6 +42,7 @@ class Verdict(BaseModel):
 
 _VERDICTS = TypeAdapter(list[Verdict])
 _PASSED = TypeAdapter(dict[str, str])
+_PAGE = Template((files("envd.bench.attack") / "report.html").read_text(encoding="utf-8"))
 _PASSED_HEAD = """\
 # Tasks that passed `envd tasks attack`, written by its option --passed, with a digest of the task, its checkers' code
 # and its mutants. `envd tasks verify` refuses tasks of the suites named here that have changed since.
@@ -111,22 +113,15 @@ class ResultsFile:
         self._file.close()
 
     def add(self, result: Attack) -> None:
-        """Write a result down."""
-        line = {**asdict(result), "picture": base64.b64encode(result.picture).decode()}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(result.model_dump_json() + "\n")
         self._file.flush()
         self.results[result.digest] = result
 
 
 def _read(path: Path, line: str) -> Attack:
     try:
-        found = json.loads(line)
-        known = {field.name for field in fields(Attack)}
-        if found.keys() != known:
-            raise ValueError(f"unknown or missing fields: {sorted(found.keys() ^ known)}")  # noqa: TRY301
-        picture = base64.b64decode(found["picture"])
-        return Attack(**{**found, "script": tuple(found["script"]), "picture": picture})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return Attack.model_validate_json(line)
+    except ValidationError as error:
         raise ConfigError(f"results {path} are damaged: {error}; remove the file") from error
 
 
@@ -155,14 +150,12 @@ class Report:
         return not self.open
 
     def counts(self) -> dict[str, Counter[str]]:
-        """Return the number of results by suite and state."""
         counts: dict[str, Counter[str]] = {}
         for each in self.results:
             counts.setdefault(each.task_id.partition("/")[0], Counter())[self.state_of(each)] += 1
         return counts
 
     def as_json(self) -> dict[str, object]:
-        """Return the report for `--json`."""
         suites = {
             suite: {"mutants": count.total(), "not_equivalent": _real(count), **count}
             for suite, count in self.counts().items()
@@ -170,7 +163,6 @@ class Report:
         return {"suites": suites, "open": [_plain(each, self.state_of(each)) for each in self.open]}
 
     def print(self, console: Console) -> None:
-        """Print what is open, and the counts of each suite."""
         if self.open:
             table = Table("task", "mutant", "score", "state", "evidence", box=None, pad_edge=False)
             for each in self.open:
@@ -191,7 +183,7 @@ class Report:
             for suite, count in self.counts().items()
         )
         rows = ["<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in counts]
-        return _PAGE.format(rows="\n".join(rows), found="\n".join(map(self._section, self._shown())))
+        return _PAGE.substitute(rows="\n".join(rows), found="\n".join(map(self._section, self._shown())))
 
     def _shown(self) -> Iterable[Attack]:
         return (each for each in self.results if not each.is_killed)
@@ -215,19 +207,7 @@ def _real(count: Counter[str]) -> int:
 
 
 def _plain(result: Attack, state: str) -> dict[str, Any]:
-    return {**asdict(result), "picture": len(result.picture), "state": state}
+    return {**result.model_dump(), "picture": len(result.picture), "state": state}
 
 
 _SETTLED = ("killed", "equivalent", "impossible")
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Checkers under attack</title>
-<style>body{{font:16px/1.5 sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem}}
-pre{{background:#f4f4f4;white-space:pre-wrap;padding:.75rem}}img{{max-width:100%;border:1px solid #ccc}}
-td,th{{padding:.2rem 1rem;text-align:left}}section{{border-top:1px solid #ccc;margin-top:2rem}}
-@media(prefers-color-scheme:dark){{body{{background:#181818;color:#ddd}}pre{{background:#262626}}}}</style></head>
-<body><h1>Checkers under attack</h1>
-<table><tr><th>suite</th><th>killed</th><th>of</th><th>equivalent</th><th>impossible</th></tr>
-{rows}</table>
-{found}
-</body></html>
-"""

@@ -78,17 +78,7 @@ class PlayedGroup:
 
 
 async def play_group(client: AsyncEnvClient, task: Task, directory: DemoDirectory, *, runs_guests: bool) -> PlayedGroup:
-    """Play the group for `task`, write every frame, evaluate all episodes, and close them, also on failure.
-
-    Args:
-        client: Of the daemon.
-        task: It has an oracle.
-        directory: For the frames.
-        runs_guests: Whether guest code runs, whose programs take time to react.
-
-    Raises:
-        EnvError: A call failed.
-    """
+    """Play the group for `task`, write every frame, evaluate all episodes, and close them, also on failure."""
     members = members_for(task)
     print_progress(f"resetting a group of {len(members)} episodes of {task.task_id}")
     opening = client.reset_group(
@@ -131,11 +121,9 @@ class _Player:
         self._record((), episode.observation, errors=(), timings_ms=dict(episode.opening_timings_ms))
 
     async def play(self, steps: Steps) -> None:
-        """Play some steps."""
         await play(self._episode, steps, runs_guests=self._runs_guests, on_step=self._on_step)
 
     async def score(self) -> EpisodeRecord:
-        """Evaluate the episode and return its record."""
         episode, policy = self._episode, self._policy
         evaluation = await episode.evaluate()
         print_progress(f"{policy.name}: reward {evaluation.score:g}")
@@ -180,5 +168,4 @@ class _Player:
 
 
 def print_progress(line: str) -> None:
-    """Print a line on standard error."""
     err.print(line, markup=False, soft_wrap=True)

@@ -38,7 +38,6 @@ _RETIRE_MIB = 256
 
 
 def main(memory_mib: int, cpu_s: int, visible: list[str]) -> None:
-    """Fork the process that answers jobs, and end with it."""
     # The daemon may be killed while a job runs, and a job may never look at its standard input again.
     enclosure.die_with_parent()
     Path("/proc/self/oom_score_adj").write_text("1000")
@@ -84,7 +83,6 @@ def main(memory_mib: int, cpu_s: int, visible: list[str]) -> None:
 
 
 def _serve(cpu_s: int, statm: int, *, warning: str, note: str) -> NoReturn:
-    """Answer jobs until standard input ends."""
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer
     _send(answers, {"ready": True, "warning": warning, "note": note})
     while header := jobs.read(HEADER.size):

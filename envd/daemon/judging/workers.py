@@ -42,7 +42,6 @@ class JudgeWorkers:
 
     Args:
         limit: Maximum of concurrent quick jobs, and of concurrent slow ones; further jobs wait.
-        memory_mib: Address space of a worker.
         cpu_s: CPU time of a job, in seconds.
         quick_s: Time of a quick job from its start, in seconds.
         time_s: Time of a slow job from its start, in seconds.
@@ -147,8 +146,9 @@ class JudgeWorkers:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 ready = await _read(worker)
         except (TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+            ended = "" if worker.returncode is None else f": it ended with status {worker.returncode}"
             await _end(worker)
-            raise RuntimeError("a judge worker does not start") from error
+            raise RuntimeError(f"a judge worker does not start{ended}") from error
         except BaseException:
             await _end(worker)
             raise

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 
+from cuaenv.copying import copied
 from envd.base.aio import shielded
 from envd.base.clock import Clock, wait_until
 from envd.base.errors import (
@@ -209,13 +210,6 @@ class Checkpointing:
 
         On failure and on cancellation no machine, reservation or state is kept. Timings: `acquire`, `restore`, `fork`
         (of the slowest machine), `observe`, `total`.
-
-        Raises:
-            GroupTooLarge, PoolExhausted, PoolFailing, Draining: See `Pool.lease`.
-            CheckpointNotFound, CheckpointCorrupt, CheckpointUnusable: See `find`.
-            SetupFailed: A machine did not start, or a requested part of the observation is unavailable.
-            HypervisorError: The state could not be read or forked.
-            InvalidRequest: The requested observation is impossible on this screen.
         """
         watch = Stopwatch(self._context.clock)
         granted = await pool.lease(
@@ -303,11 +297,7 @@ class Checkpointing:
         return described.model_copy(update={"trigger": trigger.value})
 
     async def store(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
-        """Store a state of an episode that no request asked for.
-
-        Raises:
-            CheckpointStoreFull, HypervisorError, StoreError: As for `create`.
-        """
+        """Store a state of an episode that no request asked for."""
         await self._stored(episode, await self._write(described, frozen, self._context.pools[episode.pool]))
 
     def discard(self, frozen: FrozenDesktop) -> None:
@@ -344,27 +334,20 @@ class Checkpointing:
     ) -> Checkpoint:
         now = self._context.clock.now()
         ttl_s = self._store.settings.ttl_s if command.ttl_s is None else command.ttl_s
-        return Checkpoint(
+        return copied(
+            Checkpoint,
+            episode,
+            command,
             checkpoint_id=checkpoint_id,
-            label=command.label,
-            episode_id=episode.episode_id,
             parent_checkpoint_id=episode.last_checkpoint_id,
             task_id=episode.task.task_id,
             task_digest=task_digest(episode.task),
             template_digest=frozen.snapshot.template_digest,
-            pool=episode.pool,
-            run=episode.run,
-            owner=episode.owner,
             step_count=command.step_index,
-            asked=episode.asked,
             perturbations=episode.origin.perturbations,
-            epoch=episode.epoch,
-            max_steps=episode.max_steps,
             frame_id=frozen.view.frame.frame_id,
-            settle=episode.settle,
             create_time=now,
             expire_time=now + timedelta(seconds=ttl_s),
-            pinned=command.pinned,
             fingerprint=command.fingerprint.hex(),
         )
 

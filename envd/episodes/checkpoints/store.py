@@ -61,7 +61,6 @@ class Checkpoint(BaseModel):
     checkpoint_id: str
     label: str
     episode_id: str
-    """The episode that was stored."""
     parent_checkpoint_id: str
     """The previous checkpoint of that episode, or the one that it was opened from; empty if none."""
     task_id: str
@@ -93,7 +92,6 @@ class Checkpoint(BaseModel):
 
     @property
     def size_bytes(self) -> int:
-        """Size of its files."""
         return sum(file.size_bytes for file in self.files.values())
 
 
@@ -139,11 +137,7 @@ class CheckpointStore:
         self._reserve_bytes = reserve_bytes
         self._now = now
 
-    def __repr__(self) -> str:
-        return f"<CheckpointStore {self._directory}>"
-
     def path(self, checkpoint_id: str) -> Path:
-        """Return the directory of a checkpoint's files."""
         return self._directory / checkpoint_id
 
     def find(self, checkpoint_id: str) -> Checkpoint:
@@ -161,7 +155,6 @@ class CheckpointStore:
         return tuple(sorted(found, key=lambda each: (each.create_time, each.checkpoint_id)))
 
     def usage(self) -> StoreUsage:
-        """Return how much the store has."""
         found = tuple(self._all())
         return StoreUsage(count=len(found), size_bytes=sum(each.size_bytes for each in found))
 
@@ -216,12 +209,10 @@ class CheckpointStore:
         return complete
 
     def abandon(self, draft: Draft) -> None:
-        """Remove what was written."""
         shutil.rmtree(draft.directory, ignore_errors=True)
         os.close(draft.lock)
 
     def delete(self, checkpoint_id: str) -> None:
-        """Remove a checkpoint, if it exists."""
         part = self._directory / f"{_PART_PREFIX}{checkpoint_id}-removed-{os.getpid()}"
         with suppress(FileNotFoundError):
             # Under its own name it is complete, also while its files are being removed.

@@ -101,7 +101,6 @@ class Journal:
         )
 
     def track(self, episode: Episode) -> None:
-        """Resume tracking an episode that the database already has."""
         self._tracked.add(episode.episode_id)
         self.save(episode)
 

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from pydantic_core import PydanticSerializationError
 
 from cuaenv.actions import Done, Fail
+from cuaenv.copying import copied
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed
@@ -76,7 +77,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def without_pixels(result: T) -> T:
-    """Return a result as it is persisted."""
     if isinstance(result, StepResult | RollbackResult):
         return replace(result, observation=_stripped(result.observation))
     if isinstance(result, GroupResult):
@@ -99,27 +99,16 @@ def _if_short(text: str | None) -> str | None:
 
 
 def row_of(episode: Episode, clock: Clock) -> EpisodeRow:
-    """Return the row of an episode in its present state."""
     left_s = episode.lease.expire_s - clock.monotonic()
-    return EpisodeRow(
-        episode_id=episode.episode_id,
-        group_id=episode.group_id,
-        parent_episode_id=episode.parent_episode_id,
+    return copied(
+        EpisodeRow,
+        episode,
         task_id=episode.task.task_id,
-        pool=episode.pool,
-        run=episode.run,
-        owner=episode.owner,
-        max_steps=episode.max_steps,
         settle=_dump_constant(episode.settle),
         origin=_dump_constant(episode.origin),
         create_time_s=episode.create_time.timestamp(),
         machine_id=episode.machine.machine_id,
         state=episode.state.value,
-        end_reason=episode.end_reason,
-        cause=episode.cause,
-        step_count=episode.step_count,
-        epoch=episode.epoch,
-        last_checkpoint_id=episode.last_checkpoint_id,
         automatic=_dump_constant(episode.automatic),
         last_action=_dump_action(episode.last_action),
         verdict=_dump_verdict(episode.verdict),

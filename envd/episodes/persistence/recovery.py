@@ -93,8 +93,6 @@ def decide(row: EpisodeRow, running: Sequence[AnswerRow], *, now_s: float, is_se
     """Decide what happens to one episode.
 
     Args:
-        row: The episode's row.
-        running: Its requests that were running when the daemon died.
         now_s: Seconds since 1970.
         is_served: Whether this daemon has its pool and its task.
     """
@@ -141,12 +139,7 @@ class Recovery:
     clock: Clock
 
     async def restore(self, state: PersistedState, machines: Mapping[str, Machine]) -> None:
-        """Restore every episode that has not expired, with its responses.
-
-        Args:
-            state: The persisted state.
-            machines: Its machines that were adopted, paused.
-        """
+        """Restore every episode that has not expired, with its responses."""
         await asyncio.gather(*(self._restore_episode(decision, machines) for decision in state.decisions))
         for answer in state.answers:
             try:

@@ -21,15 +21,13 @@ def write_page(recording: Recording, path: Path, *, progress: Callable[[float], 
 
     Raises:
         RecordingUnreadable: A frame is damaged.
-        OSError: The file cannot be written.
     """
     sections = [_section("start", "", _screen(recording, 0))]
     for count, step in enumerate(recording.steps, 1):
         title = f"step {step['index'] + 1}: {', '.join(map(str, step['actions']))}"
         settled = "settled" if step.get("settled") else "not settled"
-        sections.append(
-            _section(title, f"{step.get('ms', 0)} ms, {settled}", _screen(recording, recording.after(step)))
-        )
+        detail = "; ".join((f"{step.get('ms', 0)} ms, {settled}", *map(str, step.get("unrecorded", ()))))
+        sections.append(_section(title, detail, _screen(recording, recording.after(step))))
         progress(count / len(recording.steps))
     path.write_text(
         _TEMPLATE.substitute(

@@ -61,11 +61,7 @@ class Recorder(EpisodeObserver):
         """Record the episodes that are opened or restored from now on.
 
         Args:
-            episodes: The service.
-            directory: Where to.
-            max_rate_hz: Most frames per second between steps.
             on_failed: Called with True when recordings fail, and with False when they work again.
-            clock: Source of time; by default the host's.
         """
         self._episodes = episodes
         self._directory = directory
@@ -80,16 +76,11 @@ class Recorder(EpisodeObserver):
         on_failed(False)
         episodes.events.add(self)
 
-    def __repr__(self) -> str:
-        return f"<Recorder of {len(self._running)} episodes{', failing' if self._has_failed else ''}>"
-
     def opened(self, episode: Episode) -> None:
-        """Start to record an episode."""
         recording = self._running[episode.episode_id] = _Recording(self, episode)
         self._tasks.spawn(recording.run(), name=f"recording:{episode.episode_id}")
 
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
-        """Record a step, after the screen that it ended with."""
         value = {
             "index": step.index,
             "source": step.source,
@@ -100,6 +91,8 @@ class Recorder(EpisodeObserver):
         }
         if any(output is not None for output in step.outputs):
             value["outputs"] = step.outputs
+        if step.unrecorded:
+            value["unrecorded"] = step.unrecorded
         time_s = step.time.timestamp()
         self._add(episode, _Item(time_s, step.view, packed_json(Kind.STEP, time_s, value)))
 
@@ -109,12 +102,10 @@ class Recorder(EpisodeObserver):
         self._add(episode, _Item(time_s, record=packed_json(Kind.ROLLBACK, time_s, value)))
 
     def scored(self, episode: Episode) -> None:
-        """Record the checkers' result."""
         time_s = self.now_s
         self._add(episode, _Item(time_s, record=packed_json(Kind.SCORE, time_s, _score(episode))))
 
     def closed(self, episode: Episode) -> None:
-        """Complete the recording."""
         end = {
             "state": episode.state.value,
             "reason": episode.end_reason,
@@ -131,7 +122,6 @@ class Recorder(EpisodeObserver):
 
     @property
     def now_s(self) -> float:
-        """Unix time."""
         return self._clock.now().timestamp()
 
     def _add(self, episode: Episode, item: _Item) -> None:
@@ -143,20 +133,17 @@ class Recorder(EpisodeObserver):
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def works(self) -> None:
-        """Note a successful write."""
         if self._has_failed:
             self._has_failed = False
             self._on_failed(False)
             logger.info("recording works again")
 
     def failed(self, episode_id: str, problem: str) -> None:
-        """Note that a recording ended early."""
         logger.error("recording %s: ends here, the episode continues: %s", episode_id, problem)
         self._has_failed = True
         self._on_failed(True)
 
     async def open(self, episode: Episode) -> RecordingFile:
-        """Open an episode's file. Raises: OSError."""
         meta = packed_json(Kind.META, self.now_s, _meta(episode))
         return await self.in_thread(lambda: self._directory.open(episode.episode_id, meta))  # type: ignore[no-any-return]
 
@@ -171,7 +158,6 @@ class Recorder(EpisodeObserver):
                     await recording.written.wait()
 
     def forget(self, episode_id: str) -> None:
-        """Drop a recording that has ended."""
         del self._running[episode_id]
 
 
@@ -240,7 +226,6 @@ class _Recording:
         return True
 
     async def _frame(self, time_s: float, view: ScreenView) -> bytes:
-        """Return the record of a view; empty if it shows what the one before showed."""
         pointer = None if view.pointer is None else (view.pointer.at.x_px, view.pointer.at.y_px)
         if (view.frame.frame_id, pointer) == (self._known_image_id, self._known_pointer):
             return b""

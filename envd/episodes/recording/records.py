@@ -61,7 +61,6 @@ class Record:
     """Unix time."""
     payload: bytes
     position: int
-    """Position in the file."""
     end: int
     """Position in the file after it."""
 
@@ -76,12 +75,10 @@ class Record:
 
 
 def packed(kind: Kind, time_s: float, payload: bytes) -> bytes:
-    """Return a record as bytes."""
     return _HEAD.pack(kind, len(payload), _crc(kind, time_s, payload), time_s) + payload
 
 
 def packed_json(kind: Kind, time_s: float, value: dict[str, Any]) -> bytes:
-    """Return a record of JSON as bytes."""
     return packed(kind, time_s, json.dumps(value, separators=(",", ":")).encode())
 
 

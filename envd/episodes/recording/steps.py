@@ -16,7 +16,6 @@ def write_steps(recording: Recording, path: Path, *, progress: Callable[[float],
 
     Raises:
         RecordingUnreadable: It has no frame, or one is damaged.
-        OSError: The file cannot be written.
     """
     score = {"score": None, **(recording.score or {})}
     with path.open("w", encoding="utf-8") as file:

@@ -46,17 +46,13 @@ def export_video(
     """Write a recording as a video. On failure there is no file.
 
     Args:
-        recording: The recording.
         path: The file, which is replaced.
-        video_format: Its format.
         max_pause_s: A frame is shown for at most this long: agents think for long.
         speed: 2 for twice as fast.
-        progress: Receives the finished fraction.
 
     Raises:
         RecordingUnreadable: It has no frames, or a frame is damaged.
         ConfigError: The format needs a package that is not installed.
-        OSError: The file cannot be written.
     """
     if not recording.frames:
         raise RecordingUnreadable(f"recording {recording.name}: it has no frames")
@@ -90,7 +86,6 @@ def _pictures(recording: Recording, progress: Callable[[float], None]) -> Iterat
 
 
 def picture_of(image: TiledImage, pointer_px: tuple[int, int] | None) -> Image.Image:
-    """Return a frame as a picture, with the pointer drawn."""
     picture = Image.fromarray(image.rgb_HWC())
     if pointer_px is not None:
         picture = picture.copy()

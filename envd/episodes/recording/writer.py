@@ -24,7 +24,6 @@ class RecordingDirectory:
         """Take a directory, which is created when first needed.
 
         Args:
-            path: The directory.
             limit_bytes: Most bytes of all recordings.
             min_free_bytes: Space that stays free on its disk: an episode that finds a full disk is lost.
         """

@@ -39,9 +39,6 @@ class Blinking:
         self._candidates: OrderedDict[Region, _Candidate] = OrderedDict()
         self._known: OrderedDict[BlinkStates, None] = OrderedDict()
 
-    def __repr__(self) -> str:
-        return f"<Blinking: {len(self._known)} known, {len(self._candidates)} candidates>"
-
     def note(self, region: Region, before_HW: npt.NDArray[np.uint32], after_HW: npt.NDArray[np.uint32]) -> bool:
         """Record that a region changed from one picture to another; return whether that is a known blink."""
         if region.width_px * region.height_px > MAX_BLINK_PIXELS:

@@ -46,8 +46,6 @@ class DisplayConnection:
 
         Raises:
             GuestError: The display broke the protocol, or the desktop is closed.
-            GuestUnresponsive: The display did not answer.
-            MachineLost: The display cannot be reached.
         """
         if self._closed:
             raise GuestError(f"the desktop of {self._channels.machine_id} is closed")
@@ -64,11 +62,7 @@ class DisplayConnection:
         raise self._unresponsive()
 
     async def read(self, work: Callable[[], Awaitable[T]], *, timeout_s: float = DISPLAY_TIMEOUT_S) -> T:
-        """Run work that only reads the screen. Repeats it once if the connection drops and can be opened again.
-
-        Raises:
-            GuestUnresponsive: Not done within `timeout_s`.
-        """
+        """Run work that only reads the screen. Repeats it once if the connection drops and can be opened again."""
         await self.client()
         try:
             async with asyncio.timeout(timeout_s):

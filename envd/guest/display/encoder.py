@@ -42,9 +42,6 @@ class FrameEncoder:
         self._results: OrderedDict[Hashable, object] = OrderedDict()
         self._pending: dict[Hashable, asyncio.Future[object]] = {}
 
-    def __repr__(self) -> str:
-        return f"<FrameEncoder of {len(self._bases)} images, {len(self._pending)} being encoded>"
-
     def branch(self) -> "FrameEncoder":
         """Return an encoder for a fork of this desktop; it accepts images sent by this one as bases."""
         child = FrameEncoder()
@@ -62,13 +59,7 @@ class FrameEncoder:
         """Encode a frame.
 
         Args:
-            frame: The frame.
-            options: Encoding, region and size.
             pointer: The pointer's position and image; None if the guest draws it into its screen.
-            marks: Numbered boxes to draw over it.
-
-        Raises:
-            InvalidRequest: The options do not fit this screen.
         """
         picture = picture_of(frame, options, pointer=pointer, marks=marks)
         image: TiledImage | None = None

@@ -35,12 +35,10 @@ class Frame:
 
     @property
     def width_px(self) -> int:
-        """Width in pixels."""
         return self.image.width_px
 
     @property
     def height_px(self) -> int:
-        """Height in pixels."""
         return self.image.height_px
 
     @property

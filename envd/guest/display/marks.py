@@ -40,7 +40,6 @@ def draw_marks(rgb_HWC: npt.NDArray[np.uint8], marks: Sequence[Mark], *, region:
     """Return a picture of shape (height, width, 3) with marks drawn over it.
 
     Args:
-        rgb_HWC: The picture, scaled or not.
         marks: Marks in pixels of the screen; those outside of `region` are skipped.
         region: The region of the screen that the picture shows.
     """

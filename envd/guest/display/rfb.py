@@ -80,12 +80,10 @@ class PixelRect:
 
     @property
     def width_px(self) -> int:
-        """Width in pixels."""
         return int(self.bgrx_HW.shape[1])
 
     @property
     def height_px(self) -> int:
-        """Height in pixels."""
         return int(self.bgrx_HW.shape[0])
 
 
@@ -178,8 +176,6 @@ class RfbClient:
         """Perform the handshake and set pixel format and encodings. On failure the stream is closed.
 
         Args:
-            reader: What the server sends.
-            writer: What is sent to it.
             size_limit_px: Largest (width, height) of the screen; at least 1280x1024 is accepted.
 
         Raises:
@@ -406,7 +402,6 @@ def _write(writer: asyncio.StreamWriter, message: bytes) -> None:
 async def _handshake(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, size_limit_px: tuple[int, int]
 ) -> tuple[str, int, int]:
-    """Return the server's name, width and height."""
     version = await _read(reader, len(_VERSION))
     if version != _VERSION:
         raise DisplayError(f"display sent the greeting {version!r}; only RFB 3.8 is supported")

@@ -109,11 +109,6 @@ class Screen:
         self._refreshes: list[_Refresh] = []
         self._refresh_count = 0
 
-    def __repr__(self) -> str:
-        width_px, height_px = self.size
-        state = "followed" if self._client else "not followed"
-        return f"<Screen {width_px}x{height_px} {state} | {self._update_count} updates, {self.change_count} changes>"
-
     @property
     def size(self) -> tuple[int, int]:
         """(width, height) in pixels; (0, 0) before the first connection."""
@@ -158,10 +153,6 @@ class Screen:
         """Apply the updates of `client` to the shadow until the connection ends. One call at a time.
 
         Exactly one incremental request is pending at any time: each update is followed by the next request.
-
-        Raises:
-            GuestError: The server broke the protocol.
-            MachineLost: The connection ended.
         """
         self._client = client
         if client.size != self.size:
@@ -201,9 +192,6 @@ class Screen:
         the answer. A server sends unchanged pixels unasked only for the whole screen, when the guest changes its mode
         (seen at a reset). If an update has more than the strip, or the strip keeps changing, the third update that
         covers it counts: at most two can have been in flight.
-
-        Raises:
-            MachineLost: The connection ended.
         """
         client = self._client
         if client is None:

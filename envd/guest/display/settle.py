@@ -136,17 +136,10 @@ async def settle(
     """Wait until the screen is quiet after the input at `input_s`: at least one refresh, at most `max_ms`.
 
     Args:
-        screen: The screen, being followed.
-        policy: When the screen counts as quiet.
         input_s: Monotonic time of the last input.
         was_idle: Whether the guest is known to have been idle before the input.
         processor_s: Processor seconds that the guest has wanted so far; None if unknown, then only the screen counts.
         likely_settled: Called once per picture that will likely be the settled one, before that is known.
-        monotonic: The monotonic clock.
-        sleep: Sleeps for seconds.
-
-    Raises:
-        MachineLost: The display's connection ended.
     """
     began_s = monotonic()
     change_count = screen.change_count
@@ -202,7 +195,6 @@ class _Processors:
 
     @property
     def working_s(self) -> float | None:
-        """See `SettleState`."""
         if self._first_s is None or self._used_s is None or self._used_s - self._first_s < _HANDLED_S:
             return None
         return self._working_s

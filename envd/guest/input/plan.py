@@ -281,9 +281,6 @@ class Input:
         self._keyboard_pace = _Pace()
         self._pointer_pace = _Pace()
 
-    def __repr__(self) -> str:
-        return f"<Input pointer {self._pointer} | buttons {self._buttons:#x} | {len(self._held)} keys held>"
-
     @property
     def held(self) -> HeldInputs:
         """Initial state for a fork of the machine."""
@@ -291,7 +288,6 @@ class Input:
 
     @property
     def keys_held(self) -> bool:
-        """Whether any key is held."""
         return bool(self._held)
 
     @property
@@ -300,11 +296,9 @@ class Input:
         return self._keyboard_pace.level(self._monotonic())
 
     def pointer(self, screen_size: tuple[int, int]) -> Point:
-        """Return the pointer's position; see `HeldInputs.pointer_on`."""
         return self.held.pointer_on(*screen_size)
 
     def state(self, screen_size: tuple[int, int], *, caps_lock: bool = False) -> InputState:
-        """Return the inputs of `plan`."""
         width_px, height_px = screen_size
         return InputState(
             width_px=width_px,
@@ -316,11 +310,7 @@ class Input:
         )
 
     async def play(self, client: RfbClient, events: Iterable[InputEvent]) -> None:
-        """Send events at a safe pace; return once the guest's devices have all of them.
-
-        Raises:
-            MachineLost: The connection ended.
-        """
+        """Send events at a safe pace; return once the guest's devices have all of them."""
         for event in events:
             match event:
                 case Pause(duration_s):

@@ -47,12 +47,7 @@ class Toolbox:
         self._session = session
 
     async def use(self, action: ToolAction) -> ActionOutcome:
-        """Use a tool once. A tool that fails is reported in the outcome.
-
-        Raises:
-            GuestUnresponsive: The guest did not answer.
-            MachineLost: The machine is lost.
-        """
+        """Use a tool once. A tool that fails is reported in the outcome."""
         try:
             return await self._use(action)
         except GuestServiceEnded:
@@ -82,7 +77,6 @@ class Toolbox:
 
         Raises:
             GuestError: It could not be started.
-            GuestUnresponsive: The guest did not answer.
         """
         result = await self._request("start_server", MCP_TIMEOUT_S, name=name, command=list(command))
         if result.error:

@@ -13,10 +13,6 @@ from pydantic import JsonValue, ValidationError
 def text_of(result: JsonValue, *, is_list: bool) -> tuple[str, bool]:
     """Return a result as text, and whether it reports an error of the tool.
 
-    Args:
-        result: Of `tools/list` or `tools/call`.
-        is_list: Whether it is the list of tools.
-
     Raises:
         ValueError: It is not as the protocol says; names the field.
     """

@@ -50,7 +50,6 @@ class GuestFiles(MutableMapping[str, bytes]):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in all files."""
         return sum(map(len, self._files.values()))
 
     @property
@@ -68,12 +67,10 @@ class GuestFiles(MutableMapping[str, bytes]):
         self._shared = dict(self._files)
 
     def is_directory(self, path: str) -> bool:
-        """Return whether the directory exists."""
         path = resolve(path)
         return path in self._directories or any(name.startswith(path.rstrip("/") + "/") for name in self._files)
 
     def make_directory(self, path: str) -> None:
-        """Create a directory and its parents."""
         path = resolve(path)
         while path not in self._directories:
             self._directories.add(path)

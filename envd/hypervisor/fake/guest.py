@@ -57,7 +57,6 @@ class Guest:
         self._changed([size])
 
     def resize_screen(self, *, width_px: int, height_px: int) -> None:
-        """Change the screen mode."""
         self.framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
         if self.desktop:
             self.desktop.resize(self.framebuffer)
@@ -115,7 +114,6 @@ class _Digester:
         return self._hash.hexdigest()
 
     def feed(self, value: Any) -> None:
-        """Add one value to the digest."""
         match value:
             case None | bool() | int() | str():
                 self._put(type(value).__name__, repr(value).encode())
@@ -307,11 +305,9 @@ class FakeSnapshot:
         return self if self.parent is None else self.parent.template
 
     def acquire(self) -> None:
-        """Add a dependent."""
         self.holder_count += 1
 
     def release(self) -> None:
-        """Remove a dependent."""
         self.holder_count -= 1
         self._remove_if_unused()
 

@@ -91,7 +91,6 @@ class FakeHypervisor:
 
     @property
     def live_machine_ids(self) -> frozenset[str]:
-        """Ids of machines that are running or paused."""
         return frozenset(id for id, machine in self.machines.items() if machine.state is not MachineState.GONE)
 
     def die(self) -> None:
@@ -105,7 +104,6 @@ class FakeHypervisor:
         self._own_ids.clear()
 
     async def create(self, spec: MachineSpec) -> FakeMachine:
-        """Create and start a machine. On failure or cancellation nothing is left. Raises: HypervisorError."""
         self._require_new(spec.machine_id)
         check_screen(spec.screen_width_px, spec.screen_height_px)
         machine = self._enter(FakeMachine(spec, faults=self.faults, on_destroyed=self._forget))
@@ -117,7 +115,6 @@ class FakeHypervisor:
         return machine
 
     async def freeze(self, machine: Machine, *, notes: Mapping[str, str]) -> FakeSnapshot:
-        """Store a booted machine as a template and destroy it. Raises: MachineLost, HypervisorError."""
         begin_s = time.monotonic()
         booted = _own_machine(machine)
         try:
@@ -145,12 +142,7 @@ class FakeHypervisor:
         return None if stored is None else self._template(stored, spec, begin_s)
 
     async def fork(self, snapshot: Snapshot, machine_id: str) -> FakeMachine:
-        """Create a paused machine in a snapshot's state. On failure or cancellation nothing is left.
-
-        Raises:
-            TemplateCorrupt: See `check_intact`.
-            HypervisorError: The snapshot is discarded, the id is in use, or a fault is injected.
-        """
+        """Create a paused machine in a snapshot's state. On failure or cancellation nothing is left."""
         machine = await self.prepare(snapshot, machine_id)
         try:
             await self.load(machine, snapshot)
@@ -199,15 +191,6 @@ class FakeHypervisor:
             raise TemplateCorrupt(f"template {template.digest:.12} was removed or replaced while it was in use")
 
     async def capture(self, machine: Machine) -> FakeSnapshot:
-        """Freeze the state of a fork, which is paused for that time.
-
-        On failure or cancellation nothing is left, and the machine continues.
-
-        Raises:
-            NotForkable: It was booted, a fault is injected, or its template is gone. It is unchanged.
-            MachineLost: It is gone.
-            HypervisorError: A fault is injected.
-        """
         begin_s = time.monotonic()
         fork = _own_machine(machine)
         fork.check_present("capture it")
@@ -241,7 +224,6 @@ class FakeHypervisor:
         return capture
 
     async def save(self, snapshot: Snapshot, directory: Path) -> None:
-        """Write a captured guest. Raises: OSError."""
         write_guest(_own_snapshot(snapshot).frozen.guest, directory / "guest")
 
     async def restore(self, template: Snapshot, directory: Path) -> FakeSnapshot:
@@ -299,7 +281,6 @@ class FakeHypervisor:
         ]
 
     async def remove(self, leftover: Leftover) -> None:
-        """Remove a leftover."""
         if leftover not in await self.leftovers():
             return
         if leftover.kind is LeftoverKind.DOMAIN:
@@ -308,7 +289,6 @@ class FakeHypervisor:
             del self.host.captures[leftover.name]
 
     async def close(self) -> None:
-        """Free the start pictures."""
         self.host.pictures.clear()
 
     def _require_new(self, machine_id: str) -> None:

@@ -46,9 +46,7 @@ class FakeMachine:
         """Create a machine; call `boot` or `open_wires` next.
 
         Args:
-            spec: Settings of the machine.
             snapshot: Snapshot that it is forked from, held until it is destroyed; None if it boots.
-            faults: Faults to apply.
             on_destroyed: Called when the machine is destroyed; replaced when another hypervisor adopts it.
             guest: An existing guest, which already holds its snapshot.
         """
@@ -100,12 +98,10 @@ class FakeMachine:
 
     @property
     def lost_reason(self) -> str:
-        """See `GuestChannels`."""
         return self.loss.reason if self.loss else ""
 
     @property
     def state(self) -> MachineState:
-        """Lifecycle state."""
         if self.lost.is_set():
             return MachineState.GONE
         return MachineState.RUNNING if self._running.is_set() else MachineState.PAUSED
@@ -122,7 +118,6 @@ class FakeMachine:
 
     @property
     def framebuffer(self) -> Framebuffer:
-        """Screen of the guest."""
         return self.guest.framebuffer
 
     @property
@@ -191,7 +186,6 @@ class FakeMachine:
         return None
 
     async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to its RFB server. Raises: MachineLost."""
         self.check_present("open its display")
         ours, theirs = socket.socketpair()
         loop = asyncio.get_running_loop()
@@ -210,7 +204,6 @@ class FakeMachine:
     async def agent_command(
         self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
     ) -> JsonValue:
-        """Run one guest agent command. Raises: GuestUnresponsive, GuestError, MachineLost."""
         self.check_present(f"ask its guest agent for {command}")
         try:
             async with asyncio.timeout(timeout_s):
@@ -246,7 +239,6 @@ class FakeMachine:
         self.guest.clock.start()
 
     async def usage(self) -> MachineUsage:
-        """Return the bytes of its pixels and files. Raises: MachineLost."""
         self.check_present("measure it")
         all_bytes = self.framebuffer.mapped_bytes + self.files.size_bytes
         own_bytes = self.own_bytes
@@ -336,7 +328,6 @@ class FakeMachine:
             display.answer_with(self.faults.display_update)
 
     def cut_display(self) -> None:
-        """Close all display connections. New ones are accepted."""
         for display in list(self._displays):
             display.close()
 
@@ -351,7 +342,6 @@ class FakeMachine:
     # Screen of the RFB server
 
     def key_input(self, scancode: int, *, down: bool) -> None:
-        """Press or release a key."""
         self._deliver(partial(self._key, scancode, down=down))
 
     def _key(self, scancode: int, *, down: bool) -> None:
@@ -363,13 +353,11 @@ class FakeMachine:
             desktop.key(scancode, down=down)
 
     def keysym_input(self, keysym: int, *, down: bool) -> None:
-        """Press or release the key with this keysym; ignored if the layout has none."""
         scancode = scancode_of(keysym)
         if scancode is not None:
             self.key_input(scancode, down=down)
 
     def pointer_input(self, x: int, y: int, buttons: int) -> None:
-        """Move the pointer or change its buttons."""
         self._deliver(partial(self._point, x, y, buttons))
 
     def _point(self, x: int, y: int, buttons: int) -> None:
@@ -378,7 +366,6 @@ class FakeMachine:
             desktop.pointer(x, y, buttons)
 
     def display_closed(self, connection: RfbConnection) -> None:
-        """Remove a closed display connection."""
         self._displays.discard(connection)
 
     # Guest of guestd

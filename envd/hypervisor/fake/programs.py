@@ -38,13 +38,11 @@ class GuestClock:
         self._date_offset_ns = time.time_ns()
 
     def stop(self) -> None:
-        """Stop the clock. Idempotent."""
         if self._since_ns is not None:
             self._run_ns += time.monotonic_ns() - self._since_ns
             self._since_ns = None
 
     def start(self) -> None:
-        """Start the clock again. Idempotent."""
         if self._since_ns is None:
             self._since_ns = time.monotonic_ns()
 
@@ -57,7 +55,6 @@ class GuestClock:
         return self._date_offset_ns + self._monotonic_ns()
 
     def set_date(self, date_ns: int) -> None:
-        """Set the date, in nanoseconds since 1970."""
         self.set_to_ns = date_ns
         self._date_offset_ns = date_ns - self._monotonic_ns()
 

@@ -60,7 +60,6 @@ async def probe_kvm(*, timeout_s: float = 3.0, accelerator: str = "kvm", emulato
     Args:
         timeout_s: Deadline of the guest; working KVM needs about 0.1 s, including QEMU's start.
         accelerator: What to probe. `tcg`, used by tests, works wherever QEMU does.
-        emulator: QEMU's binary; empty: found on PATH.
     """
     if accelerator == "kvm":
         device = Path("/dev/kvm")

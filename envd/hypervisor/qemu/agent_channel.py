@@ -97,12 +97,7 @@ class AgentChannel:
     async def command(
         self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
     ) -> JsonValue:
-        """Run one command. After a failure the next one starts on a new, synchronised connection.
-
-        Raises:
-            GuestUnresponsive: No response within `timeout_s`, or the socket is gone.
-            GuestError: The agent returned an error.
-        """
+        """Run one command. After a failure the next one starts on a new, synchronised connection."""
         try:
             async with asyncio.timeout(timeout_s), self._lock:
                 return await self._exchange(command, arguments)
@@ -116,7 +111,6 @@ class AgentChannel:
             ) from error
 
     async def close(self) -> None:
-        """Close the connection. Idempotent."""
         self._drop()
 
     async def _exchange(self, command: str, arguments: Mapping[str, JsonValue] | None) -> JsonValue:

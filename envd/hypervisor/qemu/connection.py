@@ -58,12 +58,7 @@ class LibvirtLink:
         """Manage an open connection.
 
         Args:
-            connection: A `libvirt.virConnect`.
-            uri: Its URI, for messages.
-            dial: Opens another connection to the same URI. Blocks.
-            executor: Runs blocking calls.
             first_backoff_s: Delay before the first attempt to reconnect; doubles after each.
-            available_timeout_s: How long `available` waits.
         """
         self.connection = connection
         self._uri = uri
@@ -100,9 +95,6 @@ class LibvirtLink:
                 raise HypervisorError(f"libvirt {uri}: cannot be opened: {error}; see `envd doctor`") from error
             raise
         return cls(connection, uri=uri, dial=lambda: libvirt.open(uri), executor=executor)
-
-    def __repr__(self) -> str:
-        return f"<LibvirtLink {self._uri}{': ' if self.problem else ''}{self.problem}>"
 
     @property
     def is_embedded(self) -> bool:
@@ -152,7 +144,6 @@ class LibvirtLink:
     # Reconnecting
 
     def _register_callbacks(self) -> None:
-        """Register for the ends of domains and of the connection."""
         self._event_id = self.connection.domainEventRegisterAny(
             None, libvirt.VIR_DOMAIN_EVENT_ID_LIFECYCLE, self._on_lifecycle, None
         )
@@ -240,7 +231,6 @@ def _is_embedded(uri: str) -> bool:
 
 
 def is_alive(connection: Any) -> bool:
-    """Return whether a connection still works."""
     try:
         return bool(connection.isAlive())
     except libvirt.libvirtError:

@@ -42,7 +42,6 @@ class MachineFiles:
 
     @property
     def overlay(self) -> Path:
-        """The machine's writable disk."""
         return self.directory / "disk.qcow2"
 
     @property
@@ -76,7 +75,6 @@ class MachineFiles:
 
     @property
     def tpm_socket(self) -> Path:
-        """Control channel of the machine's TPM."""
         return self.directory / "tpm.sock"
 
     @property
@@ -150,11 +148,7 @@ def domain_xml(
     """Return the domain's XML.
 
     Args:
-        spec: Settings of the machine.
         owner: Id of the state directory that the machine belongs to.
-        files: Paths of its files.
-        accelerator: KVM or TCG.
-        memory: File of the guest's memory.
         generation: Unique per fork: a guest that sees it change reseeds its random number generator.
         template_disks: qcow2 files that a fork's overlays are on; empty for a machine that boots.
         firmware: Required for UEFI images.

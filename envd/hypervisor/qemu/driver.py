@@ -126,7 +126,6 @@ class LibvirtHypervisor:
         """Connect to libvirt.
 
         Args:
-            settings: Those of the hypervisor.
             state_dir: Directory of machines' files. Its path must be short, because Unix sockets are below it.
             cache_dir: Keeps libvirt's QEMU capabilities, about 8 s to probe, for all state directories.
             images: Images that machines will boot from, which the user that runs QEMU must be able to read.
@@ -240,7 +239,6 @@ class LibvirtHypervisor:
             await machine.destroy()
 
     def making_template(self, spec: MachineSpec) -> AbstractAsyncContextManager[None]:
-        """See `Hypervisor.making_template`."""
         return self._store.booting(self._freezer.key(spec))
 
     async def find_template(self, spec: MachineSpec) -> LibvirtSnapshot | None:

@@ -83,12 +83,8 @@ class LibvirtMachine:
         """Describe a machine that is about to be made.
 
         Args:
-            spec: Its settings.
-            files: Paths of its files.
             memory_path: File of its memory: its own if it boots, the template's if it is a fork.
             snapshot: Snapshot that it is forked from, acquired until it is destroyed; None if it boots.
-            call: Runs blocking calls on libvirt's executor.
-            on_destroyed: Called when nothing is left of it.
         """
         self.machine_id = spec.machine_id
         self.spec = spec
@@ -153,7 +149,6 @@ class LibvirtMachine:
 
     @property
     def lost_reason(self) -> str:
-        """See `GuestChannels`."""
         return self.loss.reason if self.loss else ""
 
     def mark_lost(self, reason: str) -> None:
@@ -200,7 +195,6 @@ class LibvirtMachine:
             return None
 
     async def examine(self) -> Loss:
-        """See `Machine`."""
         with suppress(TimeoutError):  # An end that QEMU or libvirt is about to report.
             await asyncio.wait_for(self.lost.wait(), _LOSS_EVENT_TIMEOUT_S)
         silence = Silence(run_state="") if self.loss else await self._observe_silence()
@@ -256,12 +250,7 @@ class LibvirtMachine:
         await self.require_present(error)
 
     async def screendump(self) -> npt.NDArray[np.uint8]:
-        """Return the screen as RGB_HWC, read from the display device and not over RFB.
-
-        Raises:
-            MachineLost: The machine has ended.
-            HypervisorError: libvirt failed.
-        """
+        """Return the screen as RGB_HWC, read from the display device and not over RFB."""
         self._require_alive()
         try:
             return await self._unless_lost(self._call(self._read_display))
@@ -318,7 +307,6 @@ class LibvirtMachine:
         return MachineUsage(pss_bytes=memory.pss_bytes, private_dirty_bytes=memory.private_dirty_bytes)
 
     def console_tail(self) -> str:
-        """See `Machine`."""
         return self._console.tail()
 
     def enforce_disk_quota(self, quota_bytes: int) -> None:
@@ -455,7 +443,6 @@ def _has_failed(task: "asyncio.Task[None]") -> bool:
 
 
 def _is_active(domain: Any) -> bool:
-    """Return libvirt's view; True without a connection to libvirt."""
     try:
         return bool(domain.isActive())
     except libvirt.libvirtError:

@@ -72,9 +72,6 @@ class Monitor:
         #: Invariant: only the holder has a command without a response.
         self._lock = asyncio.Lock()
 
-    def __repr__(self) -> str:
-        return f"<Monitor of {self._machine_id}, {'connected' if self._connection else 'not connected'}>"
-
     async def stop(self) -> None:
         """Stop the processors between two instructions. Raises: HypervisorError."""
         await self.execute("stop")
@@ -105,13 +102,8 @@ class Monitor:
         """Run a command and return its result.
 
         Args:
-            command: Name of a QMP command.
-            arguments: Its arguments.
             file: Descriptor passed to QEMU with the command.
             done_event: Event that also completes the command, with the result None.
-
-        Raises:
-            HypervisorError: QEMU returned an error, or did not respond.
         """
         try:
             async with self._lock, asyncio.timeout(self._timeout_s):
@@ -147,7 +139,6 @@ class Monitor:
     # Commands for forking
 
     async def human(self, command: str) -> str:
-        """Run a command of the human monitor and return its output."""
         return str(await self.execute("human-monitor-command", {"command-line": command}))
 
     async def save_state(self, path: Path) -> None:
@@ -163,12 +154,7 @@ class Monitor:
 
     @asynccontextmanager
     async def device_file(self, path: Path, *, offset: int) -> AsyncIterator[None]:
-        """Open the file of `save_devices`; the machine may run.
-
-        Args:
-            path: A new file.
-            offset: Where in the file the state begins.
-        """
+        """Open the file of `save_devices`; the machine may run."""
         with path.open("xb") as file:
             file.seek(offset)  # QEMU writes at the descriptor's position.
             await self.execute("add-fd", {"fdset-id": _FILE_SET}, file=file.fileno())
@@ -215,7 +201,6 @@ class Monitor:
         return parse_memory_blocks(await self.human("info ramblock"))
 
     async def drives(self) -> "Drives":
-        """Return the files of the machine's drives."""
         drives = [drive for drive in await self.execute("query-block") if drive.get("inserted")]
         return Drives(
             written=frozenset(_file(drive) for drive in drives if not drive["inserted"].get("ro")),
@@ -223,11 +208,7 @@ class Monitor:
         )
 
     async def has_driver(self, alias: str) -> bool:
-        """Return whether the guest's driver of a virtio device runs.
-
-        Args:
-            alias: libvirt's name of the device.
-        """
+        """Return whether the guest's driver of a virtio device runs."""
         path = f"/machine/peripheral/{alias}/virtio-backend"
         status = await self.execute("x-query-virtio-status", {"path": path})
         return any(text.startswith("VIRTIO_CONFIG_S_DRIVER_OK") for text in status["status"]["statuses"])
@@ -315,7 +296,6 @@ class _Connection(asyncio.Protocol):
         return await self._done
 
     def close(self) -> None:
-        """End the connection."""
         self._fail(EOFError("the connection was closed"))
         self._transport.close()
 

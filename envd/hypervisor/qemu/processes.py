@@ -139,7 +139,6 @@ def killed(pid: int, pid_handle: int) -> Iterator[bool]:
     Without the right to trace the process, its sockets are closed at once.
 
     Args:
-        pid: Its id.
         pid_handle: Its pidfd, which also protects against another process with the same id.
     """
     sockets = _open_sockets(pid, pid_handle)

@@ -51,11 +51,7 @@ class Reaper:
         self._store = store
 
     async def leftovers(self) -> list[Leftover]:
-        """Return everything with our mark that belongs to no machine or capture of this daemon.
-
-        Raises:
-            HypervisorError: libvirt or the state directory cannot be read.
-        """
+        """Return everything with our mark that belongs to no machine or capture of this daemon."""
         try:
             return await self._link.call(self._find)
         except OSError as error:
@@ -117,7 +113,6 @@ class Reaper:
                 raise ValueError(f"{leftover}: not a leftover of a hypervisor")
 
     def _domains(self) -> list[tuple[Any, Mark]]:
-        """Return the domains with our mark."""
         found = []
         for domain in self._link.connection.listAllDomains(0):
             mark = _mark_of(domain)
@@ -127,7 +122,6 @@ class Reaper:
 
 
 def _mark_of(domain: Any) -> Mark | None:
-    """Return a domain's mark; None if it has none or has ended."""
     try:
         return read_mark(domain.XMLDesc(0))
     except libvirt.libvirtError:
@@ -190,7 +184,6 @@ async def adopt(
 
     Raises:
         HypervisorError: Its record or a snapshot is missing or damaged, or its QEMU does not respond.
-        MachineLost: It has ended.
     """
     record = await call(read_machine, directory)
     snapshot = await snapshots.load(record.backing, record.spec)

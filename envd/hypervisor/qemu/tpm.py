@@ -27,12 +27,7 @@ class Tpm:
     """One swtpm process. Blocking; for the libvirt executor."""
 
     def __init__(self, pid: int, *, process: subprocess.Popen[bytes] | None = None) -> None:
-        """Describe a running process. Raises: OSError: it has ended.
-
-        Args:
-            pid: Its id.
-            process: The process, if this daemon started it.
-        """
+        """Describe a running process. Raises: OSError: it has ended."""
         self._process = process
         self._handle: int | None = os.pidfd_open(pid)
 
@@ -41,15 +36,11 @@ class Tpm:
         """Start a machine's swtpm, which waits for the machine's QEMU.
 
         Args:
-            files: Paths of the machine's files.
             owner: Id of the state directory; part of the process's mark.
-            machine_id: Id of the machine; part of the process's mark.
             state: State of the TPM; None for a new one, and for a fork, whose QEMU loads the state.
-            user: User that runs QEMU, and swtpm too.
 
         Raises:
             HypervisorError: swtpm is not installed.
-            OSError: It could not be started.
         """
         program = shutil.which(PROGRAM)
         if program is None:
@@ -105,7 +96,6 @@ class Tpm:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
         return self._handle is None or _is_readable(self._handle, within_s=0)
 
     def end(self) -> None:

@@ -116,8 +116,6 @@ def choose_qemu_user(wanted: str, access: RequiredAccess, *, status: str | None 
 
     Args:
         wanted: The user's name; empty for one of the usual names, if that user can run QEMU.
-        access: Paths that it must be able to access.
-        status: Content of this process's `/proc/self/status`, for tests.
 
     Raises:
         ConfigError: The wanted user cannot run QEMU.

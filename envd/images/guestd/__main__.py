@@ -21,7 +21,6 @@ _LISTEN_FD = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="guestd", description="Serve this desktop session to the host.")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")  # noqa: S104
     parser.add_argument("--port", type=int, default=5000, help="0 for any free port (default: %(default)s)")

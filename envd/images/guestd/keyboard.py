@@ -49,7 +49,6 @@ def plan_typing(
     """Decide which keys type `text`, and which spare keycodes to bind for characters that the layout lacks.
 
     Args:
-        text: The text to type.
         keyboard: The current keysyms of each keycode.
         bound_before: Keycodes that earlier calls bound, with their two keysyms. They stay bound and may be reused.
 

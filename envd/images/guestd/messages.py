@@ -26,7 +26,6 @@ class HttpError(Exception):
         self.details = details
 
     def response(self) -> "Response":
-        """Return the response to send."""
         return json_response({"status": "error", "message": str(self), **self.details}, self.status)
 
 
@@ -92,7 +91,6 @@ class Response:
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """Return a JSON response."""
     return Response(status, json.dumps(value).encode() + b"\n")
 
 

@@ -71,7 +71,6 @@ def _start(command: Sequence[str] | str, **options: Any) -> "subprocess.Popen[by
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process group that a child leads, and reap the child."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -47,11 +47,9 @@ class Connection(BaseHTTPRequestHandler):
     wbufsize = -1
 
     def do_GET(self) -> None:
-        """Answer a GET."""
         self._respond("GET")
 
     def do_POST(self) -> None:
-        """Answer a POST."""
         self._respond("POST")
 
     def log_message(self, format: str, *args: object) -> None:
@@ -178,7 +176,6 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(self, address: tuple[str, int], guest: Guest, *, listening: socket.socket | None = None) -> None:
-        """Listen on an address, or serve a socket that listens."""
         super().__init__(address, Connection, bind_and_activate=listening is None)
         if listening is not None:
             self.socket.close()

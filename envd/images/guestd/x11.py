@@ -69,7 +69,6 @@ class Xkb:
         raw_reply(self._extension, _USE_EXTENSION, struct.pack("=4xHH", 1, 0))
 
     def state(self) -> KeyboardState:
-        """Return the current state."""
         reply = raw_reply(self._extension, _GET_STATE, struct.pack("=4xH2x", _CORE_KEYBOARD))
         locked_modifiers, locked_group = reply[11], reply[13]
         return KeyboardState(bool(locked_modifiers & _CAPS_LOCK), locked_group)
@@ -168,7 +167,6 @@ class X11:
 
     @property
     def screen_size(self) -> tuple[int, int]:
-        """Width and height in pixels at the time of connection."""
         return self._screen.width_in_pixels, self._screen.height_in_pixels
 
     def _property(self, window: int, name: str) -> Any:
@@ -259,7 +257,6 @@ class X11:
     # Screen
 
     def pointer(self) -> Pointer:
-        """Return the state of the pointer."""
         reply = self._core.QueryPointer(self.root).reply()
         return Pointer(
             reply.root_x,
@@ -338,7 +335,6 @@ class X11:
             raise HttpError(500, "the X server lacks the XTEST extension")
 
     def fake_key(self, keycode: int, *, pressed: bool) -> None:
-        """Press or release a key."""
         kind = _KEY_PRESS if pressed else _KEY_RELEASE
         self._x(xcffib.xtest.key).FakeInput(kind, keycode, 0, 0, 0, 0, 0)
 

@@ -66,16 +66,7 @@ def write_answer_disc(
     is_server: bool,
     programs: tuple[Program, ...],
 ) -> None:
-    """Write the answer disc.
-
-    Args:
-        path: The new ISO file.
-        answers: The answer file.
-        guest_files: Drivers and guest agent in `drivers`.
-        drivers: The virtio-win ISO.
-        is_server: Whether Windows Server is installed.
-        programs: Programs to install.
-    """
+    """Write the answer disc."""
     tree: dict[str, bytes | Path] = {ANSWER_FILE: answers}
     manifest = {"drivers": list(LOGON_DRIVERS), "is_server": is_server, "programs": _programs(programs, tree)}
     tree[f"{GUEST_DIRECTORY}/manifest.json"] = json.dumps(manifest, indent=2).encode()

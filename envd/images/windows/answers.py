@@ -55,12 +55,6 @@ class InstallSettings:
 
 
 def answer_file(settings: InstallSettings, *, password: str) -> bytes:
-    """Return `autounattend.xml`.
-
-    Args:
-        settings: Settings of the installation.
-        password: Password of the account that is logged on automatically.
-    """
     answers = _Answers()
     _setup(answers, settings)
     _locale(answers.component(Pass.OOBE_SYSTEM, "Microsoft-Windows-International-Core"), settings)
@@ -85,7 +79,6 @@ class _Element:
         self._element = element
 
     def set(self, path: str, value: str) -> None:
-        """Set the text of a descendant, creating elements on the way."""
         self._descendant(path.split("/")).text = value
 
     def add(self, path: str) -> "_Element":
@@ -103,7 +96,6 @@ class _Element:
         return element
 
     def key(self, value: str) -> None:
-        """Set the key of a list item."""
         self._element.set(f"{{{WCM_NAMESPACE}}}keyValue", value)
 
 
@@ -119,7 +111,6 @@ class _Answers:
         }
 
     def component(self, in_pass: Pass, name: str) -> _Element:
-        """Add a component to a pass."""
         return _Element(
             etree.SubElement(
                 self._settings[in_pass],

@@ -61,7 +61,6 @@ class BuildLimits:
     """Interval between observations of a machine."""
 
     def under(self, accelerator: Accelerator) -> "BuildLimits":
-        """Return the limits for an accelerator."""
         if accelerator is not Accelerator.TCG:
             return self
         return BuildLimits(
@@ -91,14 +90,9 @@ class WindowsBuild:
         """Create a build.
 
         Args:
-            plan: What to build.
-            hypervisor: Makes the machines.
             directory: Where the disk is sealed.
             reports: Where pictures and logs are kept; emptied first.
             limits: Time limits, already those of the accelerator.
-            memory_mib: Memory of the machines.
-            vcpu_count: Processors of the machines.
-            progress: Receives the stage and the fraction of the build.
         """
         self._plan = plan
         self._hypervisor = hypervisor
@@ -324,20 +318,10 @@ async def build_windows(
     """Build and publish an image.
 
     Args:
-        plan: What to build.
         hypervisor: Makes the machines; nothing else uses it.
-        catalogue: Receives the image.
         media: From `write_media`.
-        name: Name of the image.
         recipe: From `BuildPlan.digest`.
-        reports: Directory for pictures and logs.
         limits: Time limits with KVM.
-        memory_mib: Memory of the machines.
-        vcpu_count: Processors of the machines.
-        progress: Receives the stage and the fraction done.
-
-    Raises:
-        ImageError: The build failed.
     """
     with catalogue.staging(name) as directory:
         build = WindowsBuild(

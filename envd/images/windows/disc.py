@@ -52,12 +52,10 @@ class Disc:
 
     @contextmanager
     def open(self, path: str) -> Iterator[BinaryIO]:
-        """Yield a file's content."""
         with self._iso.open_file_from_iso(**{self._kind: path}) as stream:
             yield stream
 
     def sector(self, path: str) -> int:
-        """Return the sector at which a file's content begins."""
         return int(self._record(path).inode.extent_location())
 
     def _record(self, path: str) -> Any:

@@ -30,7 +30,6 @@ class Download:
 
     @property
     def name(self) -> str:
-        """Its file name."""
         return self.url.rpartition("/")[2]
 
 

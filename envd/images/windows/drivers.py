@@ -20,9 +20,7 @@ class GuestFiles:
     """Paths in a virtio-win ISO."""
 
     drivers: Mapping[str, tuple[str, ...]]
-    """Files of each driver."""
     agent: str
-    """Installer of the guest agent."""
 
 
 def find_guest_files(disc: Disc, release: Release) -> GuestFiles:

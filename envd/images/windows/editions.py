@@ -33,7 +33,6 @@ class Release(StrEnum):
 
     @property
     def is_server(self) -> bool:
-        """Whether it is Windows Server."""
         return self in {Release.SERVER_2022, Release.SERVER_2025}
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envd.base.errors import ImageError
+from envd.base.tools import run_tool
 from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
 from envd.images.windows.answer_disc import write_answer_disc
 from envd.images.windows.answers import ANSWER_FILE, answer_file
@@ -44,11 +45,6 @@ class Media:
 
 
 def write_media(plan: BuildPlan, directory: Path) -> Media:
-    """Write the discs, with a new random password, and the empty disk.
-
-    Raises:
-        ImageError: A tool failed, or an ISO cannot be read.
-    """
     media = Media(
         answers=directory / ANSWER_FILE,
         boot_disc=directory / "boot.qcow2",
@@ -74,10 +70,7 @@ def write_media(plan: BuildPlan, directory: Path) -> Media:
 
 def qemu_img(*arguments: str) -> None:
     """Run qemu-img. Raises: ImageError."""
-    done = subprocess.run(["qemu-img", *arguments], stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    if done.returncode != 0:
-        message = done.stderr.decode(errors="replace").strip()
-        raise ImageError(f"disk: qemu-img {arguments[0]} failed: {message}; check the free space")
+    run_tool(["qemu-img", *arguments], what=f"disk: qemu-img {arguments[0]}", error=ImageError)
 
 
 def write_boot_disc(path: Path, iso: Path, patch: BootPatch) -> None:
@@ -85,9 +78,6 @@ def write_boot_disc(path: Path, iso: Path, patch: BootPatch) -> None:
 
     Windows' ISOs wait for a key before they boot, and return to the firmware without one. They also have a boot image
     that does not wait. The overlay names that one; the ISO file stays as it is.
-
-    Raises:
-        ImageError: A tool failed.
     """
     data = path.with_name("patch")
     data.write_bytes(patch.data)

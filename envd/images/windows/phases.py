@@ -54,13 +54,6 @@ class InstallationProgress:
 
 
 def installation_progress(console: bytes, *, disk_bytes: int, expected_bytes: int) -> InstallationProgress:
-    """Return the progress of an installation.
-
-    Args:
-        console: Output on the serial port so far.
-        disk_bytes: Size of the disk so far.
-        expected_bytes: Size of the system to be copied.
-    """
     lines = [match.decode() for match in _LINE.findall(console)]
     phase = _phase(lines)
     fraction = _BEGINS[phase]

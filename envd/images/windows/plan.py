@@ -61,7 +61,6 @@ class BuildPlan:
 
     @property
     def edition(self) -> Edition:
-        """The edition to install."""
         return self.settings.edition
 
     def digest(self, report: Progress) -> str:
@@ -80,10 +79,6 @@ class BuildPlan:
 
 def plan_build(options: WindowsOptions, *, directory: Path) -> BuildPlan:
     """Check the media, the options and this host.
-
-    Args:
-        options: The user's options.
-        directory: Where the disk will be; its file system needs the space.
 
     Raises:
         ImageError: Something is missing or wrong; the message has the remedy.

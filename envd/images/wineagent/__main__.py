@@ -23,7 +23,6 @@ logger = logging.getLogger("wineagent")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until the guest ends."""
     parser = argparse.ArgumentParser(prog="wineagent", description="Answer the host as a guest agent for Windows.")
     parser.add_argument("--port", default="/dev/virtio-ports/org.qemu.guest_agent.0", help="(default: %(default)s)")
     parser.add_argument("--user", default="user", help="user of the session (default: %(default)s)")

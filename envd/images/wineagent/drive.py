@@ -66,7 +66,6 @@ class Drive:
         return None
 
     def make_directories(self, path: Path) -> None:
-        """Create a directory and its parents, owned by the user. Raises: OSError."""
         if not path.is_dir():
             self.make_directories(path.parent)
             path.mkdir()
@@ -95,7 +94,6 @@ class Files:
         self._open: dict[int, BinaryIO] = {}
 
     def open(self, path: str, mode: str = "r") -> int:
-        """Open a file and return its handle. Raises: AgentError, OSError."""
         file = self._drive.path(path)
         if file.is_dir():
             raise AgentError(f"failed to open file '{path}' (mode: '{mode}'): Access is denied.")
@@ -114,12 +112,10 @@ class Files:
         return handle
 
     def read(self, handle: int, count: int = _DEFAULT_COUNT) -> dict[str, object]:
-        """Return the next bytes of a file. Raises: AgentError, OSError."""
         data = self._file(handle).read(count)
         return {"count": len(data), "buf-b64": base64.b64encode(data).decode(), "eof": len(data) < count}
 
     def write(self, handle: int, buf_b64: str, count: int | None = None) -> dict[str, object]:
-        """Write bytes to a file. Raises: AgentError, OSError."""
         return {"count": self._file(handle).write(base64.b64decode(buf_b64)[:count]), "eof": False}
 
     def flush(self, handle: int) -> dict[str, object]:

@@ -30,13 +30,7 @@ _FIRST_SCRIPT_ID = 1 << 23
 
 
 class Processes:
-    """Commands of the host, until it has collected their results.
-
-    Args:
-        drive: The drive of the Windows programs.
-        scripts: Answers PowerShell scripts.
-        environ: Environment of Windows programs.
-    """
+    """Commands of the host, until it has collected their results."""
 
     def __init__(self, drive: Drive, scripts: Scripts, environ: Mapping[str, str]) -> None:
         self._drive = drive

@@ -29,7 +29,6 @@ class EnvSettings(Body):
 
     @property
     def view(self) -> ObservationOptions:
-        """Contents of observations."""
         return ObservationOptions(
             a11y_format=A11yFormat.OSWORLD_XML if self.require_a11y_tree else A11yFormat.NONE,
             a11y_max_chars=_MAX_TREE_CHARS,

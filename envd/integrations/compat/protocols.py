@@ -69,9 +69,7 @@ class Routes:
         """Add a route.
 
         Args:
-            http_method: GET or POST.
             path: Its pattern; `{episode_id}` in it must be an episode of the caller.
-            handler: Answers it. Raises: EnvdError.
             method: The gRPC method with the same rights, such as `Step`.
             max_body_bytes: Largest body; a larger one is refused.
         """
@@ -164,7 +162,6 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
 
 
 def json_response(content: dict[str, Any], *, status: int = 200) -> web.Response:
-    """Return a JSON response."""
     return web.json_response(content, status=status)
 
 

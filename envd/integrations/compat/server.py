@@ -38,10 +38,6 @@ async def serve_compat(
 
     Args:
         addresses: HOST:PORT by protocol, port 0 for a free one.
-        sessions: The session layer.
-        guard: Admits calls, with the limits and owners of gRPC.
-        tls: For HTTPS; None for HTTP.
-        middlewares: Check requests before the guard does.
 
     Raises:
         ConfigError: An address cannot be bound.

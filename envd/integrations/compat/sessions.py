@@ -51,7 +51,6 @@ class Acted:
 
     @property
     def done(self) -> bool:
-        """Whether the episode accepts no more actions."""
         return self.info.state is not EpisodeState.ACTIVE
 
 
@@ -76,7 +75,6 @@ class SessionTable(Generic[K, S]):
         return len(self._sessions)
 
     def get(self, key: K) -> S | None:
-        """Return a session; None if there is none."""
         found = self._sessions.get(key)
         return found[1] if found is not None else None
 
@@ -92,12 +90,10 @@ class SessionTable(Generic[K, S]):
         self._sessions[key] = (time.monotonic(), session)
 
     def touch(self, key: K) -> None:
-        """Note that a session is used now."""
         self._sessions[key] = (time.monotonic(), self._sessions[key][1])
         self._sessions.move_to_end(key)
 
     def remove(self, key: K) -> None:
-        """Remove a session, if it is there."""
         found = self._sessions.pop(key, None)
         if found is not None:
             self._counts[found[1].owner] -= 1
@@ -119,7 +115,6 @@ class Sessions:
 
     @property
     def capacity(self) -> int:
-        """Machines of all pools."""
         return sum(pool.capacity for pool in self._service.list_pools())
 
     def episode_count(self, caller: Caller | None = None) -> int:
@@ -172,9 +167,6 @@ class Sessions:
         """Open an episode. If the caller is cancelled, the episode is closed as soon as it is open.
 
         Args:
-            caller: Its owner.
-            task_id: Its task.
-            observe: Contents of the first observation.
             request_id: Same id, same episode; empty for a new one.
             unlimited: Allow the daemon's maximum of steps, for a protocol whose calls are not an agent's steps.
 
@@ -212,7 +204,6 @@ class Sessions:
         return infos[0]
 
     def instruction_of(self, info: EpisodeInfo) -> str:
-        """Return the instruction of an episode's task."""
         return self._service.tasks.get(info.task_id).instruction
 
     async def step(self, episode_id: str, actions: Sequence[Action], *, observe: ObservationOptions) -> Acted:
@@ -235,14 +226,11 @@ class Sessions:
         Text that is neither is the agent's mistake: nothing is performed, and the episode continues.
 
         Args:
-            episode_id: The episode.
             action: The text; it is parsed and never executed.
             pause_s: How long WAIT waits. After other actions the screen settles instead.
-            observe: Contents of the observation.
 
         Raises:
             InvalidRequest: The pause is not a number of 0 to 60 s.
-            EpisodeEnded and others: See `Stepping.step`.
         """
         if not (math.isfinite(pause_s) and 0 <= pause_s <= _MAX_PAUSE_S):
             raise InvalidRequest("pause", f"{pause_s} is not a number of 0 to {_MAX_PAUSE_S:g} seconds")

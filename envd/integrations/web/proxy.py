@@ -14,11 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from fcntl import LOCK_UN, flock
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from envd.base.errors import ConfigError
 from envd.base.streams import close, copy, receive_descriptor
-from envd.guest.gateway import HostExit, send_error
+from envd.guest.gateway import HostExit, UnrecordedRequest, send_error
 from envd.integrations.web.environment import AUTHORITY_KEY, PROGRAM, ROOT, WebEnvironment
 from envd.integrations.web.recordings import WebRecordings
 
@@ -29,7 +29,9 @@ _START_TIMEOUT_S = 300.0
 _MAX_MESSAGE_BYTES = 64 << 10
 _HEAD_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
-_OUTCOMES = frozenset({"recorded", "replayed", "not_recorded", "failed"})
+_OUTCOMES = frozenset({"recorded", "replayed", "not_recorded", "websocket", "failed"})
+#: Most requests kept for the next step of a machine, and most machines; older ones are dropped.
+_MAX_UNRECORDED, _MAX_MACHINES = 20, 512
 #: Of the host's certificate authorities, by which web servers are known.
 _AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 _WORKER = PROGRAM + (
@@ -42,12 +44,9 @@ class WebProxy:
     """Records into or replays one recording, for the guests of one pool.
 
     Args:
-        recording: Name of the recording.
-        recordings: Where it is.
-        environment: The programs.
         servers: Reaches the web servers while recording; None to replay.
-        max_bytes: Most bytes of a recording.
-        on_request: Called for each request with its outcome: `recorded`, `replayed`, `not_recorded` or `failed`.
+        on_request: Called for each request with its outcome: `recorded`, `replayed`, `not_recorded`, `websocket` or
+            `failed`.
     """
 
     def __init__(
@@ -74,9 +73,8 @@ class WebProxy:
         self._reading: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         """Connections to web servers."""
-
-    def __repr__(self) -> str:
-        return f"<WebProxy {'replays' if self._servers is None else 'records'} {self._name}>"
+        self._unrecorded: dict[str, list[UnrecordedRequest]] = {}
+        """Requests that each machine's next step reports."""
 
     async def start(self) -> None:
         """Start the process unless it is running.
@@ -97,6 +95,10 @@ class WebProxy:
                     await self._stop()
                     raise
 
+    def take_unrecorded(self, machine_id: str) -> tuple[UnrecordedRequest, ...]:
+        """See `Exit`."""
+        return tuple(self._unrecorded.pop(machine_id, ()))
+
     async def aclose(self) -> None:
         """End the process and all connections."""
         async with self._starting:
@@ -105,7 +107,6 @@ class WebProxy:
     async def __call__(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, machine_id: str
     ) -> None:
-        """Serve one connection of a program. Raises: OSError: It broke."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -186,17 +187,23 @@ class WebProxy:
             if outcome not in _OUTCOMES:
                 continue
             self._on_request(outcome)
-            if outcome in {"not_recorded", "failed"}:
-                logger.info(
-                    "%.64s: web recording %s: %s: %.16s %.500r %.200r",
-                    message.get("machine_id"),
-                    self._name,
-                    outcome,
-                    message.get("method"),
-                    message.get("url"),
-                    message.get("text"),
-                )
+            if outcome in {"recorded", "replayed"}:
+                continue
+            machine_id, method, url, text = (str(message.get(key)) for key in ("machine_id", "method", "url", "text"))
+            logger.info(
+                "%.64s: web recording %s: %s: %.16s %.500r %.200r", machine_id, self._name, outcome, method, url, text
+            )
+            if outcome != "failed":
+                kind: Literal["not_recorded", "websocket"] = "websocket" if outcome == "websocket" else "not_recorded"
+                self._keep(machine_id[:64], UnrecordedRequest(kind=kind, method=method[:16], url=url[:2000]))
         logger.warning("web recording %s: its proxy ended; the next connection starts it again", self._name)
+
+    def _keep(self, machine_id: str, request: UnrecordedRequest) -> None:
+        if machine_id not in self._unrecorded and len(self._unrecorded) >= _MAX_MACHINES:
+            del self._unrecorded[next(iter(self._unrecorded))]
+        kept = self._unrecorded.setdefault(machine_id, [])
+        kept.append(request)
+        del kept[:-_MAX_UNRECORDED]
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self._connect(reader, writer), name=f"web:{self._name}:server")

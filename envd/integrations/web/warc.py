@@ -88,7 +88,6 @@ class Recording:
         )
 
     def read(self, entry: Entry) -> Response:
-        """Return the response of an exchange."""
         self._file.seek(entry.offset)
         record = next(iter(ArchiveIterator(self._file)))
         phrase = record.http_headers.statusline.partition(" ")[2]

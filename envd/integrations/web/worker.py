@@ -117,7 +117,6 @@ class _Exchanges:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def running(self) -> None:
-        """Accept connections of guests: mitmproxy listens now."""
         self._control.setblocking(False)
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._accept)
         _send(self._control, {"ready": 1})
@@ -128,7 +127,10 @@ class _Exchanges:
 
     def request(self, flow: http.HTTPFlow) -> None:
         """Answer a request from the recording, or prepare it to be recorded."""
-        if self._replayed is not None:
+        if self._replayed is not None and flow.request.headers.get("upgrade", "").lower() == "websocket":
+            self._report("websocket", flow)
+            flow.response = _page(501, "WebSockets are not replayed", f"{flow.request.url} was not opened.")
+        elif self._replayed is not None:
             flow.response = self._replay(self._replayed, flow)
         elif self._is_full:
             flow.response = _page(507, f"The web recording {self._name} is full", "The request was not sent.")
@@ -136,11 +138,11 @@ class _Exchanges:
             flow.request.headers.pop(name, None)
 
     def response(self, flow: http.HTTPFlow) -> None:
-        """Record what a web server answered."""
         response = flow.response
         if self._replayed is not None or response is None or response.headers.get("proxy-status", "")[:4] == "envd":
             return
         if response.status_code == 101:
+            self._report("websocket", flow)
             return
         content = response.raw_content or b""
         data = records(
@@ -164,7 +166,6 @@ class _Exchanges:
         self._report("failed" if problem else "recorded", flow, problem)
 
     def error(self, flow: http.HTTPFlow) -> None:
-        """Report a request that no server answered."""
         self._report("failed", flow, flow.error.msg if flow.error else "")
 
     def _replay(self, recording: Recording, flow: http.HTTPFlow) -> http.Response:

@@ -114,11 +114,7 @@ class GuestInspector:
         raise GuestError(f"{path}: {problem}; the file keeps changing")
 
     async def list_directory(self, path: str) -> frozenset[str] | None:
-        """Return a directory's entries, subdirectories with a trailing `/`; None if it does not exist.
-
-        Raises:
-            GuestError, GuestUnresponsive: It cannot be listed.
-        """
+        """Return a directory's entries, subdirectories with a trailing `/`; None if it does not exist."""
         if self.os is GuestOs.WINDOWS:
             argv = powershell(Script.LIST_DIRECTORY, path=path)
         else:
@@ -136,7 +132,6 @@ class GuestInspector:
 
         Raises:
             GuestError: Its exit code is neither 0 nor one of `allow`.
-            GuestUnresponsive: It did not end in time.
         """
         result = await self.desktop.run(argv, timeout_s=QUERY_TIMEOUT_S, as_root=True)
         if result.exit_code not in (0, *allow):

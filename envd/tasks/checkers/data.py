@@ -40,7 +40,6 @@ class DataCheck(FileCheck, ValueExpectation):
     """Tried in this order. XML declares its own encoding."""
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         found = await inspector.find_file(self.path)
         return await inspector.judge(judge_data, found, self)
 
@@ -61,7 +60,6 @@ class JsonValueAt(DataCheck):
     """Its path: keys, and list indexes from 0, or negative from the end. Empty for the whole document."""
 
     def find(self, data: bytes, text: str) -> FoundValue:  # noqa: ARG002
-        """See `DataCheck`."""
         try:
             value: JsonValue = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -99,7 +97,6 @@ class CsvCell(DataCheck):
         return self
 
     def find(self, data: bytes, text: str) -> FoundValue:  # noqa: ARG002
-        """See `DataCheck`."""
         try:
             rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=self.delimiter))
         except csv.Error as error:
@@ -124,7 +121,6 @@ class IniEntry(DataCheck):
     key: Annotated[str, Field(min_length=1)]
 
     def find(self, data: bytes, text: str) -> FoundValue:  # noqa: ARG002
-        """See `DataCheck`."""
         parser = configparser.RawConfigParser(
             delimiters=("=",), strict=False, default_section=_DEFAULTS, allow_no_value=True
         )
@@ -161,7 +157,6 @@ class XmlNode(DataCheck):
         return "" if found.kind == "file" else not_a_file(found, self.path)
 
     def find(self, data: bytes, text: str) -> FoundValue:  # noqa: ARG002
-        """See `DataCheck`."""
         root = parse_xml(data)
         try:
             result = etree.XPath(self.at, namespaces=self.namespaces)(root)
@@ -192,7 +187,6 @@ def parse_xml(data: bytes) -> etree._Element:
 
 
 def judge_data(found: FoundFile, checker: DataCheck) -> CheckOutcome:
-    """Score a value in a file."""
     text = checker.read(found)
     if isinstance(text, CheckOutcome):
         return text
@@ -234,7 +228,6 @@ class Registry(LeafChecker, ValueExpectation):
         return True
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         hive, _, key = self.key.partition("\\")
         result = await inspector.query(powershell(Script.QUERY_REGISTRY, hive=hive, key=key, name=self.value))
         return judge_value(_registry_value(result.stdout), self)

@@ -41,7 +41,6 @@ class Evaluation:
     """A task's score, with the results of its checkers."""
 
     score: float
-    """A value in [0, 1]."""
     checks: tuple[CheckResult, ...]
 
 
@@ -65,8 +64,6 @@ async def evaluate(
     and continue afterwards.
 
     Args:
-        task: The task.
-        desktop: The guest.
         last_action: How the agent ended the episode; None if it did not.
         timeout_s: Limit for all checkers together, in seconds.
         osworld: Runs OSWorld's evaluators; None if OSWorld is not installed.
@@ -75,7 +72,6 @@ async def evaluate(
 
     Raises:
         EvaluatorFailed: A checker could not inspect the guest, or not in time. The episode has no score.
-        MachineLost: The machine is gone. The episode has no score.
     """
     if task.checker is None:
         return judge_infeasible(last_action)
@@ -107,7 +103,6 @@ async def require_unsolved(task: Task, desktop: Desktop, *, timeout_s: float, ju
 
     Raises:
         SetupFailed: The start scores 1.
-        MachineLost: The machine is gone.
     """
     if task.checker is None or not all(checker.runs_before_start for checker in leaves(task.checker)):
         return
@@ -126,7 +121,6 @@ def judge_ended(task: Task, cause: str, reason: str = "") -> Evaluation:
     """Score a task whose guest ended itself and left no machine: 1 if that was its goal, and 0 otherwise.
 
     Args:
-        task: The task.
         cause: How the guest ended, see `envd.base.losses.Loss`.
         reason: What was found, if there is more to say.
     """

@@ -23,7 +23,6 @@ class FileCheck(LeafChecker):
 
     @property
     def subject(self) -> str:
-        """The path."""
         return self.path
 
 
@@ -35,7 +34,6 @@ class FileText(FileCheck, TextExpectation):
     """Tried in this order; the first that decodes to text without NUL wins. `bom` uses the byte order mark."""
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         return await inspector.judge(judge_file_text, await inspector.find_file(self.path), self)
 
 
@@ -53,7 +51,6 @@ class FileBytes(FileCheck):
         return self
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         return await inspector.judge(judge_file_bytes, await inspector.find_file(self.path), self)
 
 
@@ -63,7 +60,6 @@ class FileAbsent(FileCheck):
     kind: Literal["file_absent"]
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         return judge_absent(await inspector.probe(self.path))
 
 
@@ -75,7 +71,6 @@ class Directory(FileCheck):
     mode: Literal["exactly", "at_least"] = "at_least"
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         return await inspector.judge(judge_directory, await inspector.list_directory(self.path), self)
 
 
@@ -91,13 +86,11 @@ def text_of(found: FoundFile, path: str, encodings: Encodings) -> str | CheckOut
 
 
 def judge_file_text(found: FoundFile, checker: FileText) -> CheckOutcome:
-    """Score a file's text."""
     text = text_of(found, checker.path, checker.encodings)
     return text if isinstance(text, CheckOutcome) else judge_text(text, checker)
 
 
 def judge_file_bytes(found: FoundFile, checker: FileBytes) -> CheckOutcome:
-    """Score a file's bytes."""
     if found.kind != "file":
         return not_a_file(found, checker.path)
     digest = hashlib.sha256(found.data).hexdigest()
@@ -107,7 +100,6 @@ def judge_file_bytes(found: FoundFile, checker: FileBytes) -> CheckOutcome:
 
 
 def judge_absent(found: FoundFile) -> CheckOutcome:
-    """Score the absence of a file."""
     if found.kind == "absent":
         return CheckOutcome(1.0, "nothing exists at the path")
     kind = "something other than a file" if found.kind == "other" else "a file"
@@ -115,7 +107,6 @@ def judge_absent(found: FoundFile) -> CheckOutcome:
 
 
 def judge_directory(entries: frozenset[str] | None, checker: Directory) -> CheckOutcome:
-    """Score a directory's entries."""
     if entries is None:
         return CheckOutcome(0.0, f"{checker.path}: no such directory")
     wanted = frozenset(checker.entries)

@@ -46,12 +46,10 @@ class GradedText(FileCheck):
         return self
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         return await inspector.judge(judge_graded_text, await inspector.find_file(self.path), self)
 
 
 def judge_graded_text(found: FoundFile, checker: GradedText) -> CheckOutcome:
-    """Grade a file's text."""
     text = _read(found, checker)
     if isinstance(text, CheckOutcome):
         return text

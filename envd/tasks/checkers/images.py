@@ -43,7 +43,6 @@ class ImageLike(FileCheck):
         return self
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         found = await inspector.find_file(self.path)
         if self.guest_path is None:
             reference = FoundFile("file", base64.b64decode(self.base64 or ""))

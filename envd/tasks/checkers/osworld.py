@@ -42,7 +42,6 @@ class OsworldEvaluator(LeafChecker):
 
     @property
     def subject(self) -> str:
-        """The metrics."""
         return self.func if isinstance(self.func, str) else f" {self.conj} ".join(self.func)
 
     def downloads(self) -> Iterator[AssetRef]:

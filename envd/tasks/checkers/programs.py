@@ -42,7 +42,6 @@ class Command(LeafChecker):
 
     @property
     def subject(self) -> str:
-        """The command."""
         return " ".join(self.argv)
 
     def asks_session(self, os: GuestOs) -> bool:
@@ -50,7 +49,6 @@ class Command(LeafChecker):
         return self.in_session or os is GuestOs.WINDOWS
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         if self.as_root or self.asks_session(inspector.os):
             result = await inspector.desktop.run(self.argv, timeout_s=self.timeout_s, as_root=self.as_root)
         else:
@@ -74,7 +72,6 @@ class Process(LeafChecker):
 
     @property
     def subject(self) -> str:
-        """The program's name."""
         return self.program
 
     def asks_session(self, os: GuestOs) -> bool:
@@ -82,7 +79,6 @@ class Process(LeafChecker):
         return os is GuestOs.WINDOWS
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         listing = await inspector.query(process_query(inspector.os).argv)
         return await inspector.judge(judge_processes, listing.stdout, self)
 
@@ -98,7 +94,6 @@ class Window(LeafChecker):
 
     @property
     def subject(self) -> str:
-        """The expected title or class."""
         return self.window.title or self.window.wm_class
 
     def asks_session(self, os: GuestOs) -> bool:  # noqa: ARG002 -- in each
@@ -106,7 +101,6 @@ class Window(LeafChecker):
         return True
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         listing = await query_windows(inspector.desktop, os=inspector.os, timeout_s=QUERY_TIMEOUT_S)
         return await inspector.judge(judge_windows, listing, self)
 
@@ -133,7 +127,6 @@ class PoweredOff(LeafChecker):
 
 
 def judge_command(result: CommandResult, checker: Command) -> CheckOutcome:
-    """Score the result of a command."""
     if checker.exit_code is not None and result.exit_code != checker.exit_code:
         output = quote(result.stderr or result.stdout)
         return CheckOutcome(0.0, f"exit code {result.exit_code}, expected {checker.exit_code}; output {output}")

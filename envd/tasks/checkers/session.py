@@ -50,7 +50,6 @@ class Clipboard(_OneText):
     kind: Literal["clipboard"]
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         # As the user: the clipboard belongs to the session, and root has no access to it.
         argv = ("xclip", "-selection", "clipboard", "-o")
         result = await inspector.desktop.run(argv, timeout_s=QUERY_TIMEOUT_S)
@@ -69,7 +68,6 @@ class AgentAnswer(_OneText):
     another number if a number is expected, a list, "or", a second sentence."""
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         return judge_answer(inspector.last_action, self)
 
 
@@ -106,7 +104,6 @@ class OnScreen(LeafChecker):
         return True
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         options = ObservationOptions(encoding=Encoding.NONE, include_a11y_elements=True)
         seen = await inspector.desktop.observe(options, refresh=True)
         if seen.a11y_elements is None:
@@ -168,7 +165,6 @@ def judge_clipboard(result: CommandResult, checker: Clipboard) -> CheckOutcome:
 
 
 def judge_answer(last_action: Done | None, checker: AgentAnswer) -> CheckOutcome:
-    """Score the agent's answer."""
     if last_action is None or not last_action.answer.strip():
         return CheckOutcome(0.0, "the agent gave no answer")
     answer = last_action.answer.strip()

@@ -81,7 +81,6 @@ class Unchanged(LeafChecker):
         return ", ".join(self.paths) or " ".join(self.outputs[0])
 
     async def remember_start(self, desktop: Desktop) -> None:
-        """See `LeafChecker`."""
         argv = ("sh", "-c", _RECORD, RECORD, *await self._arguments(desktop), *self._find())
         result = await desktop.run(argv, timeout_s=QUERY_TIMEOUT_S, as_root=True)
         if result.exit_code == _TOO_LARGE:
@@ -90,7 +89,6 @@ class Unchanged(LeafChecker):
             raise GuestError(f"unchanged {self.subject}: the start cannot be recorded: {quote(result.stderr)}")
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        """See `LeafChecker`."""
         arguments = await self._arguments(inspector.desktop)
         argv = ("sh", "-c", _COMPARE, COMPARE, *arguments, self.new_files, *self._find())
         result = await inspector.query(argv, allow=(_NOT_RECORDED,))

@@ -76,12 +76,10 @@ Checker = Annotated[AnyChecker, Field(discriminator="kind")]
 
 
 def parts_of(checker: AllOf | AnyOf | Weighted) -> tuple[AnyChecker, ...]:
-    """Return the parts of a combination."""
     return tuple(part.check if isinstance(part, WeightedPart) else part for part in checker.checks)
 
 
 def combine(checker: AllOf | AnyOf | Weighted, scores: Sequence[float]) -> float:
-    """Return the score of a combination from the scores of its parts."""
     match checker:
         case AllOf():
             return min(scores)

@@ -31,7 +31,6 @@ _NEEDS = (
 
 
 def is_bundle(directory: Path) -> bool:
-    """Whether a directory is intended as a bundle."""
     return (directory / "meta.json").is_file() or (directory / "check.sh").is_file()
 
 

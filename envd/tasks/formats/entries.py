@@ -70,7 +70,6 @@ def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callab
     """Yield the task of an entry, or its problems.
 
     Args:
-        source: The file.
         read: Returns the entry's fields; may raise `TaskFormatError` or `ValidationError`.
         locate: Returns `FILE:LINE` for a location within the task.
     """

@@ -59,7 +59,6 @@ def read_osworld(content: Mapping[str, object], *, os: GuestOs | None = None) ->
     """Return the fields of a task.
 
     Args:
-        content: The task's JSON.
         os: The guest's operating system, if the caller knows it; otherwise the paths in the task decide.
 
     Raises:
@@ -148,7 +147,6 @@ def _checker(evaluator: Mapping[str, JsonValue]) -> Fields:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every text in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -75,7 +75,6 @@ def text_value(value: object, name: str) -> str:
 
 
 def type_action(value: object, name: str = "text") -> TypeText:
-    """Return the action that types a text."""
     text = text_value(value, name)
     if not text:
         raise ParseError(f"{name} is empty; there is nothing to type")
@@ -83,7 +82,6 @@ def type_action(value: object, name: str = "text") -> TypeText:
 
 
 def key_chord(value: object, name: str = "keys") -> PressKeys:
-    """Return the action that presses keys together."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ParseError(f'{name} must be a list of key names such as ["ctrl", "s"], not {quoted(value)}')
     if not 1 <= len(value) <= MAX_CHORD_KEY_COUNT:
@@ -102,7 +100,6 @@ def monitor_chord(text: str) -> PressKeys:
 
 
 def key_name(value: object, name: str) -> str:
-    """Return the name of one key."""
     key = text_value(value, name)
     if not 1 <= len(key) <= MAX_KEY_NAME_CHARS:
         raise ParseError(f"{name}: the name of a key has 1 to {MAX_KEY_NAME_CHARS} characters, not {len(key)}")

@@ -18,7 +18,6 @@ class LazyCommand(TyperCommand):
         """Create a command.
 
         Args:
-            name: Its name on the command line.
             target: `MODULE:ATTRIBUTE` of a function, which may have `context_settings`, or of a `typer.Typer`.
             summary: The first paragraph of its help, which is all that a list of commands shows.
         """
@@ -31,7 +30,6 @@ class LazyCommand(TyperCommand):
         return self.load().make_context(info_name, args, *rest, **extra)
 
     def load(self) -> Any:
-        """Import the real command."""
         module, _, attribute = self._target.partition(":")
         found = getattr(import_module(module), attribute)
         if isinstance(found, typer.Typer):

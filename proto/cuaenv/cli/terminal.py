@@ -68,7 +68,6 @@ class ProgressReport(Protocol):
 
 
 def emit_json(value: Mapping[str, object]) -> None:
-    """Print one JSON object on standard output."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
     sys.stdout.flush()
 
@@ -94,8 +93,6 @@ def reports_errors(
     Args:
         expected: Errors to report, besides `usage_errors`.
         usage_errors: Errors that exit with `EXIT_USAGE`; all others exit with `EXIT_FAILED`.
-        reason_of: Returns the machine-readable reason of an error.
-        message_of: Returns the text of an error.
     """
 
     def decorate(command: Callable[P, R]) -> Callable[P, R]:

@@ -128,6 +128,7 @@ from cuaenv.client.results import (
     StepResult,
     Task,
     ToolResult,
+    UnrecordedRequest,
 )
 from cuaenv.client.shared import ClientSettings, close_shared_clients, shared_client
 from cuaenv.client.sync_client import EnvClient, Episode
@@ -201,6 +202,7 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Unreachable",
+    "UnrecordedRequest",
     "View",
     "close_shared_clients",
     "shared_client",

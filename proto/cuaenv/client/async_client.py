@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
 from cuaenv.client.archives import export_to, import_from
@@ -46,6 +45,7 @@ from cuaenv.client.view import (
     wire_triggers,
     wire_view,
 )
+from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, require_durations, wire_duration
 
@@ -111,9 +111,7 @@ class AsyncEnvClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self, *, wait: timedelta = timedelta(0)) -> None:
@@ -345,25 +343,7 @@ class AsyncEnvClient:
             while True:
                 request = env_pb2.ListTasksRequest(suite=suite, page_size=_PAGE_SIZE, page_token=token, task_ids=part)
                 response = await host.connection.call("ListTasks", request, timeout)
-                tasks += [
-                    Task(
-                        task_id=task.task_id,
-                        instruction=task.instruction,
-                        level=task.level,
-                        suite=task.suite,
-                        version=task.version,
-                        tags=tuple(task.tags),
-                        max_steps=task.max_steps,
-                        os=task.os,
-                        domain=task.domain,
-                        split=task.split,
-                        variant_count=task.variant_count,
-                        runnable=task.runnable if task.HasField("runnable") else None,
-                        obstacles=tuple(task.obstacles),
-                        tools=tuple(task.tools),
-                    )
-                    for task in response.tasks
-                ]
+                tasks += [copied(Task, task) for task in response.tasks]
                 token = response.next_page_token
                 if not token:
                     return tasks

@@ -53,11 +53,6 @@ class Connection:
     def __init__(self, address: Address, *, access: Access, retry: RetryPolicy) -> None:
         """Prepare; the first call connects.
 
-        Args:
-            address: Address of the daemon.
-            access: Token and TLS.
-            retry: How lost calls are retried.
-
         Raises:
             ValueError: The token would travel to another host in clear text.
             OSError: A TLS file cannot be read.
@@ -119,7 +114,6 @@ class Connection:
 
     @property
     def was_reached(self) -> bool:
-        """Whether the daemon has accepted a connection."""
         return self._connecting is not None and self._connecting.done() and not self._connecting.cancelled()
 
     def error_of(self, failure: grpc.aio.AioRpcError) -> EnvError:

@@ -73,12 +73,7 @@ class Access:
         """Return a channel; it connects at its first call.
 
         Args:
-            target: Address of the daemon.
-            options: Options of the channel.
             ca: Certificate authority of this daemon, PEM; empty for that of `Tls`.
-
-        Raises:
-            ValueError, OSError: See `check` and `Tls`.
         """
         self.check(target, ca=ca)
         if self._tls is not None:
@@ -88,7 +83,6 @@ class Access:
         return grpc.aio.insecure_channel(target, options=options)
 
     def authorized(self, stub: Any) -> Any:
-        """Return a stub whose calls carry the token."""
         return _AuthorizedStub(stub, self._token) if self._token else stub
 
 

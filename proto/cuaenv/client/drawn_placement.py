@@ -29,12 +29,7 @@ class DrawnPlacement:
     """A `Placement` that draws two hosts and takes the one with the larger share of free machines."""
 
     def __init__(self, targets: Sequence[str], *, table: HostTable, rng: random.Random) -> None:
-        """Prepare; hosts are connected and watched from the first choice on.
-
-        Raises:
-            ValueError: The token would travel to another host in clear text.
-            OSError: A TLS file cannot be read.
-        """
+        """Prepare; hosts are connected and watched from the first choice on."""
         self._table = table
         self._rng = rng
         self._static = [Address(target) for target in targets if not is_name(target)]
@@ -50,11 +45,9 @@ class DrawnPlacement:
 
     @property
     def only_host(self) -> Host | None:
-        """See `Placement`. It is not watched."""
         return self._listed[0] if not self._names and len(self._static) == 1 else None
 
     async def place(self, opening: OpenRequest) -> Place:
-        """See `Placement`."""
         loop = asyncio.get_running_loop()
         connect_s = loop.time() + self._table.retry.connect_timeout.total_seconds()
         await self._wait_for_reports(opening.deadline_s)
@@ -79,11 +72,9 @@ class DrawnPlacement:
                     await changed.wait()
 
     def failed(self, opening: OpenRequest, host: Host, error: EnvError) -> None:
-        """See `Placement`."""
         note_failure(opening, host, error, policy=self._table.retry, rng=self._rng)
 
     async def hosts(self, deadline_s: float) -> Sequence[Host]:
-        """See `Placement`: those that are up, else all."""
         if self.only_host is None:
             await self._wait_for_reports(deadline_s)
         hosts = [host for host in self._listed if host.state is HostState.UP] or self._listed
@@ -92,7 +83,6 @@ class DrawnPlacement:
         return hosts
 
     async def aclose(self) -> None:
-        """See `Placement`."""
         if self._resolving is not None:
             self._resolving.cancel()
             await asyncio.wait({self._resolving})

@@ -28,6 +28,7 @@ from cuaenv.client.results import (
     read_evaluation,
     read_screen_change,
     read_tool_result,
+    read_unrecorded,
 )
 from cuaenv.client.view import Settle, StepOptions, View, wire_settle, wire_view
 from cuaenv.v1 import env_pb2
@@ -150,6 +151,7 @@ class AsyncEpisode:
             replayed=response.replayed,
             guest_end_cause=self.guest_end_cause,
             tool_results=tuple(map(read_tool_result, response.action_results)),
+            unrecorded_requests=tuple(map(read_unrecorded, response.unrecorded_requests)),
         )
 
     async def observe(

@@ -62,7 +62,6 @@ class PortForward:
         await asyncio.shield(self._ended)
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward a connection in a task of its own."""
         task = asyncio.create_task(self._serve(reader, writer), name=f"forward:{self.address}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -142,8 +141,6 @@ async def forwarded(
     """Listen on a port of 127.0.0.1 during the block, and forward its connections to a port of an episode's guest.
 
     Args:
-        connection: The daemon that has the episode.
-        episode_id: The episode.
         port: On the guest's 127.0.0.1.
         local_port: The port to listen on; 0 for a free one.
 

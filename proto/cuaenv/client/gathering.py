@@ -43,7 +43,6 @@ class SlotGatherer:
         """Prepare.
 
         Args:
-            cluster: Where slots are reserved.
             slots: Those that the client holds; gathered ones are added, unused.
             rng: Draws the host, and this client's name.
             is_usable: Whether the host of a node can open the episodes.
@@ -63,7 +62,6 @@ class SlotGatherer:
         """Nodes on which other clients gather."""
 
     def may_use(self, opening: OpenRequest, node_id: str, report: HostReport) -> bool:
-        """Return whether an opening may take slots of a host on which someone gathers."""
         if report.gathered_by not in {"", self._name}:
             self._left_until_s[node_id] = _now_s() + _TTL_S
             return False

@@ -68,7 +68,6 @@ class Host:
         """Prepare; no call is made yet.
 
         Args:
-            connection: The connection to the daemon.
             keep_alive_interval: Interval of lease renewals; by default a third of the shortest lease.
             changed: Called when its state or load may have changed.
         """
@@ -132,7 +131,6 @@ class Host:
             return read_observation(message, base)
 
     def statistics(self) -> HostStatistics:
-        """Return its statistics."""
         load = self.load()
         return HostStatistics(
             target=self.target,

@@ -52,12 +52,7 @@ class HostPool:
         max_episodes: int | None,
         rng: random.Random,
     ) -> None:
-        """Prepare; nothing is connected yet.
-
-        Raises:
-            ValueError: The token would travel to another host in clear text.
-            OSError: A TLS file cannot be read.
-        """
+        """Prepare; nothing is connected yet."""
         self.limiter = EpisodeLimiter(max_episodes)
         self.opened: weakref.WeakSet[Any] = weakref.WeakSet()
         """Each `AsyncEpisode` without a block; the client closes them at its end."""
@@ -82,7 +77,6 @@ class HostPool:
         return self._placement.only_host is None
 
     def statistics(self) -> ClientStatistics:
-        """Return the statistics of all hosts."""
         hosts = tuple(host.statistics() for host in self._table)
         return ClientStatistics(hosts=hosts, gated_count=self.limiter.waiting_count)
 

@@ -44,7 +44,6 @@ class LeaseKeeper:
         """Start without leases.
 
         Args:
-            connection: The connection to the host.
             interval: Interval of renewals; by default a third of the shortest lease.
             changed: Called when a lease is no longer renewed.
         """

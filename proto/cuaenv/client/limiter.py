@@ -22,7 +22,6 @@ class EpisodeLimiter:
 
     @property
     def waiting_count(self) -> int:
-        """Number of waiting episodes."""
         return sum(count for count, admitted in self._queue if not admitted.done())
 
     @asynccontextmanager

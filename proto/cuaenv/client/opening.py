@@ -16,7 +16,6 @@ from cuaenv.client.connection import Connection
 from cuaenv.client.errors import DeadlineExceeded, EnvError
 from cuaenv.client.leases import LeaseKeeper
 from cuaenv.client.placement import NextAttempt, next_attempt, retry_pause_s
-from cuaenv.client.waiting import log_waits
 from cuaenv.v1 import env_pb2
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,6 @@ class Opener:
 
     @property
     def open_count(self) -> int:
-        """Episodes being opened."""
         return sum(size for _, size in self._sent.values())
 
     @property
@@ -58,7 +56,6 @@ class Opener:
 
         Args:
             request: Passing the same message again continues the same request.
-            size: Episodes that it opens.
             deadline_s: Deadline of all attempts, by the loop's clock.
             may_abandon: Stop after the host has been unreachable for `RetryPolicy.reconnect_timeout`.
 
@@ -162,3 +159,38 @@ class Opener:
             await asyncio.gather(*(lease.close() for lease in leases))
         elif not isinstance(error, EnvError) or next_attempt(error) is NextAttempt.UNKNOWN:
             logger.warning("%s %s: its episodes are left to their leases: %s", method, request.request_id, error)
+
+
+_INTERVAL_S: Final = 5.0
+
+
+async def log_waits(connection: Connection) -> None:
+    """Log every 5 s which of a host's pools have no machine to give, and why, until cancelled.
+
+    A pool without machines is a warning, so it is visible without a configuration of logging. Queues are normal.
+    """
+    while True:
+        await asyncio.sleep(_INTERVAL_S)
+        try:
+            request = env_pb2.ListPoolsRequest(include_queue=True)
+            pools = (await connection.attempt("ListPools", request, timeout_s=_INTERVAL_S)).pools
+        except EnvError:
+            continue  # the opening itself logs and reports what is wrong
+        for pool in pools:
+            is_empty = not pool.idle_count + pool.leased_count
+            reason = wait_reason(pool)
+            if reason:
+                level = logging.WARNING if is_empty else logging.INFO
+                logger.log(level, "waiting for pool %s at %s: %s", pool.name, connection.target, reason)
+
+
+def wait_reason(pool: env_pb2.Pool) -> str:
+    """Return why episodes that a pool should hold wait; empty if none do."""
+    if not pool.waiting_count:
+        return ""
+    problem = f"; {pool.problem}" if pool.problem else ""
+    if not pool.idle_count + pool.leased_count:
+        return ("starting machines" if pool.template_digest else "preparing the template") + problem
+    if pool.queue:
+        return pool.queue[0].reason + problem
+    return f"{pool.waiting_count} episodes in the queue, {pool.leased_count} of {pool.capacity_count} machines busy"

@@ -144,12 +144,7 @@ class HostTable:
         self._changed = asyncio.Event()
 
     def host(self, address: Address) -> Host:
-        """Return the host at an address; a new one is not connected yet.
-
-        Raises:
-            ValueError: The token would travel to another host in clear text.
-            OSError: A TLS file cannot be read.
-        """
+        """Return the host at an address; a new one is not connected yet."""
         if address not in self._hosts:
             connection = Connection(address, access=self._access, retry=self.retry)
             self._hosts[address] = Host(

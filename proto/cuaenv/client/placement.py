@@ -68,11 +68,6 @@ def choose(loads: Mapping[Key, HostLoad], *, size: int, rng: random.Random) -> K
 
     A host too small for the group is chosen only if all are; its daemon then returns the error. A host without room is
     chosen only if none has room; the group then waits in its queue.
-
-    Args:
-        loads: Loads of the available hosts.
-        size: Episodes to open, all on one host.
-        rng: Draws the two candidates.
     """
     large = {key: load for key, load in loads.items() if load.capacity >= size} or dict(loads)
     roomy = {key: load for key, load in large.items() if load.room >= size}
@@ -133,7 +128,6 @@ def retry_pause_s(error: EnvError, *, attempt: int, policy: RetryPolicy, jitter:
     """Return how many seconds to wait before a retry, or None if a retry cannot help.
 
     Args:
-        error: Error of the last attempt.
         attempt: Number of attempts that failed before it.
         policy: Bounds of the pause.
         jitter: Random in [0, 1), so that clients that failed together do not retry together.

@@ -36,7 +36,6 @@ _connecting = threading.Lock()
 
 
 def resource_of(pool: str) -> str:
-    """Return the name of a pool's resource."""
     return _PREFIX + pool
 
 
@@ -87,8 +86,6 @@ class Cluster(Protocol):
         """Wait until machines are free on one node, and hold them. If cancelled, nothing is held.
 
         Args:
-            pool: Pool of the machines.
-            count: Number of machines.
             node_id: The only possible node, or one that shares its address; empty for any.
         """
 
@@ -110,7 +107,6 @@ class Cluster(Protocol):
 
 
 def capacities_of(resources: Mapping[str, float]) -> dict[str, int]:
-    """Return the pools' capacities in the resources of a node."""
     return {name.removeprefix(_PREFIX): int(amount) for name, amount in resources.items() if name.startswith(_PREFIX)}
 
 
@@ -156,7 +152,6 @@ class RayCluster:
         return await asyncio.get_running_loop().run_in_executor(self._calling, call, *args)
 
     async def capacities(self) -> Mapping[str, Mapping[str, int]]:
-        """See `Cluster`."""
         nodes = await self._call(self._nodes)
         found = {node["NodeID"]: capacities_of(node["Resources"]) for node in nodes if node["Alive"]}
         return {node_id: pools for node_id, pools in found.items() if pools}
@@ -166,7 +161,6 @@ class RayCluster:
         return nodes
 
     async def reserve(self, pool: str, count: int, *, node_id: str = "") -> Reservation:
-        """See `Cluster`."""
         creating = asyncio.ensure_future(self._call(self._create, pool, count, node_id))
         try:
             group = await asyncio.shield(creating)
@@ -206,7 +200,6 @@ class RayCluster:
             self.free(Reservation("", creating.result()))
 
     def free(self, reservation: Reservation) -> None:
-        """See `Cluster`."""
         from ray.util.placement_group import remove_placement_group  # noqa: PLC0415
 
         def remove() -> None:
@@ -221,12 +214,10 @@ class RayCluster:
         freeing.add_done_callback(self._freeing.discard)
 
     async def report(self, node_id: str) -> HostReport:
-        """See `Cluster`."""
         report: HostReport = await self._ask(node_id, "report")
         return report
 
     async def gather(self, node_id: str, client: str, ttl_s: float) -> bool:
-        """See `Cluster`."""
         return bool(await self._ask(node_id, "gather", client, ttl_s))
 
     async def _ask(self, node_id: str, method: str, *args: Any) -> Any:
@@ -245,7 +236,6 @@ class RayCluster:
             raise Unavailable(f"node {node_id}: its host actor does not answer: {message}", host=node_id) from error
 
     async def aclose(self) -> None:
-        """See `Cluster`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REPORT_TIMEOUT_S):
                 while self._freeing:

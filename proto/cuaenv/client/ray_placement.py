@@ -65,11 +65,9 @@ class RayPlacement:
             raise opening.error or _no_room(opening, reasons) from None
 
     def failed(self, opening: OpenRequest, host: Host, error: EnvError) -> None:
-        """See `Placement`."""
         note_failure(opening, host, error, policy=self._table.retry, rng=self._rng)
 
     async def hosts(self, deadline_s: float) -> Sequence[Host]:
-        """See `Placement`: those that are up."""
         try:
             async with asyncio.timeout_at(deadline_s):
                 reports = await self._reports()
@@ -82,7 +80,6 @@ class RayPlacement:
         return found
 
     async def aclose(self) -> None:
-        """See `Placement`."""
         if self._freeing is not None:
             self._freeing.cancel()
         for key in self._slots.nodes():
@@ -303,12 +300,10 @@ class _Reservations:
         return reservation
 
     def take(self, reservation: Reservation) -> Reservation:
-        """Return a held reservation, which the caller frees."""
         self._held.remove(reservation)
         return reservation
 
     def free_all(self) -> None:
-        """Free all that are held."""
         while self._held:
             self._cluster.free(self._held.pop())
 

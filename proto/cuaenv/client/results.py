@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from enum import Enum
 from typing import NamedTuple
 
 from cuaenv.actions import Action
 from cuaenv.client.observation import Observation
+from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import box
 
@@ -70,6 +71,16 @@ class ToolResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecordedRequest:
+    """A request of a guest's program that the pool's web recording does not have."""
+
+    kind: str
+    """`not_recorded`; or `websocket`, which no recording has."""
+    method: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Result of a step."""
 
@@ -89,6 +100,8 @@ class StepResult:
     """Cause of the end, such as POWER_OFF or PANIC, if `end_reason` is GUEST_ENDED; otherwise empty."""
     tool_results: tuple[ToolResult | None, ...] = ()
     """One per action: its result if it used a tool, else None."""
+    unrecorded_requests: tuple[UnrecordedRequest, ...] = ()
+    """What the guest asked for since the step before, and the web recording does not have; at most 20."""
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -295,7 +308,7 @@ def read_evaluation(response: env_pb2.EvaluateResponse) -> Evaluation:
     """Return a score from a host's message."""
     return Evaluation(
         score=response.score,
-        checks=tuple(Check(name=check.name, score=check.score, evidence=check.evidence) for check in response.checks),
+        checks=tuple(copied(Check, check) for check in response.checks),
         timings_ms=dict(response.timings_ms),
         guest_end_cause=response.episode.guest_end_cause,
         basis_digest=response.basis_digest,
@@ -304,80 +317,24 @@ def read_evaluation(response: env_pb2.EvaluateResponse) -> Evaluation:
 
 def read_episode(message: env_pb2.Episode, host: str) -> EpisodeInfo:
     """Return an episode from a host's message. A state newer than this client counts as FAILED."""
-    return EpisodeInfo(
-        episode_id=message.episode_id,
-        group_id=message.group_id,
-        parent_episode_id=message.parent_episode_id,
-        task_id=message.task_id,
-        pool=message.pool,
-        run=message.run,
-        state=STATES.get(message.state, State.FAILED),
-        end_reason=message.end_reason,
-        step_count=message.step_count,
-        max_steps=message.max_steps,
-        create_time=message.create_time.ToDatetime(UTC),
-        expire_time=message.expire_time.ToDatetime(UTC),
-        host=host,
-        epoch=message.epoch,
-    )
+    return copied(EpisodeInfo, message, state=STATES.get(message.state, State.FAILED), host=host)
 
 
 def read_checkpoint(
     message: env_pb2.Checkpoint, host: str, timings_ms: Mapping[str, float] | None = None
 ) -> Checkpoint:
-    """Return a checkpoint from a host's message."""
-    return Checkpoint(
-        checkpoint_id=message.checkpoint_id,
-        label=message.label,
-        episode_id=message.episode_id,
-        parent_checkpoint_id=message.parent_checkpoint_id,
-        task_id=message.task_id,
-        pool=message.pool,
-        run=message.run,
-        step_count=message.step_count,
-        max_steps=message.max_steps,
-        frame_id=message.frame_id,
-        size_bytes=message.size_bytes,
-        create_time=message.create_time.ToDatetime(UTC),
-        expire_time=message.expire_time.ToDatetime(UTC),
-        pinned=message.pinned,
-        host=host,
-        trigger=_TRIGGERS.get(message.trigger, ""),
-        epoch=message.epoch,
-        timings_ms=dict(timings_ms or {}),
-    )
+    trigger = _TRIGGERS.get(message.trigger, "")
+    return copied(Checkpoint, message, host=host, trigger=trigger, timings_ms=dict(timings_ms or {}))
 
 
 def read_pool(message: env_pb2.Pool, host: str) -> Pool:
-    """Return a pool from a host's message."""
-    return Pool(
-        name=message.name,
-        image=message.image,
-        accelerator=message.accelerator,
+    return copied(
+        Pool,
+        message,
         capacity=message.capacity_count,
-        idle_count=message.idle_count,
-        leased_count=message.leased_count,
-        dying_count=message.dying_count,
-        waiting_count=message.waiting_count,
         is_failing=message.health == env_pb2.Pool.HEALTH_FAILING,
-        problem=message.problem,
         host=host,
-        starting_count=message.starting_count,
-        memory_bytes=message.memory_bytes,
-        always_running=message.always_running,
-        queue=tuple(
-            QueuedGroup(
-                run=group.run,
-                machine_count=group.machine_count,
-                position=group.position,
-                waited=group.waited.ToTimedelta(),
-                left=group.left.ToTimedelta(),
-                reason=group.reason,
-            )
-            for group in message.queue
-        ),
-        os=message.os,
-        tools=tuple(message.tools),
+        queue=tuple(copied(QueuedGroup, group) for group in message.queue),
     )
 
 
@@ -386,21 +343,15 @@ def read_screen_change(response: env_pb2.StepResponse) -> ScreenChange | None:
     if not response.HasField("screen_change"):
         return None
     change = response.screen_change
-    return ScreenChange(
-        base_frame_id=change.base_frame_id,
-        changed_fraction=change.changed_fraction,
-        changed_regions=tuple(box(rect) for rect in change.changed_regions),
-        grey_difference=change.grey_difference if change.HasField("grey_difference") else None,
-    )
+    return copied(ScreenChange, change, changed_regions=tuple(box(rect) for rect in change.changed_regions))
+
+
+def read_unrecorded(message: env_pb2.UnrecordedRequest) -> UnrecordedRequest:
+    """Return a request that was not recorded."""
+    kind = env_pb2.UnrecordedRequest.Kind.Name(message.kind).removeprefix("KIND_").lower()
+    return UnrecordedRequest(kind=kind, method=message.method, url=message.url)
 
 
 def read_tool_result(message: env_pb2.ActionResult) -> ToolResult | None:
     """Return the result of a tool; None for other actions, and for a tool that failed without one."""
-    if not message.HasField("output"):
-        return None
-    return ToolResult(
-        output=message.output,
-        exit_code=message.exit_code if message.HasField("exit_code") else None,
-        timed_out=message.timed_out,
-        left_out_bytes=message.left_out_bytes,
-    )
+    return copied(ToolResult, message) if message.HasField("output") else None

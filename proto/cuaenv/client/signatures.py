@@ -9,12 +9,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def takes_options_of(source: Callable[..., Any], *, without: Collection[str] = ()) -> Callable[[Method], Method]:
-    """Return a decorator: `help` shows the options, arguments and errors of `source` instead of `**options`.
-
-    Args:
-        source: The method that takes the options.
-        without: Its parameters that the decorated method lacks.
-    """
+    """Return a decorator: `help` shows the options, arguments and errors of `source` instead of `**options`."""
 
     def decorate(method: Method) -> Method:
         own = inspect.signature(method)

@@ -123,7 +123,6 @@ class SlotLedger(Generic[Node, Handle]):
         """Remove and return the reservations to free: old ones, and those unused for a while.
 
         Args:
-            now_s: The time.
             is_gathered: True for a node on which this client gathers slots, where young ones are kept; False for one
                 on which another client does, where all unused ones are freed; else None.
         """

@@ -81,7 +81,6 @@ _CURSORS: Mapping[str, "env_pb2.CursorMode.ValueType"] = {
 
 
 def wire_settle(settle: Settle | None) -> env_pb2.SettlePolicy | None:
-    """Return the message of a policy."""
     if settle is None:
         return None
     return env_pb2.SettlePolicy(
@@ -142,7 +141,6 @@ class Perturb:
 
 
 def wire_perturb(perturb: Perturb | None) -> env_pb2.Perturb | None:
-    """Return the message of perturbations; None for None."""
     if perturb is None:
         return None
     return env_pb2.Perturb(seed=perturb.seed, kinds=perturb.kinds, count=perturb.count)

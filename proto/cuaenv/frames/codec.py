@@ -13,7 +13,6 @@ class FrameMismatch(Exception):
 
 
 def compress(pixels: bytes | memoryview) -> bytes:
-    """Compress pixels as one zstd frame."""
     # One compressor per call: compressors are not thread-safe, and creating one takes microseconds.
     return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(pixels)
 

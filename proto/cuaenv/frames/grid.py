@@ -15,7 +15,6 @@ _MAX_JOIN_COST = 1.3
 
 
 def column_count(width_px: int) -> int:
-    """Return the number of tiles in a row."""
     return -(-width_px // TILE_PX)
 
 

@@ -100,12 +100,10 @@ class TiledImage:
 
     @property
     def pixel_count(self) -> int:
-        """Width times height."""
         return self.width_px * self.height_px
 
     @property
     def tile_count(self) -> int:
-        """Number of tiles."""
         return len(self._tiles)
 
     def tile(self, index: int) -> bytes:
@@ -118,7 +116,6 @@ class TiledImage:
         return np.frombuffer(self._tiles[index], np.uint8).reshape(region.height_px, region.width_px, 3)
 
     def tile_region(self, index: int) -> Region:
-        """Return a tile's region."""
         return self._regions[index]
 
     def with_tiles(self, tiles: Mapping[int, bytes]) -> "TiledImage":

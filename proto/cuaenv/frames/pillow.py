@@ -49,5 +49,4 @@ def rgb_of(image: Image.Image) -> "npt.NDArray[np.uint8]":
 
 
 def png_of(image: Image.Image) -> bytes:
-    """Return an image as PNG; see `cuaenv.frames.png`."""
     return encode_png(source_of(image))

@@ -65,13 +65,6 @@ async def run_task_group(
 
     Void episodes are omitted, never scored 0.
 
-    Args:
-        environments: Opens the episodes.
-        data: The data set row.
-        engine: AReaL's engine.
-        chat: The model's tokenizer and processor.
-        config: The configuration.
-
     Raises:
         ConfigError: The row has no task id, or a malformed checkpoint.
     """

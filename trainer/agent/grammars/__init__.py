@@ -25,7 +25,6 @@ def grammar(name: str, *, fallbacks: Sequence[str] = (), tools: Sequence[Tool] =
     """Return a grammar by its name.
 
     Args:
-        name: One of `GRAMMARS`.
         fallbacks: Enabled lenient rules, from `FALLBACKS`.
         tools: Tools that it offers.
 

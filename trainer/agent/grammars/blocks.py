@@ -31,7 +31,6 @@ class Blocks(Grammar):
     """Tools that are not functions: the API has calls of its own for them."""
 
     def __init__(self, fallbacks: Mapping[str, Reader], tools: Sequence[Tool] = ()) -> None:
-        """See `Grammar`."""
         super().__init__(fallbacks, tools)
         self._functions = functions_of([tool for tool in self._tools if tool not in self.own_tools])
 
@@ -48,7 +47,6 @@ class Blocks(Grammar):
         """Return the calls of actions, unchecked. Raises: UnsupportedAction."""
 
     def instructions(self, picture: Picture) -> str:
-        """Return the calls, the functions and the end."""
         parts = ["End your reply with calls, each a JSON object on a line of its own.", self.explained(picture)]
         if self._functions:
             parts += ["The functions, by their JSON schemas:", *(schema_of(*each) for each in self._functions.items())]
@@ -59,7 +57,6 @@ class Blocks(Grammar):
         return "\n".join(parts)
 
     def read(self, text: str, _picture: Picture) -> Sequence[Intent]:
-        """Parse a reply. Raises: ParseError."""
         start = _START.search(text)
         if start is None:
             raise ParseError(f"the reply has no call; end it with one, with {DONE}, or with {INFEASIBLE}")
@@ -71,7 +68,6 @@ class Blocks(Grammar):
         return [each for call in _objects(text, start.start(1)) for each in self.intents_of(call)]
 
     def write(self, actions: Sequence[Action]) -> str:
-        """Return the calls. Raises: UnsupportedAction."""
         match actions:
             case [Done(answer=text)]:
                 reply = f"{DONE} {text}".rstrip()

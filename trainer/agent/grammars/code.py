@@ -21,7 +21,6 @@ class Code(Grammar):
     name = "code"
 
     def instructions(self, picture: Picture) -> str:
-        """Return the form of a block and its calls."""
         return (
             "Act by a block of Python at the end of your reply:\n"
             "```python\npyautogui.click(200, 150)\npyautogui.write('hello')\n```\n"
@@ -32,11 +31,9 @@ class Code(Grammar):
         )
 
     def read(self, text: str, picture: Picture) -> Sequence[Intent]:
-        """Parse a reply. Raises: ParseError."""
         return parse_fence(text, picture)
 
     def write(self, actions: Sequence[Action]) -> str:
-        """Return a block, or a keyword. Raises: UnsupportedAction."""
         if len(actions) == 1 and (word := keyword_for(actions[0])) is not None:
             return word
         if any(isinstance(action, Done | Fail) for action in actions):

@@ -119,13 +119,7 @@ def optional_point(given: Mapping[str, object], name: str) -> tuple[int, int] | 
 
 
 def directed_scroll(given: Mapping[str, object], amount: object, *, prefix: str = "") -> Scroll:
-    """Return a scroll by an amount of wheel clicks. Raises: ParseError.
-
-    Args:
-        given: Arguments of the call, with the direction.
-        amount: Wheel clicks.
-        prefix: Of the arguments `direction` and `amount`.
-    """
+    """Return a scroll by an amount of wheel clicks. Raises: ParseError."""
     direction = given.get(f"{prefix}direction")
     if not isinstance(direction, str) or direction not in DIRECTIONS:
         raise ParseError(f"{prefix}direction must be up, down, left or right, not {values.quoted(direction)}")

@@ -37,12 +37,6 @@ def schema_of(name: str, form: Form) -> str:
 def function_intent(name: object, arguments: object, functions: Mapping[str, Form], *, tool: str) -> Intent:
     """Return the action of a function's call.
 
-    Args:
-        name: The called function.
-        arguments: Its arguments.
-        functions: Those that may be called.
-        tool: Name of the tool of screen actions, for the error.
-
     Raises:
         ParseError: The function is unknown, or an argument is wrong.
     """

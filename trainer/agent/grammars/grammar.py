@@ -49,7 +49,6 @@ class Parsed:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The actions, in order."""
         return tuple(intent.action for intent in self.intents)
 
     @property

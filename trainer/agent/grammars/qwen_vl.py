@@ -52,7 +52,6 @@ class _QwenVl(Grammar):
     """How to call the tool, for the prompt."""
 
     def instructions(self, picture: Picture) -> str:
-        """Return the tool and how to call it."""
         functions = functions_of(self._tools)
         heading, use = "You have one tool, described by its JSON schema", "it, end your reply with a call of this form"
         if functions:
@@ -61,11 +60,9 @@ class _QwenVl(Grammar):
         return f"# Tools\n\n{heading}:\n<tools>\n{schemas}\n</tools>\n\nTo use {use}{self.form}"
 
     def read(self, text: str, _picture: Picture) -> Sequence[Intent]:
-        """Parse a reply. Raises: ParseError."""
         return list(self._intents(text))
 
     def write(self, actions: Sequence[Action]) -> str:
-        """Return the calls. Raises: UnsupportedAction."""
         functions = functions_of(self._tools)
         calls = (
             function_call(action, functions) if isinstance(action, ToolAction) else (TOOL, arguments_of(action))

@@ -25,7 +25,6 @@ class Tags(Grammar):
     parse_arguments = staticmethod(intent_of)
 
     def instructions(self, picture: Picture) -> str:
-        """Return the calls and the form of an answer."""
         return (
             "Act by one call at the end of your reply, such as <answer>pyautogui.click(200, 150)</answer>. The calls"
             " are pyautogui's click, doubleClick, tripleClick, rightClick, moveTo, dragTo, scroll, write, press and"
@@ -35,7 +34,6 @@ class Tags(Grammar):
         )
 
     def read(self, text: str, picture: Picture) -> Sequence[Intent]:
-        """Parse a reply. Raises: ParseError."""
         if OPEN in text:
             return parse_call(text, picture)
         for tag in ("answer", "action"):
@@ -57,7 +55,6 @@ class Tags(Grammar):
         raise ParseError("the reply has no <answer>")
 
     def write(self, actions: Sequence[Action]) -> str:
-        """Return the tag of the only action. Raises: UnsupportedAction."""
         action = only_action(actions, self.name)
         content = keyword_for(action)
         if content is None:

@@ -46,7 +46,6 @@ class ToolCall(Grammar):
     stop = (CLOSE,)
 
     def instructions(self, picture: Picture) -> str:
-        """Return the actions and the form of a call."""
         return (
             f"Act by one tool call at the end of your reply:\n{OPEN}"
             f'{{"name": "{TOOL}", "arguments": {{"action": "left_click", "coordinate": [200, 150]}}}}{CLOSE}\n'
@@ -65,15 +64,12 @@ class ToolCall(Grammar):
 
     @staticmethod
     def parse_arguments(arguments: Mapping[str, object]) -> Intent:
-        """Return the action of a call. Raises: ParseError."""
         return intent_of(arguments)
 
     def read(self, text: str, picture: Picture) -> Sequence[Intent]:
-        """Parse a reply. Raises: ParseError."""
         return parse_call(text, picture)
 
     def write(self, actions: Sequence[Action]) -> str:
-        """Return the call of the only action. Raises: UnsupportedAction."""
         call = {"name": TOOL, "arguments": _arguments_of(only_action(actions, self.name))}
         return f"{OPEN}{json.dumps(call, ensure_ascii=False)}{CLOSE}"
 

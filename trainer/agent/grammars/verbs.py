@@ -28,7 +28,6 @@ class Verbs(Grammar):
     name = "verbs"
 
     def instructions(self, _picture: Picture) -> str:
-        """Return the verbs."""
         return (
             "Act by one tag at the end of your reply; you have a keyboard and no mouse:\n"
             f"- {OPEN}sendkey KEY{CLOSE} presses a key or a chord, such as ret, esc, tab, ctrl-s, alt-f4, meta_l-r\n"
@@ -40,7 +39,6 @@ class Verbs(Grammar):
         )
 
     def read(self, text: str, _picture: Picture) -> Sequence[Intent]:
-        """Parse a reply. Raises: ParseError."""
         end = _END.search(text)
         if end is not None:
             kind = end[1].lower()
@@ -53,7 +51,6 @@ class Verbs(Grammar):
         return [_intent(verb.lower(), _unquote(rest.strip()))]
 
     def write(self, actions: Sequence[Action]) -> str:
-        """Return the tag of the only action. Raises: UnsupportedAction."""
         action = only_action(actions, self.name)
         match action:
             case Done(answer=""):

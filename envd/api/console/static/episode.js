@@ -156,7 +156,7 @@ function renderSteps(list, steps, { onClick = null, first = 0 } = {}) {
       item.addEventListener("click", () => onClick(step));
       item.addEventListener("keydown", (event) => { if (event.key === "Enter") onClick(step); });
     }
-    item.append(element("span", "n", step.index), element("span", "what", (step.source === "human" ? "by a person:\n" : "") + step.actions.join("\n")));
+    item.append(element("span", "n", step.index), element("span", "what", (step.source === "human" ? "by a person:\n" : "") + [...step.actions, ...step.unrecorded ?? []].join("\n")));
     if (step.rolled_back) {
       item.classList.add("rolled-back");
       item.title = "A later rollback took this step back.";

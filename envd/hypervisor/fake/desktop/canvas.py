@@ -47,20 +47,16 @@ class Rect(NamedTuple):
 
     @property
     def area(self) -> int:
-        """Number of pixels; 0 if empty."""
         return self.w * self.h if self.w > 0 and self.h > 0 else 0
 
     @property
     def center(self) -> tuple[int, int]:
-        """(x, y) of the middle pixel."""
         return self.x + self.w // 2, self.y + self.h // 2
 
     def contains(self, x: int, y: int) -> bool:
-        """Return whether a pixel lies inside."""
         return self.x <= x < self.right and self.y <= y < self.bottom
 
     def covers(self, other: "Rect") -> bool:
-        """Return whether all of `other` lies inside."""
         x, y, w, h = self
         left, top, width, height = other
         return x <= left and y <= top and left + width <= x + w and top + height <= y + h
@@ -75,7 +71,6 @@ class Rect(NamedTuple):
         return Rect(x, y, right - x, bottom - y)
 
     def union(self, other: "Rect") -> "Rect":
-        """Return the bounding box of both."""
         x, y, w, h = self
         left, top, width, height = other
         right = x + w if x + w > left + width else left + width
@@ -148,7 +143,6 @@ class Framebuffer:
 
     @classmethod
     def on(cls, picture: Picture) -> "Framebuffer":
-        """Return a framebuffer that shows a picture and shares its memory until drawing."""
         framebuffer = cls(picture.copy(), shared=True)
         framebuffer._picture = picture
         return framebuffer
@@ -173,7 +167,6 @@ class Framebuffer:
         return int(self.pixels.nbytes)
 
     def canvas(self, clip: Rect) -> "Canvas":
-        """Return a canvas that draws only inside `clip`."""
         inside = clip.intersect(self.bounds)
         if inside.area:
             self._own_rows[inside.y : inside.bottom] = True
@@ -205,13 +198,11 @@ class Canvas:
         return x < self._right and x + w > self._left and y < self._bottom and y + h > self._top and w > 0 and h > 0
 
     def fill(self, rect: Rect, colour: Colour) -> None:
-        """Fill a rectangle."""
         if self.shows(rect):
             x, y, right, bottom = self._clipped(rect)
             self._words[y:bottom, x:right] = _word(colour)
 
     def outline(self, rect: Rect, colour: Colour) -> None:
-        """Draw a border of one pixel inside a rectangle."""
         x, y, w, h = rect
         if x < self._left and y < self._top and x + w > self._right and y + h > self._bottom:
             return  # the clip lies inside the border
@@ -223,7 +214,6 @@ class Canvas:
         self._words[self._top : self._bottom, self._left : self._right] = colours[self._top : self._bottom, None]
 
     def paste(self, x: int, y: int, picture: Words) -> None:
-        """Draw a picture with its top left corner at (x, y)."""
         height, width = picture.shape
         rect = Rect(x, y, width, height)
         if self.shows(rect):

@@ -78,7 +78,6 @@ class DrawnDesktop:
 
     @property
     def active(self) -> Window | None:
-        """The window with the keyboard focus: the topmost open one."""
         for window in reversed(self._stack):
             if window.is_open:
                 return window
@@ -90,7 +89,6 @@ class DrawnDesktop:
         return [window for window in self._stack if window.is_open]
 
     def holds_key(self, scancode: int) -> bool:
-        """Return whether a key is down."""
         return scancode in self._keyboard.down
 
     @property
@@ -125,7 +123,6 @@ class DrawnDesktop:
     # Input
 
     def key(self, scancode: int, *, down: bool) -> None:
-        """Press or release a key."""
         stroke = self._keyboard.event(scancode, down=down)
         window = self.active
         if stroke is not None and stroke.control and stroke.alt and stroke.name == "Delete":
@@ -140,7 +137,6 @@ class DrawnDesktop:
         self._flush()
 
     def type_text(self, text: str) -> None:
-        """Insert text at once, as an input method does."""
         window = self.active
         if window is not None:
             window.insert(text)

@@ -55,15 +55,12 @@ class Widget(BaseModel):
     w: _Pixel
     h: _Pixel
     text: str = ""
-    """Initial text of a field."""
     locked: bool = False
     """Whether a field ignores clicks."""
     options: tuple[_Name, ...] = ()
-    """Options of a menu."""
     fill: Colour | None = None
     """A button or item in this colour without a text; None for its name."""
     closes: bool = False
-    """Whether a button closes the window."""
     needed: bool = False
     """Whether the form shows an alarm once this item is deleted."""
 

@@ -18,11 +18,9 @@ class TextArea:
 
     @property
     def text(self) -> str:
-        """The entire text."""
         return "\n".join(self.lines)
 
     def set_text(self, text: str) -> None:
-        """Replace the text and move the caret to its start."""
         self.lines = text.split("\n")
         self.row = self.column = 0
         self.top_row = self.left_column = 0
@@ -35,7 +33,6 @@ class TextArea:
         self.column = min(max(0, self.left_column + column), len(self.lines[self.row]))
 
     def scroll(self, rows: int) -> None:
-        """Scroll the view without moving the caret."""
         self.top_row = min(max(0, self.top_row + rows), len(self.lines) - 1)
 
     def insert(self, text: str) -> None:
@@ -51,7 +48,6 @@ class TextArea:
         self._show_caret()
 
     def press(self, stroke: Stroke) -> bool:
-        """Handle a key press; return whether the text changed."""
         before = (len(self.lines), self.lines[self.row], self.all_selected)
         if stroke.char:
             self.insert(stroke.char)

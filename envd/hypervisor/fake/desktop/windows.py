@@ -87,7 +87,6 @@ class Window:
 
     @property
     def title(self) -> str:
-        """Text of the title bar."""
         return self.name
 
     @property
@@ -97,7 +96,6 @@ class Window:
 
     @property
     def close_box(self) -> Rect:
-        """Area of the close button."""
         return Rect(self.rect.right - TITLE_HEIGHT_PX + 4, self.rect.y + 4, TITLE_HEIGHT_PX - 8, TITLE_HEIGHT_PX - 8)
 
     def buttons(self) -> dict[str, Rect]:
@@ -105,7 +103,6 @@ class Window:
         return {"Close": self.close_box}
 
     def elements(self) -> list[Element]:
-        """Return the window's elements for the accessibility tree."""
         return [Element(name="Close", role="push-button", rect=self.close_box)]
 
     def focus_rects(self) -> list[Rect]:
@@ -113,7 +110,6 @@ class Window:
         return [self.title_bar]
 
     def draw(self, canvas: Canvas, *, active: bool) -> None:
-        """Draw the part inside the canvas's clip."""
         bar = self.title_bar
         colour = _TITLE_ACTIVE if active else _TITLE_INACTIVE
         canvas.fill(self.rect, FACE)
@@ -128,14 +124,12 @@ class Window:
         """Draw the part below the title bar."""
 
     def press(self, x: int, y: int) -> None:
-        """Handle a press of the left button."""
         for name, rect in self.buttons().items():
             if rect.contains(x, y):
                 self.armed = name
                 self._desktop.damage(rect)
 
     def release(self, x: int, y: int) -> None:
-        """Handle a release of the left button."""
         if not self.armed:
             return
         name, self.armed = self.armed, ""
@@ -146,7 +140,6 @@ class Window:
                 self.activate(name)
 
     def activate(self, name: str) -> None:
-        """Activate a named element."""
         if name == "Close":
             self.is_open = False
             self._desktop.damage(self.rect)

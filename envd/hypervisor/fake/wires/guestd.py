@@ -95,7 +95,6 @@ class Guestd:
         }
 
     async def start(self) -> None:
-        """Listen on a free loopback port."""
         loop = asyncio.get_running_loop()
         request = functools.partial(web.BaseRequest, loop=loop, client_max_size=_MAX_BODY_BYTES)
         self._server = web.Server(self._serve, request_factory=request, handler_cancellation=True, access_log=None)

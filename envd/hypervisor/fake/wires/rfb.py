@@ -97,13 +97,11 @@ class RfbConnection(asyncio.Protocol):
             self._transport.abort()
 
     def changed(self, rects: list[Rect]) -> None:
-        """Note changed rectangles; they are sent at the next refresh."""
         for rect in rects:
             self._damage.add(rect)
         self._schedule_refresh()
 
     def resized(self) -> None:
-        """Announce the new size of the screen."""
         self._damage.take()
         self._damage.add(self._screen.framebuffer.bounds)
         self._send_update()
@@ -118,19 +116,16 @@ class RfbConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the handshake."""
         # An isinstance check is not possible: uvloop's transports do not subclass asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.write(_VERSION)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Notify the screen."""
         self._transport = None
         self._cancel_refresh()
         self._screen.display_closed(self)
 
     def pause_writing(self) -> None:
-        """Stop sending: the client reads too slowly."""
         self._is_write_paused = True
 
     def resume_writing(self) -> None:
@@ -139,7 +134,6 @@ class RfbConnection(asyncio.Protocol):
         self._send_update()
 
     def data_received(self, data: bytes) -> None:
-        """Handle every complete message received so far."""
         self._received += data
         while self._received and self._transport is not None:
             length = self._message_length()

@@ -64,13 +64,7 @@ _FIRMWARE_VARS = b"system.flash1"
 
 
 async def capture(machine: LibvirtMachine, captures_dir: Path, *, call: Caller) -> LibvirtSnapshot:
-    """Freeze a fork's state; the machine then continues in its earlier state. Must not be cancelled.
-
-    Raises:
-        NotForkable: It cannot be captured; it was not changed.
-        MachineLost: It has ended.
-        HypervisorError: It failed; the machine is in its earlier state.
-    """
+    """Freeze a fork's state; the machine then continues in its earlier state. Must not be cancelled."""
     parent = machine.snapshot
     if parent is None:
         raise NotForkable(f"machine {machine.machine_id}: booted, not forked from a template, so it cannot be captured")
@@ -231,14 +225,7 @@ class Freezer:
     """Makes and finds templates. Finding blocks; for the libvirt executor."""
 
     def __init__(self, store: TemplateStore, *, accelerator: Accelerator, versions: str, cpu: str) -> None:
-        """Configure what templates depend on in addition to their image and settings.
-
-        Args:
-            store: Storage of the templates.
-            accelerator: How guest code runs.
-            versions: Versions of libvirt and QEMU.
-            cpu: Identifies the processor that guests see.
-        """
+        """Configure what templates depend on in addition to their image and settings."""
         self._store = store
         self._accelerator = accelerator
         self._versions = versions
@@ -353,10 +340,6 @@ def state_prefix(template_state: Path, firmware_vars: bytes) -> bytes:
     Args:
         template_state: State of the template, whose machines have the same configuration.
         firmware_vars: UEFI variables at the capture; empty for other firmware.
-
-    Raises:
-        HypervisorError: The state of the template is not as this QEMU writes it.
-        OSError: It cannot be read.
     """
     with template_state.open("rb") as file:
         head = file.read(_PAGE_BYTES)
@@ -403,10 +386,6 @@ async def load_state(machine: LibvirtMachine, snapshot: LibvirtSnapshot, *, call
     state of the template or of any capture that descends from it. What a capture needs in addition is put in first: the
     pages that differ, and the captured disks between overlay and template. QEMU activates the disks, and reads the
     overlay's header again, when it has loaded the devices (block.c, `bdrv_activate`).
-
-    Raises:
-        HypervisorError: QEMU failed.
-        OSError: Its memory or a file cannot be accessed.
     """
     waiting = machine.snapshot
     if waiting is None or machine.is_loaded or waiting.template.ref != snapshot.template.ref:

@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import struct
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from envd.base.errors import HypervisorError, TemplateCorrupt
+from envd.base.tools import run_tool
 
 _CHUNK_BYTES = 1 << 20
 MANIFEST_FORMAT = 1
@@ -171,7 +171,6 @@ def digest_file(path: Path) -> str:
 
 
 def combined_digest(*parts: str) -> str:
-    """Return one digest of several."""
     return xxhash.xxh3_128_hexdigest("\0".join(parts).encode())
 
 
@@ -201,15 +200,9 @@ def create_overlay(path: Path, base: Path, base_format: str) -> None:
 
     Overlays are created once and then copied, which takes a fortieth of the time: qemu-img ends with an fsync, which on
     a busy file system waits for everything written before it. Up to 1.5 s was measured for an overlay of 200 KiB.
-
-    Raises:
-        HypervisorError: qemu-img failed.
     """
     command = ["qemu-img", "create", "-q", "-f", "qcow2", "-b", str(base), "-F", base_format, str(path)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    if done.returncode != 0:
-        message = done.stderr.decode(errors="replace").strip()
-        raise HypervisorError(f"overlay {path}: qemu-img could not create it: {message}")
+    run_tool(command, what=f"overlay {path}: qemu-img create", error=HypervisorError)
 
 
 def set_backing_file(overlay: Path, backing: Path) -> None:
@@ -264,10 +257,6 @@ def copy_overlay(seed: Path, overlay: Path, backing: Path) -> None:
     """Copy an empty overlay onto a disk that it may name by another path, such as a directory that was moved.
 
     QEMU describes a disk by more than its path if its backing file is not the one that its header names.
-
-    Raises:
-        OSError: See `copy_file`.
-        HypervisorError: See `set_backing_file`.
     """
     copy_file(seed, overlay)
     set_backing_file(overlay, backing)

@@ -81,9 +81,6 @@ class MemoryMap:
         Args:
             into: Buffer to use if it is large enough. Page faults in new memory take as long as the copy itself:
                 see `prefaulted`.
-
-        Raises:
-            OSError: The process has ended, or may not be read.
         """
         size = size_bytes(extents)
         buffer = into[:size] if into is not None and len(into) >= size else np.empty(size, dtype=np.uint8)
@@ -120,7 +117,6 @@ class MemoryMap:
 
 
 def size_bytes(extents: Extents) -> int:
-    """Return the total length of extents."""
     return int(extents[:, 1].sum())
 
 

@@ -7,7 +7,6 @@ other captures. Its disks may: they are merged down to the template's, so loadin
 import secrets
 import shutil
 import struct
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import zstandard
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from envd.base.errors import CheckpointCorrupt, HypervisorError
+from envd.base.tools import run_tool
 from envd.hypervisor.machine import Firmware
 from envd.hypervisor.qemu.snapshots.capture import captured_snapshot
 from envd.hypervisor.qemu.snapshots.files import (
@@ -73,12 +73,7 @@ def save(snapshot: LibvirtSnapshot, directory: Path) -> None:
 
 
 def restore(template: LibvirtSnapshot, directory: Path, captures_dir: Path) -> LibvirtSnapshot:
-    """Return the capture that `save` stored, with files of its own among this daemon's captures. Blocks.
-
-    Raises:
-        CheckpointCorrupt: A file is not as `save` writes it.
-        HypervisorError: A file cannot be read, or the disk is full.
-    """
+    """Return the capture that `save` stored, with files of its own among this daemon's captures. Blocks."""
     files = SnapshotFiles(directory=captures_dir / secrets.token_hex(6))
     files.directory.mkdir(parents=True)
     try:
@@ -164,6 +159,4 @@ def _chunks(read: object) -> Iterable[bytes]:
 def _merge(disk: Path, base: Path) -> None:
     """Merge the disks between `disk` and `base` into `disk`. Raises: HypervisorError."""
     command = ["qemu-img", "rebase", "-q", "-f", "qcow2", "-F", "qcow2", "-b", str(base), str(disk)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    if done.returncode != 0:
-        raise HypervisorError(f"disk {disk}: qemu-img could not merge it: {done.stderr.decode(errors='replace')}")
+    run_tool(command, what=f"disk {disk}: qemu-img rebase", error=HypervisorError)

@@ -127,10 +127,6 @@ class LibvirtSnapshot:
         else:
             self.parent.acquire()
 
-    def __repr__(self) -> str:
-        name = f"{self.ref.kind} {self.digest[:12]} of {self.spec.machine_id}"
-        return f"<LibvirtSnapshot {name} | {self._user_count} users>"
-
     @property
     def _own_paths(self) -> tuple[Path, ...]:
         image = self.spec.image
@@ -150,7 +146,6 @@ class LibvirtSnapshot:
 
     @property
     def template_digest(self) -> str:
-        """See `Snapshot`."""
         return self.template.digest
 
     @property
@@ -162,9 +157,6 @@ class LibvirtSnapshot:
         """Check that its template's files still exist and were not replaced. Reads file metadata only.
 
         A new template with the same key has other files of the same names, which no existing overlay may use.
-
-        Raises:
-            TemplateCorrupt: A file was removed or replaced.
         """
         if self.parent is not None:
             self.parent.check_intact()
@@ -182,7 +174,6 @@ class LibvirtSnapshot:
         self._user_count += 1
 
     async def release(self) -> None:
-        """Undo one `acquire`."""
         self._user_count -= 1
         await self._remove_if_unused()
 

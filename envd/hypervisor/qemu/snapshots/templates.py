@@ -51,7 +51,6 @@ class TemplateStore:
         """Create missing directories.
 
         Args:
-            directory: Directory of the templates.
             memory_dir: Directory of this daemon's memory files; None for one within `directory`.
             limit_bytes: Most disk space of all templates together. The newest is kept even if it is larger.
         """

@@ -47,7 +47,6 @@ class A11yHelper:
         return self._process
 
     def stop(self) -> None:
-        """Kill the process and its forks, if it is running."""
         process, self._process = self._process, None
         if process is not None:
             kill_group(process)

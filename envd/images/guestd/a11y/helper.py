@@ -48,7 +48,6 @@ class TreeBuilder:
     """Builds the XML tree from AT-SPI accessibles, bounded in depth, width, count and time.
 
     Args:
-        atspi: The `Atspi` module.
         max_nodes: Limit of the number of nodes; a tree that exceeds it has `truncated="true"` at its root.
         deadline_s: On the monotonic clock.
         only: Roles to describe; other elements have no attributes. Empty for all roles.
@@ -79,7 +78,6 @@ class TreeBuilder:
         self.truncated = False
 
     def build(self, desktop: Any) -> ET.Element:
-        """Return the tree of all applications."""
         root = ET.Element("desktop-frame")
         applications = list(self._children(desktop))
         if self._showing:
@@ -207,7 +205,6 @@ class TreeBuilder:
 
 
 def serialize(tree: ET.Element) -> bytes:
-    """Return the tree as UTF-8 XML."""
     for prefix, name in _NAMESPACES.items():
         ET.register_namespace(prefix, _NAMESPACE_URL + name)
     return bytes(ET.tostring(tree, encoding="utf-8"))
@@ -270,7 +267,6 @@ def _run_child(line: bytes, descriptor: int) -> None:
 
 
 def serve(queries: Iterable[bytes], answers: IO[bytes]) -> None:
-    """Answer queries until their stream ends."""
     with suppress(ImportError, ValueError):
         import_atspi()
     for line in queries:

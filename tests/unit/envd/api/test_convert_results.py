@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cuaenv.client
+from cuaenv.client.results import read_unrecorded
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
 from envd.api.convert_results import (
@@ -24,6 +26,7 @@ from envd.api.convert_results import (
 from envd.api.pages import page_of
 from envd.base.errors import InvalidRequest
 from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
+from envd.guest.gateway import UnrecordedRequest
 from envd.guest.observation import (
     ActionOutcome,
     EncodedFrame,
@@ -136,6 +139,20 @@ def test_a_step_response_has_the_result_of_each_action() -> None:
     )
     assert [(result.error, result.input_ms) for result in response.action_results] == [("", 1.5), ("no key 'foo'", 0)]
     assert response.replayed
+
+
+def test_a_step_response_names_what_the_web_recording_does_not_have() -> None:
+    missing = (
+        UnrecordedRequest(kind="not_recorded", method="GET", url="https://example.org/\udc80"),
+        UnrecordedRequest(kind="websocket", method="GET", url="https://example.org/socket"),
+    )
+    response = step_response(
+        StepResult(episode=info(), observation=observation(), outcomes=(), timings_ms={}, unrecorded=missing)
+    )
+    assert list(map(read_unrecorded, response.unrecorded_requests)) == [
+        cuaenv.client.UnrecordedRequest(kind="not_recorded", method="GET", url="https://example.org/?"),
+        cuaenv.client.UnrecordedRequest(kind="websocket", method="GET", url="https://example.org/socket"),
+    ]
 
 
 def test_an_evaluate_response_has_the_evidence_of_each_check() -> None:

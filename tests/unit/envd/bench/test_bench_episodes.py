@@ -11,9 +11,17 @@ import pytest
 
 from envd.base.config import load
 from envd.base.errors import ConfigError
-from envd.bench.episodes import EpisodesPlan, Side, episodes_report, pyautogui_calls, require_osworld
+from envd.bench.episodes import (
+    EpisodesPlan,
+    Side,
+    episodes_report,
+    process_tree,
+    pyautogui_calls,
+    require_osworld,
+    tree_cpu_s,
+    tree_pss_bytes,
+)
 from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
-from envd.bench.process_tree import process_tree, tree_cpu_s, tree_pss_bytes
 from envd.bench.report import BenchFailed
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
 from envd.daemon.ephemeral import run_until_signal

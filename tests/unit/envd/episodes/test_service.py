@@ -37,6 +37,7 @@ from envd.base.losses import Loss, Owner, Silence
 from envd.episodes.lease import MAX_CALL_S
 from envd.episodes.resetting import choose_pool
 from envd.episodes.types import EpisodeState
+from envd.guest.gateway import UnrecordedRequest
 from envd.guest.observation import A11yFormat, ObservationOptions
 from envd.hypervisor.machine import DiskImage, GuestOs
 from envd.pool.parts import PoolHost
@@ -209,6 +210,17 @@ async def test_a_step_acts_in_order_then_settles_then_observes(world: World, epi
     assert not result.replayed
     assert set(result.timings_ms) == {"queue", "resume", "input", "settle", "observe", "total"}
     assert len(world.metrics.steps) == 1
+
+
+async def test_a_step_names_what_the_web_recording_did_not_have_since_the_step_before(
+    world: World, episode_id: str
+) -> None:
+    missing = UnrecordedRequest(kind="not_recorded", method="GET", url="https://example.org/")
+    world.desktop(episode_id).unrecorded = (missing,)
+    command = world.step_command(episode_id, 0)
+    assert (await world.service.step(command)).unrecorded == (missing,)
+    assert (await world.service.step(command)).unrecorded == (missing,), "a retry returns the same response"
+    assert (await world.service.step(world.step_command(episode_id, 1))).unrecorded == ()
 
 
 async def test_a_retried_step_joins_the_running_one_then_replays(world: World, episode_id: str) -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from envd.guest.agent import CommandResult
 from envd.hypervisor.machine import GuestOs
-from envd.tasks.conditions import query_of, unmet
 from envd.tasks.oracle import WaitFor
+from envd.tasks.replay import query_of, unmet
 
 WINDOWS_LIST = b"0x00010164 0 explorer.CabinetWClass - Documents\r\n0x00010166 0 notepad.#32770 - Save as\r\n"
 

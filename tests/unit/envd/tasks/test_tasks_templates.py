@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from functools import cache
 
 import pytest
 
@@ -14,7 +15,6 @@ from envd.tasks.templates import MAX_SEED, Entry, Sampler, Template, Templates, 
 CATALOGUE = TaskCatalogue.load()
 TEMPLATES = list(DESKTOP.by_id.values())
 SEEDS = range(25)
-each_template = pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.task_id)
 
 
 def impossible(rng: Sampler) -> Entry:
@@ -95,22 +95,23 @@ def test_the_samples_of_a_seed_never_change() -> None:
     assert (rng.randint(0, 10**6), rng.sample("abcdef", 3), rng.choice("xyz")) == (673292, ["b", "e", "a"], "x")
 
 
-@each_template
-def test_every_variant_is_a_task_and_equal_ids_are_equal_tasks(template: Template) -> None:
-    for seed in SEEDS:
-        task = template.variant(seed)
-        assert task == template.variant(seed)
-        assert task == CATALOGUE.get(f"{template.task_id}?seed={seed}")
+@cache
+def variants_of(template: Template) -> list[Task]:
+    """Return a template's variants of all `SEEDS`, built once."""
+    return [template.variant(seed) for seed in SEEDS]
 
 
-@each_template
-def test_variants_of_a_template_differ(template: Template) -> None:
-    seen = {
-        template.variant(seed).model_copy(update={"task_id": "x/y"}).model_dump_json(exclude={"oracle"})
-        for seed in SEEDS
-    }
-    assert len(seen) >= len(SEEDS) * 0.6
-    assert template.variant_count >= 80
+def test_every_variant_is_a_task_and_equal_ids_are_equal_tasks() -> None:
+    for template in TEMPLATES:
+        assert [CATALOGUE.get(f"{template.task_id}?seed={seed}") for seed in SEEDS] == variants_of(template)
+
+
+def test_variants_of_a_template_differ() -> None:
+    for template in TEMPLATES:
+        same_id = [task.model_copy(update={"task_id": "x/y"}) for task in variants_of(template)]
+        seen = {task.model_dump_json(exclude={"oracle"}) for task in same_id}
+        assert len(seen) >= len(SEEDS) * 0.6, template.task_id
+        assert template.variant_count >= 80, template.task_id
 
 
 def test_the_suite_has_40_tasks_and_over_a_million_variants() -> None:
@@ -125,8 +126,7 @@ def test_the_suite_has_40_tasks_and_over_a_million_variants() -> None:
 
 def test_all_variants_of_a_template_are_in_one_split() -> None:
     for template in TEMPLATES:
-        parts = {split_of(template.variant(seed)) for seed in (None, *SEEDS)}
-        assert parts == {split_of(template.variant(None))}
+        assert {split_of(task) for task in variants_of(template)} == {split_of(template.variant(None))}
 
 
 def test_both_splits_have_every_level_and_every_large_domain() -> None:
@@ -152,7 +152,7 @@ def test_no_held_out_instruction_is_in_the_training_split() -> None:
     for task in CATALOGUE.list():
         part = split_of(task)
         template = DESKTOP.by_id.get(template_id_of(task.task_id))
-        variants = [task, *(template.variant(seed) for seed in SEEDS)] if template else [task]
+        variants = [task, *(variants_of(template) if template else ())]
         texts[part] |= {variant.instruction for variant in variants}
         # The words common to all variants are the template's own.
         frames[part][task.task_id] = set.intersection(*(_words(variant.instruction) for variant in variants))

@@ -1,5 +1,6 @@
 """The Windows suite: 47 tasks as published and 6 twins; right files score 1 and empty guests 0."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -24,7 +25,6 @@ from tests.support.memory_desktop import MemoryDesktop
 
 TASKS = load_tasks(load(environ={"ENVD_TASKS__SUITES": "builtin:windows"})).list()
 TASKS = tuple(task for task in TASKS if task.task_id.startswith("windows/"))
-each_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.task_id)
 
 #: Right files for the checkers without a text.
 ANSWERS = {
@@ -95,21 +95,19 @@ def test_tasks_for_powershell_need_it_and_six_have_a_twin_with_the_same_answer_i
         assert (one.checker, one.level, one.split) == (other.checker, other.level, other.split)
 
 
-@each_task
-def test_an_oracle_waits_for_conditions_and_never_for_a_time(task: Task) -> None:
-    assert not any(isinstance(action, Wait) for action in actions(task))
-    path = checker_of(task).path
-    # A step after which the next keys would go to another window, or the result would be incomplete.
-    waits = [step for step in task.oracle if any(action == PressKeys(("enter",)) for action in step)]
-    assert waits
-    in_shell = [step for step in waits if not split_step(step)[1]]
-    assert len(in_shell) <= 2, "only commands whose prompt stays open need no condition"
-    assert any(path == condition.file for condition in conditions(task))
+def test_an_oracle_waits_for_conditions_and_never_for_a_time() -> None:
+    for task in TASKS:
+        assert not any(isinstance(action, Wait) for action in actions(task)), task.task_id
+        # A step after which the next keys would go to another window, or the result would be incomplete.
+        waits = [step for step in task.oracle if any(action == PressKeys(("enter",)) for action in step)]
+        assert waits, task.task_id
+        in_shell = [step for step in waits if not split_step(step)[1]]
+        assert len(in_shell) <= 2, f"{task.task_id}: only commands whose prompt stays open need no condition"
+        assert any(checker_of(task).path == condition.file for condition in conditions(task)), task.task_id
 
 
-@each_task
-def test_an_oracle_ends_every_shell_and_waits_until_its_window_has_closed(task: Task) -> None:
-    for shell in ("powershell", "cmd"):
+def test_an_oracle_ends_every_shell_and_waits_until_its_window_has_closed() -> None:
+    for task, shell in itertools.product(TASKS, ("powershell", "cmd")):
         opened = [index for index, step in enumerate(task.oracle) if TypeText(shell) in step]
         ended = [
             index
@@ -117,38 +115,38 @@ def test_an_oracle_ends_every_shell_and_waits_until_its_window_has_closed(task: 
             if any(isinstance(action, TypeText) and action.text.endswith(("; exit", "& exit")) for action in step)
             and any(condition.window and condition.absent for condition in split_step(step)[1])
         ]
-        assert len(opened) == len(ended) * (shell in task.tags)
+        assert len(opened) == len(ended) * (shell in task.tags), task.task_id
 
 
-@each_task
-def test_an_instruction_names_everything_that_is_checked(task: Task) -> None:
-    checker = checker_of(task)
-    assert checker.path in task.instruction
-    if task.level <= 2:
-        assert checker.text is not None
-        assert all(line in task.instruction for line in checker.text.splitlines())
+def test_an_instruction_names_everything_that_is_checked() -> None:
+    for task in TASKS:
+        checker = checker_of(task)
+        assert checker.path in task.instruction, task.task_id
+        if task.level <= 2:
+            assert checker.text is not None, task.task_id
+            assert all(line in task.instruction for line in checker.text.splitlines()), task.task_id
 
 
-@each_task
-def test_an_oracle_uses_the_keyboard_and_types_what_is_asked_for(task: Task) -> None:
-    assert isinstance(actions(task)[-1], Done)
-    assert not any(isinstance(action, Click | Drag | Scroll | Move) for action in actions(task))
-    typed = "".join(action.text for action in actions(task) if isinstance(action, TypeText))
-    assert checker_of(task).path in typed
+def test_an_oracle_uses_the_keyboard_and_types_what_is_asked_for() -> None:
+    for task in TASKS:
+        assert isinstance(actions(task)[-1], Done), task.task_id
+        assert not any(isinstance(action, Click | Drag | Scroll | Move) for action in actions(task)), task.task_id
+        typed = "".join(action.text for action in actions(task) if isinstance(action, TypeText))
+        assert checker_of(task).path in typed, task.task_id
 
 
-@each_task
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-async def test_the_right_file_scores_one_and_an_empty_guest_zero(task: Task, encoding: str) -> None:
-    checker = checker_of(task)
-    desktop = MemoryDesktop()
-    desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"absent\r\n", stderr=b"")
-    assert (await evaluate(task, desktop, last_action=Done(), timeout_s=60.0)).score == 0.0
-    text = ANSWERS.get(checker.kind) or checker.text or ""
-    data = (text.replace("\n", "\r\n") + "\r\n").encode(encoding)
-    desktop.files[checker.path] = data
-    desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=f"{len(data)}\r\n".encode(), stderr=b"")
-    assert (await evaluate(task, desktop, last_action=Done(), timeout_s=60.0)).score == 1.0
+async def test_the_right_file_scores_one_and_an_empty_guest_zero(encoding: str) -> None:
+    for task in TASKS:
+        checker = checker_of(task)
+        desktop = MemoryDesktop()
+        desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"absent\r\n", stderr=b"")
+        assert (await evaluate(task, desktop, last_action=Done(), timeout_s=60.0)).score == 0.0, task.task_id
+        text = ANSWERS.get(checker.kind) or checker.text or ""
+        data = (text.replace("\n", "\r\n") + "\r\n").encode(encoding)
+        desktop.files[checker.path] = data
+        desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"%d\r\n" % len(data), stderr=b"")
+        assert (await evaluate(task, desktop, last_action=Done(), timeout_s=60.0)).score == 1.0, task.task_id
 
 
 def test_the_suite_is_served_only_if_configured(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from cuaenv.cli import terminal
 from cuaenv.client import Click, Done, Drag, Scroll, TypeText
+from cuaenv.frames.size import fit
 from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
 from trainer.cli.app import app
@@ -20,7 +21,7 @@ from trainer.data.atif import to_atif
 from trainer.data.atif_actions import AtifError, actions_of
 from trainer.data.atif_import import from_atif
 from trainer.replay.reader import read_jsonl
-from trainer.replay.trajectory import StoredTrajectory
+from trainer.replay.trajectory import StoredTrajectory, image_bytes
 
 GRAMMAR = grammar("qwen3-vl")
 CLICK, DONE = GRAMMAR.render([Click(500, 250)]), GRAMMAR.render([Done()])
@@ -248,6 +249,26 @@ def test_limits_and_rewards_are_checked(tmp_path: Path) -> None:
         from_atif(path, settings=AgentSettings(max_turns=1))
     path = foreign(tmp_path, USER, CLICKED, extra={"reward": "high"})
     with pytest.raises(AtifError, match=r"extra.reward: 'high' is not a number"):
+        from_atif(path, settings=AgentSettings())
+
+
+def test_pictures_are_scaled_as_the_agents_view_is(tmp_path: Path) -> None:
+    path = foreign(tmp_path, USER, CLICKED, COMPLETE)
+    for name in ("first", "second"):
+        (tmp_path / f"images/{name}.png").write_bytes(png("red", (650, 340)))
+    read = from_atif(path, settings=AgentSettings())
+    with Image.open(io.BytesIO(image_bytes(read.images[0]))) as shown:
+        assert shown.size == fit(650, 340, multiple_px=32) == (640, 352)
+    with pytest.raises(AtifError, match="no image in steps of 32 px is within the limits"):
+        from_atif(path, settings=AgentSettings(image_max_pixels=1000))
+
+
+def test_a_truncated_picture_is_refused(tmp_path: Path) -> None:
+    path = foreign(tmp_path, USER, CLICKED, COMPLETE)
+    buffer = io.BytesIO()
+    Image.effect_noise((640, 320), 50).save(buffer, "JPEG")
+    (tmp_path / "images/first.png").write_bytes(buffer.getvalue()[:5000])
+    with pytest.raises(AtifError, match=r"image images/first.png: cannot be read"):
         from_atif(path, settings=AgentSettings())
 
 

@@ -21,7 +21,7 @@ class NoMachines:
         self.asked: list[Perturb | None] = []
 
     @asynccontextmanager
-    async def reset(self, task: str, **options: Any) -> AsyncIterator[Any]:
+    async def reset(self, task: Any, **options: Any) -> AsyncIterator[Any]:
         self.asked.append(options.get("perturb"))
         if self.asked:
             raise Unreachable("no daemon")

@@ -1,11 +1,16 @@
 """Demonstrators with bad habits."""
 
+import json
 from collections import Counter
+from pathlib import Path
+
+import pytest
 
 from cuaenv.client import Action, Click, Done, Drag, PressKeys, TypeText
 from trainer.data.oracles import Oracle
-from trainer.learn.demos import with_habits
-from trainer.learn.settings import Demos
+from trainer.learn import LearnError
+from trainer.learn.demos import play, with_habits
+from trainer.learn.settings import Demos, Settings
 
 STEPS: tuple[tuple[Action, ...], ...] = ((Click(1, 2),), (TypeText("kite"),), (Drag(1, 2, 3, 4),), (Done(""),))
 ORACLES = [Oracle(task_id=f"drawn/write?seed={seed}", steps=STEPS) for seed in range(200)]
@@ -30,9 +35,24 @@ def test_demonstrators_stop_before_any_turn_and_say_that_they_are_done() -> None
     assert set(map(len, played)) == {1, 2, 3, 4}
 
 
-def test_a_task_is_always_played_in_the_same_way() -> None:
+def test_each_play_of_a_task_is_always_the_same() -> None:
     habits = Demos(wrong_button=0.6, stops_early=0.2)
-    assert with_habits(ORACLES[7], habits) == with_habits(ORACLES[7], habits)
+    plays = [with_habits(ORACLES[7], habits, play) for play in range(20)]
+    assert plays == [with_habits(ORACLES[7], habits, play) for play in range(20)]
+    assert plays[0] == with_habits(ORACLES[7], habits)
+    assert len({each.steps for each in plays}) > 2
+
+
+def test_only_training_templates_are_demonstrated(tmp_path: Path) -> None:
+    file = tmp_path / "oracles.jsonl"
+    lines = [
+        {"task_id": "drawn/press", "split": "train", "steps": [[{"done": ""}]]},
+        {"task_id": "drawn/mix", "split": "held_out", "steps": [[{"done": ""}]]},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    settings = Settings(demos=Demos(tasks=["drawn/press", "drawn/mix"]))
+    with pytest.raises(LearnError, match="drawn/mix: not a training template; choose from drawn/press"):
+        play(settings, ["127.0.0.1:1"], file, tmp_path / "demos")
 
 
 def test_demonstrators_escape_before_any_turn_and_do_nothing_after_it() -> None:

@@ -7,9 +7,8 @@ import pytest
 from PIL import Image, ImageSequence
 
 from trainer.learn import LearnError
-from trainer.learn.gif import draw
 from trainer.learn.record import Evaluation, Score
-from trainer.learn.replay import Played, PlayedTurn, choose_task
+from trainer.learn.replay import Played, PlayedTurn, choose_task, draw
 
 RED, BLUE = (200, 0, 0), (0, 0, 200)
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from trainer.learn import LearnError
+from trainer.learn import LearnError, report
 from trainer.learn.metrics import MetricsLog
 from trainer.learn.record import Evaluation, Score, read_record, recorded
 from trainer.learn.report import write_report
@@ -54,6 +54,26 @@ def named(ablation: str, arm: str = "") -> Settings:
     return SMOKE.model_copy(update={"ablation": ablation, "arm": arm})
 
 
+@pytest.fixture
+def without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no plots of the arms' shares: a plot takes a third of a second."""
+    monkeypatch.setattr(report, "_draw_shares", lambda *_: None)
+
+
+@pytest.fixture
+def without_plots(without_shares: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_draw", lambda *_: None)
+
+
+def test_a_run_without_evaluations_has_its_training_curves(tmp_path: Path) -> None:
+    made_up_run(tmp_path, "rl-0")
+    results = write_report([tmp_path], tmp_path / "report")
+    assert results["runs"]["rl-0"]["updates"] == 2
+    assert (tmp_path / "report/success_frac.svg").exists()
+    assert not (tmp_path / "report/held_out.svg").exists()
+
+
+@pytest.mark.usefixtures("without_plots")
 def test_void_episodes_count_neither_way(tmp_path: Path) -> None:
     made_up_run(tmp_path, "rl-0", BEFORE, AFTER)
     grpo = write_report([tmp_path], tmp_path / "report")["grpo"]
@@ -85,6 +105,7 @@ def test_seeds_are_pooled_and_the_report_has_plots_that_are_xml(tmp_path: Path) 
     assert [len(re.findall("[ML] ", curve)) for curve in curves] == [2, 40]
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_a_run_that_failed_is_listed_with_its_error_and_does_not_count(tmp_path: Path) -> None:
     made_up_run(tmp_path, "rl-0", BEFORE, AFTER)
     with pytest.raises(LearnError):
@@ -113,6 +134,7 @@ def test_a_record_says_whether_a_run_still_runs_or_was_interrupted(tmp_path: Pat
     assert record["settings"]["rl"]["members"] == SMOKE.rl.members
 
 
+@pytest.mark.usefixtures("without_shares")
 def test_arms_are_compared_with_the_baseline_over_several_run_directories(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     made_up_run(one, "baseline-0", BEFORE, AFTER, settings=named("baseline"))
@@ -151,7 +173,7 @@ def test_arms_have_the_shares_of_all_episodes_at_the_start_and_the_end_of_each_r
 def test_without_an_evaluation_or_demonstrations_there_is_no_report(tmp_path: Path) -> None:
     with pytest.raises(LearnError, match="no demonstrations"):
         write_report([tmp_path], tmp_path / "report")
-    made_up_run(tmp_path, "rl-0")
+    made_up_run(tmp_path, "rl-0", updates=0)
     with pytest.raises(LearnError, match="run the stage `rl` first"):
         write_report([tmp_path], tmp_path / "report")
 

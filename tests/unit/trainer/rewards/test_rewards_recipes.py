@@ -14,8 +14,7 @@ from trainer.config import ConfigError
 from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts
 from trainer.rewards.groups import advantages, has_signal
 from trainer.rewards.recipes import NAMES, Recipe, recipe
-from trainer.rewards.shaped import Shaped
-from trainer.rewards.signals import hits_a_box, same_action
+from trainer.rewards.shaped import Shaped, hits_a_box, same_action
 
 BOX = (100, 100, 50, 20)
 

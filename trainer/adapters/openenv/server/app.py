@@ -48,7 +48,6 @@ app = make_app()
 
 
 def main() -> None:
-    """Serve on loopback."""
     import uvicorn  # noqa: PLC0415 -- not needed by other servers
 
     parser = argparse.ArgumentParser(description="Serve desktops as an OpenEnv environment.")

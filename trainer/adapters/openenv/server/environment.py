@@ -32,7 +32,6 @@ class DesktopEnvironment(MCPEnvironment):
         """Prepare; the first reset connects.
 
         Args:
-            settings: Where and how episodes are opened.
             task: Task of a reset that names none; empty for none.
         """
         tools: FastMCP[None] = FastMCP("envd")
@@ -108,7 +107,6 @@ class DesktopEnvironment(MCPEnvironment):
         return State(episode_id=self._session.episode.episode_id, step_count=self._session.episode.step_count)
 
     def get_metadata(self) -> EnvironmentMetadata:
-        """Return the environment's name and description."""
         return EnvironmentMetadata(name="envd_desktop", description="Forkable desktop VMs for computer-use agents")
 
     def close(self) -> None:

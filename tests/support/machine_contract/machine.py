@@ -35,9 +35,9 @@ from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.desktop import Desktop
 from envd.guest.observation import CursorMode, EncodedFrame, Encoding, Keyframe, ObservationOptions, TileDelta
-from envd.hypervisor.contract.fixtures import new_machine_id, read_to_end
-from envd.hypervisor.contract.forks import ForkContract
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
+from tests.support.machine_contract.fixtures import new_machine_id, read_to_end
+from tests.support.machine_contract.forks import ForkContract
 
 __all__ = ["MachineContract", "new_machine_id"]
 

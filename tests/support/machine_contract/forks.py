@@ -1,4 +1,4 @@
-"""Contract of templates, forks and captures. Part of `envd.hypervisor.contract.machine`."""
+"""Contract of templates, forks and captures. Part of `tests.support.machine_contract.machine`."""
 
 import asyncio
 import time
@@ -19,8 +19,8 @@ from envd.base.errors import (
     TemplateCorrupt,
 )
 from envd.guest.agent import GuestAgent, guest_machine_id, renew_identity
-from envd.hypervisor.contract.fixtures import NOTES, Frozen, MachineFixtures, new_machine_id
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
+from tests.support.machine_contract.fixtures import NOTES, Frozen, MachineFixtures, new_machine_id
 
 # Paths in the guest: one on its disk, one only in its memory.
 _DISK_PATH = "/var/tmp/envd-contract-fork"  # noqa: S108

@@ -1,0 +1,58 @@
+"""Episodes of the check in our loop: the plan's pictures in order, whatever the model replies."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from trainer.agent.attempts import run_group, run_task
+from trainer.agent.settings import AgentSettings
+from trainer.agent.types import Message, Reply
+from trainer.sight.episode import TURNS, PictureEnvironments, plan_of, settings_of
+
+SETTINGS = AgentSettings(image_max_pixels=36_864, prompt_tokens=4096, max_turns=8, a11y_tree=True)
+PLAN = plan_of(SETTINGS)
+
+
+class Mute:
+    """A conversation whose model cannot act."""
+
+    def __init__(self) -> None:
+        self.seen: list[Image.Image] = []
+
+    async def begin(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            await self.append(message)
+
+    async def append(self, message: Message) -> None:
+        self.seen += [part for part in message.parts if not isinstance(part, str)]
+
+    async def generate(self) -> Reply:
+        return Reply(text="no action")
+
+
+def shown(conversation: Mute) -> list[int]:
+    """Return the places of the pictures in the plan's fourth episode."""
+    planned = [np.asarray(picture) for picture in PLAN.episodes[3]]
+    return [
+        next(number for number, each in enumerate(planned) if np.array_equal(each, np.asarray(picture)))
+        for picture in conversation.seen
+    ]
+
+
+async def test_every_turn_shows_the_next_picture_to_a_model_that_cannot_act() -> None:
+    conversation = Mute()
+    trajectory = await run_task(
+        PictureEnvironments(PLAN), "sight/3", lambda: conversation, settings=settings_of(SETTINGS)
+    )
+    assert (trajectory.reason, len(trajectory.turns)) == ("turns", TURNS)
+    assert [turn.reply.text for turn in trajectory.turns] == ["no action"] * TURNS
+    assert shown(conversation) == list(range(TURNS))
+
+
+async def test_members_of_a_group_show_equal_pictures() -> None:
+    conversations = [Mute(), Mute()]
+    left = list(conversations)
+    group = await run_group(PictureEnvironments(PLAN), "sight/3", left.pop, size=2, settings=settings_of(SETTINGS))
+    assert [len(trajectory.turns) for trajectory in group] == [TURNS] * 2
+    assert [shown(each) for each in conversations] == [list(range(TURNS))] * 2
