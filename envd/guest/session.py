@@ -12,8 +12,8 @@ from envd.guest.view import DesktopView
 
 _CALL_TIMEOUT_S = 5.0
 _MESSAGE_BYTES = 500
-#: A script starts PowerShell twice and compiles code, which takes seconds; `in-session.ps1` gives up after 80 s.
-_SCRIPT_TIMEOUT_S = 90.0
+#: A script starts PowerShell twice and compiles code, which takes seconds. `in-session.ps1` waits 20 s for its start.
+_SCRIPT_TIMEOUT_S, _START_TIMEOUT_S = 60.0, 30.0
 #: A command has at most 32,767 characters, in which a text occurs twice with its quotes doubled.
 _TYPED_AT_ONCE_CHARS = 1000
 #: Limits of an accessibility tree, in elements and seconds.
@@ -75,9 +75,21 @@ class GuestSession:
             return tree.decode("utf-8", "replace")
         return await self.guestd(purpose).accessibility(showing=showing)
 
-    async def _run_script(self, script: Script, purpose: str, **values: str) -> bytes:
+    async def use_tool(self, request: bytes, timeout_s: float) -> bytes:
+        """Return the response of a Windows guest's script `use-tool` to a request, which is one line.
+
+        Raises:
+            GuestError: No user is logged in, or the script failed.
+            GuestUnresponsive: Not done within `timeout_s` and the time that the script takes to start.
+        """
+        return await self._run_script(Script.USE_TOOL, "use tools", request, timeout_s)
+
+    async def _run_script(
+        self, script: Script, purpose: str, stdin: bytes = b"", wait_s: float = _SCRIPT_TIMEOUT_S, **values: str
+    ) -> bytes:
         """Run a script and return its output. Raises: GuestError, GuestUnresponsive."""
-        result = await self._agent.run(powershell(script, **values), timeout_s=_SCRIPT_TIMEOUT_S)
+        command = powershell(script, wait_s=f"{wait_s:g}", **values)
+        result = await self._agent.run(command, timeout_s=wait_s + _START_TIMEOUT_S, stdin=stdin)
         if result.exit_code:
             message = result.stderr[:_MESSAGE_BYTES].decode("utf-8", "replace").strip()
             raise GuestError(f"cannot {purpose}: machine {self._machine_id}: {message or 'the script failed'}")

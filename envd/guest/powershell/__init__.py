@@ -25,23 +25,31 @@ class Script(StrEnum):
     LIST_WINDOWS = "list-windows"
     TYPE_TEXT = "type-text"
     ACCESSIBILITY_TREE = "accessibility-tree"
+    USE_TOOL = "use-tool"
 
 
 #: Scripts that need the desktop: the guest agent is a service and has none, so `in-session.ps1` runs them.
-_DESKTOP_SCRIPTS = frozenset({Script.LIST_WINDOWS, Script.TYPE_TEXT, Script.ACCESSIBILITY_TREE})
-_IN_SESSION = "in-session"
+_DESKTOP_SCRIPTS = frozenset({Script.LIST_WINDOWS, Script.TYPE_TEXT, Script.ACCESSIBILITY_TREE, Script.USE_TOOL})
+_IN_SESSION, _RUN_COMMAND = "in-session", "run-command"
 #: Errors end a script with exit code 1.
 _STOP = "$ErrorActionPreference = 'Stop'\n"
 _UTF8 = "[Console]::OutputEncoding = [Text.UTF8Encoding]::new($false)\n"
 
 
-def powershell(script: Script, **values: str) -> tuple[str, ...]:
-    """Return the command that runs a script with `values` as variables, with UTF-8 output."""
+def powershell(script: Script, *, wait_s: str = "60", **values: str) -> tuple[str, ...]:
+    """Return the command that runs a script with `values` as variables, with UTF-8 output.
+
+    A script that needs the desktop has `wait_s` seconds from its start.
+    """
+    if script is Script.USE_TOOL:
+        values["runner"] = _body(_RUN_COMMAND)
     assigned = "".join(f"${variable} = {_literal(value)}\n" for variable, value in values.items())
     text = _body(script)
     if script in _DESKTOP_SCRIPTS:
         # The values stay at the top too, for guests that answer by name.
-        text = f"$inner = {_literal(assigned + _STOP + text)}\n{_body(_IN_SESSION)}"
+        text = f"$wait_s = {wait_s}\n$inner = {_literal(assigned + _STOP + text)}\n{_body(_IN_SESSION)}"
+        if script is Script.USE_TOOL:
+            assigned = ""
     command = f"# envd: {script}\n{assigned}{_STOP}{_UTF8}{text}"
     return ("powershell.exe", "-NoProfile", "-NonInteractive", "-Command", command)
 

@@ -1,5 +1,6 @@
 # envd: in-session
-# Run a script in the session of the user who is logged in, and print its output. Given: $inner.
+# Run a script in the session of the user who is logged in, and print its output. Given: $inner, $wait_s.
+# It reads the first line of standard input as $request.
 # The guest agent is a service: its own session has no desktop. A process inherits no handles from another session, so
 # the output comes back through a named pipe.
 Add-Type -TypeDefinition @'
@@ -65,10 +66,11 @@ foreach ($sid in 'S-1-5-18', 'S-1-5-4') {
   $who = [Security.Principal.SecurityIdentifier]::new($sid)
   $security.AddAccessRule([IO.Pipes.PipeAccessRule]::new($who, 'ReadWrite', 'Allow'))
 }
-$pipe = [IO.Pipes.NamedPipeServerStream]::new($name, 'In', 1, 'Byte', 'Asynchronous', 0, 0, $security)
+$pipe = [IO.Pipes.NamedPipeServerStream]::new($name, 'InOut', 1, 'Byte', 'Asynchronous', 0, 0, $security)
 $program = "`$name = '$name'`n`$body = {`n$inner`n}`n" + @'
-$pipe = [IO.Pipes.NamedPipeClientStream]::new('.', $name, 'Out')
+$pipe = [IO.Pipes.NamedPipeClientStream]::new('.', $name, 'InOut')
 $pipe.Connect(10000)
+$request = [IO.StreamReader]::new($pipe).ReadLine()
 $writer = [IO.StreamWriter]::new($pipe)
 try { $writer.Write('+' + ((& $body) -join "`n")) } catch { $writer.Write('-' + $_) }
 $writer.Dispose()
@@ -76,8 +78,10 @@ $writer.Dispose()
 $encoded = [Convert]::ToBase64String([Text.Encoding]::Unicode.GetBytes($program))
 $id = [EnvdSession]::Start("$PSHOME\powershell.exe -NoProfile -NonInteractive -EncodedCommand $encoded")
 if (-not $pipe.WaitForConnectionAsync().Wait(20000)) { throw 'PowerShell did not start in the session of the user' }
+$sent = [Text.Encoding]::UTF8.GetBytes((@($input) -join '') + "`n")
+if (-not $pipe.WriteAsync($sent, 0, $sent.Length).Wait(20000)) { throw 'the script did not read its input' }
 $reply = [IO.StreamReader]::new($pipe).ReadToEndAsync()
-if (-not $reply.Wait(60000)) {
+if (-not $reply.Wait(1000 * $wait_s)) {
   Stop-Process -Id $id -Force
   throw 'the script did not end in the session of the user'
 }

@@ -1,43 +1,35 @@
 """Use tools in one guest for its agent, by a program that the guest runs. Everything from the guest is untrusted.
 
-The program comes with each request, so an image needs only Python. What goes wrong in the guest is the agent's result:
-it can end every program of its session. Only a guest that does not answer at all is a failure.
+The program comes with each request, so an image needs only Python; Windows guests run a script instead. What goes wrong
+in the guest is the agent's result: it can end every program of its session. Only a guest that does not answer at all is
+a failure.
 """
 
 import asyncio
+import inspect
 import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from importlib import import_module
-from importlib.resources import files
-from typing import Annotated
+from typing import Any
 
-from pydantic import Field, JsonValue, TypeAdapter
+from pydantic import JsonValue
 
-from cuaenv.actions import (
-    MAX_FILE_BYTES,
-    AskUser,
-    CallTool,
-    EditFile,
-    ListDirectory,
-    ReadFile,
-    RunShell,
-    ToolAction,
-    WriteFile,
-)
-from envd.base import untrusted_json
+from cuaenv.actions import AskUser, CallTool, EditFile, ListDirectory, ReadFile, RunShell, ToolAction, WriteFile
 from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive
 from envd.guest.agent import CommandResult
 from envd.guest.observation import ActionOutcome
 from envd.guest.session import GuestSession
+from envd.guest.toolbox import program, windows
+from envd.guest.toolbox.results import Result, parse
 
 logger = logging.getLogger(__name__)
 
-#: Source of the program.
-PROGRAM = (files("envd.guest.toolbox") / "program.py").read_text(encoding="utf-8")
+PROGRAM = inspect.getsource(program)
 _PYTHON = ("python3", "-I", "-S", "-c")
+_FILE_OPERATIONS = {ReadFile: "read", WriteFile: "write", EditFile: "edit", ListDirectory: "list"}
 #: A call of an MCP server, and the start of one.
 MCP_TIMEOUT_S = 30.0
 _FILE_TIMEOUT_S = 30.0
@@ -45,26 +37,7 @@ _FILE_TIMEOUT_S = 30.0
 _RESTART_TIMEOUT_S, _RESTART_POLL_S = 60.0, 0.25
 #: How much later than the program's own limit it counts as unresponsive: it starts Python, and ends what hangs.
 _GRACE_S = 20.0
-#: First and last bytes of a tool's text.
-_HEAD_BYTES = _TAIL_BYTES = 16_384
-_MAX_NOTE_CHARS = 200
 _MAX_ERROR_CHARS = 2000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Result:
-    """What the program prints."""
-
-    error: Annotated[str, Field(max_length=4 * _MAX_ERROR_CHARS)] = ""
-    output: Annotated[str, Field(max_length=MAX_FILE_BYTES + _MAX_NOTE_CHARS)] = ""
-    exit_code: Annotated[int, Field(ge=0, le=255)] | None = None
-    timed_out: bool = False
-    left_out_bytes: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
-    message: dict[str, JsonValue] | None = None
-    """Response of an MCP server."""
-
-
-_RESULT = TypeAdapter(_Result)
 
 
 class Toolbox:
@@ -112,33 +85,14 @@ class Toolbox:
     async def _use(self, action: ToolAction) -> ActionOutcome:
         match action:
             case RunShell(command=command, timeout=timeout):
-                result = await self._request("shell", timeout.total_seconds(), command=command)
-                return ActionOutcome(
-                    error=result.error,
-                    output=None if result.error else result.output,
-                    exit_code=result.exit_code,
-                    timed_out=result.timed_out,
-                    left_out_bytes=result.left_out_bytes,
-                )
-            case ReadFile(path=path, first_line=first_line, line_count=line_count):
-                return await self._file("read", path=path, first_line=first_line, line_count=line_count)
-            case WriteFile(path=path, content=content):
-                return await self._file("write", path=path, content=content)
-            case EditFile(path=path, old=old, new=new):
-                return await self._file("edit", path=path, old=old, new=new)
-            case ListDirectory(path=path):
-                return await self._file("list", path=path)
+                return _outcome(await self._request("shell", timeout.total_seconds(), command=command))
+            case ReadFile() | WriteFile() | EditFile() | ListDirectory():
+                return _outcome(await self._request(_FILE_OPERATIONS[type(action)], None, **asdict(action)))
             case CallTool():
                 return await self._call(action)
             case AskUser():
                 raise TypeError("a guest cannot answer for the user")
         raise TypeError(f"unknown tool action {action!r}")
-
-    async def _file(self, operation: str, **arguments: JsonValue) -> ActionOutcome:
-        result = await self._request(operation, None, **arguments)
-        if result.error:
-            return ActionOutcome(error=result.error[:_MAX_ERROR_CHARS])
-        return ActionOutcome(output=result.output, left_out_bytes=result.left_out_bytes)
 
     async def _call(self, action: CallTool) -> ActionOutcome:
         is_list = not action.tool
@@ -160,19 +114,42 @@ class Toolbox:
         problem = f"{action.tool} of MCP server {action.server} reported an error" if is_error else ""
         return ActionOutcome(error=problem, output=output, left_out_bytes=left_out_bytes)
 
-    async def _request(self, operation: str, timeout_s: float | None, **arguments: JsonValue) -> _Result:
+    async def _request(self, operation: str, timeout_s: float | None, **arguments: JsonValue) -> Result:
         """Run the program. Raises: GuestError, GuestUnresponsive, MachineLost."""
         limits = {} if timeout_s is None else {"timeout_s": timeout_s}
-        request = json.dumps({"op": operation, **arguments, **limits}).encode()
-        done = await self._session.guestd("use tools").execute(
-            [*_PYTHON, PROGRAM], timeout_s=(timeout_s or _FILE_TIMEOUT_S) + _GRACE_S, stdin=request
-        )
+        limit_s = (timeout_s or _FILE_TIMEOUT_S) + _GRACE_S
+
+        async def request(op: str, **fields: Any) -> Result:
+            line = json.dumps({"op": op, **fields}).encode() + b"\n"
+            result = await parse(await self._session.use_tool(line, limit_s))
+            if result.error:
+                raise program.Refused(result.error)
+            return result
+
+        if self._session.has_powershell:
+            try:
+                return await windows.perform(request, operation, {**arguments, **limits})
+            except program.Refused as refusal:
+                return Result(error=str(refusal)[:_MAX_ERROR_CHARS])
+            except ValueError as error:
+                raise GuestError("the desktop's tools sent a malformed response") from error
+        line = json.dumps({"op": operation, **arguments, **limits}).encode()
+        done = await self._session.guestd("use tools").execute([*_PYTHON, PROGRAM], timeout_s=limit_s, stdin=line)
         try:
-            await untrusted_json.check_structure(done.stdout)
-            return _RESULT.validate_json(done.stdout)
+            return await parse(done.stdout)
         except ValueError as error:
             logger.warning("%r: its tools failed: %s", self._session, _last_line(done))
             raise GuestError(f"the desktop's tools failed: {_last_line(done)}") from error
+
+
+def _outcome(result: Result) -> ActionOutcome:
+    return ActionOutcome(
+        error=result.error[:_MAX_ERROR_CHARS],
+        output=None if result.error else result.output,
+        exit_code=result.exit_code,
+        timed_out=result.timed_out,
+        left_out_bytes=result.left_out_bytes,
+    )
 
 
 def _last_line(done: CommandResult) -> str:
@@ -182,9 +159,6 @@ def _last_line(done: CommandResult) -> str:
 
 def cut(text: str) -> tuple[str, int]:
     """Return the first and last 16 KiB of a text with a note between them, and the number of bytes left out."""
-    data = text.encode(errors="replace")
-    left_out_bytes = max(0, len(data) - _HEAD_BYTES - _TAIL_BYTES)
-    if not left_out_bytes:
-        return data.decode(), 0
-    note = f"\n[{left_out_bytes} bytes left out]\n".encode()
-    return (data[:_HEAD_BYTES] + note + data[-_TAIL_BYTES:]).decode("utf-8", "replace"), left_out_bytes
+    ends = program.Cut()
+    ends.add(text.encode(errors="replace"))
+    return ends.text(), ends.left_out

@@ -11,6 +11,7 @@ import fcntl
 import json
 import mimetypes
 import os
+import re
 import select
 import shlex
 import signal
@@ -94,23 +95,31 @@ def read_file(path: str, first_line: int, line_count: int) -> Result:
     path = file_at(path)
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        is_window = first_line > 1 or line_count > 0
-        data = file.read(MAX_SCAN_BYTES if is_window else MAX_FILE_BYTES)
-        whole = not file.read(1)
+        data = file.read(scan_bytes(first_line, line_count))
+        return shown(path, data, size, first_line, line_count, whole=not file.read(1))
+
+
+def scan_bytes(first_line: int, line_count: int) -> int:
+    """Return how much of a file is needed to show some of its lines."""
+    return MAX_SCAN_BYTES if first_line > 1 or line_count > 0 else MAX_FILE_BYTES
+
+
+def shown(path: str, data: bytes, size: int, first_line: int, line_count: int, *, whole: bool) -> Result:
+    """Show lines of a file of which `data` was read, `whole` or its first bytes."""
     text = None if b"\0" in data[:8192] else text_of(data, whole=whole)
     if text is None:
         return {"output": f"[binary file, {size} bytes, {kind_of(path, data)}]"}
-    if is_window:
+    if first_line > 1 or line_count > 0:
         lines = text.split("\n")
         if first_line > len(lines):
-            raise Refused(f"{path} has {len(lines)} lines{'' if whole else ' in its first 16 MiB'}")
+            where = "" if whole else f" in its first {len(data) >> 20} MiB"
+            raise Refused(f"{path} has {len(lines)} lines{where}")
         last = first_line - 1 + line_count if line_count else len(lines)
         text = "\n".join(lines[first_line - 1 : last]) + ("\n" if last < len(lines) else "")
+        unread = size - len(data) if last >= len(lines) and not whole else 0
         data = text.encode()
         kept = data[:MAX_FILE_BYTES].decode(errors="ignore")
-        left_out = len(data) - len(kept.encode())
-        if last >= len(lines) and not whole:
-            left_out += size - MAX_SCAN_BYTES
+        left_out = len(data) - len(kept.encode()) + unread
     else:
         kept, left_out = text, 0 if whole else max(1, size - len(text.encode()))
     note = f"\n[{left_out} bytes left out]" if left_out else ""
@@ -118,25 +127,37 @@ def read_file(path: str, first_line: int, line_count: int) -> Result:
 
 
 def write_file(path: str, content: str) -> Result:
-    path = file_at(path)
-    replace(path, content.encode())
-    return {"output": f"[wrote {len(content.encode())} bytes to {path}]"}
+    path, data = file_at(path), content.encode()
+    replace(path, data)
+    return written(path, data)
+
+
+def written(path: str, data: bytes) -> Result:
+    return {"output": f"[wrote {len(data)} bytes to {path}]"}
 
 
 def edit_file(path: str, old: str, new: str) -> Result:
     path = file_at(path)
     with open_regular(path) as file:
         data = file.read(MAX_FILE_BYTES + 1)
+    data, result = edited(path, data, old, new)
+    replace(path, data)
+    return result
+
+
+def edited(path: str, data: bytes, old: str, new: str) -> tuple[bytes, Result]:
+    """Return a file's new content, and the result. `old` is also found in a file whose lines end with CR LF."""
     if len(data) > MAX_FILE_BYTES:
         raise Refused(f"{path} is larger than {MAX_FILE_BYTES} bytes; edit it with a command")
     if b"\0" in data or text_of(data, whole=True) is None:
         raise Refused(f"{path} is not UTF-8 text")
+    if b"\r\n" in data and "\r" not in old:
+        old, new = (re.sub("\r?\n", "\r\n", text) for text in (old, new))
     count = data.count(old.encode())
     if count != 1:
         raise Refused(f"the old text occurs {count} times in {path}; give text that occurs once")
     line = data[: data.index(old.encode())].count(b"\n") + 1
-    replace(path, data.replace(old.encode(), new.encode()))
-    return {"output": f"[edited {path} at line {line}]"}
+    return data.replace(old.encode(), new.encode()), {"output": f"[edited {path} at line {line}]"}
 
 
 def replace(path: str, data: bytes) -> None:
@@ -170,6 +191,11 @@ def list_directory(path: str) -> Result:
                     is_directory = entry.is_dir(follow_symlinks=False)
                     size = entry.stat(follow_symlinks=False).st_size
                     rows.append(f"{entry.name}/" if is_directory else f"{entry.name} ({size} bytes)")
+    return listed(rows, count)
+
+
+def listed(rows: list[str], count: int) -> Result:
+    """Show the rows of a directory that has `count` entries."""
     cut = Cut()
     cut.add("\n".join(sorted(rows)).encode(errors="surrogateescape"))
     more = f"\n[{count - MAX_ENTRIES} more entries]" if count > MAX_ENTRIES else ""
@@ -179,8 +205,8 @@ def list_directory(path: str) -> Result:
 class Cut:
     """The first and last bytes of an output."""
 
-    def __init__(self) -> None:
-        self._head, self._tail, self.left_out = bytearray(), bytearray(), 0
+    def __init__(self, head: bytes = b"", tail: bytes = b"", left_out: int = 0) -> None:
+        self._head, self._tail, self.left_out = bytearray(head), bytearray(tail), left_out
 
     def add(self, data: bytes) -> None:
         room = HEAD_BYTES - len(self._head)

@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from .commands import Commands
+from .commands import Commands, write_all
 from .drive import Drive, Files
 from .processes import Processes
 from .scripts import Scripts
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     while True:
         # The port appears while the guest boots, and is closed and opened again with the host's end.
         with suppress(OSError), open(options.port, "r+b", buffering=0) as port:
-            commands.serve(port.read, port.write)
+            commands.serve(port.read, partial(write_all, port))
         time.sleep(_RECONNECT_S)
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from io import RawIOBase
 from typing import Any
 
 from .drive import AgentError, Files
@@ -14,15 +15,6 @@ logger = logging.getLogger(__name__)
 _DELIMITER = b"\xff"
 #: A file's chunk of 1 MiB in base64, and its envelope; longer lines are discarded.
 MAX_LINE_BYTES = 4 << 20
-_OS = {
-    "id": "mswindows",
-    "name": "Microsoft Windows",
-    "pretty-name": "Windows 10 (Wine)",
-    "version": "Microsoft Windows 10",
-    "version-id": "10",
-    "kernel-version": "10.0",
-    "machine": "x86_64",
-}
 
 
 class Commands:
@@ -31,10 +23,7 @@ class Commands:
     def __init__(self, files: Files, processes: Processes) -> None:
         self.by_name: Mapping[str, Callable[..., object]] = {
             "guest-ping": dict,
-            "guest-sync": _echo,
             "guest-sync-delimited": _echo,
-            "guest-info": self._info,
-            "guest-get-osinfo": lambda: _OS,
             "guest-get-time": time.time_ns,
             "guest-set-time": _set_time,
             "guest-exec": processes.start,
@@ -75,9 +64,12 @@ class Commands:
                 if command.strip():
                     write(self.answer(command))
 
-    def _info(self) -> dict[str, object]:
-        names = [{"name": name, "enabled": True, "success-response": True} for name in self.by_name]
-        return {"version": "7.2.0", "supported_commands": names}
+
+def write_all(port: RawIOBase, data: bytes) -> None:
+    """Write to a virtio port, which takes at most 32 KiB at once (Linux, drivers/char/virtio_console.c)."""
+    unsent = memoryview(data)
+    while unsent:
+        unsent = unsent[port.write(unsent) or 0 :]
 
 
 def _echo(id: int) -> int:

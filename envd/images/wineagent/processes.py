@@ -1,7 +1,7 @@
 """The commands `guest-exec` and `guest-exec-status`.
 
 A name that begins with `/` runs in Debian as root, and any other in Wine as the user. `powershell.exe` is answered by
-`scripts.py`.
+`scripts.py`, and its script `use-tool` by `tools.py`, as the user.
 """
 
 import base64
@@ -9,8 +9,10 @@ import itertools
 import os
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from .drive import AgentError, Drive
 from .scripts import Output, Scripts
@@ -18,6 +20,11 @@ from .scripts import Output, Scripts
 #: The limit of QEMU's agent.
 _MAX_OUTPUT_BYTES = 16 << 20
 _POWERSHELL = re.compile(r"(?:.*[\\/])?powershell(?:\.exe)?", re.IGNORECASE)
+#: The first line of the script, which is answered by a program: it handles files and runs commands as the user.
+USE_TOOL = "# envd: use-tool\n"
+_TOOLS = f"{__package__}.tools"
+#: Directory of this package, or of the outermost one around it.
+_PYTHONPATH = str(Path(__file__).parents[_TOOLS.count(".")])
 #: Above every process id of Linux.
 _FIRST_SCRIPT_ID = 1 << 23
 
@@ -41,12 +48,18 @@ class Processes:
         capture_output: bool = False,  # noqa: ARG002 output is always captured
     ) -> dict[str, object]:
         """Start a program and return its id. Raises: AgentError: It does not exist; OSError: It cannot be started."""
-        if _POWERSHELL.fullmatch(path):
+        is_powershell = _POWERSHELL.fullmatch(path)
+        if is_powershell and not (arg and arg[-1].startswith(USE_TOOL)):
             number = next(self._script_ids)
             self._results[number] = None
             threading.Thread(target=self._answer, args=(number, tuple(arg)), daemon=True).start()
             return {"pid": number}
-        process = self._spawn(path, arg, env)
+        if is_powershell:
+            tools = [sys.executable, "-S", "-m", _TOOLS]
+            environ = {**self._environ, "PYTHONPATH": _PYTHONPATH}
+            process = self._popen(tools, environ, as_user=True, stderr=subprocess.PIPE)
+        else:
+            process = self._spawn(path, arg, env)
         self._results[process.pid] = None
         stdin = base64.b64decode(input_data)
         threading.Thread(target=self._collect, args=(process, stdin), daemon=True).start()

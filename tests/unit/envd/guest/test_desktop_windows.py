@@ -2,15 +2,17 @@
 
 import asyncio
 import base64
+import json
 import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import cast
 
 import pytest
 from pydantic import JsonValue
 
-from cuaenv.actions import KeyDown, TypeText
+from cuaenv.actions import KeyDown, RunShell, TypeText
 from envd.base.errors import GuestError
 from envd.guest.desktop import Desktop
 from envd.guest.observation import A11yFormat, Encoding, ObservationOptions
@@ -38,6 +40,8 @@ class WindowsChannels:
     lost_reason: str = ""
     scripts: list[str] = field(default_factory=list)
     """The scripts that it was sent."""
+    stdin: list[bytes] = field(default_factory=list)
+    """Standard input of each."""
     answers: dict[str, bytes] = field(default_factory=dict)
     """Output by name of script; others fail."""
 
@@ -54,6 +58,7 @@ class WindowsChannels:
             assert arguments
             assert arguments["path"] == "powershell.exe"
             self.scripts.append(str(cast("list[JsonValue]", arguments["arg"])[-1]))
+            self.stdin.append(base64.b64decode(str(arguments.get("input-data", ""))))
             return {"pid": 1}
         assert command == "guest-exec-status"
         name = self.scripts[-1].partition("\n")[0].removeprefix("# envd: ")
@@ -149,3 +154,16 @@ async def test_a_guest_without_scripts_and_guestd_cannot_do_either(channels: Win
         await desk.observe(ObservationOptions(encoding=Encoding.NONE, include_a11y_elements=True))
     await desk.close()
     await channels.display.close()
+
+
+async def test_a_tool_is_used_by_a_script_in_the_session_of_the_user(desk: Desktop, channels: WindowsChannels) -> None:
+    head = base64.b64encode(b"hi\r\n").decode()
+    channels.answers["use-tool"] = json.dumps({"head": head, "exit_code": -1073741819}).encode()
+    outcome = await desk.use_tool(RunShell("echo hi", timedelta(seconds=120)))
+    assert (outcome.error, outcome.output, outcome.exit_code) == ("", "hi\n", -1073741819)
+    assert json.loads(channels.stdin[-1]) == {"op": "shell", "command": "echo hi", "timeout_s": 120.0}
+    assert channels.stdin[-1].endswith(b"\n")
+    assert "$wait_s = 140\n" in channels.scripts[-1]
+    del channels.answers["use-tool"]
+    failed = await desk.use_tool(RunShell("echo hi"))
+    assert failed.error == "cannot use tools: machine m1: no user is logged in"

@@ -4,6 +4,7 @@ No PowerShell runs here. A parser rejects unbalanced quotes and braces; the rest
 """
 
 import ast
+import base64
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -19,26 +20,34 @@ from tests.support.powershell_tree import nodes, parse, text
 ENVD = Path(__file__).parents[4] / "envd"
 SCRIPTS = ENVD / "guest" / "powershell"
 #: The wrapper of scripts that need the desktop is part of their commands.
-each_file = pytest.mark.parametrize("script", [*Script, "in-session"])
+each_file = pytest.mark.parametrize("script", [*Script, "in-session", "run-command"])
 each_script = pytest.mark.parametrize("script", Script)
 
 #: Cmdlets of Windows PowerShell 5.1 that scripts may use, by their full names: profiles can redefine aliases.
 CMDLETS = {
     "Add-Type",
+    "ConvertFrom-Json",
     "ConvertTo-Json",
+    "Export-Clixml",
     "Get-ChildItem",
     "Get-CimInstance",
     "Get-Item",
+    "Get-Location",
     "Get-Process",
+    "Get-Variable",
+    "Import-Clixml",
     "New-Item",
     "Out-Null",
     "Remove-Item",
+    "Select-Object",
+    "Set-Location",
+    "Set-Variable",
     "Split-Path",
     "Stop-Process",
     "Test-Path",
 }
 C_SHARP = Parser(Language(tree_sitter_c_sharp.language()))
-AUTOMATIC = {"$null", "$true", "$false", "$_", "$PSHOME"}
+AUTOMATIC = {"$null", "$true", "$false", "$_", "$PSHOME", "$input", "$request", "$runner"}
 #: Automatic variables, to which a script must not assign.
 RESERVED = {"$args", "$error", "$event", "$home", "$host", "$input", "$matches", "$pid", "$profile", "$pwd", "$sender"}
 LOOKS_LIKE_POWERSHELL = re.compile(r"powershell\.exe|\b(Add|Get|Invoke|New|Out|Remove|Set|Start|Stop|Test)-[A-Z][a-z]")
@@ -90,7 +99,7 @@ def calls() -> Iterator[tuple[Script, set[str]]]:
 
 
 def test_every_file_is_a_script_and_every_script_a_file() -> None:
-    assert {path.stem for path in SCRIPTS.glob("*.ps1")} == {*Script, "in-session"}
+    assert {path.stem for path in SCRIPTS.glob("*.ps1")} == {*Script, "in-session", "run-command"}
 
 
 @each_script
@@ -111,6 +120,16 @@ def test_a_whole_command_parses_and_is_short(script: Script) -> None:
     command = powershell(script, **values)[-1]
     assert not parse(command).has_error
     assert len(command) < MAX_COMMAND_CHARS
+
+
+def encoded_chars(text: str) -> int:
+    """Return the length of a text as `-EncodedCommand` takes it."""
+    return len(base64.b64encode(text.encode("utf-16-le")))
+
+
+def test_commands_that_scripts_start_fit_into_a_command_line() -> None:
+    assert encoded_chars(source("run-command")) < 8000, "cmd.exe accepts 8,191 characters"
+    assert encoded_chars(source("use-tool") + source("run-command") + "_" * 1000) < 32_000
 
 
 def test_the_parser_finds_unbalanced_text() -> None:
@@ -140,7 +159,7 @@ def test_a_script_reads_only_variables_that_it_is_given_or_assigns(script: str) 
     used = {text(node).replace("{", "").replace("}", "") for node in nodes(tree(script), "variable")}
     values = {f"${name}" for name in given(script)}
     assert values <= used
-    assert used - values - assigned <= AUTOMATIC
+    assert {name for name in used if not name.startswith("$env:")} - values - assigned <= AUTOMATIC
     assert not {name.lower() for name in assigned | values} & RESERVED
 
 

@@ -21,6 +21,8 @@ from envd.guest.toolbox import PROGRAM, Toolbox, cut
 class Session:
     """The session of a guest whose programs run on this machine."""
 
+    has_powershell = False
+
     def __init__(self, home: Path) -> None:
         self._environ = {"HOME": str(home), "PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"}
         self.error: Exception | None = None
@@ -267,7 +269,7 @@ async def test_a_server_that_is_missing_is_named(tools: Toolbox) -> None:
 async def test_a_guest_that_lies_or_loses_its_service_is_a_result_and_one_that_is_silent_is_not(
     tools: Toolbox, session: Session
 ) -> None:
-    for stdout in (b"", b"[]", b'{"exit_code": 900}', b'{"output": "' + b"x" * 400_000 + b'"}'):
+    for stdout in (b"", b"[]", b'{"exit_code": 4294967296}', b'{"output": "' + b"x" * 400_000 + b'"}'):
         session.stdout = stdout
         assert "the desktop's tools failed" in (await shell(tools, "true")).error
     session.error, session.starting_count = GuestServiceEnded("guestd had ended and was restarted"), 2

@@ -1,13 +1,16 @@
 """The Wine guest's agent, driven by the host's own client of guest agents."""
 
+import io
 import json
 import os
 import pwd
 import time
+from typing import Any
 
 import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive
+from envd.images.wineagent.commands import write_all
 
 from .conftest import World
 
@@ -90,3 +93,21 @@ def test_a_line_without_end_is_discarded_and_a_delimiter_starts_a_new_one(world:
     written: list[bytes] = []
     world.commands.serve(lambda _count: next(parts), written.append)
     assert written == [b'\xff{"return": 7}\n', b'\xff{"return": 7}\n']
+
+
+class Port(io.RawIOBase):
+    """Takes a part of what is written, as a virtio port does."""
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    def write(self, data: Any) -> int:
+        part = bytes(data[:32_768])
+        self.written += part
+        return len(part)
+
+
+def test_a_response_is_written_whole_to_a_port_that_takes_a_part_at_a_time() -> None:
+    port, response = Port(), bytes(range(256)) * 400
+    write_all(port, response)
+    assert port.written == response
