@@ -40,6 +40,7 @@ _DATA = {
         client.Handover,
         client.ScreenChange,
         client.ToolResult,
+        client.UnrecordedRequest,
         client.State,
         client.Evaluation,
         client.Check,
