@@ -118,7 +118,7 @@ def test_files_are_handled_as_the_user(episode: Episode) -> None:
         WriteFile("C:\\windows\\system32\\notepad.exe", "x"),
     )
     outputs = [result.output if result else None for result in step.tool_results]
-    assert outputs[0] == f"[wrote 22 bytes to {HOME}\\plan\\a.txt]"
+    assert outputs[0] == f"[wrote 21 bytes to {HOME}\\plan\\a.txt]"
     assert outputs[2:5] == ["one\r\n2\r\n3\r\n", "2\r\n", "a.txt (11 bytes)"]
     assert (outputs[5] or "").startswith("[binary file, ")
     assert step.errors == (
