@@ -104,7 +104,9 @@ def task(tmp_path: Path) -> Path:
     return folder
 
 
-def run_command_line(task: Path, *options: str, path: Path = HERE) -> list[dict[str, Any]]:
+def run_command_line(
+    task: Path, *options: str, environment: str = ENVIRONMENT, path: Path | str = HERE
+) -> list[dict[str, Any]]:
     """Run a job; return the results of its trials."""
     jobs = task.parent / "jobs"
     harbor = Path(sys.executable).parent / "harbor"
@@ -114,7 +116,7 @@ def run_command_line(task: Path, *options: str, path: Path = HERE) -> list[dict[
         "--path",
         str(task),
         "--env",
-        ENVIRONMENT,
+        environment,
         "--jobs-dir",
         str(jobs),
         "--quiet",
