@@ -113,7 +113,8 @@ class Evaluating:
                     return await self._score(episode)
             except EvaluatorFailed as error:
                 loss = await find_loss(episode, error)
-                if loss is None and is_by_guest_error(error) and await self._works_at_start(episode):
+                is_open = loss is None and not episode.guest_end_cause
+                if is_open and is_by_guest_error(error) and await self._works_at_start(episode):
                     try:
                         async with self._context.awake(episode, watch):
                             return await self._score(episode)

@@ -33,7 +33,7 @@ PAGES = [
     ROOT / "docs/tutorials/first-episode.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("client", "checkpoints", "people", "agent", "rewards", "data", "suite", "compat", "osworld")
+        for name in ("client", "checkpoints", "people", "agent", "rewards", "data", "suite", "compat", "osworld", "web")
     ),
 ]
 MARK = "<!-- not run by the tests: it needs "
@@ -64,7 +64,7 @@ def execute(code: str, name: str, names: dict[str, Any]) -> None:
 def test_every_page_with_examples_is_run() -> None:
     with_examples = {path for path in (ROOT / "docs").rglob("*.md") if list(examples(path))}
     assert with_examples - set(PAGES) == {ROOT / "docs/adapters.md", ROOT / "docs/client-reference.md"}
-    assert sum(is_marked for page in PAGES for _, _, is_marked in examples(page)) == 4
+    assert sum(is_marked for page in PAGES for _, _, is_marked in examples(page)) == 5
 
 
 async def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

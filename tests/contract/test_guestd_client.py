@@ -189,6 +189,8 @@ async def test_a_post_that_ended_with_its_service_is_not_repeated(service: Local
 
 async def test_an_agents_tools_live_on_between_the_commands_that_use_them(client: GuestdClient) -> None:
     class Session:
+        has_powershell = False
+
         def guestd(self, _purpose: str) -> GuestdClient:
             return client
 

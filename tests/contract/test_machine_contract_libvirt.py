@@ -42,7 +42,7 @@ class TestMachineContractOnLibvirt(LibvirtFixtures, MachineContract):
     ) -> None:
         image = DiskImage(name="gone", digest="0" * 64, disk=tmp_path / "gone.qcow2", kernel=self.image.kernel)
         spec = MachineSpec(machine_id=new_machine_id(), image=image)
-        with pytest.raises(HypervisorError, match=r"overlay \S+: .*gone"):
+        with pytest.raises(HypervisorError, match=r"(?s)overlay \S+: .*gone"):
             await hypervisor.create(spec)
         assert self.leftovers(hypervisor, spec.machine_id) == []
 

@@ -190,6 +190,10 @@ class TestWindowsHardware(WindowsHardware):
         )  # fmt: skip
         # As after kill -9 of the daemon: neither is known to this one.
         hypervisor._forget(lost)
+        async with asyncio.timeout(self.prompt_s):
+            # A process has no command line until the kernel has loaded its program.
+            while "stray" not in tpm_processes(owner).values():
+                await asyncio.sleep(0.01)
         found = await hypervisor.leftovers()
         assert (LeftoverKind.PROCESS, "stray") in {(leftover.kind, leftover.name) for leftover in found}
         for leftover in found:

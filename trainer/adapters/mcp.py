@@ -94,6 +94,7 @@ class _Tools:
         return Result(score=score.value, void=score.void, checks=checks)
 
     async def close(self, session: SessionId) -> str:
+        """Release the desktop."""
         await self._find(session).close()
         self._sessions.pop(session, None)
         return "closed"
