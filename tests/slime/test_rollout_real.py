@@ -218,7 +218,7 @@ def test_weight_updates_of_the_fully_asynchronous_loop_lose_no_episode(job_of: A
 
 def test_a_rollout_of_unknown_tasks_ends_the_job(job_of: Any, tmp_path: Path) -> None:
     job = job_of(
-        envd={"max_lost_groups": 8},
+        envd={"max_lost_groups": 8, "halt": {"above": {}}},
         rollout_batch_size=2,
         over_sampling_batch_size=2,
         prompt_data=str(write_tasks(tmp_path / "unknown.jsonl", ["fake/no-such-task"] * 4)),

@@ -42,6 +42,8 @@ class EscapeLost(MachineLost):
 
 def shares_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the shares of all episodes, void ones included, that solved their task and that ended their guest."""
+    if not facts:
+        return {}
     escapes = [bool(each.get("guest_end_cause")) or each.get("void") == EscapeLost.__name__ for each in facts]
     return {"solved_frac": fmean(each.get("task_score", 0) >= 1 for each in facts), "escape_frac": fmean(escapes)}
 

@@ -39,7 +39,8 @@ def normalize_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[float]
         key = ("alone", position) if sample.group_index is None else ("group", sample.group_index)
         groups.setdefault(key, []).append(sample)
     advantage_by_sample: dict[int, Any] = {}
-    by_siblings = SlimeConfig.from_args(args).credit == "siblings"
+    # Without settings of ours, samples of other rollouts pass through.
+    by_siblings = bool(getattr(args, "envd", None)) and SlimeConfig.from_args(args).credit == "siblings"
     for group in groups.values():
         rollouts = by_rollout(group)
         rewards = [rollout_reward(rows, args) for rows in rollouts]
