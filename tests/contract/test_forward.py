@@ -154,8 +154,10 @@ async def test_a_program_that_speaks_http_and_websockets_is_reached(server: Fake
 
     async def service(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
-        far_writer.close()
+        try:
+            await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+        finally:
+            far_writer.close()
 
     server.hypervisor.services[PORT] = service
     async with episode.forward(PORT) as forward, aiohttp.ClientSession() as http:
