@@ -258,17 +258,16 @@ def _draw(directory: Path, runs: Sequence[Run], results: Mapping[str, Any]) -> N
         curves = {run.name: [(_x(each), each[name]) for each in run.updates if name in each] for run in runs}
         _draw_curves(directory / f"{name}.svg", curves, title=f"Training: {title}")
     held_out = {run.name: _held_out(run) for run in runs}
-    if not any(held_out.values()):
-        return
-    _draw_curves(directory / "held_out.svg", held_out, title="Held-out tasks: greedy success")
-    templates = {name: each["greedy"] for name, each in results["grpo"]["by_template"].items()}
-    title = "Greedy success on held-out tasks by template"
-    with svg_plot(directory / "templates.svg", title=title, height_in=1.2 + 0.4 * len(templates)) as axes:
-        for index, when in enumerate(("before", "after")):
-            rows = [row + 0.4 * index - 0.2 for row in range(len(templates))]
-            axes.barh(rows, [each[when] or 0.0 for each in templates.values()], height=0.36, label=when)
-        axes.legend()
-        _set_rows(axes, list(templates), x_max=1.0)
+    if any(held_out.values()):
+        _draw_curves(directory / "held_out.svg", held_out, title="Held-out tasks: greedy success")
+        templates = {name: each["greedy"] for name, each in results["grpo"]["by_template"].items()}
+        title = "Greedy success on held-out tasks by template"
+        with svg_plot(directory / "templates.svg", title=title, height_in=1.2 + 0.4 * len(templates)) as axes:
+            for index, when in enumerate(("before", "after")):
+                rows = [row + 0.4 * index - 0.2 for row in range(len(templates))]
+                axes.barh(rows, [each[when] or 0.0 for each in templates.values()], height=0.36, label=when)
+            axes.legend()
+            _set_rows(axes, list(templates), x_max=1.0)
     arms = {
         f"{name}: {arm}": each
         for name, found in results["ablations"].items()

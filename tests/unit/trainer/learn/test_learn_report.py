@@ -65,6 +65,12 @@ def without_plots(without_shares: None, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(report, "_draw", lambda *_: None)
 
 
+def test_arms_without_a_plain_run_have_their_plot(tmp_path: Path) -> None:
+    made_up_run(tmp_path, "rl-0", BEFORE, AFTER, settings=named("tree", "siblings"))
+    write_report([tmp_path], tmp_path / "report")
+    assert (tmp_path / "report/ablations.svg").exists()
+
+
 def test_a_run_without_evaluations_has_its_training_curves(tmp_path: Path) -> None:
     made_up_run(tmp_path, "rl-0")
     results = write_report([tmp_path], tmp_path / "report")
