@@ -176,3 +176,21 @@ async def test_an_attempt_has_one_session_and_unknown_fields_are_refused(tmp_pat
             await server.prepare(control.body("step-1", force=True))
         with pytest.raises(ProtocolError, match="malformed request"):
             await server.prepare(control.body("../step"))
+
+
+async def test_a_session_that_opens_during_a_checkpoint_is_not_in_it_and_an_attempt_is_opened_once(
+    tmp_path: Path,
+) -> None:
+    control = Controller(tmp_path)
+    async with served(tmp_path) as (desktops, settings), CheckpointParticipant("desktop", settings) as server:
+        opening = asyncio.create_task(server.open("late", 0, TASK))
+        await asyncio.sleep(0)
+        assert await server.prepare(control.body("step-1")) == {"sessions": 0, "state": "prepared", "inventory": []}
+        await asyncio.to_thread(desktops.wait_until, lambda: desktops.leased_count == 1)
+        committed = await server.commit(control.body("step-1", checkpoint_dir=str(tmp_path)))
+        assert (committed["sessions"], opening.done()) == (0, False)
+        await server.resume(control.body("step-1"))
+        await opening
+        both = await asyncio.gather(*(server.open("one", 0, TASK) for _ in range(2)), return_exceptions=True)
+        assert [type(each) for each in both].count(ProtocolError) == 1
+        await asyncio.to_thread(desktops.wait_until, lambda: desktops.leased_count == 2)

@@ -8,7 +8,6 @@ its callers. An abort is a `resume`, as there.
 
 import asyncio
 import hashlib
-import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cuaenv.client import Checkpoint
 from trainer.adapters.session import Score, Session, SessionSettings, open_session
+from trainer.replay.pool import write_atomically
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 _Phase = Literal[
@@ -110,14 +110,25 @@ class CheckpointParticipant:
             EnvError: It could not be opened.
         """
         await self._accepting.wait()
+        self._earlier(rollout_id, attempt_index)
+        session = await open_session(task, settings=self._settings)
+        try:
+            # A checkpoint may have begun, and another call may have opened this attempt.
+            await self._accepting.wait()
+            earlier = self._earlier(rollout_id, attempt_index)
+        except BaseException:
+            await session.close()
+            raise
+        self._bound[rollout_id] = _Bound(session, attempt_index)
+        if earlier is not None:
+            await earlier.close()
+        return session
+
+    def _earlier(self, rollout_id: str, attempt_index: int) -> _Bound | None:
         known = self._bound.get(rollout_id)
         if known is not None and known.attempt_index >= attempt_index:
             raise ProtocolError(f"rollout {rollout_id}: attempt {known.attempt_index} has a session")
-        session = await open_session(task, settings=self._settings)
-        self._bound[rollout_id] = _Bound(session, attempt_index)
-        if known is not None:
-            await known.close()
-        return session
+        return known
 
     @asynccontextmanager
     async def acting(self, rollout_id: str, attempt_index: int) -> AsyncIterator[Session]:
@@ -211,7 +222,9 @@ class CheckpointParticipant:
             schema_version=1, checkpoint_id=control.checkpoint_id, participant=self._name, executions=tuple(executions)
         )
         data = manifest.model_dump_json().encode()
-        await asyncio.to_thread(_write, self._manifest_of(control), data)
+        path = self._manifest_of(control)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(write_atomically, path, data)
         self._phase = "committed_paused"
         return {"sessions": len(executions), "manifest_digest": hashlib.sha256(data).hexdigest()}
 
@@ -274,12 +287,3 @@ class CheckpointParticipant:
         if manifest.participant != self._name:
             raise ProtocolError(f"{path} is of the server {manifest.participant}")
         return manifest
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    with new.open("wb") as file:
-        file.write(data)
-        os.fsync(file.fileno())
-    new.replace(path)
