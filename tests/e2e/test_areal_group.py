@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import AsyncEnvClient, TaskNotFound
+from cuaenv.client import AsyncEnvClient, Done, TaskNotFound
 from envd.hypervisor.fake import Faults
 from tests.support.areal import ScriptedEngine
 from tests.support.counting import AGENT, PLAN, SAY, counting
@@ -175,3 +175,25 @@ async def test_episodes_whose_guests_ended_are_valid_and_worth_less_than_failure
     assert [row.value for row in result.rows] == [-0.1, -0.1]
     assert result.metrics["ended_by_guest"] == [1.0, 1.0]
     assert result.metrics["task_score"] == result.metrics["void"] == result.metrics["undecided"] == [0.0, 0.0]
+
+
+async def test_members_of_a_tree_branch_and_each_turn_is_one_row_with_the_credit_of_its_siblings() -> None:
+    asked = 0
+
+    def say(prompt: str) -> str:
+        # After the branch point one member solves the task and the other ends it.
+        nonlocal asked
+        turn = prompt.count("<|im_start|>assistant\n")
+        asked += turn == 2
+        return SAY([Done()]) if turn == 2 and asked == 2 else counting(prompt)
+
+    engine = ScriptedEngine(say)
+    async with desktops() as server:
+        result = await live(server, engine=engine, group="tree", branch_every=1, credit="siblings", attempts=1)
+    assert sorted(result.metrics["reward"]) == [0.0, 1.0]
+    assert result.metrics["branched"] == [0.0, 1.0]
+    # Each reply of the engine is one row: the shared turn is not repeated.
+    asked_for = sorted(request.input_ids for request in engine.requests)
+    assert sorted(list(row.turn.input_ids) for row in result.rows) == asked_for
+    values = {(len(row.turn.images), row.value) for row in result.rows}
+    assert values == {(1, 0.0), (2, 1.0), (2, -1.0), (3, 1.0)}

@@ -6,6 +6,10 @@ from typing import Any
 
 from tests.support import slime
 from trainer.adapters.areal.conversation import Request
+from trainer.adapters.areal.group import Played
+from trainer.agent.types import Outcome, Reply, Trajectory, Turn
+from trainer.rewards.credit import Member
+from trainer.rewards.facts import TurnFacts
 
 
 @dataclass
@@ -47,3 +51,17 @@ class ScriptedEngine(slime.ScriptedEngine):
             output_versions=[self.version] * len(ids),
             stop_reason=finish,
         )
+
+
+def played_of(member: Member) -> Played:
+    """Return the episode of a member of a group."""
+    turn = Turn(reply=Reply(text=""), actions=(), facts=TurnFacts(text="", parsed=True), row=0)
+    trajectory = Trajectory(
+        task_id="task",
+        instruction="",
+        outcome=Outcome.TERMINATED,
+        turns=(turn,) * member.turn_count,
+        shared_turn_count=member.shared_count,
+        episode_id=member.name,
+    )
+    return Played(trajectory, member.parent)

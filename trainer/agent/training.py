@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cuaenv.client import ClientSettings, RetryPolicy, Tls
 from trainer.agent.settings import AgentSettings
@@ -89,6 +89,45 @@ class TrainingConfig(BaseModel):
         except TypeError as error:
             raise ValueError(str(error)) from error
         return value
+
+
+class GroupConfig(TrainingConfig):
+    """The keys of trainers whose groups may branch."""
+
+    group: Literal["fork", "tree", "off"] = "fork"
+    """`fork`: the members of a group start on forks of one state. `tree`: they branch from each other mid-episode, see
+    `trainer.agent.tree`. `off`: each resets alone, from the same template."""
+    group_wait_s: float = Field(default=60.0, gt=0)
+    """Time for which a group keeps a machine for a member that its trainer has not started yet, and a tree waits for
+    machines to branch to."""
+    branch_every: int = Field(default=4, ge=1)
+    """Turns between the branch points of a member (`tree`)."""
+    branch_ways: int = Field(default=2, ge=2)
+    """Members that continue from a branch point, including the one that reached it (`tree`)."""
+    branch_above: float | None = Field(default=None, gt=0)
+    """Branch, too, before a reply whose tokens have a mean of -log-probability above this, in nats (`tree`). Set
+    `branch_every` higher then: it is the longest distance between two branch points."""
+    branch_roots: int = Field(default=1, ge=1)
+    """Members that start at the beginning of the task (`tree`)."""
+    credit: Literal["returns", "siblings"] = "returns"
+    """`returns`: a member's reward is compared with its group's. `siblings`: each turn is compared with what other
+    members did in the same state, see `trainer.rewards.credit` (`tree`)."""
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> Self:
+        if self.group == "tree" and self.branch_every >= self.agent.max_turns:
+            raise ValueError(
+                f"branch_every is {self.branch_every}, but an episode has at most {self.agent.max_turns} turns"
+                " (agent.max_turns) and would never branch; lower it"
+            )
+        if self.group == "tree" and self.max_episodes:
+            raise ValueError(
+                f"max_episodes is {self.max_episodes}, which does not count the forks of group: tree; set it to 0 and"
+                " limit the trainer's concurrent episodes"
+            )
+        if self.credit == "siblings" and self.group != "tree":
+            raise ValueError("credit: siblings compares members that branched from each other; set group to tree")
+        return self
 
 
 def _recipe(reward: Mapping[str, Any]) -> Recipe:

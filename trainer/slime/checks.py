@@ -69,11 +69,6 @@ def refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
             f"envd.max_episodes is {config.max_episodes}, but a group of {group_size} (--n-samples-per-prompt) opens"
             " all its episodes together; raise it, or set envd.group to off"
         )
-    if config.group == "tree" and config.max_episodes:
-        yield (
-            f"envd.max_episodes is {config.max_episodes}, which does not count the forks of envd.group tree; set it to"
-            " 0 and limit episodes by --sglang-server-concurrency"
-        )
     if config.agent.images_per_row and getattr(args, "log_passrate", False):
         yield (
             "--log-passrate: slime computes pass rates over rows, and envd.agent.images_per_row makes several rows per"

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from trainer.agent.training import TrainingConfig
+from trainer.agent.training import GroupConfig
 from trainer.config import ConfigError
 from trainer.replay.pool import PoolSettings
 from trainer.slime.guard import Halt
@@ -22,27 +22,9 @@ class Replay(PoolSettings):
     """Files of trajectories that the pool starts with."""
 
 
-class SlimeConfig(TrainingConfig):
+class SlimeConfig(GroupConfig):
     """How slime's rollout uses our desktops."""
 
-    group: Literal["fork", "tree", "off"] = "fork"
-    """`fork`: the members of a group start on forks of one state. `tree`: they branch from each other mid-episode, see
-    `trainer.slime.tree`. `off`: each resets alone, from the same template."""
-    group_wait_s: float = Field(default=60.0, gt=0)
-    """Time for which a group keeps a machine for a member that slime has not started yet, and a tree waits for machines
-    to branch to."""
-    branch_every: int = Field(default=4, ge=1)
-    """Turns between the branch points of a member (`tree`)."""
-    branch_ways: int = Field(default=2, ge=2)
-    """Members that continue from a branch point, including the one that reached it (`tree`)."""
-    branch_above: float | None = Field(default=None, gt=0)
-    """Branch, too, before a reply whose tokens have a mean of -log-probability above this, in nats (`tree`). Set
-    `branch_every` higher then: it is the longest distance between two branch points."""
-    branch_roots: int = Field(default=1, ge=1)
-    """Members that start at the beginning of the task (`tree`)."""
-    credit: Literal["returns", "siblings"] = "returns"
-    """`returns`: a member's reward is compared with its group's. `siblings`: each turn is compared with what other
-    members did in the same state, see `trainer.rewards.credit` (`tree`)."""
     workers: int = Field(default=0, ge=0, le=64)
     """Processes that run the samples, see `trainer.slime.workers`; 0 for slime's own process."""
     min_valid_members: int = Field(default=2, ge=1)
@@ -102,15 +84,8 @@ class SlimeConfig(TrainingConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         agent = self.agent
-        if self.group == "tree" and self.branch_every >= agent.max_turns:
-            raise ValueError(
-                f"branch_every is {self.branch_every}, but an episode has at most {agent.max_turns} turns"
-                " (agent.max_turns) and would never branch; lower it"
-            )
-        if self.credit == "siblings" and (self.group != "tree" or self.replay):
-            raise ValueError(
-                "credit: siblings compares members that branched from each other; set group to tree, and no replay"
-            )
+        if self.credit == "siblings" and self.replay:
+            raise ValueError("credit: siblings compares members that branched from each other; set no replay")
         if self.engine_timeout_s > agent.timeout_s:
             raise ValueError(
                 f"engine_timeout_s is {self.engine_timeout_s:g}, longer than an episode (agent.timeout_s:"

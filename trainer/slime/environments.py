@@ -3,9 +3,7 @@
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from math import ceil
 from typing import Any, Unpack
 
 from cuaenv.client import (
@@ -25,24 +23,26 @@ from trainer.agent.forks import group_member
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.pacing import pacer_of_loop
 from trainer.agent.starts import task_id_of
-from trainer.agent.turns import BranchPoint
+from trainer.agent.tree import Tree
 from trainer.slime.partial import Partial
 from trainer.slime.slime_compat import Sample, span
-from trainer.slime.tree import Tree, tree_of_loop
-from trainer.tokens.rows import Segment
+from trainer.tokens.branches import BranchContext, TreeMember
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BranchContext:
-    """The history of an episode at a branch point."""
+class TracedMember(TreeMember):
+    """A member of a tree whose branches appear in slime's traces."""
 
-    episode_id: str
-    """The episode."""
-    point: BranchPoint
-    prefix: Segment
-    """The current row: all that the model read and sampled in it."""
+    def __init__(self, client: AsyncEnvClient, tree: Tree[BranchContext], sample: Sample, **options: Any) -> None:
+        """Prepare, as `TreeMember` does."""
+        super().__init__(client, tree, **options)
+        self._sample = sample
+
+    async def branch(self, episode: AsyncEpisode, context: BranchContext) -> None:
+        """See `TreeMember`."""
+        with span(self._sample, "env_branch", {"waiting": self.tree.waiting_count}):
+            await super().branch(episode, context)
 
 
 class SampleEnvironments:
@@ -56,8 +56,7 @@ class SampleEnvironments:
         group_size: int,
         group_wait_s: float,
         lease_ttl: timedelta = timedelta(minutes=5),
-        branch_ways: int = 0,
-        branch_roots: int = 1,
+        member: TreeMember | None = None,
         partial: Partial | None = None,
     ) -> None:
         """Prepare; opens nothing.
@@ -66,22 +65,17 @@ class SampleEnvironments:
             client: Opens the episodes.
             sample: The sample.
             group_size: Members of its group; 1 to open each episode alone.
-            group_wait_s: How long a group keeps a slot for a missing member, and a branch waits for machines.
+            group_wait_s: How long a group keeps a slot for a missing member.
             lease_ttl: How long machines outlive this process.
-            branch_ways: Members that continue from a branch point; 0 for members that all start together.
-            branch_roots: Members of a tree that start at the beginning of its task.
+            member: Opens the episodes in a tree; None for members that all start together.
             partial: Where the sample continues; None for its start.
         """
         self.reset_count = 0
         """Number of resets."""
-        self.context: BranchContext | None = None
-        """The history with which the latest episode started; None at the beginning of its task."""
+        self.member = member
         self.resumed: Partial | None = None
         """Where the latest episode continues; None if it began."""
         self._partial = partial
-        self._branch_ways = branch_ways
-        self._branch_roots = branch_roots
-        self._tree: Tree[BranchContext] | None = None
         self.episode: AsyncEpisode | None = None
         """The latest episode."""
         self._client = client
@@ -97,10 +91,9 @@ class SampleEnvironments:
         options = {**options, "lease_ttl": self._lease_ttl}
         async with AsyncExitStack() as stack:
             with span(self._sample, "env_reset", {"task": task_id_of(task), "attempt": self.reset_count}):
-                if (continued := await self._continued(stack, options)) is not None:
-                    episode, self.context = continued, None
-                else:
-                    episode, self.context = await stack.enter_async_context(self._opening(task, options))
+                episode = await self._continued(stack, options)
+                if episode is None:
+                    episode = await stack.enter_async_context(self._opening(task, options))
                 self.resumed = self._partial
             self.episode = episode
             yield _Traced(episode, self._sample)
@@ -117,41 +110,13 @@ class SampleEnvironments:
             self._partial = None
             return None
 
-    async def branch(self, context: BranchContext) -> None:
-        """Let waiting members of a tree continue from the current episode."""
-        if self._tree is None or self.episode is None:
-            return
-        episode, wait = self.episode, timedelta(seconds=self._group_wait_s)
-        with span(self._sample, "env_branch", {"waiting": self._tree.waiting_count}):
-            await self._tree.branch(
-                lambda count: self._client.fork(episode, count=count, lease_ttl=self._lease_ttl, timeout=wait),
-                most=self._branch_ways - 1,
-                context=context,
-            )
-
-    @asynccontextmanager
-    async def _opening(
-        self, start: str | Checkpoint, options: ResetOptions
-    ) -> AsyncIterator[tuple[AsyncEpisode, BranchContext | None]]:
-        self._tree = None
+    def _opening(self, start: str | Checkpoint, options: ResetOptions) -> AbstractAsyncContextManager[AsyncEpisode]:
+        if self.member is not None:
+            return self.member.reset(start, **options)
         if self._group_size == 1 or self.reset_count > 1:
-            async with self._reset(start, options) as episode:
-                yield episode, None
-        elif self._branch_ways:
-            self._tree = tree_of_loop((self._sample.group_index, start), root_count=self._branch_roots)
-            # The others continue on forks, on the host of their root.
-            branches = ceil((self._group_size - self._branch_roots) / self._branch_roots)
-            rooted: ResetOptions = {**options, "branches": max(0, branches)}
-            async with self._tree.member(lambda: self._reset(start, rooted)) as (episode, context):
-                yield episode, context
-        else:
-            key, wait_s = (self._sample.group_index, start), self._group_wait_s
-            opening = group_member(self._client, start, group=key, size=self._group_size, wait_s=wait_s, **options)
-            async with opening as episode:
-                yield episode, None
-
-    def _reset(self, start: str | Checkpoint, options: ResetOptions) -> AbstractAsyncContextManager[AsyncEpisode]:
-        return pacer_of_loop().open(task_id_of(start), lambda: self._client.reset(start, **options))
+            return pacer_of_loop().open(task_id_of(start), lambda: self._client.reset(start, **options))
+        key, wait_s = (self._sample.group_index, start), self._group_wait_s
+        return group_member(self._client, start, group=key, size=self._group_size, wait_s=wait_s, **options)
 
 
 class WrappedEpisode:

@@ -4,19 +4,19 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from cuaenv.client import Checkpoint, shared_client
 from trainer.agent.attempts import run_task
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.prompts import prompt_hash
+from trainer.agent.tree import tree_of_loop
 from trainer.agent.turns import BranchPoint
 from trainer.agent.types import BudgetExhausted, ModelFailed, Trajectory, data_uri
 from trainer.slime import slime_compat
 from trainer.slime.checks import warn_of_capacity
 from trainer.slime.config import SlimeConfig
-from trainer.slime.environments import BranchContext, SampleEnvironments
+from trainer.slime.environments import SampleEnvironments, TracedMember
 from trainer.slime.guard import Halted
 from trainer.slime.health import DaemonWatch, watch_of
 from trainer.slime.partial import Partial, partial_of, replace_partial, stored
@@ -79,8 +79,7 @@ class Rollout:
             group_size=group_size,
             group_wait_s=config.group_wait_s,
             lease_ttl=config.lease_ttl,
-            branch_ways=config.branch_ways if config.group == "tree" else 0,
-            branch_roots=config.branch_roots,
+            member=self._member(start, group_size) if config.group == "tree" and group_size > 1 else None,
             partial=partial_of(self.sample),
         )
         episode = run_task(
@@ -98,43 +97,34 @@ class Rollout:
             )
         self._attempt_count = environments.reset_count
         self._continued_count = len(environments.resumed.point.turns) if environments.resumed else 0
-        self._parent_id = environments.context.episode_id if environments.context else ""
+        member = environments.member
+        self._parent_id = member.context.episode_id if member and member.context else ""
         return trajectory
 
+    def _member(self, start: str | Checkpoint, group_size: int) -> TracedMember:
+        tree = tree_of_loop((self.sample.group_index, start), root_count=self.config.branch_roots)
+        options = {"config": self.config, "size": group_size, "lease_ttl": self.config.lease_ttl}
+        return TracedMember(self._client, tree, self.sample, **options)
+
     async def _run_episode(self, environments: SampleEnvironments, episode: AgentEpisode) -> Trajectory:
-        """Run an episode from its start or branch point, and let others branch from it.
-
-        It branches before a reply of which the policy was unsure, and `branch_every` turns after its last branch point.
-        """
-        conversation, context = self._conversation, environments.context
-        branched_at = len(context.point.turns) if context else 0
-
-        async def offer_branch(turn_count: int, branch_point: Callable[[], BranchPoint]) -> None:
-            nonlocal branched_at
-            row = conversation.rows[-1]
-            if turn_count - branched_at < self.config.branch_every and not self._is_unsure(row):
-                return
-            branched_at = turn_count
-            prefix = row.as_prompt(without_last_reply=True)
-            await environments.branch(BranchContext(episode_id=episode.episode_id, point=branch_point(), prefix=prefix))
+        """Run an episode from its start, its branch point, or where it was interrupted."""
+        conversation, resumed, settings = self._conversation, environments.resumed, self.config.agent
+        wrapped = self.wrap(environments, episode)
+        if environments.member is not None:
+            return await environments.member.run(wrapped, conversation, settings=settings)
 
         async def interrupted(point: BranchPoint) -> None:
             if environments.episode is not None and (resumed is None or len(point.turns) > len(resumed.point.turns)):
                 self._partial = await stored(self.sample, environments.episode, point, conversation.rows[-1])
 
-        resumed = environments.resumed
-        origin = context or resumed
-        if context is not None:
-            await conversation.continue_from(context.prefix)
-        elif resumed is not None:
+        if resumed is not None:
             is_masked = getattr(self.args, "mask_offpolicy_in_partial_rollout", False)
             await conversation.resume(resumed.row.copy(masked=is_masked))
         return await run_episode(
-            self.wrap(environments, episode),
+            wrapped,
             conversation,
-            settings=self.config.agent,
-            branch_point=None if origin is None else replace(origin.point, history=origin.point.history.copy()),
-            offer_branch=offer_branch if self.config.group == "tree" else None,
+            settings=settings,
+            branch_point=replace(resumed.point, history=resumed.point.history.copy()) if resumed else None,
             interrupted=interrupted if self.keeps_partial else None,
         )
 
@@ -142,11 +132,6 @@ class Rollout:
         """Note where an aborted sample continues, or delete what an ended one no longer needs."""
         partial = self._partial or partial_of(self.sample) if is_aborted and self.keeps_partial else None
         await replace_partial(self._client, self.sample, partial)
-
-    def _is_unsure(self, row: Row) -> bool:
-        """Whether the reply with which a row ends surprised the policy that sampled it."""
-        log_probs, limit = row.pieces[-1].log_probs, self.config.branch_above
-        return limit is not None and -fmean(log_probs or (0.0,)) > limit
 
     def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- for subclasses
         """Return the episode to run in place of a new one that `environments` opened; called once per attempt."""

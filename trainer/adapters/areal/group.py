@@ -1,36 +1,55 @@
 """Run a group of episodes on forks of one state with AReaL's engine."""
 
+import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple, Self, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cuaenv.client import Checkpoint
 from trainer.adapters.areal.conversation import ArealConversation, Engine
 from trainer.adapters.areal.rows import Rewarded, discounted
-from trainer.agent.attempts import GroupEnvironments, run_group
+from trainer.agent.attempts import GroupEnvironments, run_group, run_task
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import Owner, ruling_on
 from trainer.agent.pacing import pacer_of_loop
 from trainer.agent.starts import start_of, task_id_of
-from trainer.agent.training import TrainingConfig
+from trainer.agent.training import GroupConfig
+from trainer.agent.tree import Tree
+from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.config import ConfigError
+from trainer.rewards.credit import Member, sibling_credit
+from trainer.tokens.branches import BranchContext, TreeMember
 from trainer.tokens.chat import Chat
 
 logger = logging.getLogger(__name__)
-_METRICS = ("reward", "task_score", "turns", "truncated", "ended_by_guest", "void", "undecided")
+_METRICS = ("reward", "task_score", "turns", "branched", "truncated", "ended_by_guest", "void", "undecided")
 
 
-class ArealConfig(TrainingConfig):
+class ArealConfig(GroupConfig):
     """How AReaL's rollout uses our desktops."""
 
+    group: Literal["fork", "tree"] = "fork"
+    """See `GroupConfig`."""
     group_size: int = Field(default=2, ge=1)
     """Episodes per task, on forks of one state. AReaL's own `n_samples` stays 1."""
     turn_discount: float = Field(default=0.9, ge=0, le=1)
-    """A turn's return as a share of the next turn's: 1 gives each turn the full reward, 0 only the last one."""
+    """A turn's return as a share of the next turn's: 1 gives each turn the full reward, 0 only the last one. Not for
+    `credit: siblings`."""
+
+    @model_validator(mode="after")
+    def _check_siblings(self) -> Self:
+        if self.credit == "siblings" and "turn_discount" in self.model_fields_set:
+            raise ValueError("credit: siblings compares undiscounted returns; remove turn_discount")
+        if self.group == "tree" and self.group_size <= self.branch_roots:
+            raise ValueError(
+                f"group_size is {self.group_size} and branch_roots {self.branch_roots}: no member is left to branch;"
+                " raise group_size"
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +60,17 @@ class GroupResult:
     """One per turn; empty if all episodes are void."""
     metrics: Mapping[str, Sequence[float]]
     """Metrics by name, one value per episode that has it."""
+
+
+class Played(NamedTuple):
+    """An episode of a group."""
+
+    trajectory: Trajectory
+    parent_id: str = ""
+    """The episode that it branched from; empty if it began at the beginning of the task."""
+
+
+NewConversation = Callable[[], ArealConversation]
 
 
 class _Paced:
@@ -78,35 +108,100 @@ async def run_task_group(
         conversations.append(made)
         return made
 
+    start = start_of({**(data.get("metadata") or {}), **data}, task)
+    run = _run_tree if config.group == "tree" else _run_forks
+    played = await run(environments, start, new_conversation, config)
+    # A reply stays one object from its sampling to its turn, so its identity maps turns to rows, also after retries.
+    rows_by_reply = {id(reply): row for one in conversations for reply, row in one.turns}
+    rewards = [_reward_of(trajectory, data, config) for trajectory, _ in played]
+    values = values_of(played, rewards, config)
+    rewarded: list[Rewarded] = []
+    metrics: dict[str, list[float]] = {name: [] for name in _METRICS}
+    for (trajectory, _), reward, of_turns in zip(played, rewards, values, strict=True):
+        metrics["void"].append(float(reward is None))
+        metrics["undecided"].append(float(ruling_on(trajectory).owner is Owner.UNDECIDED))
+        if reward is None or trajectory.evaluation is None:
+            continue
+        # Shared turns are trained in the episode that sampled them.
+        own = trajectory.turns[trajectory.shared_turn_count :]
+        rewarded += (Rewarded(rows_by_reply[id(turn.reply)], value) for turn, value in zip(own, of_turns, strict=True))
+        metrics["reward"].append(reward)
+        metrics["task_score"].append(trajectory.evaluation.score)
+        metrics["turns"].append(float(len(trajectory.turns)))
+        metrics["branched"].append(float(trajectory.shared_turn_count > 0))
+        metrics["truncated"].append(float(trajectory.outcome is Outcome.TRUNCATED))
+        metrics["ended_by_guest"].append(float(bool(trajectory.guest_end_cause)))
+    if not rewarded:
+        logger.warning("task %s: all %d episodes of its group are void", task, config.group_size)
+    return GroupResult(rows=rewarded, metrics=metrics)
+
+
+async def _run_forks(
+    environments: GroupEnvironments, start: str | Checkpoint, new_conversation: NewConversation, config: ArealConfig
+) -> list[Played]:
     trajectories = await run_group(
         _Paced(environments),
-        start_of({**(data.get("metadata") or {}), **data}, task),
+        start,
         new_conversation,
         size=config.group_size,
         settings=config.agent,
         pool=config.pool,
         attempts=config.attempts,
     )
-    # A reply stays one object from its sampling to its turn, so its identity maps turns to rows, also after retries.
-    rows_by_reply = {id(reply): row for one in conversations for reply, row in one.turns}
-    rewarded: list[Rewarded] = []
-    metrics: dict[str, list[float]] = {name: [] for name in _METRICS}
-    for trajectory in trajectories:
-        is_void = trajectory.evaluation is None
-        metrics["void"].append(float(is_void))
-        metrics["undecided"].append(float(ruling_on(trajectory).owner is Owner.UNDECIDED))
-        if is_void or not trajectory.turns:
-            continue
-        facts = trajectory.facts(max_turns=config.agent.max_turns, metadata=data)
-        reward = config.breakdown_of(facts).total
-        rows = [rows_by_reply[id(turn.reply)] for turn in trajectory.turns]
-        returns = discounted(reward, turn_count=len(rows), discount=config.turn_discount)
-        rewarded += map(Rewarded, rows, returns)
-        metrics["reward"].append(reward)
-        metrics["task_score"].append(facts.task_score)
-        metrics["turns"].append(float(len(rows)))
-        metrics["truncated"].append(float(facts.truncated))
-        metrics["ended_by_guest"].append(float(bool(facts.guest_end_cause)))
-    if not rewarded:
-        logger.warning("task %s: all %d episodes of its group are void", task, config.group_size)
-    return GroupResult(rows=rewarded, metrics=metrics)
+    return [Played(trajectory) for trajectory in trajectories]
+
+
+async def _run_tree(
+    client: Any, start: str | Checkpoint, new_conversation: NewConversation, config: ArealConfig
+) -> list[Played]:
+    tree = Tree[BranchContext](root_count=config.branch_roots)
+
+    async def play() -> Played:
+        member = TreeMember(client, tree, config=config, size=config.group_size)
+
+        async def run(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
+            return await member.run(episode, cast(ArealConversation, conversation), settings=config.agent)
+
+        trajectory = await run_task(
+            member, start, new_conversation, settings=config.agent, pool=config.pool, attempts=config.attempts, run=run
+        )
+        return Played(trajectory, member.context.episode_id if member.context else "")
+
+    async with asyncio.TaskGroup() as tasks:
+        playing = [tasks.create_task(play()) for _ in range(config.group_size)]
+    return [each.result() for each in playing]
+
+
+def _reward_of(trajectory: Trajectory, data: Mapping[str, Any], config: ArealConfig) -> float | None:
+    """Return an episode's reward; None if it is void or has no turns."""
+    if trajectory.evaluation is None or not trajectory.turns:
+        return None
+    return config.breakdown_of(trajectory.facts(max_turns=config.agent.max_turns, metadata=data)).total
+
+
+def values_of(played: Sequence[Played], rewards: Sequence[float | None], config: ArealConfig) -> list[Sequence[float]]:
+    """Return what AReaL gets as the reward of each turn that an episode took itself; without a reward, none. Pure.
+
+    AReaL's advantages are these values, see `trainer.adapters.areal.checks`: discounted rewards, or with
+    `credit: siblings` the advantages themselves, in units of the reward.
+    """
+    if config.credit == "siblings":
+        members = [
+            Member(
+                name=trajectory.episode_id or f"void {number}",
+                parent=parent,
+                shared_count=trajectory.shared_turn_count,
+                turn_count=len(trajectory.turns),
+                reward=reward,
+            )
+            for number, ((trajectory, parent), reward) in enumerate(zip(played, rewards, strict=True))
+        ]
+        return [credit.advantages for credit in sibling_credit(members, by_deviation=False)]
+    return [
+        discounted(reward, turn_count=len(trajectory.turns), discount=config.turn_discount)[
+            trajectory.shared_turn_count :
+        ]
+        if reward is not None
+        else ()
+        for (trajectory, _), reward in zip(played, rewards, strict=True)
+    ]

@@ -17,6 +17,7 @@ from typing import Any
 
 from areal.api.cli_args import GRPOConfig, load_expr_config
 
+from trainer.adapters.areal.checks import check_credit
 from trainer.adapters.areal.group import ArealConfig
 from trainer.config import ConfigError
 
@@ -42,15 +43,16 @@ def read_rows(path: Path, *, task_key: str) -> list[dict[str, str]]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train. Raises: ConfigError: `envd:` or the tasks are invalid."""
+    """Train. Raises: ConfigError: `envd:` or the tasks are invalid, or AReaL would change the credit of turns."""
     # Imported late: these load all of AReaL.
     from areal import PPOTrainer  # noqa: PLC0415
     from datasets import Dataset  # noqa: PLC0415
 
     config, _ = load_expr_config(list(argv), DesktopConfig)
     # Checked here, before a worker starts.
-    task_key = ArealConfig.from_mapping(config.envd).task_key
-    rows = read_rows(Path(config.train_dataset.path), task_key=task_key)
+    envd = ArealConfig.from_mapping(config.envd)
+    check_credit(config, envd)
+    rows = read_rows(Path(config.train_dataset.path), task_key=envd.task_key)
     with PPOTrainer(config, train_dataset=Dataset.from_list(rows)) as trainer:
         trainer.train(
             workflow="trainer.adapters.areal.workflow.DesktopWorkflow",

@@ -103,7 +103,7 @@ class SightWorkflow(DesktopWorkflow):
         super().__init__(gconfig=gconfig.new(greedy=True), **options)
         self.plan = plan_of(self._config.agent)
         """The pictures."""
-        own = {"agent": settings_of(self._config.agent), "group_size": 1}
+        own = {"agent": settings_of(self._config.agent), "group": "fork", "credit": "returns", "group_size": 1}
         self._config = self._config.model_copy(update=own)
 
     async def episodes(self, engine: Any) -> list[list[Turn]]:

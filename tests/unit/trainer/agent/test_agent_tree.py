@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from cuaenv.client import NotForkable
-from trainer.slime.tree import Fork, OpenOne, Tree, tree_of_loop
+from trainer.agent.tree import Fork, OpenOne, Tree, tree_of_loop
 
 
 class Machine:
