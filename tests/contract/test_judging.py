@@ -2,12 +2,14 @@
 
 import asyncio
 import io
+import itertools
 import os
 import re
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from asyncio import subprocess
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from PIL import Image
 
 from envd.base.errors import EvaluatorFailed, GuestError
+from envd.daemon.judging import workers
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.tasks.checkers.base import FoundFile
 from envd.tasks.checkers.data import IniEntry, JsonValueAt, judge_data
@@ -80,9 +83,9 @@ def fail() -> CheckOutcome:
 
 @pytest.fixture
 async def judges() -> AsyncIterator[JudgeWorkers]:
-    workers = JudgeWorkers(limit=2, cpu_s=1, quick_s=60.0, visible=[ROOT])
-    yield workers
-    await workers.aclose()
+    made = JudgeWorkers(limit=2, cpu_s=1, quick_s=60.0, visible=[ROOT])
+    yield made
+    await made.aclose()
 
 
 async def test_an_outcome_is_that_of_the_function_and_the_worker_is_reused(judges: JudgeWorkers) -> None:
@@ -164,6 +167,62 @@ async def test_hostile_inputs_in_all_slots_do_not_delay_other_evaluations_to_the
     for task in hostile:
         task.cancel()
     await asyncio.gather(*hostile, return_exceptions=True)
+    await judges.aclose()
+
+
+async def test_a_start_may_take_any_time_while_the_worker_runs(
+    judges: JudgeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = itertools.count()
+    monkeypatch.setattr(workers, "_STALL_S", 0.01)
+    monkeypatch.setattr(workers, "_cpu_s", lambda _: next(used) / 1000)
+    assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
+    assert next(used) > 2
+
+
+@pytest.mark.parametrize(
+    ("used_s", "message"),
+    [(lambda _: 0.5, r"it did not run for 0\.01 s"), (lambda _: 61.0, r"it used 61 s of CPU time")],
+)
+async def test_a_worker_that_is_stuck_or_busy_while_it_starts_is_ended(
+    used_s: Callable[[int], float], message: str, judges: JudgeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_STALL_S", 0.01)
+    monkeypatch.setattr(workers, "_cpu_s", used_s)
+    with pytest.raises(RuntimeError, match=rf"judge worker did not start: {message} \(status -9; "):
+        await judges(judge_file_text, found(b"axb"), TEXT)
+    assert repr(judges) == "<JudgeWorkers 0 idle>"
+
+
+async def test_a_worker_that_fails_to_start_is_reported_with_its_error(
+    judges: JudgeWorkers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho warning >&2\necho no module named envd >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(RuntimeError, match=r"judge worker did not start: .* \(status 3; no module named envd\)"):
+        await judges(judge_file_text, found(b"axb"), TEXT)
+
+
+async def test_workers_on_one_core_start_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    judges = JudgeWorkers(limit=4, quick_s=60.0, visible=[ROOT])
+    begin, counts, starting = judges._start, list[int](), 0
+
+    async def start() -> subprocess.Process:
+        nonlocal starting
+        starting += 1
+        counts.append(starting)
+        try:
+            return await begin()
+        finally:
+            starting -= 1
+
+    monkeypatch.setattr(judges, "_start", start)
+    outcomes = await asyncio.gather(*(judges(judge_file_text, found(b"axb"), TEXT) for _ in range(4)))
+    assert [outcome.score for outcome in outcomes] == [1.0] * 4
+    assert set(counts) == {1}
     await judges.aclose()
 
 

@@ -67,6 +67,9 @@ def main(memory_mib: int, cpu_s: int, visible: list[str]) -> None:
         except (enclosure.SandboxError, OSError) as error:
             problem = str(error)
         _limit(memory_mib)
+        # From now on, errors are answers.
+        with open(os.devnull, "w") as devnull:
+            os.dup2(devnull.fileno(), sys.stderr.fileno())
         _serve(
             cpu_s,
             statm,
@@ -74,7 +77,7 @@ def main(memory_mib: int, cpu_s: int, visible: list[str]) -> None:
             note=cgroup.shortcoming(hierarchy),
         )
     signal.signal(signal.SIGTERM, lambda *_: os.kill(runner, signal.SIGKILL))
-    for stream in (sys.stdin, sys.stdout):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         os.close(stream.fileno())
     status = os.waitstatus_to_exitcode(os.waitpid(runner, 0)[1])
     if group:

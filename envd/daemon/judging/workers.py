@@ -12,7 +12,7 @@ import logging
 import os
 import pickle
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 #: Evidence is cut to 2,000 characters later; a worker that a guest has taken over must not fill our memory.
 _MAX_ANSWER_BYTES = 256 << 10
-#: For the imports of a worker, on a busy host.
-_START_TIMEOUT_S = 120.0
+#: A worker that does not run for so long while it starts is stuck. On a busy host the start itself may take longer.
+_STALL_S = 60.0
+#: CPU time of a start: 0.6 s with compiled modules, 1.6 s without, measured on one core.
+_START_CPU_S = 60.0
 #: A worker whose judging process has ended ends by itself.
 _EXIT_TIMEOUT_S = 5.0
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -58,7 +60,10 @@ class JudgeWorkers:
         time_s: float = 30.0,
         visible: Sequence[str] = (),
     ) -> None:
-        limit = limit or max(2, os.cpu_count() or 1)
+        cores = len(os.sched_getaffinity(0))
+        limit = limit or max(2, cores)
+        # Starts that share a core delay each other, and a worker that has started soon serves those that wait.
+        self._starts = asyncio.Semaphore(max(1, cores // 4))
         self._slots = asyncio.Semaphore(limit)
         self._slow_slots = asyncio.Semaphore(limit)
         self._quick_s = quick_s
@@ -98,7 +103,10 @@ class JudgeWorkers:
 
     async def _run(self, job: bytes, *, time_s: float) -> Mapping[str, Any]:
         """Return a worker's answer. Raises: EvaluatorFailed: The worker ended. TimeoutError: It took too long."""
-        worker = self._idle_worker() or await self._start()
+        worker = self._idle_worker()
+        if worker is None:
+            async with self._starts:
+                worker = self._idle_worker() or await self._start()
         is_reusable = False
         try:
             async with asyncio.timeout(time_s):
@@ -136,19 +144,20 @@ class JudgeWorkers:
             *(sys.executable, "-m", "envd.daemon.judging.worker", *self._limits),
             stdin=PIPE,
             stdout=PIPE,
-            stderr=DEVNULL,
+            stderr=PIPE,  # until it is ready
             env={**_ENVIRONMENT, "PYTHONPATH": path, "PATH": os.defpath},
             limit=_MAX_ANSWER_BYTES,
             # Ctrl-C in a terminal reaches the whole group; the daemon ends its workers itself.
             start_new_session=True,
         )
         try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                ready = await _read(worker)
+            ready = await _first_answer(worker)
         except (TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
-            ended = "" if worker.returncode is None else f": it ended with status {worker.returncode}"
+            if isinstance(error, TimeoutError):
+                worker.kill()  # a process that is stopped does not handle other signals
             await _end(worker)
-            raise RuntimeError(f"a judge worker does not start{ended}") from error
+            status = f"status {worker.returncode}; {await _last_words(worker)}"
+            raise RuntimeError(f"judge worker did not start: {error or 'malformed answer'} ({status})") from error
         except BaseException:
             await _end(worker)
             raise
@@ -158,6 +167,44 @@ class JudgeWorkers:
                 if text:
                     logger.log(level, "judge workers: %s", text)
         return worker
+
+
+async def _first_answer(worker: Process) -> Mapping[str, Any]:
+    """Return the answer with which a worker is ready.
+
+    Raises:
+        IncompleteReadError: It ended.
+        TimeoutError: It did not run for `_STALL_S`, or used more than `_START_CPU_S`.
+        ValueError: The answer is malformed.
+    """
+    reading = asyncio.ensure_future(_read(worker))
+    used_s = -1.0
+    try:
+        while not (await asyncio.wait({reading}, timeout=_STALL_S))[0]:
+            before_s, used_s = used_s, _cpu_s(worker.pid)
+            if used_s == before_s:
+                raise TimeoutError(f"it did not run for {_STALL_S:g} s")
+            if used_s > _START_CPU_S:
+                raise TimeoutError(f"it used {used_s:.0f} s of CPU time")
+        return reading.result()
+    finally:
+        reading.cancel()
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU time of a process; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _last_words(worker: Process) -> str:
+    """Return the last line that a worker wrote before it was ready, such as its exception."""
+    assert worker.stderr is not None  # noqa: S101 -- started with a pipe
+    text = (await worker.stderr.read()).decode(errors="replace").strip()
+    return text.rpartition("\n")[2] or "it wrote no error"
 
 
 async def _ask(worker: Process, job: bytes) -> Mapping[str, Any]:
