@@ -9,10 +9,11 @@ cancellation is raised.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 from cuaenv.client import Action, EnvError, Evaluation, GuestEnded, Observation, Origin, State, StepResult, View
@@ -195,7 +196,7 @@ class _Run:
             return Outcome.TRUNCATED, end.budget
 
     async def evaluate(self) -> Evaluation:
-        async with self._timed("evaluate"):
+        with self._timed("evaluate"):
             return await self._episode.evaluate(timeout=self._settings.evaluate_timeout)
 
     async def _run_turns(self) -> tuple[Outcome, str]:
@@ -241,7 +242,7 @@ class _Run:
             images_kept=settings.images_kept,
             first_image_kept=settings.first_image_kept,
         )
-        async with self._timed("model"):
+        with self._timed("model"):
             await self._conversation.begin(
                 history.begin(prompts.task_message(instruction, observed), prompts.task_reminder(instruction))
             )
@@ -249,7 +250,7 @@ class _Run:
 
     async def _reply(self, history: History, observed: ModelObservation, space: CoordinateSpace) -> Reply:
         try:
-            async with self._timed("model"):
+            with self._timed("model"):
                 return await self._conversation.generate()
         except GenerationAborted:
             if self._interrupted is not None:
@@ -284,8 +285,9 @@ class _Run:
         self._limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
     async def _observed(self, observation: Observation, space: CoordinateSpace) -> ModelObservation:
-        # Assembling tiles and rendering a tree takes about 10 ms, which would block the other episodes.
-        return await asyncio.to_thread(prompts.model_observation, observation, space, self._settings)
+        make = partial(prompts.model_observation, observation, space, self._settings)
+        # Rendering a tree takes about 10 ms, which would block the other episodes. Pictures stay tiles.
+        return await asyncio.to_thread(make) if observation.a11y_elements else make()
 
     def _space(self, observation: Observation) -> CoordinateSpace:
         return CoordinateSpace.of(
@@ -307,7 +309,7 @@ class _Run:
         )
         self._turns[-1] = replace(self._turns[-1], actions=actions, facts=replace(facts, actions=with_points))
         started_s = time.monotonic()
-        async with self._timed("step"):
+        with self._timed("step"):
             step = await self._episode.step(*actions, view=self._settings.view, timeout=self._settings.step_timeout)
         self._turns[-1] = replace(self._turns[-1], step_s=time.monotonic() - started_s)
         if step.state is State.FAILED:
@@ -336,7 +338,7 @@ class _Run:
             names = [fact.kind for fact in self._turns[-1].facts.actions]
             tools = prompts.tool_text(names, step.tool_results, max_chars=self._settings.tool_chars)
             result = f"{result}\n\n{tools}\n\n" if tools else result
-        async with self._timed("model"):
+        with self._timed("model"):
             if not self._settings.repeat_images and after.is_same_as(before):
                 message = prompts.unchanged_message(result)
                 history.note(message)
@@ -349,8 +351,8 @@ class _Run:
             else:
                 await self._conversation.begin(new_row)
 
-    @asynccontextmanager
-    async def _timed(self, phase: str) -> AsyncIterator[None]:
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
         started_s = time.monotonic()
         try:
             with span("generate" if phase == "model" else phase):

@@ -92,13 +92,14 @@ def engine_client() -> EngineClient:
 def _parts(payload: Mapping[str, Any]) -> Sequence[bytes]:
     """Return a request as JSON, in parts to send one after the other; large pictures are not copied."""
     images: Sequence[bytes] = payload.get("image_data", ())
-    rest = json.dumps({key: value for key, value in payload.items() if key != "image_data"}).encode()
+    fields = {key: value for key, value in payload.items() if key != "image_data"}
+    rest = json.dumps(fields, separators=(",", ":")).encode()
     if not images:
         return [rest]
-    parts, short = list[bytes](), [rest[:-1], b', "image_data": ["']
+    parts, short = list[bytes](), [rest[:-1], b',"image_data":["']
     for number, image in enumerate(images):
         if number:
-            short.append(b'", "')
+            short.append(b'","')
         if len(image) < _JOINED_BYTES:
             short.append(image)
         else:

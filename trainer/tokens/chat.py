@@ -34,10 +34,11 @@ class Chat:
         self._tokenizer = tokenizer
         self._processor = processor
         self._options = dict(template_options or {})
-        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = (
-            re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
-        )
+        self._special_by_id = {
+            token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        special = sorted(self._special_by_id.values(), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
         self.image_id: int | None = None
         """The placeholder of an image; None for a text-only model."""
         self._placeholders: tuple[str, ...] = ()
@@ -93,10 +94,7 @@ class Chat:
 
     def reply_text(self, text: str, token_ids: Sequence[int]) -> str:
         """Return a reply's text without the special token that ended it."""
-        if not token_ids or self._special is None:
-            return text
-        last = self.decode(token_ids[-1:])
-        return text.removesuffix(last) if self._special.fullmatch(last) else text
+        return text.removesuffix(self._special_by_id.get(token_ids[-1], "")) if token_ids else text
 
     def image_token_count(self, width_px: int, height_px: int) -> int:
         """Return the number of tokens of an image. Raises: ModelFailed: The model is text-only."""

@@ -8,19 +8,20 @@ bfloat16. Unless table and layout reproduce that output to the bit, the processo
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from cuaenv.frames.grid import TILE_PX
+from cuaenv.region import Region
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     from PIL import Image
-
-    from cuaenv.frames import TiledImage
 
 _VALUES = 256
 _CHANNELS = 3
@@ -38,14 +39,12 @@ def image_tensors(processor: Any, images: "Sequence[Image.Image]") -> dict[str, 
         return {key: value.bfloat16() if value.is_floating_point() else value for key, value in inputs.items()}
     import torch  # noqa: PLC0415
 
-    from cuaenv.frames.pillow import source_of  # noqa: PLC0415
-
     values = _array(sum(each.patch_count for each in known), known[0].patch_values)
     at, earlier = 0, None
     for image, each in zip(images, known, strict=True):
-        strips, patches = Strips(source_of(image), each.strip_px), values[at : at + each.patch_count]
-        each.write(strips, patches, earlier)
-        at, earlier = at + each.patch_count, (strips, patches)
+        patches = values[at : at + each.patch_count]
+        each.write(image, patches, earlier)
+        at, earlier = at + each.patch_count, (image, patches)
     grids = torch.tensor([each.grid_thw for each in known])
     return {"pixel_values": torch.from_numpy(values).view(torch.bfloat16), "image_grid_thw": grids}
 
@@ -116,42 +115,34 @@ def _array(rows: int, columns: int) -> "npt.NDArray[np.int16]":
     return values
 
 
-class Strips:
-    """An image cut into strips of equal height. Only those that are asked for are assembled from tiles."""
+def _changed(image: "Image.Image", other: "Image.Image", unit_px: int) -> "Iterator[Region]":
+    """Yield regions, with borders at multiples of `unit_px`, outside of which two images of one size are equal."""
+    import numpy as np  # noqa: PLC0415
 
-    def __init__(self, source: "npt.NDArray[np.uint8] | TiledImage", strip_px: int) -> None:
-        """Take tiles, or an array of shape (height, width, 3)."""
-        import numpy as np  # noqa: PLC0415
+    from cuaenv.frames.pillow import rgb_of, source_of  # noqa: PLC0415
 
-        self._strip_px = strip_px
-        self._tiles: TiledImage | None = None
-        self._row: tuple[int, npt.NDArray[np.uint8]] | None = None
-        if not isinstance(source, np.ndarray) and TILE_PX % strip_px == 0:
-            self._tiles, self._digests = source, source.row_digests()
-            self.size_px = source.size_px
-            return
-        self._rgb_HWC = source if isinstance(source, np.ndarray) else source.rgb_HWC()
-        self.size_px = self._rgb_HWC.shape[1], self._rgb_HWC.shape[0]
+    source, known = source_of(image), source_of(other)
+    if not isinstance(source, np.ndarray) and not isinstance(known, np.ndarray) and TILE_PX % unit_px == 0:
+        for _, row in groupby(map(source.tile_region, source.changed_tiles(known)), key=lambda tile: tile.y_px):
+            first, *rest = row
+            last = rest[-1] if rest else first
+            yield replace(first, width_px=last.x_px + last.width_px - first.x_px)
+        return
+    mine_HWC, its_HWC = rgb_of(image), rgb_of(other)
+    for top in range(0, image.height, unit_px):
+        if not np.array_equal(mine_HWC[top : top + unit_px], its_HWC[top : top + unit_px]):
+            yield Region(x_px=0, y_px=top, width_px=image.width, height_px=unit_px)
 
-    def __getitem__(self, number: int) -> "npt.NDArray[np.uint8]":
-        """Return the pixels of a strip."""
-        top = number * self._strip_px
-        if self._tiles is None:
-            return self._rgb_HWC[top : top + self._strip_px]
-        row, top = divmod(top, TILE_PX)
-        if self._row is None or self._row[0] != row:
-            self._row = row, self._tiles.row_HWC(row)
-        return self._row[1][top : top + self._strip_px]
 
-    def equals(self, other: "Strips", number: int) -> bool:
-        """Return whether a strip is known to be equal to that of an image of the same size."""
-        import numpy as np  # noqa: PLC0415
+def _part(image: "Image.Image", region: Region) -> "npt.NDArray[np.uint8]":
+    import numpy as np  # noqa: PLC0415
 
-        if self._tiles is not None and other._tiles is not None:
-            row = number * self._strip_px // TILE_PX
-            if self._digests[row] == other._digests[row]:
-                return True
-        return np.array_equal(self[number], other[number])
+    from cuaenv.frames.pillow import source_of  # noqa: PLC0415
+
+    source = source_of(image)
+    if isinstance(source, np.ndarray):
+        return source[region.y_px :, region.x_px :][: region.height_px, : region.width_px]
+    return source.part(region)
 
 
 class PatchFormat:
@@ -162,7 +153,7 @@ class PatchFormat:
         self._patch_px, self._merge = processor.patch_size, processor.merge_size
         self._repeats = processor.temporal_patch_size
         self._size_px = width_px, height_px
-        self.strip_px = processor.patch_size * processor.merge_size
+        self._side_px = processor.patch_size * processor.merge_size
         self.grid_thw = 1, height_px // self._patch_px, width_px // self._patch_px
         self.patch_count = self.grid_thw[1] * self.grid_thw[2]
         self.patch_values = _CHANNELS * self._repeats * self._patch_px**2
@@ -190,15 +181,15 @@ class PatchFormat:
         # Every value in every channel.
         values = np.resize(np.arange(_VALUES, dtype=np.uint8), (_CHANNELS, height * width))
         noise_HWC = np.random.default_rng(0).permuted(values, axis=1).T.reshape(height, width, _CHANNELS).copy()
-        made = processor(images=[Image.fromarray(noise_HWC)], return_tensors="pt")
+        noise = Image.fromarray(noise_HWC)
+        made = processor(images=[noise], return_tensors="pt")
         if set(made) != {"pixel_values", "image_grid_thw"} or made["image_grid_thw"].tolist() != [list(self.grid_thw)]:
             return False
         wanted = made["pixel_values"].bfloat16().contiguous().view(torch.int16).numpy().view(np.uint16)
         if wanted.shape != (self.patch_count, self.patch_values):
             return False
         source = np.empty(wanted.shape, np.uint8)
-        noise = Strips(noise_HWC, self.strip_px)
-        self._arrange(noise, source, lambda planes_CHW: planes_CHW)
+        self._arrange(noise_HWC, self._cells(source), lambda planes_CHW: planes_CHW)
         by_channel = (self.patch_count, _CHANNELS, -1)
         table = np.zeros((_CHANNELS, _VALUES), np.uint16)
         table[np.arange(_CHANNELS)[:, None], source.reshape(by_channel)] = wanted.reshape(by_channel)
@@ -211,18 +202,20 @@ class PatchFormat:
 
     def write(
         self,
-        strips: Strips,
+        image: "Image.Image",
         out: "npt.NDArray[np.int16]",
-        earlier: "tuple[Strips, npt.NDArray[np.int16]] | None" = None,
+        earlier: "tuple[Image.Image, npt.NDArray[np.int16]] | None" = None,
     ) -> None:
         """Write the bits of an image's patches as bfloat16, shape (patches, values).
 
         Args:
-            strips: The image.
+            image: Of this size.
             out: Where to.
             earlier: Another image with its patches, which are copied where both are equal.
         """
         import numpy as np  # noqa: PLC0415
+
+        from cuaenv.frames.pillow import rgb_of  # noqa: PLC0415
 
         def looked_up(planes_CHW: "npt.NDArray[np.uint8]") -> "npt.NDArray[Any]":
             pairs_CHW = planes_CHW.view("<u2")
@@ -231,26 +224,36 @@ class PatchFormat:
                 np.take(table, pairs_CHW[channel], out=values[channel], mode="clip")
             return values.view(np.int16)
 
-        self._arrange(strips, out, looked_up, earlier)
+        cells, side_px = self._cells(out), self._side_px
+        if earlier is None or earlier[0].size != image.size:
+            self._arrange(rgb_of(image), cells, looked_up)
+            return
+        other, known = earlier
+        out[...] = known
+        for region in _changed(image, other, side_px):
+            left, top = region.x_px // side_px, region.y_px // side_px
+            right, bottom = left + region.width_px // side_px, top + region.height_px // side_px
+            self._arrange(_part(image, region), cells[top:bottom, left:right], looked_up)
 
-    def _arrange(self, image: Strips, out: "npt.NDArray[Any]", convert: Any, earlier: Any = None) -> None:
+    def _cells(self, out: "npt.NDArray[Any]") -> "npt.NDArray[Any]":
+        """Return patches by row and column of the squares that the model merges.
+
+        One element is one row of a patch's pixels: numpy copies it at once.
+        """
+        merge, (_, rows, columns) = self._merge, self.grid_thw
+        cells = out.reshape(rows // merge, columns // merge, merge, merge, _CHANNELS, self._repeats, -1)
+        return cells.view(f"V{self._patch_px * out.itemsize}")
+
+    def _arrange(self, rgb_HWC: "npt.NDArray[np.uint8]", cells: "npt.NDArray[Any]", convert: Any) -> None:
         """Write converted channels as patches: those that the model merges one after the other, repeated in time.
 
         By rows of merged patches, so that what is between pixels and patches stays in the processor's cache.
         """
         import numpy as np  # noqa: PLC0415
 
-        merge, patch_px, (_, rows, columns) = self._merge, self._patch_px, self.grid_thw
-        strips = out.reshape(rows // merge, columns // merge, merge, merge, _CHANNELS, self._repeats, -1)
-        # One element is one row of a patch's pixels: numpy copies it at once.
-        run = f"V{patch_px * out.itemsize}"
-        if earlier is not None:
-            other, known = earlier
-            earlier = (other, known.reshape(strips.shape)) if other.size_px == image.size_px else None
-        for number, strip in enumerate(strips.view(run)):
-            if earlier is not None and image.equals(earlier[0], number):
-                strips[number] = earlier[1][number]
-                continue
-            planes_CHW = convert(np.ascontiguousarray(image[number].transpose(2, 0, 1)))
-            source = planes_CHW.view(run).reshape(_CHANNELS, merge, patch_px, columns // merge, merge)
-            strip[...] = source.transpose(3, 1, 4, 0, 2)[:, :, :, :, None]
+        merge, patch_px = self._merge, self._patch_px
+        for number, row in enumerate(cells):
+            strip_HWC = rgb_HWC[number * self._side_px : (number + 1) * self._side_px]
+            planes_CHW = convert(np.ascontiguousarray(strip_HWC.transpose(2, 0, 1)))
+            source = planes_CHW.view(cells.dtype).reshape(_CHANNELS, merge, patch_px, len(row), merge)
+            row[...] = source.transpose(3, 1, 4, 0, 2)[:, :, :, :, None]

@@ -27,7 +27,7 @@ def compress_patch(pixels: bytes, before: bytes) -> bytes:
     return zstandard.ZstdCompressor(compression_params=parameters, dict_data=dictionary).compress(pixels)
 
 
-def decompress(data: bytes, size: int, *, before: bytes = b"") -> bytes:
+def decompress(data: bytes, size: int, *, before: bytes | memoryview = b"") -> bytes:
     """Return `size` bytes of pixels; `before` is the dictionary of a patch.
 
     Raises:

@@ -79,18 +79,18 @@ class TiledImage:
             FrameMismatch: A region is not within the image, or the result has another id.
         """
         self._check_regions(regions)
-        before = b"".join(self.part(region).tobytes() for region in regions)
-        pixels = decompress(data, len(before), before=before)
+        spans = [[*self.overlaps(region)] for region in regions]
+        before = np.empty(sum(region.width_px * region.height_px for region in regions) * 3, np.uint8)
+        for part_HWC, overlaps in zip(_parts(before, regions), spans, strict=True):
+            for index, in_tile, in_region in overlaps:
+                part_HWC[in_region] = self.tile_HWC(index)[in_tile]
+        pixels = np.frombuffer(decompress(data, len(before), before=before.data), np.uint8)
         painted: dict[int, npt.NDArray[np.uint8]] = {}
-        at = 0
-        for region in regions:
-            count = region.width_px * region.height_px * 3
-            part_HWC = np.frombuffer(pixels, np.uint8, count, at).reshape(region.height_px, region.width_px, 3)
-            for index, in_tile, in_region in self.overlaps(region):
+        for part_HWC, overlaps in zip(_parts(pixels, regions), spans, strict=True):
+            for index, in_tile, in_region in overlaps:
                 if index not in painted:
                     painted[index] = self.tile_HWC(index).copy()
                 painted[index][in_tile] = part_HWC[in_region]
-            at += count
         return self.with_tiles({index: tile_HWC.tobytes() for index, tile_HWC in painted.items()})._checked(image_id)
 
     @property
@@ -242,3 +242,12 @@ class TiledImage:
                 raise FrameMismatch(f"{region} is not within an image of {self.width_px}x{self.height_px}")
         if sum(region.width_px * region.height_px for region in regions) > self.pixel_count:
             raise FrameMismatch(f"{len(regions)} regions of an image of {self.width_px}x{self.height_px} overlap")
+
+
+def _parts(pixels: npt.NDArray[np.uint8], regions: Sequence[Region]) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield the pixels of regions that follow one another in an array, each of shape (height, width, 3)."""
+    at = 0
+    for region in regions:
+        count = region.width_px * region.height_px * 3
+        yield pixels[at : at + count].reshape(region.height_px, region.width_px, 3)
+        at += count

@@ -64,6 +64,12 @@ def test_large_pictures_are_not_copied() -> None:
     assert [id(part) for part in parts if len(part) >= 400_000] == [id(image) for image in images]
 
 
+def test_ids_are_sent_without_spaces() -> None:
+    assert b"".join(_parts({"input_ids": [1, 151655], "image_data": [b"a", b"b"]})) == (
+        b'{"input_ids":[1,151655],"image_data":["a","b"]}'
+    )
+
+
 async def test_a_refusal_is_classified_as_that_of_slimes_client(client: EngineClient) -> None:
     texts = iter([(400, "longer than the model's context length"), (422, "no such field"), (503, "starting")])
 
