@@ -39,7 +39,7 @@ from envd.bench.step import PEER_PAUSE_S, PeerTimes, StepTimes, script, step_rep
 from envd.cli.bench import parse_sizes
 from envd.daemon.ephemeral import run_until_signal
 from envd.guest.observation import EncodedFrame, Unchanged
-from envd.hypervisor.fake import FakeHypervisor, fake_image
+from envd.hypervisor.fake import fake_image
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
 from envd.pool.memory import HostMemory
@@ -47,6 +47,7 @@ from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from tests.support.command import CommandOutput, run_envd
+from tests.support.faulty import FaultyHypervisor
 
 MIB = 1 << 20
 REAL: dict[str, object] = {"accelerator": "tcg", "machines": 8, "guest_memory_mib": 1024}
@@ -610,7 +611,7 @@ async def test_the_clients_of_a_load_use_all_daemons_from_several_processes(tmp_
 
 
 async def test_a_benchmark_without_room_on_its_host_says_so() -> None:
-    hypervisor = FakeHypervisor()
+    hypervisor = FaultyHypervisor()
     memory = HostMemory(reserve_bytes=1 << 60)
     pool = Pool(
         PoolSettings(name="p", capacity=2, size=1),

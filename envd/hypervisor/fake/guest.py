@@ -56,11 +56,6 @@ class Guest:
         )
         self._changed([size])
 
-    def resize_screen(self, *, width_px: int, height_px: int) -> None:
-        self.framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
-        if self.desktop:
-            self.desktop.resize(self.framebuffer)
-
     def copy(self) -> "Guest":
         """Return a guest in the same state. Pixels and files are shared until one of them writes to them."""
         return copy.deepcopy(self, {id(self.on_change): _ignore, id(self.on_end): _ignore})

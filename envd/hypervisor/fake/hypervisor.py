@@ -1,6 +1,5 @@
 """The fake hypervisor: creates, forks, captures and adopts drawn desktops, and lists what is left of them."""
 
-import asyncio
 import time
 from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -13,7 +12,6 @@ from envd.base.errors import CheckpointCorrupt, EnvdError, HypervisorError, NotF
 from envd.hypervisor.fake.backend import CAPABILITIES
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
-from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.files import GuestFiles
 from envd.hypervisor.fake.guest import FakeSnapshot, FrozenGuest, read_guest, template_key, write_guest
 from envd.hypervisor.fake.machine import FakeMachine, check_screen
@@ -63,7 +61,7 @@ class FakeHypervisor:
     """A hypervisor of drawn desktops.
 
     A second one on the same `host` models a restarted daemon: it adopts or reaps what the first one left, and keeps
-    its stored templates. Call `die` on the first to model the death of its daemon.
+    its stored templates.
     """
 
     capabilities = CAPABILITIES
@@ -71,15 +69,14 @@ class FakeHypervisor:
     description = "fake: drawn desktops in this process, no guest code runs"
     problem = ""
 
-    def __init__(self, *, faults: Faults | None = None, host: FakeHost | None = None) -> None:
-        self.faults = faults or Faults()
-        """Faults of machines created or forked from now on."""
+    def __init__(self, *, reaction_s: float = 0.0, host: FakeHost | None = None) -> None:
+        """Open it; `reaction_s` is that of its machines."""
+        self._reaction_s = reaction_s
         self.services: dict[int, Service] = {7: echo}
         """Programs that listen on ports of its guests' loopbacks."""
         self.host = host or FakeHost()
         self._own_ids: set[str] = set()
         self._own_captures: set[str] = set()
-        self._is_dead = False
 
     def __repr__(self) -> str:
         return f"<FakeHypervisor {len(self.live_machine_ids)} live | {len(self.machines)} on the host>"
@@ -93,20 +90,10 @@ class FakeHypervisor:
     def live_machine_ids(self) -> frozenset[str]:
         return frozenset(id for id, machine in self.machines.items() if machine.state is not MachineState.GONE)
 
-    def die(self) -> None:
-        """Act as if the daemon was killed: its machines stay on the host, unattended.
-
-        Its handles report their machines as lost, and later calls have no effect.
-        """
-        self._is_dead = True
-        for machine_id in self._own_ids & set(self.machines):
-            self.machines[machine_id] = self.machines[machine_id].orphan(self._forget)
-        self._own_ids.clear()
-
     async def create(self, spec: MachineSpec) -> FakeMachine:
         self._require_new(spec.machine_id)
         check_screen(spec.screen_width_px, spec.screen_height_px)
-        machine = self._enter(FakeMachine(spec, faults=self.faults, on_destroyed=self._forget))
+        machine = self._enter(self._new_machine(spec))
         try:
             await machine.boot(self.host.picture(spec.screen_width_px, spec.screen_height_px))
         except BaseException:
@@ -119,8 +106,6 @@ class FakeHypervisor:
         booted = _own_machine(machine)
         try:
             await booted.pause()
-            if booted.faults.freeze_error:
-                raise HypervisorError(f"machine {booted.machine_id}: {booted.faults.freeze_error}")
             if booted.snapshot is not None or booted.desktop is None:
                 why = "has not booted" if booted.desktop is None else "was forked"
                 raise HypervisorError(f"machine {booted.machine_id} {why}; only a booted machine becomes a template")
@@ -156,9 +141,7 @@ class FakeHypervisor:
         self._require_new(machine_id)
         frozen = await self._forkable(snapshot, machine_id)
         spec = replace(snapshot.spec, machine_id=machine_id)
-        machine = self._enter(
-            FakeMachine(spec, snapshot=frozen.template, faults=self.faults, on_destroyed=self._forget)
-        )
+        machine = self._enter(self._new_machine(spec, frozen.template))
         try:
             await machine.open_wires()
         except BaseException:
@@ -196,8 +179,6 @@ class FakeHypervisor:
         fork.check_present("capture it")
         if fork.snapshot is None:
             raise NotForkable(f"machine {fork.machine_id} was booted, not forked from a template")
-        if fork.faults.unforkable:
-            raise NotForkable(f"machine {fork.machine_id} cannot be forked: {fork.faults.unforkable}")
         try:
             await self.check_intact(fork.snapshot)
         except TemplateCorrupt as error:
@@ -205,10 +186,8 @@ class FakeHypervisor:
         was_running = fork.state is MachineState.RUNNING
         await fork.pause()
         try:
-            await asyncio.sleep(fork.faults.capture_delay_s)
+            await fork.copied()
             fork.check_present("capture it")
-            if fork.faults.capture_error:
-                raise HypervisorError(f"machine {fork.machine_id}: {fork.faults.capture_error}")
             own_bytes = fork.own_bytes
             frozen = FrozenGuest.of(fork.guest, fork.spec, own_bytes=own_bytes, notes={})
         finally:
@@ -292,10 +271,11 @@ class FakeHypervisor:
         self.host.pictures.clear()
 
     def _require_new(self, machine_id: str) -> None:
-        if self._is_dead:
-            raise HypervisorError(f"machine {machine_id} cannot be created: the daemon was killed")
         if machine_id in self.machines:
             raise HypervisorError(f"machine {machine_id} exists already; destroy it first")
+
+    def _new_machine(self, spec: MachineSpec, snapshot: FakeSnapshot | None = None) -> FakeMachine:
+        return FakeMachine(spec, snapshot=snapshot, reaction_s=self._reaction_s, on_destroyed=self._forget)
 
     def _enter(self, machine: FakeMachine) -> FakeMachine:
         machine.services = self.services
