@@ -9,11 +9,11 @@ import pytest
 from envd.base.errors import HypervisorError
 from envd.base.store.statements import EpisodeRow, MachineRow, upsert
 from envd.episodes.types import ResetCommand
-from envd.hypervisor.fake import FakeHost, fake_image
+from envd.hypervisor.fake import fake_image
 from envd.hypervisor.machine import Leftover, LeftoverKind, MachineSpec
 from envd.pool.audit import Audit, Audited, stray_rows
 from tests.support.clock import ManualClock
-from tests.support.faulty import FaultyHypervisor
+from tests.support.faulty import FakeHost, FaultyHypervisor
 from tests.support.server import FakeServer, serve_fake
 
 DOMAIN = Leftover(LeftoverKind.DOMAIN, "old")

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -15,13 +15,24 @@ from envd.base.aio import race
 from envd.base.config import Config
 from envd.base.errors import GuestUnresponsive, HypervisorError, NotForkable
 from envd.base.losses import Loss, Silence, loss_by_silence
-from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, FakeSnapshot, backend
+from envd.hypervisor.fake import FakeHypervisor, FakeMachine, FakeSnapshot, backend
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture, Rect
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
+from envd.hypervisor.fake.guest import FrozenGuest
 from envd.hypervisor.fake.machine import check_screen
 from envd.hypervisor.fake.wires.guestd import Guestd
 from envd.hypervisor.fake.wires.rfb import RfbConnection
-from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, MachineState, Snapshot
+from envd.hypervisor.machine import (
+    CaptureReport,
+    DiskImage,
+    Hypervisor,
+    Leftover,
+    LeftoverKind,
+    Machine,
+    MachineSpec,
+    MachineState,
+    Snapshot,
+)
 from envd.images.guestd import VERSION
 
 #: Answers a command of the guest agent, given its name, its arguments and the timeout in seconds.
@@ -315,18 +326,34 @@ class FaultyMachine(FakeMachine):
         self._animation_task = None
 
 
+class FakeHost:
+    """State that outlives a daemon: machines, captures and stored templates."""
+
+    def __init__(self) -> None:
+        self.machines: dict[str, FaultyMachine] = {}
+        self.captures: dict[str, FakeSnapshot] = {}
+        """Captures by name, until they are discarded and nothing depends on them."""
+        self.templates: dict[MachineSpec, FrozenGuest] = {}
+
+
 class FaultyHypervisor(FakeHypervisor):
-    """Makes machines with faults. Call `die` to model the death of its daemon."""
+    """Makes machines with faults.
+
+    A second one on the same `host` models a restarted daemon: it adopts or reaps what the first one left, and keeps
+    its stored templates. Call `die` on the first to model the death of its daemon.
+    """
+
+    machines: dict[str, FaultyMachine]  # type: ignore[assignment] # all are its own
 
     def __init__(self, *, faults: Faults | None = None, host: FakeHost | None = None) -> None:
-        super().__init__(host=host)
+        super().__init__()
         self.faults = faults or Faults()
         """Faults of machines created or forked from now on."""
+        self.host = host or FakeHost()
+        self.machines, self.templates = self.host.machines, self.host.templates
+        self._own_ids: set[str] = set()
+        self._own_captures: set[str] = set()
         self._is_dead = False
-
-    @property
-    def machines(self) -> dict[str, FaultyMachine]:  # type: ignore[override] # all are its own
-        return cast(dict[str, FaultyMachine], self.host.machines)
 
     def die(self) -> None:
         """Act as if the daemon was killed: its machines stay on the host, unattended.
@@ -360,6 +387,71 @@ class FaultyHypervisor(FakeHypervisor):
             fork.check_present("capture it")
             raise NotForkable(f"machine {fork.machine_id} cannot be forked: {fork.faults.unforkable}")
         return await super().capture(machine)
+
+    async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:
+        """Take over, paused, those of an earlier hypervisor's machines that are present and booted."""
+        adopted: dict[str, Machine] = {}
+        for machine_id in set(machine_ids) & set(self.machines) - self._own_ids:
+            machine = self.machines[machine_id]
+            if machine.state is MachineState.GONE or machine.desktop is None:
+                continue
+            machine.on_destroyed = self._forget
+            self._own_ids.add(machine_id)
+            await machine.open_wires()
+            await machine.pause()
+            # Its daemon can no longer discard these snapshots, so they are removed with the machine.
+            snapshot = machine.snapshot
+            while snapshot is not None:
+                self._own_captures.add(snapshot.name)
+                await snapshot.discard()
+                snapshot = snapshot.parent
+            adopted[machine_id] = machine
+        return adopted
+
+    async def reap(self) -> list[str]:
+        """Destroy what earlier hypervisors left on this host, except templates. Returns the ids of the machines."""
+        orphans = [machine for id, machine in self.machines.items() if id not in self._own_ids]
+        for machine in orphans:
+            await machine.destroy()
+        for name in set(self.host.captures) - self._own_captures:
+            del self.host.captures[name]
+        return [machine.machine_id for machine in orphans]
+
+    async def leftovers(self) -> list[Leftover]:
+        """Return machines and captures on the host that belong to no live hypervisor."""
+        machines = set(self.machines) - self._own_ids
+        captures = set(self.host.captures) - self._own_captures
+        return [
+            *(Leftover(LeftoverKind.DOMAIN, machine_id) for machine_id in sorted(machines)),
+            *(Leftover(LeftoverKind.CAPTURE, name) for name in sorted(captures)),
+        ]
+
+    async def remove(self, leftover: Leftover) -> None:
+        if leftover not in await self.leftovers():
+            return
+        if leftover.kind is LeftoverKind.DOMAIN:
+            await self.machines[leftover.name].destroy()
+        else:
+            del self.host.captures[leftover.name]
+
+    def _enter(self, machine: FakeMachine) -> FakeMachine:
+        self._own_ids.add(machine.machine_id)
+        return super()._enter(machine)
+
+    def _forget(self, machine: FakeMachine) -> None:
+        super()._forget(machine)
+        self._own_ids.discard(machine.machine_id)
+
+    def _captured(self, frozen: FrozenGuest, report: CaptureReport, parent: FakeSnapshot) -> FakeSnapshot:
+        capture = super()._captured(frozen, report, parent)
+        capture.on_gone = self._forget_capture
+        self.host.captures[capture.name] = capture
+        self._own_captures.add(capture.name)
+        return capture
+
+    def _forget_capture(self, capture: FakeSnapshot) -> None:
+        self.host.captures.pop(capture.name, None)
+        self._own_captures.discard(capture.name)
 
     def _require_new(self, machine_id: str) -> None:
         if self._is_dead:

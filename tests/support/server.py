@@ -23,7 +23,7 @@ from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.service import EpisodeService
 from envd.hypervisor import fake
-from envd.hypervisor.fake import FakeHost, fake_image
+from envd.hypervisor.fake import fake_image
 from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostMemory
 from envd.pool.parts import PoolHost
@@ -32,7 +32,7 @@ from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from envd.tasks.user_model import UserModel
-from tests.support.faulty import Faults, FaultyHypervisor
+from tests.support.faulty import FakeHost, Faults, FaultyHypervisor
 
 #: A drawn desktop reacts before its input call returns, so a short quiet time suffices.
 QUICK_SETTLE = SettlePolicy(quiet_ms=20, max_ms=2000)

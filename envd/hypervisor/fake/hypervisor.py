@@ -21,7 +21,6 @@ from envd.hypervisor.machine import (
     CaptureReport,
     DiskImage,
     Leftover,
-    LeftoverKind,
     Machine,
     MachineSpec,
     MachineState,
@@ -34,57 +33,28 @@ def fake_image(name: str = "fake") -> DiskImage:
     return DiskImage(name=name, digest="fake", disk=Path("/dev/null"), disk_format="raw")
 
 
-class FakeHost:
-    """State that outlives a daemon: machines, captures and stored templates."""
-
-    def __init__(self) -> None:
-        self.machines: dict[str, FakeMachine] = {}
-        """Machines not yet destroyed, by id, including lost ones."""
-        self.captures: dict[str, FakeSnapshot] = {}
-        """Captures by name, until they are discarded and nothing depends on them."""
-        self.templates: dict[MachineSpec, FrozenGuest] = {}
-        """Stored templates by `template_key`."""
-        self.pictures: dict[tuple[int, int], Picture] = {}
-        """Start pictures by screen size. Machines and templates keep theirs."""
-
-    def picture(self, width_px: int, height_px: int) -> Picture:
-        """Return the start picture for a screen size; drawn once."""
-        size = (width_px, height_px)
-        if size not in self.pictures:
-            framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
-            DrawnDesktop(framebuffer, files=GuestFiles())
-            self.pictures[size] = Picture(framebuffer.pixels)
-        return self.pictures[size]
-
-
 class FakeHypervisor:
-    """A hypervisor of drawn desktops.
-
-    A second one on the same `host` models a restarted daemon: it adopts or reaps what the first one left, and keeps
-    its stored templates.
-    """
+    """A hypervisor of drawn desktops, which end with this process, as their templates do."""
 
     capabilities = CAPABILITIES
     accelerator = Accelerator.FAKE
     description = "fake: drawn desktops in this process, no guest code runs"
     problem = ""
 
-    def __init__(self, *, reaction_s: float = 0.0, host: FakeHost | None = None) -> None:
+    def __init__(self, *, reaction_s: float = 0.0) -> None:
         """Open it; `reaction_s` is that of its machines."""
         self._reaction_s = reaction_s
         self.services: dict[int, Service] = {7: echo}
         """Programs that listen on ports of its guests' loopbacks."""
-        self.host = host or FakeHost()
-        self._own_ids: set[str] = set()
-        self._own_captures: set[str] = set()
+        self.machines: dict[str, FakeMachine] = {}
+        """Machines by id, including lost ones, until they are destroyed."""
+        self.templates: dict[MachineSpec, FrozenGuest] = {}
+        """Stored templates by `template_key`."""
+        self._pictures: dict[tuple[int, int], Picture] = {}
+        """Start pictures by screen size. Machines and templates keep theirs."""
 
     def __repr__(self) -> str:
         return f"<FakeHypervisor {len(self.live_machine_ids)} live | {len(self.machines)} on the host>"
-
-    @property
-    def machines(self) -> dict[str, FakeMachine]:
-        """Machines on the host by id, including lost ones, until they are destroyed."""
-        return self.host.machines
 
     @property
     def live_machine_ids(self) -> frozenset[str]:
@@ -95,7 +65,7 @@ class FakeHypervisor:
         check_screen(spec.screen_width_px, spec.screen_height_px)
         machine = self._enter(self._new_machine(spec))
         try:
-            await machine.boot(self.host.picture(spec.screen_width_px, spec.screen_height_px))
+            await machine.boot(self._picture(spec.screen_width_px, spec.screen_height_px))
         except BaseException:
             await machine.destroy()
             raise
@@ -111,7 +81,7 @@ class FakeHypervisor:
                 raise HypervisorError(f"machine {booted.machine_id} {why}; only a booted machine becomes a template")
             size_bytes = booted.framebuffer.mapped_bytes + booted.files.size_bytes
             frozen = FrozenGuest.of(booted.guest, booted.spec, own_bytes=size_bytes, notes=notes)
-            self.host.templates[template_key(booted.spec)] = frozen
+            self.templates[template_key(booted.spec)] = frozen
         finally:
             await booted.destroy()
         return self._template(frozen, booted.spec, begin_s)
@@ -121,9 +91,9 @@ class FakeHypervisor:
         return nullcontext()
 
     async def find_template(self, spec: MachineSpec) -> FakeSnapshot | None:
-        """Return the host's template for such machines, or None."""
+        """Return the template for such machines, or None."""
         begin_s = time.monotonic()
-        stored = self.host.templates.get(template_key(spec))
+        stored = self.templates.get(template_key(spec))
         return None if stored is None else self._template(stored, spec, begin_s)
 
     async def fork(self, snapshot: Snapshot, machine_id: str) -> FakeMachine:
@@ -170,7 +140,7 @@ class FakeHypervisor:
     async def check_intact(self, snapshot: Snapshot) -> None:
         """Check that the template under a snapshot is still the stored one. Raises: TemplateCorrupt."""
         template = _own_snapshot(snapshot).template
-        if self.host.templates.get(template_key(template.spec)) is not template.frozen:
+        if self.templates.get(template_key(template.spec)) is not template.frozen:
             raise TemplateCorrupt(f"template {template.digest:.12} was removed or replaced while it was in use")
 
     async def capture(self, machine: Machine) -> FakeSnapshot:
@@ -195,12 +165,7 @@ class FakeHypervisor:
                 await fork.resume()
         took_ms = (time.monotonic() - begin_s) * 1000
         report = CaptureReport(memory_bytes=own_bytes, paused_ms=took_ms, total_ms=took_ms)
-        capture = FakeSnapshot(
-            frozen, spec=frozen.spec, report=report, parent=fork.snapshot, on_gone=self._forget_capture
-        )
-        self.host.captures[capture.name] = capture
-        self._own_captures.add(capture.name)
-        return capture
+        return self._captured(frozen, report, fork.snapshot)
 
     async def save(self, snapshot: Snapshot, directory: Path) -> None:
         write_guest(_own_snapshot(snapshot).frozen.guest, directory / "guest")
@@ -216,59 +181,33 @@ class FakeHypervisor:
         spec, parent = template.spec, _own_snapshot(template).template
         frozen = FrozenGuest.of(guest, spec, own_bytes=guest.framebuffer.mapped_bytes, notes={})
         report = CaptureReport(memory_bytes=frozen.size_bytes, paused_ms=0.0, total_ms=0.0)
-        capture = FakeSnapshot(frozen, spec=spec, report=report, parent=parent, on_gone=self._forget_capture)
-        self.host.captures[capture.name] = capture
-        self._own_captures.add(capture.name)
-        return capture
+        return self._captured(frozen, report, parent)
 
-    async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:
-        """Take over, paused, those of an earlier hypervisor's machines that are present and booted."""
-        adopted: dict[str, Machine] = {}
-        for machine_id in set(machine_ids) & set(self.machines) - self._own_ids:
-            machine = self.machines[machine_id]
-            if machine.state is MachineState.GONE or machine.desktop is None:
-                continue
-            machine.on_destroyed = self._forget
-            self._own_ids.add(machine_id)
-            await machine.open_wires()
-            await machine.pause()
-            # Its daemon can no longer discard these snapshots, so they are removed with the machine.
-            snapshot = machine.snapshot
-            while snapshot is not None:
-                self._own_captures.add(snapshot.name)
-                await snapshot.discard()
-                snapshot = snapshot.parent
-            adopted[machine_id] = machine
-        return adopted
+    # Nothing outlives a daemon.
+
+    async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:  # noqa: ARG002
+        return {}
 
     async def reap(self) -> list[str]:
-        """Destroy what earlier hypervisors left on this host, except templates. Returns the ids of the machines."""
-        orphans = [machine for id, machine in self.machines.items() if id not in self._own_ids]
-        for machine in orphans:
-            await machine.destroy()
-        for name in set(self.host.captures) - self._own_captures:
-            del self.host.captures[name]
-        return [machine.machine_id for machine in orphans]
+        return []
 
     async def leftovers(self) -> list[Leftover]:
-        """Return machines and captures on the host that belong to no live hypervisor."""
-        machines = set(self.machines) - self._own_ids
-        captures = set(self.host.captures) - self._own_captures
-        return [
-            *(Leftover(LeftoverKind.DOMAIN, machine_id) for machine_id in sorted(machines)),
-            *(Leftover(LeftoverKind.CAPTURE, name) for name in sorted(captures)),
-        ]
+        return []
 
     async def remove(self, leftover: Leftover) -> None:
-        if leftover not in await self.leftovers():
-            return
-        if leftover.kind is LeftoverKind.DOMAIN:
-            await self.machines[leftover.name].destroy()
-        else:
-            del self.host.captures[leftover.name]
+        """Do nothing: there are no leftovers."""
 
     async def close(self) -> None:
-        self.host.pictures.clear()
+        self._pictures.clear()
+
+    def _picture(self, width_px: int, height_px: int) -> Picture:
+        """Return the start picture for a screen size; drawn once."""
+        size = (width_px, height_px)
+        if size not in self._pictures:
+            framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
+            DrawnDesktop(framebuffer, files=GuestFiles())
+            self._pictures[size] = Picture(framebuffer.pixels)
+        return self._pictures[size]
 
     def _require_new(self, machine_id: str) -> None:
         if machine_id in self.machines:
@@ -280,21 +219,18 @@ class FakeHypervisor:
     def _enter(self, machine: FakeMachine) -> FakeMachine:
         machine.services = self.services
         self.machines[machine.machine_id] = machine
-        self._own_ids.add(machine.machine_id)
         return machine
 
     def _template(self, frozen: FrozenGuest, spec: MachineSpec, begin_s: float) -> FakeSnapshot:
         took_ms = (time.monotonic() - begin_s) * 1000
         report = CaptureReport(memory_bytes=frozen.size_bytes, paused_ms=took_ms, total_ms=took_ms)
-        return FakeSnapshot(frozen, spec=spec, report=report, parent=None, on_gone=self._forget_capture)
+        return FakeSnapshot(frozen, spec=spec, report=report, parent=None)
+
+    def _captured(self, frozen: FrozenGuest, report: CaptureReport, parent: FakeSnapshot) -> FakeSnapshot:
+        return FakeSnapshot(frozen, spec=frozen.spec, report=report, parent=parent)
 
     def _forget(self, machine: FakeMachine) -> None:
         self.machines.pop(machine.machine_id, None)
-        self._own_ids.discard(machine.machine_id)
-
-    def _forget_capture(self, capture: FakeSnapshot) -> None:
-        self.host.captures.pop(capture.name, None)
-        self._own_captures.discard(capture.name)
 
 
 def _own_snapshot(snapshot: Snapshot) -> FakeSnapshot:

@@ -14,10 +14,10 @@ import pytest
 
 from envd.base.errors import GuestError, HypervisorError, MachineLost, NotForkable
 from envd.guest.agent import GuestAgent, guest_machine_id, renew_identity
-from envd.hypervisor.fake import FakeHost, FakeSnapshot, fake_image
+from envd.hypervisor.fake import FakeSnapshot, fake_image
 from envd.hypervisor.machine import MachineSpec, MachineState
 from tests.support.fake_agent import ask
-from tests.support.faulty import Faults, FaultyHypervisor, FaultyMachine
+from tests.support.faulty import FakeHost, Faults, FaultyHypervisor, FaultyMachine
 
 SPEC = MachineSpec(
     machine_id="base", image=replace(fake_image(), has_guestd=False), screen_width_px=480, screen_height_px=320

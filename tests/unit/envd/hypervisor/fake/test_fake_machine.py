@@ -9,10 +9,10 @@ import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost
 from envd.base.losses import Owner
-from envd.hypervisor.fake import FakeHost, fake_image
+from envd.hypervisor.fake import fake_image
 from envd.hypervisor.machine import Accelerator, MachineSpec, MachineState
 from tests.support.fake_agent import ask
-from tests.support.faulty import Faults, FaultyHypervisor, FaultyMachine
+from tests.support.faulty import FakeHost, Faults, FaultyHypervisor, FaultyMachine
 from tests.support.hostile import AgentAttack, hostile_agent
 
 SPEC = MachineSpec(
