@@ -138,10 +138,17 @@ class FaultyMachine(FakeMachine):
 
     def __init__(self, spec: MachineSpec, *, faults: Faults, **options: Any) -> None:
         self.faults = faults
+        self.input_count = 0
+        """Key and pointer events that the guest received, without dropped ones."""
         self._command_count = itertools.count(1)
         self._animation_task: asyncio.Task[None] | None = None
         self._orphaned = False
         super().__init__(spec, reaction_s=faults.reaction_s, **options)
+
+    @property
+    def guest_machine_id(self) -> str:
+        """Machine id inside the guest (machine-id(5)); empty if not set."""
+        return self.files.get("/etc/machine-id", b"").decode().strip()
 
     def inject(self, **changes: Any) -> None:
         """Change some of its faults, by field names of `Faults`."""
@@ -279,6 +286,7 @@ class FaultyMachine(FakeMachine):
 
     def _take_input(self) -> DrawnDesktop | None:
         desktop = super()._take_input()
+        self.input_count += desktop is not None
         limit = self.faults.die_after_inputs
         if desktop is not None and limit is not None and self.input_count > limit:
             self.kill(f"killed by input event {limit + 1}")

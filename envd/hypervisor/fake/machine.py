@@ -67,8 +67,6 @@ class FakeMachine:
         self.reaction_s = reaction_s
         self.services: Mapping[int, Service] = {}
         """Programs that listen on ports of the guest's loopback."""
-        self.input_count = 0
-        """Key and pointer events that the guest received, without dropped ones."""
         self.on_destroyed = on_destroyed
         self._guestd = self.guestd_type(self) if spec.image.has_guestd else None
         self._displays: set[RfbConnection] = set()
@@ -112,11 +110,6 @@ class FakeMachine:
     @property
     def framebuffer(self) -> Framebuffer:
         return self.guest.framebuffer
-
-    @property
-    def guest_machine_id(self) -> str:
-        """Machine id inside the guest (machine-id(5)); empty if not set."""
-        return self.files.get("/etc/machine-id", b"").decode().strip()
 
     async def boot(self, start: Picture) -> None:
         """Open guestd's port and boot; `start` is the first picture of the session.
@@ -348,7 +341,6 @@ class FakeMachine:
         # QEMU drops input events while the guest is paused (qemu_input_event_send in ui/input.c).
         if self.state is not MachineState.RUNNING or self.desktop is None:
             return None
-        self.input_count += 1
         return self.desktop
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
