@@ -10,14 +10,16 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
-from cuaenv.client import AsyncEnvClient, Click, Done, HumanInControl, TypeText
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, Click, Done, HumanInControl, TypeText
 from envd.api.security.tokens import new_token
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes import controlling
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.steps import write_steps
 from tests.support.daemon import WITH_CONSOLE, fake_config, write_tokens
+from trainer.agent.settings import AgentSettings
 from trainer.cli.app import app
+from trainer.data.corrections import Corrections, read_episode
 
 CLICK = {"action": "click", "x": 379, "y": 311}
 
@@ -298,3 +300,49 @@ async def test_an_episode_that_a_person_controls_is_not_rolled_back(
         assert (episode.epoch, episode.step_count) == (1, 1)
         assert (await episode.rollback(checkpoint)).frame_id == checkpoint.frame_id
         assert (episode.epoch, episode.step_count) == (2, 0)
+
+
+async def test_what_a_person_did_before_a_checkpoint_is_not_taken_back(
+    daemon: Daemon, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    page = Page(daemon, session)
+
+    async def drive(episode: AsyncEpisode, text: str) -> None:
+        path = f"episodes/{episode.episode_id}"
+        await page.post(f"{path}/control")
+        await page.post(f"{path}/actions", actions=[{"action": "type", "text": text}])
+        await page.post(f"{path}/release")
+        await episode.observe()
+
+    async def shown(episode_id: str) -> list[tuple[int, str, bool]]:
+        async with session.get(f"http://{daemon.console_address}/api/episodes/{episode_id}") as response:
+            steps = (await response.json())["steps"]
+        return [(step["index"], step["source"], step["rolled_back"]) for step in steps]
+
+    async with AsyncEnvClient(daemon.address) as client, client.reset("fake/save-note") as episode:
+        await episode.step(Click(379, 311))
+        await drive(episode, "kept")
+        checkpoint = await episode.checkpoint()
+        await drive(episode, "taken back")
+        await episode.step(TypeText("taken back too"))
+        await episode.rollback(checkpoint)
+        kept = [(0, "agent", False), (1, "human", False)]
+        expected = [*kept, (1, "human", True), (1, "agent", True)]
+        assert await shown(episode.episode_id) == expected
+        async with client.reset(checkpoint) as later, client.fork(episode, count=1) as (fork,):
+            assert await shown(later.episode_id) == kept
+            assert await shown(fork.episode_id) == kept
+            await drive(later, "my half")
+            await later.evaluate()
+        parent_id = episode.episode_id
+    recordings = [await recorded(daemon, episode_id) for episode_id in (parent_id, later.episode_id)]
+    steps = [(step["index"], step["source"], step["rolled_back"]) for step in recordings[0].steps]
+    assert steps == expected
+    files = []
+    for recording in recordings:
+        files.append(tmp_path / f"{recording.name}.jsonl")
+        write_steps(recording, files[-1], progress=lambda _: None)
+    found = [read_episode(file) for file in files]
+    row = Corrections(found, AgentSettings()).demonstration(found[1])
+    said = [str(each["content"]) for each in row.messages if each["role"] == "assistant"]
+    assert ["kept" in said[1], "my half" in said[2], len(said)] == [True, True, 4]
