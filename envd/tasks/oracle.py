@@ -75,7 +75,7 @@ class Aimed:
     """An action of the pointer whose positions follow targets, where the guest shows them."""
 
     action: Action
-    """With the coordinates to use where it does not."""
+    """With the coordinates to use where a target is not shown."""
     target: Target | None = None
     """Where it acts, or where a drag starts."""
     to_target: Target | None = None

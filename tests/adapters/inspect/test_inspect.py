@@ -163,11 +163,11 @@ def test_the_tools_of_a_task_are_steps_and_a_refused_one_is_a_tool_error(steps: 
         played=desktop(tasks="fake/tools"),
     )
     assert log.status == "success", log.error
-    written, edited, failed, told, *refused = answers(log)
-    assert [each.error for each in (written, edited, failed, told)] == [None] * 4
+    written, edited, failed, answered, *refused = answers(log)
+    assert [each.error for each in (written, edited, failed, answered)] == [None] * 4
     assert "wrote 15 bytes" in written.text
     assert "exit code 1" in failed.text
-    assert "In room 7." in told.text
+    assert "In room 7." in answered.text
     messages = ["no more than 1 questions", "none.txt: No such file", "100000", "call_tool"]
     for answer, message in zip(refused, messages, strict=True):
         assert message in answer.error.message
