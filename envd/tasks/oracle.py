@@ -75,7 +75,7 @@ class Aimed:
     """An action of the pointer whose positions follow targets, where the guest shows them."""
 
     action: Action
-    """With the coordinates to use where a target is not shown."""
+    """Has the coordinates for a guest that does not show the target."""
     target: Target | None = None
     """Where it acts, or where a drag starts."""
     to_target: Target | None = None
