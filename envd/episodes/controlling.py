@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cuaenv.actions import Action
+from cuaenv.actions import Action, MouseDown, MouseUp
 from envd.base.aio import OwnedTasks
 from envd.base.errors import EnvdError, EpisodeEnded, HumanInControl
 from envd.episodes.context import EpisodeContext, Stopwatch
@@ -21,7 +21,7 @@ from envd.guest.observation import ActionOutcome
 
 logger = logging.getLogger(__name__)
 
-#: A pause of the input ends a step.
+#: A pause of the input ends a step, unless a button is held.
 _PAUSE_S = 0.6
 #: Input without a pause is cut into steps of this length.
 _MAX_PENDING = 200
@@ -34,6 +34,12 @@ class _Session:
     pending: list[tuple[Action, ActionOutcome]] = field(default_factory=list)
     """What was performed since the last recorded step."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_dragging(self) -> bool:
+        """Whether a button is held: a pause then is part of a drag."""
+        buttons = [action for action, _ in self.pending if isinstance(action, MouseDown | MouseUp)]
+        return bool(buttons) and isinstance(buttons[-1], MouseDown)
 
 
 class Controlling:
@@ -138,7 +144,8 @@ class Controlling:
                                 await session.changed.wait()
                             if len(session.pending) < _MAX_PENDING:
                                 continue
-                        await self._record_in_turn(episode, session)
+                        if len(session.pending) >= _MAX_PENDING or not session.is_dragging:
+                            await self._record_in_turn(episode, session)
                     await self._record_in_turn(episode, session)
         except EnvdError as error:
             logger.info("episode %s: control ends: %s", episode.episode_id, error)

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from cuaenv.actions import Action, Click, Drag, MouseDown, MouseUp, Move, Scroll, TypeText
-from cuaenv.client import View
+from cuaenv.client import AsyncEpisode, View
 from envd.bench.playing import play
-from envd.bench.targets import TargetRecorder
+from envd.bench.targets import Screen, TargetRecorder, read_screen
 from envd.episodes.control import merged
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.oracle import Aimed, OracleAction, Target
@@ -102,11 +102,20 @@ def test_a_recorded_oracle_finds_its_widgets_where_the_window_is_elsewhere(tmp_p
 SENT: tuple[Action, ...] = (
     *(Click(300, 200), Click(300, 200), TypeText("a"), TypeText("b")),
     *(MouseDown(x=100, y=55), Move(150, 90), MouseUp(x=160, y=100)),
+    *(Click(300, 200), Click(700, 600, count=2)),
     *(Scroll(dy=1, x=300, y=250), Scroll(dy=2, x=300, y=250), Click(822, 167)),
 )
 
 
-async def test_what_a_person_presses_is_recorded_with_its_targets() -> None:
+async def test_what_a_person_presses_is_recorded_with_its_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    async def counted(episode: AsyncEpisode, *, os: GuestOs) -> Screen:
+        nonlocal looks
+        looks += 1
+        return await read_screen(episode, os=os)
+
+    monkeypatch.setattr("envd.bench.targets.read_screen", counted)
     async with served_client(size=1) as (server, client), client.reset("fake/enable") as episode:
         service, recorder = server.service, TargetRecorder(episode, os=GuestOs.LINUX)
         found = service.find(episode.episode_id)
@@ -117,6 +126,8 @@ async def test_what_a_person_presses_is_recorded_with_its_targets() -> None:
             await service.act(episode.episode_id, control_id="page", actions=[action])
         await service.release_control(episode.episode_id, control_id="page")
         recorded = [recorder.aimed(action) for action in merged(SENT)]
+    # Neither between the clicks of a double click nor within a drag, which the wait would break.
+    assert looks == 7
     title = r"note\.txt\ \-\ Editor$"
     text = Target(window=f"^{title}", role="text", name="Text", x=259, y=96)
     edited = rf"^\*{title}"
@@ -126,6 +137,8 @@ async def test_what_a_person_presses_is_recorded_with_its_targets() -> None:
         TypeText("ab"),
         # Both ends of a drag are relative to what was there before it.
         Aimed(Drag(start_x=100, start_y=55, end_x=160, end_y=100), dragged, dropped),
+        Aimed(Click(300, 200), text.model_copy(update={"window": edited, "x": 199, "y": 51})),
+        Click(700, 600, count=2),
         Aimed(Scroll(dy=3, x=300, y=250), Target(window=edited, x=200, y=165)),
         Aimed(Click(822, 167), Target(window="^Controls$", role="check-box", name="Enabled", x=48, y=9)),
     ]

@@ -123,6 +123,32 @@ async def test_a_page_that_is_gone_loses_control(
         assert (await page.post(f"{path}/actions", actions=[CLICK]))[0] == 409
 
 
+async def test_a_pause_while_a_button_is_held_is_part_of_the_drag(
+    daemon: Daemon, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, paused = Page(daemon, session), asyncio.Event()
+    is_dragging = controlling._Session.is_dragging.fget
+
+    def noted(self: controlling._Session) -> bool:
+        paused.set()
+        return bool(is_dragging(self))
+
+    monkeypatch.setattr(controlling, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(controlling._Session, "is_dragging", property(noted))
+    async with AsyncEnvClient(daemon.address) as client, client.reset("fake/save-note") as episode:
+        path = f"episodes/{episode.episode_id}"
+        await page.post(f"{path}/control")
+        paused.clear()
+        await page.post(f"{path}/actions", actions=[{"action": "mouse_down", "x": 100, "y": 55}])
+        await paused.wait()
+        up = [{"action": "move", "x": 150, "y": 90}, {"action": "mouse_up", "x": 160, "y": 100}]
+        await page.post(f"{path}/actions", actions=up)
+        await page.post(f"{path}/release")
+        episode_id = episode.episode_id
+    (step,) = (await recorded(daemon, episode_id)).steps
+    assert step["performed"] == [{"action": "drag", "x": 100, "y": 55, "to_x": 160, "to_y": 100}]
+
+
 async def test_a_person_plays_a_task_to_its_score(daemon: Daemon, session: aiohttp.ClientSession) -> None:
     page = Page(daemon, session)
     status, opened = await page.post("episodes", task="fake/save-note")
@@ -324,9 +350,11 @@ async def test_what_a_person_did_before_a_checkpoint_is_not_taken_back(
         await drive(episode, "kept")
         checkpoint = await episode.checkpoint()
         await drive(episode, "taken back")
+        kept = [(0, "agent", False), (1, "human", False)]
+        async with client.reset(checkpoint) as early:
+            assert await shown(early.episode_id) == kept
         await episode.step(TypeText("taken back too"))
         await episode.rollback(checkpoint)
-        kept = [(0, "agent", False), (1, "human", False)]
         expected = [*kept, (1, "human", True), (1, "agent", True)]
         assert await shown(episode.episode_id) == expected
         async with client.reset(checkpoint) as later, client.fork(episode, count=1) as (fork,):
