@@ -127,11 +127,11 @@ async def test_a_pause_while_a_button_is_held_is_part_of_the_drag(
     daemon: Daemon, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page, paused = Page(daemon, session), asyncio.Event()
-    is_dragging = controlling._Session.is_dragging.fget
+    is_dragging: Any = vars(controlling._Session)["is_dragging"]
 
     def noted(self: controlling._Session) -> bool:
         paused.set()
-        return bool(is_dragging(self))
+        return bool(is_dragging.fget(self))
 
     monkeypatch.setattr(controlling, "_PAUSE_S", 0.05)
     monkeypatch.setattr(controlling._Session, "is_dragging", property(noted))
