@@ -44,7 +44,7 @@ class Screen:
 
 
 async def read_screen(episode: AsyncEpisode, *, os: GuestOs, elements: bool = True, windows: bool = True) -> Screen:
-    """Return what a guest can report: nothing of it is an error."""
+    """Return what a guest can report. A part that it cannot, or that is malformed, is left out."""
     screen = Screen()
     try:
         if elements:
@@ -55,7 +55,7 @@ async def read_screen(episode: AsyncEpisode, *, os: GuestOs, elements: bool = Tr
             query = window_query(os)
             listed = await episode.run_command([*query.argv, "-G"], as_root=query.as_root)
             screen = replace(screen, windows=tuple(parse_boxes(listed.stdout.decode(errors="replace"))))
-    except EnvError:
+    except (EnvError, ValueError):
         pass
     return screen
 
@@ -145,7 +145,8 @@ def _aimed_at(box: Box, place: Place, target: Target) -> Target:
 
 
 def _exactly(title: str) -> str:
-    return f"^{re.escape(title)}$" if title else ""
+    # `re.escape` also escapes blanks and hyphens, which are common in titles, and people read task files.
+    return "^" + re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", title) + "$" if title else ""
 
 
 def _top_levels(elements: Sequence[Element]) -> Iterator[list[Element]]:

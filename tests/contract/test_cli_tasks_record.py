@@ -128,7 +128,7 @@ async def test_what_a_person_presses_is_recorded_with_its_targets(monkeypatch: p
         recorded = [recorder.aimed(action) for action in merged(SENT)]
     # Neither between the clicks of a double click nor within a drag, which the wait would break.
     assert looks == 7
-    title = r"note\.txt\ \-\ Editor$"
+    title = r"note\.txt - Editor$"
     text = Target(window=f"^{title}", role="text", name="Text", x=259, y=96)
     edited = rf"^\*{title}"
     dragged, dropped = Target(window=edited, x=60, y=15), Target(window=edited, x=120, y=60)

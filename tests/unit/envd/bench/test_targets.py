@@ -35,7 +35,7 @@ def screen(*elements: Element, windows: Sequence[ListedWindow] = ()) -> Screen:
     return Screen(elements=elements, windows=tuple(windows), size_px=(1280, 800))
 
 
-TITLE = r"^a\.txt\ \(1\)$"
+TITLE = r"^a\.txt \(1\)$"
 
 
 @pytest.mark.parametrize(
