@@ -144,9 +144,8 @@ class Controlling:
                                 await session.changed.wait()
                             if len(session.pending) < _MAX_PENDING:
                                 continue
-                        if len(session.pending) >= _MAX_PENDING or not session.is_dragging:
-                            await self._record_in_turn(episode, session)
-                    await self._record_in_turn(episode, session)
+                        await self._record_in_turn(episode, session)
+                    await self._record_in_turn(episode, session, is_last=True)
         except EnvdError as error:
             logger.info("episode %s: control ends: %s", episode.episode_id, error)
         finally:
@@ -156,10 +155,12 @@ class Controlling:
         is_present = self._sessions.get(episode.episode_id) is session and not episode.closed.is_set()
         return is_present and self._context.clock.monotonic() < episode.human.expire_s
 
-    async def _record_in_turn(self, episode: Episode, session: _Session) -> None:
+    async def _record_in_turn(self, episode: Episode, session: _Session, *, is_last: bool = False) -> None:
         if session.pending and not episode.closed.is_set():
             async with episode.turn:
-                await self._record(episode, session)
+                # In the turn: the act that had it before may have been a press.
+                if is_last or len(session.pending) >= _MAX_PENDING or not session.is_dragging:
+                    await self._record(episode, session)
 
     async def _record(self, episode: Episode, session: _Session) -> None:
         """Report what the person did since the last step, with the settled screen. The caller holds the turn."""

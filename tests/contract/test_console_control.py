@@ -10,10 +10,12 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
+from cuaenv.actions import Action, MouseDown
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Click, Done, HumanInControl, TypeText
 from envd.api.security.tokens import new_token
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes import controlling
+from envd.episodes.controlling import Controlling
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.steps import write_steps
 from tests.support.daemon import WITH_CONSOLE, fake_config, write_tokens
@@ -126,25 +128,40 @@ async def test_a_page_that_is_gone_loses_control(
 async def test_a_pause_while_a_button_is_held_is_part_of_the_drag(
     daemon: Daemon, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, paused = Page(daemon, session), asyncio.Event()
+    page = Page(daemon, session)
+    recording, pressing, paused = asyncio.Event(), asyncio.Event(), asyncio.Event()
     is_dragging: Any = vars(controlling._Session)["is_dragging"]
+    record = Controlling._record_in_turn
 
     def noted(self: controlling._Session) -> bool:
         paused.set()
         return bool(is_dragging.fget(self))
 
+    async def record_after_the_press_began(*arguments: Any, **more: Any) -> None:
+        recording.set()
+        await pressing.wait()
+        await record(*arguments, **more)
+
+    async def press_slowly(action: Action) -> None:
+        if isinstance(action, MouseDown):
+            pressing.set()
+            await recording.wait()
+
     monkeypatch.setattr(controlling, "_PAUSE_S", 0.05)
     monkeypatch.setattr(controlling._Session, "is_dragging", property(noted))
+    monkeypatch.setattr(Controlling, "_record_in_turn", record_after_the_press_began)
     async with AsyncEnvClient(daemon.address) as client, client.reset("fake/save-note") as episode:
-        path = f"episodes/{episode.episode_id}"
+        path, episode_id = f"episodes/{episode.episode_id}", episode.episode_id
+        found = daemon.service.find(episode_id)
+        assert found is not None
+        found.machine.desktop.before_act = press_slowly
         await page.post(f"{path}/control")
-        paused.clear()
+        await page.post(f"{path}/actions", actions=[{"action": "move", "x": 100, "y": 55}])
         await page.post(f"{path}/actions", actions=[{"action": "mouse_down", "x": 100, "y": 55}])
         await paused.wait()
         up = [{"action": "move", "x": 150, "y": 90}, {"action": "mouse_up", "x": 160, "y": 100}]
         await page.post(f"{path}/actions", actions=up)
         await page.post(f"{path}/release")
-        episode_id = episode.episode_id
     (step,) = (await recorded(daemon, episode_id)).steps
     assert step["performed"] == [{"action": "drag", "x": 100, "y": 55, "to_x": 160, "to_y": 100}]
 
