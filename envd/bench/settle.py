@@ -19,7 +19,7 @@ from envd.bench.session import BenchSession, Steps
 from envd.bench.settle_recording import RecordedStep, Recorder, replay_settling
 from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task
-from envd.tasks.oracle import WaitFor
+from envd.tasks.oracle import Input, WaitFor, without_target
 from envd.tasks.queries import Query
 from envd.tasks.replay import Result, replay
 
@@ -80,17 +80,18 @@ async def _play(leased: LeasedMachine, task: Task, recorder: Recorder, *, steps:
         await wait_until_met(condition, os=task.os, run=run, let_run=lambda: asyncio.sleep(_QUERY_INTERVAL_S))
         return (await desktop.frame(refresh=True)).frame_id
 
-    async def step(actions: tuple[Action, ...]) -> str:
+    async def step(inputs: tuple[Input, ...]) -> str:
+        actions = tuple(map(without_target, inputs))
         steps.done(f"recording {task.task_id}")
         before = (await desktop.frame(refresh=True)).image
-        inputs = _without_last_waits(actions)
-        for action in inputs or actions:
+        until_last = _without_last_waits(actions)
+        for action in until_last or actions:
             outcome = await desktop.act(action)
             if outcome.error:
                 raise BenchFailed(f"task {task.task_id}: {action}: {outcome.error}")
-        if not inputs:
+        if not until_last:
             return (await desktop.frame(refresh=True)).frame_id
-        return (await recorder.record(inputs, input_s=time.monotonic(), before=before)).image_id
+        return (await recorder.record(until_last, input_s=time.monotonic(), before=before)).image_id
 
     first_frame_id = (await desktop.frame(refresh=True)).frame_id
     if leased.machine.processor_s() is None:

@@ -186,7 +186,10 @@ class DrawnDesktop:
         """Return open windows as the window manager lists them, the active one last."""
         return [
             OpenWindow(
-                _FIRST_WINDOW_ID + self._known.index(window), f"{window.name.lower()}.{window.name}", window.title
+                _FIRST_WINDOW_ID + self._known.index(window),
+                f"{window.name.lower()}.{window.name}",
+                window.title,
+                (window.rect.x, window.rect.y, window.rect.w, window.rect.h),
             )
             for window in self.windows
         ]
