@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
-from cuaenv.actions import Action, Done, Fail, Wait
+from cuaenv.actions import Action, Done, Fail, ToolAction, Wait
 from envd.base.errors import GuestError
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.programs import count_processes
@@ -72,9 +72,9 @@ async def replay(
 
 
 def _expects_a_response(actions: tuple[Action, ...]) -> bool:
-    """Whether the agent continues after input that should change the screen."""
+    """Whether the agent continues after input that should change the screen. Tools respond without it."""
     is_end = isinstance(actions[-1], Done | Fail)
-    return not is_end and any(not isinstance(action, Wait) for action in actions)
+    return not is_end and any(not isinstance(action, Wait | ToolAction) for action in actions)
 
 
 class Result(Protocol):

@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from cuaenv.actions import Action, Done, PressKeys, TypeText, Wait
+from cuaenv.actions import Action, Done, EditFile, PressKeys, RunShell, TypeText, Wait
 from envd.tasks.oracle import OracleAction, WaitFor
 from envd.tasks.replay import replay
 
@@ -90,6 +90,15 @@ async def test_the_wait_ends_for_an_input_without_a_response() -> None:
 async def test_waits_and_the_end_expect_no_response() -> None:
     idle = (Wait(timedelta(seconds=1)),)
     assert await play(Screen(responds_after_waits=0), idle, DONE) == [idle, DONE]
+
+
+async def test_tools_respond_without_a_change_of_the_screen() -> None:
+    edit = (EditFile(path="/home/user/a.txt", old="a", new="b"), RunShell("make"))
+    screen = Screen(responds_after_waits=99)
+    performed = await play(screen, edit, (RunShell("ls"),), DONE)
+    assert performed == [edit, (RunShell("ls"),), DONE]
+    also_input = (RunShell("ls"), *NAME)
+    assert await play(Screen(responds_after_waits=0), also_input, DONE) == [also_input, LOOK, DONE]
 
 
 async def test_a_step_with_conditions_has_had_its_response_when_they_hold() -> None:
