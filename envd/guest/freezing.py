@@ -20,11 +20,16 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Control groups stop all processes of a group at once, and a process cannot leave its group. Signals are for guests
 # without version 2 of them: a process can have a timer send itself SIGCONT. Programs that the host started as the user
 # are in the groups of the services that did, whose own processes are root's and continue in another group.
+# Only what the shell does itself: each program costs an emulated guest 0.1 s.
 _GROUPS = f"""
 PATH={_PATH}
 cd /sys/fs/cgroup || exit
-services=$(ls -d system.slice/qemu-guest-agent.service system.slice/envd-*.service 2>/dev/null)
-groups="$(ls -d user.slice 2>/dev/null) $services"
+services=
+for service in system.slice/qemu-guest-agent.service system.slice/envd-*.service; do
+[ ! -d "$service" ] || services="$services $service"
+done
+groups=$services
+[ ! -d user.slice ] || groups="user.slice $services"
 """
 _FREEZE = f"""{_GROUPS}
 if [ ! -e cgroup.controllers ]; then
@@ -32,18 +37,31 @@ setpriv --reuid={_USER_ID} --clear-groups sh -c 'kill -STOP -1'
 exit 0
 fi
 awake=system.slice/envd-awake
-mkdir -p $awake && echo $$ >$awake/cgroup.procs || exit
+[ -d $awake ] || mkdir $awake
+echo $$ >$awake/cgroup.procs || exit
+pids=
 for service in $services; do
-for status in $(sed 's|.*|/proc/&/status|' $service/cgroup.procs | xargs -r grep -ls '^Uid:.0.'); do
-pid=${{status#/proc/}}
-echo ${{pid%/status}} >$awake/cgroup.procs
-done 2>/dev/null
+while read -r pid; do pids="$pids $pid"; done <$service/cgroup.procs
 done
+for pid in $pids; do
+while read -r key uid _; do
+if [ "$key" = Uid: ]; then
+[ "$uid" != 0 ] || echo "$pid" >$awake/cgroup.procs
+break
+fi
+done </proc/"$pid"/status
+done 2>/dev/null
 for group in $groups; do
 echo 1 >$group/cgroup.freeze || exit
 done
+is_frozen() {{
+while read -r line; do
+[ "$line" != 'frozen 1' ] || return 0
+done <$1/cgroup.events
+return 1
+}}
 for group in $groups; do
-until grep -q 'frozen 1' $group/cgroup.events; do sleep 0.02; done
+until is_frozen $group; do sleep 0.02; done
 done
 """
 _THAW = f"""{_GROUPS}

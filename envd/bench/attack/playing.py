@@ -25,7 +25,7 @@ _MAX_MUTANT_WAIT_S = 10.0
 _MOST_PIXELS = 640 * 400
 #: Mutants played at once for each task whose start is open to fork from. A task has 15 to 80 mutants, and few of them
 #: remain when the machine of the next task is set up.
-_MUTANTS_PER_TRUNK = 8
+_MUTANTS_PER_TRUNK = 4
 #: Tools of a task that has an oracle from elsewhere.
 GUEST_TOOLS = ("shell", "files")
 
