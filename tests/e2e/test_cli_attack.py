@@ -126,6 +126,9 @@ def test_a_task_that_cannot_be_set_up_does_not_stop_the_others(suite: Path) -> N
     assert all(each["detail"].startswith("not played: ") for each in unplayed)
     counts = found["suites"]["mine"]
     assert counts["no score"] == len(unplayed) > 5
+    attack(suite, "mine/solved-at-start", "--jobs", "16", "--resume")
+    lines = (suite.parent / "out" / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == counts["mutants"] + len(unplayed), "those without a score are played again"
     assert counts["killed"] == counts["mutants"] - len(found["open"]) > 5
 
 

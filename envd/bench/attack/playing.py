@@ -51,6 +51,11 @@ class Attack(BaseModel):
     """PNG of the final screen; empty unless something was found."""
 
     @property
+    def is_unscored(self) -> bool:
+        """Whether something failed that may succeed when it is played again."""
+        return self.score is None and not self.impossible
+
+    @property
     def is_killed(self) -> bool:
         """Whether the checker scored it as a sound one does, or it cannot be done."""
         if self.score is None:
