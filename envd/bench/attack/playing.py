@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict
@@ -94,12 +95,13 @@ async def attack(
         runs_guests = daemon.hypervisor.capabilities.runs_guests
         async with asyncio.TaskGroup() as group:
             for task in tasks:
-                player = _Player(client, task, runs_guests=runs_guests, forks=forks, on_result=on_result)
+                own = judged_digest(task)
                 mutants = [
-                    each
-                    for each in playable(task, runs_guests=runs_guests)
-                    if is_wanted(each, each.digest(player.task_digest))
+                    each for each in playable(task, runs_guests=runs_guests) if is_wanted(each, each.digest(own))
                 ]
+                player = _Player(
+                    client=client, task=task, task_digest=own, runs_guests=runs_guests, forks=forks, on_result=on_result
+                )
                 if mutants:
                     await trunks.acquire()
                     playing = player.play(
@@ -108,39 +110,30 @@ async def attack(
                     group.create_task(playing, name=f"attack:{task.task_id}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Player:
-    """Plays the mutants of one task."""
+    """Plays the mutants of one task. Each that is played holds one of `forks`."""
 
-    def __init__(
-        self,
-        client: AsyncEnvClient,
-        task: Task,
-        *,
-        runs_guests: bool,
-        forks: asyncio.Semaphore,
-        on_result: Callable[[Attack], None],
-    ) -> None:
-        """Play on a client's machines; each mutant that is played holds `forks`."""
-        self.task_digest = judged_digest(task)
-        self._client = client
-        self._task = task
-        self._runs_guests = runs_guests
-        self._forks = forks
-        self._on_result = on_result
+    client: AsyncEnvClient
+    task: Task
+    task_digest: str
+    runs_guests: bool
+    forks: asyncio.Semaphore
+    on_result: Callable[[Attack], None]
 
     async def play(self, mutants: Sequence[Mutant], *, max_steps: int, on_forked: Callable[[], None]) -> None:
         """Play all mutants. `on_forked` is called when the machine they are forked from is closed."""
         left = list(mutants)
         async with AsyncExitStack() as forks, asyncio.TaskGroup() as group:
             try:
-                opening = self._client.reset(
-                    self._task.task_id, max_steps=max_steps, view=View(encoding="none"), timeout=_RESET_TIMEOUT
+                opening = self.client.reset(
+                    self.task.task_id, max_steps=max_steps, view=View(encoding="none"), timeout=_RESET_TIMEOUT
                 )
                 async with opening as trunk:
                     await self._fork_all(trunk, left, forks, group)
             except (EnvError, ConditionNotMet) as error:
                 for mutant in left:
-                    self._on_result(self._result(mutant, detail=f"not played: {error}"))
+                    self.on_result(self._result(mutant, detail=f"not played: {error}"))
             finally:
                 on_forked()
 
@@ -152,23 +145,23 @@ class _Player:
             while left and left[0].shared_count == index:
                 count = await self._acquire(sum(mutant.shared_count == index for mutant in left))
                 try:
-                    episodes = await forks.enter_async_context(self._client.fork(trunk, count=count))
+                    episodes = await forks.enter_async_context(self.client.fork(trunk, count=count))
                 except BaseException:
                     for _ in range(count):
-                        self._forks.release()
+                        self.forks.release()
                     raise
                 for episode in episodes:
                     mutant = left.pop(0)
                     group.create_task(self._play(mutant, episode), name=f"attack:{mutant.name}")
             if left:
-                await self._perform(trunk, self._task.oracle[index : index + 1])
+                await self._perform(trunk, self.task.oracle[index : index + 1])
 
     async def _acquire(self, limit: int) -> int:
         """Wait for a free fork; take as many as are free, at most `limit`. Returns how many."""
-        await self._forks.acquire()
+        await self.forks.acquire()
         count = 1
-        while count < limit and not self._forks.locked():
-            await self._forks.acquire()
+        while count < limit and not self.forks.locked():
+            await self.forks.acquire()
             count += 1
         return count
 
@@ -178,10 +171,10 @@ class _Player:
             if not result.is_killed:
                 with suppress(EnvError):
                     result = result.model_copy(update={"picture": await _picture(episode)})
-            self._on_result(result)
+            self.on_result(result)
             await episode.close()
         finally:
-            self._forks.release()
+            self.forks.release()
 
     async def _attack(self, mutant: Mutant, episode: AsyncEpisode) -> Attack:
         score, detail, impossible = None, "", False
@@ -212,15 +205,15 @@ class _Player:
         await play(
             episode,
             steps,
-            os=self._task.os,
-            runs_guests=self._runs_guests,
+            os=self.task.os,
+            runs_guests=self.runs_guests,
             on_step=lambda *_: None,
             max_wait_s=_MAX_MUTANT_WAIT_S if is_mutant else math.inf,
         )
 
     def _result(self, mutant: Mutant, *, score: float | None = None, detail: str, impossible: bool = False) -> Attack:
         return Attack(
-            task_id=self._task.task_id,
+            task_id=self.task.task_id,
             mutant=mutant.name,
             family=mutant.family.value,
             digest=mutant.digest(self.task_digest),
