@@ -22,7 +22,7 @@ from envd.tasks.model import Task
 _RESET_TIMEOUT = timedelta(minutes=30)
 _COMMAND_TIMEOUT = timedelta(minutes=2)
 #: The state that a mutant waits for often never comes. One that is late is scored as it is.
-_MAX_MUTANT_WAIT_S = 10.0
+_MAX_MUTANT_WAIT_S = 30.0
 _MOST_PIXELS = 640 * 400
 #: Mutants played at once for each task whose start is open to fork from. A task has 15 to 80 mutants, and few of them
 #: remain when the machine of the next task is set up.
