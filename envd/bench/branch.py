@@ -7,17 +7,7 @@ from dataclasses import dataclass
 
 from cuaenv.client import AsyncEpisode
 from envd.bench.branch_parents import STEP_TIMEOUT, TARGET_DIRTY_MIB, BranchParent, frame_id_of
-from envd.bench.report import (
-    BenchReport,
-    Check,
-    Figure,
-    Target,
-    exempt_without_guests,
-    figure,
-    figures_of,
-    from_samples,
-    mib,
-)
+from envd.bench.report import BenchReport, Check, Figure, exempt_without_guests, figures_of, mib, percentile
 from envd.bench.session import BenchSession, Steps
 
 #: The first two machines of a process take longer: libvirt queries QEMU's capabilities.
@@ -41,42 +31,6 @@ class Branch:
     def other_ms(self) -> float:
         """The daemon's time outside of `copy_ms` and `start_ms`."""
         return self.total_ms - self.copy_ms - self.start_ms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BranchFigures:
-    """Figures of the branches of one parent."""
-
-    branch_ms_p50: float = figure(
-        "Fork of a live episode over gRPC on loopback, one child, until the client has the child's first frame as PNG;"
-        " all standby machines are ready before each",
-        Target("<=", 120),
-    )
-    branch_ms_p95: float = figure("The same")
-    parent_pause_ms_p50: float = figure(
-        "How long the parent was paused for the copy; it was already paused, as between any two calls", Target("<=", 25)
-    )
-    copy_ms_p50: float = figure("The whole copy, including the pause")
-    start_ms_p50: float = figure("Until the child was forked from the copy")
-    other_ms_p50: float = figure(
-        "The daemon's other work: reading the display and encoding the frame, as far as they outlast the two above"
-    )
-    dirty_mib_p50: float | None = figure(
-        "Guest memory that the parent had written before: anonymous pages of its private mapping of the template's"
-        " memory (smaps)"
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFigures:
-    """Figures of groups that start from one state."""
-
-    group_first_frames_ms_p50: float = figure(
-        "Fork of a fresh desktop over gRPC on loopback into a group as large as the standby set, which is full before"
-        " each, until the client has the first frames of all members as PNG",
-        Target("<=", 600),
-    )
-    group_first_frames_ms_p95: float = figure("The same")
 
 
 #: The target of groups is for this size.
@@ -179,15 +133,14 @@ def branch_report(
             for name in ("branch_ms", "parent_pause_ms", "copy_ms", "start_ms", "other_ms")
         }
         measured["dirty_mib"] = [mib(sample.dirty_bytes) for sample in samples if sample.dirty_bytes is not None]
-        values = from_samples(BranchFigures, measured)
         exempt = exempt_without_guests(conditions)
-        if (dirty := values.dirty_mib_p50) is not None and dirty > TARGET_DIRTY_MIB:
+        if (dirty := percentile(measured["dirty_mib"], 50)) is not None and dirty > TARGET_DIRTY_MIB:
             exempt = exempt or f"{dirty:.0f} MiB are dirty; the target is for {TARGET_DIRTY_MIB} MiB"
-        figures += figures_of(values, name=f"{prefix}{{}}", meaning=f"{subject}: {{}}", exempt=exempt)
+        figures += figures_of("branch", measured, {}, name=f"{prefix}{{}}", meaning=f"{subject}: {{}}", exempt=exempt)
         all_samples |= {f"{prefix}{name}": measured[name] for name in ("branch_ms", "parent_pause_ms", "dirty_mib")}
     exempt = exempt_without_guests(conditions)
     if (size := conditions["group_size"]) != TARGET_GROUP_SIZE:
         exempt = exempt or f"group_size is {size}, not {TARGET_GROUP_SIZE}"
     all_samples["group_first_frames_ms"] = list(group_ms)
-    figures += figures_of(from_samples(GroupFigures, all_samples), exempt=exempt)
+    figures += figures_of("branch_groups", all_samples, {}, exempt=exempt)
     return BenchReport(benchmark="branch", conditions=conditions, figures=figures, checks=(check,), samples=all_samples)

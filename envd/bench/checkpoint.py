@@ -4,49 +4,17 @@ import os
 import time
 from collections import defaultdict
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_high
 
 from cuaenv.client import AsyncEpisode, Checkpoint
 from envd.bench.branch_parents import STEP_TIMEOUT, BranchParent
-from envd.bench.report import BenchReport, Check, Target, exempt_without_guests, figure, figures_of, from_samples, mib
+from envd.bench.report import BenchReport, Check, exempt_without_guests, figures_of, mib
 from envd.bench.session import BenchSession, Steps
 
 #: The first machines of a process take longer: libvirt queries QEMU's capabilities.
 _WARM_UPS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFigures:
-    """Figures of the checkpoints of a fresh desktop (light) and of one with an editor that was typed into."""
-
-    create_light_ms_p50: float = figure("CreateCheckpoint of a fresh desktop, over gRPC on loopback", Target("<=", 120))
-    create_editor_ms_p50: float = figure("The same of a desktop with an editor", Target("<=", 250))
-    parent_pause_light_ms_p50: float = figure("How long the fresh desktop was paused for the copy", Target("<=", 25))
-    parent_pause_editor_ms_p50: float = figure("The same of the desktop with an editor")
-    branch_light_ms_p50: float = figure("Fork of the fresh desktop in the same run, one child, for comparison")
-    branch_editor_ms_p50: float = figure("The same of the desktop with an editor")
-    reset_cached_ms_p50: float = figure(
-        "Reset of one episode from the fresh desktop's checkpoint, until the client has its first frame as PNG; its"
-        " files are in the page cache",
-        Target("<=", 150),
-    )
-    reset_cold_ms_p50: float = figure("The same; its files are not in the page cache", Target("<=", 400))
-    reset_editor_cached_ms_p50: float = figure("As reset_cached, of the desktop with an editor")
-    reset_editor_cold_ms_p50: float = figure("As reset_cold, of the desktop with an editor")
-    rollback_ms_p50: float = figure(
-        "Rollback of the fresh desktop to its checkpoint, until the client has the frame; a machine is ready",
-        Target("<=", 150),
-    )
-    rollback_editor_ms_p50: float = figure("The same of the desktop with an editor")
-    light_mib: float = figure("Size of the fresh desktop's checkpoint on disk, median", Target("<=", 8))
-    editor_mib: float = figure("The same of the desktop with an editor", Target("<=", 32))
-    depth_32_over_1: float = figure(
-        "Reset from the last checkpoint of a chain of `depth`, each made in an episode of the one before, divided by"
-        " one from its first",
-        Target("<=", 1.3),
-    )
 
 
 def step_count(repetitions: int, depth: int) -> int:
@@ -82,17 +50,15 @@ async def measure_checkpoints(
     samples["first_reset_ms"], samples["deep_reset_ms"] = await _measure_depth(
         bench, light_task_id, parent=parent, repetitions=repetitions, depth=depth, steps=steps
     )
-    figures = from_samples(
-        CheckpointFigures,
-        samples,
-        light_mib=median_high(samples["light_mib"]),
-        editor_mib=median_high(samples["editor_mib"]),
-        depth_32_over_1=median_high(samples["deep_reset_ms"]) / median_high(samples["first_reset_ms"]),
-    )
+    values = {
+        "light_mib": median_high(samples["light_mib"]),
+        "editor_mib": median_high(samples["editor_mib"]),
+        "depth_32_over_1": median_high(samples["deep_reset_ms"]) / median_high(samples["first_reset_ms"]),
+    }
     return BenchReport(
         benchmark="checkpoint",
         conditions=conditions,
-        figures=figures_of(figures, exempt=exempt_without_guests(conditions)),
+        figures=figures_of("checkpoint", samples, values, exempt=exempt_without_guests(conditions)),
         checks=tuple(checks),
         samples=samples,
     )

@@ -20,7 +20,7 @@ from cuaenv.actions import Action, Done, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEpisode
 from envd.base.errors import ConfigError
 from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
-from envd.bench.report import BenchReport, Check, figure, figures_of, from_samples, mib
+from envd.bench.report import BenchReport, Check, figures_of, mib
 from envd.bench.session import BenchSession, Steps
 from envd.hypervisor.qemu.processes import memory_of
 from envd.integrations.osworld.environment import Environment
@@ -36,38 +36,6 @@ _MEMORY_INTERVAL_S = 5.0
 #: Most steps that wait until the screen has changed.
 _MAX_WAITS = 20
 _WAIT = timedelta(seconds=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodesFigures:
-    """Figures of whole episodes."""
-
-    episodes_per_hour: float = figure(
-        "episodes from reset to score, in groups, with think time before each step; all machines of the host's pool"
-    )
-    peer_episodes_per_hour: float = figure(
-        "the same by OSWorld's unmodified DesktopEnv: a boot of the same image for each episode, its runner's pauses,"
-        " pyautogui and screenshots over HTTP"
-    )
-    ratio: float = figure("episodes_per_hour / peer_episodes_per_hour")
-    reset_s_p50: float = figure("Reset of a group, with the task's setup")
-    reset_s_p99: float = figure("the same")
-    step_s_p50: float = figure("a step until its settled frame has arrived, without thinking")
-    step_s_p99: float = figure("the same")
-    evaluate_s_p50: float = figure("Evaluate, by OSWorld's own evaluators")
-    evaluate_s_p99: float = figure("the same")
-    peer_reset_s_p50: float = figure("boot, DesktopEnv.reset, and the pause after it")
-    peer_reset_s_p99: float = figure("the same")
-    peer_step_s_p50: float = figure("DesktopEnv.step with its pause, without thinking")
-    peer_step_s_p99: float = figure("the same")
-    peer_evaluate_s_p50: float = figure("the pause before DesktopEnv.evaluate, and that")
-    peer_evaluate_s_p99: float = figure("the same")
-    memory_mib_per_episode: float = figure(
-        "most memory (Pss of all processes) beyond that before the first episode, per concurrent episode"
-    )
-    peer_memory_mib_per_episode: float = figure("the same")
-    cpu_s_per_episode: float = figure("CPU time of all processes")
-    peer_cpu_s_per_episode: float = figure("the same")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -246,23 +214,25 @@ def episodes_report(conditions: dict[str, object], ours: Side, peer: Side, *, co
             ("evaluate", [episode.evaluate_s for episode in side.episodes]),
         )
     }
-    values = from_samples(
-        EpisodesFigures,
-        samples,
-        episodes_per_hour=per_hour,
-        peer_episodes_per_hour=peer_per_hour,
-        ratio=per_hour / peer_per_hour,
-        memory_mib_per_episode=mib(ours.memory_bytes) / concurrency,
-        peer_memory_mib_per_episode=mib(peer.memory_bytes) / concurrency,
-        cpu_s_per_episode=ours.cpu_s / len(ours.episodes),
-        peer_cpu_s_per_episode=peer.cpu_s / len(peer.episodes),
-    )
+    values = {
+        "episodes_per_hour": per_hour,
+        "peer_episodes_per_hour": peer_per_hour,
+        "ratio": per_hour / peer_per_hour,
+        "memory_mib_per_episode": mib(ours.memory_bytes) / concurrency,
+        "peer_memory_mib_per_episode": mib(peer.memory_bytes) / concurrency,
+        "cpu_s_per_episode": ours.cpu_s / len(ours.episodes),
+        "peer_cpu_s_per_episode": peer.cpu_s / len(peer.episodes),
+    }
     checks = []
     for who, side in (("our", ours), ("the peer's", peer)):
         solved, count = sum(episode.score == 1.0 for episode in side.episodes), len(side.episodes)
         checks.append(Check(name=f"{who} episodes scored 1.0", passed=solved == count, evidence=f"{solved} of {count}"))
     return BenchReport(
-        benchmark="episodes", conditions=conditions, figures=figures_of(values), checks=checks, samples=samples
+        benchmark="episodes",
+        conditions=conditions,
+        figures=figures_of("episodes", samples, values),
+        checks=checks,
+        samples=samples,
     )
 
 

@@ -7,16 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from envd.base.aio import shielded
-from envd.bench.report import (
-    BenchFailed,
-    BenchReport,
-    Target,
-    exempt_without_guests,
-    figure,
-    figures_of,
-    from_samples,
-    mib,
-)
+from envd.bench.report import BenchFailed, BenchReport, Value, exempt_without_guests, figures_of, mib
 from envd.bench.session import BenchSession, Steps, new_machine_id
 from envd.guest.desktop import Desktop
 from envd.hypervisor.machine import Accelerator, GuestOs
@@ -45,42 +36,6 @@ class UsedMemory:
     private_dirty_bytes: float
     standby_pss_bytes: float
     daemon_growth_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForkFigures:
-    """Figures of new machines."""
-
-    cold_boot_s: float = figure("Boot one machine as for a template: from create until ready and settled")
-    acquire_ms_p50: float = figure(
-        "Reset to a task without setup over gRPC on loopback, until the client has the whole PNG keyframe; all standby"
-        " machines are ready before each",
-        Target("<=", 20),
-    )
-    acquire_ms_first: float = figure("The first of them, which encodes the frame that the others share")
-    acquire_ms_max: float = figure("The slowest of them")
-    cold_boot_over_acquire: float = figure("cold_boot_s / acquire_ms_p50", Target(">=", 1000))
-    fork_ms_p50: float = figure(
-        "No standby: hypervisor.fork through libvirt, from nothing (directory, disk overlay, domain, QEMU, device"
-        " state, forwarded port) to a paused machine, whose first frame is its template's"
-    )
-    fork_ms_p95: float = figure("The same")
-    raw_qemu_fork_ms_p50: float | None = figure(
-        "The same by QEMU alone, alternating with the above: libvirt's own command line for a fork, with its own files"
-        " and monitor socket, the same state loaded, the same end"
-    )
-    fork_over_raw: float | None = figure("fork_ms_p50 / raw_qemu_fork_ms_p50", Target("<=", 1.3))
-    destroy_ms_p50: float = figure("Destroy a fork until nothing of it is left")
-    forks_per_min_1: float = figure("Fork and destroy, one at a time")
-    forks_per_min_2: float = figure("Fork and destroy, two at a time")
-    marginal_pss_mib: float | None = figure(
-        "All forks running, each woken and one agent command answered: (sum of the QEMU processes' Pss from"
-        " smaps_rollup + growth of the daemon's Pss) / machines. Pages of the template's memory file that several map"
-        " count once in that sum",
-        Target("<=", 150),
-    )
-    private_dirty_mib: float | None = figure("Private_Dirty of the same processes, per machine")
-    standby_pss_mib: float | None = figure("Pss per machine before any was woken")
 
 
 def step_count(repetitions: int) -> int:
@@ -235,26 +190,24 @@ def fork_report(
     memory: UsedMemory | None,
 ) -> BenchReport:
     samples = {"acquire_ms": acquire_ms, "fork_ms": fork_ms, "raw_qemu_fork_ms": raw_ms, "destroy_ms": destroy_ms}
-    values = from_samples(
-        ForkFigures,
-        samples,
-        cold_boot_s=cold_boot_s,
-        acquire_ms_first=acquire_ms[0],
-        acquire_ms_max=max(acquire_ms),
-        cold_boot_over_acquire=1000 * cold_boot_s / median(acquire_ms),
-        fork_over_raw=median(fork_ms) / median(raw_ms) if raw_ms else None,
-        forks_per_min_1=forks_per_min[0],
-        forks_per_min_2=forks_per_min[1],
-        marginal_pss_mib=mib(memory.pss_bytes + memory.daemon_growth_bytes) if memory else None,
-        private_dirty_mib=mib(memory.private_dirty_bytes) if memory else None,
-        standby_pss_mib=mib(memory.standby_pss_bytes) if memory else None,
-    )
+    values: dict[str, Value] = {
+        "cold_boot_s": cold_boot_s,
+        "acquire_ms_first": acquire_ms[0],
+        "acquire_ms_max": max(acquire_ms),
+        "cold_boot_over_acquire": 1000 * cold_boot_s / median(acquire_ms),
+        "fork_over_raw": median(fork_ms) / median(raw_ms) if raw_ms else None,
+        "forks_per_min_1": forks_per_min[0],
+        "forks_per_min_2": forks_per_min[1],
+        "marginal_pss_mib": mib(memory.pss_bytes + memory.daemon_growth_bytes) if memory else None,
+        "private_dirty_mib": mib(memory.private_dirty_bytes) if memory else None,
+        "standby_pss_mib": mib(memory.standby_pss_bytes) if memory else None,
+    }
     return BenchReport(
         benchmark="fork",
         conditions=conditions,
         figures=[
             replace(each, exempt=each.exempt or _other_load(conditions)) if each.name == "marginal_pss_mib" else each
-            for each in figures_of(values, exempt=exempt_without_guests(conditions))
+            for each in figures_of("fork", samples, values, exempt=exempt_without_guests(conditions))
         ],
         samples=samples,
     )

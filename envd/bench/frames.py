@@ -24,17 +24,7 @@ from cuaenv.frames import TiledImage
 from envd.api.convert_results import frame_message
 from envd.bench.playing import max_steps_of, play
 from envd.bench.rebuilding import ClientProcess, open_client
-from envd.bench.report import (
-    BenchFailed,
-    BenchReport,
-    Check,
-    Target,
-    exempt_without_guests,
-    figure,
-    figures_of,
-    from_samples,
-    kib,
-)
+from envd.bench.report import BenchFailed, BenchReport, Check, Value, exempt_without_guests, figures_of, kib
 from envd.bench.session import BenchSession, Steps
 from envd.guest.display.encoder import FrameEncoder
 from envd.guest.display.frames import Frame
@@ -49,37 +39,6 @@ _KINDS = ("png", "delta", "keyframe")
 _RAW = ObservationOptions(encoding=Encoding.RAW_ZSTD)
 
 Pixels = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrameFigures:
-    """Figures of the frames of all steps: medians over the steps of each frame's median."""
-
-    png_ms_p50: float = figure(
-        "The peers' way: Pillow's PNG with its default settings, from an RGB array and back to one, in one process;"
-        " median over all steps of each frame's median"
-    )
-    png_kib_p50: float = figure("Its bytes")
-    delta_ms_p50: float = figure(
-        "Against the frame before: cutting out and hashing the tiles that changed, FrameEncoder including its threads,"
-        " and the trainer's rebuilding to an RGB array in a process of its own. Without gRPC and the pipe to that"
-        " process. Nothing is cached from an earlier measurement"
-    )
-    delta_kib_p50: float = figure("Bytes of the whole Frame message")
-    changed_delta_ms_p50: float = figure("delta_ms_p50 of only the steps that changed a pixel")
-    changed_delta_kib_p50: float = figure("delta_kib_p50 of the same steps")
-    delta_time_ratio: float = figure("delta_ms_p50 / png_ms_p50", Target("<=", 1 / 20))
-    delta_size_ratio: float = figure("delta_kib_p50 / png_kib_p50", Target("<=", 1 / 10))
-    encode_ms_p50: float = figure("The daemon's part of delta_ms")
-    client_rebuild_ms_p50: float = figure(
-        "The trainer's part of delta_ms: unpacking, hashing the tiles that changed, verifying the image's id, and a new"
-        " array of (height, width, 3)"
-    )
-    keyframe_ms_p50: float = figure(
-        "The same frames whole, as for a client that has no frame: FrameEncoder and the trainer's rebuilding"
-    )
-    lossless: bool = figure("Whether every frame that the client rebuilt equals the recorded one, byte for byte")
-    keyframe_kib_p50: float = figure("Bytes of the whole Frame message")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,22 +259,20 @@ def frames_report(conditions: dict[str, object], costs: Sequence[FrameCost], los
     samples["encode_ms"] = [cost.delta.encode_ms for cost in costs]
     samples["client_rebuild_ms"] = [cost.delta.rebuild_ms for cost in costs]
     changed = [cost.delta for cost in costs if cost.has_changed]
-    values = from_samples(
-        FrameFigures,
-        samples,
-        changed_delta_ms_p50=median([cost.total_ms for cost in changed]),
-        changed_delta_kib_p50=median([kib(cost.size_bytes) for cost in changed]),
-        delta_time_ratio=median(samples["delta_ms"]) / median(samples["png_ms"]),
-        delta_size_ratio=median(samples["delta_kib"]) / median(samples["png_kib"]),
-        lossless=lossless.passed,
-    )
+    values: dict[str, Value] = {
+        "changed_delta_ms_p50": median([cost.total_ms for cost in changed]),
+        "changed_delta_kib_p50": median([kib(cost.size_bytes) for cost in changed]),
+        "delta_time_ratio": median(samples["delta_ms"]) / median(samples["png_ms"]),
+        "delta_size_ratio": median(samples["delta_kib"]) / median(samples["png_kib"]),
+        "lossless": lossless.passed,
+    }
     exempt = exempt_without_guests(conditions)
     if len(costs) < _TARGET_FRAMES:
         exempt = exempt or f"{len(costs)} frames; the targets are for at least {_TARGET_FRAMES}"
     return BenchReport(
         benchmark="frames",
         conditions=conditions,
-        figures=figures_of(values, exempt=exempt),
+        figures=figures_of("frames", samples, values, exempt=exempt),
         checks=(lossless,),
         samples=samples,
     )

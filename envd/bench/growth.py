@@ -3,13 +3,12 @@
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from envd.base.config import Config
 from envd.bench.fork import acquire_once
-from envd.bench.report import BenchReport, Figure, Target, exempt_without_guests, figure, figures_of, mib
+from envd.bench.report import BenchReport, Figure, Value, exempt_without_guests, figures_of, mib
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
 from envd.hypervisor.qemu.processes import machine_pids, memory_of, processor_ns
 from envd.pool.memory import read_available_bytes
@@ -23,26 +22,13 @@ IDLE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrowthFigures:
-    """Figures of one number of standby machines. Memory is None without processes to measure."""
-
-    acquire_ms_p50: float = figure("Reset to a task without setup over gRPC to its PNG frame")
-    pss_mib: float | None = figure("Pss of all QEMU processes (smaps_rollup)")
-    private_dirty_mib: float | None = figure("Private_Dirty of the same")
-    available_drop_mib: float | None = figure(
-        "Drop of the host's MemAvailable since before the daemon started; includes other users of the host"
-    )
-    machines_cpu_percent: float | None = figure("of one core: all QEMU processes, idle", Target("<", 3))
-    daemon_cpu_percent: float = figure("of one core: the daemon's own process, at the same time")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Standby:
     """Measurements with one number of standby machines."""
 
     machine_count: int
     acquire_ms: Sequence[float]
-    figures: GrowthFigures
+    figures: Mapping[str, Value]
+    """All but that of `acquire_ms`. Memory is None without processes to measure."""
 
 
 def step_count(sizes: Sequence[int], repetitions: int) -> int:
@@ -90,14 +76,13 @@ async def _measure(
     return Standby(
         machine_count=size,
         acquire_ms=acquire_ms,
-        figures=GrowthFigures(
-            acquire_ms_p50=median(acquire_ms),
-            pss_mib=mib(sum(memory.pss_bytes for memory in memories)) if pids else None,
-            private_dirty_mib=mib(sum(memory.private_dirty_bytes for memory in memories)) if pids else None,
-            available_drop_mib=mib(drop_bytes) if pids else None,
-            machines_cpu_percent=machines_percent if pids else None,
-            daemon_cpu_percent=daemon_percent,
-        ),
+        figures={
+            "pss_mib": mib(sum(memory.pss_bytes for memory in memories)) if pids else None,
+            "private_dirty_mib": mib(sum(memory.private_dirty_bytes for memory in memories)) if pids else None,
+            "available_drop_mib": mib(drop_bytes) if pids else None,
+            "machines_cpu_percent": machines_percent if pids else None,
+            "daemon_cpu_percent": daemon_percent,
+        },
     )
 
 
@@ -121,6 +106,8 @@ def growth_report(conditions: dict[str, object], found: Sequence[Standby]) -> Be
         if each.machine_count != _TARGET_MACHINES:
             exempt = exempt or f"the target is for {_TARGET_MACHINES} machines"
         figures += figures_of(
+            "growth",
+            {"acquire_ms": each.acquire_ms},
             each.figures,
             name=f"{{}}_{each.machine_count}",
             meaning=f"{each.machine_count} standby: {{}}",

@@ -63,8 +63,6 @@ class Provider:
 
     revert_to_snapshot = stop_emulator
 
-    revert_to_snapshot = stop_emulator
-
 
 class Manager:
     """Names of machines; they have none."""

@@ -8,9 +8,10 @@ from datetime import timedelta
 from cuaenv.actions import Action, Wait
 from cuaenv.client import AsyncEpisode, GuestFailed, GuestUnresponsive, StepResult
 from envd.base import errors
+from envd.bench.targets import resolved
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.model import Task
-from envd.tasks.oracle import OracleAction, WaitFor
+from envd.tasks.oracle import Aimed, Input, OracleAction, WaitFor, without_target
 from envd.tasks.queries import Query
 from envd.tasks.replay import PATIENCE_S, Result, query_of, replay, unmet
 
@@ -25,6 +26,8 @@ _IDLE_SETTLE_MS = 250.0
 _MAX_IDLE_S = 3.0
 _QUERY_TIMEOUT = timedelta(minutes=2)
 _WAITING_STEPS = 10
+#: Looks for a target in a guest that runs programs, before its action is performed at its own coordinates.
+_MAX_LOOKS = 4
 
 
 class ConditionNotMet(Exception):
@@ -60,7 +63,19 @@ async def play(
     """
     idle_s = 0.0
 
-    async def step(actions: tuple[Action, ...]) -> str:
+    async def step(inputs: tuple[Input, ...]) -> str:
+        begun: list[Action] = []
+        for each in inputs:
+            if isinstance(each, Aimed):
+                # The actions before it may show, hide or move its target.
+                if begun:
+                    await perform(tuple(begun))
+                begun = [await at_target(each)]
+            else:
+                begun.append(each)
+        return await perform(tuple(begun))
+
+    async def perform(actions: tuple[Action, ...]) -> str:
         nonlocal idle_s
         result = await episode.step(*actions)
         on_step(actions, result)
@@ -68,6 +83,14 @@ async def play(
         waited_s = sum(action.duration.total_seconds() for action in actions if isinstance(action, Wait))
         idle_s = idle_s + waited_s if is_idle and len(actions) == 1 and waited_s else 0.0
         return result.observation.frame_id
+
+    async def at_target(aimed: Aimed) -> Action:
+        for _ in range(looks):
+            if (action := await resolved(aimed, episode, os=os)) is not None:
+                return action
+            if runs_guests:
+                await perform(_LET_RUN)
+        return without_target(aimed)
 
     async def run(query: Query) -> Result:
         return await episode.run_command(query.argv, as_root=query.as_root, timeout=_QUERY_TIMEOUT)
@@ -82,12 +105,13 @@ async def play(
         async def let_run() -> None:
             if is_idle():
                 raise ConditionNotMet(f"waited for {condition} until the guest was idle")
-            await step(_LET_RUN)
+            await perform(_LET_RUN)
 
         limited = condition.model_copy(update={"timeout_s": min(condition.timeout_s, max_wait_s)})
         await wait_until_met(limited, os=os, run=run, let_run=let_run)
         return (await episode.observe(refresh=True)).frame_id
 
+    looks = _MAX_LOOKS if runs_guests else 1
     first_frame_id = episode.observation.frame_id
     # A fake desktop has reacted before its input call returns.
     patience_s = [wait_s for wait_s in PATIENCE_S if runs_guests and wait_s <= max_wait_s]

@@ -3,10 +3,13 @@
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
 from statistics import median
-from typing import Any, Literal, TypeVar
+from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -14,7 +17,6 @@ from rich.table import Table
 from envd.base.errors import EnvdError
 from envd.hypervisor.machine import Accelerator
 
-F = TypeVar("F")
 Value = float | bool | None
 """Value of a figure; None if it cannot be measured on this host."""
 
@@ -29,8 +31,15 @@ class BenchFailed(EnvdError, reason="BENCH_FAILED"):
 class Target:
     """The value that a figure should have."""
 
-    comparison: Literal["<=", "<", ">="]
+    comparison: str
+    """A key of `_COMPARISONS`."""
     limit: float
+
+    @classmethod
+    def of(cls, text: str) -> "Target":
+        """Return the target that `str` writes so, such as `<= 20`."""
+        comparison, limit = text.split()
+        return cls(comparison, float(limit))
 
     def __str__(self) -> str:
         return f"{self.comparison} {self.limit:g}"
@@ -57,39 +66,43 @@ class Figure:
         return _COMPARISONS[self.target.comparison](self.value, self.target.limit)
 
 
-def figure(meaning: str, target: Target | None = None) -> Any:
-    """Declare a field of a dataclass for `figures_of`; the field's name is the figure's, with its unit."""
-    return field(metadata={"meaning": meaning, "target": target})
-
-
-def from_samples(kind: type[F], samples: Mapping[str, Sequence[float]], **values: Value) -> F:
-    """Return a dataclass of figures: a field NAME_pNN is that percentile of the samples NAME, others are `values`."""
-    for each in fields(kind):  # type: ignore[arg-type] # a dataclass
-        name, _, percent = each.name.rpartition("_p")
-        if percent.isdecimal() and name in samples:
-            values.setdefault(each.name, percentile(samples[name], int(percent)))
-    return kind(**values)
+@cache
+def _definitions() -> dict[str, dict[str, Any]]:
+    definitions: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text())
+    return definitions
 
 
 def figures_of(
-    values: Any, *, name: str = "{}", meaning: str = "{}", exempt: str = "", has_targets: bool = True
+    group: str,
+    samples: Mapping[str, Sequence[float]],
+    values: Mapping[str, Value],
+    *,
+    name: str = "{}",
+    meaning: str = "{}",
+    exempt: str = "",
+    has_targets: bool = True,
 ) -> list[Figure]:
-    """Return one figure for each field of a dataclass.
+    """Return the figures of a group of `figures.yaml`.
 
     Args:
+        samples: NAME_pNN is that percentile of the samples NAME.
+        values: All other figures.
         name: Format of the figures' names.
         meaning: Format of the figures' meanings.
     """
-    return [
-        Figure(
-            name=name.format(each.name),
-            value=getattr(values, each.name),
-            meaning=meaning.format(each.metadata["meaning"]),
-            target=each.metadata["target"] if has_targets else None,
+    figures = []
+    for key, defined in _definitions()[group].items():
+        text, target = (defined["meaning"], defined["target"]) if isinstance(defined, dict) else (defined, "")
+        sampled, _, percent = key.rpartition("_p")
+        figure = Figure(
+            name=name.format(key),
+            value=values[key] if key in values else percentile(samples[sampled], int(percent)),
+            meaning=meaning.format(text),
+            target=Target.of(target) if target and has_targets else None,
             exempt=exempt,
         )
-        for each in fields(values)
-    ]
+        figures.append(figure)
+    return figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

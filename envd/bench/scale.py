@@ -4,14 +4,12 @@ The daemons and the clients run in processes of their own. Each daemon draws its
 """
 
 import textwrap
-from dataclasses import dataclass
 from typing import Any
 
 from envd.base.config import Config
 from envd.bench.load import daemon_processes, load_processes, part
 from envd.bench.load_client import MAX_STEPS, EchoServer, LoadPlan, LoadResult
-from envd.bench.report import BenchReport, Check, Target, figure, figures_of, from_samples, percentile
-from envd.bench.scale_daemon import LAG_INTERVAL_S
+from envd.bench.report import BenchReport, Check, figures_of, percentile
 from envd.bench.session import Steps, bench_config
 
 #: A task of drawn desktops with a counting button and a check box, at these points: every click changes the screen.
@@ -21,29 +19,6 @@ _POINTS = ((819, 100), (822, 167))
 _DAEMONS_PER_LOAD_PROCESS = 4
 #: The targets are for this number of machines.
 _TARGET_MACHINES = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleFigures:
-    """Figures of many clients."""
-
-    bare_rpc_per_s: float = figure(
-        "echoes over the same gRPC stack and processes, with payloads of the steps' median sizes"
-    )
-    steps_per_s: float = figure(
-        "steps of one click each, settled (quiet 0), with exact frames as changes to the frame before; the clients are"
-        " in other processes, one for four daemons, and do not rebuild frames"
-    )
-    steps_share: float = figure("steps_per_s / bare_rpc_per_s", Target(">=", 0.5))
-    p50_ms: float = figure("of a step, as its client sees it")
-    p99_ms: float = figure("the same", Target("<=", 250))
-    server_cpu_ms_per_step: float = figure("CPU time of all daemons, which draw the desktops too")
-    client_cpu_ms_per_step: float = figure("CPU time of the clients' processes")
-    loop_lag_ms_p99: float = figure(
-        f"how late the event loop of a daemon wakes a task that sleeps for {LAG_INTERVAL_S * 1000:g} ms, during the"
-        " steps",
-        Target("<=", 20),
-    )
 
 
 def step_count() -> int:
@@ -123,22 +98,25 @@ def scale_report(
 ) -> BenchReport:
     steps_per_s = stepped.call_count / stepped.elapsed_s
     bare_per_s = bare.call_count / bare.elapsed_s
-    values = from_samples(
-        ScaleFigures,
-        {"loop_lag_ms": lags_ms},
-        bare_rpc_per_s=bare_per_s,
-        steps_per_s=steps_per_s,
-        steps_share=steps_per_s / bare_per_s,
-        p50_ms=percentile(stepped.latencies_ms, 50),
-        p99_ms=percentile(stepped.latencies_ms, 99),
-        server_cpu_ms_per_step=server_cpu_s * 1000 / stepped.call_count,
-        client_cpu_ms_per_step=stepped.client_cpu_s * 1000 / stepped.call_count,
-    )
+    values = {
+        "bare_rpc_per_s": bare_per_s,
+        "steps_per_s": steps_per_s,
+        "steps_share": steps_per_s / bare_per_s,
+        "p50_ms": percentile(stepped.latencies_ms, 50),
+        "p99_ms": percentile(stepped.latencies_ms, 99),
+        "server_cpu_ms_per_step": server_cpu_s * 1000 / stepped.call_count,
+        "client_cpu_ms_per_step": stepped.client_cpu_s * 1000 / stepped.call_count,
+    }
     is_target_load = conditions["machine_count"] == _TARGET_MACHINES
     return BenchReport(
         benchmark="scale",
         conditions={**conditions, "request_bytes": stepped.request_bytes, "response_bytes": stepped.response_bytes},
-        figures=figures_of(values, exempt="" if is_target_load else f"the target is for {_TARGET_MACHINES} machines"),
+        figures=figures_of(
+            "scale",
+            {"loop_lag_ms": lags_ms},
+            values,
+            exempt="" if is_target_load else f"the target is for {_TARGET_MACHINES} machines",
+        ),
         checks=(
             Check(
                 name="every client opened an episode and every step got a response",

@@ -14,12 +14,12 @@ from statistics import median
 from cuaenv.actions import Action, Done, Fail, Wait
 from envd.base.config import SettlePolicy
 from envd.bench.playing import wait_until_met
-from envd.bench.report import BenchFailed, BenchReport, figure, figures_of, from_samples, percentile
+from envd.bench.report import BenchFailed, BenchReport, Value, figures_of, percentile
 from envd.bench.session import BenchSession, Steps
 from envd.bench.settle_recording import RecordedStep, Recorder, replay_settling
 from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task
-from envd.tasks.oracle import WaitFor
+from envd.tasks.oracle import Input, WaitFor, without_target
 from envd.tasks.queries import Query
 from envd.tasks.replay import Result, replay
 
@@ -27,23 +27,6 @@ _QUERY_TIMEOUT_S = 120.0
 _QUERY_INTERVAL_S = 0.5
 _IDLE_MS = (25, 50, 75, 100, 150, 200)
 _QUIET_MS = (50, 100, 150, 200, 300, 500, 1000)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettleFigures:
-    """Figures of the pool's policy, and of the fixed quiet time on the same steps."""
-
-    steps: float = figure("Steps with input, each recorded once")
-    late_change_rate: float = figure(
-        "Share of the steps in which content changed within the time watched after the frame that the pool's policy"
-        " returned; blinking and ignored regions do not count"
-    )
-    fixed_late_change_rate: float = figure("The same with the fixed quiet time, on the same recordings")
-    settle_ms_p50: float = figure("From the last input until the pool's policy returned")
-    settle_ms_p90: float = figure("The same")
-    fixed_settle_ms_p50: float = figure("The same with the fixed quiet time")
-    fixed_settle_ms_p90: float = figure("The same")
-    unsettled_rate: float = figure("Share of the steps in which time ran out before the screen was quiet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,17 +80,18 @@ async def _play(leased: LeasedMachine, task: Task, recorder: Recorder, *, steps:
         await wait_until_met(condition, os=task.os, run=run, let_run=lambda: asyncio.sleep(_QUERY_INTERVAL_S))
         return (await desktop.frame(refresh=True)).frame_id
 
-    async def step(actions: tuple[Action, ...]) -> str:
+    async def step(inputs: tuple[Input, ...]) -> str:
+        actions = tuple(map(without_target, inputs))
         steps.done(f"recording {task.task_id}")
         before = (await desktop.frame(refresh=True)).image
-        inputs = _without_last_waits(actions)
-        for action in inputs or actions:
+        until_last = _without_last_waits(actions)
+        for action in until_last or actions:
             outcome = await desktop.act(action)
             if outcome.error:
                 raise BenchFailed(f"task {task.task_id}: {action}: {outcome.error}")
-        if not inputs:
+        if not until_last:
             return (await desktop.frame(refresh=True)).frame_id
-        return (await recorder.record(inputs, input_s=time.monotonic(), before=before)).image_id
+        return (await recorder.record(until_last, input_s=time.monotonic(), before=before)).image_id
 
     first_frame_id = (await desktop.frame(refresh=True)).frame_id
     if leased.machine.processor_s() is None:
@@ -146,18 +130,16 @@ async def settle_report(
     fixed = curve["fixed 300 ms"]
     curve |= {f"idle {idle_ms} ms": await with_times(idle_ms=idle_ms) for idle_ms in _IDLE_MS}
     samples = {"settle_ms": own.settle_ms, "fixed_settle_ms": fixed.settle_ms}
-    values = from_samples(
-        SettleFigures,
-        samples,
-        steps=len(recorded),
-        late_change_rate=own.late_change_rate,
-        fixed_late_change_rate=fixed.late_change_rate,
-        unsettled_rate=1 - sum(own.is_settled) / len(recorded),
-    )
+    values: dict[str, Value] = {
+        "steps": len(recorded),
+        "late_change_rate": own.late_change_rate,
+        "fixed_late_change_rate": fixed.late_change_rate,
+        "unsettled_rate": 1 - sum(own.is_settled) / len(recorded),
+    }
     return BenchReport(
         benchmark="settle",
         conditions=dict(conditions),
-        figures=figures_of(values),
+        figures=figures_of("settle", samples, values),
         samples=samples,
         tables={
             "curve": [

@@ -25,22 +25,13 @@ from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id
 from envd.bench.child import run_module
 from envd.bench.rebuilding import ClientProcess, open_client
-from envd.bench.report import (
-    BenchFailed,
-    BenchReport,
-    Target,
-    exempt_without_guests,
-    figure,
-    figures_of,
-    from_samples,
-    kib,
-)
+from envd.bench.report import BenchFailed, BenchReport, exempt_without_guests, figures_of, kib
 from envd.bench.session import BenchSession, Steps
 from envd.guest.guestd import GuestdClient
 from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task
 
-#: The pause of peers between an action and its screenshot.
+#: The pause of peers between an action and its screenshot, which `figures.yaml` names.
 PEER_PAUSE_S = 2.0
 #: The first step wakes the machine, and the first of each kind loads code on both sides.
 _WARM_UPS = 6
@@ -50,42 +41,6 @@ _THINK_S = 0.05
 _STEP_TIMEOUT_S = 300.0
 _COMMAND_TIMEOUT_S = 60.0
 _VIEWER_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFigures:
-    """Figures of steps; those of peers are None where no guest runs."""
-
-    overhead_ms_p50: float = figure(
-        "step_ms less input_ms and settle_ms of the same step: resume, observe, pause and wire", Target("<=", 5)
-    )
-    overhead_ms_p99: float = figure("The same", Target("<=", 15))
-    step_ms_p50: float = figure(
-        "One action over gRPC on loopback, default settling, until the client has the response with the changed tiles"
-    )
-    input_ms_p50: float = figure("Part of step_ms: sending the action to the guest")
-    settle_ms_p50: float = figure("Part of step_ms: until the screen was quiet")
-    resume_ms_p50: float = figure("Part of the overhead: resuming the guest, which is paused between steps")
-    observe_ms_p50: float = figure("Part of the overhead: taking the frame and encoding it")
-    pause_ms_p50: float = figure("Part of the overhead: the daemon's other work, mostly pausing the guest")
-    wire_ms_p50: float = figure(
-        "Part of the overhead: gRPC both ways, conversion, and the client, which shares the daemon's process"
-    )
-    rebuild_ms_p50: float = figure(
-        "After the step: the trainer's rebuilding to an RGB array in a process of its own. A frame that does not match"
-        " its image's id ends the run"
-    )
-    frame_kib_p50: float = figure("Bytes of the Frame message")
-    peer_step_ms_p50: float | None = figure(
-        "The same actions as peers perform them, on a fork of the same template with the same setup that runs"
-        " throughout: POST /execute to the guest's HTTP service with xdotool (the guest has no pyautogui), a pause of"
-        f" {PEER_PAUSE_S:g} s, GET /screenshot (PNG, made in the guest), base64 in JSON and back, and Pillow's decoding"
-        " to an RGB array"
-    )
-    peer_input_ms_p50: float | None = figure("Part of it: /execute")
-    peer_screenshot_ms_p50: float | None = figure("Part of it: /screenshot")
-    peer_decode_ms_p50: float | None = figure("Part of it: base64, JSON and PNG")
-    peer_over_step: float | None = figure("peer_step_ms_p50 / (step_ms_p50 + rebuild_ms_p50)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,10 +282,11 @@ def step_report(conditions: dict[str, object], times: Sequence[StepTimes], peer:
     samples |= {f"peer_{part}_ms": [getattr(each, f"{part}_ms") for each in peer] for part in _PEER_PARTS}
     ours_ms = median(samples["step_ms"]) + median(samples["rebuild_ms"])
     peer_over_step = median(samples["peer_step_ms"]) / ours_ms if peer else None
-    values = from_samples(StepFigures, samples, peer_over_step=peer_over_step)
     return BenchReport(
         benchmark="step",
         conditions=conditions,
-        figures=figures_of(values, exempt=exempt_without_guests(conditions)),
+        figures=figures_of(
+            "step", samples, {"peer_over_step": peer_over_step}, exempt=exempt_without_guests(conditions)
+        ),
         samples=samples,
     )

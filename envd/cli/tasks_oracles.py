@@ -16,7 +16,7 @@ from envd.bench.attack.playing import GUEST_TOOLS
 from envd.cli.options import with_settings
 from envd.daemon.suites import load_tasks
 from envd.tasks.model import Task
-from envd.tasks.oracle import write_action
+from envd.tasks.oracle import split_step, without_target, write_action
 from envd.tasks.templates import MAX_SEED, split_of
 
 
@@ -61,8 +61,11 @@ def read_seeds(text: str) -> range:
 
 
 def oracle_line(task: Task) -> dict[str, object]:
-    """Return a task's line; coordinates are pixels of a 1280x800 screen."""
-    steps = [[write_action(action) for action in step] for step in task.oracle]
+    """Return a task's line, without targets; coordinates are pixels of a 1280x800 screen."""
+    parts = (split_step(step) for step in task.oracle)
+    steps = [
+        [write_action(each) for each in (*map(without_target, inputs), *conditions)] for inputs, conditions in parts
+    ]
     return {"task_id": task.task_id, "version": task.version, "split": split_of(task), "steps": steps}
 
 

@@ -20,6 +20,7 @@ from envd.base.errors import ConfigError
 from envd.bench.demonstration import Proposal, propose, task_text
 from envd.bench.playing import play
 from envd.bench.session import maps_call_errors
+from envd.bench.targets import TargetRecorder
 from envd.cli.options import runs_own_daemon
 from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.ephemeral import ensure_image, ephemeral_config, run_until_signal
@@ -123,23 +124,30 @@ async def _record(
             with maps_call_errors():
                 async with client.reset_group(task.task_id, size=2, timeout=_RESET_TIMEOUT) as (shown, witness):
                     daemon.service.events.add(demonstration)
+                    targets = TargetRecorder(shown, os=task.os)
+                    _episode(daemon, shown).machine.desktop.before_act = targets.before_act
                     if script:
                         await play(
                             shown, script, os=task.os, runs_guests=guests, on_step=lambda _actions, _result: None
                         )
                     else:
                         await _watch(daemon, shown, demonstration)
-                    steps = list(script) or [tuple(step) for step in demonstration.steps]
+                    steps = [tuple(map(targets.aimed, step)) for step in script or demonstration.steps]
                     return steps, await propose(witness, shown)
+
+
+def _episode(daemon: Daemon, shown: AsyncEpisode) -> Episode:
+    episode = daemon.service.find(shown.episode_id)
+    if episode is None:
+        raise AssertionError("the group is open")
+    return episode
 
 
 async def _watch(daemon: Daemon, shown: AsyncEpisode, demonstration: _Demonstration) -> None:
     """Return once a person has taken control, acted, and handed back."""
     url = f"http://{daemon.console_address}/#episode={shown.episode_id}"
     err.print(f"open {url}\nTake control, show the task, and hand back.", markup=False, soft_wrap=True)
-    episode = daemon.service.find(shown.episode_id)
-    if episode is None:
-        raise AssertionError("the group is open")
+    episode = _episode(daemon, shown)
     while episode.human.control_id or not episode.human.actions:
         demonstration.stepped_now.clear()
         with suppress(TimeoutError):

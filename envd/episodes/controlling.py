@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cuaenv.actions import Action
+from cuaenv.actions import Action, MouseDown, MouseUp
 from envd.base.aio import OwnedTasks
 from envd.base.errors import EnvdError, EpisodeEnded, HumanInControl
 from envd.episodes.context import EpisodeContext, Stopwatch
@@ -21,7 +21,7 @@ from envd.guest.observation import ActionOutcome
 
 logger = logging.getLogger(__name__)
 
-#: A pause of the input ends a step.
+#: A pause of the input ends a step, unless a button is held.
 _PAUSE_S = 0.6
 #: Input without a pause is cut into steps of this length.
 _MAX_PENDING = 200
@@ -34,6 +34,12 @@ class _Session:
     pending: list[tuple[Action, ActionOutcome]] = field(default_factory=list)
     """What was performed since the last recorded step."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_dragging(self) -> bool:
+        """Whether a button is held: a pause then is part of a drag."""
+        buttons = [action for action, _ in self.pending if isinstance(action, MouseDown | MouseUp)]
+        return bool(buttons) and isinstance(buttons[-1], MouseDown)
 
 
 class Controlling:
@@ -139,7 +145,7 @@ class Controlling:
                             if len(session.pending) < _MAX_PENDING:
                                 continue
                         await self._record_in_turn(episode, session)
-                    await self._record_in_turn(episode, session)
+                    await self._record_in_turn(episode, session, is_last=True)
         except EnvdError as error:
             logger.info("episode %s: control ends: %s", episode.episode_id, error)
         finally:
@@ -149,10 +155,12 @@ class Controlling:
         is_present = self._sessions.get(episode.episode_id) is session and not episode.closed.is_set()
         return is_present and self._context.clock.monotonic() < episode.human.expire_s
 
-    async def _record_in_turn(self, episode: Episode, session: _Session) -> None:
+    async def _record_in_turn(self, episode: Episode, session: _Session, *, is_last: bool = False) -> None:
         if session.pending and not episode.closed.is_set():
             async with episode.turn:
-                await self._record(episode, session)
+                # In the turn: the act that had it before may have been a press.
+                if is_last or len(session.pending) >= _MAX_PENDING or not session.is_dragging:
+                    await self._record(episode, session)
 
     async def _record(self, episode: Episode, session: _Session) -> None:
         """Report what the person did since the last step, with the settled screen. The caller holds the turn."""

@@ -38,6 +38,14 @@ class PerformedStep:
     unrecorded: tuple[str, ...] = ()
     """Requests that the web recording does not have."""
 
+    def is_before(self, *, step_count: int, time: datetime) -> bool:
+        """Whether the state of its episode at this number of steps and time includes the step.
+
+        A person's step has the index of the agent's next one.
+        """
+        is_persons = self.source == "human" and self.index == step_count and self.time <= time
+        return self.index < step_count or is_persons
+
 
 class EpisodeObserver:
     """Sees what happens to episodes; the default is to do nothing. Methods run on the event loop and must not wait."""
@@ -48,8 +56,8 @@ class EpisodeObserver:
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
         """A step was performed; `episode` has its state after it."""
 
-    def rolled_back(self, episode: Episode) -> None:
-        """An episode was put back to its present step and epoch; steps from there on no longer count."""
+    def rolled_back(self, episode: Episode, *, time: datetime) -> None:
+        """An episode was put back to the state at its present step and a time; steps from there on do not count."""
 
     def scored(self, episode: Episode) -> None:
         """The checkers ran; `episode.verdict` is the result."""
@@ -128,8 +136,8 @@ class EpisodeEvents:
         )
         self._each(lambda observer: observer.stepped(episode, step))
 
-    def rolled_back(self, episode: Episode) -> None:
-        self._each(lambda observer: observer.rolled_back(episode))
+    def rolled_back(self, episode: Episode, *, time: datetime) -> None:
+        self._each(lambda observer: observer.rolled_back(episode, time=time))
 
     def scored(self, episode: Episode) -> None:
         self._each(lambda observer: observer.scored(episode))

@@ -73,6 +73,8 @@ class Origin:
     checkpoint_id: str = ""
     """The checkpoint in whose state it began; empty if none."""
     checkpoint_episode_id: str = ""
+    checkpoint_time: datetime | None = None
+    """When that checkpoint was made."""
     perturbations: tuple[str, ...] = ()
     """Kinds of the perturbations of its world."""
 

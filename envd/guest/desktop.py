@@ -5,7 +5,7 @@ Owns the connections into the guest, not the machine: closing a desktop leaves t
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -121,6 +121,8 @@ class Desktop:
         self._is_closed = False
         self._scopes: set[asyncio.Timeout] = set()
         self._response_s = time.monotonic()
+        self.before_act: Callable[[Action], Awaitable[None]] | None = None
+        """Awaited before each action; for demonstrations that note what is under the pointer. It must not fail."""
 
     # State
 
@@ -232,6 +234,8 @@ class Desktop:
         Raises:
             GuestError: The display connection dropped during input, or the machine has no tablet.
         """
+        if self.before_act is not None:
+            await self.before_act(action)
         return await self._actor.act(action, settle=self._settle)
 
     @while_alive

@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
-from cuaenv.actions import Action, Done, Fail, ToolAction, Wait
+from cuaenv.actions import Done, Fail, ToolAction, Wait
 from envd.base.errors import GuestError
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.programs import count_processes
-from envd.tasks.oracle import OracleAction, WaitFor, split_step
+from envd.tasks.oracle import Input, OracleAction, WaitFor, split_step
 from envd.tasks.queries import (
     Query,
     describe_windows,
@@ -40,7 +40,7 @@ async def replay(
     steps: Sequence[tuple[OracleAction, ...]],
     *,
     first_frame_id: str,
-    step: Callable[[tuple[Action, ...]], Awaitable[str]],
+    step: Callable[[tuple[Input, ...]], Awaitable[str]],
     wait_for: Callable[[WaitFor], Awaitable[str]],
     patience_s: Sequence[float] = PATIENCE_S,
     is_idle: Callable[[], bool] = lambda: False,
@@ -73,7 +73,7 @@ async def replay(
             before, frame_id = frame_id, await step(_COMPARISON_WAIT)
 
 
-def _expects_a_response(actions: tuple[Action, ...]) -> bool:
+def _expects_a_response(actions: tuple[Input, ...]) -> bool:
     """Whether the agent continues after input that should change the screen. Tools respond without it."""
     is_end = isinstance(actions[-1], Done | Fail)
     return not is_end and any(not isinstance(action, Wait | ToolAction) for action in actions)

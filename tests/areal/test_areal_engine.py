@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cuaenv.client import Action, Click, Done
-from envd.hypervisor.fake import Faults
+from tests.support.faulty import Faults
 from tests.support.server import FakeServer, serve_fake
 from tests.support.sglang import SglangServer
 from trainer.agent.grammars import grammar

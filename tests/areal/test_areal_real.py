@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from cuaenv.client import Action, Click, Done
-from envd.hypervisor.fake import Faults
 from tests.support.areal import ModelResponse, ScriptedEngine
+from tests.support.faulty import Faults
 from tests.support.server import serve_fake
 from tests.support.slime import Processor, Tokenizer
 from trainer.adapters.areal.group import ArealConfig

@@ -6,8 +6,9 @@ import pytest
 
 from envd.api.server import ApiServer
 from envd.base.telemetry.metrics import Metrics
-from envd.hypervisor.fake import FakeHypervisor, FakeMachine, fake_image
+from envd.hypervisor.fake import fake_image
 from envd.hypervisor.machine import MachineSpec
+from tests.support.faulty import FaultyHypervisor, FaultyMachine
 from tests.support.stub_episodes import StubEpisodes
 
 
@@ -31,8 +32,8 @@ async def server(episodes: StubEpisodes, metrics: Metrics) -> AsyncIterator[ApiS
 
 
 @pytest.fixture
-async def machine() -> AsyncIterator[FakeMachine]:
-    hypervisor = FakeHypervisor()
+async def machine() -> AsyncIterator[FaultyMachine]:
+    hypervisor = FaultyHypervisor()
     spec = MachineSpec(machine_id="one", image=fake_image(), screen_width_px=640, screen_height_px=400)
     machine = await hypervisor.create(spec)
     yield machine

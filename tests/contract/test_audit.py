@@ -9,10 +9,11 @@ import pytest
 from envd.base.errors import HypervisorError
 from envd.base.store.statements import EpisodeRow, MachineRow, upsert
 from envd.episodes.types import ResetCommand
-from envd.hypervisor.fake import FakeHost, FakeHypervisor, fake_image
+from envd.hypervisor.fake import fake_image
 from envd.hypervisor.machine import Leftover, LeftoverKind, MachineSpec
 from envd.pool.audit import Audit, Audited, stray_rows
 from tests.support.clock import ManualClock
+from tests.support.faulty import FakeHost, FaultyHypervisor
 from tests.support.server import FakeServer, serve_fake
 
 DOMAIN = Leftover(LeftoverKind.DOMAIN, "old")
@@ -138,7 +139,7 @@ async def test_planted_leftovers_are_removed_and_used_things_stay(
     opened = await server.service.reset(ResetCommand(request_id="r", task_id="fake/count-to-five"))
     episode_id = opened.episodes[0].episode_id
     (row,) = await server.store.rows(EpisodeRow)
-    stranger = FakeHypervisor(host=server.hypervisor.host)
+    stranger = FaultyHypervisor(host=server.hypervisor.host)
     orphan = await stranger.create(MachineSpec(machine_id="orphan", image=fake_image()))
     await stranger.freeze(orphan, notes={})
     template = await stranger.find_template(MachineSpec(machine_id="orphan", image=fake_image()))

@@ -26,19 +26,20 @@ from envd.bench.branch import Branch, branch_report, measure_branch
 from envd.bench.branch_parents import FrameIds, WritingParent, check_branch
 from envd.bench.fork import UsedMemory, fork_report
 from envd.bench.frames import Comparison, Cost, FrameCost, Recording, frames_report, measure_frames
-from envd.bench.growth import GrowthFigures, Standby, growth_report, measure_growth
+from envd.bench.growth import Standby, growth_report, measure_growth
 from envd.bench.load import load_processes
 from envd.bench.load_client import EchoServer, LoadPlan, LoadResult
 from envd.bench.raw_fork import raw_arguments
 from envd.bench.rebuilding import open_client
 from envd.bench.report import BenchFailed, BenchReport, Check, Figure, Target, percentile
 from envd.bench.scale import scale_configs, scale_report
+from envd.bench.scale_daemon import LAG_INTERVAL_S
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
-from envd.bench.step import PeerTimes, StepTimes, script, step_report, xdotool_command
+from envd.bench.step import PEER_PAUSE_S, PeerTimes, StepTimes, script, step_report, xdotool_command
 from envd.cli.bench import parse_sizes
 from envd.daemon.ephemeral import run_until_signal
 from envd.guest.observation import EncodedFrame, Unchanged
-from envd.hypervisor.fake import FakeHypervisor, fake_image
+from envd.hypervisor.fake import fake_image
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
 from envd.pool.memory import HostMemory
@@ -46,6 +47,7 @@ from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from tests.support.command import CommandOutput, run_envd
+from tests.support.faulty import FaultyHypervisor
 
 MIB = 1 << 20
 REAL: dict[str, object] = {"accelerator": "tcg", "machines": 8, "guest_memory_mib": 1024}
@@ -175,17 +177,18 @@ def test_clients_without_episodes_and_keyframes_fail_the_run() -> None:
     assert not scale_found(keyframe_count=1).passed
 
 
+def test_the_meanings_of_figures_name_the_programs_constants() -> None:
+    figures = (*step_report(FAKE, [STEP], []).figures, *scale_found().figures)
+    meanings = {figure.name: figure.meaning for figure in figures}
+    assert f"a pause of {PEER_PAUSE_S:g} s" in meanings["peer_step_ms_p50"]
+    assert f"sleeps for {LAG_INTERVAL_S * 1000:g} ms" in meanings["loop_lag_ms_p99"]
+
+
 def test_the_growth_target_is_for_16_machines_also_among_others() -> None:
-    figures = GrowthFigures(
-        acquire_ms_p50=3.0,
-        pss_mib=1.0,
-        private_dirty_mib=1.0,
-        available_drop_mib=1.0,
-        machines_cpu_percent=0.1,
-        daemon_cpu_percent=0.2,
-    )
+    memory = dict.fromkeys(("pss_mib", "private_dirty_mib", "available_drop_mib"), 1.0)
+    figures = {**memory, "machines_cpu_percent": 0.1, "daemon_cpu_percent": 0.2}
     one = Standby(machine_count=1, acquire_ms=[3.0], figures=figures)
-    sixteen = replace(one, machine_count=16, figures=replace(figures, machines_cpu_percent=3.0))
+    sixteen = replace(one, machine_count=16, figures={**figures, "machines_cpu_percent": 3.0})
     assert verdicts(growth_report(REAL, [one, sixteen])) == {"machines_cpu_percent_16": False}
     sixty_four = replace(one, machine_count=64)
     assert verdicts(growth_report(REAL, [one, sixteen, sixty_four])) == {"machines_cpu_percent_16": False}
@@ -608,7 +611,7 @@ async def test_the_clients_of_a_load_use_all_daemons_from_several_processes(tmp_
 
 
 async def test_a_benchmark_without_room_on_its_host_says_so() -> None:
-    hypervisor = FakeHypervisor()
+    hypervisor = FaultyHypervisor()
     memory = HostMemory(reserve_bytes=1 << 60)
     pool = Pool(
         PoolSettings(name="p", capacity=2, size=1),

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -550,7 +551,7 @@ class _Failing(EpisodeObserver):
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
         raise RuntimeError("stepped")
 
-    def rolled_back(self, episode: Episode) -> None:
+    def rolled_back(self, episode: Episode, *, time: datetime) -> None:
         raise RuntimeError("rolled_back")
 
     def scored(self, episode: Episode) -> None:

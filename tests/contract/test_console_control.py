@@ -10,14 +10,18 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
-from cuaenv.client import AsyncEnvClient, Click, Done, HumanInControl, TypeText
+from cuaenv.actions import Action, MouseDown
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, Click, Done, HumanInControl, TypeText
 from envd.api.security.tokens import new_token
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes import controlling
+from envd.episodes.controlling import Controlling
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.steps import write_steps
 from tests.support.daemon import WITH_CONSOLE, fake_config, write_tokens
+from trainer.agent.settings import AgentSettings
 from trainer.cli.app import app
+from trainer.data.corrections import Corrections, read_episode
 
 CLICK = {"action": "click", "x": 379, "y": 311}
 
@@ -119,6 +123,47 @@ async def test_a_page_that_is_gone_loses_control(
         while (await other.post(f"{path}/control"))[0] == 409:
             await asyncio.sleep(0.02)
         assert (await page.post(f"{path}/actions", actions=[CLICK]))[0] == 409
+
+
+async def test_a_pause_while_a_button_is_held_is_part_of_the_drag(
+    daemon: Daemon, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Page(daemon, session)
+    recording, pressing, paused = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    is_dragging: Any = vars(controlling._Session)["is_dragging"]
+    record = Controlling._record_in_turn
+
+    def noted(self: controlling._Session) -> bool:
+        paused.set()
+        return bool(is_dragging.fget(self))
+
+    async def record_after_the_press_began(*arguments: Any, **more: Any) -> None:
+        recording.set()
+        await pressing.wait()
+        await record(*arguments, **more)
+
+    async def press_slowly(action: Action) -> None:
+        if isinstance(action, MouseDown):
+            pressing.set()
+            await recording.wait()
+
+    monkeypatch.setattr(controlling, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(controlling._Session, "is_dragging", property(noted))
+    monkeypatch.setattr(Controlling, "_record_in_turn", record_after_the_press_began)
+    async with AsyncEnvClient(daemon.address) as client, client.reset("fake/save-note") as episode:
+        path, episode_id = f"episodes/{episode.episode_id}", episode.episode_id
+        found = daemon.service.find(episode_id)
+        assert found is not None
+        found.machine.desktop.before_act = press_slowly
+        await page.post(f"{path}/control")
+        await page.post(f"{path}/actions", actions=[{"action": "move", "x": 100, "y": 55}])
+        await page.post(f"{path}/actions", actions=[{"action": "mouse_down", "x": 100, "y": 55}])
+        await paused.wait()
+        up = [{"action": "move", "x": 150, "y": 90}, {"action": "mouse_up", "x": 160, "y": 100}]
+        await page.post(f"{path}/actions", actions=up)
+        await page.post(f"{path}/release")
+    (step,) = (await recorded(daemon, episode_id)).steps
+    assert step["performed"] == [{"action": "drag", "x": 100, "y": 55, "to_x": 160, "to_y": 100}]
 
 
 async def test_a_person_plays_a_task_to_its_score(daemon: Daemon, session: aiohttp.ClientSession) -> None:
@@ -298,3 +343,51 @@ async def test_an_episode_that_a_person_controls_is_not_rolled_back(
         assert (episode.epoch, episode.step_count) == (1, 1)
         assert (await episode.rollback(checkpoint)).frame_id == checkpoint.frame_id
         assert (episode.epoch, episode.step_count) == (2, 0)
+
+
+async def test_what_a_person_did_before_a_checkpoint_is_not_taken_back(
+    daemon: Daemon, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    page = Page(daemon, session)
+
+    async def drive(episode: AsyncEpisode, text: str) -> None:
+        path = f"episodes/{episode.episode_id}"
+        await page.post(f"{path}/control")
+        await page.post(f"{path}/actions", actions=[{"action": "type", "text": text}])
+        await page.post(f"{path}/release")
+        await episode.observe()
+
+    async def shown(episode_id: str) -> list[tuple[int, str, bool]]:
+        async with session.get(f"http://{daemon.console_address}/api/episodes/{episode_id}") as response:
+            steps = (await response.json())["steps"]
+        return [(step["index"], step["source"], step["rolled_back"]) for step in steps]
+
+    async with AsyncEnvClient(daemon.address) as client, client.reset("fake/save-note") as episode:
+        await episode.step(Click(379, 311))
+        await drive(episode, "kept")
+        checkpoint = await episode.checkpoint()
+        await drive(episode, "taken back")
+        kept = [(0, "agent", False), (1, "human", False)]
+        async with client.reset(checkpoint) as early:
+            assert await shown(early.episode_id) == kept
+        await episode.step(TypeText("taken back too"))
+        await episode.rollback(checkpoint)
+        expected = [*kept, (1, "human", True), (1, "agent", True)]
+        assert await shown(episode.episode_id) == expected
+        async with client.reset(checkpoint) as later, client.fork(episode, count=1) as (fork,):
+            assert await shown(later.episode_id) == kept
+            assert await shown(fork.episode_id) == kept
+            await drive(later, "my half")
+            await later.evaluate()
+        parent_id = episode.episode_id
+    recordings = [await recorded(daemon, episode_id) for episode_id in (parent_id, later.episode_id)]
+    steps = [(step["index"], step["source"], step["rolled_back"]) for step in recordings[0].steps]
+    assert steps == expected
+    files = []
+    for recording in recordings:
+        files.append(tmp_path / f"{recording.name}.jsonl")
+        write_steps(recording, files[-1], progress=lambda _: None)
+    found = [read_episode(file) for file in files]
+    row = Corrections(found, AgentSettings()).demonstration(found[1])
+    said = [str(each["content"]) for each in row.messages if each["role"] == "assistant"]
+    assert ["kept" in said[1], "my half" in said[2], len(said)] == [True, True, 4]

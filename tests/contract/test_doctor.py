@@ -10,8 +10,8 @@ from pathlib import Path
 from envd.base.config import Config, load
 from envd.cli import doctor
 from envd.cli.doctor import Status
-from envd.hypervisor.fake import Faults
 from tests.support.command import run_envd
+from tests.support.faulty import Faults
 from tests.support.server import serve_fake
 
 

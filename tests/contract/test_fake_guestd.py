@@ -15,14 +15,15 @@ from PIL import Image
 
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.guestd import GuestdClient
-from envd.hypervisor.fake import FakeHypervisor, FakeMachine, fake_image
+from envd.hypervisor.fake import fake_image
 from envd.hypervisor.fake.outcome import Outcome
 from envd.hypervisor.machine import MachineSpec
+from tests.support.faulty import FaultyHypervisor, FaultyMachine
 from tests.support.hostile import GuestdAttack, guestd_body
 
 
 @pytest.fixture
-async def guestd(machine: FakeMachine) -> AsyncIterator[GuestdClient]:
+async def guestd(machine: FaultyMachine) -> AsyncIterator[GuestdClient]:
     assert machine.guestd_url is not None
     async with GuestdClient(machine.guestd_url, lost=machine.lost) as client:
         yield client
@@ -34,7 +35,7 @@ async def test_the_session_is_ready_and_lists_its_windows(guestd: GuestdClient) 
     assert session.windows == ("Controls", "note.txt - Editor")
 
 
-async def test_commands_run_with_bytes_in_and_out(guestd: GuestdClient, machine: FakeMachine) -> None:
+async def test_commands_run_with_bytes_in_and_out(guestd: GuestdClient, machine: FaultyMachine) -> None:
     machine.files["/home/user/raw"] = bytes(range(256))
     result = await guestd.execute(["cat", "~/raw"], timeout_s=60.0)
     assert (result.exit_code, result.stdout) == (0, bytes(range(256)))
@@ -46,20 +47,20 @@ async def test_commands_run_with_bytes_in_and_out(guestd: GuestdClient, machine:
         await guestd.execute(["sleep", "100"], timeout_s=0.05)
 
 
-async def test_files_are_written_completely(guestd: GuestdClient, machine: FakeMachine) -> None:
+async def test_files_are_written_completely(guestd: GuestdClient, machine: FaultyMachine) -> None:
     data = bytes(range(256)) * 8192
     await guestd.write_file("/home/user/new/data.bin", data)
     assert machine.files["/home/user/new/data.bin"] == data
 
 
-async def test_text_that_no_key_makes_is_typed(guestd: GuestdClient, machine: FakeMachine) -> None:
+async def test_text_that_no_key_makes_is_typed(guestd: GuestdClient, machine: FaultyMachine) -> None:
     typed = await guestd.type_text("漢字\n€")
     assert typed.typed_count == 4
     assert machine.desktop is not None
     assert machine.desktop.editor.text_area.text == "漢字\n€"
 
 
-async def test_the_pointer_and_the_screen_are_reported(guestd: GuestdClient, machine: FakeMachine) -> None:
+async def test_the_pointer_and_the_screen_are_reported(guestd: GuestdClient, machine: FaultyMachine) -> None:
     machine.pointer_input(12, 34, 1)
     machine.key_input(42, down=True)
     pointer = await guestd.pointer()
@@ -80,7 +81,7 @@ async def test_the_accessibility_tree_names_what_is_on_the_screen(guestd: Guestd
     assert {node.get("name") for node in tree.findall("./frame/push-button")} == {"Close", "Count", "Save"}
 
 
-async def test_programs_are_launched(guestd: GuestdClient, machine: FakeMachine) -> None:
+async def test_programs_are_launched(guestd: GuestdClient, machine: FaultyMachine) -> None:
     machine.files["/home/user/list.txt"] = b"milk"
     await guestd.launch(["editor", "/home/user/list.txt"])
     assert (await guestd.session()).windows == ("Controls", "list.txt - Editor")
@@ -88,7 +89,7 @@ async def test_programs_are_launched(guestd: GuestdClient, machine: FakeMachine)
         await guestd.launch(["firefox"])
 
 
-async def test_a_repeated_post_has_its_effect_once(machine: FakeMachine) -> None:
+async def test_a_repeated_post_has_its_effect_once(machine: FaultyMachine) -> None:
     async with aiohttp.ClientSession() as http:
         headers = {"X-Request-Id": "same"}
         url = f"{machine.guestd_url}/envd/type_text"
@@ -98,7 +99,7 @@ async def test_a_repeated_post_has_its_effect_once(machine: FakeMachine) -> None
     assert machine.desktop.editor.text_area.text == "once"
 
 
-async def test_a_hung_guestd_hits_the_deadline(guestd: GuestdClient, machine: FakeMachine) -> None:
+async def test_a_hung_guestd_hits_the_deadline(guestd: GuestdClient, machine: FaultyMachine) -> None:
     machine.inject(guestd_hangs=True)
     with pytest.raises(GuestUnresponsive):
         await guestd.session(timeout_s=0.05)
@@ -108,7 +109,7 @@ async def test_a_hung_guestd_hits_the_deadline(guestd: GuestdClient, machine: Fa
     ("attack", "error"), [("large", GuestError), ("nested", GuestError), ("slow", GuestUnresponsive)]
 )
 async def test_a_hostile_guestd_fails_its_own_call(
-    guestd: GuestdClient, machine: FakeMachine, attack: GuestdAttack, error: type[Exception]
+    guestd: GuestdClient, machine: FaultyMachine, attack: GuestdAttack, error: type[Exception]
 ) -> None:
     machine.inject(guestd_body=partial(guestd_body, attack))
     with pytest.raises(error):
@@ -117,7 +118,7 @@ async def test_a_hostile_guestd_fails_its_own_call(
     assert (await guestd.session()).ready
 
 
-async def test_a_paused_guestd_answers_after_the_pause(guestd: GuestdClient, machine: FakeMachine) -> None:
+async def test_a_paused_guestd_answers_after_the_pause(guestd: GuestdClient, machine: FaultyMachine) -> None:
     await machine.pause()
     asking = asyncio.create_task(guestd.session())
     await asyncio.sleep(0.05)
@@ -127,7 +128,7 @@ async def test_a_paused_guestd_answers_after_the_pause(guestd: GuestdClient, mac
 
 
 async def test_a_request_sent_before_a_pause_is_answered_after_it(
-    guestd: GuestdClient, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+    guestd: GuestdClient, machine: FaultyMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = asyncio.Event()
     run = machine.guest.programs.run
@@ -147,7 +148,7 @@ async def test_a_request_sent_before_a_pause_is_answered_after_it(
 
 
 async def test_a_fork_has_its_own_port_that_responds_once_it_runs() -> None:
-    hypervisor = FakeHypervisor()
+    hypervisor = FaultyHypervisor()
     spec = MachineSpec(machine_id="base", image=fake_image(), screen_width_px=640, screen_height_px=400)
     base = await hypervisor.create(spec)
     base.files["/home/user/from"] = b"the template"
@@ -169,7 +170,7 @@ async def test_a_fork_has_its_own_port_that_responds_once_it_runs() -> None:
     await hypervisor.close()
 
 
-async def test_a_running_call_fails_when_the_machine_is_killed(guestd: GuestdClient, machine: FakeMachine) -> None:
+async def test_a_running_call_fails_when_the_machine_is_killed(guestd: GuestdClient, machine: FaultyMachine) -> None:
     asking = asyncio.create_task(guestd.execute(["sleep", "100"], timeout_s=200))
     await asyncio.sleep(0.05)
     machine.kill("killed by a signal")
@@ -180,7 +181,7 @@ async def test_a_running_call_fails_when_the_machine_is_killed(guestd: GuestdCli
 
 async def test_a_machine_cancelled_while_it_opens_its_port_leaves_none_open() -> None:
     before, finished = open_sockets(), False
-    hypervisor = FakeHypervisor()
+    hypervisor = FaultyHypervisor()
     for turns in range(100):
         spec = MachineSpec(machine_id=f"cut-{turns}", image=fake_image(), screen_width_px=640, screen_height_px=400)
         creating = asyncio.create_task(hypervisor.create(spec))

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest_asyncio
 
-from envd.hypervisor.fake import FakeHypervisor, FakeMachine, Faults, fake_image
+from envd.hypervisor.fake import fake_image
 from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec, Snapshot
+from tests.support.faulty import Faults, FaultyHypervisor, FaultyMachine
 from tests.support.machine_contract.machine import MachineContract
 
 
@@ -20,7 +21,7 @@ class TestMachineContractOnFake(MachineContract):
     @pytest_asyncio.fixture(scope="class", loop_scope="class")
     @classmethod
     async def hypervisor(cls) -> AsyncIterator[Hypervisor]:
-        hypervisor = FakeHypervisor(faults=cls.faults)
+        hypervisor = FaultyHypervisor(faults=cls.faults)
         assert await hypervisor.reap() == []
         yield hypervisor
         assert not hypervisor.machines
@@ -35,18 +36,18 @@ class TestMachineContractOnFake(MachineContract):
 
     @classmethod
     async def kill(cls, machine: Machine) -> None:
-        assert isinstance(machine, FakeMachine)
+        assert isinstance(machine, FaultyMachine)
         machine.kill("killed by a signal")
 
     @classmethod
     async def screendump(cls, machine: Machine) -> npt.NDArray[np.uint8]:
-        assert isinstance(machine, FakeMachine)
+        assert isinstance(machine, FaultyMachine)
         return machine.framebuffer.pixels[:, :, 2::-1].copy()
 
     @classmethod
     @contextmanager
     def removed(cls, hypervisor: Hypervisor, template: Snapshot) -> Iterator[None]:
-        assert isinstance(hypervisor, FakeHypervisor)
+        assert isinstance(hypervisor, FaultyHypervisor)
         stored = dict(hypervisor.host.templates)
         hypervisor.host.templates.clear()
         yield
@@ -54,12 +55,12 @@ class TestMachineContractOnFake(MachineContract):
 
     @classmethod
     def leftovers(cls, hypervisor: Hypervisor, machine_id: str) -> list[str]:
-        assert isinstance(hypervisor, FakeHypervisor)
+        assert isinstance(hypervisor, FaultyHypervisor)
         return [left for left in hypervisor.machines if left == machine_id]
 
     @classmethod
     async def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]:
-        assert isinstance(hypervisor, FakeHypervisor)
+        assert isinstance(hypervisor, FaultyHypervisor)
         return sorted(hypervisor.host.captures)
 
 

@@ -12,7 +12,6 @@ import pytest
 from cuaenv.actions import Done, Fail
 from envd.base.errors import EvaluatorFailed, MachineLost, SetupFailed
 from envd.guest.desktop import Desktop
-from envd.hypervisor.fake import FakeMachine
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.bridge import WorkerBridge, parts_between_rests
 from envd.integrations.osworld.workers import Job, Workers
@@ -21,6 +20,7 @@ from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
+from tests.support.faulty import FaultyMachine
 from tests.support.osworld import make_stand_in
 
 READS_NOTE = {"type": "vm_command_line", "command": "cat /home/user/note.txt"}
@@ -39,7 +39,7 @@ async def bridge(python: Path, tmp_path: Path) -> AsyncIterator[WorkerBridge]:
 
 
 @pytest.fixture
-async def desktop(machine: FakeMachine) -> AsyncIterator[Desktop]:
+async def desktop(machine: FaultyMachine) -> AsyncIterator[Desktop]:
     desktop = Desktop(machine)
     await desktop.wait_ready(timeout_s=60.0)
     yield desktop
@@ -60,7 +60,7 @@ def task(*steps: Mapping[str, Any], **evaluator: Any) -> Task:
 
 
 async def test_the_score_reflects_the_guests_state(
-    bridge: WorkerBridge, desktop: Desktop, machine: FakeMachine
+    bridge: WorkerBridge, desktop: Desktop, machine: FaultyMachine
 ) -> None:
     assert (await evaluate(task(), desktop, last_action=Done(), timeout_s=60, osworld=bridge)).score == 0.0
     machine.files["/home/user/note.txt"] = b"done"
@@ -72,7 +72,7 @@ async def test_the_score_reflects_the_guests_state(
 
 
 async def test_a_session_that_only_files_are_read_of_is_stopped_after_postconfig(
-    bridge: WorkerBridge, desktop: Desktop, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+    bridge: WorkerBridge, desktop: Desktop, machine: FaultyMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, draft, events = "/home/user/note.txt", "/home/user/draft.txt", list[object]()
     machine.files.update({path: b"done", draft: b""})
@@ -107,7 +107,7 @@ async def test_a_step_that_fails_fails_the_setup(bridge: WorkerBridge, desktop: 
 
 
 async def test_the_guest_is_idle_before_input_to_a_program_that_a_step_started(
-    bridge: WorkerBridge, desktop: Desktop, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+    bridge: WorkerBridge, desktop: Desktop, machine: FaultyMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
 
@@ -158,7 +158,7 @@ async def test_an_evaluator_that_hangs_or_dies_fails_and_gives_no_score(
 
 
 async def test_a_machine_lost_during_an_evaluation_raises_machine_lost(
-    bridge: WorkerBridge, desktop: Desktop, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+    bridge: WorkerBridge, desktop: Desktop, machine: FaultyMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted = asyncio.Event()
     submit = Workers._submit

@@ -35,8 +35,8 @@ from envd.episodes.recording.records import Kind, read_records
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.types import ResetCommand, StepCommand
 from envd.guest.observation import Encoding, ObservationOptions
-from envd.hypervisor.fake import FakeHost
 from envd.tasks.model import Task
+from tests.support.faulty import FakeHost
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import FakeServer, load_fake_tasks, serve_fake, served_client
 from trainer.adapters.mcp import make_server

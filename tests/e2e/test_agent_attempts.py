@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cuaenv.client import Action, AsyncEpisode, Click, Done, GuestUnresponsive, StepResult, Wait
-from envd.hypervisor.fake import Faults
 from envd.tasks.model import Task
+from tests.support.faulty import Faults
 from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import FakeServer, served_client

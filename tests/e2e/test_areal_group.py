@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cuaenv.client import AsyncEnvClient, TaskNotFound
-from envd.hypervisor.fake import Faults
 from tests.support.areal import ScriptedEngine
 from tests.support.counting import AGENT, PLAN, SAY, counting
+from tests.support.faulty import Faults
 from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import END, Processor, Tokenizer

@@ -266,4 +266,9 @@ async def test_tasks_are_shown_on_a_real_machine_and_verified(
         await recorded(words, tmp_path, "rewrite", _rewrite, setup=setup),
     ]
     assert "2 tasks" in await verified(words, files)
+    # The oracle follows the widgets that were pressed.
+    moved = yaml.safe_load(files[1].read_text())
+    moved["tasks"][0]["perturb"] = {"kinds": ["window_placement"]}
+    files[1].write_text(yaml.safe_dump(moved, allow_unicode=True))
+    assert "1 task " in await verified(words, files[1:])
     assert machine_leftovers(vm_state_dir) == []

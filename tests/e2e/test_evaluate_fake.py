@@ -14,8 +14,8 @@ from PIL import Image
 import cuaenv.client.leases
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, Fail, PressKeys, Task, TypeText
 from envd.base.config import SettlePolicy
-from envd.hypervisor.fake import Faults
 from tests.support.command import CommandOutput, run_envd
+from tests.support.faulty import Faults
 from tests.support.scripted_model import ScriptedModel, say_steps, served
 from tests.support.server import serve_fake
 from trainer.agent.prompts import prompt_hash

@@ -12,8 +12,8 @@ import pytest
 from cuaenv import client as wire
 from cuaenv.client import Observation
 from cuaenv.v1 import env_pb2
-from envd.hypervisor.fake import FakeMachine
 from tests.support.callers import connected
+from tests.support.faulty import FaultyMachine
 from tests.support.server import served_client
 
 COUNT = wire.Click(x=819, y=100)
@@ -22,11 +22,11 @@ ANIMATION = (1256, 776, 16, 16)
 TASK = "fake/count-to-five"
 
 
-def truth(machine: FakeMachine) -> npt.NDArray[np.uint8]:
+def truth(machine: FaultyMachine) -> npt.NDArray[np.uint8]:
     return machine.framebuffer.pixels[:, :, 2::-1]
 
 
-def used(machines: dict[str, FakeMachine]) -> FakeMachine:
+def used(machines: dict[str, FaultyMachine]) -> FaultyMachine:
     (machine,) = [machine for machine in machines.values() if machine.input_count]
     return machine
 

@@ -31,7 +31,7 @@ from envd.base.store.statements import AnswerRow, EpisodeRow, MachineRow
 from envd.base.store.store import SqliteStore
 from envd.episodes.types import EpisodeState, ForkCommand, ResetCommand, StepCommand, StepResult
 from envd.guest.observation import Encoding, Keyframe, ObservationOptions
-from envd.hypervisor.fake import FakeHost
+from tests.support.faulty import FakeHost
 from tests.support.server import FakeServer, serve_fake
 
 TASK = "fake/count-to-five"

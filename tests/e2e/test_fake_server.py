@@ -18,13 +18,13 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig
 from envd.episodes.types import EpisodeState
-from envd.hypervisor.fake import FakeMachine, Faults
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step
 from envd.tasks.verbs import Execute, WriteFile
 from tests.support.callers import connected
 from tests.support.clock import ManualClock, until
+from tests.support.faulty import Faults, FaultyMachine
 from tests.support.server import FakeServer, load_fake_tasks, serve_fake, served_client
 
 TASKS = {task.task_id: task for task in load_fake_tasks().list()}
@@ -53,7 +53,7 @@ async def one_episode(
         yield server, episode
 
 
-def leased_machine(server: FakeServer) -> FakeMachine:
+def leased_machine(server: FakeServer) -> FaultyMachine:
     """Return the only machine that received input."""
     (machine,) = [machine for machine in server.hypervisor.machines.values() if machine.input_count]
     return machine

@@ -7,7 +7,7 @@ import pytest
 
 from cuaenv import client as wire
 from cuaenv.client import AsyncEnvClient, Click, Done
-from envd.hypervisor.fake import Faults
+from tests.support.faulty import Faults
 from tests.support.server import serve_fake
 
 TASK = "fake/save-note"

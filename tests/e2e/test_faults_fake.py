@@ -17,8 +17,8 @@ from cuaenv import client as wire
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api import convert_requests
 from envd.base.clock import SystemClock
-from envd.hypervisor.fake import Faults
 from envd.pool.memory import HostMemory
+from tests.support.faulty import Faults
 from tests.support.server import FakeServer, serve_fake, served_client
 
 if TYPE_CHECKING:

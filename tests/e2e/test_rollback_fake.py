@@ -37,9 +37,9 @@ from envd.episodes.recording.library import Library
 from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.types import RollbackCommand, ScoreCommand, StepCommand
-from envd.hypervisor.fake import FakeHost, Faults
 from envd.hypervisor.machine import MachineState
 from tests.support.callers import Tokens
+from tests.support.faulty import FakeHost, Faults
 from tests.support.server import FakeServer, served_client
 
 TASK = "fake/save-note"

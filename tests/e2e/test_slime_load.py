@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cuaenv.client import Done
-from envd.hypervisor.fake import Faults
 from tests.support.counting import AGENT, PLAN, SAY, TASK, counting, turn_in
+from tests.support.faulty import Faults
 from tests.support.served import ServedDaemon
 from tests.support.server import serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime

@@ -17,11 +17,11 @@ from typing import Any, Protocol, get_args
 
 from envd.base.errors import EnvdError
 from envd.episodes.service import EpisodeService
-from envd.hypervisor.fake import FakeHypervisor, FakeMachine
 from envd.hypervisor.qemu.processes import machine_pids
 from tests.soak.accounting import Accounting, InjectedFault
 from tests.soak.bombs import file_bombs
 from tests.soak.schedule import FAKE_RATES, HOSTILE_GUESTS, REAL_RATES, Fault, PlannedFault, pick_one
+from tests.support.faulty import FaultyHypervisor, FaultyMachine
 from tests.support.hostile import AgentAttack, DisplayAttack, GuestdAttack, display_update, guestd_body, hostile_agent
 
 _GUEST_COMMAND_TIMEOUT_S = 20.0
@@ -55,7 +55,7 @@ class FakeInjector:
 
     rates = FAKE_RATES
 
-    def __init__(self, hypervisor: FakeHypervisor, service: EpisodeService) -> None:
+    def __init__(self, hypervisor: FaultyHypervisor, service: EpisodeService) -> None:
         self._hypervisor = hypervisor
         self._service = service
         # In turn, so that a short soak has all of them.
@@ -76,7 +76,7 @@ class FakeInjector:
                 if machine is not None:
                     await self._inject_into(machine, kind, planned, accounting)
 
-    def _machine_for(self, pick: float, *, of_episode: bool) -> FakeMachine | None:
+    def _machine_for(self, pick: float, *, of_episode: bool) -> FaultyMachine | None:
         """Return a machine; with `of_episode`, None if no episode has one: only agents make guests hostile."""
         live = self._hypervisor.live_machine_ids
         leased = [machine_id for machine_id in self._service.machine_ids().values() if machine_id in live]
@@ -84,7 +84,7 @@ class FakeInjector:
         return None if machine_id is None else self._hypervisor.machines[machine_id]
 
     async def _inject_into(
-        self, machine: FakeMachine, kind: Fault, planned: PlannedFault, accounting: Accounting
+        self, machine: FaultyMachine, kind: Fault, planned: PlannedFault, accounting: Accounting
     ) -> None:
         async with _recorded(planned, accounting, machine.machine_id):
             match kind:
@@ -169,7 +169,7 @@ class HostInjector:
 
 def injector_for(hypervisor: object, *, state_dir: Path, service: EpisodeService) -> Injector:
     """Return the injector for the machines of a hypervisor."""
-    if isinstance(hypervisor, FakeHypervisor):
+    if isinstance(hypervisor, FaultyHypervisor):
         return FakeInjector(hypervisor, service)
     return HostInjector(state_dir, service)
 

@@ -19,13 +19,13 @@ from envd.bench.session import BenchSession, Steps, open_bench
 from envd.daemon.ephemeral import ephemeral_config
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.hypervisor.backends import backend_of
-from envd.hypervisor.fake import FakeHypervisor
 from envd.hypervisor.machine import Accelerator
 from tests.soak.accounting import Accounting
 from tests.soak.faults import Injector, injector_for, machine_finder
 from tests.soak.messages import Orphan, Pending, SoakPlan
 from tests.soak.report import SoakReport
 from tests.soak.schedule import Fault, PlannedFault, plan_faults
+from tests.support.faulty import FaultyHypervisor, faulty_desktops
 from tests.support.leftovers import daemon_leftovers
 
 SUITE = Path(__file__).parent / "soak.yaml"
@@ -230,7 +230,7 @@ async def soak(
     config.cache_dir.mkdir(parents=True, exist_ok=True)
     if not (config.cache_dir / "images").exists():
         (config.cache_dir / "images").symlink_to(images)
-    async with open_bench(config, steps=Steps(report, 1)) as bench:
+    async with faulty_desktops(), open_bench(config, steps=Steps(report, 1)) as bench:
         accounting = Accounting(
             target=_TARGET, runs_guests=bench.runs_guests, machine_of=machine_finder(bench.daemon.service)
         )
@@ -263,7 +263,7 @@ async def soak(
         )
     leftovers += await asyncio.to_thread(daemon_leftovers, config.state_dir)
     leftovers += await asyncio.to_thread(_damaged_checkpoints, config)
-    if isinstance(hypervisor, FakeHypervisor):
+    if isinstance(hypervisor, FaultyHypervisor):
         leftovers += [f"machine {machine_id}" for machine_id in sorted(hypervisor.machines)]
         leftovers += [f"capture {name}" for name in sorted(hypervisor.host.captures)]
     leftovers += [f"task {task.get_name()}" for task in asyncio.all_tasks() - before]

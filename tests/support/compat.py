@@ -14,10 +14,10 @@ from PIL import Image
 from envd.api.security.http import require_local_host_name, tls_context
 from envd.api.security.tokens import NewToken, new_token
 from envd.base.config import SecurityConfig
-from envd.hypervisor.fake import Faults
 from envd.integrations.compat.server import PROTOCOLS, serve_compat
 from envd.integrations.compat.sessions import Sessions
 from envd.tasks.model import Task
+from tests.support.faulty import Faults
 from tests.support.server import FakeServer, serve_fake
 
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from envd.hypervisor.fake import FakeMachine
+from tests.support.faulty import FaultyMachine
 
 
-async def ask(machine: FakeMachine, command: str, **arguments: Any) -> Any:
+async def ask(machine: FaultyMachine, command: str, **arguments: Any) -> Any:
     """Return the agent's response to a command."""
     arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
     return await machine.agent_command(command, arguments, timeout_s=60.0)

@@ -16,8 +16,8 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from envd.hypervisor.fake.faults import Agent
 from envd.hypervisor.qemu.agent_channel import AgentChannel
+from tests.support.faulty import Agent
 
 _PIECE = b"[]," * 20_000
 #: 23 MiB: just below the agent channel's limit.

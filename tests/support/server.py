@@ -23,7 +23,7 @@ from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.service import EpisodeService
 from envd.hypervisor import fake
-from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
+from envd.hypervisor.fake import fake_image
 from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostMemory
 from envd.pool.parts import PoolHost
@@ -32,6 +32,7 @@ from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from envd.tasks.user_model import UserModel
+from tests.support.faulty import FakeHost, Faults, FaultyHypervisor
 
 #: A drawn desktop reacts before its input call returns, so a short quiet time suffices.
 QUICK_SETTLE = SettlePolicy(quiet_ms=20, max_ms=2000)
@@ -44,7 +45,7 @@ class FakeServer:
     address: str
     """Address for clients."""
     server: ApiServer
-    hypervisor: FakeHypervisor
+    hypervisor: FaultyHypervisor
     pool: Pool
     service: EpisodeService
     metrics: Metrics
@@ -134,7 +135,7 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         store = None if chosen.database is None else SqliteStore(chosen.database)
         if store is not None:
             stack.push_async_callback(store.aclose)
-        hypervisor = FakeHypervisor(faults=chosen.faults, host=chosen.host)
+        hypervisor = FaultyHypervisor(faults=chosen.faults, host=chosen.host)
         stack.push_async_callback(hypervisor.close)
         clock = chosen.clock or SystemClock()
         persisted = await load_persisted(store or NullStore(), clock=clock, pools=["fake"], tasks=tasks)

@@ -1,8 +1,8 @@
 """Desktops for inspect_ai: the sandbox `envd`, a scorer, and tasks of a daemon as samples.
 
 inspect's own tool `computer()` drives the desktop, so models with native computer use keep it. Its program is not
-needed in the guest: the sandbox performs its calls as steps. Commands and files of the guest need a pool that allows
-guest access.
+needed in the guest: the sandbox performs its calls as steps. `DesktopTools` offers the tools that a sample's task
+allows, whose calls are steps too. Commands and files of the sandbox need a pool that allows guest access.
 
 A fault of ours is a `SandboxUnavailableError`, which ends a tool call as `sandbox_unavailable`, and the sample has no
 score: inspect leaves it out of all metrics. See docs/adapters.md.
@@ -22,7 +22,7 @@ from inspect_ai.agent import AgentSubmit, react
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
-from inspect_ai.tool import computer
+from inspect_ai.tool import Tool, ToolDef, ToolError, ToolParams, computer
 from inspect_ai.util import (
     ExecResult,
     SandboxEnvironment,
@@ -35,9 +35,11 @@ from inspect_ai.util import (
 )
 from pydantic import BaseModel, ConfigDict
 
+from cuaenv.action_codec import BadAction, Form
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import (
     AccessDenied,
+    BadRequest,
     Done,
     EnvClient,
     EnvError,
@@ -50,11 +52,15 @@ from cuaenv.client import (
 )
 from trainer.adapters.inspect_computer import PROGRAM, actions_of, read_call
 from trainer.adapters.session import TASK_COLUMN, Session, SessionSettings, open_session
+from trainer.agent.grammars.functions import functions_of, parameters_of
 from trainer.agent.ownership import is_fault
+from trainer.agent.prompts import tool_text
 
 #: Exit status of `timeout` for a command that it ended.
 _TIMED_OUT = 124
 _LONGEST_COMMAND_S = 590
+#: Longer than the longest result of a tool.
+_MAX_RESULT_CHARS = 1 << 20
 
 
 class EnvdConfig(BaseModel):
@@ -217,6 +223,33 @@ class EnvdSandbox(SandboxEnvironment):  # type: ignore[misc]
         return {"base64_image": base64.b64encode(file.getvalue()).decode()}
 
 
+class DesktopTools:
+    """Source of the tools that the sample's task and pool allow: `run_shell`, `read_file`, `call_tool`, `ask_user`, ...
+
+    A tool that is refused, or that fails in the guest, is a tool error with the reason.
+    """
+
+    async def tools(self) -> list[Tool]:
+        """Return the tools of the sample's episode; none if it allows none."""
+        session = sandbox().as_type(EnvdSandbox).session
+        return [_tool(name, form, session) for name, form in functions_of(session.episode.tools).items()]
+
+
+def _tool(name: str, form: Form, session: Session) -> Tool:
+    async def execute(**kwargs: Any) -> str:
+        try:
+            async with _boundary():
+                result = await session.step(form.read(kwargs))
+        except (BadAction, BadRequest, EpisodeEnded) as error:
+            raise ToolError(str(error)) from error
+        if result.errors:
+            raise ToolError(" ".join(result.errors))
+        return tool_text([name], result.tool_results, max_chars=_MAX_RESULT_CHARS)
+
+    parameters = ToolParams.model_validate(parameters_of(form))
+    return ToolDef(execute, name=name, description=str(form.schema()["description"]), parameters=parameters).as_tool()
+
+
 @scorer(metrics=[mean(), stderr()])  # type: ignore[untyped-decorator]
 def task_score() -> Scorer:
     """Score a sample by its task's own checks, in [0, 1].
@@ -259,7 +292,7 @@ def task_samples(suite: str = "", task_ids: Sequence[str] = (), *, config: EnvdC
 
 @task  # type: ignore[untyped-decorator]
 def desktop(suite: str = "", tasks: str = "", envd: str = "", pool: str = "", max_width_px: int = 1280) -> Task:
-    """Play a daemon's tasks with the tool `computer()`.
+    """Play a daemon's tasks with the tool `computer()`, and the tools that each task allows.
 
     Args:
         suite: Only tasks of this suite.
@@ -271,7 +304,7 @@ def desktop(suite: str = "", tasks: str = "", envd: str = "", pool: str = "", ma
     config = EnvdConfig(envd=envd, pool=pool, max_width_px=max_width_px)
     return Task(
         dataset=task_samples(suite, tasks.split(",") if tasks else (), config=config),
-        solver=react(tools=[computer()], submit=AgentSubmit(answer_only=True)),
+        solver=react(tools=[computer(), DesktopTools()], submit=AgentSubmit(answer_only=True)),
         scorer=task_score(),
         sandbox=SandboxEnvironmentSpec("envd", config),
     )

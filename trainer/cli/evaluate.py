@@ -1,6 +1,7 @@
 """`trainer eval`: success rate of a model, or of a checkpoint before and after training."""
 
 import asyncio
+import json
 import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -205,13 +206,8 @@ def _settings_json(plan: _Plan, *, url: str, model: str, tasks: list[Task]) -> M
 
 def _plain(value: object) -> JsonValue:
     """Return a value as JSON types, so that it equals the value read back."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)
+    plain: JsonValue = json.loads(json.dumps(value, default=str))
+    return plain
 
 
 def _exit_status(results: list[Results]) -> int:

@@ -45,6 +45,8 @@ class Turn:
     screen: str
     """The screen after it, as a data URI."""
     is_rolled_back: bool
+    time_s: float = 0.0
+    """End of the step, in Unix time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,15 @@ class RecordedEpisode:
     def first_step(self) -> int:
         """The number of steps before its checkpoint; 0 without one."""
         return int(self.facts.get("first_step", 0))
+
+    def continues(self, turn: Turn) -> bool:
+        """Whether a turn of the episode of its checkpoint was before that checkpoint.
+
+        A person's turn has the index of the agent's next one.
+        """
+        checkpoint_s = float(self.facts.get("checkpoint_time") or 0.0)
+        is_persons = turn.source == HUMAN and turn.index == self.first_step and turn.time_s <= checkpoint_s
+        return not turn.is_rolled_back and (turn.index < self.first_step or is_persons)
 
 
 def read_episode(path: Path) -> RecordedEpisode:
@@ -84,6 +95,7 @@ def _turn(step: Mapping[str, Any]) -> Turn:
         outputs=tuple(step.get("outputs", ())),
         screen=str(step["screen"]),
         is_rolled_back=bool(step.get("rolled_back")),
+        time_s=float(step.get("time", 0.0)),
     )
 
 
@@ -141,9 +153,7 @@ class Corrections:
         if parent is None:
             return episode.facts["screen"], []
         start, before = self._before(parent)
-        return start, before + [
-            turn for turn in parent.turns if turn.index < episode.first_step and not turn.is_rolled_back
-        ]
+        return start, before + [turn for turn in parent.turns if episode.continues(turn)]
 
     def _trajectory(
         self, episode: RecordedEpisode, start: str, turns: Sequence[Turn], trained: set[str], *, first: int

@@ -5,7 +5,6 @@ checkpoint and continues the row. Without the checkpoint, or its host, the sampl
 """
 
 import logging
-import os
 import pickle
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint, EnvError
 from trainer.agent.turns import BranchPoint
+from trainer.replay.pool import write_atomically
 from trainer.slime.slime_compat import Sample
 from trainer.tokens.rows import Row
 
@@ -69,12 +69,7 @@ def save_buffer(source: Any, directory: str, rollout_id: int) -> None:
     """Write the aborted groups of slime's data source next to its own state, which lacks them. Raises: OSError."""
     path = _buffer_path(directory, rollout_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        pickle.dump(source.buffer, file)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    write_atomically(path, pickle.dumps(source.buffer))
 
 
 def load_buffer(source: Any, directory: str, rollout_id: int | None) -> None:

@@ -7,6 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from envd.api.console.runs import Facts, Runs
 from envd.base.clock import Clock
@@ -60,7 +61,9 @@ class EpisodeHistory(EpisodeObserver):
             parent.branch_count += 1
             label = f"{parent.label}.{parent.branch_count}"
         if (source := parent or self._timelines.get(episode.origin.checkpoint_episode_id)) is not None:
-            steps.extend(step for step in source.steps if step.index < episode.step_count and not step.is_rolled_back)
+            time = (None if parent else episode.origin.checkpoint_time) or episode.create_time
+            kept = (step for step in source.steps if step.is_before(step_count=episode.step_count, time=time))
+            steps.extend(step for step in kept if not step.is_rolled_back)
         open_ids.add(episode.episode_id)
         self._labels[episode.group_id] = member_count, open_ids
         self._timelines[episode.episode_id] = Timeline(label, episode.step_count, steps)
@@ -69,10 +72,10 @@ class EpisodeHistory(EpisodeObserver):
         if (timeline := self._timelines.get(episode.episode_id)) is not None:
             timeline.steps.append(replace(step, view=None))
 
-    def rolled_back(self, episode: Episode) -> None:
+    def rolled_back(self, episode: Episode, *, time: datetime) -> None:
         if (timeline := self._timelines.get(episode.episode_id)) is not None:
             for at, step in enumerate(timeline.steps):
-                if step.index >= episode.step_count:
+                if not step.is_before(step_count=episode.step_count, time=time):
                     timeline.steps[at] = replace(step, is_rolled_back=True)
 
     def closed(self, episode: Episode) -> None:

@@ -22,7 +22,6 @@ SETTING = "security.tokens_file"
 
 _PREFIX = "envd_"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,31}")
-_NAME_RULE = "1 to 32 of a-z, 0-9, '.', '_' and '-', and begin with a letter or digit"
 _ENTRY = re.compile(r"sha256:([0-9a-f]{64})(?: max_machines=([1-9][0-9]{0,5}))?")
 _SCOPES = {scope.word: scope for scope in Scope}
 

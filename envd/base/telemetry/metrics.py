@@ -28,9 +28,6 @@ _RPC_BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _SCORE_BUCKETS = (0.0, 0.25, 0.5, 0.75, 0.999, 1.0)
 _LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
-#: The phase that covers all others.
-TOTAL = "total"
-
 #: Label of all runs that the operator did not name, resets without a run included: clients may invent many.
 OTHER_RUNS = "other"
 

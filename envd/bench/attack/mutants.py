@@ -33,7 +33,7 @@ from envd.tasks.checkers.unchanged import Unchanged
 from envd.tasks.checkers.union import AnyLeafChecker, leaves
 from envd.tasks.cua_gym import WORKSPACE, CuaGymCheck
 from envd.tasks.model import Task
-from envd.tasks.oracle import OracleAction, OracleSteps, write_action
+from envd.tasks.oracle import Aimed, OracleAction, OracleSteps, write_action
 from envd.tasks.osworld import getter_configs
 from envd.tasks.text import TextExpectation
 from envd.tasks.verbs import UploadFile, WriteFile
@@ -153,6 +153,8 @@ def _almost(oracle: OracleSteps, checks: Sequence[AnyLeafChecker]) -> Iterator[M
 
 def _changed_actions(action: OracleAction, checks: Sequence[AnyLeafChecker]) -> Iterator[tuple[str, Action]]:
     match action:
+        case Aimed(action=plain):
+            yield from _changed_actions(plain, checks)
         case TypeText(text=text):
             yield from ((name, TypeText(changed)) for name, changed in _changed_texts(text, checks))
         case actions.RunShell(command=text):

@@ -394,6 +394,7 @@ def _opened_from(checkpoint: Checkpoint, member: Member) -> Member:
         member.origin,
         checkpoint_id=checkpoint.checkpoint_id,
         checkpoint_episode_id=checkpoint.episode_id,
+        checkpoint_time=checkpoint.create_time,
         perturbations=checkpoint.perturbations,
     )
     return replace(member, origin=origin)

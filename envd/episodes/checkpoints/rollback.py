@@ -121,7 +121,7 @@ class RollingBack:
     ) -> RollbackResult:
         context, old = self._context, episode.machine
         episode.go_back(member.machine, step_count=checkpoint.step_count, checkpoint_id=checkpoint.checkpoint_id)
-        context.registry.events.rolled_back(episode)
+        context.registry.events.rolled_back(episode, time=checkpoint.create_time)
         result = RollbackResult(
             episode=episode.info(context.clock),
             observation=member.observation,

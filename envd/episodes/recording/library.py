@@ -76,15 +76,21 @@ class Recording:
                     case Kind.STEP:
                         self.steps.append({**record.json(), "time": record.time_s})
                     case Kind.ROLLBACK:
-                        step_count, self.score = record.json()["step_count"], None
-                        for step in self.steps:
-                            step["rolled_back"] = step.get("rolled_back", False) or step["index"] >= step_count
+                        self._roll_back(**record.json())
                     case Kind.SCORE:
                         self.score = record.json()
                     case Kind.END:
                         self.end = record.json()
         if not self.meta:
             raise RecordingUnreadable(f"recording {self.name}: damaged from the start; delete the file")
+
+    def _roll_back(self, *, step_count: int, state_time: float = 0.0, **_more: Any) -> None:
+        """Mark the steps after a state. A person's step has the index of the agent's next one."""
+        self.score = None
+        for step in self.steps:
+            is_persons = step["source"] == "human" and step["index"] == step_count and step["time"] <= state_time
+            is_after = step["index"] >= step_count and not is_persons
+            step["rolled_back"] = step.get("rolled_back", False) or is_after
 
     def image(self, index: int) -> TiledImage:
         """Return a frame's pixels. Quick for the frame after the last one asked for.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from cuaenv.action_codec import to_json
@@ -96,9 +97,10 @@ class Recorder(EpisodeObserver):
         time_s = step.time.timestamp()
         self._add(episode, _Item(time_s, step.view, packed_json(Kind.STEP, time_s, value)))
 
-    def rolled_back(self, episode: Episode) -> None:
+    def rolled_back(self, episode: Episode, *, time: datetime) -> None:
         """Record a rollback; the steps that it took back stay."""
-        time_s, value = self.now_s, {"step_count": episode.step_count, "epoch": episode.epoch}
+        time_s = self.now_s
+        value = {"step_count": episode.step_count, "epoch": episode.epoch, "state_time": time.timestamp()}
         self._add(episode, _Item(time_s, record=packed_json(Kind.ROLLBACK, time_s, value)))
 
     def scored(self, episode: Episode) -> None:
@@ -252,6 +254,7 @@ class _Recording:
 
 
 def _meta(episode: Episode) -> dict[str, Any]:
+    checkpoint_time = episode.origin.checkpoint_time
     return {
         "episode_id": episode.episode_id,
         "group_id": episode.group_id,
@@ -265,6 +268,7 @@ def _meta(episode: Episode) -> dict[str, Any]:
         "tools": list(episode.tools),
         "first_step": episode.step_count,
         "checkpoint_episode_id": episode.origin.checkpoint_episode_id,
+        "checkpoint_time": None if checkpoint_time is None else checkpoint_time.timestamp(),
         "create_time": episode.create_time.timestamp(),
     }
 

@@ -105,7 +105,6 @@ class Screen:
         self._last_change_s = self._complete_s = monotonic()
         self.change_count = 0
         """Updates with changed pixels so far, other than blinking."""
-        self._update_count = 0
         self._refreshes: list[_Refresh] = []
         self._refresh_count = 0
 
@@ -289,7 +288,6 @@ class Screen:
         return tuple(rest)
 
     def _apply(self, client: RfbClient, rects: tuple[Rect | _Composed, ...]) -> None:
-        self._update_count += 1
         is_new = False
         changed: list[Region] = []
         covered: dict[_Refresh, bool] = {}

@@ -38,24 +38,12 @@ class Stroke:
     shift: bool
 
 
-#: scancode, character without Shift, with Shift.
+#: Scancode of the first key of a row, characters without Shift, with Shift.
 _CHARACTER_ROWS = (
-    (0x29, "`", "~"),
-    *(
-        (0x02 + i, plain, shifted)
-        for i, (plain, shifted) in enumerate(zip("1234567890-=", "!@#$%^&*()_+", strict=True))
-    ),
-    *((0x10 + i, plain, plain.upper()) for i, plain in enumerate("qwertyuiop")),
-    (0x1A, "[", "{"),
-    (0x1B, "]", "}"),
-    (0x2B, "\\", "|"),
-    *((0x1E + i, plain, plain.upper()) for i, plain in enumerate("asdfghjkl")),
-    (0x27, ";", ":"),
-    (0x28, "'", '"'),
-    *((0x2C + i, plain, plain.upper()) for i, plain in enumerate("zxcvbnm")),
-    (0x33, ",", "<"),
-    (0x34, ".", ">"),
-    (0x35, "/", "?"),
+    (0x02, "1234567890-=", "!@#$%^&*()_+"),
+    (0x10, "qwertyuiop[]", "QWERTYUIOP{}"),
+    (0x1E, "asdfghjkl;'`", 'ASDFGHJKL:"~'),
+    (0x2B, "\\zxcvbnm,./", "|ZXCVBNM<>?"),
     (0x39, " ", " "),
 )
 
@@ -79,9 +67,10 @@ _CHARACTER_NAMES = {
 
 def _strokes() -> dict[str, Stroke]:
     strokes: dict[str, Stroke] = {}
-    for scancode, plain, shifted in _CHARACTER_ROWS:
-        strokes[shifted] = Stroke(Key(scancode, ord(shifted)), shift=True)
-        strokes[plain] = Stroke(Key(scancode, ord(plain)), shift=False)
+    for first, plains, shifteds in _CHARACTER_ROWS:
+        for scancode, (plain, shifted) in enumerate(zip(plains, shifteds, strict=True), first):
+            strokes[shifted] = Stroke(Key(scancode, ord(shifted)), shift=True)
+            strokes[plain] = Stroke(Key(scancode, ord(plain)), shift=False)
     strokes["\n"] = Stroke(Key(0x1C, 0xFF0D), shift=False)
     strokes["\t"] = Stroke(Key(0x0F, 0xFF09), shift=False)
     return strokes

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from envd.base.config import Config
 from envd.hypervisor.backends import Backend
-from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.machine import Capabilities, DiskImage, Hypervisor
 
 CAPABILITIES = Capabilities(
@@ -18,7 +17,7 @@ CAPABILITIES = Capabilities(
 async def _open(config: Config, images: Iterable[DiskImage]) -> Hypervisor:  # noqa: ARG001
     from envd.hypervisor.fake.hypervisor import FakeHypervisor  # noqa: PLC0415
 
-    return FakeHypervisor(faults=Faults(reaction_s=config.hypervisor.reaction_ms / 1000))
+    return FakeHypervisor(reaction_s=config.hypervisor.reaction_ms / 1000)
 
 
 BACKEND = Backend(capabilities=CAPABILITIES, open=_open, uris="fake", supports=lambda uri: uri == "fake")

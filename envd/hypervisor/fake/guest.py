@@ -56,11 +56,6 @@ class Guest:
         )
         self._changed([size])
 
-    def resize_screen(self, *, width_px: int, height_px: int) -> None:
-        self.framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
-        if self.desktop:
-            self.desktop.resize(self.framebuffer)
-
     def copy(self) -> "Guest":
         """Return a guest in the same state. Pixels and files are shared until one of them writes to them."""
         return copy.deepcopy(self, {id(self.on_change): _ignore, id(self.on_end): _ignore})
@@ -261,13 +256,7 @@ class FakeSnapshot:
     """
 
     def __init__(
-        self,
-        frozen: FrozenGuest,
-        *,
-        spec: MachineSpec,
-        report: CaptureReport,
-        parent: "FakeSnapshot | None",
-        on_gone: "Callable[[FakeSnapshot], None]",
+        self, frozen: FrozenGuest, *, spec: MachineSpec, report: CaptureReport, parent: "FakeSnapshot | None"
     ) -> None:
         """Create a capture that depends on `parent`; without a parent, a stored template, which `discard` keeps."""
         self.frozen = frozen
@@ -286,7 +275,8 @@ class FakeSnapshot:
         """Notes given to `Hypervisor.freeze`."""
         self.parent = parent
         """Snapshot that it depends on; None for a template and once it is removed."""
-        self._on_gone = on_gone
+        self.on_gone: Callable[[FakeSnapshot], None] = _ignore
+        """Called when it is removed."""
         if parent is not None:
             parent.acquire()
 
@@ -319,6 +309,6 @@ class FakeSnapshot:
     def _remove_if_unused(self) -> None:
         if self.is_discarded and not self.holder_count and self.parent is not None:
             parent, self.parent = self.parent, None
-            self._on_gone(self)
+            self.on_gone(self)
             self.frozen.guest.release()
             parent.release()

@@ -1,6 +1,5 @@
 """The fake hypervisor: creates, forks, captures and adopts drawn desktops, and lists what is left of them."""
 
-import asyncio
 import time
 from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -13,7 +12,6 @@ from envd.base.errors import CheckpointCorrupt, EnvdError, HypervisorError, NotF
 from envd.hypervisor.fake.backend import CAPABILITIES
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
-from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.files import GuestFiles
 from envd.hypervisor.fake.guest import FakeSnapshot, FrozenGuest, read_guest, template_key, write_guest
 from envd.hypervisor.fake.machine import FakeMachine, check_screen
@@ -23,7 +21,6 @@ from envd.hypervisor.machine import (
     CaptureReport,
     DiskImage,
     Leftover,
-    LeftoverKind,
     Machine,
     MachineSpec,
     MachineState,
@@ -36,79 +33,39 @@ def fake_image(name: str = "fake") -> DiskImage:
     return DiskImage(name=name, digest="fake", disk=Path("/dev/null"), disk_format="raw")
 
 
-class FakeHost:
-    """State that outlives a daemon: machines, captures and stored templates."""
-
-    def __init__(self) -> None:
-        self.machines: dict[str, FakeMachine] = {}
-        """Machines not yet destroyed, by id, including lost ones."""
-        self.captures: dict[str, FakeSnapshot] = {}
-        """Captures by name, until they are discarded and nothing depends on them."""
-        self.templates: dict[MachineSpec, FrozenGuest] = {}
-        """Stored templates by `template_key`."""
-        self.pictures: dict[tuple[int, int], Picture] = {}
-        """Start pictures by screen size. Machines and templates keep theirs."""
-
-    def picture(self, width_px: int, height_px: int) -> Picture:
-        """Return the start picture for a screen size; drawn once."""
-        size = (width_px, height_px)
-        if size not in self.pictures:
-            framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
-            DrawnDesktop(framebuffer, files=GuestFiles())
-            self.pictures[size] = Picture(framebuffer.pixels)
-        return self.pictures[size]
-
-
 class FakeHypervisor:
-    """A hypervisor of drawn desktops.
-
-    A second one on the same `host` models a restarted daemon: it adopts or reaps what the first one left, and keeps
-    its stored templates. Call `die` on the first to model the death of its daemon.
-    """
+    """A hypervisor of drawn desktops, which end with this process, as their templates do."""
 
     capabilities = CAPABILITIES
     accelerator = Accelerator.FAKE
     description = "fake: drawn desktops in this process, no guest code runs"
     problem = ""
 
-    def __init__(self, *, faults: Faults | None = None, host: FakeHost | None = None) -> None:
-        self.faults = faults or Faults()
-        """Faults of machines created or forked from now on."""
+    def __init__(self, *, reaction_s: float = 0.0) -> None:
+        """Open it; `reaction_s` is that of its machines."""
+        self._reaction_s = reaction_s
         self.services: dict[int, Service] = {7: echo}
         """Programs that listen on ports of its guests' loopbacks."""
-        self.host = host or FakeHost()
-        self._own_ids: set[str] = set()
-        self._own_captures: set[str] = set()
-        self._is_dead = False
+        self.machines: dict[str, FakeMachine] = {}
+        """Machines by id, including lost ones, until they are destroyed."""
+        self.templates: dict[MachineSpec, FrozenGuest] = {}
+        """Stored templates by `template_key`."""
+        self._pictures: dict[tuple[int, int], Picture] = {}
+        """Start pictures by screen size. Machines and templates keep theirs."""
 
     def __repr__(self) -> str:
         return f"<FakeHypervisor {len(self.live_machine_ids)} live | {len(self.machines)} on the host>"
 
     @property
-    def machines(self) -> dict[str, FakeMachine]:
-        """Machines on the host by id, including lost ones, until they are destroyed."""
-        return self.host.machines
-
-    @property
     def live_machine_ids(self) -> frozenset[str]:
         return frozenset(id for id, machine in self.machines.items() if machine.state is not MachineState.GONE)
-
-    def die(self) -> None:
-        """Act as if the daemon was killed: its machines stay on the host, unattended.
-
-        Its handles report their machines as lost, and later calls have no effect.
-        """
-        self._is_dead = True
-        for machine_id in self._own_ids & set(self.machines):
-            self.machines[machine_id] = self.machines[machine_id].orphan(self._forget)
-        self._own_ids.clear()
 
     async def create(self, spec: MachineSpec) -> FakeMachine:
         self._require_new(spec.machine_id)
         check_screen(spec.screen_width_px, spec.screen_height_px)
-        machine = self._enter(FakeMachine(spec, faults=self.faults, on_destroyed=self._forget))
+        machine = self._enter(self._new_machine(spec))
         try:
-            await machine.boot(self.host.picture(spec.screen_width_px, spec.screen_height_px))
+            await machine.boot(self._picture(spec.screen_width_px, spec.screen_height_px))
         except BaseException:
             await machine.destroy()
             raise
@@ -119,14 +76,12 @@ class FakeHypervisor:
         booted = _own_machine(machine)
         try:
             await booted.pause()
-            if booted.faults.freeze_error:
-                raise HypervisorError(f"machine {booted.machine_id}: {booted.faults.freeze_error}")
             if booted.snapshot is not None or booted.desktop is None:
                 why = "has not booted" if booted.desktop is None else "was forked"
                 raise HypervisorError(f"machine {booted.machine_id} {why}; only a booted machine becomes a template")
             size_bytes = booted.framebuffer.mapped_bytes + booted.files.size_bytes
             frozen = FrozenGuest.of(booted.guest, booted.spec, own_bytes=size_bytes, notes=notes)
-            self.host.templates[template_key(booted.spec)] = frozen
+            self.templates[template_key(booted.spec)] = frozen
         finally:
             await booted.destroy()
         return self._template(frozen, booted.spec, begin_s)
@@ -136,9 +91,9 @@ class FakeHypervisor:
         return nullcontext()
 
     async def find_template(self, spec: MachineSpec) -> FakeSnapshot | None:
-        """Return the host's template for such machines, or None."""
+        """Return the template for such machines, or None."""
         begin_s = time.monotonic()
-        stored = self.host.templates.get(template_key(spec))
+        stored = self.templates.get(template_key(spec))
         return None if stored is None else self._template(stored, spec, begin_s)
 
     async def fork(self, snapshot: Snapshot, machine_id: str) -> FakeMachine:
@@ -156,9 +111,7 @@ class FakeHypervisor:
         self._require_new(machine_id)
         frozen = await self._forkable(snapshot, machine_id)
         spec = replace(snapshot.spec, machine_id=machine_id)
-        machine = self._enter(
-            FakeMachine(spec, snapshot=frozen.template, faults=self.faults, on_destroyed=self._forget)
-        )
+        machine = self._enter(self._new_machine(spec, frozen.template))
         try:
             await machine.open_wires()
         except BaseException:
@@ -187,7 +140,7 @@ class FakeHypervisor:
     async def check_intact(self, snapshot: Snapshot) -> None:
         """Check that the template under a snapshot is still the stored one. Raises: TemplateCorrupt."""
         template = _own_snapshot(snapshot).template
-        if self.host.templates.get(template_key(template.spec)) is not template.frozen:
+        if self.templates.get(template_key(template.spec)) is not template.frozen:
             raise TemplateCorrupt(f"template {template.digest:.12} was removed or replaced while it was in use")
 
     async def capture(self, machine: Machine) -> FakeSnapshot:
@@ -196,8 +149,6 @@ class FakeHypervisor:
         fork.check_present("capture it")
         if fork.snapshot is None:
             raise NotForkable(f"machine {fork.machine_id} was booted, not forked from a template")
-        if fork.faults.unforkable:
-            raise NotForkable(f"machine {fork.machine_id} cannot be forked: {fork.faults.unforkable}")
         try:
             await self.check_intact(fork.snapshot)
         except TemplateCorrupt as error:
@@ -205,10 +156,8 @@ class FakeHypervisor:
         was_running = fork.state is MachineState.RUNNING
         await fork.pause()
         try:
-            await asyncio.sleep(fork.faults.capture_delay_s)
+            await fork.copied()
             fork.check_present("capture it")
-            if fork.faults.capture_error:
-                raise HypervisorError(f"machine {fork.machine_id}: {fork.faults.capture_error}")
             own_bytes = fork.own_bytes
             frozen = FrozenGuest.of(fork.guest, fork.spec, own_bytes=own_bytes, notes={})
         finally:
@@ -216,12 +165,7 @@ class FakeHypervisor:
                 await fork.resume()
         took_ms = (time.monotonic() - begin_s) * 1000
         report = CaptureReport(memory_bytes=own_bytes, paused_ms=took_ms, total_ms=took_ms)
-        capture = FakeSnapshot(
-            frozen, spec=frozen.spec, report=report, parent=fork.snapshot, on_gone=self._forget_capture
-        )
-        self.host.captures[capture.name] = capture
-        self._own_captures.add(capture.name)
-        return capture
+        return self._captured(frozen, report, fork.snapshot)
 
     async def save(self, snapshot: Snapshot, directory: Path) -> None:
         write_guest(_own_snapshot(snapshot).frozen.guest, directory / "guest")
@@ -237,84 +181,56 @@ class FakeHypervisor:
         spec, parent = template.spec, _own_snapshot(template).template
         frozen = FrozenGuest.of(guest, spec, own_bytes=guest.framebuffer.mapped_bytes, notes={})
         report = CaptureReport(memory_bytes=frozen.size_bytes, paused_ms=0.0, total_ms=0.0)
-        capture = FakeSnapshot(frozen, spec=spec, report=report, parent=parent, on_gone=self._forget_capture)
-        self.host.captures[capture.name] = capture
-        self._own_captures.add(capture.name)
-        return capture
+        return self._captured(frozen, report, parent)
 
-    async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:
-        """Take over, paused, those of an earlier hypervisor's machines that are present and booted."""
-        adopted: dict[str, Machine] = {}
-        for machine_id in set(machine_ids) & set(self.machines) - self._own_ids:
-            machine = self.machines[machine_id]
-            if machine.state is MachineState.GONE or machine.desktop is None:
-                continue
-            machine.on_destroyed = self._forget
-            self._own_ids.add(machine_id)
-            await machine.open_wires()
-            await machine.pause()
-            # Its daemon can no longer discard these snapshots, so they are removed with the machine.
-            snapshot = machine.snapshot
-            while snapshot is not None:
-                self._own_captures.add(snapshot.name)
-                await snapshot.discard()
-                snapshot = snapshot.parent
-            adopted[machine_id] = machine
-        return adopted
+    # Nothing outlives a daemon.
+
+    async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:  # noqa: ARG002
+        return {}
 
     async def reap(self) -> list[str]:
-        """Destroy what earlier hypervisors left on this host, except templates. Returns the ids of the machines."""
-        orphans = [machine for id, machine in self.machines.items() if id not in self._own_ids]
-        for machine in orphans:
-            await machine.destroy()
-        for name in set(self.host.captures) - self._own_captures:
-            del self.host.captures[name]
-        return [machine.machine_id for machine in orphans]
+        return []
 
     async def leftovers(self) -> list[Leftover]:
-        """Return machines and captures on the host that belong to no live hypervisor."""
-        machines = set(self.machines) - self._own_ids
-        captures = set(self.host.captures) - self._own_captures
-        return [
-            *(Leftover(LeftoverKind.DOMAIN, machine_id) for machine_id in sorted(machines)),
-            *(Leftover(LeftoverKind.CAPTURE, name) for name in sorted(captures)),
-        ]
+        return []
 
     async def remove(self, leftover: Leftover) -> None:
-        if leftover not in await self.leftovers():
-            return
-        if leftover.kind is LeftoverKind.DOMAIN:
-            await self.machines[leftover.name].destroy()
-        else:
-            del self.host.captures[leftover.name]
+        """Do nothing: there are no leftovers."""
 
     async def close(self) -> None:
-        self.host.pictures.clear()
+        self._pictures.clear()
+
+    def _picture(self, width_px: int, height_px: int) -> Picture:
+        """Return the start picture for a screen size; drawn once."""
+        size = (width_px, height_px)
+        if size not in self._pictures:
+            framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
+            DrawnDesktop(framebuffer, files=GuestFiles())
+            self._pictures[size] = Picture(framebuffer.pixels)
+        return self._pictures[size]
 
     def _require_new(self, machine_id: str) -> None:
-        if self._is_dead:
-            raise HypervisorError(f"machine {machine_id} cannot be created: the daemon was killed")
         if machine_id in self.machines:
             raise HypervisorError(f"machine {machine_id} exists already; destroy it first")
+
+    def _new_machine(self, spec: MachineSpec, snapshot: FakeSnapshot | None = None) -> FakeMachine:
+        return FakeMachine(spec, snapshot=snapshot, reaction_s=self._reaction_s, on_destroyed=self._forget)
 
     def _enter(self, machine: FakeMachine) -> FakeMachine:
         machine.services = self.services
         self.machines[machine.machine_id] = machine
-        self._own_ids.add(machine.machine_id)
         return machine
 
     def _template(self, frozen: FrozenGuest, spec: MachineSpec, begin_s: float) -> FakeSnapshot:
         took_ms = (time.monotonic() - begin_s) * 1000
         report = CaptureReport(memory_bytes=frozen.size_bytes, paused_ms=took_ms, total_ms=took_ms)
-        return FakeSnapshot(frozen, spec=spec, report=report, parent=None, on_gone=self._forget_capture)
+        return FakeSnapshot(frozen, spec=spec, report=report, parent=None)
+
+    def _captured(self, frozen: FrozenGuest, report: CaptureReport, parent: FakeSnapshot) -> FakeSnapshot:
+        return FakeSnapshot(frozen, spec=frozen.spec, report=report, parent=parent)
 
     def _forget(self, machine: FakeMachine) -> None:
         self.machines.pop(machine.machine_id, None)
-        self._own_ids.discard(machine.machine_id)
-
-    def _forget_capture(self, capture: FakeSnapshot) -> None:
-        self.host.captures.pop(capture.name, None)
-        self._own_captures.discard(capture.name)
 
 
 def _own_snapshot(snapshot: Snapshot) -> FakeSnapshot:

@@ -69,6 +69,8 @@ class OpenWindow(NamedTuple):
     wm_class: str
     """`instance.Class`."""
     title: str
+    box: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Left, top, width and height in pixels."""
 
 
 class WindowManager(Protocol):
@@ -276,9 +278,14 @@ class Programs:
         windows = self._windows()
         if windows is None:
             return Outcome(exit_code=1, stderr=b"Cannot open display.\n")
-        match [argument for argument in arguments if argument not in ("-i", "-u", "-x")]:
+        match [argument for argument in arguments if argument not in ("-i", "-u", "-x", "-G")]:
             case ["-l"]:
-                rows = [f"0x{id:08x}  0 {name}  guest {title}\n" for id, name, title in windows.list_windows()]
+                found = windows.list_windows()
+                boxes = [" ".join(map(str, each.box)) + " " if "-G" in arguments else "" for each in found]
+                rows = (
+                    f"0x{each.window_id:08x}  0 {box}{each.wm_class}  guest {each.title}\n"
+                    for each, box in zip(found, boxes, strict=True)
+                )
                 return Outcome(stdout="".join(rows).encode())
             case ["-a", window]:
                 return Outcome(exit_code=0 if windows.activate_window(window) else 1)

@@ -4,7 +4,10 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib.resources import files as resources
 from typing import Any
+
+import yaml
 
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.files import OsworldFile
@@ -58,52 +61,16 @@ class Host:
     """Whether guests see web pages, live or recorded."""
 
 
-_CREDENTIALS_VERBS = frozenset({"googledrive", "login"})
-_CREDENTIALS_GETTERS = frozenset({"googledrive_file"})
+_NEEDS: Mapping[str, Any] = yaml.safe_load((resources("envd.integrations.osworld") / "needs.yaml").read_text("utf-8"))
+_CREDENTIALS_VERBS, _CREDENTIALS_GETTERS, _WINDOWS_PORT_VERBS, _WEB_GETTERS, _PORT_GETTERS = (
+    frozenset[str](_NEEDS[name])
+    for name in ("credentials_verbs", "credentials_getters", "windows_port_verbs", "web_getters", "port_getters")
+)
+_PROGRAMS: Mapping[str, Sequence[str]] = _NEEDS["programs"]
+_DOMAINS: Mapping[str, Sequence[str]] = _NEEDS["domains"]
+_APPLICATIONS: Mapping[str, str] = _NEEDS["applications"]
 _DOWNLOADS = re.compile(r"\b(pip3? install|apt(-get)? install|wget|curl)\b")
 _WEB_PAGE = re.compile(r"https?://(?!localhost|127\.)")
-#: In Linux guests the worker performs them inside the guest.
-_WINDOWS_PORT_VERBS = frozenset({"chrome_open_tabs", "chrome_close_tabs"})
-_WEB_GETTERS = frozenset({"info_from_website", "pdf_from_url", "gotoRecreationPage_and_get_html_content", "page_info"})
-#: Getters that query the browser (Chrome's debugging protocol) or the player (VLC's HTTP interface) on their ports.
-_PORT_GETTERS = frozenset(
-    {
-        "active_tab_html_parse", "active_tab_info", "active_tab_url_parse", "chrome_appearance_mode_ui", "cookie_data",
-        "gotoRecreationPage_and_get_html_content", "number_of_search_results", "open_tabs_info", "page_info",
-        "pdf_from_url", "url_dashPart", "url_path_parse", "vlc_playing_info",
-    }
-)  # fmt: skip
-
-#: Programs named in commands, and the packages that provide them: any one suffices.
-_PROGRAMS = {
-    "chromium": ("chromium",),
-    "code": ("code",),
-    "gimp": ("gimp",),
-    "gio": ("libglib2.0-bin",),
-    "google-chrome": ("chromium", "google-chrome-stable"),
-    "libreoffice": ("libreoffice-impress", "libreoffice-calc", "libreoffice-writer"),
-    "nautilus": ("nautilus",),
-    "pactl": ("pulseaudio-utils",),
-    "soffice": ("libreoffice-impress", "libreoffice-calc", "libreoffice-writer"),
-    "thunderbird": ("thunderbird",),
-    "unzip": ("unzip",),
-    "vlc": ("vlc-bin",),
-}
-#: The same for domains: their tasks need the application even if no command names it.
-_DOMAINS = {
-    "chrome": ("chromium", "google-chrome-stable"),
-    "gimp": ("gimp",),
-    "libreoffice_calc": ("libreoffice-calc",),
-    "libreoffice_impress": ("libreoffice-impress",),
-    "libreoffice_writer": ("libreoffice-writer",),
-    "thunderbird": ("thunderbird",),
-    "vlc": ("vlc-bin",),
-    "vs_code": ("code",),
-}
-_APPLICATIONS = {
-    "calc": "libreoffice_calc", "libreoffice": "libreoffice_calc", "libreoffice calc": "libreoffice_calc",
-    "vscode": "vs_code", "writer": "libreoffice_writer", "browser": "chrome",
-}  # fmt: skip
 
 
 def findings(file: OsworldFile, host: Host) -> tuple[Finding, ...]:

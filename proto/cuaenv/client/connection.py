@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES: Final = 64 << 20
-_LONGEST_CALL_S: Final = 3600.0
 #: The timeout of a shorter retry would replace the error of the attempt before it, which says more.
 _LEAST_ATTEMPT_S: Final = 0.1
 _CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (

@@ -11,6 +11,47 @@ import grpc
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
+__all__ = [
+    "AccessDenied",
+    "BadRequest",
+    "CheckpointNotFound",
+    "CheckpointStoreFull",
+    "CheckpointUnusable",
+    "ClientClosed",
+    "DeadlineExceeded",
+    "Draining",
+    "EnvError",
+    "EpisodeEnded",
+    "EpisodeNotFound",
+    "EvaluatorFailed",
+    "GroupTooLarge",
+    "GuestEnded",
+    "GuestFailed",
+    "GuestRefused",
+    "GuestUnresponsive",
+    "HumanInControl",
+    "LossUndecided",
+    "MachineLost",
+    "MessageTooLarge",
+    "NotForkable",
+    "NotFound",
+    "NotSupported",
+    "PoolExhausted",
+    "PoolFailing",
+    "PoolNotFound",
+    "RateLimited",
+    "SampleVoid",
+    "ScopeTooSmall",
+    "ServiceFault",
+    "SetupFailed",
+    "StaleEpoch",
+    "StepIndexMismatch",
+    "TaskNotFound",
+    "Unauthenticated",
+    "Unavailable",
+    "Unreachable",
+]
+
 _BY_CAUSE: dict[str, type["EnvError"]] = {}
 
 

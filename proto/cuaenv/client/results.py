@@ -12,6 +12,24 @@ from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import box
 
+__all__ = [
+    "Check",
+    "Checkpoint",
+    "CommandResult",
+    "EpisodeInfo",
+    "Evaluation",
+    "Handover",
+    "Origin",
+    "Pool",
+    "QueuedGroup",
+    "ScreenChange",
+    "State",
+    "StepResult",
+    "Task",
+    "ToolResult",
+    "UnrecordedRequest",
+]
+
 
 class State(Enum):
     """State of an episode."""

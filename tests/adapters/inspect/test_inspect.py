@@ -22,8 +22,13 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.util import SandboxEnvironmentSpec, SandboxUnavailableError, SandboxUserUnsupportedError, sandbox
 from PIL import Image
 
+from cuaenv.actions import Action, AskUser, Done, EditFile, RunShell, WriteFile
 from cuaenv.client import Unauthenticated
+from envd.episodes.episode import Episode
+from envd.episodes.events import EpisodeObserver, PerformedStep
+from envd.tasks.model import Task as EnvdTask
 from tests.support.desktops import DrawnDesktops
+from tests.support.server import load_fake_tasks
 from trainer.adapters.inspect_ai import EnvdConfig, EnvdSandbox, desktop, task_score
 
 # Warnings of the framework are not ours.
@@ -115,6 +120,70 @@ def test_the_computer_tool_shows_and_changes_the_desktop(desktops: DrawnDesktops
     assert "no-such-key" in unknown.error.message
     assert value_of(log) == 1.0
     assert desktops.leased_count == 0
+
+
+USER = {"facts": [{"about": "room", "answer": "In room 7."}], "max_questions": 1}
+
+
+class _Steps(EpisodeObserver):
+    """The actions of all steps."""
+
+    def __init__(self) -> None:
+        self.performed: list[Action] = []
+
+    def stepped(self, episode: Episode, step: PerformedStep) -> None:
+        self.performed += step.performed
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Steps]:
+    """Steps on desktops whose task `fake/tools` allows tools."""
+    blank = load_fake_tasks().get("fake/save-note").model_dump(exclude_unset=True, exclude={"oracle"})
+    tools = {"task_id": "fake/tools", "tools": ("shell", "files", "ask_user"), "user": USER}
+    desktops, observed = DrawnDesktops(extra_tasks=(EnvdTask.model_validate({**blank, **tools}),)), _Steps()
+    desktops.server.service.events.add(observed)
+    monkeypatch.setenv("ENVD_TARGET", desktops.address)
+    yield observed
+    desktops.wait_returned()
+    desktops.close()
+
+
+def test_the_tools_of_a_task_are_steps_and_a_refused_one_is_a_tool_error(steps: _Steps) -> None:
+    note = {"path": "note.txt", "content": "Hello, desktop!"}
+    log = play(
+        reply("write_file", **note),
+        reply("edit_file", path="note.txt", old="Hello, ", new="Hello, fake "),
+        reply("run_shell", command="cat none.txt"),
+        reply("ask_user", question="Which room?"),
+        reply("ask_user", question="Which room, again?"),
+        reply("read_file", path="none.txt"),
+        reply("run_shell", command="true", timeout_s=100_000),
+        reply("call_tool", server="calendar"),
+        reply("submit", answer="done"),
+        played=desktop(tasks="fake/tools"),
+    )
+    assert log.status == "success", log.error
+    written, edited, failed, answered, *refused = answers(log)
+    assert [each.error for each in (written, edited, failed, answered)] == [None] * 4
+    assert "wrote 15 bytes" in written.text
+    assert "exit code 1" in failed.text
+    assert "In room 7." in answered.text
+    messages = ["no more than 1 questions", "none.txt: No such file", "100000", "call_tool"]
+    for answer, message in zip(refused, messages, strict=True):
+        assert message in answer.error.message
+    assert value_of(log) == 1.0
+    assert steps.performed[:2] == [WriteFile(**note), EditFile("note.txt", "Hello, ", "Hello, fake ")]
+    assert [type(each) for each in steps.performed[2:]] == [RunShell, AskUser, Done]
+
+
+def test_a_task_without_tools_offers_none() -> None:
+    log = play(reply("run_shell", command="true"), reply("submit", answer="done"))
+    (answer,) = answers(log)
+    assert "run_shell not found" in answer.error.message
+    assert {tool.name for event in only_sample(log).events if event.event == "model" for tool in event.tools} == {
+        "computer",
+        "submit",
+    }
 
 
 def size_of(message: Any) -> tuple[int, int]:

@@ -101,6 +101,12 @@ def test_the_way_to_an_answer_is_free_if_nothing_else_is_judged() -> None:
     assert "step 1: left out" in changed[1]
 
 
+def test_a_click_with_a_target_misses_without_it() -> None:
+    click = {"click": {"x": 3, "y": 4, "target": {"name": "Save"}}}
+    found = named(task(oracle=[[click], ["done"]]))
+    assert found["step 1: below, action 1"].steps[0] == (Click(3, 4 + 48),)
+
+
 def test_a_text_without_letters_has_no_other_case() -> None:
     found = named(task(oracle=[[{"press": ["ctrl", "a"]}], [{"type": "12"}], ["done"]]))
     assert {name for name in found if "step 2" in name and "action 1" in name} == {

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cuaenv.actions import Wait
 from envd.base.config import load
-from envd.hypervisor.fake import FakeHypervisor, Faults, fake_image
+from envd.hypervisor.fake import fake_image
 from envd.hypervisor.machine import MachineSpec
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.verbs import WriteFile
@@ -34,6 +34,7 @@ from tests.soak.schedule import (
     pick_one,
     plan_faults,
 )
+from tests.support.faulty import Faults, FaultyHypervisor
 from tests.support.leftovers import daemon_leftovers
 
 LOST = "DATA_LOSS/MACHINE_LOST"
@@ -505,7 +506,7 @@ def test_hostile_files_replace_files_of_the_fake_task() -> None:
 
 
 async def test_each_fault_of_a_hostile_guest_is_injected_into_a_machine_of_an_episode_and_ended() -> None:
-    hypervisor = FakeHypervisor()
+    hypervisor = FaultyHypervisor()
     spec = MachineSpec(machine_id="a", image=replace(fake_image(), has_guestd=False))
     machine = await hypervisor.create(spec)
     service = Mock(machine_ids=Mock(return_value={}))

@@ -23,15 +23,18 @@ def _tool(form: Form) -> Tool | None:
 
 def schema_of(name: str, form: Form) -> str:
     """Return a function's JSON schema for the prompt."""
+    function = {"name": name, "description": form.schema()["description"], "parameters": parameters_of(form)}
+    return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
+
+
+def parameters_of(form: Form) -> dict[str, object]:
+    """Return the JSON schema of a function's arguments."""
     schema = form.schema()
-    properties = {key: value for key, value in _mapping(schema["properties"]).items() if key != "action"}
-    parameters = {
+    return {
         "type": "object",
-        "properties": properties,
+        "properties": {key: value for key, value in _mapping(schema["properties"]).items() if key != "action"},
         "required": [key for key in _list(schema["required"]) if key != "action"],
     }
-    function = {"name": name, "description": schema["description"], "parameters": parameters}
-    return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
 
 
 def function_intent(name: object, arguments: object, functions: Mapping[str, Form], *, tool: str) -> Intent:

@@ -61,7 +61,6 @@ class DrawnDesktop:
         self._keyboard = Keyboard()
         self._buttons = 0
         self._dragged: Window | None = None
-        self._animation_count = 0
         width, height = framebuffer.bounds.w, framebuffer.bounds.h
         left = width // 32
         editor_rect = Rect(left, height // 20, width * 53 // 100, height * 60 // 100)
@@ -187,7 +186,10 @@ class DrawnDesktop:
         """Return open windows as the window manager lists them, the active one last."""
         return [
             OpenWindow(
-                _FIRST_WINDOW_ID + self._known.index(window), f"{window.name.lower()}.{window.name}", window.title
+                _FIRST_WINDOW_ID + self._known.index(window),
+                f"{window.name.lower()}.{window.name}",
+                window.title,
+                (window.rect.x, window.rect.y, window.rect.w, window.rect.h),
             )
             for window in self.windows
         ]
@@ -207,12 +209,6 @@ class DrawnDesktop:
             window.activate("Close")
             self._flush()
         return window is not None
-
-    def animate(self) -> None:
-        """Draw the next picture of a small animation in the panel; consecutive pictures differ."""
-        self._animation_count += 1
-        self.damage(self._animation())
-        self._flush()
 
     def resize(self, framebuffer: Framebuffer) -> None:
         """Switch to a framebuffer of another size, at least `MIN_WIDTH_PX` by `MIN_HEIGHT_PX`."""
@@ -256,13 +252,6 @@ class DrawnDesktop:
             canvas.outline(panel, EDGE)
             for name, launcher in _launchers(self.framebuffer.bounds).items():
                 draw_button(canvas, launcher, name)
-            if self._animation_count:
-                shade = self._animation_count * 37 % 256
-                canvas.fill(self._animation(), (shade, 255 - shade, shade // 2))
-
-    def _animation(self) -> Rect:
-        panel = _panel(self.framebuffer.bounds)
-        return Rect(panel.right - 24, panel.y + 8, 16, 16)
 
     # Windows
 

@@ -8,7 +8,7 @@ import asyncio
 import base64
 import functools
 import shlex
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 from xml.etree import ElementTree
@@ -20,7 +20,6 @@ from envd.base.streams import close, copy
 from envd.hypervisor.fake.desktop.canvas import encode_png
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
 from envd.hypervisor.fake.desktop.forms import InvalidForm
-from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.files import GuestFiles, resolve
 from envd.hypervisor.fake.programs import Programs
 from envd.images.guestd import VERSION
@@ -56,12 +55,11 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 class Guest(Protocol):
     """A guest to serve."""
 
-    faults: Faults
     files: GuestFiles
     programs: Programs
     services: Mapping[int, Service]
 
-    async def reach_guest(self, *, delay_s: float = 0.0, silent: bool = False) -> DrawnDesktop:
+    async def reach_guest(self) -> DrawnDesktop:
         """Wait until a request reaches the guest. Raises: MachineLost."""
 
     async def wait_running(self) -> None:
@@ -126,15 +124,15 @@ class Guestd:
             await self._listener.wait_closed()
 
     async def _serve(self, http_request: web.BaseRequest) -> web.StreamResponse:
-        faults = self._guest.faults
         try:
-            desktop = await self._guest.reach_guest(delay_s=faults.guestd_delay_s, silent=faults.guestd_hangs)
+            desktop = await self._guest.reach_guest()
         except MachineLost:
             if http_request.transport:
                 http_request.transport.abort()
             raise web.HTTPServiceUnavailable from None
-        if faults.guestd_body:
-            return await _send_pieces(http_request, faults.guestd_body())
+        return await self._answer(http_request, desktop)
+
+    async def _answer(self, http_request: web.BaseRequest, desktop: DrawnDesktop) -> web.StreamResponse:
         method, content_type = http_request.method, http_request.headers.get("Content-Type", "")
         # Read the body before the effect: a client that disconnects during it has none.
         request = Request(http_request.path, http_request.query, content_type, await http_request.read())
@@ -292,16 +290,6 @@ def accessibility_tree(desktop: DrawnDesktop) -> str:
         if element.role == "frame":
             parent = node
     return ElementTree.tostring(root, encoding="unicode")
-
-
-async def _send_pieces(request: web.BaseRequest, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Server": f"envd-guestd/{VERSION}", "Content-Type": "application/json"})
-    with suppress(OSError):  # the reader has closed the connection
-        await response.prepare(request)
-        async for piece in pieces:
-            await response.write(piece)
-        await response.write_eof()
-    return response
 
 
 async def _refused(port: int) -> Response:

@@ -88,7 +88,6 @@ class RfbConnection(asyncio.Protocol):
         self._damage = Damage()
         self._is_requested = False
         self._is_write_paused = False
-        self._answer = b""
         self._refresh: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
@@ -105,13 +104,6 @@ class RfbConnection(asyncio.Protocol):
         self._damage.take()
         self._damage.add(self._screen.framebuffer.bounds)
         self._send_update()
-
-    def answer_with(self, update: bytes) -> None:
-        """Answer requests with this update from now on; with an empty one, correctly again."""
-        if update != self._answer:
-            self._answer = update
-            self._damage.add(self._screen.framebuffer.bounds)
-            self._schedule_refresh()
 
     # asyncio.Protocol
 
@@ -217,7 +209,7 @@ class RfbConnection(asyncio.Protocol):
     # Updates
 
     def _schedule_refresh(self) -> None:
-        if (self._damage.rects or self._answer) and self._refresh is None and self._transport is not None:
+        if self._damage.rects and self._refresh is None and self._transport is not None:
             self._refresh = self._call_later(_REFRESH_S, self._send_update)
 
     def _cancel_refresh(self) -> None:
@@ -241,18 +233,18 @@ class RfbConnection(asyncio.Protocol):
         if self._acks:
             self._send_rects(self._acks)
             self._acks = []
-        if self._is_requested and self._answer:
+        if self._is_requested and self._damage.rects:
             self._is_requested = False
-            self._send(self._answer)
-        elif self._is_requested and self._damage.rects:
-            pixels = self._screen.framebuffer.pixels
-            self._is_requested = False
-            self._send_rects(
-                [
-                    _header(rect, _RAW) + pixels[rect.y : rect.bottom, rect.x : rect.right].tobytes()
-                    for rect in self._damage.take()
-                ]
-            )
+            self._send_pixels()
+
+    def _send_pixels(self) -> None:
+        pixels = self._screen.framebuffer.pixels
+        self._send_rects(
+            [
+                _header(rect, _RAW) + pixels[rect.y : rect.bottom, rect.x : rect.right].tobytes()
+                for rect in self._damage.take()
+            ]
+        )
 
     def _send_rects(self, rects: list[bytes]) -> None:
         self._send(b"".join((struct.pack(">BxH", 0, len(rects)), *rects)))

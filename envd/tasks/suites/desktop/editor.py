@@ -1,5 +1,7 @@
 """Templates about the text editor."""
 
+from importlib.resources import files
+
 from envd.tasks.suites.desktop.parts import (
     CITIES,
     COLOURS,
@@ -24,6 +26,7 @@ from envd.tasks.suites.desktop.parts import (
 from envd.tasks.templates import Entry, Sampler
 
 _DOMAIN = "editor"
+_MANUAL = (files("envd.tasks") / "suites/desktop/manual.txt").read_text(encoding="utf-8")
 
 
 @DESKTOP.add(level=1, domain=_DOMAIN)
@@ -181,45 +184,7 @@ def read_access_code(rng: Sampler) -> Entry:
     flower = rng.choice(("TULIP", "DAISY", "LOTUS", "POPPY", "ASTER", "LILAC"))
     code = f"{rng.randint(7, 99)}-{flower}-{rng.randint(42, 99)}"
     days = [f"{day:<10} {rng.randint(6, 8)}:00 to {rng.randint(17, 21)}:00" for day in WEEKDAYS]
-    manual = lines(
-        "Door control, short manual",
-        "--------------------------",
-        "1. Stand in front of the reader.",
-        "2. Hold the card to the upper half.",
-        "3. Wait for the green light.",
-        "4. Push the door, do not pull it.",
-        "5. A red light means the card is blocked.",
-        "6. A yellow light means the reader is busy.",
-        "7. Three short beeps mean a low battery.",
-        "8. Report a low battery to the front desk.",
-        "",
-        "Opening hours",
-        "-------------",
-        *days,
-        "",
-        "Cleaning",
-        "--------",
-        "Clean the reader once a week.",
-        "Use a dry cloth and no liquids.",
-        "Never open the housing.",
-        "",
-        "Deliveries",
-        "----------",
-        "Deliveries arrive at the back door.",
-        "The back door has no reader.",
-        "Ring the bell twice and wait.",
-        "",
-        "If the card is lost",
-        "-------------------",
-        "Call the front desk at once.",
-        "The old card is blocked within a minute.",
-        "Until the new card is ready use the code below.",
-        "The code works for one day.",
-        "",
-        f"Access code: {code}",
-        "",
-        "End of the manual",
-    )
+    manual = _MANUAL.format(days="\n".join(days), code=code)
     return {
         "tags": ["mouse", "answer"],
         "instruction": (

@@ -1,6 +1,9 @@
 """Common parts of the desktop suite's templates: setup verbs, checkers, oracle steps, words to sample."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+
+import yaml
 
 from envd.tasks.templates import Entry, Templates
 
@@ -71,24 +74,10 @@ def until_file(path: str, *, absent: bool = False) -> Verb:
 #: In an editor: save the document. The title of a window with unsaved changes begins with an asterisk.
 SAVE: Step = ({"press": ["ctrl", "s"]}, until_window(r"^\*", absent=True))
 
-NAMES = (
-    *("Nadia", "Amir", "Beate", "Olu", "Petra", "Carlos", "Dana", "Emeka", "Fatima", "Goran", "Hanna", "Ivo", "Jasmin"),
-    *("Kofi", "Lena", "Mateo", "Nils", "Rosa", "Samir", "Tove", "Ulla", "Vera", "Wanda", "Yusuf", "Zoe"),
+_WORDS = yaml.safe_load((files("envd.tasks") / "suites/desktop/words.yaml").read_text(encoding="utf-8"))
+NAMES, WEEKDAYS, CITIES, GOODS, TOOLS, COLOURS = (
+    tuple[str, ...](_WORDS[kind]) for kind in ("names", "weekdays", "cities", "goods", "tools", "colours")
 )
-WEEKDAYS = ("Monday", "Thursday", "Tuesday", "Wednesday", "Friday", "Saturday", "Sunday")
-CITIES = (
-    *("Lisbon", "Osaka", "Tampere", "Quito", "Dakar", "Bergen", "Cusco", "Graz", "Hanoi", "Izmir", "Jaipur", "Kigali"),
-    *("Lagos", "Malmo", "Nantes", "Porto", "Riga", "Split", "Turin", "Utrecht", "Valencia", "Zadar"),
-)
-GOODS = (
-    *("Milk", "Bread", "Eggs", "Rice", "Apples", "Butter", "Carrots", "Dates", "Flour", "Grapes", "Honey", "Lemons"),
-    *("Noodles", "Olives", "Pepper", "Sugar", "Tea", "Walnuts", "Yeast", "Beans"),
-)
-TOOLS = (
-    *("Hammer", "Ladder", "Saw", "Drill", "Pliers", "Level", "Wrench", "Shovel", "Rake", "Bucket", "Clamp", "Chisel"),
-    *("Trowel", "Brush", "Spade", "Axe"),
-)
-COLOURS = ("red", "blue", "green", "orange", "purple", "brown", "black", "white", "yellow", "pink")
 
 
 def write(path: str, text: str) -> Verb:

@@ -3,13 +3,15 @@
 import subprocess
 from pathlib import Path
 
-from envd.guest.freezing import _FREEZE, _THAW
+import envd.guest
 
 GROUPS = ("user.slice", "system.slice/envd-guestd.service", "system.slice/qemu-guest-agent.service")
 STATUS = "Name:\t{name}\nState:\tS (sleeping)\nUid:\t{uid}\t1000\t{uid}\t1000\n"
 
 
-def run(script: str, kernel: Path) -> None:
+def run(name: str, kernel: Path) -> None:
+    directory = Path(envd.guest.__file__).parent / "shell"
+    script = "".join((directory / f"{each}.sh").read_text() for each in ("groups", name))
     script = script.replace("/sys/fs/cgroup", f"{kernel}/cgroup").replace("|/proc/", f"|{kernel}/proc/")
     script = script.replace("#/proc/", f"#{kernel}/proc/")
     subprocess.run(["sh", "-c", script], check=True)
@@ -34,7 +36,7 @@ def guest(kernel: Path, *, processes: dict[int, int]) -> dict[str, Path]:
 
 def test_all_groups_of_the_agent_stop_and_the_services_own_processes_continue(tmp_path: Path) -> None:
     groups = guest(tmp_path, processes={11: 1000, 12: 0, 13: 1000})
-    run(_FREEZE, tmp_path)
+    run("freeze-session", tmp_path)
     assert {name: (group / "cgroup.freeze").read_text() for name, group in groups.items()} == dict.fromkeys(
         GROUPS, "1\n"
     )
@@ -42,7 +44,7 @@ def test_all_groups_of_the_agent_stop_and_the_services_own_processes_continue(tm
     assert (awake / "cgroup.procs").read_text() == "12\n"
     others = {path.parent.name for path in tmp_path.rglob("cgroup.freeze")} - {group.name for group in groups.values()}
     assert not others
-    run(_THAW, tmp_path)
+    run("thaw-session", tmp_path)
     assert {(group / "cgroup.freeze").read_text() for group in groups.values()} == {"0\n"}
 
 
@@ -52,5 +54,5 @@ def test_a_guest_without_services_has_only_its_session(tmp_path: Path) -> None:
     (tmp_path / "cgroup" / "system.slice").mkdir()
     (tmp_path / "cgroup" / "cgroup.controllers").touch()
     (session / "cgroup.events").write_text("populated 1\nfrozen 1\n")
-    run(_FREEZE, tmp_path)
+    run("freeze-session", tmp_path)
     assert (session / "cgroup.freeze").read_text() == "1\n"

@@ -6,8 +6,10 @@ import re
 import pytest
 from typer.testing import CliRunner
 
+from cuaenv.actions import Click, Drag
 from envd.cli.app import app
-from envd.tasks.oracle import WaitFor, parse_action, write_action
+from envd.cli.tasks_oracles import oracle_line
+from envd.tasks.oracle import Aimed, Target, WaitFor, parse_action, write_action
 from tests.support.server import load_fake_tasks
 
 
@@ -40,6 +42,48 @@ def test_a_written_condition_is_parsed_back_also_through_json(form: dict[str, ob
 def test_an_invalid_condition_is_rejected_with_its_field(form: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         parse_action({"wait_for": form})
+
+
+TARGET = {"window": "^a", "role": "push-button", "name": "Save", "x": 3}
+
+
+@pytest.mark.parametrize(
+    ("form", "aimed"),
+    [
+        (
+            {"click": {"x": 3, "y": 4, "target": TARGET}},
+            Aimed(Click(3, 4), Target(window="^a", role="push-button", name="Save", x=3)),
+        ),
+        (
+            {"drag": {"x": 1, "y": 2, "to_x": 3, "to_y": 4, "to_target": {"name": "Trash"}}},
+            Aimed(Drag(start_x=1, start_y=2, end_x=3, end_y=4), to_target=Target(name="Trash")),
+        ),
+    ],
+)
+def test_a_target_is_written_with_its_action_and_left_out_for_other_players(
+    form: dict[str, object], aimed: Aimed
+) -> None:
+    assert parse_action(form) == aimed
+    assert json.loads(json.dumps(write_action(aimed))) == form
+    solved = load_fake_tasks().get("fake/enable").model_copy(update={"oracle": ((aimed,),)})
+    assert oracle_line(solved)["steps"] == [[write_action(aimed.action)]]
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"click": {"x": 3, "y": 4, "target": {}}}, "click.target: give window, role or name"),
+        ({"click": {"x": 3, "y": 4, "target": {"window": "("}}}, "click.target.window: not a regular expression"),
+        ({"click": {"x": 3, "y": 4, "target": {"name": "a", "x": -1}}}, "click.target.x"),
+        ({"click": {"x": 3, "y": 4, "target": {"title": "a"}}}, "click.target.title"),
+        ({"click": {"x": 3, "y": 4, "to_target": {"name": "a"}}}, "to_target: the action has no such position"),
+        ({"click": {"target": {"name": "a"}}}, "target: the action has no such position"),
+        ({"run_shell": {"command": "ls", "target": {"name": "a"}}}, "target: the action has no such position"),
+    ],
+)
+def test_an_invalid_target_is_rejected_with_its_field(form: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parse_action(form)
 
 
 def test_oracles_are_handed_out_as_json_lines() -> None:

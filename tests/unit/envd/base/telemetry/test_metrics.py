@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from envd.base.clock import LoopLag
 from envd.base.telemetry.host import HostCollector
-from envd.base.telemetry.metrics import TOTAL, Metrics
+from envd.base.telemetry.metrics import Metrics
 from envd.pool.backoff import BreakerState
 from envd.pool.status import POOL_SERIES, PoolStatus
 from tests.support.stub_episodes import pool_info
@@ -60,7 +60,7 @@ def test_a_pool_without_forks_shows_no_fork_time() -> None:
 
 def test_phases_given_in_milliseconds_are_recorded_in_seconds() -> None:
     metrics = Metrics()
-    metrics.observe_phases(metrics.step_duration, "desktop", {"settle": 250.0, TOTAL: 400.0})
+    metrics.observe_phases(metrics.step_duration, "desktop", {"settle": 250.0, "total": 400.0})
     shown = samples(metrics)
     assert shown["envd_step_duration_seconds_sum", "settle", "desktop"] == pytest.approx(0.25)
     assert shown["envd_step_duration_seconds_count", "total", "desktop"] == 1

@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from envd.hypervisor.fake import FakeHypervisor
+from tests.support.faulty import FaultyHypervisor
 
 
 @pytest.fixture
-async def hypervisor() -> AsyncIterator[FakeHypervisor]:
+async def hypervisor() -> AsyncIterator[FaultyHypervisor]:
     """Create a hypervisor; its machines are destroyed at the end."""
-    hypervisor = FakeHypervisor()
+    hypervisor = FaultyHypervisor()
     yield hypervisor
     for machine in list(hypervisor.machines.values()):
         await machine.destroy()

@@ -14,9 +14,10 @@ import pytest
 
 from envd.base.errors import GuestError, HypervisorError, MachineLost, NotForkable
 from envd.guest.agent import GuestAgent, guest_machine_id, renew_identity
-from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, FakeSnapshot, Faults, fake_image
+from envd.hypervisor.fake import FakeSnapshot, fake_image
 from envd.hypervisor.machine import MachineSpec, MachineState
 from tests.support.fake_agent import ask
+from tests.support.faulty import FakeHost, Faults, FaultyHypervisor, FaultyMachine
 
 SPEC = MachineSpec(
     machine_id="base", image=replace(fake_image(), has_guestd=False), screen_width_px=480, screen_height_px=320
@@ -25,26 +26,26 @@ A, SHIFT, CAPS_LOCK = 30, 42, 58
 
 
 @pytest.fixture
-async def template(hypervisor: FakeHypervisor) -> FakeSnapshot:
+async def template(hypervisor: FaultyHypervisor) -> FakeSnapshot:
     return await make_template(hypervisor)
 
 
 @pytest.fixture
-async def parent(hypervisor: FakeHypervisor, template: FakeSnapshot) -> FakeMachine:
+async def parent(hypervisor: FaultyHypervisor, template: FakeSnapshot) -> FaultyMachine:
     return await running_fork(hypervisor, template, "parent")
 
 
-async def make_template(hypervisor: FakeHypervisor) -> FakeSnapshot:
+async def make_template(hypervisor: FaultyHypervisor) -> FakeSnapshot:
     return await hypervisor.freeze(await hypervisor.create(SPEC), notes={"by": "a test"})
 
 
-async def running_fork(hypervisor: FakeHypervisor, snapshot: FakeSnapshot, machine_id: str) -> FakeMachine:
+async def running_fork(hypervisor: FaultyHypervisor, snapshot: FakeSnapshot, machine_id: str) -> FaultyMachine:
     machine = await hypervisor.fork(snapshot, machine_id)
     await machine.resume()
     return machine
 
 
-async def branch(hypervisor: FakeHypervisor, parent: FakeMachine, machine_id: str = "child") -> FakeMachine:
+async def branch(hypervisor: FaultyHypervisor, parent: FaultyMachine, machine_id: str = "child") -> FaultyMachine:
     """Fork a running machine's current state and resume the fork."""
     snapshot = await hypervisor.capture(parent)
     child = await running_fork(hypervisor, snapshot, machine_id)
@@ -52,19 +53,19 @@ async def branch(hypervisor: FakeHypervisor, parent: FakeMachine, machine_id: st
     return child
 
 
-def press(machine: FakeMachine, scancode: int) -> None:
+def press(machine: FaultyMachine, scancode: int) -> None:
     for down in (True, False):
         machine.key_input(scancode, down=down)
 
 
-def click(machine: FakeMachine, name: str, *, window: str) -> None:
+def click(machine: FaultyMachine, name: str, *, window: str) -> None:
     assert machine.desktop is not None
     x, y = machine.desktop.element(name, window=window).rect.center
     for buttons in (0, 1, 0):
         machine.pointer_input(x, y, buttons)
 
 
-def text_of(machine: FakeMachine) -> str:
+def text_of(machine: FaultyMachine) -> str:
     assert machine.desktop is not None
     return machine.desktop.editor.text_area.text
 
@@ -73,7 +74,7 @@ def text_of(machine: FakeMachine) -> str:
 
 
 async def test_windows_text_clicks_and_files_are_copied_and_then_independent(
-    hypervisor: FakeHypervisor, parent: FakeMachine
+    hypervisor: FaultyHypervisor, parent: FaultyMachine
 ) -> None:
     press(parent, A)
     click(parent, "Count", window="Controls")
@@ -93,7 +94,7 @@ async def test_windows_text_clicks_and_files_are_copied_and_then_independent(
 
 
 async def test_drags_and_held_keys_and_buttons_continue_in_a_fork(
-    hypervisor: FakeHypervisor, parent: FakeMachine
+    hypervisor: FaultyHypervisor, parent: FaultyMachine
 ) -> None:
     desktop = parent.desktop
     assert desktop is not None
@@ -114,7 +115,7 @@ async def test_drags_and_held_keys_and_buttons_continue_in_a_fork(
 
 
 async def test_the_clipboard_open_files_and_running_programs_are_copied(
-    hypervisor: FakeHypervisor, parent: FakeMachine
+    hypervisor: FaultyHypervisor, parent: FaultyMachine
 ) -> None:
     await ask(parent, "guest-exec", path="xclip", input_data=base64.b64encode(b"clip").decode())
     pid = (await ask(parent, "guest-exec", path="sleep", arg=["600"]))["pid"]
@@ -134,7 +135,7 @@ async def test_the_clipboard_open_files_and_running_programs_are_copied(
     assert parent.programs.run(["xclip", "-o"]).stdout == b"clip"
 
 
-async def test_a_screen_of_another_size_is_copied(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+async def test_a_screen_of_another_size_is_copied(hypervisor: FaultyHypervisor, parent: FaultyMachine) -> None:
     parent.resize_screen(width_px=600, height_px=400)
     child = await branch(hypervisor, parent)
     assert child.framebuffer.pixels.shape == (400, 600, 4)
@@ -142,7 +143,7 @@ async def test_a_screen_of_another_size_is_copied(hypervisor: FakeHypervisor, pa
     assert not np.array_equal(child.framebuffer.pixels, parent.framebuffer.pixels)
 
 
-async def test_faults_and_counters_are_not_copied(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+async def test_faults_and_counters_are_not_copied(hypervisor: FaultyHypervisor, parent: FaultyMachine) -> None:
     parent.inject(die_after_inputs=3)
     press(parent, A)
     child = await branch(hypervisor, parent)
@@ -152,7 +153,7 @@ async def test_faults_and_counters_are_not_copied(hypervisor: FakeHypervisor, pa
 # Pausing
 
 
-async def test_the_clock_of_a_paused_machine_is_stopped(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+async def test_the_clock_of_a_paused_machine_is_stopped(hypervisor: FaultyHypervisor, template: FakeSnapshot) -> None:
     first = await hypervisor.fork(template, "first")
     await asyncio.sleep(0.02)
     second = await hypervisor.fork(template, "second")
@@ -164,7 +165,7 @@ async def test_the_clock_of_a_paused_machine_is_stopped(hypervisor: FakeHypervis
     assert second.guest.clock.date_ns() == date_ns < first.guest.clock.date_ns()
 
 
-async def test_a_sleeping_program_does_not_progress_while_paused(parent: FakeMachine) -> None:
+async def test_a_sleeping_program_does_not_progress_while_paused(parent: FaultyMachine) -> None:
     pid = (await ask(parent, "guest-exec", path="sleep", arg=["600"]))["pid"]
     await parent.pause()
     paused_s = parent.guest.clock.monotonic_s()
@@ -174,7 +175,7 @@ async def test_a_sleeping_program_does_not_progress_while_paused(parent: FakeMac
     assert await ask(parent, "guest-exec-status", pid=pid) == {"exited": False}
 
 
-async def test_a_fork_changes_only_once_it_runs(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+async def test_a_fork_changes_only_once_it_runs(hypervisor: FaultyHypervisor, template: FakeSnapshot) -> None:
     hypervisor.faults = Faults(animation_interval_s=0.002)
     machine = await hypervisor.fork(template, "moves")
     before = machine.framebuffer.pixels.copy()
@@ -186,7 +187,7 @@ async def test_a_fork_changes_only_once_it_runs(hypervisor: FakeHypervisor, temp
             await asyncio.sleep(0.001)
 
 
-async def test_input_to_a_fork_that_never_ran_is_dropped(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+async def test_input_to_a_fork_that_never_ran_is_dropped(hypervisor: FaultyHypervisor, template: FakeSnapshot) -> None:
     machine = await hypervisor.fork(template, "still")
     press(machine, A)
     await machine.resume()
@@ -196,7 +197,7 @@ async def test_input_to_a_fork_that_never_ran_is_dropped(hypervisor: FakeHypervi
 # Waking
 
 
-async def test_a_fork_gets_its_own_identity(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+async def test_a_fork_gets_its_own_identity(hypervisor: FaultyHypervisor, template: FakeSnapshot) -> None:
     machines = [await running_fork(hypervisor, template, machine_id) for machine_id in ("one", "two")]
     for machine in machines:
         assert (machine.guest_machine_id, machine.guest.clock.set_to_ns, machine.files.entropy) == ("", None, b"")
@@ -212,7 +213,7 @@ async def test_a_fork_gets_its_own_identity(hypervisor: FakeHypervisor, template
 
 
 async def test_the_clock_of_a_fork_can_be_set_by_the_agent_alone(
-    hypervisor: FakeHypervisor, template: FakeSnapshot
+    hypervisor: FaultyHypervisor, template: FakeSnapshot
 ) -> None:
     machine = await hypervisor.fork(template, "windows")
     machine.guest.clock.set_date(5)
@@ -226,7 +227,7 @@ async def test_the_clock_of_a_fork_can_be_set_by_the_agent_alone(
     assert before_ns <= (machine.guest.clock.set_to_ns or 0) <= time.time_ns()
 
 
-async def test_a_wake_that_the_guest_rejects_is_a_guest_error(parent: FakeMachine) -> None:
+async def test_a_wake_that_the_guest_rejects_is_a_guest_error(parent: FaultyMachine) -> None:
     with pytest.raises(GuestError):
         await ask(parent, "guest-exec", path="/bin/nonsense")
     result = await GuestAgent(parent).run(["date", "-u", "-s", "nonsense"], timeout_s=60.0)
@@ -236,8 +237,8 @@ async def test_a_wake_that_the_guest_rejects_is_a_guest_error(parent: FakeMachin
 # Identity of a state
 
 
-async def test_equal_states_have_equal_digests(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
-    other = FakeHypervisor()
+async def test_equal_states_have_equal_digests(hypervisor: FaultyHypervisor, template: FakeSnapshot) -> None:
+    other = FaultyHypervisor()
     assert (await make_template(other)).digest == template.digest
     captures = []
     for machine_id in ("one", "two"):
@@ -264,13 +265,15 @@ async def test_equal_states_have_equal_digests(hypervisor: FakeHypervisor, templ
     ],
     ids=["text", "held key", "pointer", "file", "directory", "clipboard", "entropy"],
 )
-async def test_any_change_gives_another_digest(hypervisor: FakeHypervisor, parent: FakeMachine, change: Any) -> None:
+async def test_any_change_gives_another_digest(
+    hypervisor: FaultyHypervisor, parent: FaultyMachine, change: Any
+) -> None:
     before = await hypervisor.capture(parent)
     change(parent)
     assert (await hypervisor.capture(parent)).digest != before.digest
 
 
-async def test_the_disk_digest_follows_the_files(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+async def test_the_disk_digest_follows_the_files(hypervisor: FaultyHypervisor, parent: FaultyMachine) -> None:
     before = await hypervisor.capture(parent)
     parent.files["/home/user/x"] = b"1"
     assert (await hypervisor.capture(parent)).disk_digest != before.disk_digest
@@ -281,11 +284,11 @@ async def test_the_disk_digest_follows_the_files(hypervisor: FakeHypervisor, par
 
 async def test_a_stored_template_outlives_its_daemon() -> None:
     host = FakeHost()
-    first = FakeHypervisor(host=host)
+    first = FaultyHypervisor(host=host)
     template = await make_template(first)
     await template.discard()
     await first.close()
-    second = FakeHypervisor(host=host)
+    second = FaultyHypervisor(host=host)
     assert await second.reap() == []
     found = await second.find_template(replace(SPEC, machine_id="another"))
     assert found is not None
@@ -300,7 +303,7 @@ async def test_a_stored_template_outlives_its_daemon() -> None:
     assert (host.machines, host.captures) == ({}, {})
 
 
-async def test_a_removed_template_can_be_made_again(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+async def test_a_removed_template_can_be_made_again(hypervisor: FaultyHypervisor, template: FakeSnapshot) -> None:
     machine = await running_fork(hypervisor, template, "before")
     hypervisor.host.templates.clear()
     assert await hypervisor.find_template(SPEC) is None
@@ -310,7 +313,7 @@ async def test_a_removed_template_can_be_made_again(hypervisor: FakeHypervisor, 
 
 
 async def test_a_machine_that_cannot_become_a_template_is_destroyed(
-    hypervisor: FakeHypervisor, template: FakeSnapshot
+    hypervisor: FaultyHypervisor, template: FakeSnapshot
 ) -> None:
     fork = await hypervisor.fork(template, "fork")
     hypervisor.host.templates.clear()
@@ -330,7 +333,9 @@ async def test_a_machine_that_cannot_become_a_template_is_destroyed(
 # Leftovers
 
 
-async def test_a_capture_exists_until_nothing_depends_on_it(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+async def test_a_capture_exists_until_nothing_depends_on_it(
+    hypervisor: FaultyHypervisor, parent: FaultyMachine
+) -> None:
     first = await hypervisor.capture(parent)
     child = await running_fork(hypervisor, first, "child")
     second = await hypervisor.capture(child)
@@ -351,10 +356,10 @@ async def test_a_capture_exists_until_nothing_depends_on_it(hypervisor: FakeHype
 
 async def test_a_second_daemon_removes_the_captures_of_the_first() -> None:
     host = FakeHost()
-    first = FakeHypervisor(host=host)
+    first = FaultyHypervisor(host=host)
     machine = await first.fork(await make_template(first), "old")
     await first.capture(machine)
-    second = FakeHypervisor(host=host)
+    second = FaultyHypervisor(host=host)
     template = await second.find_template(SPEC)
     assert template is not None
     own = await second.capture(await second.fork(template, "new"))
@@ -363,7 +368,7 @@ async def test_a_second_daemon_removes_the_captures_of_the_first() -> None:
     await second.machines["new"].destroy()
 
 
-async def test_a_group_costs_its_memory_once(hypervisor: FakeHypervisor) -> None:
+async def test_a_group_costs_its_memory_once(hypervisor: FaultyHypervisor) -> None:
     template = await make_template(hypervisor)
     alone = await running_fork(hypervisor, template, "0")
     usage = await alone.usage()
@@ -378,7 +383,7 @@ async def test_a_group_costs_its_memory_once(hypervisor: FakeHypervisor) -> None
     assert usage.pss_bytes > usage.private_dirty_bytes > 5000
 
 
-async def test_256_forks_fit_into_little_memory(hypervisor: FakeHypervisor) -> None:
+async def test_256_forks_fit_into_little_memory(hypervisor: FaultyHypervisor) -> None:
     spec = replace(SPEC, screen_width_px=1280, screen_height_px=800)
     template = await hypervisor.freeze(await hypervisor.create(spec), notes={})
     await hypervisor.fork(template, "first")
@@ -390,7 +395,9 @@ async def test_256_forks_fit_into_little_memory(hypervisor: FakeHypervisor) -> N
     assert per_fork_kib < 1000, "other threads of this process allocate, too"
 
 
-async def test_destroyed_machines_leave_no_open_descriptors(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+async def test_destroyed_machines_leave_no_open_descriptors(
+    hypervisor: FaultyHypervisor, parent: FaultyMachine
+) -> None:
     before = open_files()
     for number in range(3):
         press(parent, A)
@@ -420,7 +427,7 @@ def open_files() -> set[tuple[int, int]]:
 # Faults
 
 
-async def test_a_failed_fork_leaves_nothing(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+async def test_a_failed_fork_leaves_nothing(hypervisor: FaultyHypervisor, template: FakeSnapshot) -> None:
     hypervisor.faults = Faults(fork_error="no memory left")
     with pytest.raises(HypervisorError, match="machine one: no memory left"):
         await hypervisor.fork(template, "one")
@@ -436,13 +443,15 @@ async def test_a_failed_fork_leaves_nothing(hypervisor: FakeHypervisor, template
     assert template.holder_count == 0
 
 
-async def until_paused(machine: FakeMachine) -> None:
+async def until_paused(machine: FaultyMachine) -> None:
     async with asyncio.timeout(60):
         while machine.state is not MachineState.PAUSED:
             await asyncio.sleep(0)
 
 
-async def test_a_failed_capture_leaves_the_machine_unchanged(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+async def test_a_failed_capture_leaves_the_machine_unchanged(
+    hypervisor: FaultyHypervisor, parent: FaultyMachine
+) -> None:
     parent.inject(capture_error="disk full", capture_delay_s=1.0)
     capturing = asyncio.create_task(hypervisor.capture(parent))
     await until_paused(parent)
@@ -452,7 +461,7 @@ async def test_a_failed_capture_leaves_the_machine_unchanged(hypervisor: FakeHyp
     assert hypervisor.host.captures == {}
 
 
-async def test_a_machine_killed_during_its_capture_is_lost(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+async def test_a_machine_killed_during_its_capture_is_lost(hypervisor: FaultyHypervisor, parent: FaultyMachine) -> None:
     parent.inject(capture_delay_s=1.0)
     capturing = asyncio.create_task(hypervisor.capture(parent))
     await until_paused(parent)
@@ -462,7 +471,9 @@ async def test_a_machine_killed_during_its_capture_is_lost(hypervisor: FakeHyper
     assert hypervisor.host.captures == {}
 
 
-async def test_a_machine_that_cannot_be_captured_is_unchanged(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+async def test_a_machine_that_cannot_be_captured_is_unchanged(
+    hypervisor: FaultyHypervisor, parent: FaultyMachine
+) -> None:
     parent.inject(unforkable="a USB device of the host", capture_delay_s=10)
     with pytest.raises(NotForkable, match="USB"):
         await hypervisor.capture(parent)
@@ -472,7 +483,7 @@ async def test_a_machine_that_cannot_be_captured_is_unchanged(hypervisor: FakeHy
     assert (parent.state, created.state) == (MachineState.RUNNING, MachineState.RUNNING)
 
 
-async def test_device_files_accept_writes_and_store_nothing(parent: FakeMachine) -> None:
+async def test_device_files_accept_writes_and_store_nothing(parent: FaultyMachine) -> None:
     for device in ("/dev/null", "/dev/urandom"):
         parent.files[device] = b"seed"
     assert parent.files.entropy

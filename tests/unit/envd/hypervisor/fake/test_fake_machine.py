@@ -9,9 +9,10 @@ import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost
 from envd.base.losses import Owner
-from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, Faults, fake_image
+from envd.hypervisor.fake import fake_image
 from envd.hypervisor.machine import Accelerator, MachineSpec, MachineState
 from tests.support.fake_agent import ask
+from tests.support.faulty import FakeHost, Faults, FaultyHypervisor, FaultyMachine
 from tests.support.hostile import AgentAttack, hostile_agent
 
 SPEC = MachineSpec(
@@ -20,11 +21,11 @@ SPEC = MachineSpec(
 
 
 @pytest.fixture
-async def machine(hypervisor: FakeHypervisor) -> FakeMachine:
+async def machine(hypervisor: FaultyHypervisor) -> FaultyMachine:
     return await hypervisor.create(SPEC)
 
 
-async def test_an_id_is_used_once(hypervisor: FakeHypervisor) -> None:
+async def test_an_id_is_used_once(hypervisor: FaultyHypervisor) -> None:
     await hypervisor.create(SPEC)
     with pytest.raises(HypervisorError, match=r"^machine one"):
         await hypervisor.create(SPEC)
@@ -32,20 +33,20 @@ async def test_an_id_is_used_once(hypervisor: FakeHypervisor) -> None:
     assert hypervisor.accelerator is Accelerator.FAKE
 
 
-async def test_a_screen_that_is_too_small_is_rejected(hypervisor: FakeHypervisor) -> None:
+async def test_a_screen_that_is_too_small_is_rejected(hypervisor: FaultyHypervisor) -> None:
     with pytest.raises(HypervisorError, match="at least 480x320"):
         await hypervisor.create(replace(SPEC, screen_width_px=100))
     assert hypervisor.machines == {}
 
 
-async def test_a_failed_create_leaves_nothing(hypervisor: FakeHypervisor) -> None:
+async def test_a_failed_create_leaves_nothing(hypervisor: FaultyHypervisor) -> None:
     hypervisor.faults = Faults(create_error="no memory left")
     with pytest.raises(HypervisorError, match="no memory left"):
         await hypervisor.create(SPEC)
     assert hypervisor.machines == {}
 
 
-async def test_the_guest_does_not_respond_before_the_boot_ends(hypervisor: FakeHypervisor) -> None:
+async def test_the_guest_does_not_respond_before_the_boot_ends(hypervisor: FaultyHypervisor) -> None:
     hypervisor.faults = Faults(boot_delay_s=2.0)
     machine = await hypervisor.create(SPEC)
     assert not machine.framebuffer.pixels.any()
@@ -55,7 +56,7 @@ async def test_the_guest_does_not_respond_before_the_boot_ends(hypervisor: FakeH
     assert machine.framebuffer.pixels.any()
 
 
-async def test_a_boot_that_fails_loses_the_machine(hypervisor: FakeHypervisor) -> None:
+async def test_a_boot_that_fails_loses_the_machine(hypervisor: FaultyHypervisor) -> None:
     hypervisor.faults = Faults(boot_delay_s=0.005, boot_failure="kernel panic")
     machine = await hypervisor.create(SPEC)
     with pytest.raises(MachineLost, match="kernel panic"):
@@ -65,7 +66,7 @@ async def test_a_boot_that_fails_loses_the_machine(hypervisor: FakeHypervisor) -
     assert set(hypervisor.machines) == {"one"}
 
 
-async def test_a_silent_agent_hits_the_callers_deadline(machine: FakeMachine) -> None:
+async def test_a_silent_agent_hits_the_callers_deadline(machine: FaultyMachine) -> None:
     machine.inject(agent_silent=True)
     with pytest.raises(GuestUnresponsive, match=r"guest-ping within 0\.01 s"):
         await machine.agent_command("guest-ping", timeout_s=0.01)
@@ -82,7 +83,7 @@ async def test_a_silent_agent_hits_the_callers_deadline(machine: FakeMachine) ->
     ],
 )
 async def test_a_hostile_agent_fails_its_own_command(
-    attack: AgentAttack, command: str, problem: str, machine: FakeMachine
+    attack: AgentAttack, command: str, problem: str, machine: FaultyMachine
 ) -> None:
     machine.inject(agent=hostile_agent(attack))
     with pytest.raises(GuestUnresponsive, match=problem):
@@ -91,14 +92,14 @@ async def test_a_hostile_agent_fails_its_own_command(
     assert await ask(machine, "guest-ping") == {}
 
 
-async def test_agent_responses_can_be_delayed(machine: FakeMachine) -> None:
+async def test_agent_responses_can_be_delayed(machine: FaultyMachine) -> None:
     machine.inject(agent_delay_s=0.02)
     started_s = time.monotonic()
     await ask(machine, "guest-ping")
     assert time.monotonic() - started_s >= 0.02
 
 
-async def test_a_machine_is_lost_after_a_given_number_of_commands(hypervisor: FakeHypervisor) -> None:
+async def test_a_machine_is_lost_after_a_given_number_of_commands(hypervisor: FaultyHypervisor) -> None:
     hypervisor.faults = Faults(die_after_commands=2)
     machine = await hypervisor.create(SPEC)
     await ask(machine, "guest-ping")
@@ -107,7 +108,7 @@ async def test_a_machine_is_lost_after_a_given_number_of_commands(hypervisor: Fa
         await ask(machine, "guest-ping")
 
 
-async def test_a_machine_is_lost_after_a_given_number_of_inputs(hypervisor: FakeHypervisor) -> None:
+async def test_a_machine_is_lost_after_a_given_number_of_inputs(hypervisor: FaultyHypervisor) -> None:
     hypervisor.faults = Faults(die_after_inputs=2)
     machine = await hypervisor.create(SPEC)
     for down in (True, False, True):
@@ -117,7 +118,7 @@ async def test_a_machine_is_lost_after_a_given_number_of_inputs(hypervisor: Fake
     assert machine.desktop.editor.text_area.text == "a"
 
 
-async def test_input_to_a_paused_machine_is_dropped(machine: FakeMachine) -> None:
+async def test_input_to_a_paused_machine_is_dropped(machine: FaultyMachine) -> None:
     await machine.pause()
     machine.key_input(30, down=True)
     machine.pointer_input(5, 5, 1)
@@ -128,7 +129,7 @@ async def test_input_to_a_paused_machine_is_dropped(machine: FakeMachine) -> Non
 
 
 async def test_programs_can_react_late_and_in_order_but_not_while_the_machine_is_paused(
-    hypervisor: FakeHypervisor,
+    hypervisor: FaultyHypervisor,
 ) -> None:
     hypervisor.faults = Faults(reaction_s=0.02)
     machine = await hypervisor.create(SPEC)
@@ -147,7 +148,7 @@ async def test_programs_can_react_late_and_in_order_but_not_while_the_machine_is
     assert machine.desktop.editor.text_area.text == "abc"
 
 
-async def test_a_guest_that_powers_off_is_lost_and_its_forks_are_not(hypervisor: FakeHypervisor) -> None:
+async def test_a_guest_that_powers_off_is_lost_and_its_forks_are_not(hypervisor: FaultyHypervisor) -> None:
     snapshot = await hypervisor.freeze(await hypervisor.create(SPEC), notes={})
     machine, other = [await hypervisor.fork(snapshot, name) for name in ("two", "three")]
     machine.programs.run(["poweroff"])
@@ -155,7 +156,7 @@ async def test_a_guest_that_powers_off_is_lost_and_its_forks_are_not(hypervisor:
     assert other.state is MachineState.PAUSED
 
 
-async def test_a_guest_that_reboots_is_lost_by_its_own_doing(machine: FakeMachine) -> None:
+async def test_a_guest_that_reboots_is_lost_by_its_own_doing(machine: FaultyMachine) -> None:
     for scancode in (29, 56, 0xD3):
         machine.key_input(scancode, down=True)
     assert machine.loss is not None
@@ -163,12 +164,12 @@ async def test_a_guest_that_reboots_is_lost_by_its_own_doing(machine: FakeMachin
     assert machine.lost_reason == "its guest rebooted"
 
 
-async def test_the_release_of_a_key_that_is_up_is_not_an_input(machine: FakeMachine) -> None:
+async def test_the_release_of_a_key_that_is_up_is_not_an_input(machine: FaultyMachine) -> None:
     machine.key_input(0xE6, down=False)
     assert machine.input_count == 0
 
 
-async def test_an_animation_changes_the_screen_except_while_paused(hypervisor: FakeHypervisor) -> None:
+async def test_an_animation_changes_the_screen_except_while_paused(hypervisor: FaultyHypervisor) -> None:
     hypervisor.faults = Faults(animation_interval_s=0.002)
     machine = await hypervisor.create(SPEC)
     pictures = []
@@ -190,9 +191,9 @@ async def test_an_animation_changes_the_screen_except_while_paused(hypervisor: F
 
 async def test_a_second_daemon_reaps_the_machines_of_the_first() -> None:
     host = FakeHost()
-    first = FakeHypervisor(host=host)
+    first = FaultyHypervisor(host=host)
     await first.create(SPEC)
-    second = FakeHypervisor(host=host)
+    second = FaultyHypervisor(host=host)
     await second.create(replace(SPEC, machine_id="two"))
     assert await second.reap() == ["one"]
     assert await second.reap() == []
@@ -201,7 +202,7 @@ async def test_a_second_daemon_reaps_the_machines_of_the_first() -> None:
     assert first.machines == {}
 
 
-async def test_usage_counts_drawn_and_written_bytes(machine: FakeMachine) -> None:
+async def test_usage_counts_drawn_and_written_bytes(machine: FaultyMachine) -> None:
     before = await machine.usage()
     assert before.private_dirty_bytes < 1000, "an unused machine shares its picture"
     machine.key_input(30, down=True)
@@ -211,7 +212,7 @@ async def test_usage_counts_drawn_and_written_bytes(machine: FakeMachine) -> Non
     assert after.pss_bytes >= after.private_dirty_bytes
 
 
-async def test_files_pass_through_the_agent_unchanged(machine: FakeMachine) -> None:
+async def test_files_pass_through_the_agent_unchanged(machine: FaultyMachine) -> None:
     data = bytes(range(256)) * 50
     handle = await ask(machine, "guest-file-open", path="/home/user/data", mode="w")
     for at in range(0, len(data), 5000):
@@ -233,7 +234,7 @@ async def test_files_pass_through_the_agent_unchanged(machine: FakeMachine) -> N
         await ask(machine, "guest-file-read", handle=handle)
 
 
-async def test_a_sleeping_program_is_running_until_it_ends(machine: FakeMachine) -> None:
+async def test_a_sleeping_program_is_running_until_it_ends(machine: FaultyMachine) -> None:
     pid = (await ask(machine, "guest-exec", path="sleep", arg=["600"]))["pid"]
     assert await ask(machine, "guest-exec-status", pid=pid) == {"exited": False}
     machine.guest.clock._run_ns += 600 * 10**9
@@ -242,7 +243,7 @@ async def test_a_sleeping_program_is_running_until_it_ends(machine: FakeMachine)
         await ask(machine, "guest-exec-status", pid=pid)
 
 
-async def test_the_agent_returns_output_and_rejects_unknown_programs(machine: FakeMachine) -> None:
+async def test_the_agent_returns_output_and_rejects_unknown_programs(machine: FaultyMachine) -> None:
     text = base64.b64encode(b"hello").decode()
     pid = (await ask(machine, "guest-exec", path="cat", input_data=text, capture_output=True))["pid"]
     assert (await ask(machine, "guest-exec-status", pid=pid))["out-data"] == text
@@ -252,12 +253,12 @@ async def test_the_agent_returns_output_and_rejects_unknown_programs(machine: Fa
         await ask(machine, "guest-ping", nonsense=1)
 
 
-async def test_the_clock_can_be_set(machine: FakeMachine) -> None:
+async def test_the_clock_can_be_set(machine: FaultyMachine) -> None:
     await ask(machine, "guest-set-time", time=5_000_000_000)
     assert 5_000_000_000 <= await ask(machine, "guest-get-time") < 10_000_000_000
 
 
-async def test_the_repr_of_a_killed_machine_contains_the_reason(hypervisor: FakeHypervisor) -> None:
+async def test_the_repr_of_a_killed_machine_contains_the_reason(hypervisor: FaultyHypervisor) -> None:
     machine = await hypervisor.create(SPEC)
     assert repr(machine) == "<FakeMachine 'one' running>"
     machine.kill("out of memory")

@@ -10,6 +10,7 @@ import pytest
 
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Rect
 from envd.hypervisor.fake.wires.rfb import RfbConnection
+from tests.support.faulty import FaultyDisplay
 from tests.support.hostile import DisplayAttack, display_update
 
 RAW = 0
@@ -80,7 +81,7 @@ class Viewer:
         self.screen = Picture()
         self.transport = Transport()
         self.refreshes: list[Refresh] = []
-        self.server = RfbConnection(self.screen, name="fake", call_later=self._call_later)
+        self.server = FaultyDisplay(self.screen, name="fake", call_later=self._call_later)
         self.server.connection_made(self.transport)
         self.greeting = b""
         for message in (b"RFB 003.008\n", b"\x01", b"\x01"):
