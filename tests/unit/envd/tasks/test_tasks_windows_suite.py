@@ -21,7 +21,7 @@ from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.graded_text import GradedText
 from envd.tasks.checkers.programs import Command
 from envd.tasks.model import Task
-from envd.tasks.oracle import WaitFor, split_step
+from envd.tasks.oracle import WaitFor, split_step, without_target
 from tests.support.memory_desktop import MemoryDesktop
 
 TASKS = load_tasks(load(environ={"ENVD_TASKS__SUITES": "builtin:windows"})).list()
@@ -52,7 +52,7 @@ PUBLISHED = [task for task in TASKS if task.task_id.removeprefix("windows/") not
 
 
 def actions(task: Task) -> list[Action]:
-    return [action for step in task.oracle for action in split_step(step)[0]]
+    return [without_target(action) for step in task.oracle for action in split_step(step)[0]]
 
 
 def conditions(task: Task) -> list[WaitFor]:
