@@ -83,7 +83,7 @@ def office(
     rebuild: Rebuild = False,
     as_json: Json = False,
 ) -> None:
-    """Build the desktop with large applications: LibreOffice, GIMP, Inkscape, browsers, Blender and others."""
+    """Build the desktop with large applications: LibreOffice, GIMP, Inkscape, FreeCAD, browsers and others."""
     recipe, additions = _extended(office_recipe(mirror=mirror), name=name, packages=packages, files=files, run=run)
     _build(settings, recipe, additions, rebuild=rebuild, as_json=as_json)
 

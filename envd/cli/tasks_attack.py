@@ -66,9 +66,10 @@ def attack_command(
         played: dict[str, Attack] = {}
 
         def is_wanted(mutant: Mutant, digest: str) -> bool:
-            if digest in file.results:
-                played[digest] = file.results[digest]
-            return digest not in file.results and mutant.family in (families or Family)
+            known = file.results.get(digest)
+            if known is not None:
+                played[digest] = known
+            return (known is None or known.is_unscored) and mutant.family in (families or Family)
 
         def on_result(result: Attack) -> None:
             file.add(result)

@@ -1,6 +1,15 @@
 """Find out who caused the failure of a call on an episode, from the evidence of its machine."""
 
-from envd.base.errors import DisplayError, EnvdError, EvaluatorFailed, GuestError, GuestUnresponsive, MachineLost
+from envd.base.errors import (
+    DisplayError,
+    EnvdError,
+    EvaluatorFailed,
+    GuestError,
+    GuestUnresponsive,
+    HypervisorError,
+    HypervisorUnavailable,
+    MachineLost,
+)
 from envd.base.losses import Loss, Owner
 from envd.episodes.episode import Episode
 
@@ -12,7 +21,9 @@ async def find_loss(episode: Episode, error: BaseException) -> Loss | None:
     """
     machine = episode.machine.machine
     symptom = _symptom(error)
-    if symptom is None or (episode.machine.desktop.is_asleep and not machine.lost.is_set()):
+    if symptom is None or isinstance(symptom, HypervisorUnavailable):
+        return machine.loss
+    if episode.machine.desktop.is_asleep and not machine.lost.is_set():
         return machine.loss
     try:
         # A paused guest answers nothing.
@@ -20,8 +31,9 @@ async def find_loss(episode: Episode, error: BaseException) -> Loss | None:
             loss = await machine.examine()
     except EnvdError:
         loss = await machine.examine()
-    if machine.loss is None and isinstance(symptom, MachineLost | DisplayError):
-        # QEMU serves the display, so a display that fails while QEMU runs does not show that the guest failed.
+    is_of_qemu = isinstance(symptom, MachineLost | DisplayError | HypervisorError)
+    if machine.loss is None and loss.owner is Owner.GUEST and is_of_qemu:
+        # QEMU serves the display and the monitor: one that fails while QEMU runs does not show that the guest failed.
         return Loss(Owner.UNDECIDED, str(error))
     return loss
 
@@ -37,7 +49,7 @@ def _symptom(error: BaseException) -> BaseException | None:
     That a checker could not do something in the guest may be the checker's mistake; that the guest did not answer is
     not.
     """
-    kinds: tuple[type[BaseException], ...] = (MachineLost, GuestUnresponsive)
+    kinds: tuple[type[BaseException], ...] = (MachineLost, GuestUnresponsive, HypervisorError)
     if not isinstance(error, EvaluatorFailed):
         kinds = (*kinds, GuestError)
     return _find(error, kinds)

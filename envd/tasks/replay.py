@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
-from cuaenv.actions import Done, Fail, Wait
+from cuaenv.actions import Done, Fail, ToolAction, Wait
 from envd.base.errors import GuestError
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.programs import count_processes
@@ -43,6 +43,7 @@ async def replay(
     step: Callable[[tuple[Input, ...]], Awaitable[str]],
     wait_for: Callable[[WaitFor], Awaitable[str]],
     patience_s: Sequence[float] = PATIENCE_S,
+    is_idle: Callable[[], bool] = lambda: False,
 ) -> None:
     """Play steps, each after the screen has responded to the previous one. Raises: whatever `step` raises.
 
@@ -52,6 +53,7 @@ async def replay(
             while the screen has not responded, or not completely.
         wait_for: Returns the frame id as soon as a condition holds.
         patience_s: Lengths of the waits for a response; empty for desktops that respond immediately and completely.
+        is_idle: Returns whether the guest did nothing during the last waits, so that there will be no response.
     """
     frame_id = first_frame_id
     for each in steps:
@@ -62,7 +64,7 @@ async def replay(
         if not patience_s or not _expects_a_response(actions):
             continue
         for wait_s in patience_s if not conditions else ():
-            if frame_id != before:
+            if frame_id != before or is_idle():
                 break
             frame_id = await step((Wait(timedelta(seconds=wait_s)),))
         for _ in range(_MAX_COMPARISONS):
@@ -72,9 +74,9 @@ async def replay(
 
 
 def _expects_a_response(actions: tuple[Input, ...]) -> bool:
-    """Whether the agent continues after input that should change the screen."""
+    """Whether the agent continues after input that should change the screen. Tools respond without it."""
     is_end = isinstance(actions[-1], Done | Fail)
-    return not is_end and any(not isinstance(action, Wait) for action in actions)
+    return not is_end and any(not isinstance(action, Wait | ToolAction) for action in actions)
 
 
 class Result(Protocol):

@@ -110,6 +110,28 @@ def test_an_interrupted_attack_keeps_its_results_and_ends_its_daemon(suite: Path
     assert len(after) == found["suites"]["mine"]["mutants"] > len(before)
 
 
+def test_a_task_that_cannot_be_set_up_does_not_stop_the_others(suite: Path) -> None:
+    extra = """
+  - name: solved-at-start
+    level: 1
+    instruction: Write it.
+    setup: [{kind: write_file, path: /home/user/note.txt, text: Room 12}]
+    checker: {kind: file_text, path: /home/user/note.txt, equals: Room 12}
+    oracle: [[{type: Room 12}], [done]]
+"""
+    suite.write_text(SOUND + extra, encoding="utf-8")
+    status, found, _ = attack(suite, "mine/solved-at-start", "--jobs", "16")
+    unplayed = [each for each in found["open"] if each["task_id"] == "mine/solved-at-start"]
+    assert status == 1
+    assert all(each["detail"].startswith("not played: ") for each in unplayed)
+    counts = found["suites"]["mine"]
+    assert counts["no score"] == len(unplayed) > 5
+    attack(suite, "mine/solved-at-start", "--jobs", "16", "--resume")
+    lines = (suite.parent / "out" / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == counts["mutants"] + len(unplayed), "those without a score are played again"
+    assert counts["killed"] == counts["mutants"] - len(found["open"]) > 5
+
+
 @pytest.mark.parametrize("line", ["{", "[]", '{"task_id": "mine/note"}'])
 def test_damaged_results_are_refused(suite: Path, line: str) -> None:
     (suite.parent / "out").mkdir()

@@ -3,7 +3,8 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict
@@ -21,8 +22,11 @@ from envd.tasks.model import Task
 _RESET_TIMEOUT = timedelta(minutes=30)
 _COMMAND_TIMEOUT = timedelta(minutes=2)
 #: The state that a mutant waits for often never comes. One that is late is scored as it is.
-_MAX_MUTANT_WAIT_S = 10.0
+_MAX_MUTANT_WAIT_S = 30.0
 _MOST_PIXELS = 640 * 400
+#: Mutants played at once for each task whose start is open to fork from. A task has 15 to 80 mutants, and few of them
+#: remain when the machine of the next task is set up.
+_MUTANTS_PER_TRUNK = 4
 #: Tools of a task that has an oracle from elsewhere.
 GUEST_TOOLS = ("shell", "files")
 
@@ -48,6 +52,11 @@ class Attack(BaseModel):
     """PNG of the final screen; empty unless something was found."""
 
     @property
+    def is_unscored(self) -> bool:
+        """Whether something failed that may succeed when it is played again."""
+        return self.score is None and not self.impossible
+
+    @property
     def is_killed(self) -> bool:
         """Whether the checker scored it as a sound one does, or it cannot be done."""
         if self.score is None:
@@ -57,9 +66,14 @@ class Attack(BaseModel):
 
 def attack_config(settings: Config, *, parallel_count: int, image: str = "") -> Config:
     """Return settings for an ephemeral daemon that plays `parallel_count` mutants at once; see `ephemeral_config`."""
-    # The task's own machine, its forks, and one that is being prepared.
-    own = {"size": 1, "capacity": parallel_count + 2, "allow_guest_access": True, "tools": GUEST_TOOLS}
+    # The machines of the tasks themselves, their forks, and one that is being prepared.
+    capacity = _trunk_count(parallel_count) + parallel_count + 1
+    own = {"size": 1, "capacity": capacity, "allow_guest_access": True, "tools": GUEST_TOOLS}
     return ephemeral_config(settings, name="attack", pool=own, image=image)
+
+
+def _trunk_count(parallel_count: int) -> int:
+    return max(1, parallel_count // _MUTANTS_PER_TRUNK)
 
 
 async def attack(
@@ -70,74 +84,99 @@ async def attack(
     is_wanted: Callable[[Mutant, str], bool],
     on_result: Callable[[Attack], None],
 ) -> None:
-    """Play the mutants of all tasks, one task after the other.
+    """Play the mutants of all tasks. The next task is set up when all mutants of one before it were forked.
 
     Args:
         config: See `attack_config`.
         is_wanted: Whether to play this mutant, which has this digest.
     """
+    forks, trunks = asyncio.Semaphore(parallel_count), asyncio.Semaphore(_trunk_count(parallel_count))
     async with open_daemon(config) as daemon, AsyncEnvClient(daemon.address, token="") as client:
         runs_guests = daemon.hypervisor.capabilities.runs_guests
-        for task in tasks:
-            player = _Player(client, task, runs_guests=runs_guests, parallel_count=parallel_count, on_result=on_result)
-            mutants = [
-                each
-                for each in playable(task, runs_guests=runs_guests)
-                if is_wanted(each, each.digest(player.task_digest))
-            ]
-            if mutants:
-                await player.play(mutants, max_steps=max_steps_of(task, limit=config.limits.max_steps))
+        async with asyncio.TaskGroup() as group:
+            for task in tasks:
+                own = judged_digest(task)
+                mutants = [
+                    each for each in playable(task, runs_guests=runs_guests) if is_wanted(each, each.digest(own))
+                ]
+                player = _Player(
+                    client=client, task=task, task_digest=own, runs_guests=runs_guests, forks=forks, on_result=on_result
+                )
+                if mutants:
+                    await trunks.acquire()
+                    playing = player.play(
+                        mutants, max_steps=max_steps_of(task, limit=config.limits.max_steps), on_forked=trunks.release
+                    )
+                    group.create_task(playing, name=f"attack:{task.task_id}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Player:
-    """Plays the mutants of one task."""
+    """Plays the mutants of one task. Each that is played holds one of `forks`."""
 
-    def __init__(
-        self,
-        client: AsyncEnvClient,
-        task: Task,
-        *,
-        runs_guests: bool,
-        parallel_count: int,
-        on_result: Callable[[Attack], None],
-    ) -> None:
-        self.task_digest = judged_digest(task)
-        self._client = client
-        self._task = task
-        self._runs_guests = runs_guests
-        self._parallel_count = parallel_count
-        self._on_result = on_result
+    client: AsyncEnvClient
+    task: Task
+    task_digest: str
+    runs_guests: bool
+    forks: asyncio.Semaphore
+    on_result: Callable[[Attack], None]
 
-    async def play(self, mutants: Sequence[Mutant], *, max_steps: int) -> None:
-        """Play the oracle, and before each of its steps the mutants that begin there. A failure ends this task."""
+    async def play(self, mutants: Sequence[Mutant], *, max_steps: int, on_forked: Callable[[], None]) -> None:
+        """Play all mutants. `on_forked` is called when the machine they are forked from is closed."""
         left = list(mutants)
-        try:
-            opening = self._client.reset(
-                self._task.task_id,
-                max_steps=max_steps,
-                branches=self._parallel_count,
-                view=View(encoding="none"),
-                timeout=_RESET_TIMEOUT,
-            )
-            async with opening as trunk:
-                for index in range(max(mutant.shared_count for mutant in mutants) + 1):
-                    own = [mutant for mutant in left if mutant.shared_count == index]
-                    for start in range(0, len(own), self._parallel_count):
-                        batch = own[start : start + self._parallel_count]
-                        await self._play_batch(trunk, batch)
-                        left = [mutant for mutant in left if mutant not in batch]
-                    if left:
-                        await self._perform(trunk, self._task.oracle[index : index + 1])
-        except (EnvError, ConditionNotMet) as error:
-            for mutant in left:
-                self._on_result(self._result(mutant, detail=f"not played: {error}"))
+        async with AsyncExitStack() as forks, asyncio.TaskGroup() as group:
+            try:
+                opening = self.client.reset(
+                    self.task.task_id, max_steps=max_steps, view=View(encoding="none"), timeout=_RESET_TIMEOUT
+                )
+                async with opening as trunk:
+                    await self._fork_all(trunk, left, forks, group)
+            except (EnvError, ConditionNotMet) as error:
+                for mutant in left:
+                    self.on_result(self._result(mutant, detail=f"not played: {error}"))
+            finally:
+                on_forked()
 
-    async def _play_batch(self, trunk: AsyncEpisode, batch: Sequence[Mutant]) -> None:
-        async with self._client.fork(trunk, count=len(batch)) as forks, asyncio.TaskGroup() as group:
-            for mutant, fork in zip(batch, forks, strict=True):
-                group.create_task(self._play(mutant, fork), name=f"attack:{mutant.name}")
+    async def _fork_all(
+        self, trunk: AsyncEpisode, left: list[Mutant], forks: AsyncExitStack, group: asyncio.TaskGroup
+    ) -> None:
+        """Play the oracle, and before each of its steps fork the mutants that begin there. Removes them from `left`."""
+        for index in range(left[-1].shared_count + 1):
+            while left and left[0].shared_count == index:
+                count = await self._acquire(sum(mutant.shared_count == index for mutant in left))
+                try:
+                    episodes = await forks.enter_async_context(self.client.fork(trunk, count=count))
+                except BaseException:
+                    for _ in range(count):
+                        self.forks.release()
+                    raise
+                for episode in episodes:
+                    mutant = left.pop(0)
+                    group.create_task(self._play(mutant, episode), name=f"attack:{mutant.name}")
+            if left:
+                await self._perform(trunk, self.task.oracle[index : index + 1])
+
+    async def _acquire(self, limit: int) -> int:
+        """Wait for a free fork; take as many as are free, at most `limit`. Returns how many."""
+        await self.forks.acquire()
+        count = 1
+        while count < limit and not self.forks.locked():
+            await self.forks.acquire()
+            count += 1
+        return count
 
     async def _play(self, mutant: Mutant, episode: AsyncEpisode) -> None:
+        try:
+            result = await self._attack(mutant, episode)
+            if not result.is_killed:
+                with suppress(EnvError):
+                    result = result.model_copy(update={"picture": await _picture(episode)})
+            self.on_result(result)
+            await episode.close()
+        finally:
+            self.forks.release()
+
+    async def _attack(self, mutant: Mutant, episode: AsyncEpisode) -> Attack:
         score, detail, impossible = None, "", False
         try:
             for command in mutant.commands:
@@ -149,12 +188,7 @@ class _Player:
                 score, detail = await self._score(mutant, episode)
         except EnvError as error:
             detail = f"{error.reason or error.code}: {error}"
-        result = self._result(mutant, score=score, detail=detail, impossible=impossible)
-        if not result.is_killed:
-            with suppress(EnvError):
-                result = result.model_copy(update={"picture": await _picture(episode)})
-        self._on_result(result)
-        await episode.close()
+        return self._result(mutant, score=score, detail=detail, impossible=impossible)
 
     async def _score(self, mutant: Mutant, episode: AsyncEpisode) -> tuple[float, str]:
         problem = ""
@@ -171,15 +205,15 @@ class _Player:
         await play(
             episode,
             steps,
-            os=self._task.os,
-            runs_guests=self._runs_guests,
+            os=self.task.os,
+            runs_guests=self.runs_guests,
             on_step=lambda *_: None,
             max_wait_s=_MAX_MUTANT_WAIT_S if is_mutant else math.inf,
         )
 
     def _result(self, mutant: Mutant, *, score: float | None = None, detail: str, impossible: bool = False) -> Attack:
         return Attack(
-            task_id=self._task.task_id,
+            task_id=self.task.task_id,
             mutant=mutant.name,
             family=mutant.family.value,
             digest=mutant.digest(self.task_digest),

@@ -22,6 +22,8 @@ from envd.base.errors import (
     GuestEnded,
     GuestError,
     GuestUnresponsive,
+    HypervisorError,
+    HypervisorUnavailable,
     InvalidRequest,
     LossUndecided,
     MachineLost,
@@ -348,6 +350,25 @@ async def test_a_guest_failure_without_evidence_voids_the_episode(world: World, 
     with pytest.raises(LossUndecided):
         await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert world.tasks.checks == 0
+
+
+@pytest.mark.parametrize("silence", [Silence(run_state=""), Silence(run_state="running", agent_answers=True)])
+async def test_a_failure_of_qemu_without_evidence_is_never_the_guests(
+    world: World, episode_id: str, silence: Silence
+) -> None:
+    world.desktop(episode_id).errors["settle"] = HypervisorError("its QEMU monitor failed")
+    world.machine(episode_id).silence = silence
+    with pytest.raises(LossUndecided):
+        await world.service.step(world.step_command(episode_id, 0))
+    assert world.state(episode_id) == (EpisodeState.FAILED, "LOSS_UNDECIDED")
+
+
+async def test_a_libvirtd_that_is_away_says_nothing_about_the_machine(world: World, episode_id: str) -> None:
+    world.desktop(episode_id).errors["settle"] = HypervisorUnavailable("libvirtd does not answer", retry_after_s=1)
+    world.machine(episode_id).silence = Silence(run_state="")
+    with pytest.raises(HypervisorUnavailable):
+        await world.service.step(world.step_command(episode_id, 0))
+    assert world.state(episode_id) == (EpisodeState.FAILED, "HYPERVISOR_UNAVAILABLE")
 
 
 # -- a guest that ends itself ---------------------------------------------------------------------------------------

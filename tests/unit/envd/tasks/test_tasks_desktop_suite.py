@@ -10,7 +10,7 @@ from envd.tasks.checkers.session import AgentAnswer
 from envd.tasks.checkers.unchanged import Unchanged
 from envd.tasks.checkers.union import AnyLeafChecker, leaves
 from envd.tasks.model import Task
-from envd.tasks.oracle import split_step
+from envd.tasks.oracle import split_step, without_target
 from envd.tasks.verbs import Launch, Open, WriteFile
 from tests.support.memory_desktop import MemoryDesktop
 
@@ -25,7 +25,7 @@ WIDTH_PX, HEIGHT_PX = 1280, 800
 
 
 def actions(task: Task) -> list[Action]:
-    return [action for step in task.oracle for action in split_step(step)[0]]
+    return [without_target(action) for step in task.oracle for action in split_step(step)[0]]
 
 
 def test_the_suite_is_graded_and_varied() -> None:

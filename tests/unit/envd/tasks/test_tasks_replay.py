@@ -2,8 +2,8 @@
 
 from datetime import timedelta
 
-from cuaenv.actions import Action, Done, PressKeys, TypeText, Wait
-from envd.tasks.oracle import OracleAction, WaitFor
+from cuaenv.actions import Done, EditFile, PressKeys, RunShell, TypeText, Wait
+from envd.tasks.oracle import Input, OracleAction, WaitFor
 from envd.tasks.replay import replay
 
 SAVE_AS = (PressKeys(keys=("ctrl", "shift", "s")),)
@@ -18,7 +18,7 @@ class Screen:
     """A guest whose screen responds after some waits, in several parts."""
 
     def __init__(self, *, responds_after_waits: int, pieces: int = 1) -> None:
-        self.performed: list[tuple[Action, ...]] = []
+        self.performed: list[tuple[Input, ...]] = []
         self.awaited: list[tuple[int, WaitFor]] = []
         """Conditions, each after the number of steps performed so far."""
         self._delay = responds_after_waits
@@ -27,7 +27,7 @@ class Screen:
         self._to_come = 0
         self._shown = 0
 
-    async def step(self, actions: tuple[Action, ...]) -> str:
+    async def step(self, actions: tuple[Input, ...]) -> str:
         self.performed.append(actions)
         if isinstance(actions[0], Wait):
             self._left = None if self._left is None else self._left - 1
@@ -43,7 +43,7 @@ class Screen:
         return f"frame-{self._shown}"
 
 
-async def play(screen: Screen, *steps: tuple[OracleAction, ...]) -> list[tuple[Action, ...]]:
+async def play(screen: Screen, *steps: tuple[OracleAction, ...]) -> list[tuple[Input, ...]]:
     await replay(steps, first_frame_id="frame-0", step=screen.step, wait_for=screen.wait_for)
     return screen.performed
 
@@ -90,6 +90,15 @@ async def test_the_wait_ends_for_an_input_without_a_response() -> None:
 async def test_waits_and_the_end_expect_no_response() -> None:
     idle = (Wait(timedelta(seconds=1)),)
     assert await play(Screen(responds_after_waits=0), idle, DONE) == [idle, DONE]
+
+
+async def test_tools_respond_without_a_change_of_the_screen() -> None:
+    edit = (EditFile(path="/home/user/a.txt", old="a", new="b"), RunShell("make"))
+    screen = Screen(responds_after_waits=99)
+    performed = await play(screen, edit, (RunShell("ls"),), DONE)
+    assert performed == [edit, (RunShell("ls"),), DONE]
+    also_input = (RunShell("ls"), *NAME)
+    assert await play(Screen(responds_after_waits=0), also_input, DONE) == [also_input, LOOK, DONE]
 
 
 async def test_a_step_with_conditions_has_had_its_response_when_they_hold() -> None:

@@ -19,8 +19,9 @@ from envd.guest.desktop import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.graded_text import GradedText
+from envd.tasks.checkers.programs import Command
 from envd.tasks.model import Task
-from envd.tasks.oracle import WaitFor, split_step
+from envd.tasks.oracle import WaitFor, split_step, without_target
 from tests.support.memory_desktop import MemoryDesktop
 
 TASKS = load_tasks(load(environ={"ENVD_TASKS__SUITES": "builtin:windows"})).list()
@@ -44,11 +45,14 @@ TWINS = {
     "cmd-two-steps": "two-steps",
     "cmd-product": "number-to-product",
 }
+#: Twins whose file is compared with what the computer itself says.
+COMPARED = [task for task in TASKS if isinstance(task.checker, Command)]
+GRADED = [task for task in TASKS if task not in COMPARED]
 PUBLISHED = [task for task in TASKS if task.task_id.removeprefix("windows/") not in TWINS]
 
 
 def actions(task: Task) -> list[Action]:
-    return [action for step in task.oracle for action in split_step(step)[0]]
+    return [without_target(action) for step in task.oracle for action in split_step(step)[0]]
 
 
 def conditions(task: Task) -> list[WaitFor]:
@@ -58,6 +62,11 @@ def conditions(task: Task) -> list[WaitFor]:
 def checker_of(task: Task) -> GradedText:
     assert isinstance(task.checker, GradedText)
     return task.checker
+
+
+def path_of(task: Task) -> str:
+    """Return the file that a task asks for."""
+    return task.checker.argv[-1].split()[-1] if isinstance(task.checker, Command) else checker_of(task).path
 
 
 def test_the_suite_has_the_published_shape() -> None:
@@ -92,7 +101,9 @@ def test_tasks_for_powershell_need_it_and_six_have_a_twin_with_the_same_answer_i
     assert all(task.needs in ((), ("powershell",)) for task in TASKS)
     for twin, name in TWINS.items():
         one, other = by_name[twin], by_name[name]
-        assert (one.checker, one.level, one.split) == (other.checker, other.level, other.split)
+        assert (one.level, one.split) == (other.level, other.split)
+        assert path_of(one) == path_of(other)
+        assert one in COMPARED or one.checker == other.checker
 
 
 def test_an_oracle_waits_for_conditions_and_never_for_a_time() -> None:
@@ -103,7 +114,7 @@ def test_an_oracle_waits_for_conditions_and_never_for_a_time() -> None:
         assert waits, task.task_id
         in_shell = [step for step in waits if not split_step(step)[1]]
         assert len(in_shell) <= 2, f"{task.task_id}: only commands whose prompt stays open need no condition"
-        assert any(checker_of(task).path == condition.file for condition in conditions(task)), task.task_id
+        assert any(path_of(task) == condition.file for condition in conditions(task)), task.task_id
 
 
 def test_an_oracle_ends_every_shell_and_waits_until_its_window_has_closed() -> None:
@@ -120,9 +131,9 @@ def test_an_oracle_ends_every_shell_and_waits_until_its_window_has_closed() -> N
 
 def test_an_instruction_names_everything_that_is_checked() -> None:
     for task in TASKS:
-        checker = checker_of(task)
-        assert checker.path in task.instruction, task.task_id
+        assert path_of(task) in task.instruction, task.task_id
         if task.level <= 2:
+            checker = checker_of(task)
             assert checker.text is not None, task.task_id
             assert all(line in task.instruction for line in checker.text.splitlines()), task.task_id
 
@@ -132,12 +143,12 @@ def test_an_oracle_uses_the_keyboard_and_types_what_is_asked_for() -> None:
         assert isinstance(actions(task)[-1], Done), task.task_id
         assert not any(isinstance(action, Click | Drag | Scroll | Move) for action in actions(task)), task.task_id
         typed = "".join(action.text for action in actions(task) if isinstance(action, TypeText))
-        assert checker_of(task).path in typed, task.task_id
+        assert path_of(task) in typed, task.task_id
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
 async def test_the_right_file_scores_one_and_an_empty_guest_zero(encoding: str) -> None:
-    for task in TASKS:
+    for task in GRADED:
         checker = checker_of(task)
         desktop = MemoryDesktop()
         desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"absent\r\n", stderr=b"")
@@ -147,6 +158,32 @@ async def test_the_right_file_scores_one_and_an_empty_guest_zero(encoding: str) 
         desktop.files[checker.path] = data
         desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"%d\r\n" % len(data), stderr=b"")
         assert (await evaluate(task, desktop, last_action=Done(), timeout_s=60.0)).score == 1.0, task.task_id
+
+
+@pytest.mark.parametrize(
+    ("name", "computer", "right", "wrong"),
+    [
+        ("cmd-host-name", "WIN-7", ["WIN-7", "win-7 ", "\r\nWIN-7"], ["", "WIN", "other", "WIN-7 or WIN-8", "x\r\nx"]),
+        (
+            "cmd-date",
+            "Fri 03/07/2031",
+            ["2031-03-07", "2031-03-07 "],
+            ["", "2031-05-14", "2031-07-03", "03/07/2031", "2031-03-07 or 2031-03-08"],
+        ),
+    ],
+)
+async def test_a_name_or_date_must_be_the_computers_own(
+    name: str, computer: str, right: list[str], wrong: list[str]
+) -> None:
+    (task,) = (task for task in COMPARED if task.task_id == f"windows/{name}")
+    desktop = MemoryDesktop()
+    for score, texts in ((1.0, right), (0.0, wrong)):
+        for text in texts:
+            output = f"{computer}\r\n{text}\r\n".encode()
+            desktop.answers["cmd.exe",] = CommandResult(exit_code=0, stdout=output, stderr=b"")
+            assert (await evaluate(task, desktop, last_action=Done(), timeout_s=60.0)).score == score, text
+    desktop.answers["cmd.exe",] = CommandResult(exit_code=1, stdout=f"{computer}\r\n".encode(), stderr=b"")
+    assert (await evaluate(task, desktop, last_action=Done(), timeout_s=60.0)).score == 0.0
 
 
 def test_the_suite_is_served_only_if_configured(tmp_path: Path) -> None:
