@@ -104,7 +104,7 @@ def test_areals_settings_equal_those_of_the_public_recipe() -> None:
         ("envd: {hosts: [h:1]}\nlr: 3", "unknown keys lr; only envd"),
         ("envd: {hosts: [h:1]}\nstages: {smok: {}}", "unknown stages smok"),
         ("envd: {hosts: [h:1], agent: {context_tokens: 100}}", "does not fit"),
-        ("actor: {}\nenvd: {hosts: [h:1], group: fork}", "envd.group: unknown key"),
+        ("actor: {}\nenvd: {hosts: [h:1], groups: fork}", "envd.groups: unknown key"),
     ],
 )
 def test_an_unknown_key_is_refused_by_name(
