@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from envd.base.config import Config
 from envd.bench.attack.report import read_passed
 from envd.cli.tasks_verify import not_attacked
-from envd.tasks.catalogue import TaskCatalogue
+from envd.daemon.suites import load_tasks, with_suites
 from envd.tasks.suites.drawn import DRAWN
 from tests.support.command import run_envd
 
@@ -30,8 +31,9 @@ def test_no_mutant_of_a_drawn_suite_survives(tmp_path: Path, suite: str) -> None
 @pytest.mark.long
 @pytest.mark.vm
 @pytest.mark.timeout(6 * 3600)
-def test_no_mutant_of_the_desktop_suite_survives(tmp_path: Path) -> None:
-    assert attack("desktop", tmp_path, "--jobs", "3") == (0, [])
+@pytest.mark.parametrize("suite", ["desktop", "tools"])
+def test_no_mutant_of_a_suite_on_real_machines_survives(tmp_path: Path, suite: str) -> None:
+    assert attack(suite, tmp_path, "--jobs", "3") == (0, [])
 
 
 def test_no_drawn_task_changed_since_its_attack() -> None:
@@ -41,5 +43,7 @@ def test_no_drawn_task_changed_since_its_attack() -> None:
     assert not_attacked(tasks, runs_guests=False) == ()
 
 
-def test_no_desktop_task_changed_since_its_attack() -> None:
-    assert not_attacked(TaskCatalogue.load().list(), runs_guests=True) == ()
+def test_no_task_on_real_machines_changed_since_its_attack() -> None:
+    tasks = load_tasks(with_suites(Config(), ["tools/"])).list()
+    assert {"desktop", "tools"} <= {task.task_id.partition("/")[0] for task in tasks}
+    assert not_attacked(tasks, runs_guests=True) == ()
