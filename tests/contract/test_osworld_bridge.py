@@ -88,6 +88,10 @@ async def test_a_session_that_only_files_are_read_of_is_stopped_after_postconfig
     of_file = task(**fields, result={"type": "vm_file", "path": path, "dest": "note.txt"})
     assert (await evaluate(of_file, desktop, last_action=Done(), timeout_s=60, osworld=bridge)).score == 1.0
     assert events == [False, "thawed"]
+    # Its commands do without the X server, which is stopped, too.
+    commands = task(result={"type": "vlc_config", "command": "done"})
+    assert (await evaluate(commands, desktop, last_action=Done(), timeout_s=60, osworld=bridge)).score == 1.0
+    del events[2:]
     # A command may ask the session.
     assert (await evaluate(task(), desktop, last_action=Done(), timeout_s=60, osworld=bridge)).score == 1.0
     assert events == [False, "thawed"]

@@ -42,6 +42,7 @@ class PythonController:
     def __init__(self, vm_ip, server_port):
         self.server = f"http://{vm_ip}:{server_port}"
         self.retry_times, self.retry_interval = 3, 5
+        self.pkgs_prefix = "import pyautogui; {command}"
 
     def execute(self, command):
         response = requests.post(self.server + "/execute", data={"command": command, "shell": True})
@@ -113,6 +114,9 @@ def get_vm_file(env, config):
     if "then" in config:
         env.controller.execute(config["then"])
     return path
+
+def get_vlc_config(env, config):
+    return env.controller.pkgs_prefix.format(command=config["command"])
 
 def get_fussy_file(env, config):
     raise FileNotFoundError(config["path"])

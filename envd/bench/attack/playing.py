@@ -66,8 +66,9 @@ class Attack(BaseModel):
 
 def attack_config(settings: Config, *, parallel_count: int, image: str = "") -> Config:
     """Return settings for an ephemeral daemon that plays `parallel_count` mutants at once; see `ephemeral_config`."""
-    # The machines of the tasks themselves, their forks, and one that is being prepared.
-    capacity = _trunk_count(parallel_count) + parallel_count + 1
+    # The machines of the tasks themselves, their forks, as many at a task's start for checkers that fail, and one that
+    # is being prepared.
+    capacity = _trunk_count(parallel_count) + 2 * parallel_count + 1
     own = {"size": 1, "capacity": capacity, "allow_guest_access": True, "tools": GUEST_TOOLS}
     return ephemeral_config(settings, name="attack", pool=own, image=image)
 

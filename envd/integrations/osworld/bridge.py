@@ -66,7 +66,8 @@ class WorkerBridge:
         if postconfig := evaluator.get("postconfig"):
             await self._run(desktop, "evaluate", (), {"postconfig": postconfig}, os)
         async with desktop.frozen():
-            return outcome_of(await self._run(desktop, "evaluate", (), {**evaluator, "postconfig": ()}, os))
+            without = {**evaluator, "postconfig": ()}
+            return outcome_of(await self._run(desktop, "evaluate", (), without, os, is_stopped=True))
 
     async def _run(
         self,
@@ -77,6 +78,7 @@ class WorkerBridge:
         os: GuestOs,
         *,
         first_step: int = 0,
+        is_stopped: bool = False,
         on_step: Callable[[str], None] = lambda _: None,
     ) -> Mapping[str, Any]:
         files = self._files_of(steps, evaluator)
@@ -93,6 +95,7 @@ class WorkerBridge:
                 evaluator=evaluator,
                 files=files,
                 password=self._client_password,
+                is_stopped=is_stopped,
                 on_step=on_step,
             )
             return await self._workers.run(job)

@@ -64,6 +64,8 @@ class Job:
     files: Mapping[str, Path] = field(default_factory=dict)
     """Files by the names that OSWorld looks for before it downloads."""
     password: str = field(default="", repr=False)
+    is_stopped: bool = False
+    """Whether the processes of the guest's session are stopped meanwhile."""
     on_step: Callable[[str], None] = field(default=lambda _: None, repr=False)
     """Called with the name of each setup step as it starts, such as `config[0] open`."""
 
@@ -163,6 +165,7 @@ class Workers:
             "platform": job.platform,
             "screen_px": job.screen_px,
             "password": job.password,
+            "is_stopped": job.is_stopped,
             "steps": list(job.steps),
             "first_step": job.first_step,
             "evaluator": job.evaluator,

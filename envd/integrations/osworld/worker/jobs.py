@@ -40,6 +40,8 @@ class Guest(NamedTuple):
     """Name that OSWorld's own service uses: Linux or Windows."""
     screen_px: tuple[int, int]
     password: str
+    is_stopped: bool = False
+    """Whether the processes of its session are stopped, the X server too."""
 
 
 class Context:
@@ -58,6 +60,9 @@ class Context:
         self.current_use_proxy = False
         self.controller = tools.python.PythonController(vm_ip=self.vm_ip, server_port=guest.port)
         self.controller.retry_times, self.controller.retry_interval = 1, 0
+        if guest.is_stopped:
+            # Each command of OSWorld imports pyautogui first, which waits for the X server.
+            self.controller.pkgs_prefix = "{command}"
         self._requests = tools.requests
         self._setup = tools.setup.SetupController(
             vm_ip=self.vm_ip,

@@ -137,7 +137,7 @@ def _run(
 
 
 def _do(job: dict[str, Any], tools: jobs.Toolbox, channel: socket.socket) -> dict[str, object]:
-    guest = jobs.Guest(GUEST_PORT, job["platform"], tuple(job["screen_px"]), job["password"])
+    guest = jobs.Guest(GUEST_PORT, job["platform"], tuple(job["screen_px"]), job["password"], job["is_stopped"])
     context = jobs.Context(tools, guest, enclosure.CACHE)
     if job["kind"] == "set_up":
         steps = list(enumerate(job["steps"], job["first_step"]))
