@@ -115,9 +115,7 @@ class JudgeWorkers:
         except TimeoutError:  # an OSError
             raise
         except (asyncio.IncompleteReadError, OSError, ValueError) as error:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_EXIT_TIMEOUT_S):
-                    await worker.wait()
+            await _wait_for_exit(worker)
             if worker.returncode == EXCEEDED_CPU:
                 return {"excess": "judging it needs more CPU time than its limit"}
             raise EvaluatorFailed("the process that judged it was ended") from error
@@ -155,6 +153,8 @@ class JudgeWorkers:
         except (TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
             if isinstance(error, TimeoutError):
                 worker.kill()  # a process that is stopped does not handle other signals
+            elif isinstance(error, asyncio.IncompleteReadError):
+                await _wait_for_exit(worker)
             await _end(worker)
             status = f"status {worker.returncode}; {await _last_words(worker)}"
             raise RuntimeError(f"judge worker did not start: {error or 'malformed answer'} ({status})") from error
@@ -224,6 +224,13 @@ async def _read(worker: Process) -> Mapping[str, Any]:
     if not isinstance(answer, dict):
         raise ValueError("an answer that is not an object")  # noqa: TRY004 -- malformed, as above
     return answer
+
+
+async def _wait_for_exit(worker: Process) -> None:
+    """Wait a while for a worker that closed its output: a signal to one that just ended loses its exit status."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_EXIT_TIMEOUT_S):
+            await worker.wait()
 
 
 async def _end(worker: Process) -> None:
