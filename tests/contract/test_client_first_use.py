@@ -107,8 +107,10 @@ def test_help_shows_every_option_with_its_type_and_meaning(client: type, name: s
 async def test_the_synchronous_client_forwards_and_has_statistics(server: ApiServer, episodes: StubEpisodes) -> None:
     def work() -> tuple[int, int]:
         with EnvClient(server.address) as client:
-            client.open(TASK)
+            # Held: the client closes an episode that nobody refers to any more.
+            episode = client.open(TASK)
             (info,) = client.list_episodes()
+            assert info.episode_id == episode.episode_id
             with client.forward(info, 9222) as forward:
                 assert forward.local_port
             return len(client.statistics().hosts), len(client.list_episodes())
