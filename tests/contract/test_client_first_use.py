@@ -107,7 +107,7 @@ def test_help_shows_every_option_with_its_type_and_meaning(client: type, name: s
 async def test_the_synchronous_client_forwards_and_has_statistics(server: ApiServer, episodes: StubEpisodes) -> None:
     def work() -> tuple[int, int]:
         with EnvClient(server.address) as client:
-            # Held: the client closes an episode that nobody refers to any more.
+            # The client closes an episode to which no reference is left.
             episode = client.open(TASK)
             (info,) = client.list_episodes()
             assert info.episode_id == episode.episode_id
