@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cuaenv.client import Done
 from tests.support.areal import ScriptedEngine, played_of
-from tests.support.counting import SAY, counting
+from tests.support.counting import counting_apart
 from tests.support.credit import by_definition, random_tree
 from tests.support.server import serve_fake
 from tests.support.slime import Tokenizer
@@ -156,16 +155,7 @@ async def test_the_workflow_trains_each_turn_of_a_tree_once(tmp_path: Path) -> N
 
     from trainer.adapters.areal.workflow import DesktopWorkflow
 
-    asked = 0
-
-    def say(prompt: str) -> str:
-        # After the branch point one member solves the task and the other ends it.
-        nonlocal asked
-        turn = prompt.count("<|im_start|>assistant\n")
-        asked += turn == 2
-        return SAY([Done()]) if turn == 2 and asked == 2 else counting(prompt)
-
-    engine = ScriptedEngine(say, response=ModelResponse)
+    engine = ScriptedEngine(counting_apart(), response=ModelResponse)
     agent = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "text_only": True, "a11y_tree": True}
     async with serve_fake(size=2) as server:
         workflow = DesktopWorkflow(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import AsyncEnvClient, Done, TaskNotFound
+from cuaenv.client import AsyncEnvClient, TaskNotFound
 from tests.support.areal import ScriptedEngine
-from tests.support.counting import AGENT, PLAN, SAY, counting
+from tests.support.counting import AGENT, PLAN, SAY, counting, counting_apart
 from tests.support.faulty import Faults
 from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.server import FakeServer, serve_fake
@@ -178,16 +178,7 @@ async def test_episodes_whose_guests_ended_are_valid_and_worth_less_than_failure
 
 
 async def test_members_of_a_tree_branch_and_each_turn_is_one_row_with_the_credit_of_its_siblings() -> None:
-    asked = 0
-
-    def say(prompt: str) -> str:
-        # After the branch point one member solves the task and the other ends it.
-        nonlocal asked
-        turn = prompt.count("<|im_start|>assistant\n")
-        asked += turn == 2
-        return SAY([Done()]) if turn == 2 and asked == 2 else counting(prompt)
-
-    engine = ScriptedEngine(say)
+    engine = ScriptedEngine(counting_apart())
     async with desktops() as server:
         result = await live(server, engine=engine, group="tree", branch_every=1, credit="siblings", attempts=1)
     assert sorted(result.metrics["reward"]) == [0.0, 1.0]

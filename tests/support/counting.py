@@ -1,5 +1,7 @@
 """A model that solves a task of the drawn desktops in three turns, and settings of its agent."""
 
+from collections.abc import Callable
+
 from cuaenv.client import Action, Click, Done
 from trainer.agent.grammars import grammar
 
@@ -18,3 +20,15 @@ def turn_in(prompt: str) -> int:
 def counting(prompt: str) -> str:
     """Solve the task."""
     return SAY(PLAN[turn_in(prompt) - 1])
+
+
+def counting_apart() -> Callable[[str], str]:
+    """Return a model of a group of two that branches after the first turn: one member solves the task, one ends it."""
+    asked = 0
+
+    def say(prompt: str) -> str:
+        nonlocal asked
+        asked += turn_in(prompt) == 2
+        return SAY([Done()]) if turn_in(prompt) == 2 and asked == 2 else counting(prompt)
+
+    return say

@@ -40,7 +40,7 @@ class Guest(NamedTuple):
     """Name that OSWorld's own service uses: Linux or Windows."""
     screen_px: tuple[int, int]
     password: str
-    is_stopped: bool = False
+    is_stopped: bool
     """Whether the processes of its session are stopped, the X server too."""
 
 
