@@ -129,16 +129,21 @@ VM_FILES = $$(grep -rl --include='test_*.py' 'mark\.vm\b' tests)
 
 # Tests on real machines often wait for guests, so mypy (30 s) and the other tests run at the same time, and their output
 # follows at the end. They run at low priority: without CPU time, emulated guests take minutes instead of seconds.
+define RUN_TESTS
+log=$$(mktemp); set -m; { $(MYPY) && nice -n 5 $(BIN)/python -m pytest $(BESIDE_VM) $(1) -m "not vm and not container" tests; } \
+	>"$$log" 2>&1 & others=$$!; set +m; \
+trap 'kill -INT -- -$$others 2>/dev/null || true; wait $$others || true; rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
+status=0; $(BIN)/python -m pytest $(BY_TWO) $(1) -m "vm and not container" $(VM_FILES) || status=$$?; \
+wait $$others || status=$$?; cat "$$log"; exit $$status
+endef
+
 test: deps $(STAMP) $(PROMTOOL) lint imports proto image web ## Run static checks, then all tests, including those on real machines
-	@log=$$(mktemp); set -m; { $(MYPY) && nice -n 5 $(BIN)/python -m pytest $(BESIDE_VM) -m "not vm" tests; } \
-		>"$$log" 2>&1 & others=$$!; set +m; \
-	trap 'kill -INT -- -$$others 2>/dev/null || true; wait $$others || true; rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
-	status=0; $(BIN)/python -m pytest $(BY_TWO) -m vm $(VM_FILES) || status=$$?; \
-	wait $$others || status=$$?; cat "$$log"; exit $$status
+	@$(call RUN_TESTS)
 
 test-long: APT_MORE := $(APT_WINE) $(APT_BROWSER)
-test-long: deps $(STAMP) $(PROMTOOL) lint types imports proto image osworld wine web ## Run `test` with every task, the soak and the faults on real machines
-	@ENVD_TEST_TASKS=all $(BIN)/python -m pytest --long -m "not container" tests
+test-long: export ENVD_TEST_TASKS := all
+test-long: deps $(STAMP) $(PROMTOOL) lint imports proto image osworld wine web ## Run `test` with every task, the soak and the faults on real machines
+	@$(call RUN_TESTS,--long)
 	@$(RECORD) $@
 
 test-full: test-long ## Run `test-long` and the proofs
