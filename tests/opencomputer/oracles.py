@@ -37,7 +37,7 @@ def _slow(command: str) -> Steps:
 def _close(program: str) -> tuple[Action, ...]:
     """End a program and wait for its end."""
     return _shell(
-        f"pkill -x {program} || true\nfor i in $(seq 60); do pgrep -x {program} > /dev/null || break; sleep 1; done\n"
+        f"pkill -x {program} || true; SECONDS=0\nwhile pgrep -x {program} > /dev/null && ((SECONDS < 60)); do sleep 1; done\n"
         f"pkill -KILL -x {program} || true; sleep 1"
     )
 
@@ -110,30 +110,34 @@ def _devtools(code: str) -> tuple[Action, ...]:
     script = f"(() => {{{code}}})()"
     return _python(
         f"""
-import json, urllib.request, websocket
+import json, time, urllib.request, websocket
 pages = json.load(urllib.request.urlopen("http://127.0.0.1:9222/json"))
 page = next(each for each in pages if each["type"] == "page" and each["url"].startswith("file:"))
 link = websocket.create_connection(page["webSocketDebuggerUrl"], timeout=100)
-link.send(json.dumps({{"id": 1, "method": "Runtime.evaluate", "params": {{"expression": {script!r}}}}}))
-answer = {{}}
-while answer.get("id") != 1:
-    answer = json.loads(link.recv())
-assert "exceptionDetails" not in answer["result"], answer
+def evaluate(expression):
+    link.send(json.dumps({{"id": 1, "method": "Runtime.evaluate", "params": {{"expression": expression}}}}))
+    answer = {{}}
+    while answer.get("id") != 1:
+        answer = json.loads(link.recv())
+    assert "exceptionDetails" not in answer["result"], answer
+    return answer["result"]["result"].get("value")
+while evaluate("document.readyState") != "complete":
+    time.sleep(1)
+evaluate({script!r})
 """
     )
 
 
-def _marionette(code: str) -> tuple[Action, ...]:
+def _marionette(code: str) -> Steps:
     """Drive Firefox's page."""
-    return _python(
-        f"""
+    return _slow(
+        f"""python3 - <<'END'
 from marionette_driver.marionette import Marionette
 client = Marionette(host="127.0.0.1", port=2828)
 client.start_session()
-run = lambda script: client.execute_script(script, sandbox=None)
 {code}
 client.delete_session()
-"""
+END"""
     )
 
 
@@ -388,8 +392,8 @@ ORACLES: Mapping[str, Steps] = {
             " && darktable-cli Pictures/sunset.png Pictures/exports/sunset_out.jpg --core --library :memory:"
         ),
     ),
-    "firefox_local_js_stateful_interaction": (_marionette(_DASHBOARD),),
-    "firefox_local_form_submit_dom": (_marionette(_SURVEY),),
+    "firefox_local_js_stateful_interaction": _marionette(_DASHBOARD),
+    "firefox_local_form_submit_dom": _marionette(_SURVEY),
     "freecad_change_unit_schema": (_close("freecad"), _python(_UNITS)),
     "freecad_document_comment_metadata": (
         _close("freecad"),
