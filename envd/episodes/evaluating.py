@@ -106,21 +106,19 @@ class Evaluating:
         Raises:
             EvaluatorFailed, MachineLost: See `_score`.
         """
-        reason = ""
-        if episode.guest_end_cause not in ENDS_MACHINE:
+        reason, is_compared = "", False
+        while episode.guest_end_cause not in ENDS_MACHINE:
             try:
                 async with self._context.awake(episode, watch):
                     return await self._score(episode)
             except EvaluatorFailed as error:
                 loss = await find_loss(episode, error)
-                is_open = loss is None and not episode.guest_end_cause
-                if is_open and is_by_guest_error(error) and await self._works_at_start(episode):
-                    try:
-                        async with self._context.awake(episode, watch):
-                            return await self._score(episode)
-                    except EvaluatorFailed as repeated:
-                        reason = f"at the task's start the checkers work, but not here: {repeated}"
+                if loss is None and not episode.guest_end_cause and is_by_guest_error(error):
+                    if is_compared:
+                        reason = f"at the task's start the checkers work, but not here: {error}"
                         loss = Loss(Owner.GUEST, reason, "UNCHECKABLE")
+                    elif is_compared := await self._works_at_start(episode):
+                        continue
                 if loss is not None and loss.owner is not Owner.UNDECIDED:
                     self._context.registry.end_by(episode, error, loss)
                 if not episode.guest_end_cause:
@@ -132,6 +130,7 @@ class Evaluating:
                 raised = await self._context.registry.lose(episode, error)
                 if not episode.guest_end_cause:
                     raise raised from error
+            break
         return judge_ended(episode.task, episode.guest_end_cause, reason)
 
     async def _works_at_start(self, episode: Episode) -> bool:

@@ -480,6 +480,42 @@ async def test_what_the_agent_made_uncheckable_scores_0_if_checked_twice(
     assert world.pool.statistics().leased_count == 1
 
 
+async def test_a_fault_of_the_host_in_the_second_check_gives_no_score(world: World, episode_id: str) -> None:
+    world.tasks.check_errors = [blocked(), None, EvaluatorFailed("the process that judged it was ended")]
+    with pytest.raises(EvaluatorFailed, match="process that judged"):
+        await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+    assert (world.state(episode_id)[1], world.tasks.checks) == ("EVALUATED", 3)
+
+
+async def test_a_full_disk_of_the_host_in_the_second_check_voids_the_episode(world: World, episode_id: str) -> None:
+    unanswered = EvaluatorFailed("the agent's processes could not be stopped")
+    unanswered.__cause__ = GuestUnresponsive("no answer within 60 s")
+    world.tasks.check_errors = [blocked(), None, unanswered]
+    world.machine(episode_id).silence = Silence(run_state="io-error")
+    with pytest.raises(MachineLost, match="disk is full"):
+        await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+
+
+@pytest.mark.parametrize("is_compared", [False, True], ids=["while it is compared", "while it is checked again"])
+async def test_a_guest_that_powers_off_when_its_check_has_failed_is_scored_0(
+    world: World, episode_id: str, is_compared: bool
+) -> None:
+    world.tasks.check_errors = [blocked()]
+    world.tasks.setup_gate.clear()
+    evaluating = await begun(world.service.evaluate(episode_id, request_id="e", fingerprint=b""))
+    if is_compared:
+        world.desktop(episode_id).gates["run"].clear()
+        world.tasks.setup_gate.set()
+        await run_ready()
+    world.machine(episode_id).end(POWER_OFF)
+    await run_ready()
+    world.tasks.setup_gate.set()
+    world.desktop(episode_id).gates["run"].set()
+    evaluated = await evaluating
+    assert (evaluated.score, evaluated.episode.guest_end_cause) == (0.0, "POWER_OFF")
+    assert world.tasks.checks == 2 + is_compared
+
+
 async def test_a_checker_that_fails_at_the_start_too_gives_no_score(world: World, episode_id: str) -> None:
     world.tasks.check_error = blocked()
     with pytest.raises(EvaluatorFailed, match="cannot open display"):
