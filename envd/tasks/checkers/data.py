@@ -230,14 +230,14 @@ class Registry(LeafChecker, ValueExpectation):
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         hive, _, key = self.key.partition("\\")
         result = await inspector.query(powershell(Script.QUERY_REGISTRY, hive=hive, key=key, name=self.value))
-        return judge_value(_registry_value(result.stdout), self)
+        return await inspector.judge(judge_registry, result.stdout, self)
 
 
-def _registry_value(stdout: bytes) -> JsonValue | Missing:
-    """Return the value that the query found. Raises: GuestError: The response is malformed."""
+def judge_registry(stdout: bytes, checker: Registry) -> CheckOutcome:
+    """Score the response to the query of a value. Raises: GuestError: It is malformed."""
     try:
         response = json.loads(stdout)
         found, value = response["found"], response["value"]
     except (ValueError, TypeError, KeyError) as error:
         raise GuestError(f"registry query: malformed response from the guest: {quote(stdout)}") from error
-    return value if found is True else MISSING
+    return judge_value(value if found is True else MISSING, checker)

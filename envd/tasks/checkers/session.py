@@ -1,6 +1,7 @@
 """Checkers of the user's session: the clipboard, the screen, and the agent's answer."""
 
 import re
+import unicodedata
 from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -18,8 +19,14 @@ from envd.tasks.text import CheckOutcome, TextExpectation, judge_text, quote
 #: What xclip reports if nothing is on the clipboard, or something other than text.
 _NO_TEXT = re.compile(rb"target \S+ not available|no owner for the")
 
-#: What separates candidates.
-_OTHERS = re.compile(r"\b(?:or|and|either|neither|not)\b|[,;/|\n]|[.?!]\s*\S", re.IGNORECASE)
+#: What separates candidates or denies one, in plain text.
+_OTHERS = re.compile(
+    r"\b(?:or|and|nor|either|neither|not|never|cannot)\b|n['’]t\b|[,;/|&•·、\n-\r\x1c-\x1e\x85\u2028\u2029]"
+    r"|[.?!。][^\w.?!。]*\w",
+    re.IGNORECASE,
+)
+#: What makes a number another one, before it.
+_SIGN = re.compile(r"(?:^|\W)[-−–]$|[<>≤≥≠]\s*$")
 
 
 class _OneText(LeafChecker, TextExpectation):
@@ -68,7 +75,7 @@ class AgentAnswer(_OneText):
     another number if a number is expected, a list, "or", a second sentence."""
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
-        return judge_answer(inspector.last_action, self)
+        return await inspector.judge(judge_answer, inspector.last_action, self)
 
 
 class OnScreen(LeafChecker):
@@ -179,8 +186,18 @@ def _is_hedged(answer: str, checker: AgentAnswer) -> bool:
     if checker.contains is not None:
         # Each side of the expected text: where a word or a number continues, it is another one.
         before, found, after = answer.casefold().partition(checker.contains.casefold())
-        has_more = bool(re.search(r"\w$", before) or re.match(r"\w", after))
-        has_number = any(map(str.isdigit, found)) and any(map(str.isdigit, before + after))
-        return has_more or has_number or _OTHERS.search(f"{before} {after}") is not None
-    is_open = judge_text(f"{answer} or {answer}", checker).score == 1
-    return checker.matches is not None and is_open and _OTHERS.search(answer) is not None
+        before, after = _plain(before), _plain(after)
+        has_more = bool(re.search(r"\w$", before) or re.match(r"[\w\u0300-\u036f]", after))
+        is_other = _SIGN.search(before) is not None or any(map(str.isnumeric, before + after))
+        return (
+            has_more or (is_other and any(map(str.isdigit, found))) or _OTHERS.search(f"{before} {after}") is not None
+        )
+    if checker.matches is None or judge_text(f"{answer} or {answer}", checker).score < 1:
+        return False
+    expected_count, count = (len(re.findall(r"\d+", text)) for text in (checker.matches, _plain(answer)))
+    return 0 < expected_count < count or _OTHERS.search(_plain(answer)) is not None
+
+
+def _plain(text: str) -> str:
+    """Return a text without invisible characters, and with the common form of each character."""
+    return "".join(each for each in unicodedata.normalize("NFKC", text) if unicodedata.category(each) != "Cf")

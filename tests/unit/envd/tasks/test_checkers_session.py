@@ -2,6 +2,7 @@
 
 import base64
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.images import MAX_PIXELS, read_pixels
 from envd.tasks.checkers.session import AgentAnswer, OnScreen, judge_answer, judge_screen
 from envd.tasks.model import Task
+from envd.tasks.text import CheckOutcome
 from tests.support.memory_desktop import MemoryDesktop
 
 PATH = "/home/user/a.png"
@@ -29,15 +31,30 @@ PATH = "/home/user/a.png"
     [
         (
             {"contains": "42"},
-            ["42", "The answer is 42.", "It is 42!"],
-            ["42 or 43", "142", "41, 42, 43", "42 43", "42/43", "42. Or 43.", "It is 42 and not 41", "42\n43"],
+            ["42", "The answer is 42.", "It is 42!", "**42.**", 'It is "42."', "42...", "item-42", "42\u00a0%"],
+            [
+                *("42 or 43", "142", "41, 42, 43", "42 43", "42/43", "42. Or 43.", "It is 42 and not 41", "42\n43"),
+                *("-42", "It is −42", "≠ 42", "> 42", "42 ½", "42\u200b0", "42 \uff14\uff13", "isn't 42", "never 42"),
+            ],
         ),
         (
             {"contains": "green", "case": "ignore"},
             ["Green", "It is green."],
-            ["red, green, blue", "green or red", "evergreen", "not green", "Either green"],
+            [
+                *("red, green, blue", "green or red", "evergreen", "not green", "Either green", "cannot be green"),
+                *(
+                    "red\rgreen",
+                    "red\u2028green",
+                    "red、green",
+                    "green \uff0f red",
+                    "green o\u200br red",
+                    "green & red",
+                ),
+                *("green。red", "green\u0336 red", "isn’t green"),
+            ],
         ),
-        ({"matches": r".*\b42\b.*"}, ["42", "the answer: 42"], ["42 or 43", "41, 42", "It is 42. It is 43."]),
+        ({"matches": r".*\b42\b.*"}, ["42", "the answer: 42"], ["42 or 43", "41, 42", "It is 42. It is 43.", "42 43"]),
+        ({"matches": r".*120\D+90.*"}, ["it is 120x90"], ["120 90 91", "12 120 90"]),
         ({"matches": r"120\s*[x,]\s*90"}, ["120, 90", "120x90"], ["120x90 or 90x120"]),
         ({"equals": "a, b or c"}, ["a, b or c"], ["a", "a, b or c, or d"]),
     ],
@@ -53,6 +70,20 @@ def test_a_hedged_answer_scores_nothing_unless_the_task_accepts_it(
     assert scores(hedged) == [0.0] * len(hedged)
     if "contains" in fields:
         assert scores(hedged, hedged="accept") == [1.0] * len(hedged)
+
+
+async def test_an_answer_is_judged_by_the_judge_as_all_that_an_agent_makes() -> None:
+    """A pattern can take hours for a long answer: the daemon's own process must not match it."""
+    judged: list[Any] = []
+
+    async def judge(function: Callable[..., CheckOutcome], /, *arguments: object) -> CheckOutcome:
+        judged.append((function, *arguments))
+        return function(*arguments)
+
+    checker = {"kind": "answer", "equals": "42"}
+    task = Task.model_validate({"task_id": "s/t", "instruction": "i", "level": 1, "checker": checker})
+    evaluation = await evaluate(task, MemoryDesktop(), last_action=Done("42"), timeout_s=60.0, judge=judge)
+    assert (evaluation.score, judged) == (1.0, [(judge_answer, Done("42"), task.checker)])
 
 
 def picture(colour: tuple[int, int, int], size: tuple[int, int] = (40, 30), *, form: str = "PNG") -> bytes:
