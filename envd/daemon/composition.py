@@ -327,6 +327,7 @@ async def open_episodes(
             limits=config.limits,
             metrics=metrics,
             store=store,
+            judge=judges,
             user_model=UserModel(config.tasks) if config.tasks.user_url else None,
             checkpoints=CheckpointStore(
                 config.checkpoint_dir, settings=config.checkpoints, reserve_bytes=config.limits.disk_reserve_mib << 20

@@ -14,6 +14,7 @@ from envd.episodes.persistence.journal import Journal
 from envd.episodes.registry import EpisodeRegistry
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
+from envd.tasks.checkers.base import Judge, judge_directly
 from envd.tasks.user_model import UserModel
 
 
@@ -54,6 +55,8 @@ class EpisodeContext:
     metrics: Metrics
     user_model: UserModel | None = None
     """Answers for users of tasks that have a persona; None if no endpoint is set."""
+    judge: Judge = judge_directly
+    """Matches questions of agents with the facts that users know."""
 
     @asynccontextmanager
     async def awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[LeasedMachine]:

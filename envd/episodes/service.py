@@ -38,6 +38,7 @@ from envd.pool.pool import Pool
 from envd.pool.queue_report import QueuedGroup
 from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.checkers.base import Judge, judge_directly
 from envd.tasks.checkers.evaluate import evaluate as run_task_checkers
 from envd.tasks.setup import run_setup as run_task_setup
 from envd.tasks.user_model import UserModel
@@ -65,6 +66,7 @@ class EpisodeService:
         store: Store | None = None,
         checkpoints: CheckpointStore | None = None,
         user_model: UserModel | None = None,
+        judge: Judge = judge_directly,
         make_id: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
         """Set up a service; nothing runs before `start`.
@@ -74,6 +76,7 @@ class EpisodeService:
             store: Persists episodes and responses, so that they survive the daemon; by default nothing is persisted.
             checkpoints: Where checkpoints are stored; None for nowhere.
             user_model: Answers for users of tasks that have a persona; None for none.
+            judge: Matches questions of agents with the facts that other users know; a daemon passes `JudgeWorkers`.
             make_id: Makes the unique part of episode and group ids: at most 32 of [a-z0-9].
         """
         self._pools = {pool.name: pool for pool in sorted(pools, key=lambda pool: pool.name)}
@@ -95,6 +98,7 @@ class EpisodeService:
             clock=self._clock,
             metrics=self._metrics,
             user_model=user_model,
+            judge=judge,
         )
         self._factory = EpisodeFactory(self._registry, journal=self.journal, clock=self._clock, make_id=make_id)
         self._opening = Opening(context, self._factory, tasks=tasks, run_setup=run_setup, checkpoints=checkpoints)

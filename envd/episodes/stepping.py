@@ -10,7 +10,7 @@ from cuaenv.actions import AskUser, ToolAction
 from envd.base.aio import LoopThrottle, race
 from envd.base.clock import Clock, wait_until
 from envd.base.config import SettlePolicy
-from envd.base.errors import GuestEnded, MachineLost, StoreError, UserUnavailable
+from envd.base.errors import EvaluatorFailed, GuestEnded, MachineLost, StoreError, UserUnavailable
 from envd.base.telemetry import traces
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext, Stopwatch
@@ -23,7 +23,6 @@ from envd.guest.desktop import ScreenView
 from envd.guest.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, Unchanged
 from envd.tasks.model import allowed_tools
 from envd.tasks.user import Exchange
-from envd.tasks.user_model import UserModel
 
 #: How many steps may start or observe per event-loop iteration: each is up to 1 ms of work. With 256 concurrent
 #: clients (`envd bench scale`) a limit of 2 reduces the longest iteration from 100 to 11 ms and costs 3 of 100
@@ -85,7 +84,7 @@ class Stepping:
                         clock=context.clock,
                         limits=context.limits,
                         throttle=self._throttle,
-                        use_tool=partial(use_tool, episode, user_model=context.user_model),
+                        use_tool=partial(use_tool, episode, context=context),
                     )
                 # The machine may have died at the very end of a step that succeeded.
                 episode.require_machine()
@@ -209,11 +208,11 @@ class Stepping:
             raise
 
 
-async def use_tool(episode: Episode, action: ToolAction, *, user_model: UserModel | None) -> ActionOutcome:
+async def use_tool(episode: Episode, action: ToolAction, *, context: EpisodeContext) -> ActionOutcome:
     """Use a tool on the episode's machine, or ask its user.
 
     Raises:
-        UserUnavailable: The model that plays the user did not answer.
+        UserUnavailable: The model that plays the user did not answer, or the host could not match the question.
     """
     if action.needs not in allowed_tools(episode.task, episode.pool_tools):
         offered = ", ".join(episode.tools) or "none"
@@ -226,11 +225,14 @@ async def use_tool(episode: Episode, action: ToolAction, *, user_model: UserMode
     if len(episode.asked) >= user.max_questions:
         return ActionOutcome(error=f"the user answers no more than {user.max_questions} questions")
     if not user.persona:
-        answer = user.answer(action.question, episode.asked)
-    elif user_model is None:
+        try:
+            answer = await user.answer(action.question, episode.asked, judge=context.judge)
+        except EvaluatorFailed as error:
+            raise UserUnavailable(f"the user's facts: {error}") from error
+    elif context.user_model is None:
         raise UserUnavailable("the user's model: tasks.user_url is not set")
     else:
-        answer = await user_model.answer(user.persona, action.question, episode.asked)
+        answer = await context.user_model.answer(user.persona, action.question, episode.asked)
     episode.asked = (*episode.asked, Exchange(action.question, answer))
     return ActionOutcome(output=answer)
 

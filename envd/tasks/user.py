@@ -1,15 +1,19 @@
-"""The user of a task, whom the agent may ask: what the user knows, and how the user answers. Pure.
+"""The user of a task, whom the agent may ask: what the user knows, and how the user answers.
 
 A user has a script, or a persona that a model plays (`envd.tasks.user_model`).
 """
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from envd.tasks.fields import Model, Regex
+from envd.tasks.text import CheckOutcome, CheckPart
+
+if TYPE_CHECKING:
+    from envd.tasks.checkers.base import Judge
 
 MAX_ANSWER_CHARS = 8192
 Answer = Annotated[str, Field(min_length=1, max_length=MAX_ANSWER_CHARS)]
@@ -51,22 +55,33 @@ class TaskUser(Model):
             raise ValueError("give either facts or a persona")
         return self
 
-    def answer(self, question: str, asked: Sequence[Exchange]) -> str:
-        """Return the scripted answer to a question after earlier ones, the same for equal questions in equal order."""
-        known: set[int] = set()
-        for earlier in asked:
-            known.update(self._said(earlier.question, known))
-        said = self._said(question, known)
-        if said:
-            return " ".join(self.facts[index].answer for index in said)
-        return self.not_yet if self._matching(question) else self.unknown
+    async def answer(self, question: str, asked: Sequence[Exchange], *, judge: "Judge") -> str:
+        """Return the scripted answer to a question after earlier ones, the same for equal questions in equal order.
 
-    def _said(self, question: str, known: set[int]) -> list[int]:
-        said: list[int] = []
-        for index in self._matching(question):
-            if not self.in_order or known.union(said).issuperset(range(index)):
+        Raises:
+            EvaluatorFailed: See `Judge`.
+        """
+        found = await judge(judge_question, self, question, tuple(asked))
+        if found.parts:
+            return " ".join(self.facts[int(part.name)].answer for part in found.parts)
+        return self.not_yet if found.score else self.unknown
+
+
+def judge_question(user: TaskUser, question: str, asked: Sequence[Exchange]) -> CheckOutcome:
+    """Return which facts a user says, by their indexes as parts; the score is 1 if the question is about any fact.
+
+    Run by a judge: an agent writes the question, and three words between wildcards take seconds for 4 KiB.
+    """
+
+    def about(text: str) -> list[int]:
+        return [index for index, fact in enumerate(user.facts) if re.search(fact.about, text, re.IGNORECASE)]
+
+    known: set[int] = set()
+    said: list[int] = []
+    for each in (*(exchange.question for exchange in asked if user.in_order), question):
+        matching, said = about(each), []
+        for index in matching:
+            if not user.in_order or known.issuperset(range(index)):
                 said.append(index)
-        return said
-
-    def _matching(self, question: str) -> list[int]:
-        return [index for index, fact in enumerate(self.facts) if re.search(fact.about, question, re.IGNORECASE)]
+                known.add(index)
+    return CheckOutcome(float(bool(matching)), "", tuple(CheckPart(str(index), 1.0, "") for index in said))

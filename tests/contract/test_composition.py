@@ -1,18 +1,23 @@
 """How a daemon applies its settings, on fake desktops."""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from cuaenv.actions import AskUser, Done
 from envd.base.config import RunShare
-from envd.base.errors import ConfigError, GroupTooLarge
+from envd.base.errors import ConfigError, EvaluatorFailed, GroupTooLarge, UserUnavailable
 from envd.daemon.composition import Daemon, open_daemon
-from envd.episodes.types import ResetCommand
+from envd.daemon.judging.workers import JudgeWorkers
+from envd.episodes.types import ResetCommand, StepCommand
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.hypervisor.fake import FakeHypervisor
-from tests.support.daemon import fake_config
+from envd.tasks.text import CheckOutcome
+from tests.support.daemon import NO_PIXELS, fake_config
 
 TASK = "fake/save-note"
 
@@ -84,6 +89,52 @@ async def test_a_served_pool_applies_quotas_and_exports_metrics_by_run(tmp_path:
         'envd_pool_breaker{pool="desktop",state="closed"} 1.0',
         'envd_pool_breaker{pool="desktop",state="half_open"} 0.0',
     } <= series
+
+
+WITH_USER = """
+suite: mine
+tasks:
+  - name: ask
+    level: 1
+    instruction: Say when it is.
+    tools: [ask_user]
+    user: {facts: [{about: when.*date.*meet, answer: On 14 March.}], in_order: true}
+    checker: {kind: answer, matches: "(.*)*14.*"}
+"""
+
+
+async def test_what_an_agent_says_is_never_matched_in_the_daemons_own_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its questions and answers are texts of the agent, which the patterns of a task may take hours to match."""
+    judged: list[str] = []
+
+    async def judge(_: JudgeWorkers, function: Callable[..., CheckOutcome], /, *arguments: object) -> CheckOutcome:
+        judged.append(function.__name__)
+        return function(*arguments)
+
+    monkeypatch.setattr(JudgeWorkers, "__call__", judge)
+    tasks = tmp_path / "mine.yaml"
+    tasks.write_text(WITH_USER)
+    flags = {"pools": {"desktop": {"size": 1}}, "tasks.suites": [str(tasks)]}
+    async with open_daemon(fake_config(tmp_path, flags)) as daemon:
+        reset = ResetCommand(request_id="reset", task_id="mine/ask", observe=NO_PIXELS)
+        (episode_id,) = [each.episode_id for each in (await daemon.service.reset(reset)).episodes]
+        said = AskUser("How long?"), AskUser("When is the date of the meeting?"), Done("14")
+        command = StepCommand(request_id="step", episode_id=episode_id, step_index=0, actions=said, observe=NO_PIXELS)
+        heard = [outcome.output for outcome in (await daemon.service.step(command)).outcomes]
+        score = (await daemon.service.evaluate(episode_id, request_id="e", fingerprint=b"")).score
+        assert (heard, score) == (["I do not know.", "On 14 March.", None], 1.0)
+        assert judged == ["judge_question", "judge_question", "judge_answer"]
+
+        async def fail(_: JudgeWorkers, function: Callable[..., CheckOutcome], /, *arguments: object) -> CheckOutcome:
+            raise EvaluatorFailed("the process that judged it was ended")
+
+        monkeypatch.setattr(JudgeWorkers, "__call__", fail)
+        await daemon.service.close(episode_id)
+        (other,) = (await daemon.service.reset(replace(reset, request_id="r2"))).episodes
+        with pytest.raises(UserUnavailable, match="was ended"):
+            await daemon.service.step(replace(command, request_id="s2", episode_id=other.episode_id))
 
 
 async def test_an_unreachable_hypervisor_shows_in_metrics_and_pools(

@@ -6,6 +6,7 @@ from cuaenv.actions import AskUser, CallTool, ToolAction
 from envd.base.config import Config
 from envd.daemon.suites import load_tasks
 from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.checkers.base import judge_directly
 from envd.tasks.model import Task
 from envd.tasks.templates import split_of
 
@@ -45,12 +46,12 @@ def test_a_task_that_the_desktop_suite_has_too_is_on_the_same_side_of_the_split(
             assert split_of(task) == split_of(twin), task.task_id
 
 
-def test_the_users_answers_are_those_that_the_oracle_needs() -> None:
+async def test_the_users_answers_are_those_that_the_oracle_needs() -> None:
     for task in suite():
         if task.user is None:
             continue
         said = [
-            task.user.answer(action.question, ())
+            await task.user.answer(action.question, (), judge=judge_directly)
             for step in task.oracle
             for action in step
             if isinstance(action, AskUser)
