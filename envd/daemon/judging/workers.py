@@ -3,7 +3,8 @@
 A picture, a text or a document of a guest can keep a decoder busy for hours, fill the memory, or hold the interpreter
 lock. In the daemon, each of these would stop every episode. Here they end one worker. What needs more memory or CPU
 time than the limit scores 0, as a file that is too large does: the host had both, so an agent must not void its episode
-by it. If the host is or may be the reason, the evaluation fails with `EvaluatorFailed` and has no score.
+by it. If the host is or may be the reason, the evaluation fails with `EvaluatorFailed`. What is judged too late is
+judged at the task's start too (`is_by_guest_error`), so that no agent gains by a busy host.
 """
 
 import asyncio
@@ -85,8 +86,8 @@ class JudgeWorkers:
             except TimeoutError:
                 async with self._slow_slots:
                     answer = await self._run(job, time_s=self._time_s)
-        except TimeoutError:
-            raise EvaluatorFailed(f"judging it took longer than {self._time_s:g} s") from None
+        except TimeoutError as error:
+            raise EvaluatorFailed(f"judging it took longer than {self._time_s:g} s") from error
         if "bug" in answer:
             raise RuntimeError(f"{function.__name__}: {answer['bug']}")
         if "excess" in answer:
