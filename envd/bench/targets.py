@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from cuaenv.actions import Action, Click, Drag, MouseDown, MouseUp, Scroll
 from cuaenv.client import AsyncEpisode, Element, EnvError, View
+from envd.guest.a11y import MAX_NAME_CHARS
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.oracle import Aimed, OracleAction, Target
 from envd.tasks.queries import window_query
@@ -40,7 +41,8 @@ class Screen:
     elements: tuple[Element, ...] = ()
     windows: tuple[ListedWindow, ...] = ()
     """The newest last."""
-    size_px: tuple[int, int] = (0, 0)
+    size_px: tuple[int, int] = (1 << 15, 1 << 15)
+    """As large as a screen can be if the guest does not say."""
 
 
 async def read_screen(episode: AsyncEpisode, *, os: GuestOs, elements: bool = True, windows: bool = True) -> Screen:
@@ -67,16 +69,19 @@ def parse_boxes(listing: str) -> Iterator[ListedWindow]:
         # Others are further lines of a title.
         if len(row) >= 8 and row[0].startswith("0x"):
             x, y, width, height = map(int, row[2:6])
-            yield ListedWindow(" ".join(row[8].split()) if len(row) > 8 else "", (x, y, width, height))
+            title = " ".join(row[8].split()) if len(row) > 8 else ""
+            # A target has a title in full, and people read task files: a longer one names no window.
+            yield ListedWindow(title if len(title) <= MAX_NAME_CHARS else "", (x, y, width, height))
 
 
 def locate(target: Target, screen: Screen) -> Place | None:
-    """Return the pixel that a target names; None if the guest does not show it."""
+    """Return the pixel that a target names; None if the guest does not show it on the screen."""
     box = _box(target, screen)
-    if box is None:
+    if box is None or min(box[2:]) < 1:
         return None
     left, top, width, height = box
-    return left + min(target.x, width - 1), top + min(target.y, height - 1)
+    place = left + min(target.x, width - 1), top + min(target.y, height - 1)
+    return place if _holds((0, 0, *screen.size_px), place) else None
 
 
 def _box(target: Target, screen: Screen) -> Box | None:
@@ -171,7 +176,8 @@ async def resolved(action: Aimed, episode: AsyncEpisode, *, os: GuestOs) -> Acti
     for x_name, y_name, target in action.positions():
         place = locate(target, screen)
         if place is None and not (target.role or target.name):
-            place = locate(target, await read_screen(episode, os=os, elements=False))
+            listed = (await read_screen(episode, os=os, elements=False)).windows
+            place = locate(target, replace(screen, windows=listed))
         if place is None:
             return None
         changes |= {x_name: place[0], y_name: place[1]}

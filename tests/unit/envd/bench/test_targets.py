@@ -97,3 +97,23 @@ def test_what_lies_on_top_is_not_guessed() -> None:
 def test_the_list_of_windows_is_parsed_with_titles_of_blanks_and_lines() -> None:
     listing = "0x01  0 10 20 300 200 xterm.XTerm  guest  a  b\n0x02 -1 0 0 1280 800 pcmanfm.Pcmanfm guest\nmore\n"
     assert list(parse_boxes(listing)) == [("a b", (10, 20, 300, 200)), ("", (0, 0, 1280, 800))]
+
+
+@pytest.mark.parametrize(
+    "box", [(-500, 200, 300, 200), (900, 4000, 300, 200), (10**30, 10, 9, 9), (70, 90, 0, 5), (70, 90, 40, -3)]
+)
+def test_a_window_that_claims_to_be_elsewhere_is_not_pressed(box: Box) -> None:
+    claimed = ListedWindow("term", box)
+    assert locate(Target(window="^term$", x=20, y=30), screen(DESKTOP, windows=[claimed])) is None
+    assert locate(Target(window="^term$", x=20, y=30), Screen(windows=(claimed,))) in (None, (920, 4030))
+
+
+def test_the_end_of_a_window_whose_corner_is_off_the_screen_is_pressed() -> None:
+    shown = screen(windows=[ListedWindow("term", (-50, -60, 300, 200))])
+    assert locate(Target(window="^term$", x=70, y=90), shown) == (20, 30)
+
+
+def test_a_title_without_end_becomes_no_target() -> None:
+    """It would make the recorded task as large as the guest likes."""
+    (listed,) = parse_boxes(f"0x01  0 50 60 300 200 xterm.XTerm  guest  {'a' * (1 << 20)}\n")
+    assert target_at((70, 90), screen(DESKTOP, windows=[listed])) is None
