@@ -232,7 +232,7 @@ async def use_tool(episode: Episode, action: ToolAction, *, context: EpisodeCont
     elif context.user_model is None:
         raise UserUnavailable("the user's model: tasks.user_url is not set")
     else:
-        answer = await context.user_model.answer(user.persona, action.question, episode.asked)
+        answer = await context.user_model.answer(user.persona, action.question, episode.asked) or user.unknown
     episode.asked = (*episode.asked, Exchange(action.question, answer))
     return ActionOutcome(output=answer)
 

@@ -45,7 +45,9 @@ class UserModel:
             self._headers["Authorization"] = f"Bearer {key}"
 
     async def answer(self, persona: str, question: str, asked: Sequence[Exchange]) -> str:
-        """Return the user's answer to a question after earlier ones, at most 8192 characters.
+        """Return the user's answer to a question after earlier ones, at most 8192 characters; empty for none.
+
+        An agent can ask for silence, which must not void its episode.
 
         Raises:
             UserUnavailable: No answer within `tasks.user_timeout_s`, or not a chat completion.
@@ -96,11 +98,13 @@ class UserModel:
 
 
 def _answer(data: bytes) -> str:
-    """Return the text of a chat completion. Raises: UserUnavailable: It has none."""
+    """Return the text of a chat completion, empty if the model ended it so. Raises: UserUnavailable: It has none."""
     try:
-        text = _CONTENT.validate_python(_BODY.validate_json(data)["choices"][0]["message"]["content"]).strip()
-    except (ValidationError, LookupError, TypeError) as error:
+        choice = _BODY.validate_json(data)["choices"][0]
+        text = _CONTENT.validate_python(choice["message"]["content"]).strip()
+        is_ended = choice.get("finish_reason") == "stop"
+    except (ValidationError, LookupError, TypeError, AttributeError) as error:
         raise UserUnavailable("the user's model: not a chat completion") from error
-    if not text:
+    if not text and not is_ended:
         raise UserUnavailable("the user's model: an empty answer")
     return text[:MAX_ANSWER_CHARS]

@@ -1,6 +1,7 @@
 """Users that a model plays: asked over HTTP, counted, bounded, and never a score without an answer."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -102,6 +103,12 @@ async def test_a_busy_endpoint_is_asked_again() -> None:
     async with asked(endpoint) as (_, episode):
         assert await said(episode, "Which room?") == "Room 7."
     assert len(endpoint.requests) == 3
+
+
+async def test_a_model_that_the_agent_talks_into_silence_says_that_it_does_not_know() -> None:
+    silent = {"choices": [{"message": {"content": " "}, "finish_reason": "stop"}]}
+    async with asked(Endpoint(json.dumps(silent).encode())) as (_, episode):
+        assert await said(episode, "Reply with nothing at all.") == "I do not know."
 
 
 async def _never() -> web.StreamResponse:

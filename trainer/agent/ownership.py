@@ -35,6 +35,7 @@ from cuaenv.client import (
     StepIndexMismatch,
     Unauthenticated,
     Unavailable,
+    UserUnavailable,
 )
 from trainer.agent.types import BudgetExhausted, GenerationAborted, ModelFailed, Outcome, PlaceholderSampled, Trajectory
 
@@ -87,6 +88,8 @@ _TABLE: Mapping[type[BaseException], tuple[Ruling, Ruling]] = {
     GuestFailed: (_REPEATED, _UNDECIDED),
     DeadlineExceeded: (_REPEATED, _UNDECIDED),
     EvaluatorFailed: (_HOST, _UNDECIDED),
+    # An endpoint may refuse what an agent asks.
+    UserUnavailable: (_HOST, _UNDECIDED),
     LossUndecided: (_UNDECIDED, _UNDECIDED),
     # The tokens cannot be trained on, but the model chose them.
     PlaceholderSampled: (_UNDECIDED, _UNDECIDED),
@@ -122,6 +125,7 @@ _FAILURES: Mapping[str, type[SampleVoid]] = {
     "LOSS_UNDECIDED": LossUndecided,
     "GUEST_UNRESPONSIVE": GuestUnresponsive,
     "GUEST_ERROR": GuestFailed,
+    "USER_UNAVAILABLE": UserUnavailable,
 }
 
 

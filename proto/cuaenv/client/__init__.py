@@ -58,7 +58,7 @@ EnvError
 │   └── PoolFailing       the pool's machines fail to start; the message has the reason
 ├── DeadlineExceeded      no response before the deadline
 └── SampleVoid            a fault of the service: never train on the episode
-    ├── MachineLost, LossUndecided, GuestUnresponsive, GuestFailed, SetupFailed, EvaluatorFailed
+    ├── MachineLost, LossUndecided, GuestUnresponsive, GuestFailed, UserUnavailable, SetupFailed, EvaluatorFailed
     └── ServiceFault      any other fault; report it
 ```
 """

@@ -50,6 +50,7 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Unreachable",
+    "UserUnavailable",
 ]
 
 _BY_CAUSE: dict[str, type["EnvError"]] = {}
@@ -240,6 +241,10 @@ class GuestUnresponsive(SampleVoid, causes=["GUEST_UNRESPONSIVE"]):
 
 class GuestFailed(SampleVoid, causes=["GUEST_ERROR"]):
     """The episode's guest failed an operation of the service."""
+
+
+class UserUnavailable(SampleVoid, causes=["USER_UNAVAILABLE"]):
+    """The user whom the agent asked could not answer."""
 
 
 class SetupFailed(SampleVoid, causes=["SETUP_FAILED"]):

@@ -1,10 +1,14 @@
 """The table of owners: which ends of an episode are scored, void or repeated."""
 
 import inspect
+from collections import defaultdict
 from dataclasses import replace
 from datetime import timedelta
 
+import grpc
 import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from cuaenv import client
 from cuaenv.client import (
@@ -27,8 +31,11 @@ from cuaenv.client import (
     StepIndexMismatch,
     TaskNotFound,
     Unreachable,
+    UserUnavailable,
     Wait,
 )
+from cuaenv.client.errors import error_of
+from cuaenv.reasons import CODE_BY_REASON
 from trainer.agent.ownership import Owner, failure_of, is_fault, reward_of, ruling_of, ruling_on
 from trainer.agent.types import (
     BudgetExhausted,
@@ -89,6 +96,41 @@ def test_each_error_has_an_owner(error: Exception, before: str, after: str) -> N
     assert texts == [before, after]
 
 
+#: Who owns each reason of the contract after the agent acted, and whether the episode may be repeated.
+OWNERS = {
+    "policy": {"GUEST_ENDED"},
+    "host, repeat": {
+        *("EPISODE_NOT_FOUND", "STEP_INDEX_MISMATCH", "STALE_EPOCH", "DRAINING", "POOL_FAILING"),
+        *("HYPERVISOR_UNAVAILABLE", "MACHINE_LOST", "SETUP_FAILED"),
+    },
+    "host": {
+        *("POOL_EXHAUSTED", "TOKEN_QUOTA", "RATE_LIMITED", "CHECKPOINT_UNUSABLE", "CHECKPOINT_CORRUPT"),
+        *("CHECKPOINT_STORE_FULL", "IMAGE_ERROR", "CONFIG_ERROR", "HYPERVISOR_ERROR", "TEMPLATE_CORRUPT"),
+        *("STORE_ERROR", "OSWORLD_ERROR", "BUG"),
+    },
+    "undecided": {"LOSS_UNDECIDED", "GUEST_UNRESPONSIVE", "GUEST_ERROR", "USER_UNAVAILABLE", "EVALUATOR_FAILED"},
+    "trainer": {"HUMAN_IN_CONTROL"},
+    "caller": {
+        *("BAD_FIELD", "REQUEST_ID_REUSED", "NOT_FOUND", "TASK_NOT_FOUND", "POOL_NOT_FOUND", "IMAGE_NOT_FOUND"),
+        *("CHECKPOINT_NOT_FOUND", "EPISODE_ENDED", "GROUP_TOO_LARGE", "GUEST_REFUSED", "NOT_FORKABLE"),
+        *("UNAUTHENTICATED", "ACCESS_DENIED", "SCOPE_TOO_SMALL", "UNIMPLEMENTED"),
+    },
+}
+
+
+def test_each_reason_of_the_contract_has_a_declared_owner() -> None:
+    found: dict[str, set[str]] = defaultdict(set)
+    for reason, code in CODE_BY_REASON.items():
+        detail = any_pb2.Any()
+        detail.Pack(error_details_pb2.ErrorInfo(reason=reason))
+        status = status_pb2.Status(code=grpc.StatusCode[code].value[0], message="x", details=[detail])
+        trailing = grpc.aio.Metadata(("grpc-status-details-bin", status.SerializeToString()))
+        failure = grpc.aio.AioRpcError(grpc.StatusCode[code], grpc.aio.Metadata(), trailing, details="x")
+        ruling = ruling_of(error_of(failure, host="h"), acted=True)
+        found[f"{ruling.owner.value}{', repeat' if ruling.repeat else ''}"].add(reason)
+    assert found == OWNERS
+
+
 def test_only_losses_by_the_host_are_repeated() -> None:
     errors = [kind for _, kind in inspect.getmembers(client, inspect.isclass) if issubclass(kind, EnvError)]
     assert MachineLost in errors
@@ -114,10 +156,12 @@ def test_an_episode_in_which_the_agent_acted_is_repeated_only_if_the_host_lost_i
     assert ruling_on(trajectory).repeat is repeat
 
 
-@pytest.mark.parametrize("reason", ["MACHINE_LOST", "LOSS_UNDECIDED", "GUEST_UNRESPONSIVE", "GUEST_ERROR"])
+@pytest.mark.parametrize(
+    "reason", ["MACHINE_LOST", "LOSS_UNDECIDED", "GUEST_UNRESPONSIVE", "GUEST_ERROR", "USER_UNAVAILABLE"]
+)
 def test_an_end_reason_of_the_service_is_the_error_of_that_reason(reason: str) -> None:
     error = failure_of("e", reason)
-    assert type(error) in {MachineLost, LossUndecided, GuestUnresponsive, GuestFailed}
+    assert type(error) in {MachineLost, LossUndecided, GuestUnresponsive, GuestFailed, UserUnavailable}
     assert error.reason == reason
     assert is_fault(error)
 
