@@ -21,6 +21,8 @@ _FAULTS = re.compile(r"no such route|cannot be started: \[Errno (?:11|12|23|24|2
 _PARTIAL = ("/accessibility", "/list_directory", "/execute", "/run_python", "/run_bash_script")
 #: The guest's service keeps this much of a command's output, and only `/execute` says that there was more.
 _MAX_OUTPUT_CHARS = 16 << 20
+#: The files of OSWorld's tasks have a tenth of that. An agent can leave a file of any size, which would take minutes.
+_MAX_FILE_BYTES = 256 << 20
 _SHOWN_TERMINAL = re.compile(r'<terminal\b[^>]{0,4096}showing=\\?["\']true')
 #: The first element of an accessibility tree, in JSON, that lacks parts: applications timed out, or it is too large.
 _CUT_TREE = re.compile(r'<(?:\w{1,64}:)?desktop-frame\b[^>]{0,4096}\struncated=\\?["\']true')
@@ -53,8 +55,17 @@ class GuestTraffic:
                 return inner(session, method, url, *arguments, **options)
             route = f"{method} {str(url)[len(self._base_url) :]}"
             self.refused = ""
+            if is_file := route.endswith(" /file"):
+                options["stream"] = True
             try:
                 response = inner(session, method, url, *arguments, **options)
+                if is_file and int(response.headers.get("Content-Length", 0)) > _MAX_FILE_BYTES:
+                    response.close()
+                    response.status_code = 404
+                    self.absent = f"{route}: the file has more than {_MAX_FILE_BYTES} bytes"
+                    return response
+                if is_file:
+                    response.content  # noqa: B018 -- reads it
             except Exception as error:
                 self.broken = f"{route}: {type(error).__name__}: {error}"[:_MAX_QUOTED_CHARS]
                 raise

@@ -1,10 +1,15 @@
 """Responses of a guest that say that they are incomplete."""
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 
 from envd.integrations.osworld.worker.traffic import GuestTraffic, incompleteness
 
@@ -56,11 +61,11 @@ def asked(route: str, responses: dict[str, tuple[int, object]]) -> GuestTraffic:
             status, body = responses[url.removeprefix(URL)]
             return SimpleNamespace(status_code=status, text=json.dumps(body))
 
-    requests: Any = ModuleType("requests")
-    requests.sessions = SimpleNamespace(Session=Session)
+    library: Any = ModuleType("requests")
+    library.sessions = SimpleNamespace(Session=Session)
     traffic = GuestTraffic(URL)
-    traffic.watch(requests)
-    requests.sessions.Session().request("post", URL + route)
+    traffic.watch(library)
+    library.sessions.Session().request("post", URL + route)
     return traffic
 
 
@@ -100,3 +105,45 @@ def test_a_command_that_does_not_exist_is_a_fact_and_an_unknown_route_is_a_fault
     assert (traffic.broken, bool(traffic.refused)) == ("", True)
     traffic = asked("/new", {"/new": (404, {"message": "POST /new: no such route"})})
     assert (bool(traffic.broken), traffic.absent) == (True, "")
+
+
+@contextmanager
+def guest_with_a_file(size_bytes: int) -> Iterator[tuple[str, list[int]]]:
+    """Serve zeros at each route; yield the URL and a list of the bytes that were sent."""
+    sent: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", str(size_bytes))
+            self.end_headers()
+            with suppress(ConnectionError):
+                while sum(sent) < size_bytes:
+                    sent.append(self.wfile.write(bytes(min(1 << 16, size_bytes - sum(sent)))))
+
+        def log_message(self, *_: object) -> None:
+            """Log nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield f"http://127.0.0.1:{server.server_port}", sent
+        server.shutdown()
+        serving.join()
+
+
+@pytest.mark.parametrize(("size_bytes", "status"), [(200_000, 200), (1 << 30, 404)])
+def test_a_file_of_a_gibibyte_in_place_of_a_document_is_no_file_and_is_not_fetched(
+    monkeypatch: pytest.MonkeyPatch, size_bytes: int, status: int
+) -> None:
+    monkeypatch.setattr(requests.sessions.Session, "request", requests.sessions.Session.request)
+    with guest_with_a_file(size_bytes) as (url, sent):
+        traffic = GuestTraffic(url)
+        traffic.watch(requests)
+        response = requests.post(f"{url}/file", data={"file_path": "/home/user/a.docx"})  # noqa: S113 -- has one
+    assert (response.status_code, traffic.broken) == (status, "")
+    assert bool(traffic.absent) is (status == 404)
+    if status == 200:
+        assert response.content == bytes(size_bytes)
+    assert sum(sent) < (64 << 20)  # what the buffers of a connection take
