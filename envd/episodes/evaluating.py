@@ -44,6 +44,7 @@ class Evaluating:
         Raises:
             EpisodeNotFound: No such episode.
             RequestIdReused: The id came before with a different body.
+            StaleEpoch: It was rolled back while the call waited for its turn.
             EvaluatorFailed: A checker failed; later calls raise it too.
             MachineLost: The machine is gone, and no score was recorded.
         """
@@ -54,10 +55,11 @@ class Evaluating:
         return replace(answer.value, cached=True) if answer.replayed else answer.value
 
     async def _evaluate(self, episode: Episode, request: Request) -> EvaluateResult:
-        context = self._context
+        context, epoch = self._context, episode.epoch
         watch = Stopwatch(context.clock)
         async with context.registry.call(episode, renews=True), episode.turn:
             watch.lap("queue")
+            episode.require_epoch(epoch)
             if isinstance(episode.verdict, EvaluatorFailed):
                 raise EvaluatorFailed(str(episode.verdict)) from episode.verdict
             if episode.verdict is not None:

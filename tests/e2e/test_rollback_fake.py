@@ -200,6 +200,23 @@ async def test_of_two_rollbacks_at_once_one_is_refused(tmp_path: Path) -> None:
         assert len(machines_of(server)) == 1
 
 
+async def test_an_evaluation_behind_a_rollback_does_not_score_the_next_attempt(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        (found,) = server.service.episodes
+        async with found.turn:
+            rollback = asyncio.create_task(episode.rollback(checkpoint))
+            while not found.rollbacks:
+                await asyncio.sleep(0)
+            evaluation = asyncio.create_task(episode.evaluate())
+            while not found.evaluations:
+                await asyncio.sleep(0)
+        await rollback
+        with pytest.raises(StaleEpoch, match="now in epoch 2 at step 0"):
+            await evaluation
+        assert (await episode.step(EDITOR)).step_count == 1
+
+
 async def test_a_rollback_waits_for_a_step_and_refuses_those_behind_it(tmp_path: Path) -> None:
     async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
         checkpoint = await episode.checkpoint()
