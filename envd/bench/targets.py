@@ -42,7 +42,7 @@ class Screen:
     windows: tuple[ListedWindow, ...] = ()
     """The newest last."""
     size_px: tuple[int, int] = (1 << 15, 1 << 15)
-    """As large as a screen can be if the guest does not say."""
+    """The maximum of a screen if the guest does not say."""
 
 
 async def read_screen(episode: AsyncEpisode, *, os: GuestOs, elements: bool = True, windows: bool = True) -> Screen:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import grpc
 import pytest
 from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from cuaenv import client
 from cuaenv.client import (

@@ -134,7 +134,7 @@ def guest_with_a_file(size_bytes: int) -> Iterator[tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize(("size_bytes", "status"), [(200_000, 200), (1 << 30, 404)])
-def test_a_file_of_a_gibibyte_in_place_of_a_document_is_no_file_and_is_not_fetched(
+def test_a_file_of_1_gib_in_place_of_a_document_counts_as_missing_and_stays_there(
     monkeypatch: pytest.MonkeyPatch, size_bytes: int, status: int
 ) -> None:
     monkeypatch.setattr(requests.sessions.Session, "request", requests.sessions.Session.request)
