@@ -401,7 +401,8 @@ ORACLES: Mapping[str, Steps] = {
         _rewrite_zip("~/Documents/metadata.FCStd", "Document.xml", _COMMENT),
     ),
     "galculator_large_multiplication": ((TypeText("9876*5432"), PressKeys("enter")),),
-    "galculator_negative_result": ((TypeText("37-89+14-62"), PressKeys("enter")),),
+    # GTK ignores a second press of a button within 250 ms: typed at once, the second minus is lost.
+    "galculator_negative_result": ((TypeText("37-89+14"),), (TypeText("-62"), PressKeys("enter"))),
     "gedit_create_bash_script": (
         (
             TypeText(
