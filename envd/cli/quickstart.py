@@ -35,7 +35,7 @@ play:   trainer play {task_id} --envd {address}
 Ctrl-C ends it."""
 
 
-@runs_own_daemon("listen", "console_listen", log_level="error")
+@runs_own_daemon("listen", "console_listen", log_level="error", is_drawn=True)
 def quickstart(settings: Config) -> None:
     """Serve drawn desktops, play one episode, and show what to do next: a minute, without root or an image."""
     pool = PoolConfig(image=DEFAULT_IMAGE, size=_POOL_SIZE, allow_guest_access=True)

@@ -105,11 +105,12 @@ class Endpoint:
             names = [str(model["id"]) for model in (await self._get("/models"))["data"]]
         except (ValueError, LookupError, TypeError) as error:
             raise EndpointError(
-                f"{self.url}/models does not name the served model ({type(error).__name__}: {error});"
-                " is it the base of an OpenAI-compatible API, such as http://127.0.0.1:8000/v1? Otherwise pass --model"
+                f"{self.url}/models does not name the served model: {error}; start the server, give the base of its"
+                " OpenAI-compatible API, such as http://127.0.0.1:8000/v1, or set `model` in RUN.toml"
             ) from error
         if len(names) != 1:
-            raise EndpointError(f"{self.url} serves {len(names)} models ({', '.join(names[:8])}); name one")
+            served = ", ".join(names[:8])
+            raise EndpointError(f"{self.url} serves {len(names)} models ({served}); set `model` in RUN.toml to one")
         return names[0]
 
     async def model_path(self) -> str:
@@ -118,8 +119,8 @@ class Endpoint:
             return str((await self._get("/get_model_info"))["model_path"])
         except (ValueError, LookupError, TypeError) as error:
             raise EndpointError(
-                f"{self.url}/get_model_info does not name the served model ({type(error).__name__}: {error});"
-                " is it SGLang's base URL, such as http://127.0.0.1:30000? Otherwise pass --model"
+                f"{self.url}/get_model_info does not name the served model: {error}; start the server, give SGLang's"
+                " base URL, such as http://127.0.0.1:30000, or set `model` in RUN.toml"
             ) from error
 
     async def _get(self, path: str) -> Any:

@@ -77,8 +77,11 @@ async def resolve(target: str) -> tuple[Address, ...]:
 
 
 def _split(target: str) -> tuple[str, int]:
-    host, _, port = target.removeprefix(_DNS).rpartition(":")
-    if not host or not port.isdecimal():
+    name = target.removeprefix(_DNS)
+    host, _, port = name.rpartition(":")
+    is_url = name.startswith(("http:", "https:"))
+    if not host or not port.isdecimal() or is_url:
         missing = "host" if port.isdecimal() else "port"
-        raise ValueError(f"no {missing} in {target!r}; give HOST:PORT, unix:PATH or {_DNS}NAME:PORT")
+        problem = f"{target!r} is a URL" if is_url else f"no {missing} in {target!r}"
+        raise ValueError(f"{problem}; give HOST:PORT, unix:PATH or {_DNS}NAME:PORT")
     return host.removeprefix("[").removesuffix("]"), int(port)
