@@ -37,7 +37,8 @@ def _slow(command: str) -> Steps:
 def _close(program: str) -> tuple[Action, ...]:
     """End a program and wait for its end."""
     return _shell(
-        f"pkill -x {program} || true; SECONDS=0\nwhile pgrep -x {program} > /dev/null && ((SECONDS < 60)); do sleep 1; done\n"
+        f"pkill -x {program} || true; SECONDS=0\n"
+        f"while pgrep -x {program} > /dev/null && ((SECONDS < 60)); do sleep 1; done\n"
         f"pkill -KILL -x {program} || true; sleep 1"
     )
 
@@ -121,7 +122,7 @@ def evaluate(expression):
         answer = json.loads(link.recv())
     assert "exceptionDetails" not in answer["result"], answer
     return answer["result"]["result"].get("value")
-while evaluate("document.readyState") != "complete":
+while evaluate("location.protocol + document.readyState") != "file:complete":
     time.sleep(1)
 evaluate({script!r})
 """
