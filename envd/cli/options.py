@@ -21,12 +21,9 @@ _CONFIG = Annotated[
 ]
 
 
-_DEFAULTS = Config()
-
-
 def _option(key: str, kind: Any, option_help: str, metavar: str | None = None) -> tuple[str, Any]:
     """Return the key of a setting and its option, which shows the setting's default."""
-    value: object = None if "*" in key else functools.reduce(getattr, key.split("."), _DEFAULTS)
+    value: object = None if "*" in key else functools.reduce(getattr, key.split("."), Config())
     default = str(value) if isinstance(value, str | Path) and value else False
     return key, Annotated[kind | None, typer.Option(metavar=metavar, help=option_help, show_default=default)]
 

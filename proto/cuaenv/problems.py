@@ -24,10 +24,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def without_path(error: Exception) -> str:
-    """Return the text of an error that occurred while a file was read; an `OSError` would name the file again.
-
-    YAML's errors have several lines, with the place in the middle.
-    """
+    """Return the text of an error that occurred while a file was read, in one line and without its name."""
     if mark := getattr(error, "problem_mark", None):
         return f"line {mark.line + 1}: {getattr(error, 'problem', '')}"
     return getattr(error, "strerror", None) or str(error)

@@ -17,13 +17,7 @@ from trainer.learn.setup import default_home, is_checkout
 DEFAULT_TARGET = "127.0.0.1:50051"
 Target = Annotated[
     str,
-    typer.Option(
-        "--envd",
-        metavar="HOST:PORT",
-        envvar="ENVD_TARGET",
-        help="The daemon that serves desktops.",
-        show_default=DEFAULT_TARGET,
-    ),
+    typer.Option("--envd", metavar="HOST:PORT", envvar="ENVD_TARGET", help="The daemon.", show_default=DEFAULT_TARGET),
 ]
 TlsCa = Annotated[
     Path | None, typer.Option("--tls-ca", help="Certificate of the authority that signed the daemon's; enables TLS.")

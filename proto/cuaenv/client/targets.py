@@ -38,6 +38,8 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
     for target in parsed:
         if any(char.isspace() for char in target):
             raise ValueError(f"target {target!r} has white space; separate hosts by commas")
+        if target.startswith(("http:", "https:")):
+            raise ValueError(f"{target!r} is a URL; give HOST:PORT")
         if not is_ray(target) and not target.startswith(("unix:", "unix-abstract:")):
             _split(target)
         if is_ray(target) and (
@@ -77,11 +79,8 @@ async def resolve(target: str) -> tuple[Address, ...]:
 
 
 def _split(target: str) -> tuple[str, int]:
-    name = target.removeprefix(_DNS)
-    host, _, port = name.rpartition(":")
-    is_url = name.startswith(("http:", "https:"))
-    if not host or not port.isdecimal() or is_url:
+    host, _, port = target.removeprefix(_DNS).rpartition(":")
+    if not host or not port.isdecimal():
         missing = "host" if port.isdecimal() else "port"
-        problem = f"{target!r} is a URL" if is_url else f"no {missing} in {target!r}"
-        raise ValueError(f"{problem}; give HOST:PORT, unix:PATH or {_DNS}NAME:PORT")
+        raise ValueError(f"no {missing} in {target!r}; give HOST:PORT, unix:PATH or {_DNS}NAME:PORT")
     return host.removeprefix("[").removesuffix("]"), int(port)

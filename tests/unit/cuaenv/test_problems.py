@@ -141,4 +141,4 @@ def test_the_help_of_a_setting_has_its_default() -> None:
 
 def test_files_are_copied_into_a_new_directory_only(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["deploy", "copy", str(tmp_path)], env={"COLUMNS": "200"})
-    assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path}: it exists; choose a new directory\n")
+    assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path}: File exists; choose a new directory\n")
