@@ -16,6 +16,7 @@ from envd.base.telemetry import logs
 from envd.base.terminal import reports_errors
 from envd.hypervisor.backends import backend_of
 
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 _CONFIG = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", envvar="ENVD_CONFIG", help="TOML file with settings.")
 ]
@@ -78,7 +79,7 @@ def load_config(config: Path | None, given: Mapping[str, Any]) -> Config:
     return loaded(flags=flags)
 
 
-def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(*names: str) -> Decorator:
     """Return a decorator for commands that take a `Config` as their only positional argument; it reports errors.
 
     On the command line they have `--config` and these options instead.
@@ -88,9 +89,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     return lambda command: reports_errors(options(command))
 
 
-def with_options(
-    annotations: Mapping[str, Any], join: Callable[[dict[str, Any]], object]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(annotations: Mapping[str, Any], join: Callable[[dict[str, Any]], object]) -> Decorator:
     """Return a decorator for commands whose only positional argument is made of several options."""
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -113,9 +112,7 @@ def with_options(
     return decorate
 
 
-def runs_own_daemon(
-    *names: str, log_level: str = "warning", is_drawn: bool = False
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def runs_own_daemon(*names: str, log_level: str = "warning", is_drawn: bool = False) -> Decorator:
     """Return a decorator like `with_settings` for commands that start a daemon of their own; it also sets up logging.
 
     Args:

@@ -228,8 +228,7 @@ class Form:
         """Return the action with the fields of a JSON object. Raises: BadAction."""
         unknown = next((name for name in values if name not in self.fields), None)
         if unknown is not None:
-            known = f"{self.name} takes {', '.join(self.fields)}"
-            remedy = "YAML needs a space after a colon" if ":" in unknown else known
+            remedy = "a colon needs a space" if ":" in unknown else f"{self.name} takes {', '.join(self.fields)}"
             raise BadAction(f"{self.name}.{unknown}", f"is unknown; {remedy}")
         read: dict[str, Any] = {}
         for name, field in self.fields.items():

@@ -113,7 +113,7 @@ def test_a_malformed_task_file_is_one_line_with_its_place(tmp_path: Path, text: 
 
 
 def test_a_missing_space_or_quote_in_yaml_is_named() -> None:
-    with pytest.raises(ValueError, match=r"click\.x:819: is unknown; YAML needs a space after a colon"):
+    with pytest.raises(ValueError, match=r"click\.x:819: is unknown; a colon needs a space"):
         parse_action({"click": {"x:819": None, "y": 1}})
     assert problem_of({"type": "string_type", "input": 2, "msg": ""}) == 'must be a text; write "2"'
     assert problem_of({"type": "string_type", "input": True, "msg": ""}) == 'must be a text; write "true"'
