@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from cuaenv.actions import Done
+from cuaenv.actions import Done, Fail
 from cuaenv.client import AsyncEpisode, EnvError
 from envd.base.errors import GuestError
 from envd.hypervisor.machine import GuestOs
@@ -161,14 +161,15 @@ def task_text(
         chosen: The proposals that are the goal, by index.
     """
     checks = [proposals[index].checker for index in chosen]
-    oracle: list[Any] = [[write_action(action) for action in step] for step in steps]
+    ends = bool(steps and isinstance(steps[-1][-1], Done | Fail))
+    oracle: list[Any] = [[write_action(action) for action in step] for step in (*steps, *(() if ends else [(Done(),)]))]
     task = {
         "name": name,
         "level": 1 if len(steps) <= 1 else 2,
         "instruction": instruction,
         **({"setup": [dict(verb) for verb in setup]} if setup else {}),
         "checker": dict(checks[0]) if len(checks) == 1 else {"kind": "all", "checks": [dict(each) for each in checks]},
-        "oracle": [*oracle, [write_action(Done())]],
+        "oracle": oracle,
     }
     text = yaml.safe_dump(
         {"version": 1, "suite": suite, "tasks": [task]}, sort_keys=False, allow_unicode=True, width=110

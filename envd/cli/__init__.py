@@ -16,6 +16,6 @@ def main() -> None:
         if (error.name or "").partition(".")[0] in ("envd", "cuaenv"):
             raise
         sys.exit(
-            f"envd: the Python module {error.name} is missing; run pip install '.[host]' in a checkout of envd, or"
-            " '.[fake]' for drawn desktops only"
+            f"envd: the Python module {error.name} is missing; run pip install"
+            " 'envd-trainer[host]', or 'envd-trainer[fake]' for drawn desktops only"
         )

@@ -67,7 +67,7 @@ def bench(name: str, *, is_drawn: bool = False) -> Callable[[Measure], Measure]:
         as_json = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
         shown = [*(p for p in own.parameters.values() if p.kind is p.KEYWORD_ONLY), as_json]
         command.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
-        app.command(name)(runs_own_daemon()(command))
+        app.command(name)(runs_own_daemon(is_drawn=is_drawn)(command))
         return measure
 
     return decorate

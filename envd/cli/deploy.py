@@ -65,5 +65,5 @@ def copy(
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, directory / name)
     except OSError as error:
-        raise ConfigError(f"{directory}: {error.strerror or error}") from error
+        raise ConfigError(f"{directory}: {error.strerror or error}; choose a new directory") from error
     out.print(f"copied {len(deploy_files())} files to {directory}", markup=False, soft_wrap=True)

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -428,7 +429,7 @@ async def _guarded(name: str, check: Awaitable[Check]) -> Check:
     try:
         return await check
     except ModuleNotFoundError as error:
-        return _fail(name, f"{error.name} is not installed", fix="for real machines: pip install '.[host]'")
+        return _fail(name, f"{error.name} is not installed", fix="for real machines: pip install 'envd-trainer[host]'")
     except Exception as error:
         return _fail(name, f"the check failed: {error!r}", fix="report this as a bug")
 
@@ -448,7 +449,10 @@ def _packages() -> dict[str, str]:
 def _published(value: dict[str, Any]) -> Any:
     """Return a finding without names of people and hosts, directories and addresses."""
     text = json.dumps(value)
-    for private, public in ((socket.gethostname(), "HOST"), (getpass.getuser(), "USER"), (str(Path.home()), "HOME")):
+    replaced = [(socket.gethostname(), "HOST")]
+    with suppress(KeyError, OSError, RuntimeError):  # a container may run as a user without a name or a home
+        replaced += [(getpass.getuser(), "USER"), (str(Path.home()), "HOME")]
+    for private, public in replaced:
         text = re.sub(rf"(?<![\w-]){re.escape(private)}(?![\w-])", public, text)
     # Paths outside the system's directories, and addresses.
     text = re.sub(r"(?<![\w.:/])/(?!usr/|dev/|proc/|sys/)[\w.@+-]+(?:/[\w.@+-]+)*", "PATH", text)

@@ -16,44 +16,42 @@ from envd.base.telemetry import logs
 from envd.base.terminal import reports_errors
 from envd.hypervisor.backends import backend_of
 
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 _CONFIG = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", envvar="ENVD_CONFIG", help="TOML file with settings.")
 ]
 
 
-def _option(kind: Any, option_help: str, metavar: str | None = None) -> Any:
-    return Annotated[kind | None, typer.Option(metavar=metavar, help=option_help)]
+def _option(key: str, kind: Any, option_help: str, metavar: str | None = None) -> tuple[str, Any]:
+    """Return the key of a setting and its option, which shows the setting's default."""
+    value: object = None if "*" in key else functools.reduce(getattr, key.split("."), Config())
+    default = str(value) if isinstance(value, str | Path) and value else False
+    return key, Annotated[kind | None, typer.Option(metavar=metavar, help=option_help, show_default=default)]
 
 
 #: The key of the setting and the option, by parameter.
 _OPTIONS: Mapping[str, tuple[str, Any]] = {
-    "pool": ("pools", _option(list[str], "Keep N machines of IMAGE ready; repeatable.", "N|IMAGE=N")),
-    "tasks": ("tasks.suites", _option(list[str], "Task file, or directory of task files; repeatable.", "[SUITE=]PATH")),
-    "web": ("pools.*.web", _option(str, "What guests of every pool reach: closed, allow, record or replay.")),
-    "recording": ("pools.*.recording", _option(str, "Name of the web recording to record into or to replay.", "NAME")),
-    "listen": ("listen", _option(str, "Address of the gRPC service.", "HOST:PORT")),
-    "metrics_listen": ("metrics_listen", _option(str, "Address of the metrics.", "HOST:PORT")),
-    "console_listen": (
-        "console_listen",
-        _option(str, "Address of the console; without it there is none.", "HOST:PORT"),
+    "pool": _option("pools", list[str], "Keep N machines of IMAGE ready; repeatable.", "N|IMAGE=N"),
+    "tasks": _option("tasks.suites", list[str], "Task file, or directory of task files; repeatable.", "[SUITE=]PATH"),
+    "web": _option("pools.*.web", str, "What guests of every pool reach: closed, allow, record or replay."),
+    "recording": _option("pools.*.recording", str, "Name of the web recording to record into or to replay.", "NAME"),
+    "listen": _option("listen", str, "Address of the gRPC service.", "HOST:PORT"),
+    "metrics_listen": _option("metrics_listen", str, "Address of the metrics.", "HOST:PORT"),
+    "console_listen": _option(
+        "console_listen", str, "Address of the console, a web page; `envd serve` has none without it.", "HOST:PORT"
     ),
-    "compat": (
+    "compat": _option(
         "compat",
-        _option(
-            list[str],
-            f"Also serve protocols of other systems: {', '.join(COMPAT_PORTS)}; repeatable.",
-            "NAME[=HOST:PORT],...",
-        ),
+        list[str],
+        f"Also serve protocols of other systems: {', '.join(COMPAT_PORTS)}; repeatable.",
+        "NAME[=HOST:PORT],...",
     ),
-    "state_dir": ("state_dir", _option(Path, "State directory of the daemon.", "DIR")),
-    "cache_dir": ("cache_dir", _option(Path, "Image cache; daemons may share it.", "DIR")),
-    "hypervisor": (
-        "hypervisor.uri",
-        _option(str, "Hypervisor: qemu:///embed?root=/DIR, qemu:///system or fake.", "URI"),
-    ),
-    "accelerator": ("hypervisor.accelerator", _option(str, "Accelerator: auto, kvm or tcg.")),
-    "log_format": ("log_format", _option(str, "Log format: text or json.")),
-    "log_level": ("log_level", _option(str, "Log level: debug, info, warning or error.")),
+    "state_dir": _option("state_dir", Path, "State directory of the daemon.", "DIR"),
+    "cache_dir": _option("cache_dir", Path, "Image cache; daemons may share it.", "DIR"),
+    "hypervisor": _option("hypervisor.uri", str, "Hypervisor: qemu:///embed?root=/DIR, qemu:///system or fake.", "URI"),
+    "accelerator": _option("hypervisor.accelerator", str, "Accelerator: auto, kvm or tcg."),
+    "log_format": _option("log_format", str, "Log format: text or json."),
+    "log_level": _option("log_level", str, "Log level: debug, info, warning or error."),
     # Of an earlier version: refused with the name of its replacement.
     "shards": ("shards", Annotated[str | None, typer.Option(hidden=True)]),
 }
@@ -81,7 +79,7 @@ def load_config(config: Path | None, given: Mapping[str, Any]) -> Config:
     return loaded(flags=flags)
 
 
-def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(*names: str) -> Decorator:
     """Return a decorator for commands that take a `Config` as their only positional argument; it reports errors.
 
     On the command line they have `--config` and these options instead.
@@ -91,9 +89,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     return lambda command: reports_errors(options(command))
 
 
-def with_options(
-    annotations: Mapping[str, Any], join: Callable[[dict[str, Any]], object]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(annotations: Mapping[str, Any], join: Callable[[dict[str, Any]], object]) -> Decorator:
     """Return a decorator for commands whose only positional argument is made of several options."""
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -116,11 +112,12 @@ def with_options(
     return decorate
 
 
-def runs_own_daemon(*names: str, log_level: str = "warning") -> Callable[[Callable[..., None]], Callable[..., None]]:
+def runs_own_daemon(*names: str, log_level: str = "warning", is_drawn: bool = False) -> Decorator:
     """Return a decorator like `with_settings` for commands that start a daemon of their own; it also sets up logging.
 
     Args:
         log_level: Replaces the default level `info`, whose records would disturb the command's output and timing.
+        is_drawn: Whether it always serves drawn desktops, so that it has no option of the hypervisor.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -130,6 +127,7 @@ def runs_own_daemon(*names: str, log_level: str = "warning") -> Callable[[Callab
             logs.setup(log_format=settings.log_format, level=level)
             command(settings, **arguments)
 
-        return with_settings("state_dir", "cache_dir", "hypervisor", "accelerator", *names)(wrapper)
+        hypervisor = () if is_drawn else ("hypervisor", "accelerator")
+        return with_settings("state_dir", "cache_dir", *hypervisor, *names)(wrapper)
 
     return decorate

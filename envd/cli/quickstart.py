@@ -19,9 +19,6 @@ from envd.daemon.ephemeral import run_until_signal
 from envd.daemon.suites import load_tasks
 from envd.tasks.model import Task
 
-_FAKE = "fake"
-_CONSOLE = "127.0.0.1:8080"
-_POOL_SIZE = 4
 _NEXT = """\
 act from Python, in a second terminal:
   from trainer.client import EnvClient, Click
@@ -35,16 +32,16 @@ play:   trainer play {task_id} --envd {address}
 Ctrl-C ends it."""
 
 
-@runs_own_daemon("listen", "console_listen", log_level="error")
+@runs_own_daemon("listen", "console_listen", log_level="error", is_drawn=True)
 def quickstart(settings: Config) -> None:
     """Serve drawn desktops, play one episode, and show what to do next: a minute, without root or an image."""
-    pool = PoolConfig(image=DEFAULT_IMAGE, size=_POOL_SIZE, allow_guest_access=True)
+    pool = PoolConfig(image=DEFAULT_IMAGE, size=4, allow_guest_access=True)
     config = settings.model_copy(
         update={
-            "console_listen": settings.console_listen or _CONSOLE,
+            "console_listen": settings.console_listen or "127.0.0.1:8080",
             "metrics_listen": "127.0.0.1:0",
             "state_dir": settings.state_dir / "quickstart",
-            "hypervisor": settings.hypervisor.model_copy(update={"uri": _FAKE}),
+            "hypervisor": settings.hypervisor.model_copy(update={"uri": "fake"}),
             "pools": {DEFAULT_IMAGE: pool},
         }
     )

@@ -37,7 +37,7 @@ def serve(settings: Config) -> None:
     """Serve pools of desktops over gRPC. SIGTERM or Ctrl-C drains; a second signal ends all episodes."""
     logs.setup(log_format=settings.log_format, level=settings.log_level)
     if not settings.pools and not backend_of(settings.hypervisor.uri).capabilities.needs_images:
-        settings = settings.model_copy(update={"pools": {DEFAULT_IMAGE: PoolConfig(image=DEFAULT_IMAGE, size=2)}})
+        settings = settings.model_copy(update={"pools": {DEFAULT_IMAGE: PoolConfig(image=DEFAULT_IMAGE, size=4)}})
     prepare_process()
     uvloop.run(serve_until_signal(settings, print_line=lambda line: out.print(line, markup=False, soft_wrap=True)))
 

@@ -182,7 +182,8 @@ def lint(settings: Config, *, as_json: Json = False) -> None:
     if not as_json:
         for name, tasks in runnable.items():
             out.print(f"image {name} has what {len(tasks)} tasks need", markup=False)
-        out.print(f"{count} tasks, {len(problems)} problems", markup=False)
+        suites = ", ".join(sorted({*map(_suite_of, checked)}))
+        out.print(f"{count} tasks of {suites or 'no suite'}; problems: {len(problems)}", markup=False, soft_wrap=True)
     if problems:
         raise typer.Exit(EXIT_FAILED)
 

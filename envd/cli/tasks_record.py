@@ -15,6 +15,7 @@ import yaml
 from cuaenv.actions import Action
 from cuaenv.cli.terminal import err, out
 from cuaenv.client import AsyncEnvClient, AsyncEpisode
+from cuaenv.problems import without_path
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.bench.demonstration import Proposal, propose, task_text
@@ -99,7 +100,8 @@ def record(
         ),
         encoding="utf-8",
     )
-    out.print(f"wrote {path}; next: envd tasks verify {name} --tasks {path}", markup=False, soft_wrap=True)
+    uri = f" --hypervisor {settings.hypervisor.uri}" if settings.hypervisor.uri else ""
+    out.print(f"wrote {path}; next: envd tasks verify {name} --tasks {path}{uri}", markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -179,7 +181,7 @@ def _yaml_list(path: Path | None, option: str) -> list[Any]:
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option} {path}: cannot be read: {error}") from error
+        raise ConfigError(f"{option} {path}: cannot be read: {without_path(error)}") from error
     if not isinstance(value, list):
         raise ConfigError(f"{option} {path}: not a YAML list")
     return value

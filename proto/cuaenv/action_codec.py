@@ -228,7 +228,8 @@ class Form:
         """Return the action with the fields of a JSON object. Raises: BadAction."""
         unknown = next((name for name in values if name not in self.fields), None)
         if unknown is not None:
-            raise BadAction(f"{self.name}.{unknown}", f"is unknown; {self.name} takes {', '.join(self.fields)}")
+            remedy = "a colon needs a space" if ":" in unknown else f"{self.name} takes {', '.join(self.fields)}"
+            raise BadAction(f"{self.name}.{unknown}", f"is unknown; {remedy}")
         read: dict[str, Any] = {}
         for name, field in self.fields.items():
             if values.get(name) is not None:

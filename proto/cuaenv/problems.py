@@ -1,5 +1,6 @@
 """Texts for wrong input: misspelt names, and pydantic's errors without its phrases."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -23,7 +24,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def without_path(error: Exception) -> str:
-    """Return the text of an error that occurred while a file was read; an `OSError` would name the file again."""
+    """Return the text of an error that occurred while a file was read, in one line and without its name."""
+    if mark := getattr(error, "problem_mark", None):
+        return f"line {mark.line + 1}: {getattr(error, 'problem', '')}"
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -35,6 +38,8 @@ def plain(message: str) -> str:
 
 
 def problem_of(error: Mapping[str, Any]) -> str:
+    if error["type"] == "string_type" and isinstance(error.get("input"), int | float):
+        return f"must be a text; write {json.dumps(str(error['input']).lower())}"
     if error["type"] != "union_tag_invalid":
         return plain(error["msg"])
     tag, field = error["ctx"]["tag"], error["ctx"]["discriminator"].strip("'")

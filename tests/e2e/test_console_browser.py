@@ -336,3 +336,20 @@ async def test_a_token_is_asked_for_and_a_lost_connection_is_shown(tmp_path: Pat
         await shown.picture("lost")
         await page.unroute("**/api/events")
         await expect(page.locator("#banner")).to_be_hidden()
+
+
+async def test_the_full_view_says_that_the_daemon_is_gone(tmp_path: Path) -> None:
+    async with wall(tmp_path, 1) as shown:
+        page = shown.page
+        await shown.open(1, run="a")
+        await page.goto(shown.url)
+        await page.locator(".tile").click()
+        await page.click("#control-take")
+        await expect(page.locator("#control-note")).to_have_text("You control this episode. The agent waits.")
+        await page.route("**/api/**", lambda route: route.abort())
+        await page.evaluate("lastMessage = 0")
+        await expect(page.locator("#banner")).to_contain_text("Connection lost")
+        await page.locator("#banner").click(trial=True)  # nothing covers it
+        await page.evaluate("renewControl()")
+        await expect(page.locator("#control-note")).to_have_text("Control has ended: The daemon does not answer.")
+        await shown.picture("lost-full")

@@ -264,7 +264,7 @@ def corrections_command(
         write_rows(preferences, rows["preferences"])
     for line in left_out:
         err.print(f"[yellow]note:[/] {line}", soft_wrap=True)
-    _print({**{kind: len(each) for kind, each in rows.items()}, "left out": left_out}, as_json=as_json)
+    _print({**{kind: len(each) for kind, each in rows.items()}, "left out": len(left_out)}, as_json=as_json)
 
 
 @app.command("build")

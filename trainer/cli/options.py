@@ -14,8 +14,10 @@ from trainer.agent.settings import AgentSettings
 from trainer.cli.output import UsageError
 from trainer.learn.setup import default_home, is_checkout
 
+DEFAULT_TARGET = "127.0.0.1:50051"
 Target = Annotated[
-    str, typer.Option("--envd", metavar="HOST:PORT", envvar="ENVD_TARGET", help="The daemon that serves desktops.")
+    str,
+    typer.Option("--envd", metavar="HOST:PORT", envvar="ENVD_TARGET", help="The daemon.", show_default=DEFAULT_TARGET),
 ]
 TlsCa = Annotated[
     Path | None, typer.Option("--tls-ca", help="Certificate of the authority that signed the daemon's; enables TLS.")
@@ -32,7 +34,6 @@ Screen = Annotated[str, typer.Option(help="Size of the guest's screen in pixels,
 SlimeHome = Annotated[
     Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime; default: that of `trainer learn setup`.")
 ]
-DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_RUN = "evaluation"
 DEFAULT_SCREEN = "1280x800"
 

@@ -81,14 +81,11 @@ def play_command(
     solution = None if oracles is None else _oracle_of(task, oracles)
 
     async def play() -> PlayedAttempt:
-        async with (
-            make_client(config.envd, config.tls_ca, run=config.run) as client,
-            _player(
-                by, settings, config, oracle=solution, screen_px=read_screen(screen), place=place
-            ) as new_conversation,
-        ):
+        async with make_client(config.envd, config.tls_ca, run=config.run) as client:
             (one,) = select(await served_tasks(client, named=[task]), Selection(task_ids=[task]))
-            return await play_task(client, one, new_conversation, settings=settings, pool=config.pool, replay=place)
+            player = _player(by, settings, config, oracle=solution, screen_px=read_screen(screen), place=place)
+            async with player as new_conversation:
+                return await play_task(client, one, new_conversation, settings=settings, pool=config.pool, replay=place)
 
     played = asyncio.run(play())
     attempt = played.attempt.model_copy(update={"replay": place.name})

@@ -4,10 +4,10 @@ A context that is full ends the episode as in training and is not an error.
 """
 
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from cuaenv.client.credentials import is_local
@@ -17,6 +17,8 @@ from trainer.tokens.sglang import is_context_full
 
 if TYPE_CHECKING:
     import openai
+
+T = TypeVar("T")
 
 #: Statuses below 500 that the client retries.
 _TRANSIENT: Final = frozenset({408, 409, 429})
@@ -101,26 +103,24 @@ class Endpoint:
 
     async def only_model(self) -> str:
         """Return the name of the only served model. Raises: EndpointError: It serves none or several."""
-        try:
-            names = [str(model["id"]) for model in (await self._get("/models"))["data"]]
-        except (ValueError, LookupError, TypeError) as error:
-            raise EndpointError(
-                f"{self.url}/models does not name the served model ({type(error).__name__}: {error});"
-                " is it the base of an OpenAI-compatible API, such as http://127.0.0.1:8000/v1? Otherwise pass --model"
-            ) from error
+        base = "the base of its OpenAI-compatible API, such as http://127.0.0.1:8000/v1"
+        names = await self._served("/models", lambda found: [str(model["id"]) for model in found["data"]], base)
         if len(names) != 1:
-            raise EndpointError(f"{self.url} serves {len(names)} models ({', '.join(names[:8])}); name one")
+            served = ", ".join(names[:8])
+            raise EndpointError(f"{self.url} serves {len(names)} models ({served}); set `model` in RUN.toml to one")
         return names[0]
 
     async def model_path(self) -> str:
         """Return the path of the model that SGLang serves, from `/get_model_info`. Raises: EndpointError."""
+        base = "SGLang's base URL, such as http://127.0.0.1:30000"
+        return await self._served("/get_model_info", lambda found: str(found["model_path"]), base)
+
+    async def _served(self, path: str, read: Callable[[Any], T], base: str) -> T:
         try:
-            return str((await self._get("/get_model_info"))["model_path"])
+            return read(await self._get(path))
         except (ValueError, LookupError, TypeError) as error:
-            raise EndpointError(
-                f"{self.url}/get_model_info does not name the served model ({type(error).__name__}: {error});"
-                " is it SGLang's base URL, such as http://127.0.0.1:30000? Otherwise pass --model"
-            ) from error
+            problem = f"{self.url}{path} does not name the served model: {error}"
+            raise EndpointError(f"{problem}; start the server, give {base}, or set `model` in RUN.toml") from error
 
     async def _get(self, path: str) -> Any:
         """Return a response, without retries. Raises: ValueError: There is none."""

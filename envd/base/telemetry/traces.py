@@ -51,7 +51,7 @@ async def exported_traces(endpoint: str, *, flush_timeout_s: float = _FLUSH_TIME
         importlib.import_module("opentelemetry.exporter.otlp.proto.http")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"telemetry.otlp_endpoint: the Python module {error.name} is missing; run pip install '.[otlp]'"
+            f"telemetry.otlp_endpoint: the Python module {error.name} is missing; run pip install 'envd-trainer[otlp]'"
         ) from error
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource  # noqa: PLC0415

@@ -29,8 +29,8 @@ async def _open(config: Config, images: Iterable[DiskImage]) -> Hypervisor:
     hypervisor = config.hypervisor
     if not _HAS_LIBVIRT:
         raise ConfigError(
-            f"hypervisor {hypervisor.uri or 'qemu'}: the Python module libvirt is missing; install envd with"
-            " pip install '.[host]', or serve drawn desktops with --hypervisor fake"
+            f"hypervisor {hypervisor.uri or 'qemu'}: the Python module libvirt is missing; run"
+            " pip install 'envd-trainer[host]', or serve drawn desktops with --hypervisor fake"
         )
     if hypervisor.reaction_ms:
         raise ConfigError("hypervisor.reaction_ms: only drawn desktops have it; remove it, or use --hypervisor fake")

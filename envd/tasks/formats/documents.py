@@ -11,6 +11,8 @@ from importlib.resources.abc import Traversable
 
 import yaml
 
+from cuaenv.problems import without_path
+
 #: The built-in suite has about 2,000.
 _MAX_PARTS = 200_000
 _MAX_BYTES = 64 << 20
@@ -61,7 +63,7 @@ def read_document(source: Traversable) -> Document:
         return Document(yaml.load(text, Loader=_StrictLoader), text)  # noqa: S506 - a SafeLoader
     # Not only YAMLError: the loader passes on other errors, for `2001-99-99`, `!!timestamp x` or "[" * 9999.
     except Exception as error:
-        raise ValueError(f"cannot be read: {error}") from error
+        raise ValueError(f"cannot be read: {without_path(error)}") from error
 
 
 def read_text(source: Traversable) -> str:

@@ -38,6 +38,8 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
     for target in parsed:
         if any(char.isspace() for char in target):
             raise ValueError(f"target {target!r} has white space; separate hosts by commas")
+        if target.startswith(("http:", "https:")):
+            raise ValueError(f"{target!r} is a URL; give HOST:PORT")
         if not is_ray(target) and not target.startswith(("unix:", "unix-abstract:")):
             _split(target)
         if is_ray(target) and (

@@ -42,6 +42,8 @@ def test_targets_are_text_or_a_sequence(targets: str | list[str], parsed: tuple[
         ("dns:///:50051", "no host in"),
         ("gpu-host-1", "no port in 'gpu-host-1'"),
         ("[::1]", "no port in"),
+        ("http://127.0.0.1:50051", "'http://127.0.0.1:50051' is a URL; give HOST:PORT"),
+        ("https://pool.example.org/", "is a URL; give HOST:PORT"),
         ("50051", "no host in"),
         ("ray://auto,a:1", "give ray://auto or ray://HOST:PORT of the Ray head, and no other target"),
         ("ray://head", "give ray://auto or ray://HOST:PORT"),

@@ -4,13 +4,17 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
+from cuaenv.cli.lazy import LazyCommand
+from cuaenv.problems import problem_of
 from envd.base.config import load, parse_pool_flags
 from envd.base.errors import ConfigError, ImageNotFound
 from envd.cli.app import app
 from envd.images.catalogue import ImageCatalogue
 from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.oracle import parse_action
 
 PYDANTIC = re.compile("Value error|Assertion failed|Input (should|tag)|String should")
 
@@ -91,3 +95,50 @@ def test_a_missing_file_is_named_once(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             read(tmp_path / "none")
         assert str(caught.value).count(str(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("suite: mine\n  tasks: []\n", "cannot be read: line 2: mapping values are not allowed here"),
+        ("suite: mine\nsuite: yours\n", "cannot be read: line 2: duplicate key 'suite'"),
+    ],
+)
+def test_a_malformed_task_file_is_one_line_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        TaskCatalogue.load([tmp_path / "mine.yaml"], include_builtin=False)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_space_or_quote_in_yaml_is_named() -> None:
+    with pytest.raises(ValueError, match=r"click\.x:819: is unknown; a colon needs a space"):
+        parse_action({"click": {"x:819": None, "y": 1}})
+    assert problem_of({"type": "string_type", "input": 2, "msg": ""}) == 'must be a text; write "2"'
+    assert problem_of({"type": "string_type", "input": True, "msg": ""}) == 'must be a text; write "true"'
+
+
+def option_names(*words: str) -> set[str]:
+    command = get_command(app)
+    for word in words:
+        command = getattr(command, "commands", {})[word]
+        command = command.load() if isinstance(command, LazyCommand) else command
+    return {name for parameter in command.params for name in parameter.opts}
+
+
+def test_commands_with_drawn_desktops_alone_have_no_option_of_the_hypervisor() -> None:
+    assert "--hypervisor" in option_names("bench", "step")
+    for words in (("quickstart",), ("bench", "scale")):
+        assert option_names(*words) & {"--hypervisor", "--accelerator"} == set()
+
+
+def test_the_help_of_a_setting_has_its_default() -> None:
+    said = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    assert "[default: (127.0.0.1:50051)]" in said
+    assert "[default: (info)]" in said
+
+
+def test_files_are_copied_into_a_new_directory_only(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["deploy", "copy", str(tmp_path)], env={"COLUMNS": "200"})
+    assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path}: File exists; choose a new directory\n")

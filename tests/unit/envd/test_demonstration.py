@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from cuaenv.actions import Click, TypeText
+from cuaenv.actions import Click, Done, TypeText
 from cuaenv.client import AsyncEpisode, CommandResult
 from envd.bench.demonstration import HOME, Proposal, propose, task_text
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
@@ -79,7 +79,10 @@ async def test_a_demonstration_that_changed_nothing_proposes_nothing() -> None:
 
 
 @pytest.mark.parametrize("chosen", [[0], [0, 1]])
-def test_the_file_loads_and_names_what_was_not_chosen(chosen: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [(), ((Done("x"),),)])
+def test_the_file_loads_and_names_what_was_not_chosen(
+    chosen: list[int], end: tuple[tuple[Done, ...], ...], tmp_path: Path
+) -> None:
     proposals = [
         Proposal(what="a was changed", checker={"kind": "file_text", "path": "/home/user/a", "equals": "x: y\n"}),
         Proposal(what="b was deleted", checker={"kind": "file_absent", "path": "/home/user/b"}),
@@ -89,12 +92,12 @@ def test_the_file_loads_and_names_what_was_not_chosen(chosen: list[int], tmp_pat
         name="add",
         instruction='Write "x: y".',
         setup=[{"kind": "write_file", "path": "/home/user/a", "text": ""}],
-        steps=[(Click(3, 4), TypeText("ü 'x'\n"))],
+        steps=[(Click(3, 4), TypeText("ü 'x'\n")), *end],
         proposals=proposals,
         chosen=chosen,
     )
     path = tmp_path / "shop.yaml"
     path.write_text(text, encoding="utf-8")
     task = TaskCatalogue.load([TaskFile(path)], include_builtin=False).get("shop/add")
-    assert task.oracle[0] == (Click(3, 4), TypeText("ü 'x'\n"))
+    assert task.oracle == ((Click(3, 4), TypeText("ü 'x'\n")), *(end or ((Done(),),)))
     assert ("# also seen: b was deleted" in text) == (chosen == [0])

@@ -44,7 +44,7 @@ async function call(path, options = {}) {
   const token = sessionStorage.getItem(TOKEN_KEY);
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   if (options.json) headers["Content-Type"] = "application/json";
-  const response = await fetch(path, { ...options, headers, cache: "no-store" });
+  const response = await fetch(path, { ...options, headers, cache: "no-store" }).catch(() => { throw new Error("The daemon does not answer."); });
   if (!response.ok) throw new Refused(response.status, (await response.text()).trim() || `status ${response.status}`);
   return response;
 }

@@ -1,5 +1,6 @@
 """The checks of `envd doctor`."""
 
+import getpass
 import json
 import socket
 import subprocess
@@ -49,6 +50,17 @@ def test_json_is_one_object_with_every_check_and_the_worst_status(monkeypatch: p
     assert result.exit_code == 1
     assert report["status"] == "fail"
     assert report["checks"][1] == {"name": "qemu-img", "status": "fail", "detail": "not found", "fix": "install it"}
+
+
+def test_a_report_needs_no_name_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getuser() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(getpass, "getuser", getuser)
+    app, cli = runner(monkeypatch, [replace(OK, detail=f"{socket.gethostname()} has /home/someone/state")])
+    result = cli.invoke(app, ["--report"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["checks"][0]["detail"] == "HOST has PATH"
 
 
 def test_warnings_alone_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:

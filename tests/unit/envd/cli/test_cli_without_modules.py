@@ -29,7 +29,7 @@ def serve(*arguments: str, without: str) -> subprocess.CompletedProcess[str]:
 def test_a_missing_package_is_named_with_the_installation() -> None:
     ended = serve("--help", without="uvloop")
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.startswith("envd: the Python module uvloop is missing; run pip install '.[host]'")
+    assert ended.stderr.startswith("envd: the Python module uvloop is missing; run pip install 'envd-trainer[host]'")
     assert "Traceback" not in ended.stderr
 
 
@@ -38,4 +38,4 @@ def test_real_machines_without_libvirt_are_refused(tmp_path: Path) -> None:
     ended = serve("--pool", "1", "--state-dir", str(tmp_path / "state"), *ports, without="libvirt")
     assert ended.returncode == 2
     said = " ".join(ended.stderr.split())
-    assert "the Python module libvirt is missing; install envd with pip install '.[host]', or serve drawn" in said
+    assert "the Python module libvirt is missing; run pip install 'envd-trainer[host]', or serve drawn" in said
