@@ -183,7 +183,7 @@ $(SGLANG_STAMP): tests/sglang/requirements.txt pyproject.toml hatch_build.py $(w
 	@touch $@
 
 container-proof: deps $(STAMP) image ## Build the daemon's container image with podman and run machines in it (minutes, needs root)
-	@command -v podman kubectl >/dev/null \
+	@{ command -v podman && command -v kubectl; } >/dev/null \
 		|| apt-get install -y -q --no-install-recommends podman buildah runc conmon kubernetes-client >/dev/null
 	@$(BIN)/python -m pytest --long -m container tests/container
 	@$(RECORD) $@
