@@ -46,7 +46,7 @@ def test_an_unknown_key_is_refused_and_the_error_lists_the_known_keys() -> None:
         ("fallbacks", "bare_json", "fallbacks is 'bare_json'; it must be a valid array"),
         ("fallbacks", ["guess"], "unknown fallback guess"),
         ("grammar", "xml", "unknown grammar 'xml'"),
-        ("grammar", 3, "grammar is 3; it must be a valid string"),
+        ("grammar", 3, 'grammar is 3; it must be a text; write "3"'),
         ("coordinates", "metres", "coordinates is 'metres'"),
         ("text_only", True, "text_only shows nothing"),
     ],
