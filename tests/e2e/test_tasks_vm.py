@@ -12,7 +12,8 @@ import pytest_asyncio
 
 from cuaenv.actions import Action, Done
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, StepResult, View
-from envd.bench.playing import Steps, play
+from envd.base.config import LimitsConfig
+from envd.bench.playing import Steps, max_steps_of, play
 from envd.images.catalogue import Image
 from envd.tasks.catalogue import TaskCatalogue
 from tests.support.real_desktops import real_desktops
@@ -52,7 +53,9 @@ async def score_of(episode: AsyncEpisode, steps: Steps) -> float:
 
 @pytest.mark.parametrize("task_id", TASK_IDS)
 async def test_the_oracle_scores_one_and_doing_nothing_zero(client: AsyncEnvClient, task_id: str) -> None:
-    async with client.reset_group(task_id, size=2, view=View(encoding="none")) as (idle, solved):
+    task = CATALOGUE.get(task_id)
+    max_steps = max_steps_of(task, limit=LimitsConfig().max_steps)
+    async with client.reset_group(task_id, size=2, max_steps=max_steps, view=View(encoding="none")) as (idle, solved):
         assert idle.observation.frame_id == solved.observation.frame_id
         assert await score_of(idle, [(Done(),)]) == 0.0
-        assert await score_of(solved, CATALOGUE.get(task_id).oracle) == 1.0
+        assert await score_of(solved, task.oracle) == 1.0
