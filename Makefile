@@ -182,9 +182,9 @@ $(SGLANG_STAMP): tests/sglang/requirements.txt pyproject.toml hatch_build.py $(w
 	@$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.15.post1
 	@touch $@
 
+# kubectl may be another package's.
+container-proof: APT_MORE = podman buildah runc conmon $(shell command -v kubectl >/dev/null || echo kubernetes-client)
 container-proof: deps $(STAMP) image ## Build the daemon's container image with podman and run machines in it (minutes, needs root)
-	@{ command -v podman && command -v kubectl; } >/dev/null \
-		|| apt-get install -y -q --no-install-recommends podman buildah runc conmon kubernetes-client >/dev/null
 	@$(BIN)/python -m pytest --long -m container tests/container
 	@$(RECORD) $@
 

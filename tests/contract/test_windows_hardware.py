@@ -6,7 +6,6 @@ The guest is a small Debian, because no Windows can be had. It has an additional
 import asyncio
 import subprocess
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -15,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from envd.base.errors import GuestError, GuestUnresponsive, NotForkable
+from envd.base.errors import NotForkable
 from envd.base.losses import Owner
 from envd.guest.agent import GuestAgent, renew_identity
 from envd.hypervisor.machine import DiskImage, Drive, LeftoverKind, Machine, MachineSpec, Snapshot
@@ -232,28 +231,6 @@ class TestWindowsHardware(WindowsHardware):
                     assert b"value-of-Later" not in stored
             assert await self.variables(parent) == {"Parent", "Later"}
             assert await self.variables(sibling) == {"Sibling"}
-
-    @pytest.mark.long
-    async def test_a_branch_boots_again_with_its_own_variables_tpm_and_disks(
-        self, hypervisor: LibvirtHypervisor, template: Snapshot
-    ) -> None:
-        async with self.running_fork(hypervisor, template) as parent:
-            await self.write_variable(parent, "Parent")
-            await self.write_nv(parent, "parent-1")
-            await self.write_file(parent, "/var/tmp/kept", b"kept")  # noqa: S108
-            async with self.capture(hypervisor, parent) as snapshot, self.running_fork(hypervisor, snapshot) as branch:
-                await self.run(branch, "sync")
-                await self.start(branch, "reboot", "-f")
-                has_restarted = False
-                async with asyncio.timeout(self.boot_timeout_s):
-                    while not has_restarted:
-                        # Without an answer it is restarting. Afterwards its file in memory is gone.
-                        with suppress(GuestUnresponsive, GuestError):
-                            has_restarted = await self.run(branch, "sh", "-c", "ls /dev/shm") == b""
-                assert await self.variables(branch) == {"Parent"}
-                assert await self.tpm(branch, "tpm2_unseal", "-c", _KEY) == b"sealed"
-                assert await self.read_nv(branch) == b"parent-1"
-                assert await self.read_file(branch, "/var/tmp/kept") == b"kept"  # noqa: S108
 
     # Clock
 

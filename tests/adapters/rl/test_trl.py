@@ -2,7 +2,7 @@
 
 import json
 import math
-import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -176,13 +176,10 @@ def test_two_optimiser_steps_with_a_solved_a_null_and_a_lost_rollout(
     assert seen.sizes[1] == [[(320, 200)]] * 4
 
 
-def test_the_example_of_the_docs(
-    desktops: DrawnDesktops,
-    checkpoint: Path,
-    tmp_path: Path,
-    example: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def on_this_cpu(desktops: DrawnDesktops, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make examples train the tiny model."""
+
     class Tiny(GRPOTrainer):  # type: ignore[misc]
         def __init__(self, model: str, **options: Any) -> None:
             processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True)
@@ -191,11 +188,15 @@ def test_the_example_of_the_docs(
             tiny = AutoModelForImageTextToText.from_pretrained(checkpoint)
             super().__init__(model=tiny, processing_class=processor, **options)
 
-    on_this_cpu = {"use_cpu": True, "bf16": False, "report_to": [], "generation_kwargs": {"max_new_tokens": 8}}
+    options = {"use_cpu": True, "bf16": False, "report_to": [], "generation_kwargs": {"max_new_tokens": 8}}
     monkeypatch.setattr("trl.GRPOTrainer", Tiny)
-    monkeypatch.setattr("trl.GRPOConfig", partial(GRPOConfig, **on_this_cpu))
+    monkeypatch.setattr("trl.GRPOConfig", partial(GRPOConfig, **options))
     monkeypatch.setenv("ENVD_TARGET", desktops.address)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("on_this_cpu")
+def test_the_example_of_the_docs(example: Callable[[str], str]) -> None:
     names: dict[str, Any] = {}
     exec(example("TRL"), names)  # noqa: S102 -- our own page
     assert list(names["trainer"]._logs["rewards"]["DesktopEnvironment"]) == [0.0] * 4
@@ -285,16 +286,9 @@ def test_an_interrupted_process_leaves_no_machine(desktops: DrawnDesktops) -> No
     assert desktops.leased_count == 0
 
 
-def test_the_example_takes_a_step(desktops: DrawnDesktops, checkpoint: Path, tmp_path: Path) -> None:
-    example = Path(__file__).parents[3] / "docs/examples/grpo_trl.py"
-    variables = {"MODEL": str(checkpoint), "SAMPLES": "2", "STEPS": "1", "ENVD_TARGET": desktops.address}
-    done = subprocess.run(
-        [sys.executable, example],
-        check=False,
-        env={**os.environ, **variables},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "train_loss" in done.stdout + done.stderr
+@pytest.mark.usefixtures("on_this_cpu")
+def test_the_example_takes_a_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SAMPLES", "2")
+    monkeypatch.setenv("STEPS", "1")
+    runpy.run_path(str(Path(__file__).parents[3] / "docs/examples/grpo_trl.py"))
+    assert "train_loss" in capsys.readouterr().out

@@ -28,7 +28,7 @@ os._exit(0)
 def state(pid):
     try:
         return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it is collected between open and read
         return "collected"
 
 collect_orphans()
