@@ -14,6 +14,7 @@ import json, types, urllib.error, urllib.request
 class Response:
     def __init__(self, status, content):
         self.status_code, self.content, self.text = status, content, content.decode("utf-8", "replace")
+        self.headers = {"Content-Length": str(len(content))}
     def json(self):
         return json.loads(self.text)
 
