@@ -124,7 +124,8 @@ class _Soak:
         left: list[str] = []
         service = self._bench.daemon.service
         try:
-            async with asyncio.timeout(_LEASE_TTL_S + self._plan.timeout_s):
+            # Without its client, an evaluation is made up to three times: here, at the start of the task, and again.
+            async with asyncio.timeout(_LEASE_TTL_S + self._plan.timeout_s + 3 * self._plan.evaluate_timeout_s):
                 while service.list_episodes():
                     await asyncio.sleep(0.2)
         except TimeoutError:
