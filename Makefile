@@ -143,7 +143,7 @@ test: deps $(STAMP) $(PROMTOOL) lint imports proto image web ## Run static check
 test-long: APT_MORE := $(APT_WINE) $(APT_BROWSER)
 test-long: export ENVD_TEST_TASKS := all
 test-long: deps $(STAMP) $(PROMTOOL) lint imports proto image osworld wine web ## Run `test` with every task, the soak and the faults on real machines
-	@$(call RUN_TESTS,--long)
+	@progress=$$($(PYTHON) docs/proofs.py progress $@); $(call RUN_TESTS,--long $${progress:+--progress "$$progress"})
 	@$(RECORD) $@
 
 test-full: test-long ## Run `test-long` and the proofs

@@ -1,4 +1,4 @@
-"""Record which proofs passed on which commit, and write docs/proofs.md: `python docs/proofs.py record|missing|page`.
+"""Record which proofs passed on which commit, and write docs/proofs.md.
 
 Standard library only: proofs run in environments of their own.
 """
@@ -11,9 +11,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE, PAGE = "docs/proofs.json", "docs/proofs.md"
+#: Results of the tests of a proof of hours on one commit; see tests/support/progress.py.
+PROGRESS = "out/progress"
 #: Changed by a release itself, after its tests.
 _OWN = [".", f":!{FILE}", f":!{PAGE}"]
 
@@ -22,7 +25,9 @@ _HEADER = """# Proofs
 <!-- Made by `python docs/proofs.py page` from docs/proofs.json, which the targets write. Edit neither. -->
 
 When each `make` target that proves something last passed, and on which commit. A pass on a tree with changes is not
-recorded. `make release` runs those that did not pass on the present tree, and refuses to build without them.
+recorded. `make release` runs those that did not pass on the present tree, and refuses to build without them. A proof of
+hours that ended early continues with the tests that have not passed on its commit; those that failed there at first
+are named below the table.
 
 | target | proves | commit | date |
 |---|---|---|---|
@@ -40,21 +45,23 @@ def targets(root: Path) -> dict[str, str]:
     return {name: text for name, text in helps.items() if name != "adapters-proof"} | parts
 
 
-def passes(root: Path) -> dict[str, dict[str, str]]:
-    """Return commit and date of the last pass of each target."""
+def passes(root: Path) -> dict[str, dict[str, Any]]:
+    """Return commit and date of the last pass of each target, and under `again` the tests that failed before it."""
     path = root / FILE
-    found: dict[str, dict[str, str]] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text("utf-8")) if path.exists() else {}
     return found
 
 
 def page(root: Path) -> str:
     """Return the page as Markdown."""
-    rows = []
+    rows, again = [], []
     for name, text in sorted(targets(root).items()):
         passed = passes(root).get(name, {"commit": "", "date": "not yet"})
         commit = f"`{passed['commit']}`" if passed["commit"] else ""
         rows.append(f"| `{name}` | {text.partition(' (')[0]} | {commit} | {passed['date']} |\n")
-    return _HEADER + "".join(rows)
+        again += [f"- `{name}`: `{test}`\n" for test in passed.get("again", [])]
+    notes = ["\nFailed once on their commit, and passed when run again:\n\n", *again] if again else []
+    return _HEADER + "".join(rows + notes)
 
 
 def missing(root: Path) -> list[str]:
@@ -65,16 +72,35 @@ def missing(root: Path) -> list[str]:
 
 def record(root: Path, name: str, today: datetime.date) -> str:
     """Note that a target passed; returns what was done."""
-    if _git(root, "status", "--porcelain", "--", *_OWN).stdout:
+    if _changes(root):
         return f"{name}: passed; not recorded, because the tree has changes"
     commit = _git(root, "rev-parse", "--short=10", "HEAD").stdout.strip()
-    found = passes(root) | {name: {"commit": commit, "date": today.isoformat()}}
+    passed: dict[str, Any] = {"commit": commit, "date": today.isoformat()}
+    if again := _failed_before(root, name):
+        passed["again"] = again
+    found = passes(root) | {name: passed}
     (root / FILE).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     (root / PAGE).write_text(page(root), encoding="utf-8")
     return f"{name}: passed on {commit}; recorded in {FILE}"
 
 
-def _is_of_this_tree(root: Path, passed: Mapping[str, str]) -> bool:
+def progress(root: Path, name: str) -> Path | None:
+    """Return the file for the results of a target's tests on this commit, or None if the tree has changes."""
+    commit = _git(root, "rev-parse", "HEAD").stdout.strip()
+    return None if _changes(root) else root / PROGRESS / f"{name}-{commit}.txt"
+
+
+def _failed_before(root: Path, name: str) -> list[str]:
+    file = progress(root, name)
+    lines = file.read_text("utf-8").splitlines() if file and file.exists() else []
+    return sorted({line.removeprefix("failed ") for line in lines if line.startswith("failed ")})
+
+
+def _changes(root: Path) -> str:
+    return _git(root, "status", "--porcelain", "--", *_OWN).stdout
+
+
+def _is_of_this_tree(root: Path, passed: Mapping[str, Any]) -> bool:
     return bool(passed) and not _git(root, "diff", "--quiet", passed["commit"], "HEAD", "--", *_OWN).returncode
 
 
@@ -83,18 +109,24 @@ def _git(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def main() -> None:
-    """Run a command. `missing` prints the targets to run, and exits with 1 if the tree has changes."""
+    """Run a command.
+
+    `missing` prints the targets to run, and exits with 1 if the tree has changes. `progress` prints the file for the
+    results of a target's tests, or an empty line then. `record` notes that a target passed, `page` writes the page.
+    """
     parser = argparse.ArgumentParser(description="Record which proofs passed.")
-    parser.add_argument("command", choices=["record", "missing", "page"])
+    parser.add_argument("command", choices=["record", "missing", "page", "progress"])
     parser.add_argument("target", nargs="?", default="")
     given = parser.parse_args()
     match given.command:
         case "record":
             print(record(ROOT, given.target, datetime.datetime.now(datetime.UTC).date()))
         case "missing":
-            if changes := _git(ROOT, "status", "--porcelain", "--", *_OWN).stdout:
+            if changes := _changes(ROOT):
                 sys.exit(f"release: the tree has changes; commit or remove them\n{changes}")
             print(*dict.fromkeys(name.partition("/")[0] for name in missing(ROOT)))
+        case "progress":
+            print(progress(ROOT, given.target) or "")
         case "page":
             (ROOT / PAGE).write_text(page(ROOT), encoding="utf-8")
 

@@ -19,6 +19,7 @@ import envd.api
 import envd.hypervisor
 from envd.base.config import load
 from envd.images.catalogue import Image, ImageCatalogue
+from tests.support import progress
 from tests.support.soak import SoakProcess, SoakRun
 
 assert envd.api
@@ -45,12 +46,15 @@ for module in (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the soak and the faults on real machines as well")
+    parser.addoption("--progress", type=Path, metavar="FILE", help="note results in FILE; leave out what passed in it")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Select the Hypothesis profile, before test modules are imported."""
+    """Select the Hypothesis profile, before test modules are imported; note results if asked to."""
     if config.getoption("--long"):
         settings.load_profile("thorough")
+    if file := config.getoption("--progress"):
+        config.pluginmanager.register(progress.of(config, file))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

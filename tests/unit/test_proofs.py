@@ -84,6 +84,22 @@ def test_a_pass_on_a_tree_with_changes_is_not_recorded(proofs: ModuleType, root:
     assert not (root / "docs/proofs.json").exists()
 
 
+def test_tests_that_failed_first_on_the_commit_are_named(proofs: ModuleType, root: Path) -> None:
+    (root / ".gitignore").write_text("out\n")
+    commit(root)
+    file = proofs.progress(root, "one-proof")
+    file.parent.mkdir(parents=True)
+    file.write_text("passed t::a\nfailed t::b\npassed t::b\n")
+    proofs.record(root, "one-proof", TODAY)
+    assert json.loads((root / "docs/proofs.json").read_text())["one-proof"]["again"] == ["t::b"]
+    page = (root / "docs/proofs.md").read_text()
+    assert page.endswith("Failed once on their commit, and passed when run again:\n\n- `one-proof`: `t::b`\n")
+    (root / "code.py").write_text("changed\n")
+    assert proofs.progress(root, "one-proof") is None
+    commit(root)
+    assert proofs.progress(root, "one-proof") != file
+
+
 def test_a_commit_that_is_gone_does_not_count(proofs: ModuleType, root: Path) -> None:
     (root / "docs/proofs.json").write_text(json.dumps({"one-proof": {"commit": "0123456789", "date": "2026-01-02"}}))
     assert "one-proof" in proofs.missing(root)
