@@ -448,3 +448,32 @@ async def test_create_without_a_connection_fails_and_leaves_nothing(libvirtd: Li
         await host.hypervisor.create(spec)
     assert list((tmp_path / "machines").glob("*")) == []
     await host.hypervisor.close()
+
+
+OPENINGS = """
+import asyncio, sys
+from functools import partial
+from pathlib import Path
+from envd.hypervisor.qemu.connection import LibvirtLink
+from envd.hypervisor.qemu.host import prepare_embedded
+from envd.hypervisor.qemu.user import QemuUser
+
+async def main():
+    uri, cache = sys.argv[1], Path(sys.argv[2])
+    prepare = partial(prepare_embedded, uri, cache, QemuUser(account=None, why=""))
+    for _ in range(20):
+        link = await LibvirtLink.open(uri, prepare=prepare)
+        await link.call(link.connection.getVersion)
+        await link.aclose()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.vm
+def test_a_process_can_open_the_embedded_driver_again_and_again(vm_state_dir: Path, cache_dir: Path) -> None:
+    uri = f"qemu:///embed?root={vm_state_dir}/openings"
+    done = subprocess.run(
+        [sys.executable, "-c", OPENINGS, uri, str(cache_dir)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

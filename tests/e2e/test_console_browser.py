@@ -334,8 +334,10 @@ async def test_a_token_is_asked_for_and_a_lost_connection_is_shown(tmp_path: Pat
         await expect(other.locator(".tile")).to_have_count(1)
         assert "token" not in other.url
         await page.route("**/api/events", lambda route: route.abort())
-        await page.evaluate("lastMessage = 0")
+        # Again and again: the open stream still brings messages.
+        await page.evaluate("window.forgetting = setInterval(() => { lastMessage = 0; }, 100)")
         await expect(page.locator("#banner")).to_contain_text("Connection lost")
+        await page.evaluate("clearInterval(forgetting)")
         await shown.picture("lost")
         await page.unroute("**/api/events")
         await expect(page.locator("#banner")).to_be_hidden()
@@ -350,7 +352,7 @@ async def test_the_full_view_says_that_the_daemon_is_gone(tmp_path: Path) -> Non
         await page.click("#control-take")
         await expect(page.locator("#control-note")).to_have_text("You control this episode. The agent waits.")
         await page.route("**/api/**", lambda route: route.abort())
-        await page.evaluate("lastMessage = 0")
+        await page.evaluate("setInterval(() => { lastMessage = 0; }, 100)")
         await expect(page.locator("#banner")).to_contain_text("Connection lost")
         await page.locator("#banner").click(trial=True)  # nothing covers it
         await page.evaluate("renewControl()")

@@ -85,6 +85,7 @@ class LibvirtLink:
             prepare()
             if _is_embedded(uri):
                 collect_orphans()
+                return _open_embedded(uri)
             return libvirt.open(uri)
 
         try:
@@ -156,11 +157,11 @@ class LibvirtLink:
             if self._event_id is not None:
                 event_id, self._event_id = self._event_id, None
                 connection.domainEventDeregisterAny(event_id)
-        with suppress(libvirt.libvirtError):
-            if not self.is_embedded:
+        if not self.is_embedded:
+            with suppress(libvirt.libvirtError):
                 connection.unregisterCloseCallback()
-        with suppress(libvirt.libvirtError):
-            connection.close()
+            with suppress(libvirt.libvirtError):
+                connection.close()
 
     def _on_lifecycle(self, _connection: Any, domain: Any, event: int, detail: int, _opaque: Any) -> None:
         """Report a domain's end to the event loop. Called on libvirt's thread."""
@@ -224,6 +225,12 @@ class LibvirtLink:
             f"{problem}; existing machines keep running, and new ones can be made after it has reconnected",
             retry_after_s=_MAX_BACKOFF_S,
         )
+
+
+@lru_cache
+def _open_embedded(uri: str) -> Any:
+    """Open the embedded driver once: each further opening registers it again, and libvirt refuses the 17th."""
+    return libvirt.open(uri)
 
 
 def _is_embedded(uri: str) -> bool:
