@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from envd.base.errors import HypervisorError, HypervisorUnavailable, MachineLost
+from envd.base.losses import Owner
 from envd.hypervisor.machine import Accelerator, DiskImage, MachineSpec
 from envd.hypervisor.qemu.accelerator import AcceleratorChoice
 from envd.hypervisor.qemu.connection import LibvirtLink
@@ -421,6 +422,17 @@ async def test_a_machine_whose_qemu_still_exits_is_lost(host: Host) -> None:
         await asyncio.sleep(0)
     with pytest.raises(MachineLost):
         await machine.require_present(HypervisorError("its QEMU monitor failed"))
+
+
+async def test_an_end_that_qemu_explains_after_a_call_has_failed_is_the_guests(host: Host) -> None:
+    machine = host.machine("m")
+    host.qemus[0].kill()
+    host.qemus[0].wait()
+    asyncio.get_running_loop().call_later(0.5, machine._on_event, "SHUTDOWN", {"reason": "guest-shutdown"})
+    with pytest.raises(MachineLost):
+        await machine.require_present(HypervisorError("the screen cannot be read"))
+    assert machine.loss is not None
+    assert machine.loss.owner is Owner.GUEST
 
 
 async def test_a_failed_destroy_can_be_retried(host: Host) -> None:

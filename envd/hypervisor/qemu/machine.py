@@ -384,6 +384,9 @@ class LibvirtMachine:
     async def require_present(self, cause: Exception) -> None:
         """Check whether the machine has ended, even if libvirt has not reported it yet. Raises: MachineLost."""
         if not self.lost.is_set() and await self._call(self._has_ended):
+            # QEMU's event and libvirt's report are on their way, and say whether the guest ended it.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.lost.wait(), _LOSS_EVENT_TIMEOUT_S)
             self.mark_lost("its QEMU ended")
         self._require_alive(cause)
 
