@@ -22,10 +22,10 @@ def real_tasks(*suites: str) -> tuple[Task, ...]:
     return load_tasks(with_suites(Config(), suites)).list()
 
 
-def attack(tmp_path: Path, *arguments: str) -> tuple[int, list[str]]:
-    command = ["tasks", "attack", "--out", str(tmp_path), "--state-dir", str(tmp_path / "state"), "--json"]
+def attack(directory: Path, *arguments: str) -> tuple[int, list[str]]:
+    command = ["tasks", "attack", "--out", str(directory), "--state-dir", str(directory / "state"), "--json"]
     done = run_envd(*command, *arguments)
-    assert done.out, done.err
+    assert done.status in {0, 1}, done.out + done.err
     return done.status, [f"{each['task_id']}: {each['mutant']}" for each in json.loads(done.out)["open"]]
 
 
@@ -40,10 +40,10 @@ def test_no_mutant_of_a_drawn_suite_survives(tmp_path: Path, suite: str) -> None
 @pytest.mark.vm
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("suite", ["desktop", "tools"])
-def test_no_mutant_of_some_tasks_on_real_machines_survives(tmp_path: Path, suite: str) -> None:
+def test_no_mutant_of_some_tasks_on_real_machines_survives(short_dir: Path, suite: str) -> None:
     # All mutants of both suites take hours. Their digests say that tasks and checkers are as when they were played.
     ids = [task.task_id for task in real_tasks(f"{suite}/") if task.task_id.startswith(f"{suite}/")]
-    assert attack(tmp_path, *random.sample(ids, 3), "--jobs", "3") == (0, [])
+    assert attack(short_dir, *random.sample(ids, 3), "--jobs", "3") == (0, [])
 
 
 def test_no_drawn_task_changed_since_its_attack() -> None:
