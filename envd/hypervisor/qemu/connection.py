@@ -229,7 +229,10 @@ class LibvirtLink:
 
 @lru_cache
 def _open_embedded(uri: str) -> Any:
-    """Open the embedded driver once: each further opening registers it again, and libvirt refuses the 17th."""
+    """Open the embedded driver once: each further opening registers it again, and libvirt refuses the 17th.
+
+    So it reads its configuration once in a process.
+    """
     return libvirt.open(uri)
 
 
