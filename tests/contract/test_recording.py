@@ -141,7 +141,7 @@ async def test_a_frame_of_a_file_that_was_dropped_or_damaged_after_it_was_opened
     with pytest.raises(RecordingUnreadable, match=rf"recording {episode_id}: a frame is damaged"):
         recording.image(0)
     path.unlink()
-    with pytest.raises(RecordingUnreadable, match=rf"recording {episode_id}: not in .*; it was not recorded, or dropped for newer ones"):
+    with pytest.raises(RecordingUnreadable, match=rf"recording {episode_id}: not in .*; .* dropped for newer ones"):
         recording.image(0)
 
 
