@@ -163,7 +163,7 @@ def fork_command(
         max_machines=caller.max_machines,
         observe=observation_options(request.observation, "observation"),
         timeout_s=_ready_timeout_s(time_remaining_s),
-        epoch=_epoch_of(request),
+        epoch=epoch_of(request),
         fingerprint=fingerprint_of(request),
     )
 
@@ -178,7 +178,7 @@ def checkpoint_command(request: env_pb2.CreateCheckpointRequest) -> CheckpointCo
         label=limited(request.label, "label"),
         ttl_s=None if ttl is None else seconds(ttl, "ttl", low=MIN_CHECKPOINT_TTL_S, high=MAX_CHECKPOINT_TTL_S),
         pinned=request.pinned,
-        epoch=_epoch_of(request),
+        epoch=epoch_of(request),
         fingerprint=fingerprint_of(request),
     )
 
@@ -189,7 +189,7 @@ def rollback_command(request: env_pb2.RollbackRequest) -> RollbackCommand:
         request_id=request_id_of(request.request_id),
         episode_id=episode_id_of(request.episode_id),
         checkpoint_id=checkpoint_id_of(request.checkpoint_id),
-        epoch=_epoch_of(request),
+        epoch=epoch_of(request),
         observe=observation_options(request.observation, "observation"),
         fingerprint=fingerprint_of(request),
     )
@@ -227,7 +227,7 @@ def step_command(request: env_pb2.StepRequest, *, screen: Size | None, prefix: s
         actions=actions_from_proto(request.actions, scale=scale, field=f"{prefix}actions"),
         settle=settle_policy(request.settle, f"{prefix}settle") if request.HasField("settle") else None,
         observe=observation_options(request.observation, f"{prefix}observation", of_step=True),
-        epoch=_epoch_of(request, prefix),
+        epoch=epoch_of(request, prefix),
         fingerprint=fingerprint_of(request),
     )
 
@@ -401,10 +401,15 @@ def _automatic_checkpoints(request: env_pb2.ResetRequest) -> AutomaticCheckpoint
     return AutomaticCheckpoints(every_steps=every_steps, on=frozenset(on))
 
 
-def _epoch_of(
-    request: env_pb2.StepRequest | env_pb2.ForkRequest | env_pb2.CreateCheckpointRequest | env_pb2.RollbackRequest,
+def epoch_of(
+    request: env_pb2.StepRequest
+    | env_pb2.EvaluateRequest
+    | env_pb2.ForkRequest
+    | env_pb2.CreateCheckpointRequest
+    | env_pb2.RollbackRequest,
     prefix: str = "",
 ) -> int:
+    """Return the epoch of a request; 0 if it has none. Raises: InvalidRequest."""
     return int_in_range(request.epoch, f"{prefix}epoch", low=0, high=(1 << 31) - 1)
 
 

@@ -24,6 +24,7 @@ from envd.api.convert_requests import (
     checkpoint_id_of,
     command_timeout_s,
     episode_id_of,
+    epoch_of,
     file_data_of,
     fingerprint_of,
     fork_command,
@@ -146,6 +147,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
             episode_id_of(request.episode_id),
             request_id=request_id_of(request.request_id),
             fingerprint=fingerprint_of(request),
+            epoch=epoch_of(request),
         )
         return evaluate_response(result)
 

@@ -38,24 +38,26 @@ class Evaluating:
         self._run_checkers = run_checkers
         self._at_start = at_start
 
-    async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes) -> EvaluateResult:
+    async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes, epoch: int = 0) -> EvaluateResult:
         """Score an episode in its machine's present state, and end it if active. The checkers run once.
 
         Raises:
             EpisodeNotFound: No such episode.
             RequestIdReused: The id came before with a different body.
-            StaleEpoch: It was rolled back while the call waited for its turn.
+            StaleEpoch: It was rolled back after `epoch`, or while the call waited for its turn.
             EvaluatorFailed: A checker failed; later calls raise it too.
             MachineLost: The machine is gone, and no score was recorded.
         """
         episode = self._context.registry.get(episode_id)
         episode.lease.renew(self._context.clock.monotonic())
         request = Request(EVALUATE, episode_id, request_id, fingerprint)
-        answer = await episode.evaluations.answer(request_id, fingerprint, lambda: self._evaluate(episode, request))
+        answer = await episode.evaluations.answer(
+            request_id, fingerprint, lambda: self._evaluate(episode, request, epoch)
+        )
         return replace(answer.value, cached=True) if answer.replayed else answer.value
 
-    async def _evaluate(self, episode: Episode, request: Request) -> EvaluateResult:
-        context, epoch = self._context, episode.epoch
+    async def _evaluate(self, episode: Episode, request: Request, epoch: int) -> EvaluateResult:
+        context, epoch = self._context, epoch or episode.epoch
         watch = Stopwatch(context.clock)
         async with context.registry.call(episode, renews=True), episode.turn:
             watch.lap("queue")

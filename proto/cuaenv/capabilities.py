@@ -28,6 +28,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
         "Stores states of episodes, and opens episodes in them.",
     ),
     "checkpoint_transfer": Capability(("ExportCheckpoint", "ImportCheckpoint"), "Carries checkpoints between hosts."),
+    "evaluation_epoch": Capability(("EvaluateRequest.epoch",), "Refuses to score a later attempt of an episode."),
     "checkpoint_evaluation": Capability(("EvaluateRequest.checkpoint_id",), "Scores a checkpoint."),
     "automatic_checkpoints": Capability(
         ("ResetRequest.checkpoint_every_steps", "ResetRequest.checkpoint_on"), "Stores checkpoints on chosen occasions."

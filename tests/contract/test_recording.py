@@ -141,7 +141,7 @@ async def test_a_frame_of_a_file_that_was_dropped_or_damaged_after_it_was_opened
     with pytest.raises(RecordingUnreadable, match=rf"recording {episode_id}: a frame is damaged"):
         recording.image(0)
     path.unlink()
-    with pytest.raises(RecordingUnreadable, match=rf"recording {episode_id}: not found; .* dropped for newer ones"):
+    with pytest.raises(RecordingUnreadable, match=rf"recording {episode_id}: not in .*; .* dropped for newer ones"):
         recording.image(0)
 
 
@@ -303,7 +303,7 @@ async def test_the_command_exports_a_recording(directory: Path, tmp_path: Path) 
         assert gif.format == "GIF"
     unknown = export("ep-0", "--directory", str(directory))
     assert unknown.status == 1
-    assert "recording ep-0: not found; it was not recorded, or dropped for newer ones" in unknown.err
+    assert f"recording ep-0: not in {directory}; it was not recorded, or dropped for newer ones" in unknown.err
     nowhere = export(episode_id)
     assert nowhere.status == 2
     assert "no directory of recordings; pass --directory" in nowhere.err

@@ -238,3 +238,25 @@ async def test_episodes_left_open_by_an_ended_loop_are_closed() -> None:
 
         await asyncio.to_thread(lambda: asyncio.run(ends_early()))
         await until(lambda: open_ids(served) == set())
+
+
+async def test_a_close_that_runs_at_the_end_of_its_loop_is_completed() -> None:
+    async with servers(4) as served:
+        settings = ClientSettings(targets=targets(served), retry=IMPATIENT)
+
+        async def hold(end: asyncio.Event) -> None:
+            async with shared_client(settings).reset(TASK, view=NOTHING):
+                await end.wait()
+
+        async def ends_at_once() -> None:
+            end = asyncio.Event()
+            rollouts = [asyncio.create_task(hold(end)) for _ in range(4)]
+            while len(open_ids(served)) < 4:
+                await asyncio.sleep(0.01)
+            end.set()
+            while sum(task.get_name().startswith("close:") for task in asyncio.all_tasks()) < 4:
+                await asyncio.sleep(0)
+            assert not any(task.done() for task in rollouts)
+
+        await asyncio.to_thread(lambda: asyncio.run(ends_at_once()))
+        await until(lambda: open_ids(served) == set())

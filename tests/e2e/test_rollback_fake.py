@@ -176,6 +176,7 @@ async def test_calls_of_an_old_epoch_do_nothing(tmp_path: Path) -> None:
         for refused in (
             episode.step(EDITOR),
             episode.checkpoint(),
+            episode.evaluate(),
             episode.rollback(checkpoint),
             client.fork(episode, count=1).__aenter__(),
         ):

@@ -15,7 +15,7 @@ Steps = Sequence[tuple[Action | WaitFor, ...]]
 
 #: An emulated guest is slow.
 _TIMEOUT = timedelta(minutes=2)
-_WAITS = 5
+_WAITS = 8
 
 
 def _shell(command: str) -> tuple[Action, ...]:
@@ -29,7 +29,7 @@ def _python(code: str) -> tuple[Action, ...]:
 def _slow(command: str) -> Steps:
     """Run a command that may take longer than a step may."""
     begin = RunShell(f"cd ~; rm -f /tmp/code; ( {command}\n echo $? > /tmp/code ) > /tmp/log 2>&1 &")
-    wait = RunShell("for i in $(seq 110); do [ -e /tmp/code ] && break; sleep 1; done", timeout=_TIMEOUT)
+    wait = RunShell("SECONDS=0; while [ ! -e /tmp/code ] && ((SECONDS < 90)); do sleep 1; done", timeout=_TIMEOUT)
     end = RunShell('tail -n 5 /tmp/log; [ "$(cat /tmp/code)" = 0 ]', timeout=_TIMEOUT)
     return ((begin,), *((wait,) for _ in range(_WAITS)), (end,))
 
@@ -106,15 +106,15 @@ assert head[1] == 0, text
     )
 
 
-def _devtools(code: str) -> tuple[Action, ...]:
+def _devtools(code: str) -> Steps:
     """Evaluate JavaScript in Chromium's page."""
     script = f"(() => {{{code}}})()"
-    return _python(
-        f"""
+    return _slow(
+        f"""python3 - <<'END'
 import json, time, urllib.request, websocket
 pages = json.load(urllib.request.urlopen("http://127.0.0.1:9222/json"))
 page = next(each for each in pages if each["type"] == "page" and each["url"].startswith("file:"))
-link = websocket.create_connection(page["webSocketDebuggerUrl"], timeout=100)
+link = websocket.create_connection(page["webSocketDebuggerUrl"], timeout=600)
 def evaluate(expression):
     link.send(json.dumps({{"id": 1, "method": "Runtime.evaluate", "params": {{"expression": expression}}}}))
     answer = {{}}
@@ -125,7 +125,7 @@ def evaluate(expression):
 while evaluate("location.protocol + document.readyState") != "file:complete":
     time.sleep(1)
 evaluate({script!r})
-"""
+END"""
     )
 
 
@@ -375,8 +375,8 @@ ORACLES: Mapping[str, Steps] = {
     ),
     "audacity_theme_dark_preference": (_close("audacity"), _ini(_AUDACITY, "Theme", Name="dark")),
     "audacity_export_ogg_vorbis": (_shell("ffmpeg -v error -y -i Music/voice.wav -c:a libvorbis Music/voice.ogg"),),
-    "chrome_local_calendar_event": (_devtools(_EVENT),),
-    "chrome_local_notes_crud": (_devtools(_NOTES),),
+    "chrome_local_calendar_event": _devtools(_EVENT),
+    "chrome_local_notes_crud": _devtools(_NOTES),
     "cloudcompare_ply_to_xyz_ascii": _slow(
         "QT_QPA_PLATFORM=offscreen CloudCompare -SILENT -AUTO_SAVE OFF -O Documents/lidar.ply"
         " -C_EXPORT_FMT ASC -EXT xyz -PREC 6 -SAVE_CLOUDS FILE Documents/lidar.xyz"

@@ -125,7 +125,7 @@ def open_file(path: Path) -> BinaryIO:
         return path.open("rb")
     except FileNotFoundError:
         raise RecordingUnreadable(
-            f"recording {path.stem}: not found; it was not recorded, or dropped for newer ones"
+            f"recording {path.stem}: not in {path.parent}; it was not recorded, or dropped for newer ones"
         ) from None
     except OSError as error:
         raise RecordingUnreadable(f"recording {path.stem}: {path} cannot be read: {error.strerror}") from error

@@ -78,7 +78,7 @@ class LeaseKeeper:
         """Stop renewing, and wait for running closes. Leases end the other episodes."""
         for episode_id in list(self._ttls):
             self._drop(episode_id)
-        if self._closing:
+        while self._closing:
             await asyncio.wait(self._closing)
 
     def _drop(self, episode_id: str) -> None:
@@ -93,6 +93,10 @@ class LeaseKeeper:
             await self._connection.call("Close", env_pb2.CloseRequest(episode_id=episode_id), _CLOSE_TIMEOUT)
         except EnvError as error:
             logger.warning("episode %s: could not be closed, its lease will end it: %s", episode_id, error)
+        except asyncio.CancelledError:
+            # The end of a loop cancels the tasks that it finds, but not this newer one, for which `aclose` waits.
+            self.begin_close(episode_id)
+            raise
 
     async def _keep(self) -> None:
         loop = asyncio.get_running_loop()
