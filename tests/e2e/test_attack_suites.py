@@ -2,7 +2,6 @@
 
 import json
 import random
-import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -17,39 +16,38 @@ from envd.daemon.suites import load_tasks, with_suites
 from envd.tasks.basis import judged_digest
 from envd.tasks.model import Task
 from envd.tasks.suites.drawn import DRAWN
+from tests.support.program import run_program
 
 
 def real_tasks(*suites: str) -> tuple[Task, ...]:
     return load_tasks(with_suites(Config(), suites)).list()
 
 
-def attack(directory: Path, *arguments: str) -> tuple[int, list[str]]:
+async def attack(directory: Path, *arguments: str) -> tuple[int, list[str]]:
     # In a process of its own: libvirt's embedded driver has one root in a process.
     command = ["tasks", "attack", "--out", str(directory), "--state-dir", str(directory / "state"), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "envd", *command, *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode in {0, 1}, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+    done = await run_program(sys.executable, "-m", "envd", *command, *arguments)
+    assert done.status in {0, 1}, done.out + done.err
+    report = json.loads(done.out)
     assert "open" in report, report
-    return done.returncode, [f"{each['task_id']}: {each['mutant']}" for each in report["open"]]
+    return done.status, [f"{each['task_id']}: {each['mutant']}" for each in report["open"]]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("suite", ["drawn", "long", "escape"])
-def test_no_mutant_of_a_drawn_suite_survives(tmp_path: Path, suite: str) -> None:
-    assert attack(tmp_path, f"{suite}/", "--hypervisor", "fake", "--jobs", "8") == (0, [])
+async def test_no_mutant_of_a_drawn_suite_survives(tmp_path: Path, suite: str) -> None:
+    assert await attack(tmp_path, f"{suite}/", "--hypervisor", "fake", "--jobs", "8") == (0, [])
 
 
 @pytest.mark.long
 @pytest.mark.vm
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("suite", ["desktop", "tools"])
-def test_no_mutant_of_some_tasks_on_real_machines_survives(short_dir: Path, suite: str) -> None:
+async def test_no_mutant_of_some_tasks_on_real_machines_survives(short_dir: Path, suite: str) -> None:
     # All mutants of both suites take hours. Their digests say that tasks and checkers are as when they were played.
     ids = [task.task_id for task in real_tasks(f"{suite}/") if task.task_id.startswith(f"{suite}/")]
-    assert attack(short_dir, *random.sample(ids, 3), "--jobs", "3") == (0, [])
+    assert await attack(short_dir, *random.sample(ids, 3), "--jobs", "3") == (0, [])
 
 
 def test_no_drawn_task_changed_since_its_attack() -> None:
