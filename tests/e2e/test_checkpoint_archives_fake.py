@@ -29,6 +29,7 @@ from envd.base.config import CheckpointsConfig
 from envd.base.errors import InvalidRequest
 from envd.episodes.checkpoints import archive as module
 from envd.episodes.checkpoints import calls
+from envd.episodes.checkpoints.store import Checkpoint as StoredCheckpoint
 from envd.episodes.checkpoints.store import CheckpointStore
 from tests.support.callers import Tokens
 from tests.support.command import run_envd
@@ -104,7 +105,7 @@ async def test_a_checkpoint_that_is_deleted_before_its_files_are_open_is_not_fou
     async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
         checkpoint = await episode.checkpoint()
 
-        def delete_and_archive(found: calls.Checkpoint, directory: Path) -> Generator[bytes, None, None]:
+        def delete_and_archive(found: StoredCheckpoint, directory: Path) -> Generator[bytes, None, None]:
             shutil.rmtree(directory)
             return module.archived(found, directory)
 
