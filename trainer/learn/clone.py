@@ -29,8 +29,8 @@ _FRAMES_AT_ONCE = 1024
 class _Batches:
     """Rows as padded tensors. All frames lie on the device, so that a step copies nothing."""
 
-    def __init__(self, rows: Rows, policy: Policy, screen_px: tuple[int, int]) -> None:
-        width, height = screen_px
+    def __init__(self, rows: Rows, policy: Policy, image_px: tuple[int, int]) -> None:
+        width, height = image_px
         self._rows, self._policy = rows, policy
         # One length for all batches, so that a compiled model is compiled once.
         self._longest = int(np.diff(rows.ends, prepend=0).max())
@@ -80,7 +80,7 @@ def clone(settings: Settings, demos: Path, directory: Path, *, seed: int, log: M
         LearnError: There are no rows, the state belongs to other settings, or no GPU memory is left.
     """
     options = settings.clone
-    policy = Policy(demos / "model", device=settings.torch_device, image_px=settings.screen_px)
+    policy = Policy(demos / "model", device=settings.torch_device, image_px=settings.image_px)
     torch.manual_seed(seed)
     optimizer = make_optimizer(policy.model, learning_rate=options.learning_rate)
     state = load_state(directory, settings, stage="clone", resume=resume)
@@ -92,7 +92,7 @@ def clone(settings: Settings, demos: Path, directory: Path, *, seed: int, log: M
     if options.is_compiled:
         policy.compile()
     rows = read_rows(demos)
-    batches = _Batches(rows, policy, settings.screen_px)
+    batches = _Batches(rows, policy, settings.image_px)
     trained, checked = np.flatnonzero(~rows.is_checked), np.flatnonzero(rows.is_checked)[:_CHECK_ROWS]
     started_s, checks = time.monotonic(), {"right_replies": 0.0}
     while done < options.steps and checks["right_replies"] < options.stop_at:

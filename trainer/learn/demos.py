@@ -101,7 +101,7 @@ def play(settings: Settings, hosts: Sequence[str], oracle_file: Path, directory:
         words = sorted({text for role, text in texts if role != "system"})
         write_checkpoint(directory / "model", vocabulary=words, pieces=_pieces(texts), size=SIZES[settings.size])
         tokenised = list(
-            processes.map(_tokenise_part, [(path, directory / "model", settings.screen_px) for path in files])
+            processes.map(_tokenise_part, [(path, directory / "model", settings.image_px) for path in files])
         )
     _write_rows(directory, files, tokenised)
     return {"episodes": float(len(played)), "rows": float(sum(len(lengths) for _, _, lengths, _ in tokenised))}
@@ -173,7 +173,8 @@ def with_habits(oracle: Oracle, demos: Demos, play: int = 0) -> Oracle:
 
 
 def _pressed(action: Action, *, is_wrong: bool) -> Action:
-    if is_wrong and isinstance(action, Click) and action.button == "left":
+    # Grammars have no double click with the right button.
+    if is_wrong and isinstance(action, Click) and action.button == "left" and action.count == 1:
         return replace(action, button="right")
     return action
 
@@ -215,10 +216,10 @@ def _tokenise_part(given: tuple[Path, Path, tuple[int, int]]) -> _Tokenised:
     """Return the ids, lengths, reply lengths and tasks of a part's rows."""
     from transformers import AutoProcessor  # noqa: PLC0415 -- seconds, and only here
 
-    path, checkpoint, screen_px = given
+    path, checkpoint, image_px = given
     processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True)
     tokenizer = processor.tokenizer
-    chat, blank = Chat(tokenizer, processor), Image.new("RGB", screen_px)
+    chat, blank = Chat(tokenizer, processor), Image.new("RGB", image_px)
     ids: list[int] = []
     lengths, reply_lengths, tasks = [], [], []
     for line in _lines(path):

@@ -225,7 +225,7 @@ def learner(
     # slime compiles its loss, which needs a C compiler and saves nothing here.
     torch.compiler.set_stance("force_eager")
     directory = run / name
-    policy = Policy(run / "demos" / "model", device=settings.torch_device, image_px=settings.screen_px)
+    policy = Policy(run / "demos" / "model", device=settings.torch_device, image_px=settings.image_px)
     cloned = load_state(run / "clone", None, stage="clone")
     if cloned is None:
         raise LearnError(f"run {run}: no cloned policy; run the stage `clone` first")

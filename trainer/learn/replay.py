@@ -136,7 +136,7 @@ def play(
         if (state := load_state(source, None, stage=stage)) is None:
             raise LearnError(f"run {source}: no saved policy; run the stage `{stage}` first")
         states.append(state)
-    policy = Policy(run / "demos" / "model", device=settings.torch_device, image_px=settings.screen_px)
+    policy = Policy(run / "demos" / "model", device=settings.torch_device, image_px=settings.image_px)
     policy.model.eval()
     directory, exchange = run / name / "replay", exchange_directory()
     for file in ("train.jsonl", "held_out.jsonl"):

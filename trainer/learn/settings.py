@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field
 
+from cuaenv.frames.size import fit
 from cuaenv.problems import without_path
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, parse
@@ -124,6 +125,9 @@ class Settings(BaseModel):
     """What differs in this run."""
     suite: str = "drawn"
     screen_px: tuple[int, int] = Field(default=(512, 320), strict=False)
+    """Screen of the desktops: width, height."""
+    image_max_pixels: int = Field(default=0, ge=0)
+    """Pictures are scaled down to at most so many pixels; 0 for the whole screen."""
     size: Literal["tiny", "small"] = "small"
     device: str = ""
     """Device by torch's name; empty for `cuda` if there is one, else `cpu`."""
@@ -170,6 +174,12 @@ class Settings(BaseModel):
         return AgentSettings(**self.agent_mapping)
 
     @property
+    def image_px(self) -> tuple[int, int]:
+        """Width and height of the pictures that the policy is given."""
+        agent = self.agent
+        return fit(*self.screen_px, max_pixel_count=agent.image_max_pixels, multiple_px=agent.image_multiple_px)
+
+    @property
     def agent_mapping(self) -> dict[str, Any]:
         width, height = self.screen_px
         return {
@@ -177,7 +187,7 @@ class Settings(BaseModel):
             "max_turns": self.max_turns,
             "images_per_row": 1,
             "images_kept": 1,
-            "image_max_pixels": width * height,
+            "image_max_pixels": self.image_max_pixels or width * height,
             "prompt_tokens": 1024,
             "reply_tokens": self.reply_tokens,
             "context_tokens": 8192,
@@ -227,7 +237,7 @@ def fingerprint(settings: Settings, *, stage: str) -> Mapping[str, Any]:
     """Return the settings that must be equal for a resumed stage, as JSON values."""
     mapping: dict[str, Any] = json.loads(settings.model_dump_json())
     if stage == "clone":
-        mapping = {key: mapping[key] for key in ("suite", "screen_px", "size", "max_turns", "demos", "clone")}
+        mapping = {key: mapping[key] for key in ("suite", "screen_px", "image_max_pixels", "size", "max_turns", "demos", "clone")}
     free = {"": ("device", "workers", "machines"), "clone": ("steps", "seconds", "stop_at", "is_compiled")}
     free["rl"] = ("updates", "seconds", "env_steps", "micro_rows")
     for name, keys in free.items():
