@@ -89,7 +89,7 @@ class LibvirtHypervisor:
         self._captures_dir = state_dir / "captures"
         self._captures: WeakSet[LibvirtSnapshot] = WeakSet()
         self._reaper = Reaper(
-            link,
+            link=link,
             owner=owner,
             machines=self._machines,
             machines_dir=self._machines_dir,
