@@ -116,7 +116,7 @@ class EchoConversation:
     def __init__(self, conversation: Conversation, *, say: Callable[[str], None], shows_replies: bool) -> None:
         """Forward all calls and print the observations and, with `shows_replies`, the replies."""
         self._conversation = conversation
-        self.say = say
+        self._say = say
         self._shows_replies = shows_replies
 
     async def begin(self, messages: Sequence[Message]) -> None:
@@ -131,10 +131,10 @@ class EchoConversation:
     async def generate(self) -> Reply:
         reply = await self._conversation.generate()
         if self._shows_replies:
-            self.say(reply.text)
+            self._say(reply.text)
         return reply
 
     def _show(self, message: Message) -> None:
         for part in message.parts:
             if isinstance(part, str):
-                self.say(part)
+                self._say(part)
