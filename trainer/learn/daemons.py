@@ -100,4 +100,4 @@ def print_oracles(path: Path, *, suite: str, seeds: range) -> None:
         if done.returncode == 0:
             path.write_text(done.stdout, encoding="utf-8")
             return
-    raise LearnError(f"envd tasks oracles: {done.stderr[-500:]}; install envd on this host, or name a suite with oracles")
+    raise LearnError(f"envd tasks oracles: {done.stderr[-500:]}; install envd here, or name a suite with oracles")
