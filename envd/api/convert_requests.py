@@ -199,8 +199,9 @@ def score_command(
     request: env_pb2.EvaluateRequest, *, time_remaining_s: float | None, caller: Caller = TRUSTED
 ) -> ScoreCommand:
     """Convert a request to score a checkpoint. Raises: InvalidRequest: a field is missing, malformed or set as well."""
-    if request.episode_id:
-        raise InvalidRequest("episode_id", "cannot be set with checkpoint_id; remove one of them")
+    for field in ("episode_id", "epoch"):
+        if getattr(request, field):
+            raise InvalidRequest(field, "cannot be set with checkpoint_id; remove one of them")
     return ScoreCommand(
         request_id=request_id_of(request.request_id),
         checkpoint_id=checkpoint_id_of(request.checkpoint_id),

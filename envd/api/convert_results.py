@@ -193,11 +193,9 @@ def _pool(pool: PoolStatus) -> env_pb2.Pool:
 
 
 def frame_message(frame: EncodedFrame) -> env_pb2.Frame:
-    message = env_pb2.Frame(
-        frame_id=frame.frame_id,
-        image_id=frame.image_id,
-        width_px=frame.width_px,
-        height_px=frame.height_px,
+    message = copied(
+        env_pb2.Frame,
+        frame,
         screen=env_pb2.Size(width_px=frame.screen_width_px, height_px=frame.screen_height_px),
         capture_time=_timestamp(frame.capture_time),
         cursor=None if frame.cursor is None else env_pb2.Point(x=frame.cursor.x_px, y=frame.cursor.y_px),

@@ -42,7 +42,7 @@ from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import Firmware, Hardware
 from envd.hypervisor.qemu.accelerator import probe_kvm
 from envd.hypervisor.qemu.backend import is_embedded
-from envd.hypervisor.qemu.host import find_firmware, required_access
+from envd.hypervisor.qemu.host import NAME_FIX, find_firmware, required_access, slow_name
 from envd.hypervisor.qemu.tpm import PROGRAM as SWTPM
 from envd.hypervisor.qemu.user import choose_qemu_user
 from envd.images.catalogue import Image, ImageCatalogue
@@ -228,6 +228,13 @@ def check_sandbox() -> Check:
         )
     limits = shortcoming(find_hierarchy()) or "memory and processors are limited per job"
     return _ok("sandbox", f"judges and OSWorld's evaluators are confined; {limits}")
+
+
+def check_host_name() -> Check:
+    """Check that the lookup of the host's name, which libvirt makes at each start of a machine, is fast."""
+    if problem := slow_name():
+        return _warn("host_name", problem, fix=NAME_FIX)
+    return _ok("host_name", f"{socket.gethostname()} is looked up fast")
 
 
 def check_security(config: Config, *, now: datetime) -> Check:
@@ -417,6 +424,7 @@ async def examine(config: Config) -> list[Check]:
         check_images(config, now=datetime.now(UTC)),
         check_osworld(config),
         check_sandbox(),
+        check_host_name(),
         check_security(config, now=datetime.now(UTC)),
         check_port("listen", config.listen, daemon_pid=pid),
         check_port("metrics_listen", config.metrics_listen, daemon_pid=pid),

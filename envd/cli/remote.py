@@ -172,7 +172,7 @@ def episode_table(episodes: Sequence[EpisodeInfo], *, now: datetime) -> Table:
     for episode in episodes:
         row = (
             episode.episode_id,
-            state_text(episode),
+            f"{episode.state.value} {episode.end_reason}".strip(),
             episode.task_id,
             episode.pool,
             episode.run or "-",
@@ -184,11 +184,6 @@ def episode_table(episodes: Sequence[EpisodeInfo], *, now: datetime) -> Table:
         )
         table.add_row(*(Text(printable(cell)) for cell in row))
     return table
-
-
-def state_text(episode: EpisodeInfo) -> str:
-    """Return an episode's state, and why it ended if it has."""
-    return f"{episode.state.value} {episode.end_reason}".strip()
 
 
 def duration_text(seconds: float) -> str:

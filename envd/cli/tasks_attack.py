@@ -62,6 +62,8 @@ def attack_command(
     reviewed = read_verdicts(files("envd.bench.attack") / "verdicts.yaml") | read_verdicts(verdicts)
     image, playable, _ = on_image(settings, chosen, image)
     own = attack_config(settings, parallel_count=parallel_count, image=image)
+    for written in filter(None, (html, passed)):
+        written.parent.mkdir(parents=True, exist_ok=True)
     with ResultsFile(out_dir / "results.jsonl", resume=resume) as file:
         played: dict[str, Attack] = {}
 
@@ -81,6 +83,5 @@ def attack_command(
         runs_guests = backend_of(settings.hypervisor.uri).capabilities.runs_guests
         write_passed(passed, playable, report, runs_guests=runs_guests)
     if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(report.page(), encoding="utf-8")
     print_result(report, as_json=as_json)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
 from envd.base.losses import ENDS_MACHINE, Loss, Owner
@@ -22,21 +22,14 @@ from envd.tasks.checkers.evaluate import Evaluation, judge_ended
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Evaluating:
     """The `evaluate` call of an episode service."""
 
-    def __init__(
-        self,
-        context: EpisodeContext,
-        automatic: AutomaticCheckpointing,
-        *,
-        run_checkers: RunCheckers,
-        at_start: Callable[[Episode], AbstractAsyncContextManager[LeasedMachine]],
-    ) -> None:
-        self._context = context
-        self._automatic = automatic
-        self._run_checkers = run_checkers
-        self._at_start = at_start
+    _context: EpisodeContext
+    _automatic: AutomaticCheckpointing
+    _run_checkers: RunCheckers
+    _at_start: Callable[[Episode], AbstractAsyncContextManager[LeasedMachine]]
 
     async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes, epoch: int = 0) -> EvaluateResult:
         """Score an episode in its machine's present state, and end it if active. The checkers run once.

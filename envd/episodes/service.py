@@ -113,7 +113,7 @@ class EpisodeService:
         self.reset, self.fork = self._opening.reset, self._opening.fork
         self.step, self.observe = stepping.step, stepping.observe
         self.watch_frames, self.watch_screen = stepping.watch_frames, stepping.watch_screen
-        self._evaluating = Evaluating(context, automatic, run_checkers=run_checkers, at_start=self._opening.at_start)
+        self._evaluating = Evaluating(context, automatic, run_checkers, self._opening.at_start)
         self.evaluate = self._evaluating.evaluate
         self.read_file, self.write_file = guest_access.read_file, guest_access.write_file
         self.run_command, self.connect_port = guest_access.run_command, guest_access.connect_port

@@ -88,7 +88,13 @@ class Actor:
                 return ActionOutcome()
             await self._display.client()
             if isinstance(action, TypeText):
-                method = self._typing_method(action.text)
+                method = typing_method(
+                    action.text,
+                    keys_held=self._input.keys_held,
+                    has_guestd=self._session.guestd_types,
+                    has_script=self._session.has_powershell,
+                    queued=self._input.queued,
+                )
                 if method is not TypingMethod.KEYBOARD:
                     await self._type_in_session(action.text, method, settle)
                     return ActionOutcome(input_ms=_ms_since(began_s))
@@ -109,15 +115,6 @@ class Actor:
             return replace(await self._toolbox.use(action), input_ms=_ms_since(began_s))
         finally:
             self.input_s = time.monotonic()  # a command may change the screen
-
-    def _typing_method(self, text: str) -> TypingMethod:
-        return typing_method(
-            text,
-            keys_held=self._input.keys_held,
-            has_guestd=self._session.guestd_types,
-            has_script=self._session.has_powershell,
-            queued=self._input.queued,
-        )
 
     async def _play(self, events: Sequence[InputEvent]) -> None:
         client = await self._display.client()

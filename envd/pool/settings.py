@@ -1,5 +1,6 @@
 """Settings of one pool: those of the operator, and those that only the daemon and tests set."""
 
+from cuaenv.copying import copied
 from envd.base.config import PoolConfig
 from envd.hypervisor.machine import DiskImage, MachineSpec
 from envd.pool.fairness import RunShares
@@ -29,12 +30,5 @@ class PoolSettings(PoolConfig):
     def machine_spec(self, image: DiskImage) -> MachineSpec:
         """Return the pool's machines, with the pool's name as their id."""
         width_px, height_px = self.screen or _DEFAULT_SCREEN_PX
-        return MachineSpec(
-            machine_id=self.name,
-            image=image,
-            memory_mib=self.memory_mib,
-            vcpu_count=self.vcpu_count,
-            screen_width_px=width_px,
-            screen_height_px=height_px,
-            trusted_authority=self.trusted_authority,
-        )
+        size = {"screen_width_px": width_px, "screen_height_px": height_px}
+        return copied(MachineSpec, self, machine_id=self.name, image=image, **size)

@@ -24,6 +24,8 @@ _MAX_PROBLEMS = 10
 #: Bounds on the search for similar ids, which clients cause: it takes at most about 1 ms.
 _MAX_COMPARED_IDS = 16
 _MAX_COMPARED_CHARS = 64
+#: Those of the fake hypervisor.
+_DRAWN_SUITES = frozenset({"drawn", "fake"})
 
 
 FindObstacles = Callable[[str], tuple[str, ...] | None]
@@ -145,6 +147,8 @@ class TaskCatalogue:
             close = self._similar(task_id)
             suites = ", ".join(self._suite_names()) or "none"
             hint = f"did you mean {', '.join(close)}?" if close else f"the suites loaded here are {suites}"
+            if task_id.partition("/")[0] in _DRAWN_SUITES - set(self._suite_names()):
+                hint = "it is played on drawn desktops; use --hypervisor fake"
             what = "suite" if task_id.endswith("/") else "task"
             raise TaskNotFound(f"{what} {task_id.removesuffix('/')!r} not found; {hint}")
         return task

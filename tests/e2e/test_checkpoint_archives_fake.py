@@ -3,8 +3,9 @@
 import asyncio
 import json
 import pickle
+import shutil
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from cuaenv.client import (
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import InvalidRequest
 from envd.episodes.checkpoints import archive as module
+from envd.episodes.checkpoints import calls
+from envd.episodes.checkpoints.store import Checkpoint as StoredCheckpoint
 from envd.episodes.checkpoints.store import CheckpointStore
 from tests.support.callers import Tokens
 from tests.support.command import run_envd
@@ -94,6 +97,21 @@ async def test_a_damaged_archive_is_refused_and_stores_nothing(tmp_path: Path) -
         assert await client.list_checkpoints() == []
         file.write_bytes(data)
         assert await client.import_checkpoint(file)
+
+
+async def test_a_checkpoint_that_is_deleted_before_its_files_are_open_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+
+        def delete_and_archive(found: StoredCheckpoint, directory: Path) -> Generator[bytes, None, None]:
+            shutil.rmtree(directory)
+            return module.archived(found, directory)
+
+        monkeypatch.setattr(calls, "archived", delete_and_archive)
+        with pytest.raises(CheckpointNotFound):
+            await client.export_checkpoint(checkpoint, tmp_path / "state.ckpt")
 
 
 async def test_a_refusal_during_the_transfer_keeps_its_reason(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from cuaenv.client import (
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import RequestIdReused
 from envd.cli.checkpoints import table
+from envd.episodes.checkpoints import calls
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.types import CheckpointCommand
 from envd.tasks import perturbations
@@ -170,6 +171,25 @@ async def test_a_deleted_or_expired_checkpoint_is_not_found_and_its_copies_conti
         with pytest.raises(CheckpointNotFound, match="deleted, expired, or never created"):
             await client.open(checkpoint)
         assert await client.list_checkpoints() == []
+
+
+@pytest.mark.parametrize("phase", ["verify", "read_view", "restore"])
+async def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    store = store_in(tmp_path)
+    async with served(tmp_path, store=store) as (server, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        reader = {"verify": store, "read_view": calls, "restore": server.hypervisor}[phase]
+        read = getattr(reader, phase)
+
+        def delete_and_read(*given: Any) -> Any:
+            store.delete(checkpoint.checkpoint_id)
+            return read(*given)
+
+        monkeypatch.setattr(reader, phase, delete_and_read)
+        with pytest.raises(CheckpointNotFound, match="deleted, expired, or never created"):
+            await client.open(checkpoint)
 
 
 async def test_a_repeated_request_returns_the_same_checkpoint(tmp_path: Path) -> None:

@@ -140,6 +140,24 @@ def test_damaged_results_are_refused(suite: Path, line: str) -> None:
     assert (status, "are damaged" in err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("option", "path", "status", "text"),
+    [
+        ("--out", "/dev/null", 2, "results /dev/null/results.jsonl cannot be written: "),
+        ("--state-dir", "/dev/null", 2, "state_dir /dev/null/attack: Not a directory; choose another with --state-dir"),
+        ("--html", "/proc/none/page.html", 1, "/proc/none: no such file or directory"),
+        ("--passed", "/proc/none/passed.yaml", 1, "/proc/none: no such file or directory"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_refused_before_anything_is_played(
+    suite: Path, option: str, path: str, status: int, text: str
+) -> None:
+    found, output, err = attack(suite, option, path)
+    assert (found, text in output["error"]["message"]) == (status, True), err
+    results = suite.parent / "out" / "results.jsonl"
+    assert not results.exists() or not results.read_text(encoding="utf-8")
+
+
 def test_an_invalid_verdict_is_refused(suite: Path) -> None:
     (suite.parent / "verdicts.yaml").write_text("- {task: a, mutant: b, digest: c, verdict: fine, why: d}\n")
     status, _, err = attack(suite)

@@ -207,7 +207,8 @@ async def test_an_evaluation_behind_a_rollback_does_not_score_the_next_attempt(t
         (found,) = server.service.episodes
         async with found.turn:
             rollback = asyncio.create_task(episode.rollback(checkpoint))
-            while not found.rollbacks:
+            # It reads the checkpoint first.
+            while not found.turn._waiters:
                 await asyncio.sleep(0)
             evaluation = asyncio.create_task(episode.evaluate())
             while not found.evaluations:

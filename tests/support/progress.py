@@ -33,12 +33,15 @@ class Progress:
         config.hook.pytest_deselected(items=done)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note the result of a test after its last phase. Workers leave this to the process that started them."""
+        """Note the result of a test after its last phase, or when its process ended.
+
+        Workers leave this to the process that started them.
+        """
         if report.failed:
             self._failed.add(report.nodeid)
         elif report.when == "call" and report.passed:
             self._passing.add(report.nodeid)
-        if self._is_worker or report.when != "teardown":
+        if self._is_worker or report.when in ("setup", "call"):
             return
         if report.nodeid in self._failed | self._passing:
             self._file.parent.mkdir(parents=True, exist_ok=True)

@@ -72,6 +72,15 @@ def test_what_passed_is_left_out_and_what_failed_or_was_skipped_runs_again(
     assert run() == (0, ["skipped"])
 
 
+def test_a_test_whose_process_ended_counts_as_failed(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_it.py").write_text("import os\n\ndef test_crash():\n    os._exit(1)\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-n", "1", "--dist", "loadfile", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert progress.read(tmp_path / "out" / "progress.txt") == {"test_it.py::test_crash": False}
+
+
 def test_a_run_in_which_everything_had_passed_ends_well(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text("def test_good():\n    pass\n")

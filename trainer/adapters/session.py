@@ -36,6 +36,7 @@ from cuaenv.client import (
     View,
     shared_client,
 )
+from cuaenv.copying import copied
 from trainer.agent.forks import group_member
 from trainer.agent.ownership import GUEST_ENDED, failure_of, is_fault, reward_of
 from trainer.agent.starts import start_of, step_limit, task_id_of
@@ -301,16 +302,15 @@ class Session:
 
 def _ended_before(episode: AsyncEpisode, action_count: int) -> StepResult:
     """Return the result of a step that was not performed because the guest had ended itself."""
-    return StepResult(
-        observation=episode.observation,
+    return copied(
+        StepResult,
+        episode,
         action_errors=("the machine is off",) * action_count,
         state=State.TERMINATED,
         end_reason=GUEST_ENDED,
-        step_count=episode.step_count,
         timings_ms={},
         screen_change=None,
         replayed=False,
-        guest_end_cause=episode.guest_end_cause,
     )
 
 

@@ -155,11 +155,6 @@ class _Group:
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Forks] = weakref.WeakKeyDictionary()
 
 
-def forks_of_loop() -> Forks:
-    """Return the running loop's groups. A framework may run several loops, each in its own thread."""
-    return _by_loop.setdefault(asyncio.get_running_loop(), Forks())
-
-
 def group_member(
     client: AsyncEnvClient,
     start: str | Checkpoint,
@@ -173,7 +168,8 @@ def group_member(
 
     Failing resets pause.
     """
-    return forks_of_loop().member(
+    # A framework may run several loops, each in its own thread.
+    return _by_loop.setdefault(asyncio.get_running_loop(), Forks()).member(
         group,
         size=size,
         open_group=lambda count: pacer_of_loop().open(

@@ -30,6 +30,7 @@ from trainer.agent.types import (
     BudgetExhausted,
     Conversation,
     GenerationAborted,
+    Message,
     ModelFailed,
     NoReply,
     Outcome,
@@ -244,7 +245,10 @@ class _Run:
         )
         with self._timed("model"):
             await self._conversation.begin(
-                history.begin(prompts.task_message(instruction, observed), prompts.task_reminder(instruction))
+                history.begin(
+                    prompts.task_message(instruction, observed),
+                    Message("user", (f"{prompts.DROPPED}\n\n{prompts.TASK.format(instruction=instruction)}",)),
+                )
             )
         return history, observed, space
 
@@ -340,12 +344,12 @@ class _Run:
             result = f"{result}\n\n{tools}\n\n" if tools else result
         with self._timed("model"):
             if not self._settings.repeat_images and after.is_same_as(before):
-                message = prompts.unchanged_message(result)
+                message = Message("user", (f"{result} {prompts.UNCHANGED}",))
                 history.note(message)
                 await self._conversation.append(message)
                 return
             message = prompts.observation_message(result, after)
-            new_row = history.observe(message, prompts.dropped_message(result))
+            new_row = history.observe(message, Message("user", (f"{result} {prompts.DROPPED}",)))
             if new_row is None:
                 await self._conversation.append(message)
             else:

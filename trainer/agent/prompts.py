@@ -142,24 +142,9 @@ def task_message(instruction: str, observed: ModelObservation) -> Message:
     return _message([], observed, after=[TASK.format(instruction=instruction)])
 
 
-def task_reminder(instruction: str) -> Message:
-    """Return the task without its observation, for rows that no longer show it."""
-    return Message("user", (f"{DROPPED}\n\n{TASK.format(instruction=instruction)}",))
-
-
 def observation_message(result: str, observed: ModelObservation) -> Message:
     """Return the result of the last reply and the current observation."""
     return _message([result], observed, after=[])
-
-
-def unchanged_message(result: str) -> Message:
-    """Return the result of the last reply for an unchanged screen."""
-    return Message("user", (f"{result} {UNCHANGED}",))
-
-
-def dropped_message(result: str) -> Message:
-    """Return an observation's replacement, for rows that no longer show its screenshot."""
-    return Message("user", (f"{result} {DROPPED}",))
 
 
 def _message(before: list[str], observed: ModelObservation, *, after: list[str]) -> Message:
@@ -197,7 +182,9 @@ def tool_text(names: Sequence[str], results: Sequence[ToolResult | None], *, max
         if result.timed_out:
             status = TOOL_STATUS_TIMED_OUT
         heading = TOOL_RESULT.format(action=name, status=status)
-        parts.append(f"{heading}\n{_middle_cut(_neutral(result.output), max_chars // len(shown)) or TOOL_NOTHING}")
+        # Without special tokens of a model, such as `<|im_end|>` or an image's.
+        output = result.output.replace("<|", "<\u200b|")
+        parts.append(f"{heading}\n{_middle_cut(output, max_chars // len(shown)) or TOOL_NOTHING}")
     return "\n\n".join(parts)
 
 
@@ -209,11 +196,6 @@ def _middle_cut(text: str, max_chars: int) -> str:
     head, tail = (kept + 1) // 2, kept // 2
     note = TOOL_LEFT_OUT.format(count=len(text) - kept)
     return f"{text[:head]}\n{note}\n{text[len(text) - tail :]}"
-
-
-def _neutral(text: str) -> str:
-    """Return a guest's text in which no special token of a model is spelt, such as `<|im_end|>` or an image's."""
-    return text.replace("<|", "<\u200b|")
 
 
 def prompt_hash(settings: AgentSettings) -> str:

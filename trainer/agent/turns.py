@@ -6,6 +6,7 @@ A `BranchPoint` is the agent's state between two turns, from which episodes in c
 from dataclasses import dataclass, replace
 
 from cuaenv.client import Origin, State, StepResult
+from cuaenv.copying import copied
 from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Parsed
 from trainer.agent.history import History
@@ -42,14 +43,12 @@ class BranchPoint:
 
 
 def new_turn(reply: Reply, parsed: Parsed, *, observed: ModelObservation, row: int) -> Turn:
-    facts = TurnFacts(
+    facts = copied(
+        TurnFacts,
+        parsed,
         text=reply.text,
-        parsed=parsed.parsed,
-        fallback=parsed.fallback,
         actions=tuple(replace(intent.facts, executed=False) for intent in parsed.intents),
         errors=(parsed.error,) if parsed.error else (),
-        done=parsed.done,
-        failed=parsed.failed,
         tree_before=observed.tree,
         boxes_before=observed.boxes_px,
         terminal_before=observed.terminal,

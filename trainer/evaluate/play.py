@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuaenv.client import Checkpoint, Perturb, Task
+from cuaenv.copying import copied
 from trainer.agent.attempts import Environments, run_task
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import ruling_on
@@ -151,7 +152,9 @@ async def evaluate(
 def attempt_of(trajectory: Trajectory, task: Task, *, seed: int, seconds: float) -> Attempt:
     """Return the attempt of a trajectory. Only an evaluated one has a score."""
     evaluation = trajectory.evaluation if trajectory.outcome in _OUTCOMES else None
-    return Attempt(
+    return copied(
+        Attempt,
+        trajectory,
         task_id=task.task_id,
         suite=task.suite,
         level=task.level,
@@ -159,21 +162,14 @@ def attempt_of(trajectory: Trajectory, task: Task, *, seed: int, seconds: float)
         infeasible=is_infeasible(task),
         seed=seed,
         outcome=_OUTCOMES[trajectory.outcome] if evaluation else "failed",
-        reason=trajectory.reason,
         error="" if trajectory.error is None else str(trajectory.error),
         score=None if evaluation is None else evaluation.score,
         owner="" if evaluation else ruling_on(trajectory).owner.value,
-        guest_end_cause=trajectory.guest_end_cause,
         basis_digest="" if evaluation is None else evaluation.basis_digest,
-        attempt_count=trajectory.attempt_count,
         turn_count=len(trajectory.turns),
         parsed_count=sum(turn.facts.parsed for turn in trajectory.turns),
         seconds=round(seconds, 3),
-        episode_id=trajectory.episode_id,
-        checks=[
-            CheckResult(name=check.name, score=check.score, evidence=check.evidence)
-            for check in (evaluation.checks if evaluation else ())
-        ],
+        checks=[copied(CheckResult, check) for check in (evaluation.checks if evaluation else ())],
     )
 
 

@@ -4,6 +4,7 @@ Both write the model's own grammar, so their replies pass through the same parse
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -78,21 +79,15 @@ class NullPlayer:
         return Reply(text=self._text)
 
 
+@dataclass(frozen=True)
 class HumanPlayer:
     """Prompts for commands until one can be written in the grammar."""
 
-    def __init__(
-        self, grammar: Grammar, *, ask: Callable[[str], Awaitable[str | None]], say: Callable[[str], None]
-    ) -> None:
-        """Create a player.
-
-        Args:
-            ask: Shows a prompt and returns a line, or None at the end of input.
-            say: Shows a text.
-        """
-        self._grammar = grammar
-        self._ask = ask
-        self._say = say
+    grammar: Grammar
+    ask: Callable[[str], Awaitable[str | None]]
+    """Shows a prompt and returns a line, or None at the end of input."""
+    say: Callable[[str], None]
+    """Shows a text."""
 
     async def begin(self, messages: Sequence[Message]) -> None:
         """Do nothing: `EchoConversation` shows the observation."""
@@ -103,16 +98,16 @@ class HumanPlayer:
     async def generate(self) -> Reply:
         """Prompt for a command. Raises: GenerationAborted: End of input."""
         while True:
-            line = await self._ask("> ")
+            line = await self.ask("> ")
             if line is None:
                 raise GenerationAborted("no more commands")
             if line.strip() == "help":
-                self._say(HELP)
+                self.say(HELP)
                 continue
             try:
-                return Reply(text=self._grammar.render([parse_command(line)]))
+                return Reply(text=self.grammar.render([parse_command(line)]))
             except (BadCommand, UnsupportedAction) as error:
-                self._say(str(error))
+                self.say(str(error))
 
 
 class EchoConversation:
@@ -121,7 +116,7 @@ class EchoConversation:
     def __init__(self, conversation: Conversation, *, say: Callable[[str], None], shows_replies: bool) -> None:
         """Forward all calls and print the observations and, with `shows_replies`, the replies."""
         self._conversation = conversation
-        self._say = say
+        self.say = say
         self._shows_replies = shows_replies
 
     async def begin(self, messages: Sequence[Message]) -> None:
@@ -136,10 +131,10 @@ class EchoConversation:
     async def generate(self) -> Reply:
         reply = await self._conversation.generate()
         if self._shows_replies:
-            self._say(reply.text)
+            self.say(reply.text)
         return reply
 
     def _show(self, message: Message) -> None:
         for part in message.parts:
             if isinstance(part, str):
-                self._say(part)
+                self.say(part)

@@ -146,7 +146,9 @@ class Policy:
         embeds = self.model.get_input_embeddings()(ids_BT)
         image_embeds, deep = self._encode_images(patches_IPV)
         if image_B is not None:
-            image_embeds, *deep = (self._of_rows(each, image_B) for each in (image_embeds, *deep))
+            # Repeated for the rows that show them.
+            by_image = (each.unflatten(0, (-1, self.image_token_count)) for each in (image_embeds, *deep))
+            image_embeds, *deep = (each[image_B].flatten(0, 1) for each in by_image)
         embeds = embeds.masked_scatter(is_image[..., None].expand_as(embeds), image_embeds.to(embeds.dtype))
         return self.model.model.language_model(
             inputs_embeds=embeds,
@@ -155,10 +157,6 @@ class Policy:
             deepstack_visual_embeds=deep,
             use_cache=use_cache,
         )
-
-    def _of_rows(self, embeds: torch.Tensor, image_B: torch.Tensor) -> torch.Tensor:
-        """Repeat the embeddings of images for the rows that show them."""
-        return embeds.unflatten(0, (-1, self.image_token_count))[image_B].flatten(0, 1)
 
     def arithmetic(self, *, cache_casts: bool = True) -> torch.autocast:
         """Return the context of forward passes."""

@@ -237,8 +237,8 @@ def fingerprint(settings: Settings, *, stage: str) -> Mapping[str, Any]:
     """Return the settings that must be equal for a resumed stage, as JSON values."""
     mapping: dict[str, Any] = json.loads(settings.model_dump_json())
     if stage == "clone":
-        kept = {"suite", "screen_px", "image_max_pixels", "size", "max_turns", "demos", "clone"}
-        mapping = {key: value for key, value in mapping.items() if key in kept}
+        kept = ("suite", "screen_px", "image_max_pixels", "size", "max_turns", "demos", "clone")
+        mapping = {key: mapping[key] for key in kept}
     free = {"": ("device", "workers", "machines"), "clone": ("steps", "seconds", "stop_at", "is_compiled")}
     free["rl"] = ("updates", "seconds", "env_steps", "micro_rows")
     for name, keys in free.items():

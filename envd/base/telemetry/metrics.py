@@ -205,7 +205,7 @@ class Metrics:
 
         `read` runs on the event loop at each scrape and must not block.
         """
-        self.registry.register(_PoolCollector(read, table, by_run=self._sum_by_label))
+        self.registry.register(_PoolCollector(read, table, self._sum_by_label))
 
     def render(self) -> bytes:
         """Return all series in Prometheus' text format."""
@@ -231,17 +231,11 @@ class Metrics:
         return Histogram(name, text, labels.split(), buckets=buckets, registry=self.registry)
 
 
+@dataclass(eq=False)
 class _PoolCollector(Collector, Generic[T]):
-    def __init__(
-        self,
-        read: Callable[[], Iterable[T]],
-        table: Sequence[PoolSeries[T]],
-        *,
-        by_run: Callable[[Mapping[str, float]], Mapping[str, float]],
-    ) -> None:
-        self._read = read
-        self._table = table
-        self._by_run = by_run
+    _read: Callable[[], Iterable[T]]
+    _table: Sequence[PoolSeries[T]]
+    _by_run: Callable[[Mapping[str, float]], Mapping[str, float]]
 
     def describe(self) -> Iterator[Metric]:
         return self._families(())

@@ -88,14 +88,20 @@ class ResultsFile:
     """Results so far; a killed attack continues where it stopped. Use as a context manager."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
-        """Open the file. Raises: ConfigError: It has results and `resume` is false, is damaged, or is in use."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Open the file.
+
+        Raises:
+            ConfigError: It cannot be written, has results and `resume` is false, is damaged, or is in use.
+        """
         with ExitStack() as stack:
-            self._file = stack.enter_context(path.open("a+", encoding="utf-8"))
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = stack.enter_context(path.open("a+", encoding="utf-8"))
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(f"results {path} are written by another process; wait for it or end it") from error
+            except OSError as error:
+                raise ConfigError(f"results {path} cannot be written: {error.strerror}; use another --out") from error
             self._file.seek(0)
             text = self._file.read()
             if text and not resume:

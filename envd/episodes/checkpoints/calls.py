@@ -19,6 +19,7 @@ from envd.base.errors import (
     CheckpointNotFound,
     CheckpointUnusable,
     EnvdError,
+    HypervisorError,
     InvalidRequest,
     MachineLost,
     RequestIdReused,
@@ -119,6 +120,7 @@ class Checkpointing:
             while piece := await shielded(asyncio.to_thread(next, pieces, b"")):
                 yield piece
         except OSError as error:
+            await asyncio.to_thread(self._store.find, checkpoint_id)
             raise StoreError(f"checkpoint {checkpoint_id}: cannot be read: {error}") from error
         finally:
             pieces.close()
@@ -259,10 +261,15 @@ class Checkpointing:
                 raise CheckpointUnusable(f"checkpoint {checkpoint.checkpoint_id}: pool {pool.name} has no template now")
             await wait_until(clock, deadline_s, or_event=pool.changes.next)
         _require_template(checkpoint, template)
-        await asyncio.to_thread(self._store.verify, checkpoint)
         path = self._store.path(checkpoint.checkpoint_id)
-        view = await asyncio.to_thread(read_view, path)
-        return FrozenDesktop(snapshot=await pool.hypervisor.restore(template.snapshot, path), view=view)
+        try:
+            await asyncio.to_thread(self._store.verify, checkpoint)
+            view = await asyncio.to_thread(read_view, path)
+            return FrozenDesktop(snapshot=await pool.hypervisor.restore(template.snapshot, path), view=view)
+        except HypervisorError:
+            # One that is deleted while it is read looks damaged.
+            await asyncio.to_thread(self._store.find, checkpoint.checkpoint_id)
+            raise
 
     async def _create(self, episode: Episode, command: CheckpointCommand) -> CheckpointResult:
         context = self._context

@@ -120,37 +120,30 @@ class StoreUsage:
     size_bytes: int
 
 
+@dataclass(eq=False)
 class CheckpointStore:
     """The checkpoints of a host."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        settings: CheckpointsConfig,
-        reserve_bytes: int,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
-        """Configure a store; `reserve_bytes` of its disk stay free. Nothing is read or written yet."""
-        self._directory = directory
-        self.settings = settings
-        self._reserve_bytes = reserve_bytes
-        self._now = now
+    directory: Path
+    settings: CheckpointsConfig
+    reserve_bytes: int
+    """Space on its disk that stays free."""
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
     def path(self, checkpoint_id: str) -> Path:
-        return self._directory / checkpoint_id
+        return self.directory / checkpoint_id
 
     def find(self, checkpoint_id: str) -> Checkpoint:
         """Return a checkpoint that has not expired. Raises: CheckpointNotFound, CheckpointCorrupt."""
         if is_id(checkpoint_id):
             found = self._read(checkpoint_id)
-            if found is not None and found.expire_time > self._now():
+            if found is not None and found.expire_time > self.now():
                 return found
         raise not_found(checkpoint_id)
 
     def list(self) -> tuple[Checkpoint, ...]:
         """Return all readable checkpoints that have not expired, oldest first."""
-        now = self._now()
+        now = self.now()
         found = (checkpoint for checkpoint in self._all() if checkpoint.expire_time > now)
         return tuple(sorted(found, key=lambda each: (each.create_time, each.checkpoint_id)))
 
@@ -180,9 +173,9 @@ class CheckpointStore:
             CheckpointStoreFull, StoreError: There is none, or the disk cannot be written.
         """
         with _errors(checkpoint_id):
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._make_room(size_bytes, run=run)
-            directory = self._directory / f"{_PART_PREFIX}{checkpoint_id}-{os.getpid()}"
+            directory = self.directory / f"{_PART_PREFIX}{checkpoint_id}-{os.getpid()}"
             directory.mkdir(mode=0o700)
             lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -204,7 +197,7 @@ class CheckpointStore:
             with ThreadPoolExecutor(_FLUSH_THREADS) as threads:
                 tuple(threads.map(_flush, [*paths, manifest, draft.directory]))
             draft.directory.rename(self.path(complete.checkpoint_id))
-            _flush(self._directory)
+            _flush(self.directory)
         os.close(draft.lock)
         return complete
 
@@ -213,7 +206,7 @@ class CheckpointStore:
         os.close(draft.lock)
 
     def delete(self, checkpoint_id: str) -> None:
-        part = self._directory / f"{_PART_PREFIX}{checkpoint_id}-removed-{os.getpid()}"
+        part = self.directory / f"{_PART_PREFIX}{checkpoint_id}-removed-{os.getpid()}"
         with suppress(FileNotFoundError):
             # Under its own name it is complete, also while its files are being removed.
             self.path(checkpoint_id).rename(part)
@@ -221,9 +214,9 @@ class CheckpointStore:
 
     def sweep(self) -> None:
         """Remove expired checkpoints, and what killed daemons left. Raises: OSError."""
-        now = self._now()
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for directory in self._directory.glob(f"{_PREFIX}*"):
+        now = self.now()
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for directory in self.directory.glob(f"{_PREFIX}*"):
             try:
                 found = self._read(directory.name)
             except CheckpointCorrupt as error:
@@ -235,7 +228,7 @@ class CheckpointStore:
                 is_over = found is not None and found.expire_time <= now
             if is_over:
                 self.delete(directory.name)
-        for part in self._directory.glob(f"{_PART_PREFIX}*"):
+        for part in self.directory.glob(f"{_PART_PREFIX}*"):
             with suppress(OSError):
                 lock = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
                 try:
@@ -253,7 +246,7 @@ class CheckpointStore:
         settings = self.settings
         kept = {each.checkpoint_id: each for each in self._all()}
         removable = sorted((each for each in kept.values() if not each.pinned), key=self._removal_order)
-        free_bytes = shutil.disk_usage(self._directory).free
+        free_bytes = shutil.disk_usage(self.directory).free
         victims: deque[Checkpoint] = deque()
         while True:
             candidates = removable
@@ -264,8 +257,8 @@ class CheckpointStore:
                 candidates = [each for each in removable if each.run == run]
             elif all_bytes > settings.limit_gib * _GIB:
                 limit = f"all may hold checkpoints.limit_gib = {settings.limit_gib:g}"
-            elif free_bytes < self._reserve_bytes:
-                limit = f"limits.disk_reserve_mib = {self._reserve_bytes >> 20} must stay free"
+            elif free_bytes < self.reserve_bytes:
+                limit = f"limits.disk_reserve_mib = {self.reserve_bytes >> 20} must stay free"
             else:
                 break
             if not candidates:
@@ -292,7 +285,7 @@ class CheckpointStore:
             return 0.0
 
     def _all(self) -> Iterator[Checkpoint]:
-        for directory in self._directory.glob(f"{_PREFIX}*"):
+        for directory in self.directory.glob(f"{_PREFIX}*"):
             with suppress(CheckpointCorrupt):
                 found = self._read(directory.name)
                 if found is not None:

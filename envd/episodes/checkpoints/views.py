@@ -10,6 +10,7 @@ import numpy as np
 import zstandard
 from pydantic import TypeAdapter
 
+from cuaenv.copying import copied
 from cuaenv.frames import TiledImage
 from envd.base.errors import CheckpointCorrupt
 from envd.guest.display.frames import Frame
@@ -48,18 +49,8 @@ _ADAPTER = TypeAdapter(_View)
 def write_view(view: DesktopView, directory: Path) -> None:
     """Write a view. Raises: OSError."""
     cursor = view.cursor
-    state = _View(
-        width_px=view.frame.width_px,
-        height_px=view.frame.height_px,
-        capture_time=view.frame.capture_time,
-        cursor=None
-        if cursor is None
-        else _Cursor(hot_x_px=cursor.hot_x_px, hot_y_px=cursor.hot_y_px, shape=cursor.rgba_HWC.shape),
-        caps_lock=view.caps_lock,
-        inputs=view.inputs,
-        guestd_types=view.guestd_types,
-        home=view.home,
-    )
+    shape = None if cursor is None else copied(_Cursor, cursor, shape=cursor.rgba_HWC.shape)
+    state = copied(_View, view.frame, view, cursor=shape)
     (directory / _STATE).write_bytes(_ADAPTER.dump_json(state))
     _write_pixels(directory / _SCREEN, view.frame.rgb_HWC)
     if cursor is not None:
@@ -73,21 +64,11 @@ def read_view(directory: Path) -> DesktopView:
         image = TiledImage.from_rgb(_read_pixels(directory / _SCREEN, (state.height_px, state.width_px, 3)))
         cursor = None
         if state.cursor is not None:
-            cursor = CursorShape(
-                hot_x_px=state.cursor.hot_x_px,
-                hot_y_px=state.cursor.hot_y_px,
-                rgba_HWC=_read_pixels(directory / _CURSOR, state.cursor.shape),
-            )
+            cursor = copied(CursorShape, state.cursor, rgba_HWC=_read_pixels(directory / _CURSOR, state.cursor.shape))
     except (OSError, ValueError, zstandard.ZstdError) as error:
         raise CheckpointCorrupt(f"stored view {directory}: cannot be read: {error}") from error
-    return DesktopView(
-        frame=Frame(frame_id=image.image_id, image=image, capture_time=state.capture_time),
-        cursor=cursor,
-        caps_lock=state.caps_lock,
-        inputs=state.inputs,
-        guestd_types=state.guestd_types,
-        home=state.home,
-    )
+    frame = Frame(frame_id=image.image_id, image=image, capture_time=state.capture_time)
+    return copied(DesktopView, state, frame=frame, cursor=cursor)
 
 
 def _write_pixels(path: Path, pixels_HWC: np.ndarray[Any, np.dtype[np.uint8]]) -> None:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cuaenv.copying import copied
 from envd.base.clock import Clock
 from envd.base.errors import StoreError
 from envd.base.store.statements import AnswerRow, delete_answer, delete_episode, renew_lease, upsert
@@ -115,11 +116,4 @@ class Journal:
             self._store.write_soon(delete_answer(kind=kind, scope=scope, request_id=request_id))
 
     def _answer_row(self, request: Request, answer: str) -> AnswerRow:
-        return AnswerRow(
-            kind=request.kind,
-            scope=request.scope,
-            request_id=request.request_id,
-            fingerprint=request.fingerprint,
-            answer=answer,
-            time_s=self._clock.now().timestamp(),
-        )
+        return copied(AnswerRow, request, answer=answer, time_s=self._clock.now().timestamp())

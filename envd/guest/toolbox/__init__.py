@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from cuaenv.actions import AskUser, CallTool, EditFile, ListDirectory, ReadFile, RunShell, ToolAction, WriteFile
+from cuaenv.copying import copied
 from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive
 from envd.guest.agent import CommandResult
 from envd.guest.observation import ActionOutcome
@@ -143,13 +144,8 @@ class Toolbox:
 
 
 def _outcome(result: Result) -> ActionOutcome:
-    return ActionOutcome(
-        error=result.error[:_MAX_ERROR_CHARS],
-        output=None if result.error else result.output,
-        exit_code=result.exit_code,
-        timed_out=result.timed_out,
-        left_out_bytes=result.left_out_bytes,
-    )
+    output = None if result.error else result.output
+    return copied(ActionOutcome, result, error=result.error[:_MAX_ERROR_CHARS], output=output)
 
 
 def _last_line(done: CommandResult) -> str:

@@ -30,6 +30,7 @@ from envd.hypervisor.qemu.backend import CAPABILITIES
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import MachineFiles, Memory, MemoryFile, domain_name, domain_xml, read_confinement
 from envd.hypervisor.qemu.host import (
+    NAME_FIX,
     check_path_lengths,
     dotted_version,
     embedded_root,
@@ -38,6 +39,7 @@ from envd.hypervisor.qemu.host import (
     prepare_firmware,
     processor_id,
     required_access,
+    slow_name,
 )
 from envd.hypervisor.qemu.machine import DESTROYED, LibvirtMachine, destroy_domain
 from envd.hypervisor.qemu.reaper import BackingSnapshots, Reaper, adopt
@@ -87,7 +89,7 @@ class LibvirtHypervisor:
         self._captures_dir = state_dir / "captures"
         self._captures: WeakSet[LibvirtSnapshot] = WeakSet()
         self._reaper = Reaper(
-            link,
+            link=link,
             owner=owner,
             machines=self._machines,
             machines_dir=self._machines_dir,
@@ -157,6 +159,8 @@ class LibvirtHypervisor:
             )
         for directory in (state_dir, store.directory, store.memory_dir):
             user.restrict(directory)
+        if problem := await asyncio.to_thread(slow_name):
+            logger.warning("%s; %s", problem, NAME_FIX)
         link = await LibvirtLink.open(uri, prepare=partial(prepare_embedded, uri, cache_dir, user))
         return cls(
             link,

@@ -5,8 +5,10 @@ import os
 import pwd
 import secrets
 import shutil
+import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import sha256
@@ -25,6 +27,10 @@ _MAX_SOCKET_PATH = 107
 _LONGEST_SOCKET = len("/machines/") + 32 + len("/agent.sock")
 #: Longest monitor path that libvirt appends to an embedded root: lib/domain-N-<20 characters of the name>/monitor.sock
 _LONGEST_MONITOR = len("/lib/domain-99999-12345678901234567890/monitor.sock")
+#: A line in /etc/hosts is found within a millisecond; a name server that does not answer takes 5 to 10 s.
+_SLOW_LOOKUP_S = 1.0
+#: What to do about `slow_name`.
+NAME_FIX = "add the line `127.0.1.1 $(hostname)` to /etc/hosts"
 _KVM = Path("/dev/kvm")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 -- directories in it are made by mkdtemp
 _OVMF = (
@@ -68,6 +74,21 @@ def required_access(directories: Iterable[Path], images: Iterable[DiskImage]) ->
         files += [path for path in (*drives, image.kernel, image.initrd) if path is not None]
     # /dev/kvm under TCG too: if the user cannot open it, libvirt probes QEMU again for every machine, about 10 s.
     return RequiredAccess(directories=directories, files=files, devices=[_KVM] if _KVM.exists() else [])
+
+
+def slow_name() -> str:
+    """Return what makes each start of a machine slow: libvirt looks up a host name without a dot; empty if it is fast.
+
+    Takes as long as such a lookup.
+    """
+    name, started_s = socket.gethostname(), time.monotonic()
+    with suppress(OSError):
+        socket.getaddrinfo(name, None)
+    seconds = time.monotonic() - started_s
+    is_slow = "." not in name and seconds > _SLOW_LOOKUP_S
+    return (
+        f"each start of a machine takes {seconds:.0f} s more: libvirt looks up the host name {name}" if is_slow else ""
+    )
 
 
 def embedded_root(uri: str) -> Path | None:

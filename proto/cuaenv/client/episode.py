@@ -31,6 +31,7 @@ from cuaenv.client.results import (
     read_unrecorded,
 )
 from cuaenv.client.view import Settle, StepOptions, View, wire_settle, wire_view
+from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, wire_duration
 
@@ -68,11 +69,7 @@ class AsyncEpisode:
         """The checkpoint that it was opened from; empty if none."""
         self.perturbations = tuple(info.perturbations)
         """Kinds of the perturbations of its world."""
-        self.origin = Origin(
-            template_digest=info.origin.template_digest,
-            overlay_parent=info.origin.overlay_parent,
-            first_frame_id=info.origin.first_frame_id,
-        )
+        self.origin = copied(Origin, info.origin)
         """Origin of its first state."""
         self.task_id = info.task_id
         self.pool = info.pool
@@ -140,16 +137,12 @@ class AsyncEpisode:
         response = await self._call("Step", request, timeout)
         self._note(response.episode)
         self.observation = await self.host.decode(response.observation, base)
-        return StepResult(
-            observation=self.observation,
+        return copied(
+            StepResult,
+            self,
+            response,
             action_errors=tuple(result.error for result in response.action_results),
-            state=self.state,
-            end_reason=self.end_reason,
-            step_count=self.step_count,
-            timings_ms=dict(response.timings_ms),
             screen_change=read_screen_change(response),
-            replayed=response.replayed,
-            guest_end_cause=self.guest_end_cause,
             tool_results=tuple(map(read_tool_result, response.action_results)),
             unrecorded_requests=tuple(map(read_unrecorded, response.unrecorded_requests)),
         )

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cuaenv.client.errors import ServiceFault
+from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import box, region
 
@@ -153,14 +154,12 @@ def read_frame(frame: env_pb2.Frame, base: Observation | None, **more: Any) -> O
         raise ServiceFault(
             f"image {frame.image_id}: invalid capture time: {error}", code="DATA_LOSS", reason="FRAME_MISMATCH"
         ) from error
-    return Observation(
-        frame_id=frame.frame_id,
-        width_px=frame.width_px,
-        height_px=frame.height_px,
+    return copied(
+        Observation,
+        frame,
         screen_width_px=frame.screen.width_px,
         screen_height_px=frame.screen.height_px,
         capture_time=capture_time,
-        image_id=frame.image_id,
         data=b"" if encoding == env_pb2.ENCODING_RAW_ZSTD else frame.keyframe.data,
         tiles=_tiles(frame, base.tiles if base else None),
         cursor=(frame.cursor.x, frame.cursor.y) if frame.HasField("cursor") else None,

@@ -324,13 +324,8 @@ _TRIGGERS = {
 
 def read_evaluation(response: env_pb2.EvaluateResponse) -> Evaluation:
     """Return a score from a host's message."""
-    return Evaluation(
-        score=response.score,
-        checks=tuple(copied(Check, check) for check in response.checks),
-        timings_ms=dict(response.timings_ms),
-        guest_end_cause=response.episode.guest_end_cause,
-        basis_digest=response.basis_digest,
-    )
+    checks = tuple(copied(Check, check) for check in response.checks)
+    return copied(Evaluation, response, checks=checks, guest_end_cause=response.episode.guest_end_cause)
 
 
 def read_episode(message: env_pb2.Episode, host: str) -> EpisodeInfo:

@@ -6,7 +6,7 @@ client, and each loop's connections end with the loop.
 
 import asyncio
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Final
 
@@ -53,15 +53,8 @@ def shared_client(settings: ClientSettings) -> AsyncEnvClient:
     with _lock:
         client = _clients.get(settings)
         if client is None:
-            client = _clients[settings] = AsyncEnvClient(
-                settings.targets,
-                run=settings.run,
-                max_episodes=settings.max_episodes,
-                retry=settings.retry,
-                keep_alive_interval=settings.keep_alive_interval,
-                token=settings.token,
-                tls=settings.tls,
-            )
+            client = AsyncEnvClient(**{each.name: getattr(settings, each.name) for each in fields(settings)})
+            _clients[settings] = client
         for closed in [key for key in _closers if key[0].is_closed()]:
             del _closers[closed]
         if (loop, client) not in _closers:

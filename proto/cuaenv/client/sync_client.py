@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
@@ -55,15 +56,13 @@ def _blocking(
     return call
 
 
+@dataclass(eq=False)
 class _Block(AbstractContextManager[Result], Generic[Result, Inner]):
     """Enters and leaves a block of the asyncio client."""
 
-    def __init__(
-        self, owner: _Blocking[Any], block: AbstractAsyncContextManager[Inner], result_of: Callable[[Inner], Result]
-    ) -> None:
-        self._owner = owner
-        self._block = block
-        self._result_of = result_of
+    _owner: _Blocking[Any]
+    _block: AbstractAsyncContextManager[Inner]
+    _result_of: Callable[[Inner], Result]
 
     def __enter__(self) -> Result:
         return self._result_of(self._owner._wait(self._block.__aenter__()))

@@ -237,10 +237,6 @@ def _is_great(text: str) -> bool:
     )
 
 
-def _is_good(text: str) -> bool:
-    return any(verb in _VERBS for verb, _ in _contents(text))
-
-
 def _v12(task: float, texts: Sequence[str], quality: float) -> _Parts:
     if not texts:
         return {}
@@ -257,7 +253,8 @@ def _v12a(task: float, texts: Sequence[str]) -> _Parts:
 
 def _v12b(task: float, texts: Sequence[str]) -> _Parts:
     """6799189: shares of good and of great turns."""
-    good, great = sum(map(_is_good, texts)), sum(map(_is_great, texts))
+    good = sum(any(verb in _VERBS for verb, _ in _contents(text)) for text in texts)
+    great = sum(map(_is_great, texts))
     return _v12(task, texts, 0.5 * (good + great) / len(texts) if good else 0.0)
 
 

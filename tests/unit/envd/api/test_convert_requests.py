@@ -22,13 +22,14 @@ from envd.api.convert_requests import (
     keep_alive_of,
     observation_options,
     reset_command,
+    score_command,
     settle_policy,
     step_command,
     task_ids_of,
 )
 from envd.base.config import SettlePolicy
 from envd.base.errors import InvalidRequest, Unimplemented
-from envd.episodes.types import ForkCommand, ResetCommand
+from envd.episodes.types import ForkCommand, ResetCommand, ScoreCommand
 from envd.guest.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
 from envd.tasks.perturbations import Perturb
 
@@ -144,6 +145,10 @@ def convert_fork(request: env_pb2.ForkRequest) -> ForkCommand:
     return fork_command(request, time_remaining_s=None)
 
 
+def convert_score(request: env_pb2.EvaluateRequest) -> ScoreCommand:
+    return score_command(request, time_remaining_s=None)
+
+
 @pytest.mark.parametrize(
     ("convert", "request_message", "field"),
     [
@@ -188,6 +193,9 @@ def convert_fork(request: env_pb2.ForkRequest) -> ForkCommand:
         (convert_step, step(coordinate_space=env_pb2.Size(width_px=10)), "step.coordinate_space.height_px"),
         (convert_step, step(observation=env_pb2.ObservationOptions(quality=-1)), "step.observation.quality"),
         (convert_step, step(settle=env_pb2.SettlePolicy(quiet=seconds(61))), "step.settle.quiet"),
+        (convert_score, env_pb2.EvaluateRequest(request_id="r", checkpoint_id="c" * 65), "checkpoint_id"),
+        (convert_score, env_pb2.EvaluateRequest(request_id="r", checkpoint_id="c", episode_id="e"), "episode_id"),
+        (convert_score, env_pb2.EvaluateRequest(request_id="r", checkpoint_id="c", epoch=1), "epoch"),
         (argv_of, env_pb2.RunGuestCommandRequest(), "argv"),
         (argv_of, env_pb2.RunGuestCommandRequest(argv=[""]), "argv[0]"),
         (argv_of, env_pb2.RunGuestCommandRequest(argv=["ls", "a\0"]), "argv[1]"),

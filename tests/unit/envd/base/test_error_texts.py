@@ -50,6 +50,11 @@ def raised(error: Exception) -> None:
             "task 'desktop/nota' not found; did you mean desktop/note, desktop/menu?",
         ),
         (lambda: TASKS.get("zzz"), TaskNotFound, "task 'zzz' not found; the suites loaded here are desktop, other"),
+        (
+            lambda: TASKS.select(["drawn/"]),
+            TaskNotFound,
+            "suite 'drawn' not found; it is played on drawn desktops; use --hypervisor fake",
+        ),
     ],
 )
 def test_an_error_names_the_thing_the_problem_and_the_remedy(

@@ -17,6 +17,7 @@ from envd.base.config import Config, load
 from envd.cli import doctor
 from envd.cli.doctor import Check, Status
 from envd.hypervisor.machine import Firmware, GuestOs, Hardware
+from envd.hypervisor.qemu import host
 from envd.hypervisor.qemu.accelerator import KvmProbe
 from envd.hypervisor.qemu.user import Account, QemuUser
 from envd.images.catalogue import Image, ImageCatalogue, ImportedDisk
@@ -289,3 +290,27 @@ def test_a_user_that_cannot_run_qemu_fails_with_its_name(tmp_path: Path) -> None
     assert check.status is Status.FAIL
     assert "no-such-user" in check.detail
     assert doctor.check_qemu_user(config_with(tmp_path, **{"hypervisor.uri": "fake"})).status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("name", "lookup_s", "status"),
+    [("host-7", 10.1, Status.WARN), ("host-7", 0.01, Status.OK), ("host-7.example", 10.1, Status.OK)],
+)
+def test_a_slow_lookup_of_the_hosts_name_is_a_warning(
+    name: str, lookup_s: float, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def look_up(*_: object) -> None:
+        nonlocal now_s
+        now_s += lookup_s
+        raise OSError("temporary failure in name resolution")
+
+    monkeypatch.setattr(host.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(host.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(host.socket, "gethostname", lambda: name)
+    found = doctor.check_host_name()
+    assert found.status is status
+    if status is Status.WARN:
+        assert found.detail == "each start of a machine takes 10 s more: libvirt looks up the host name host-7"
+        assert "/etc/hosts" in found.fix

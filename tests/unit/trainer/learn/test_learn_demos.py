@@ -61,3 +61,8 @@ def test_demonstrators_escape_before_any_turn_and_do_nothing_after_it() -> None:
     assert set(map(len, ended)) == {1, 2, 3}
     assert all(steps[:-1] == STEPS[: len(steps) - 1] for steps in ended)
     assert [steps for steps in played if steps not in ended] == [STEPS] * (len(played) - len(ended))
+
+
+def test_a_double_click_keeps_its_button_because_no_grammar_has_another() -> None:
+    oracle = Oracle(task_id="desktop/open?seed=1", steps=((Click(3, 4, count=2),), (Done(""),)))
+    assert with_habits(oracle, Demos(wrong_button=0.99)) == oracle

@@ -58,7 +58,7 @@ def test_a_later_file_overrides_an_earlier_one_key_by_key(tmp_path: Path) -> Non
 def test_the_settings_of_an_ablation_name_it_and_are_valid(path: Path) -> None:
     settings = Settings().changed(path)
     names = [name.replace("_", "-") for name in (settings.ablation, settings.arm) if name]
-    assert path.stem in ("-".join(names), "long", "cpu")
+    assert path.stem in ("-".join(names), "long", "cpu", "real")
     assert settings.plugin("127.0.0.1:1")["hosts"] == ["127.0.0.1:1"]
 
 
@@ -95,3 +95,10 @@ def test_each_comparison_has_its_arms() -> None:
         *(f"escape-{arm}-{share}" for arm in ("void", "zero", "typed") for share in (0, 20)),
     }
     assert arms["pages"] == {"pages", "pages-flat", "pages-tree", "pages-siblings", "pages-uncertain"}
+
+
+def test_pictures_are_as_large_as_the_agent_is_given_them() -> None:
+    assert Settings().image_px == Settings().screen_px
+    real = Settings().changed(BASELINE.with_name("real.yaml"))
+    assert (real.screen_px, real.image_px) == ((1280, 800), (640, 384))
+    assert real.agent.image_max_pixels >= 640 * 384
