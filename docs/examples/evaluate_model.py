@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 endpoint, *model = sys.argv[1:]
 command = ["trainer", "eval", "--endpoint", endpoint, "--envd", os.environ.get("ENVD_TARGET", "127.0.0.1:50051")]
 if model:

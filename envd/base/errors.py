@@ -218,7 +218,8 @@ class ConfigError(EnvdError, reason="CONFIG_ERROR"):
 
 
 def cannot_bind(setting: str, address: str, reason: str) -> ConfigError:
-    return ConfigError(f"{setting} {address}: cannot be bound: {reason}; free it, or set {setting} to another")
+    stop = "stop what listens there, such as another envd, or " if "in use" in reason else ""
+    return ConfigError(f"{setting} {address}: cannot be bound: {reason}; {stop}set {setting} to another")
 
 
 class OsworldError(EnvdError, reason="OSWORLD_ERROR"):

@@ -69,8 +69,7 @@ def write_page(parts: list[Part], directory: Path) -> Path:
             text = json.dumps(part.outcome.as_json(), indent=1)
             (directory / f"{part.name}.json").write_text(text + "\n", encoding="utf-8")
     try:
-        plots = write_plots(directory)
-        note = ""
+        plots, note = write_plots(directory), ""
     except ConfigError as error:
         plots, note = [], str(error)
     page = directory / PAGE
@@ -83,13 +82,8 @@ def _page(parts: list[Part], plots: list[Path], note: str) -> str:
     reports = [part.outcome for part in parts if isinstance(part.outcome, BenchReport)]
     if reports:
         host |= {name: str(value) for name, value in reports[0].conditions.items()}
-    return _TEMPLATE.substitute(
-        host=_rows(host.items()),
-        parts="\n".join(
-            _section(part, [plot for plot in plots if plot.stem.split("-")[0] == part.name]) for part in parts
-        ),
-        note=html.escape(note),
-    )
+    sections = [_section(part, [plot for plot in plots if plot.stem.split("-")[0] == part.name]) for part in parts]
+    return _TEMPLATE.substitute(host=_rows(host.items()), parts="\n".join(sections), note=html.escape(note))
 
 
 def _section(part: Part, plots: list[Path]) -> str:
@@ -97,8 +91,9 @@ def _section(part: Part, plots: list[Path]) -> str:
     if isinstance(part.outcome, str):
         return f"{title}<p>Not measured: {html.escape(part.outcome)}.</p>"
     figures = _rows(
-        (each.name, text_of(each.value), str(each.target or ""), _VERDICTS[each.met], each.meaning)
+        (each.name, text_of(each.value), target if verdict else "", verdict, each.meaning)
         for each in part.outcome.figures
+        for target, verdict in [(str(each.target), _VERDICTS[each.met])]
     )
     checks = "".join(
         f"<p>{'passed' if check.passed else '<b>failed</b>'}: {html.escape(f'{check.name}: {check.evidence}')}</p>"

@@ -27,7 +27,7 @@ from envd.cli.remote import (
     since,
 )
 
-_COMMANDS = {"export": ("envd.cli.episodes_export:export", "Write a recorded episode as a video (MP4, WebM or GIF).")}
+_COMMANDS = {"export": ("envd.cli.episodes_export:export", "Write a recorded episode as a video, page or JSON lines.")}
 
 app = typer.Typer(
     cls=lazy_group(_COMMANDS),

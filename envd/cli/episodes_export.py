@@ -1,6 +1,7 @@
 """`envd episodes export`: write a recorded episode as a video, a page or JSON lines. Needs no daemon."""
 
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -57,24 +58,14 @@ def export(
     recording = Library(source).read(episode_id)
     try:
         with progress(f"exporting {episode_id}") as report:
-            if (write := _WRITERS.get(export_format)) is not None:
-                write(recording, path, progress=lambda fraction: report("steps", fraction))
-            else:
-                export_video(
-                    recording,
-                    path,
-                    VideoFormat(export_format.value),
-                    max_pause_s=max_pause,
-                    speed=speed,
-                    progress=lambda fraction: report("frames", fraction),
-                )
+            write = _WRITERS.get(export_format) or partial(
+                export_video, video_format=VideoFormat(export_format.value), max_pause_s=max_pause, speed=speed
+            )
+            write(recording, path, progress=lambda fraction: report("written", fraction))
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from error
+    count, size_bytes = len(recording.frames), path.stat().st_size
     if as_json:
-        emit_json({"path": str(path), "frames": len(recording.frames), "bytes": path.stat().st_size})
+        emit_json({"path": str(path), "frames": count, "bytes": size_bytes})
     else:
-        out.print(
-            f"wrote {path}: {len(recording.frames)} frames, {path.stat().st_size / 1e6:.1f} MB",
-            markup=False,
-            soft_wrap=True,
-        )
+        out.print(f"wrote {path}: {count} frames, {size_bytes / 1e3:.0f} kB", markup=False, soft_wrap=True)

@@ -14,6 +14,8 @@ _PHRASES = {
     "Input should be less than or equal to": "must be at most",
     "Input should": "must",
     "String should": "must",
+    ", unable to parse string as an integer": "",
+    ", unable to parse string as a number": "",
 }
 
 

@@ -532,7 +532,7 @@ async def test_a_port_in_use_fails_the_start_without_words_of_grpc(
     server: ApiServer, episodes: StubEpisodes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     second = ApiServer(episodes, listen=server.address, metrics=Metrics())
-    with pytest.raises(ConfigError, match=f"listen {server.address}: cannot be bound: address already in use; free"):
+    with pytest.raises(ConfigError, match=f"listen {server.address}: cannot be bound: address already in use; stop"):
         await second.start()
     assert capfd.readouterr().err == ""
     await second.stop()

@@ -6,6 +6,8 @@ import copy
 import inspect
 import traceback
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -139,6 +141,7 @@ async def test_a_target_without_a_daemon_fails_at_once_and_says_what_to_do(count
                 async with client.reset(TASK):  # which may take ten minutes
                     pass
     assert isinstance(caught.value, trainer.Unavailable)
+    assert "last error" not in str(caught.value)
     assert str(copy.copy(caught.value)) == str(caught.value)  # also in another process
 
 
@@ -222,6 +225,24 @@ async def test_a_reset_that_waits_logs_for_what(
         episodes.reset_gate.set()
         await (await opening).close()
         assert [task for task in asyncio.all_tasks() if task.get_name().startswith("waits:")] == []
+
+
+async def test_a_wait_is_logged_when_its_reason_changes_and_every_sixth_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_opening, "_INTERVAL_S", 0)
+    problems = iter("aabbaaa")
+
+    async def attempt(*_: Any, **_options: Any) -> env_pb2.ListPoolsResponse:
+        problem = next(problems, None)
+        if problem is None:
+            raise asyncio.CancelledError
+        return env_pb2.ListPoolsResponse(pools=[env_pb2.Pool(name="p", waiting_count=1, problem=problem)])
+
+    with pytest.raises(asyncio.CancelledError):
+        await client_opening.log_waits(cast("Any", SimpleNamespace(target="host:1", attempt=attempt)))
+    assert [record.getMessage()[-1] for record in caplog.records] == ["a", "b", "a"]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
 @pytest.mark.parametrize(

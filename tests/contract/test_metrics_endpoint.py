@@ -136,7 +136,7 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_are_served
 async def test_a_taken_port_is_a_configuration_error() -> None:
     async with serve_metrics(Metrics(), "127.0.0.1:0") as address:
         with pytest.raises(
-            ConfigError, match=f"metrics_listen {address}: cannot be bound: address already in use; free it, or"
+            ConfigError, match=f"metrics_listen {address}: cannot be bound: address already in use; stop what"
         ):
             async with serve_metrics(Metrics(), address):
                 pass

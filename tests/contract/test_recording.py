@@ -282,6 +282,7 @@ async def test_a_recording_becomes_a_video_of_its_frames(
             *_, frame = video.decode(video=0)
             shown_HWC = frame.to_ndarray(format="rgb24").astype(int)
             assert video.format.name.split(",")[0] in {"mov", "matroska"}
+            assert (video.duration or 0) / av.time_base >= frame.time
     assert shown_HWC.shape == last_HWC.shape
     # The pointer and the codec differ a little.
     assert np.abs(shown_HWC - last_HWC).mean() < 12
@@ -321,6 +322,8 @@ async def test_the_command_exports_a_page_that_shows_each_step(directory: Path, 
     titles = [html.unescape(title) for title in re.findall(r"<h2>(.*?)</h2>", page)]
     assert titles == ["start", "step 1: click 379,311", "step 2: type '<script>alert(1)</script>'"]
     assert "<script" not in page
+    assert re.findall(r"<dt>(.*?)</dt>", page).count("score") == 1
+    assert "[{" not in page
     screens = [base64.b64decode(text) for text in re.findall(r'src="data:image/webp;base64,(.*?)"', page)]
     sizes = []
     for screen in screens:

@@ -5,8 +5,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -94,7 +93,10 @@ def learn_command(
         # As Ctrl-C: a process that is killed at once would leave its daemons.
         running.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         needs_hosts = any(each in (Stage.DEMOS, Stage.RL, Stage.REPLAY) for each in wanted)
-        hosts = running.enter_context(work.hosts(envd or [])) if needs_hosts else []
+        hosts = envd or []
+        if needs_hosts and not hosts:
+            # Each run has its own, because several may share the demonstrations and the cloned policy.
+            hosts = running.enter_context(started_daemons(work.run / "daemons" / work.name, work.settings))
         for each in wanted:
             err.print(f"stage {each.value}", markup=False)
             match each:
@@ -135,16 +137,6 @@ class _Work:
     seed: int
     name: str
     resume: bool
-
-    @contextmanager
-    def hosts(self, given: list[str]) -> Iterator[list[str]]:
-        """Yield the daemons' addresses."""
-        if given:
-            yield given
-            return
-        # Each run has its own, because several may share the demonstrations and the cloned policy.
-        with started_daemons(self.run / "daemons" / self.name, self.settings) as hosts:
-            yield hosts
 
     def demos(self, hosts: list[str]) -> None:
         """Play oracles, unless that is done."""
@@ -187,8 +179,10 @@ class _Work:
 
         runs = [self.run, *(path.expanduser().resolve() for path in more)]
         results = write_report(list(dict.fromkeys(runs)), self.run / "report")
-        shown = {name: value for name, value in results["grpo"].items() if name.startswith(("held", "seeds", "incom"))}
-        out.print_json(json.dumps(shown))
+        grpo, named = results["grpo"], results["runs"].items()
+        shown = {name: value for name, value in grpo.items() if name.startswith(("held", "seeds", "incom"))}
+        solved = {"solved_frac": {name: run["solved_frac"] for name, run in named if "solved_frac" in run}}
+        out.print_json(json.dumps(shown if grpo["seeds"] else solved))
         err.print(f"{self.run / 'report'} has results.json and plots", markup=False, soft_wrap=True)
 
     def replay(self, host: str, slime_home: Path, task: str) -> None:

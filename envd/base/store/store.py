@@ -314,7 +314,9 @@ def _open(path: Path) -> sqlite3.Connection:
     except OSError as error:
         raise ConfigError(f"{path} cannot be opened: {error.strerror}; choose another --state-dir") from error
     except sqlite3.Error as error:
-        raise ConfigError(f"{path} is not usable: {error}; move it away to start with an empty database") from error
+        is_full = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
+        remedy = "free space on its disk" if is_full else "move it away to start with an empty database"
+        raise ConfigError(f"{path} is not usable: {error}; {remedy}") from error
     return connection
 
 

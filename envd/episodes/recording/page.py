@@ -29,12 +29,8 @@ def write_page(recording: Recording, path: Path, *, progress: Callable[[float], 
         detail = "; ".join((f"{step.get('ms', 0)} ms, {settled}", *map(str, step.get("unrecorded", ()))))
         sections.append(_section(title, detail, _screen(recording, recording.after(step))))
         progress(count / len(recording.steps))
-    path.write_text(
-        _TEMPLATE.substitute(
-            episode=html.escape(recording.name), facts=_facts(recording), sections="\n".join(sections)
-        ),
-        encoding="utf-8",
-    )
+    names = {"episode": html.escape(recording.name), "facts": _facts(recording), "sections": "\n".join(sections)}
+    path.write_text(_TEMPLATE.substitute(names), encoding="utf-8")
 
 
 def _facts(recording: Recording) -> str:
@@ -43,7 +39,7 @@ def _facts(recording: Recording) -> str:
     }
     if recording.frames:
         facts["start"] = datetime.fromtimestamp(recording.frames[0].time_s, UTC).isoformat(timespec="seconds")
-    facts |= {name: value for name, value in (recording.end or {}).items() if value}
+    facts |= {name: value for name, value in (recording.end or {}).items() if value and name != "checks"}
     if recording.score:
         facts["score"] = recording.score.get("score")
         facts |= {

@@ -20,8 +20,9 @@ _LAST_FRAME_S = 2.0
 _GIF_WIDTH_PX = 800
 #: An arrow with its tip at (0, 0).
 _ARROW = ((0, 0), (0, 17), (4, 13), (7, 20), (10, 19), (7, 12), (12, 12))
+# MP4 without B-frames: with them the file claims a shorter duration than its last frame's time.
 _CODECS = {
-    "mp4": ("libx264", {"crf": "23", "preset": "veryfast"}),
+    "mp4": ("libx264", {"crf": "23", "preset": "veryfast", "bf": "0"}),
     "webm": ("libvpx-vp9", {"crf": "34", "b": "0", "deadline": "realtime", "cpu-used": "8"}),
 }
 

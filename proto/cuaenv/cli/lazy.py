@@ -1,5 +1,7 @@
 """Lazily imported commands: importing all of them would delay each command and completion by about a second."""
 
+import inspect
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -33,19 +35,20 @@ class LazyCommand(TyperCommand):
         module, _, attribute = self._target.partition(":")
         found = getattr(import_module(module), attribute)
         if isinstance(found, typer.Typer):
-            return _without_bool(get_group(found))
+            return _tidied(get_group(found))
         alone = typer.Typer(add_completion=False)
         alone.command(self.name, context_settings=getattr(found, "context_settings", None))(found)
-        return _without_bool(get_command(alone))
+        return _tidied(get_command(alone))
 
 
-def _without_bool(command: Any) -> Any:
-    """Return a command whose help does not show switches with a value, `<bool>`."""
+def _tidied(command: Any) -> Any:
+    """Return a command whose help shows switches without a value, `<bool>`, and paragraphs without line breaks."""
+    command.help = re.sub(r"(?<!\n)\n(?=\S)(?!- )", " ", inspect.cleandoc(command.help or ""))
     for option in [*command.params, command.get_help_option(typer.Context(command))]:
         if getattr(option, "is_flag", False):
             option.metavar = ""
     for each in getattr(command, "commands", {}).values():
-        _without_bool(each)
+        _tidied(each)
     return command
 
 
@@ -59,8 +62,8 @@ def lazy_group(commands: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
                 self.add_command(LazyCommand(name, target=target, summary=summary))
 
         def format_help(self, ctx: Any, formatter: Any) -> None:
-            """Print the help, without `<bool>`; typer adds options of its own after `__init__`."""
-            _without_bool(self)
+            """Print the help, tidied; typer adds options of its own after `__init__`."""
+            _tidied(self)
             super().format_help(ctx, formatter)
 
         def invoke(self, ctx: Any) -> Any:

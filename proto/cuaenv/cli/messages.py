@@ -6,7 +6,7 @@ from cuaenv.client import EnvError, Unauthenticated, Unavailable
 def message_of(error: Exception) -> str:
     """Return what to print for an error."""
     match error:
-        case Unavailable(reason="", host=host) if host:
+        case Unavailable(reason="", host=host) if host and not host.startswith("ray://"):
             return f"daemon {host}: {error.args[0]}; start it, or correct --envd; a daemon with TLS needs --tls-ca"
         case Unauthenticated():
             return f"{error.args[0]}; commands read the token from the variable ENVD_TOKEN"

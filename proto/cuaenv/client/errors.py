@@ -4,6 +4,7 @@ A class lists the causes that it stands for: reasons of `cuaenv.reasons`, and gR
 client and for failures of gRPC itself, which have none.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from datetime import timedelta
 
@@ -259,6 +260,9 @@ class ServiceFault(SampleVoid, causes=["INTERNAL", "UNKNOWN"]):
     """Any other fault of the service."""
 
 
+_GRPC_PREFIX = re.compile(r"failed to connect to all addresses; last error: [A-Z_]+: (\S+: )?")
+
+
 def error_of(failure: grpc.aio.AioRpcError, *, host: str) -> EnvError:
     """Return the typed error of a call that failed at a host."""
     code, reason, invalid_field = failure.code(), "", ""
@@ -278,7 +282,7 @@ def error_of(failure: grpc.aio.AioRpcError, *, host: str) -> EnvError:
     kind = _BY_CAUSE.get(reason) or _BY_CAUSE.get(code.name, EnvError)
     return kind(
         # Its remedy is for callers of the contract; this client retries by itself.
-        (failure.details() or code.name).removesuffix("; retry with the same request_id"),
+        _GRPC_PREFIX.sub("", failure.details() or code.name).removesuffix("; retry with the same request_id"),
         code=code.name,
         reason=reason,
         metadata=metadata,

@@ -6,6 +6,7 @@ closes the episodes. If the host never responds, their ids stay unknown; their l
 """
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -162,15 +163,19 @@ class Opener:
 
 
 _INTERVAL_S: Final = 5.0
+_REPEATED_AFTER: Final = 6
 
 
 async def log_waits(connection: Connection) -> None:
-    """Log every 5 s which of a host's pools have no machine to give, and why, until cancelled.
+    """Log every 5 s which of a host's pools have no machine to give, and why, until cancelled; the same every 30 s.
 
     A pool without machines is a warning, so it is visible without a configuration of logging. Queues are normal.
     """
-    while True:
+    logged: set[str] = set()
+    for count in itertools.count():
         await asyncio.sleep(_INTERVAL_S)
+        if count % _REPEATED_AFTER == 0:
+            logged.clear()
         try:
             request = env_pb2.ListPoolsRequest(include_queue=True)
             pools = (await connection.attempt("ListPools", request, timeout_s=_INTERVAL_S)).pools
@@ -179,9 +184,10 @@ async def log_waits(connection: Connection) -> None:
         for pool in pools:
             is_empty = not pool.idle_count + pool.leased_count
             reason = wait_reason(pool)
-            if reason:
-                level = logging.WARNING if is_empty else logging.INFO
-                logger.log(level, "waiting for pool %s at %s: %s", pool.name, connection.target, reason)
+            message = f"waiting for pool {pool.name} at {connection.target}: {reason}"
+            if reason and message not in logged:
+                logged.add(message)
+                logger.log(logging.WARNING if is_empty else logging.INFO, message)
 
 
 def wait_reason(pool: env_pb2.Pool) -> str:

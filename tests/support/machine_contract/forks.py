@@ -227,7 +227,7 @@ class ForkContract(MachineFixtures):
         self, hypervisor: Hypervisor, template: Snapshot
     ) -> None:
         async with self.fork(hypervisor, template) as machine:
-            with pytest.raises(HypervisorError, match="not waiting for a state"):
+            with pytest.raises(HypervisorError, match=f"not waiting for a state of .*template {template.digest[:12]}"):
                 await hypervisor.load(machine, template)
             assert machine.lost.is_set()
         assert self.leftovers(hypervisor, machine.machine_id) == []

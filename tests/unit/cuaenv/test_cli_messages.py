@@ -13,6 +13,11 @@ def test_an_unreachable_daemon_is_named_with_the_options_that_correct_it() -> No
     assert message == "daemon a:1: Connection refused; start it, or correct --envd; a daemon with TLS needs --tls-ca"
 
 
+def test_a_missing_ray_cluster_is_not_called_a_daemon() -> None:
+    error = Unavailable("ray://auto: no Ray cluster can be reached: none runs", host="ray://auto")
+    assert message_of(error) == "ray://auto: no Ray cluster can be reached: none runs"
+
+
 def test_a_missing_token_is_reported_with_its_variable() -> None:
     message = message_of(Unauthenticated("no token", code="UNAUTHENTICATED"))
     assert message == "no token; commands read the token from the variable ENVD_TOKEN"

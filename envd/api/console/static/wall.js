@@ -284,7 +284,7 @@ function renderPools() {
     const numbers = ["leased", "reserved", "idle", "starting", "dying"].filter((state) => pool[state] || state === "leased" || state === "idle")
       .map((state) => `${pool[state]} ${state}`);
     if (pool.waiting) numbers.push(`${pool.waiting} waited for`);
-    const holders = Object.entries(pool.held_by_run).sort((a, b) => b[1] - a[1]).map(([run, count]) => `${run || "no run"} ${count}`);
+    const holders = Object.entries(pool.held_by_run).sort((a, b) => b[1] - a[1]).map(([run, count]) => `${run || "no run"}: ${count}`);
     if (holders.length) numbers.push(`held by ${holders.slice(0, 6).join(", ")}${holders.length > 6 ? ", …" : ""}`);
     card.append(head, bar, element("div", "numbers", numbers.join(" · ")));
     if (pool.problem) card.append(element("div", "why", pool.problem));

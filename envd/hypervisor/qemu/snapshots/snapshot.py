@@ -127,6 +127,9 @@ class LibvirtSnapshot:
         else:
             self.parent.acquire()
 
+    def __repr__(self) -> str:
+        return f"{self.ref.kind} {self.digest[:12]}"
+
     @property
     def _own_paths(self) -> tuple[Path, ...]:
         image = self.spec.image

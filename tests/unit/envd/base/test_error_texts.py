@@ -31,8 +31,13 @@ def raised(error: Exception) -> None:
         (
             lambda: raised(cannot_bind("metrics_listen", "127.0.0.1:9464", "address already in use")),
             ConfigError,
-            "metrics_listen 127.0.0.1:9464: cannot be bound: address already in use; free it, or set metrics_listen"
-            " to another",
+            "metrics_listen 127.0.0.1:9464: cannot be bound: address already in use; stop what listens there, such as"
+            " another envd, or set metrics_listen to another",
+        ),
+        (
+            lambda: raised(cannot_bind("listen", "127.0.0.1:80", "permission denied")),
+            ConfigError,
+            "listen 127.0.0.1:80: cannot be bound: permission denied; set listen to another",
         ),
         (
             lambda: raised(RequestIdReused("r1")),

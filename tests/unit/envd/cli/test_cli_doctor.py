@@ -4,6 +4,7 @@ import getpass
 import json
 import socket
 import subprocess
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,6 @@ from envd.base.config import Config, load
 from envd.cli import doctor
 from envd.cli.doctor import Check, Status
 from envd.hypervisor.machine import Firmware, GuestOs, Hardware
-from envd.hypervisor.qemu import host
 from envd.hypervisor.qemu.accelerator import KvmProbe
 from envd.hypervisor.qemu.user import Account, QemuUser
 from envd.images.catalogue import Image, ImageCatalogue, ImportedDisk
@@ -306,9 +306,9 @@ def test_a_slow_lookup_of_the_hosts_name_is_a_warning(
         now_s += lookup_s
         raise OSError("temporary failure in name resolution")
 
-    monkeypatch.setattr(host.time, "monotonic", lambda: now_s)
-    monkeypatch.setattr(host.socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(host.socket, "gethostname", lambda: name)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
     found = doctor.check_host_name()
     assert found.status is status
     if status is Status.WARN:

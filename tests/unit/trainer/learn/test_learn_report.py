@@ -8,7 +8,9 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from typer.testing import CliRunner
 
+from trainer.cli.app import app
 from trainer.learn import LearnError, report
 from trainer.learn.metrics import MetricsLog
 from trainer.learn.record import Evaluation, Score, read_record, recorded
@@ -77,6 +79,17 @@ def test_a_run_without_evaluations_has_its_training_curves(tmp_path: Path) -> No
     assert results["runs"]["rl-0"]["updates"] == 2
     assert (tmp_path / "report/success_frac.svg").exists()
     assert not (tmp_path / "report/held_out.svg").exists()
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_the_command_shows_held_out_success_or_else_that_of_training(tmp_path: Path) -> None:
+    made_up_run(tmp_path, "rl-0", updates=10)
+    command = ["learn", "report", "--run", str(tmp_path)]
+    shown = json.loads(CliRunner().invoke(app, command).stdout)
+    assert shown == {"solved_frac": {"rl-0": [pytest.approx(0.3), pytest.approx(0.8)]}}
+    made_up_run(tmp_path, "rl-1", BEFORE, AFTER)
+    shown = json.loads(CliRunner().invoke(app, command).stdout)
+    assert (shown["seeds"], shown["incomplete"], shown["held_out_before"]) == (1, 1, 0.2)
 
 
 @pytest.mark.usefixtures("without_plots")

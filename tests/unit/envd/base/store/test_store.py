@@ -313,9 +313,24 @@ async def test_a_database_of_a_newer_envd_is_refused_and_unchanged(path: Path) -
 @pytest.mark.parametrize("content", [b"not a database at all, but long enough to be taken for one" * 20])
 async def test_a_file_that_is_not_a_database_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="usable"):
+    with pytest.raises(ConfigError, match=r"usable.*; move it away to start with an empty database"):
         SqliteStore(path)
     assert path.read_bytes() == content
+
+
+async def test_a_full_disk_is_a_configuration_error_that_asks_for_space(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = sqlite3.connect
+
+    def full(*args: Any, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(*args, **options)
+        connection.execute("PRAGMA max_page_count = 2")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", full)
+    with pytest.raises(ConfigError, match="database or disk is full; free space on its disk"):
+        SqliteStore(path)
 
 
 async def test_another_programs_database_is_refused(path: Path) -> None:

@@ -1,0 +1,72 @@
+"""The page of `envd bench report`: targets that apply, figures that were not measured, and benchmarks that failed."""
+
+import asyncio
+import html
+import json
+import re
+from pathlib import Path
+
+from envd.base.errors import ConfigError
+from envd.bench.host_report import Part, Report, measure_host, write_page
+from envd.bench.report import BenchReport, Check, Figure, Target
+
+LIMIT = Target.of("<= 20")
+FIGURES = [
+    Figure(name="met_ms", value=12.5, meaning="the time of <all>", target=LIMIT),
+    Figure(name="missed_ms", value=25.0, meaning="the same", target=LIMIT),
+    Figure(name="exempt_ms", value=30.0, meaning="the same", target=LIMIT, exempt="drawn desktops"),
+    Figure(name="unmeasured_mib", value=None, meaning="memory", target=LIMIT),
+]
+REPORT = BenchReport(
+    benchmark="fork",
+    conditions={"kernel": "6.1", "machines": 4},
+    figures=FIGURES,
+    checks=[Check(name="same", passed=False, evidence="1 of 2")],
+)
+
+
+def rows_of(page: str) -> list[list[str]]:
+    rows = re.findall(r"<tr>(<td>.*?)</tr>", page)
+    return [[html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)] for row in rows]
+
+
+def test_the_page_has_conditions_figures_checks_and_the_targets_that_apply(tmp_path: Path) -> None:
+    parts = [Part(name="fork", outcome=REPORT), Part(name="episodes", outcome="no image")]
+    page = write_page(parts, tmp_path / "report").read_text()
+    _processor, *rows = rows_of(page)
+    assert rows == [
+        ["kernel", "6.1"],
+        ["machines", "4"],
+        ["met_ms", "12.5", "<= 20", "met", "the time of <all>"],
+        ["missed_ms", "25", "<= 20", "missed", "the same"],
+        ["exempt_ms", "30", "", "", "the same"],
+        ["unmeasured_mib", "-", "", "", "memory"],
+    ]
+    assert "<b>failed</b>: same: 1 of 2" in page
+    assert "<h2>episodes</h2><p>Not measured: no image.</p>" in page
+    assert json.loads((tmp_path / "report" / "fork.json").read_text()) == json.loads(json.dumps(REPORT.as_json()))
+
+
+async def test_a_benchmark_that_fails_or_runs_too_long_leaves_the_others_measured() -> None:
+    async def fails(_: Report) -> BenchReport:
+        raise ConfigError("no image")
+
+    async def measures(report: Report) -> BenchReport:
+        report("forking", 0.5)
+        return REPORT
+
+    async def hangs(_: Report) -> BenchReport:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    progress: list[tuple[str, float]] = []
+
+    def add(stage: str, fraction: float) -> None:
+        progress.append((stage, fraction))
+
+    parts = await measure_host(
+        {"episodes": fails, "fork": measures, "scale": hangs, "step": hangs}, limit_s=0.6, report=add
+    )
+    late = "not finished within the 0.01 minutes of the report"
+    assert [part.outcome for part in parts] == ["no image", REPORT, late, late]
+    assert progress == [("fork: forking", 0.375)]
