@@ -36,7 +36,6 @@ def scale_configs(settings: Config, *, machine_count: int, daemon_count: int = 1
             # As for the command itself: records would disturb its output and timing.
             "log_level": "warning" if settings.log_level == "info" else settings.log_level,
             "limits": own.limits.model_copy(update={"max_steps": MAX_STEPS}),
-            "hypervisor": own.hypervisor.model_copy(update={"template_dir": own.state_dir / "templates"}),
         }
         configs.append(own.model_copy(update=update))
     return configs

@@ -36,8 +36,8 @@ def ephemeral_config(settings: Config, *, name: str, pool: dict[str, Any], image
         own_pool = configured or own_pool.model_copy(update={"image": image})
     # Validated again, because defaults depend on other settings.
     own_pool = PoolConfig(**(own_pool.model_dump(exclude_unset=True) | pool))
-    # The root of an embedded driver allows one daemon at a time, and this daemon's templates must not displace the
-    # operator's. Unset, both are below the state directory.
+    # The root of an embedded driver allows one daemon at a time. The templates are shared, so that only the first
+    # command or daemon waits for a boot.
     uri = backend_of(settings.hypervisor.uri).private_uri(settings.hypervisor.uri)
     return settings.model_copy(
         update={
@@ -49,7 +49,7 @@ def ephemeral_config(settings: Config, *, name: str, pool: dict[str, Any], image
             # The command has no token, and must not be rate-limited.
             "security": SecurityConfig(calls_per_second=0),
             "state_dir": settings.state_dir / name,
-            "hypervisor": settings.hypervisor.model_copy(update={"uri": uri, "template_dir": None}),
+            "hypervisor": settings.hypervisor.model_copy(update={"uri": uri, "template_dir": settings.template_dir}),
             "pools": {DEFAULT_IMAGE: own_pool},
         }
     )

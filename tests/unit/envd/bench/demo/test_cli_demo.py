@@ -89,6 +89,7 @@ def test_a_demo_has_capacity_for_group_and_branches_free_ports_and_its_own_state
     own = demo_config(served)
     assert (own.listen, own.metrics_listen, own.state_dir) == ("127.0.0.1:0", "127.0.0.1:0", tmp_path / "demo")
     assert own.hypervisor.uri == ""
+    assert own.template_dir == served.template_dir
     assert own.pools.keys() == {"desktop"}
     assert (own.pools["desktop"].capacity, own.pools["desktop"].memory_mib) == (7, 2048)
 
