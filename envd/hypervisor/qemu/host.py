@@ -82,13 +82,14 @@ def slow_name() -> str:
     Takes as long as such a lookup.
     """
     name, started_s = socket.gethostname(), time.monotonic()
+    if "." in name:
+        return ""
     with suppress(OSError):
         socket.getaddrinfo(name, None)
     seconds = time.monotonic() - started_s
-    is_slow = "." not in name and seconds > _SLOW_LOOKUP_S
-    return (
-        f"each start of a machine takes {seconds:.0f} s more: libvirt looks up the host name {name}" if is_slow else ""
-    )
+    if seconds < _SLOW_LOOKUP_S:
+        return ""
+    return f"each start of a machine takes {seconds:.0f} s more: libvirt looks up the host name {name}"
 
 
 def embedded_root(uri: str) -> Path | None:
