@@ -30,6 +30,8 @@ from tests.support.program import Program, run_program
 ENVD = (sys.executable, "-m", "envd")
 Act = Callable[[Page], Awaitable[None]]
 
+pytestmark = pytest.mark.long
+
 
 async def test_a_person_drives_from_a_checkpoint_to_a_score(tmp_path: Path) -> None:
     async with wall(tmp_path, 2) as shown:
@@ -114,7 +116,6 @@ ITEMS = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_tasks_are_shown_in_the_page_verified_and_given_variants(tmp_path: Path) -> None:
     words = ("--hypervisor", "fake", "--state-dir", str(tmp_path / "state"))
@@ -173,7 +174,6 @@ async def _select_line(page: Page) -> None:
 
 
 @pytest.mark.vm
-@pytest.mark.long
 @pytest.mark.timeout(1800)
 async def test_people_and_an_agent_take_turns_on_a_real_machine(
     tmp_path: Path, vm_state_dir: Path, desktop_image: GuestImage, template_dir: Path
@@ -254,7 +254,6 @@ async def _rewrite(page: Page) -> None:
 
 
 @pytest.mark.vm
-@pytest.mark.long
 @pytest.mark.timeout(3000)
 async def test_tasks_are_shown_on_a_real_machine_and_verified(
     tmp_path: Path, vm_state_dir: Path, desktop_image: GuestImage

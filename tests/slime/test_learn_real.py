@@ -284,7 +284,7 @@ class Bandit:
         self.generator = torch.Generator().manual_seed(0)
         self.success: list[float] = []
 
-    def rollout(self, number: int) -> Any:
+    def rollout(self, number: int, **_: Any) -> Any:
         from trainer.learn.loss import TrainRow
         from trainer.learn.sampler import Prompt, Sampler
         from trainer.learn.workers import Batch
@@ -352,7 +352,7 @@ def test_an_update_favours_replies_by_their_advantages(frames: Any, tmp_path: Pa
     # Small steps: a large one for one prompt also changes the replies to others.
     learner, rollouts = bandit(frames, tmp_path, learning_rate=1e-4)
     batch = rollouts.rollout(0)
-    rollouts.rollout = lambda _: batch  # type: ignore[method-assign, assignment]
+    rollouts.rollout = lambda *_, **__: batch  # type: ignore[method-assign]
 
     def log_probs() -> Any:
         ids = [torch.tensor([row.tokens]) for row in batch.rows]
@@ -427,12 +427,46 @@ def test_the_engine_answers_many_requests_as_sglang_does(policy: Any, engine: An
         assert meta["finish_reason"]["type"] in ("stop", "length")
 
 
-def test_equal_pictures_of_requests_are_one_tensor(policy: Any, frames: Any) -> None:
-    from trainer.learn.engine import _frame
+def test_equal_pictures_of_requests_are_encoded_once(
+    policy: Any, engine: Any, frames: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    patches = policy.patches
 
-    uris = [request_of(policy, frame)["image_data"][0] for frame in (frames[0], frames[0].clone(), frames[1])]
-    assert _frame(uris[0]) is _frame(uris[1])
-    assert not _frame(uris[0]).equal(_frame(uris[2]))
+    def counted(frames_BHW3: Any) -> Any:
+        counts.append(len(frames_BHW3))
+        return patches(frames_BHW3)
+
+    async def ask_all() -> list[tuple[int, Any]]:
+        # Each port belongs to a process of its own.
+        chosen = (frames[0], frames[0].clone(), frames[1])
+        asked = ((request_of(policy, frame), port) for frame in chosen for port in range(2))
+        return await asyncio.gather(*(ask(engine, payload, port=port) for payload, port in asked))
+
+    monkeypatch.setattr(policy, "patches", counted)
+    monkeypatch.setattr("trainer.learn.engine._GATHER_S", 2.0)
+    assert [status for status, _ in asyncio.run(ask_all())] == [200] * 6
+    assert counts == [2]
+
+
+def test_a_served_process_that_ended_is_reported_to_the_learner(policy: Any, frames: Any) -> None:
+    import multiprocessing
+    import time
+
+    from trainer.learn import LearnError
+    from trainer.learn.engine import Engine
+
+    with Engine(policy, seed=0, max_running=2) as engine:
+        assert asyncio.run(ask(engine, request_of(policy, frames[0])))[0] == 200
+        (front,) = multiprocessing.active_children()
+        front.kill()
+        front.join()
+        for _ in range(100):
+            if engine.failure:
+                break
+            time.sleep(0.05)
+        with pytest.raises(LearnError, match="engine: a process that serves it ended"):
+            engine.check()
 
 
 def test_a_request_without_its_image_is_refused(policy: Any, engine: Any, frames: Any) -> None:

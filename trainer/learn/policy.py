@@ -32,6 +32,9 @@ class Policy:
                 f"checkpoint {checkpoint}: its model is {kind}, and only qwen3_vl learns here; use another"
             )
         self._modeling: Any = modeling_qwen3_vl
+        self.checkpoint = checkpoint
+        # cuDNN plans each new shape for tens of milliseconds, and nearly every batch has another one.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.device = torch.device(device)
         self.model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).to(self.device)
         self.processor: Any = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True)

@@ -87,7 +87,7 @@ class Learner:
         started_s = time.monotonic()
         self.policy.model.eval()
         with self._engine_checked():
-            rollout = self._workers.rollout(self.done)
+            rollout = self._workers.rollout(self.done, device=self.policy.device)
         rolled_s = time.monotonic() - started_s
         metrics = metrics_of(rollout.records)
         self._guard.check(self.done, metrics)
@@ -188,7 +188,7 @@ class Learner:
         ]
         at = torch.tensor(places, device=policy.device).T
         distinct = sorted({row.image for row in rows})
-        images = torch.stack([patches[image] for image in distinct]).to(policy.device).float()
+        images = torch.stack([patches[image] for image in distinct]).float()
         image_B = torch.tensor([distinct.index(row.image) for row in rows], device=policy.device)
         logits = policy.logits(ids, images, (at[0], at[1]), image_B=image_B) / options.temperature
         table_NV = torch.log_softmax(logits, dim=-1)

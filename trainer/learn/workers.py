@@ -152,7 +152,8 @@ class Workers:
                 process.join()
             pipe.close()
 
-    def rollout(self, number: int) -> Batch:
+    def rollout(self, number: int, *, device: Any = "cpu") -> Batch:
+        """Roll out once; the patches are on `device`. Raises: LearnError: A process failed."""
         import torch  # noqa: PLC0415 -- seconds
 
         found = Batch()
@@ -166,7 +167,7 @@ class Workers:
                 path = self._specs[index].exchange / f"{index}.bin"
                 flat = torch.from_file(str(path), size=math.prod(answer["shape"]), dtype=torch.bfloat16)
                 # Copied: the process overwrites its file in the next rollout.
-                found.patches += flat.reshape(answer["shape"]).clone().unbind()
+                found.patches += flat.reshape(answer["shape"]).to(device, copy=True).unbind()
         return found
 
     def evaluate(self, number: int, *, temperature: float) -> list[Score]:
