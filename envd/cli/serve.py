@@ -145,6 +145,8 @@ class _Serving:
                         line += f" after {time.monotonic() - begin_s:.0f} s"
                     self.print_line(line)
                     self.manager.status(line)
+            if not waiting:
+                return  # a busy pool changes at every reset and close
 
 
 def is_ready(info: PoolStatus, *, size: int) -> bool:
@@ -162,6 +164,6 @@ def progress_line(info: PoolStatus, *, size: int | None) -> str:
     problem = f"; {textwrap.shorten(info.problem, _PROBLEM_CHARS)}" if info.problem else ""
     ready_count = info.idle_count + info.leased_count
     if not ready_count and not info.template_digest:
-        duration = "; without KVM this takes one to two minutes" if info.accelerator == "tcg" else ""
+        duration = "; without KVM the first one takes one to two minutes" if info.accelerator == "tcg" else ""
         return f"pool {info.name}: preparing the template that its machines are forked from{duration}{problem}"
     return f"pool {info.name}: {ready_count} of {size} machines ready, {info.starting_count} starting{problem}"

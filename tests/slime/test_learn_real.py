@@ -166,8 +166,10 @@ def test_prompts_with_one_picture_are_read_together(policy: Any, frames: Any, mo
 
     monkeypatch.setattr(policy, "patches", counted)
     first, second = frames[0], frames[1]
-    pairs = zip(prompts_of(policy), (first, second, first), strict=True)
-    prompts = [Prompt(ids=ids, frame_HW3=frame, limit=3, temperature=1.0) for ids, frame in pairs]
+    given = zip(prompts_of(policy), (first, second, first), (1, 2, 1), strict=True)
+    prompts = [
+        Prompt(ids=ids, frame_HW3=frame, limit=3, temperature=1.0, picture=picture) for ids, frame, picture in given
+    ]
     sampler = Sampler(policy, generator=torch.Generator().manual_seed(1), slot_count=3)
     replies = sampler.add(prompts)
     while sampler.running_count:

@@ -4,6 +4,7 @@ Training and evaluation use only these, and log `prompt_hash`: equal hashes prov
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -198,6 +199,7 @@ def _middle_cut(text: str, max_chars: int) -> str:
     return f"{text[:head]}\n{note}\n{text[len(text) - tail :]}"
 
 
+@functools.cache
 def prompt_hash(settings: AgentSettings) -> str:
     """Return a digest of everything that determines the prompts and the parsing of replies."""
     instructions = settings.make_grammar().instructions(Picture(1001, 1001))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, field_validator, model_validator
@@ -48,12 +49,13 @@ class TrainingConfig(BaseModel):
         """Parse the mapping under `envd:`. Raises: ConfigError."""
         return parse(cls, mapping, path="envd")
 
-    def make_recipe(self) -> Recipe:
+    @cached_property
+    def recipe(self) -> Recipe:
         return _recipe(self.reward)
 
     def breakdown_of(self, facts: EpisodeFacts, *, evaluation: bool = False) -> Breakdown:
         """Return an episode's reward, with `ended_by_guest_score` in training."""
-        recipe = self.make_recipe()
+        recipe = self.recipe
         if evaluation or not facts.guest_end_cause or facts.task_score >= 1:
             return recipe(facts)
         failed = recipe(replace(facts, task_score=0.0))

@@ -4,6 +4,9 @@ import sys
 
 from cuaenv.cli.clash import refuse_clash
 
+#: Packages of the extra `learn` alone, which `learn`, `sight` and `bench` import.
+_OF_LEARN = ("httpx", "matplotlib", "tokenizers", "torch", "transformers")
+
 
 def main() -> None:
     """Run the command line."""
@@ -13,6 +16,8 @@ def main() -> None:
 
         app()
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("trainer", "cuaenv"):
+        package = (error.name or "").partition(".")[0]
+        if package in ("trainer", "cuaenv"):
             raise
-        sys.exit(f"trainer: the Python module {error.name} is missing; run pip install 'envd-trainer[trainer]'")
+        extra = "learn" if package in _OF_LEARN else "trainer"
+        sys.exit(f"trainer: the Python module {error.name} is missing; run pip install 'envd-trainer[{extra}]'")

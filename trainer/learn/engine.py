@@ -8,14 +8,17 @@ the requests of another.
 
 import contextlib
 import logging
+import math
 import queue
+import shutil
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Self
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -23,12 +26,15 @@ from trainer.learn import LearnError
 from trainer.learn.front import Reads, Reply, Request, serve
 from trainer.learn.policy import Policy
 from trainer.learn.sampler import Prompt, Sampled, Sampler
+from trainer.learn.workers import exchange_directory
 
 logger = logging.getLogger(__name__)
 #: How long an idle engine waits for more requests: those of one batch of steps come together.
 _GATHER_S = 0.004
 #: Tokens between two admissions: reading prompts takes as long as some tokens of all replies.
 _ADMIT_EVERY = 4
+#: A thread that received a request waits so long for the interpreter while others compute; by default 5 ms.
+_SWITCH_S = 0.0002
 _STOP_S = 10.0
 
 
@@ -48,20 +54,25 @@ class Engine:
             image_px=policy.image_px,
             image_id=policy.image_id,
             image_token_count=policy.image_token_count,
+            place_count=2 * max_running,
         )
         self._port_count = port_count
         self._requests = Sampler(policy, generator=self.generator, slot_count=max_running)
         self._max_prompts = max_running
         """Prompts to read at once."""
         self._unanswered: dict[Prompt, tuple[Connection, int]] = {}
-        self._waiting: queue.SimpleQueue[tuple[Connection, Request] | None] = queue.SimpleQueue()
-        self._frames: WeakValueDictionary[bytes, torch.Tensor] = WeakValueDictionary()
-        """Pictures of unanswered prompts. Equal ones are one tensor, which the sampler then encodes once."""
+        self._waiting: queue.SimpleQueue[tuple[Connection, torch.Tensor, Request] | None] = queue.SimpleQueue()
         self._running = ExitStack()
 
     def __enter__(self) -> Self:
+        sys.setswitchinterval(_SWITCH_S)
         with ExitStack() as running:
-            fronts = [running.enter_context(_front(self._reads)) for _ in range(self._port_count)]
+            directory = exchange_directory()
+            running.callback(shutil.rmtree, directory, ignore_errors=True)
+            files = [directory / f"{index}.bin" for index in range(self._port_count)]
+            # Each file is as large as all its pictures, and takes memory for those that it had at one time.
+            pictures = [_pictures(file, self._reads.pictures_shape) for file in files]
+            fronts = [running.enter_context(_front(self._reads, file)) for file in files]
             try:
                 self.ports = [pipe.recv() for pipe in fronts]
             except EOFError as error:
@@ -70,8 +81,8 @@ class Engine:
             running.callback(sampler.join)
             running.callback(self._waiting.put, None)
             sampler.start()
-            for pipe in fronts:
-                threading.Thread(target=self._receive, args=(pipe,), name="engine-requests", daemon=True).start()
+            for given in zip(fronts, pictures, strict=True):
+                threading.Thread(target=self._receive, args=given, name="engine-requests", daemon=True).start()
             self._running = running.pop_all()
         return self
 
@@ -82,11 +93,11 @@ class Engine:
         if self.failure:
             raise LearnError(f"engine: {self.failure}; continue from the last checkpoint with `--resume`")
 
-    def _receive(self, pipe: Connection) -> None:
+    def _receive(self, pipe: Connection, pictures: torch.Tensor) -> None:
         """Queue the requests of a process until it ends."""
         while True:
             try:
-                self._waiting.put((pipe, pipe.recv()))
+                self._waiting.put((pipe, pictures, pipe.recv()))
             except (EOFError, OSError):
                 self.failure = self.failure or "a process that serves it ended"
                 return
@@ -121,13 +132,18 @@ class Engine:
             if request is None:
                 return False
             timeout_s = _GATHER_S if is_idle else 0.0
-            pipe, asked = request
+            pipe, pictures, asked = request
             if self.failure:
-                self._send(pipe, asked.number, Sampled())
+                self._send(pipe, asked.place, Sampled())
                 continue
-            frame_HW3 = self._frames.setdefault(asked.frame_digest, torch.from_numpy(asked.frame_HW3))
-            prompt = Prompt(ids=asked.ids, frame_HW3=frame_HW3, limit=asked.limit, temperature=asked.temperature)
-            self._unanswered[prompt] = pipe, asked.number
+            prompt = Prompt(
+                ids=asked.ids,
+                frame_HW3=pictures[asked.place],
+                limit=asked.limit,
+                temperature=asked.temperature,
+                picture=asked.picture,
+            )
+            self._unanswered[prompt] = pipe, asked.place
             waiting.append(prompt)
 
     def _admit(self, waiting: list[Prompt]) -> None:
@@ -148,11 +164,11 @@ class Engine:
         for prompt, reply in ended.items():
             self._send(*self._unanswered.pop(prompt), reply)
 
-    def _send(self, pipe: Connection, number: int, reply: Sampled) -> None:
+    def _send(self, pipe: Connection, place: int, reply: Sampled) -> None:
         with contextlib.suppress(OSError):  # `_receive` reports that the process ended
             pipe.send(
                 Reply(
-                    number=number,
+                    place=place,
                     ids=reply.ids,
                     log_probs=reply.log_probs,
                     is_complete=reply.is_complete,
@@ -162,12 +178,19 @@ class Engine:
             )
 
 
+def _pictures(file: Path, shape: tuple[int, ...]) -> torch.Tensor:
+    """Make a file of so many bytes, and return it as a tensor."""
+    file.touch()
+    size = math.prod(shape)
+    return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8).view(shape)
+
+
 @contextmanager
-def _front(reads: Reads) -> Iterator[Connection]:
+def _front(reads: Reads, pictures: Path) -> Iterator[Connection]:
     """Start a process that serves, and yield the pipe to it. The first message is its port."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(reads, theirs), name="engine-front", daemon=True)
+    process = context.Process(target=serve, args=(reads, theirs, pictures), name="engine-front", daemon=True)
     process.start()
     theirs.close()
     try:

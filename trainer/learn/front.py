@@ -4,12 +4,12 @@ HTTP, JSON and pictures hold the interpreter for 3.7 ms of a request. In the pro
 bound an engine to 270 replies a second.
 """
 
+import asyncio
 import contextlib
 import hashlib
-import itertools
 from asyncio import Future
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,26 +34,35 @@ class Reads:
     image_px: tuple[int, int]
     image_id: int
     image_token_count: int
+    place_count: int
+    """Places for pictures: requests that wait or are answered at one time."""
+
+    @property
+    def pictures_shape(self) -> tuple[int, int, int, int]:
+        """Shape of a file of pictures, uint8: (places, height, width, 3)."""
+        width, height = self.image_px
+        return self.place_count, height, width, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request, for the engine."""
+    """A request, for the engine. Its picture lies in the file of pictures until the reply comes."""
 
-    number: int
+    picture: bytes
+    """Digest of the picture."""
     ids: list[int]
     """Tokens, with a placeholder for each token of the image."""
-    frame_HW3: npt.NDArray[np.uint8]
-    frame_digest: bytes
     limit: int
     temperature: float
+    place: int = -1
+    """Index of the picture in the file. It identifies the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """The engine's reply to a request."""
 
-    number: int
+    place: int
     ids: list[int]
     log_probs: list[float]
     is_complete: bool
@@ -64,20 +73,31 @@ class Reply:
 class Front(GenerateServer):
     """HTTP server of one port, whose replies come through a pipe. Use as a context manager."""
 
-    def __init__(self, reads: Reads, pipe: Connection) -> None:
-        """Entering starts the server."""
+    def __init__(self, reads: Reads, pipe: Connection, pictures: Path) -> None:
+        """Entering starts the server.
+
+        Args:
+            pictures: File of `reads.pictures_shape`, which the engine reads. With pictures in the pipe, short
+                operations of the thread that samples took 4.5 us instead of 2.9 at 400 requests a second.
+        """
         from tokenizers import Tokenizer  # noqa: PLC0415 -- of the extra `learn`
 
         super().__init__()
         self._reads, self._pipe = reads, pipe
         self._tokenizer = Tokenizer.from_file(str(reads.checkpoint / "tokenizer.json"))
-        self._numbers = itertools.count()
+        self._pictures = np.memmap(pictures, np.uint8, "r+", shape=reads.pictures_shape)
+        # The last one that became free first: its memory is in use already.
+        self._places: asyncio.LifoQueue[int] = asyncio.LifoQueue()
+        for place in reversed(range(reads.place_count)):
+            self._places.put_nowait(place)
         self._unanswered: dict[int, Future[Reply]] = {}
 
     async def generate(self, payload: Mapping[str, Any], *, is_aborted: Callable[[], bool]) -> dict[str, Any]:
         """Answer a request. Raises: LearnError: It is malformed, or sampling failed."""
-        request = self._read(payload)
-        answer = self._unanswered[request.number] = self._loop.create_future()
+        frame_HW3, request = self._read(payload)
+        request = replace(request, place=await self._places.get())
+        self._pictures[request.place] = frame_HW3
+        answer = self._unanswered[request.place] = self._loop.create_future()
         self._pipe.send(request)
         reply = await answer
         if reply.failure:
@@ -98,12 +118,13 @@ class Front(GenerateServer):
                 self._loop.call_soon_threadsafe(self._pass, reply)
 
     def _pass(self, reply: Reply) -> None:
-        answer = self._unanswered.pop(reply.number)
+        self._places.put_nowait(reply.place)
+        answer = self._unanswered.pop(reply.place)
         if not answer.done():  # the client may be gone
             answer.set_result(reply)
 
-    def _read(self, payload: Mapping[str, Any]) -> Request:
-        """Decode a request. Raises: LearnError: It has not exactly one image of the right size."""
+    def _read(self, payload: Mapping[str, Any]) -> tuple[npt.NDArray[np.uint8], Request]:
+        """Decode a picture and its request. Raises: LearnError: It has not exactly one image of the right size."""
         reads = self._reads
         uris, ids = payload.get("image_data") or [], payload["input_ids"]
         if len(uris) != 1 or ids.count(reads.image_id) != 1:
@@ -112,13 +133,10 @@ class Front(GenerateServer):
         height, width, _ = frame_HW3.shape
         if (width, height) != reads.image_px:
             raise LearnError(f"request: an image of {(width, height)} pixels; the policy reads {reads.image_px}")
-        place = ids.index(reads.image_id)
-        sampling = payload["sampling_params"]
-        return Request(
-            number=next(self._numbers),
-            ids=[*ids[:place], *[reads.image_id] * reads.image_token_count, *ids[place + 1 :]],
-            frame_HW3=frame_HW3,
-            frame_digest=digest,
+        at, sampling = ids.index(reads.image_id), payload["sampling_params"]
+        return frame_HW3, Request(
+            picture=digest,
+            ids=[*ids[:at], *[reads.image_id] * reads.image_token_count, *ids[at + 1 :]],
             limit=int(sampling["max_new_tokens"]),
             temperature=float(sampling.get("temperature", 1.0)),
         )
@@ -131,8 +149,8 @@ def _frame(uri: str) -> tuple[npt.NDArray[np.uint8], bytes]:
     return frame_HW3, hashlib.blake2b(frame_HW3.tobytes(), digest_size=16).digest()
 
 
-def serve(reads: Reads, pipe: Connection) -> None:
+def serve(reads: Reads, pipe: Connection, pictures: Path) -> None:
     """Serve until the engine ends: send the port, then requests."""
-    with Front(reads, pipe) as front:
+    with Front(reads, pipe, pictures) as front:
         pipe.send(front.ports[0])
         front.pass_replies()

@@ -29,6 +29,8 @@ class Prompt:
     """Most tokens of the reply."""
     temperature: float
     """0 for the most likely reply."""
+    picture: object = field(default_factory=object)
+    """Equal for equal frames, which are then encoded once."""
 
 
 @dataclass(slots=True)
@@ -99,11 +101,11 @@ class Sampler:
         each_row = torch.arange(len(prompts), device=policy.device)
         # Padding follows the prompt, so causal attention never sees it.
         with torch.no_grad(), policy.arithmetic():
-            # Members of a group begin with one picture; the engine decodes it once.
-            frames = list({id(each.frame_HW3): each.frame_HW3 for each in prompts}.values())
-            places = {id(frame): place for place, frame in enumerate(frames)}
-            image = torch.tensor([places[id(each.frame_HW3)] for each in prompts], device=policy.device)
-            patches = policy.patches(torch.stack(frames, out=self._frames[: len(frames)]))
+            # Members of a group begin with one picture.
+            frames = {each.picture: each.frame_HW3 for each in prompts}
+            places = {picture: place for place, picture in enumerate(frames)}
+            image = torch.tensor([places[each.picture] for each in prompts], device=policy.device)
+            patches = policy.patches(torch.stack([*frames.values()], out=self._frames[: len(frames)]))
             state = policy.hidden(ids[:, :longest], patches, use_cache=True, image_B=image)
             logits = policy.next_logits(state.last_hidden_state[each_row, last - 1])
         slots = [self._free.pop() for _ in prompts]

@@ -1,6 +1,8 @@
 """The `trainer` command: what it prints where, how it fails, and the table of two evaluations."""
 
 import json
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -176,3 +178,13 @@ def test_files_that_the_file_names_are_read(
     failed = CliRunner().invoke(app, ["play", "fake/enable", "run.toml", "--by", "null"])
     assert failed.exit_code == status
     assert message in failed.stderr
+
+
+def test_a_missing_torch_is_named_with_the_extra_that_has_it(tmp_path: Path) -> None:
+    (tmp_path / "slime/rollout").mkdir(parents=True)
+    # None in `sys.modules` makes an import fail as if the package were not installed.
+    program = "import sys; sys.modules['torch'] = None; from trainer.cli import main; main()"
+    command = [sys.executable, "-c", program, "bench", "rollout", "--slime-home", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "the Python module torch is missing; run pip install 'envd-trainer[learn]'" in ended.stderr

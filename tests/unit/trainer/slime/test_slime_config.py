@@ -41,11 +41,7 @@ def test_every_part_is_parsed() -> None:
     assert read.halt == Halt(below={"parsed_frac": 0.5}, above={"ended/reply": 0.9}, rollouts=3)
     assert read.client.targets == ("dns:///desktops:50051",)
     assert (read.client.tls, read.client.max_episodes) == (Tls(ca=Path("ca.pem")), 8)
-    assert (read.group_wait_s, read.agent.max_turns, read.make_recipe()) == (
-        5.0,
-        3,
-        config(reward=read.reward).make_recipe(),
-    )
+    assert (read.group_wait_s, read.agent.max_turns, read.recipe) == (5.0, 3, config(reward=read.reward).recipe)
 
 
 @pytest.mark.parametrize(
