@@ -33,7 +33,7 @@ class Policy:
             )
         self._modeling: Any = modeling_qwen3_vl
         self.checkpoint = checkpoint
-        # cuDNN plans each new shape for tens of milliseconds, and nearly every batch has another one.
+        # Nearly every batch has another shape. With cuDNN, attention took half of the processor time of sampling.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.device = torch.device(device)
         self.model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).to(self.device)
