@@ -21,9 +21,9 @@ import numpy.typing as npt
 from trainer.learn import LearnError
 from trainer.learn.server import GenerateServer, answer_of, picture_of
 
-#: Decoded pictures, half a megabyte each, that are kept for requests with the same one. Decoding takes 1.7 ms; of 136
-#: requests of seven groups, 88 repeated a picture.
-_FRAMES_KEPT = 256
+#: Decoded pictures, half a megabyte each in every process, that are kept for requests with the same one. Decoding takes
+#: 1.7 ms; of 136 requests of seven groups, 88 repeated a picture.
+_FRAMES_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

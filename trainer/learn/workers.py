@@ -152,7 +152,7 @@ class Workers:
                 process.join()
             pipe.close()
 
-    def rollout(self, number: int, *, device: Any = "cpu") -> Batch:
+    def rollout(self, number: int, *, device: Any) -> Batch:
         """Roll out once; the patches are on `device`. Raises: LearnError: A process failed."""
         import torch  # noqa: PLC0415 -- seconds
 
