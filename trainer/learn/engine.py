@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
 
 from trainer.learn import LearnError
@@ -137,7 +138,7 @@ class Engine:
                 self._send(pipe, asked.place, Sampled())
                 continue
             prompt = Prompt(
-                ids=asked.ids,
+                ids=np.frombuffer(asked.ids, np.int32),
                 frame_HW3=pictures[asked.place],
                 limit=asked.limit,
                 temperature=asked.temperature,

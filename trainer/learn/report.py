@@ -272,7 +272,7 @@ def _draw(directory: Path, runs: Sequence[Run], results: Mapping[str, Any]) -> N
         f"{name}: {arm}": each
         for name, found in results["ablations"].items()
         for arm, each in found["arms"].items()
-        if each["held_out_after"] is not None
+        if each["held_out_after_ci"] is not None
     }
     if arms:
         title = "Greedy success on held-out tasks at equal environment steps, 95 % intervals"

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainer.learn.policy import Policy
@@ -22,7 +24,7 @@ _WARMUP_RUNS = 2
 class Prompt:
     """What to reply to; also names its reply."""
 
-    ids: Sequence[int]
+    ids: Sequence[int] | npt.NDArray[np.int32]
     """Tokens, with a placeholder for each token of the image."""
     frame_HW3: torch.Tensor
     limit: int
@@ -95,8 +97,10 @@ class Sampler:
         lengths = [len(each.ids) for each in prompts]
         longest = max(lengths)
         self._make_room(longest + max(each.limit for each in prompts))
-        table = [[*each.ids, *[policy.pad_id] * (longest + 1 - len(each.ids))] for each in prompts]
-        ids = torch.tensor(table, device=policy.device)
+        table = np.full((len(prompts), longest + 1), policy.pad_id)
+        for row, each in zip(table, prompts, strict=True):
+            row[: len(each.ids)] = each.ids
+        ids = torch.from_numpy(table).to(policy.device)
         last = torch.tensor(lengths, device=policy.device)
         each_row = torch.arange(len(prompts), device=policy.device)
         # Padding follows the prompt, so causal attention never sees it.

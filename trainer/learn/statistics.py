@@ -17,10 +17,12 @@ ByTemplate = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """A mean and its 95 % interval; None without an episode."""
+    """A mean and its 95 % interval."""
 
     mean: float | None
+    """None without an episode."""
     interval: tuple[float, float] | None
+    """None with fewer than two templates."""
     count: int
     """Valid episodes."""
 
@@ -53,7 +55,8 @@ def _difference(before: ByTemplate, after: ByTemplate) -> Rate:
         return mean
 
     (mean,) = means(np.arange(len(names))[None, :])
-    return Rate(mean=float(mean), interval=bootstrap(len(names), means), count=int(sums_N4[:, 3].sum()))
+    interval = bootstrap(len(names), means) if len(names) > 1 else None
+    return Rate(mean=float(mean), interval=interval, count=int(sums_N4[:, 3].sum()))
 
 
 def _sum(values: Sequence[float]) -> tuple[float, float]:

@@ -197,6 +197,13 @@ def test_without_an_evaluation_or_demonstrations_there_is_no_report(tmp_path: Pa
         write_report([tmp_path], tmp_path / "report")
 
 
+@pytest.mark.usefixtures("without_shares")
+def test_one_template_has_no_interval(tmp_path: Path) -> None:
+    made_up_run(tmp_path, "rl-0", {"press": [1, 0]}, {"press": [1, 1]}, settings=named("colour", "more"))
+    (arm,) = write_report([tmp_path], tmp_path / "report")["ablations"]["colour"]["arms"].values()
+    assert (arm["held_out_after"], arm["held_out_after_ci"], arm["held_out_gain_ci"]) == (1.0, None, None)
+
+
 def test_an_interval_is_wide_where_templates_differ() -> None:
     alike = rate({str(index): [1, 0] for index in range(20)})
     different = rate({str(index): [index < 10] * 2 for index in range(20)})
