@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from envd.base.config import load
+from envd.base.config_sources import load
 from envd.cli.osworld import examine
 from envd.integrations.osworld.files import OsworldFile
 from envd.integrations.osworld.lint import Finding, Obstacle, cover

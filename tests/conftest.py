@@ -17,7 +17,7 @@ import envd.api
 
 # Imported before libvirt is loaded, because it sets libvirt's log output.
 import envd.hypervisor
-from envd.base.config import load
+from envd.base.config_sources import load
 from envd.images.catalogue import Image, ImageCatalogue
 from tests.support import progress
 from tests.support.soak import SoakProcess, SoakRun

@@ -1,22 +1,16 @@
-"""The operator's settings, read once at start from a TOML file, the environment and the command line.
+"""The operator's settings: sections, defaults, bounds. `envd.base.config_sources` reads them.
 
-Later sources win, key by key: the models' defaults, the file, `ENVD_...` variables (`__` between levels, so
-`ENVD_LIMITS__MAX_STEPS`), then flags. Unknown keys are refused. Every error names the source, the key and, if there is
-one, a similar valid key. Nothing here touches the host.
+Unknown keys are refused. Nothing here touches the host.
 """
 
-import difflib
 import os
 import re
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from cuaenv.actions import Tool
-from cuaenv.problems import did_you_mean, problem_of, without_path
 from cuaenv.region import Region
 from envd.base.config_values import (
     AllowedHost,
@@ -36,10 +30,9 @@ from envd.base.config_values import (
     default_state_dir,
     is_local,
 )
-from envd.base.errors import ConfigError, InvalidRequest
+from envd.base.errors import InvalidRequest
 
 DEFAULT_IMAGE = "desktop"
-ENV_PREFIX = "ENVD_"
 MAX_MACHINES = 4096
 #: Shortest lease of an episode: a shorter one would expire during a network hiccup.
 LEASE_TTL_MIN_S = 10.0
@@ -51,12 +44,6 @@ _POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
 
 #: Name of the entry in `limits.runs` that applies to every run without an entry.
 DEFAULT_RUN = "default"
-
-#: Flags whose name differs from the last part of their key.
-_FLAGS = {"hypervisor.uri": "--hypervisor", "pools": "--pool", "tasks.suites": "--tasks"}
-
-#: Values of TOML, the environment or flags, before validation.
-Raw = dict[str, Any]
 
 
 def check_image_name(name: str) -> str:
@@ -469,147 +456,3 @@ class Config(_Section):
     @property
     def template_dir(self) -> Path:
         return self.hypervisor.template_dir or self.state_dir / "templates"
-
-
-#: Settings of earlier versions, and what replaces them.
-_REMOVED: Mapping[str, str] = {
-    "shards": "is no longer a setting; run several daemons, each with its own port and state directory (docs/scale.md),"
-    " and list their addresses in the client",
-    "hypervisor.drawing_processes": "is no longer a setting; a daemon draws its desktops itself, and several daemons"
-    " use several cores (docs/scale.md)",
-}
-
-#: Sections that may occur many times, each under a name of the operator's choice.
-_NAMED: Mapping[str, type[_Section]] = {"pools": PoolConfig, "limits.runs": RunShare}
-
-
-def parse_pool_flags(specs: Sequence[str]) -> Raw:
-    """Read `--pool` flags: `N` machines of the default image, or `IMAGE=N`.
-
-    Raises:
-        ConfigError: A flag is malformed, or two name the same pool.
-    """
-    pools: Raw = {}
-    for spec in specs:
-        match = re.fullmatch(r"(?:([^=]+)=)?(\d+)", spec)
-        if match is None:
-            raise ConfigError(f"--pool {spec}: expected N or IMAGE=N, such as --pool 2 or --pool {DEFAULT_IMAGE}=2")
-        name = match[1] or DEFAULT_IMAGE
-        if name in pools:
-            raise ConfigError(f"--pool {spec}: pool {name!r} is given twice; name each pool once")
-        if not 1 <= (size := int(match[2])) <= MAX_MACHINES:
-            raise ConfigError(f"--pool {spec}: must have at least 1 and at most {MAX_MACHINES} machines")
-        pools[name] = {"size": size}
-    return pools
-
-
-def load(
-    *,
-    file: Path | None = None,
-    environ: Mapping[str, str] | None = None,
-    flags: Mapping[str, object] | None = None,
-    check_uri: Callable[[str], object] = str,
-) -> Config:
-    """Merge the sources and validate the result.
-
-    Args:
-        flags: Values by dotted key (`limits.max_steps`); None values are ignored.
-        check_uri: Raises ValueError if no backend supports a value of `hypervisor.uri`.
-
-    Raises:
-        ConfigError: A source cannot be read, or has an unknown key or an invalid value.
-    """
-    merged: Raw = {}
-    origin: dict[tuple[str, ...], str] = {}
-    if file is not None:
-        _merge(merged, origin, _read_toml(file), str(file))
-    for variable, path, value in _environment(environ or {}):
-        _merge(merged, origin, _nested(path, value), variable)
-    for key, given in (flags or {}).items():
-        if given is not None:
-            flag = _FLAGS.get(key) or "--" + key.rpartition(".")[2].replace("_", "-")
-            _merge(merged, origin, _nested(tuple(key.split(".")), given), flag)
-    try:
-        return Config.model_validate(merged, context={"check_uri": check_uri})
-    except ValidationError as error:
-        raise ConfigError("; ".join(_messages(error, origin))) from error
-
-
-def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every setting; pools appear as `pools.NAME`, runs as `limits.runs.NAME`."""
-    for name, info in model.model_fields.items():
-        section = _NAMED.get(f"{prefix}{name}", info.annotation)
-        path = f"{prefix}{name}.NAME" if f"{prefix}{name}" in _NAMED else f"{prefix}{name}"
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            yield from fields(section, f"{path}.")
-        else:
-            yield path
-
-
-def _read_toml(file: Path) -> Raw:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {without_path(error)}; check --config") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file}: not valid TOML: {error}; correct that line") from error
-
-
-def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Yield (variable, path, value) of our variables, and refuse likely misspellings.
-
-    Variables without a similar setting are ignored: Kubernetes, for example, sets `ENVD_SERVICE_HOST` in every
-    container next to a service called envd.
-    """
-    names = {path.upper().replace(".", "__"): path for path in (*fields(), *_REMOVED) if ".NAME." not in path}
-    named = tuple(f"{section.upper().replace('.', '__')}__" for section in _NAMED)
-    for variable in sorted(environ):
-        if not variable.startswith(ENV_PREFIX):
-            continue
-        name = variable.removeprefix(ENV_PREFIX)
-        if name in names:
-            yield variable, tuple(names[name].split(".")), environ[variable]
-        elif name.startswith(named):
-            yield variable, tuple(name.lower().split("__")), environ[variable]
-        elif match := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
-            raise ConfigError(f"{variable}: unknown setting; did you mean {ENV_PREFIX}{match[0]}?")
-
-
-def _nested(path: tuple[str, ...], value: object) -> Raw:
-    for part in reversed(path):
-        value = {part: value}
-    return cast(Raw, value)
-
-
-def _merge(into: Raw, origin: dict[tuple[str, ...], str], values: Raw, source: str, at: tuple[str, ...] = ()) -> None:
-    for key, value in values.items():
-        path = (*at, key)
-        if isinstance(value, dict):
-            origin.setdefault(path, source)
-            if not isinstance(into.get(key), dict):
-                into[key] = {}
-            _merge(into[key], origin, value, source, path)
-        else:
-            into[key], origin[path] = value, source
-
-
-def _messages(error: ValidationError, origin: Mapping[tuple[str, ...], str]) -> Iterator[str]:
-    for item in error.errors(include_url=False):
-        if item["type"] == "default_factory_not_called":
-            continue  # the setting that the default depends on has an error of its own
-        path = tuple(str(part) for part in item["loc"])
-        known = [path[:end] for end in range(len(path), 0, -1) if path[:end] in origin]
-        source = origin[known[0]] if known else "configuration"
-        key = ".".join(path)
-        if item["type"] == "extra_forbidden":
-            text = _REMOVED.get(key) or "unknown key" + did_you_mean(path[-1], _siblings(path))
-        else:
-            text = problem_of(item)
-        yield f"{source}: {key}: {text}" if key else f"{source}: {text}"
-
-
-def _siblings(path: tuple[str, ...]) -> list[str]:
-    """Return the valid keys at the end of `path`."""
-    shape = tuple("NAME" if ".".join(path[:at]) in _NAMED else part for at, part in enumerate(path[:-1]))
-    keys = [tuple(key.split(".")) for key in fields()]
-    return sorted({key[len(shape)] for key in keys if key[: len(shape)] == shape and len(key) > len(shape)})

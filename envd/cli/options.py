@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from envd.base.config import Config, load, parse_pool_flags
+from envd.base.config import Config
+from envd.base.config_sources import load, parse_pool_flags
 from envd.base.config_values import COMPAT_PORTS
 from envd.base.telemetry import logs
 from envd.base.terminal import reports_errors

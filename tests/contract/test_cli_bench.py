@@ -19,7 +19,7 @@ import pytest
 
 from cuaenv.actions import Click, Drag, Move, PressKeys
 from envd.api.convert_results import frame_message
-from envd.base.config import load
+from envd.base.config_sources import load
 from envd.base.errors import ConfigError, GuestUnresponsive
 from envd.base.store.store import FILE_NAME
 from envd.bench.branch import Branch, branch_report, measure_branch

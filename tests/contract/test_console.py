@@ -22,7 +22,7 @@ from cuaenv.client import AsyncEnvClient, RateLimited
 from envd.api.console import pictures, replays, server
 from envd.api.console.pictures import Size
 from envd.api.security.tokens import new_token
-from envd.base.config import load
+from envd.base.config_sources import load
 from envd.base.errors import ConfigError
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.episode import Episode

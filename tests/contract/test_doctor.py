@@ -7,7 +7,8 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 
-from envd.base.config import Config, load
+from envd.base.config import Config
+from envd.base.config_sources import load
 from envd.cli import doctor
 from envd.cli.doctor import Status
 from tests.support.command import run_envd

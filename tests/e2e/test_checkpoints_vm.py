@@ -18,7 +18,7 @@ from cuaenv.client import (
     TypeText,
     View,
 )
-from envd.base.config import load
+from envd.base.config_sources import load
 from envd.daemon.composition import open_daemon
 from tests.support.leftovers import machine_leftovers
 

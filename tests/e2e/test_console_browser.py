@@ -14,7 +14,8 @@ from playwright.async_api import expect
 
 from cuaenv.actions import Click, Move, TypeText
 from envd.api.security.tokens import new_token
-from envd.base.config import HypervisorConfig, load
+from envd.base.config import HypervisorConfig
+from envd.base.config_sources import load
 from envd.base.errors import HumanInControl
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.video import VideoFormat, export_video

@@ -19,7 +19,8 @@ from playwright.async_api import Page, expect
 
 from cuaenv.client import AsyncEnvClient, Click, Done, Drag, HumanInControl, Move, TypeText
 from envd.api.security.tokens import new_token
-from envd.base.config import HypervisorConfig, load
+from envd.base.config import HypervisorConfig
+from envd.base.config_sources import load
 from envd.episodes.types import CheckpointCommand
 from envd.images.catalogue import Image as GuestImage
 from tests.support.console import browser_page, click_screen, drag_screen, paste, wall

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.base.config import load
+from envd.base.config_sources import load
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "deploy" / "systemd" / "envd.service"

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from cuaenv.action_codec import to_proto
 from cuaenv.client import AsyncEnvClient, Click, EpisodeNotFound
 from cuaenv.v1 import env_pb2
-from envd.base.config import load
+from envd.base.config_sources import load
 from envd.base.errors import ConfigError
 from envd.base.telemetry import logs, traces
 from tests.support import areal, slime

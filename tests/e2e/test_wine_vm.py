@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from cuaenv.actions import Action, Done, TypeText
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, StepResult, View
-from envd.base.config import load
+from envd.base.config_sources import load
 from envd.bench.playing import Steps, play
 from envd.bench.verification import verify_config
 from envd.daemon.composition import open_daemon

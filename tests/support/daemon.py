@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from envd.api.security.tokens import NewToken
-from envd.base.config import Config, SettlePolicy, load
+from envd.base.config import Config, SettlePolicy
+from envd.base.config_sources import load
 from envd.daemon.composition import Daemon
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.guest.observation import Encoding, ObservationOptions

@@ -225,7 +225,7 @@ def learner(
     # slime compiles its loss, which needs a C compiler and saves nothing here.
     torch.compiler.set_stance("force_eager")
     if settings.torch_device != "cpu":
-        # torch's threads spin while they wait. Beside rollout processes they took 7 of 16 cores.
+        # Threads of torch take their cores while they wait, too: 7 of 16, which the rollout processes lacked.
         torch.set_num_threads(1)
     directory = run / name
     policy = Policy(run / "demos" / "model", device=settings.torch_device, image_px=settings.image_px)

@@ -20,8 +20,8 @@ from trainer.learn import LearnError
 from trainer.learn.setup import is_checkout
 from trainer.slime.samples import flatten
 
-#: Packages that slime imports and a rollout does not use. slime imports `qwen_vl_utils` for each task of a data set: to
-#: search for it in vain took 14 ms each time.
+#: Packages that slime imports and a rollout does not use. slime imports `qwen_vl_utils` for each task of a data set:
+#: each search that did not find it took 14 ms.
 ABSENT = ("megatron", "pylatexenc", "qwen_vl_utils", "ray", "requests", "sglang", "sglang_router", "urllib3", "wandb")
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from cuaenv.cli.lazy import LazyCommand
 from cuaenv.problems import problem_of
-from envd.base.config import load, parse_pool_flags
+from envd.base.config_sources import load, parse_pool_flags
 from envd.base.errors import ConfigError, ImageNotFound
 from envd.cli.app import app
 from envd.images.catalogue import ImageCatalogue

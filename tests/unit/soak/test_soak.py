@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from cuaenv.actions import Wait
-from envd.base.config import load
+from envd.base.config_sources import load
 from envd.hypervisor.fake import fake_image
 from envd.hypervisor.machine import MachineSpec
 from envd.tasks.catalogue import TaskCatalogue

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from envd.base import config, config_values
-from envd.base.config import Config, PoolConfig, RunShare, fields, load, parse_pool_flags
+from envd.base.config import Config, PoolConfig, RunShare
+from envd.base.config_sources import fields, load, parse_pool_flags
 from envd.base.errors import ConfigError
 
 

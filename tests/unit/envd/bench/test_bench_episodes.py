@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from envd.base.config import load
+from envd.base.config_sources import load
 from envd.base.errors import ConfigError
 from envd.bench.episodes import (
     EpisodesPlan,

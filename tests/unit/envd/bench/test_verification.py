@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.base.config import load
+from envd.base.config_sources import load
 from envd.base.errors import ConfigError, TaskNotFound
 from envd.bench.attack.mutants import attack_digest
 from envd.bench.verification import Policy, PolicyResult, Verification, verify_config

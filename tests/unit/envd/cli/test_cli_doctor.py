@@ -14,7 +14,8 @@ import typer
 from typer.testing import CliRunner
 
 from cuaenv.client import Pool
-from envd.base.config import Config, load
+from envd.base.config import Config
+from envd.base.config_sources import load
 from envd.cli import doctor
 from envd.cli.doctor import Check, Status
 from envd.hypervisor.machine import Firmware, GuestOs, Hardware

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from envd.api.security.access import Scope
 from envd.api.security.tokens import parse_tokens
-from envd.base.config import Config, load
+from envd.base.config import Config
+from envd.base.config_sources import load
 from envd.cli import doctor
 from envd.cli.app import app
 from envd.cli.certificates import make_development_certs

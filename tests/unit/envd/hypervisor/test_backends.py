@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from envd.base.config import HypervisorConfig, load
+from envd.base.config import HypervisorConfig
+from envd.base.config_sources import load
 from envd.base.errors import ConfigError
 from envd.hypervisor import qemu
 from envd.hypervisor.backends import backend_of, open_hypervisor

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import envd.cli.app
 from cuaenv.actions import Action, Click, Done, Drag, Move, PressKeys, Scroll, TypeText, Wait
-from envd.base.config import load
+from envd.base.config_sources import load
 from envd.base.errors import ConfigError
 from envd.cli.tasks import app
 from envd.daemon.suites import load_tasks, with_suites

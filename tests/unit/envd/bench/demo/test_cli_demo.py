@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 
 from cuaenv.actions import Done, TypeText
 from cuaenv.client import Check
-from envd.base.config import load
+from envd.base.config_sources import load
 from envd.bench.default_tasks import DEFAULT_TASKS
 from envd.bench.demo.group import members_for
 from envd.bench.demo.report import DemoDirectory, DemoReport, EpisodeRecord, StepRecord
