@@ -75,7 +75,7 @@ def base_of(path: Path) -> Path:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_arms_keep_the_tasks_the_rate_and_the_budget_of_their_base(path: Path) -> None:
-    if path.stem in ("control", "cpu", "flawless", "long", "overfit", "real"):
+    if path.stem in ("colour", "control", "cpu", "flawless", "long", "overfit", "real"):
         pytest.skip("no arm")
     chosen, arm = Settings().changed(base_of(path)), Settings().changed(base_of(path), path)
     assert {split_of(DRAWN.by_id[template].variant(None)) for template in chosen.rl.tasks} <= {"train"}
