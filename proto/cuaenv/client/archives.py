@@ -70,8 +70,5 @@ def _error_of_ended(call: Any) -> grpc.aio.AioRpcError:
         raise AssertionError("the call has not ended")
 
     return grpc.aio.AioRpcError(
-        result_of(call.code()),
-        grpc.aio.Metadata(),
-        result_of(call.trailing_metadata()),
-        result_of(call.details()),
+        result_of(call.code()), grpc.aio.Metadata(), result_of(call.trailing_metadata()), result_of(call.details())
     )
