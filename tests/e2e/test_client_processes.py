@@ -89,7 +89,7 @@ class Rollouts:
 async def test_rollouts_survive_killed_and_stopped_daemons_and_use_them_again_after_a_restart(
     daemons: Daemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cuaenv.client.leases._CLOSE_WAIT_S", 0.1)  # for episodes at a host that is gone
+    monkeypatch.setattr("cuaenv.client.leases._CLOSE_TIMEOUT", timedelta(seconds=1))  # for a host that is gone
     killed, stopping, staying = daemons.start("killed", "stopping", "staying", size=4)
     async with AsyncEnvClient([killed, stopping, staying], retry=QUICK) as client:
         rollouts = Rollouts(client)

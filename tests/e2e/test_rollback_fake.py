@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -363,7 +364,10 @@ async def killed_daemons(directory: Path) -> AsyncIterator[Callable[[], Any]]:
     assert host.machines == {}
 
 
-async def test_a_rollback_is_done_once_over_a_kill_of_the_daemon(tmp_path: Path) -> None:
+async def test_a_rollback_is_done_once_over_a_kill_of_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cuaenv.client.leases._CLOSE_TIMEOUT", timedelta(seconds=1))
     async with killed_daemons(tmp_path) as serve:
         async with serve() as (server, client):
             episode = await client.open(TASK)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -285,8 +286,8 @@ async def test_a_second_lost_machine_voids_only_its_sample() -> None:
 
 @pytest.fixture
 def _quick_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait 5 s to close an episode at a host that is gone."""
-    monkeypatch.setattr("cuaenv.client.leases._CLOSE_WAIT_S", 0.1)
+    """Do not try for 20 s to close an episode at a host that is gone."""
+    monkeypatch.setattr("cuaenv.client.leases._CLOSE_TIMEOUT", timedelta(seconds=1))
 
 
 @pytest.mark.usefixtures("_quick_closes")

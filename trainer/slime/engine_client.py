@@ -6,13 +6,13 @@ episodes for 50 ms; here they are sent as they were encoded, once per picture.
 
 import asyncio
 import atexit
-import json
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
 import aiohttp
+import orjson
 
 #: Longest part of a request that is copied to join it with others.
 _JOINED_BYTES: Final = 1 << 18
@@ -78,7 +78,7 @@ class EngineClient:
         async with self._session.post(url, data=body, headers=more) as response:
             if not response.ok:
                 raise EngineError(response.status, await response.text())
-            return json.loads(await response.read())
+            return orjson.loads(await response.read())
 
 
 @cache
@@ -93,7 +93,7 @@ def _parts(payload: Mapping[str, Any]) -> Sequence[bytes]:
     """Return a request as JSON, in parts to send one after the other; large pictures are not copied."""
     images: Sequence[bytes] = payload.get("image_data", ())
     fields = {key: value for key, value in payload.items() if key != "image_data"}
-    rest = json.dumps(fields, separators=(",", ":")).encode()
+    rest = orjson.dumps(fields)
     if not images:
         return [rest]
     parts, short = list[bytes](), [rest[:-1], b',"image_data":["']

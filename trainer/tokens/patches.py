@@ -10,7 +10,6 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -115,34 +114,32 @@ def _array(rows: int, columns: int) -> "npt.NDArray[np.int16]":
     return values
 
 
-def _changed(image: "Image.Image", other: "Image.Image", unit_px: int) -> "Iterator[Region]":
-    """Yield regions, with borders at multiples of `unit_px`, outside of which two images of one size are equal."""
+def _changed(image: "Image.Image", other: "Image.Image", side_px: int) -> "Iterator[tuple[Any, ...]]":
+    """Yield rows, columns and pixels, shape (squares, side, side, 3), of squares that differ from those of `other`."""
     import numpy as np  # noqa: PLC0415
 
     from cuaenv.frames.pillow import rgb_of, source_of  # noqa: PLC0415
 
     source, known = source_of(image), source_of(other)
-    if not isinstance(source, np.ndarray) and not isinstance(known, np.ndarray) and TILE_PX % unit_px == 0:
-        for _, row in groupby(map(source.tile_region, source.changed_tiles(known)), key=lambda tile: tile.y_px):
-            first, *rest = row
-            last = rest[-1] if rest else first
-            yield replace(first, width_px=last.x_px + last.width_px - first.x_px)
-        return
-    mine_HWC, its_HWC = rgb_of(image), rgb_of(other)
-    for top in range(0, image.height, unit_px):
-        if not np.array_equal(mine_HWC[top : top + unit_px], its_HWC[top : top + unit_px]):
-            yield Region(x_px=0, y_px=top, width_px=image.width, height_px=unit_px)
-
-
-def _part(image: "Image.Image", region: Region) -> "npt.NDArray[np.uint8]":
-    import numpy as np  # noqa: PLC0415
-
-    from cuaenv.frames.pillow import source_of  # noqa: PLC0415
-
-    source = source_of(image)
-    if isinstance(source, np.ndarray):
-        return source[region.y_px :, region.x_px :][: region.height_px, : region.width_px]
-    return source.part(region)
+    if isinstance(source, np.ndarray) or isinstance(known, np.ndarray) or TILE_PX % side_px:
+        whole = Region(x_px=0, y_px=0, width_px=image.width, height_px=image.height)
+        parts = [([whole], rgb_of(image), rgb_of(other))]
+    else:
+        # Those at the right and lower borders have other shapes.
+        shape = {index: source.tile_HWC(index).shape for index in source.changed_tiles(known)}
+        parts = []
+        for _, group in groupby(sorted(shape, key=shape.__getitem__), key=shape.__getitem__):
+            indices = [*group]
+            mine, its = (np.frombuffer(b"".join(map(each.tile, indices)), np.uint8) for each in (source, known))
+            parts.append(([*map(source.tile_region, indices)], mine, its))
+    for regions, mine, its in parts:
+        across = regions[0].width_px // side_px
+        # All at once: each operation that releases the interpreter's lock has to wait for it afterwards.
+        pixels, before = (each.reshape(len(regions), -1, side_px, across, side_px * 3) for each in (mine, its))
+        numbers, rows, columns = np.nonzero((pixels.view(np.uint16) != before.view(np.uint16)).any(axis=4).any(axis=2))
+        squares = pixels[numbers, rows, :, columns].reshape(-1, side_px, side_px, 3)
+        origins = np.array([(region.y_px, region.x_px) for region in regions])[numbers] // side_px
+        yield rows + origins[:, 0], columns + origins[:, 1], squares
 
 
 class PatchFormat:
@@ -230,10 +227,8 @@ class PatchFormat:
             return
         other, known = earlier
         out[...] = known
-        for region in _changed(image, other, side_px):
-            left, top = region.x_px // side_px, region.y_px // side_px
-            right, bottom = left + region.width_px // side_px, top + region.height_px // side_px
-            self._arrange(_part(image, region), cells[top:bottom, left:right], looked_up)
+        for rows, columns, squares_NHWC in _changed(image, other, side_px):
+            cells[rows, columns] = self._arranged(squares_NHWC, looked_up)
 
     def _cells(self, out: "npt.NDArray[Any]") -> "npt.NDArray[Any]":
         """Return patches by row and column of the squares that the model merges.
@@ -245,15 +240,17 @@ class PatchFormat:
         return cells.view(f"V{self._patch_px * out.itemsize}")
 
     def _arrange(self, rgb_HWC: "npt.NDArray[np.uint8]", cells: "npt.NDArray[Any]", convert: Any) -> None:
-        """Write converted channels as patches: those that the model merges one after the other, repeated in time.
+        """Write all squares, by rows, so that what is between pixels and patches stays in the processor's cache."""
+        side_px = self._side_px
+        for number, row in enumerate(cells):
+            strip_HWC = rgb_HWC[number * side_px : (number + 1) * side_px]
+            row[...] = self._arranged(strip_HWC.reshape(side_px, -1, side_px, 3).transpose(1, 0, 2, 3), convert)
 
-        By rows of merged patches, so that what is between pixels and patches stays in the processor's cache.
-        """
+    def _arranged(self, squares_NHWC: "npt.NDArray[np.uint8]", convert: Any) -> "npt.NDArray[Any]":
+        """Return squares as `_cells` has them: patches that the model merges one after the other, repeated in time."""
         import numpy as np  # noqa: PLC0415
 
         merge, patch_px = self._merge, self._patch_px
-        for number, row in enumerate(cells):
-            strip_HWC = rgb_HWC[number * self._side_px : (number + 1) * self._side_px]
-            planes_CHW = convert(np.ascontiguousarray(strip_HWC.transpose(2, 0, 1)))
-            source = planes_CHW.view(cells.dtype).reshape(_CHANNELS, merge, patch_px, len(row), merge)
-            row[...] = source.transpose(3, 1, 4, 0, 2)[:, :, :, :, None]
+        planes_CNHW = convert(np.ascontiguousarray(squares_NHWC.transpose(3, 0, 1, 2)))
+        rows = planes_CNHW.view(f"V{patch_px * planes_CNHW.itemsize}")
+        return rows.reshape(_CHANNELS, -1, merge, patch_px, merge).transpose(1, 2, 4, 0, 3)[:, :, :, :, None]

@@ -3,19 +3,17 @@
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import Connection, sent_status
 from cuaenv.v1 import env_pb2
 
 _CHUNK_BYTES: Final = 1 << 20
-#: grpc's text for a write that failed: https://github.com/grpc/grpc/issues/36066
-_WRITE_FAILED: Final = "Internal error from Core"
 
 
 async def export_to(connection: Connection, checkpoint_id: str, path: Path, *, timeout: timedelta) -> int:
@@ -40,8 +38,6 @@ async def export_to(connection: Connection, checkpoint_id: str, path: Path, *, t
 async def import_from(connection: Connection, path: Path, *, timeout: timedelta) -> env_pb2.Checkpoint:
     """Send an archive, and return the checkpoint that the host stored. Raises: EnvError, OSError."""
 
-    refusals: list[grpc.aio.AioRpcError] = []
-
     async def pieces() -> AsyncIterator[env_pb2.ImportCheckpointRequest]:
         with path.open("rb") as archive:
             while data := await asyncio.to_thread(archive.read, _CHUNK_BYTES):
@@ -49,26 +45,9 @@ async def import_from(connection: Connection, path: Path, *, timeout: timedelta)
 
     path.stat()  # a missing file is an error of its own, not one of the stream
     call: Any = connection.stub().ImportCheckpoint(pieces(), timeout=timeout.total_seconds())
-    # grpc replaces the service's status by that of a write that failed because the service had answered.
-    call.add_done_callback(lambda ended: refusals.append(_error_of_ended(ended)))
+    sent = sent_status(call)
     try:
         response = await call
     except grpc.aio.AioRpcError as failure:
-        refused = [refusal for refusal in refusals if refusal.details() != _WRITE_FAILED]
-        raise connection.error_of((refused or [failure])[0]) from None
+        raise connection.error_of(sent(failure)) from None
     return response.checkpoint  # type: ignore[no-any-return]
-
-
-def _error_of_ended(call: Any) -> grpc.aio.AioRpcError:
-    """Return the present status of a call that has ended; it may be replaced before a task can await it."""
-
-    def result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            coroutine.send(None)
-        except StopIteration as end:
-            return end.value
-        raise AssertionError("the call has not ended")
-
-    return grpc.aio.AioRpcError(
-        result_of(call.code()), grpc.aio.Metadata(), result_of(call.trailing_metadata()), result_of(call.details())
-    )

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,6 +37,8 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
 )
+#: grpc's text for a request that could not be written.
+_WRITE_FAILED: Final = "Internal error from Core"
 #: Remedies by TLS and gRPC's text of the failure.
 _HINTS: Final = (
     (False, "Socket closed", "the daemon may require TLS: pass tls=Tls(ca=Path(FILE))"),
@@ -165,3 +168,31 @@ class Connection:
 
     def _closed_error(self) -> ClientClosed:
         return ClientClosed(f"the client of {self.target} was closed; leases end its episodes", host=self.target)
+
+
+def sent_status(call: Any) -> Callable[[grpc.aio.AioRpcError], grpc.aio.AioRpcError]:
+    """Return a function that returns the status which the service sent, given the failure of a new call with requests.
+
+    grpc replaces that status by one of its own if a request could not be written because the service had answered:
+    https://github.com/grpc/grpc/issues/36066
+    """
+    sent: list[grpc.aio.AioRpcError] = []
+
+    def ended(_: Any) -> None:
+        status = grpc.aio.AioRpcError(
+            _result(call.code()), grpc.aio.Metadata(), _result(call.trailing_metadata()), _result(call.details())
+        )
+        if status.details() != _WRITE_FAILED:
+            sent.append(status)
+
+    call.add_done_callback(ended)
+    return lambda failure: next(iter(sent), failure)
+
+
+def _result(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of a coroutine that need not wait. A task that awaits it may already find another status."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("the call has not ended")

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import grpc
 
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import Connection, sent_status
 from cuaenv.client.errors import (
     AccessDenied,
     BadRequest,
@@ -92,6 +92,7 @@ class PortForward:
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # On the connection that is never replaced: a stream may last as long as its episode.
         call: Any = self._connection.stub().ForwardGuestPort()
+        sent = sent_status(call)
         sending: asyncio.Task[None] | None = None
         try:
             await call.write(env_pb2.ForwardGuestPortRequest(episode_id=self._episode_id, port=self._port))
@@ -103,7 +104,7 @@ class PortForward:
                 if response.end_of_data:
                     writer.write_eof()
         except grpc.aio.AioRpcError as failure:
-            raise error_of(failure, host=self._connection.target) from failure
+            raise error_of(sent(failure), host=self._connection.target) from failure
         except asyncio.CancelledError:
             # The call was cancelled: by `_send`, or because the channel was closed.
             task = asyncio.current_task()
