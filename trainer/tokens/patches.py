@@ -246,8 +246,8 @@ class PatchFormat:
             strip_HWC = rgb_HWC[number * side_px : (number + 1) * side_px]
             row[...] = self._arranged(strip_HWC.reshape(side_px, -1, side_px, 3).transpose(1, 0, 2, 3), convert)
 
-    def _arranged(self, squares_NHWC: "npt.NDArray[np.uint8]", convert: Any) -> "npt.NDArray[Any]":
-        """Return squares as `_cells` has them: patches that the model merges one after the other, repeated in time."""
+    def _arranged(self, squares_NHWC: "npt.NDArray[np.uint8]", convert: Any) -> Any:
+        """Return squares as an array like `_cells`: patches that the model merges one after the other, repeated."""
         import numpy as np  # noqa: PLC0415
 
         merge, patch_px = self._merge, self._patch_px
