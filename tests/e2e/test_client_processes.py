@@ -23,6 +23,9 @@ uri = "fake"
 [pools.desktop]
 size = {size}
 capacity = {size}
+
+[limits]
+drain_timeout_s = 300
 """
 QUICK = RetryPolicy(reconnect_timeout=timedelta(seconds=1), patience=timedelta(seconds=10))
 

@@ -95,7 +95,7 @@ class _Episode:
     episode_id: str
     performed_count: int
     step_count: int = 0
-    last_contact_s: float = field(default_factory=time.monotonic)
+    last_contact_s: float
     is_over: bool = False
     """Void, closed or unknown to the daemon."""
     is_void: bool = False
@@ -293,9 +293,15 @@ class SoakClient:
             ready_timeout=_duration(int(self._plan.opening_timeout_s)),
             checkpoint_on=[env_pb2.CHECKPOINT_TRIGGER_FAILURE],
         )
+        sent_s = time.monotonic()
         outcome = await self._make(pending, request, None)
         return self._opened(
-            outcome, pending, performed_count=pending.performed_count, step_count=pending.step_index, parent=""
+            outcome,
+            pending,
+            performed_count=pending.performed_count,
+            step_count=pending.step_index,
+            parent="",
+            sent_s=sent_s,
         )
 
     async def _fork(self, episode: _Episode, pending: Pending) -> list[_Episode]:
@@ -307,6 +313,7 @@ class SoakClient:
             lease_ttl=_duration(self._plan.lease_ttl_s),
             observation=_VIEW,
         )
+        sent_s = time.monotonic()
         outcome = await self._make(pending, request, episode)
         return self._opened(
             outcome,
@@ -314,10 +321,11 @@ class SoakClient:
             performed_count=episode.performed_count,
             step_count=episode.step_count,
             parent=episode.episode_id,
+            sent_s=sent_s,
         )
 
     def _opened(
-        self, outcome: Outcome, pending: Pending, *, performed_count: int, step_count: int, parent: str
+        self, outcome: Outcome, pending: Pending, *, performed_count: int, step_count: int, parent: str, sent_s: float
     ) -> list[_Episode]:
         count = pending.count
         infos = list(outcome.response.episodes) if outcome.response is not None else []
@@ -338,7 +346,12 @@ class SoakClient:
             )
         return [
             _Episode(
-                episode_id=info.episode_id, performed_count=performed_count, step_count=step_count, epoch=info.epoch
+                episode_id=info.episode_id,
+                performed_count=performed_count,
+                step_count=step_count,
+                # Leases begin before the response, which a repeated call replaces by a later one.
+                last_contact_s=sent_s,
+                epoch=info.epoch,
             )
             for info in infos
         ]
@@ -365,7 +378,7 @@ class SoakClient:
         if outcome.key != OK:
             return outcome
         if behaviour == "late_retry":
-            again = await self._call(pending.call, request, episode)
+            again = await self._call(pending.call, request, episode, renews=False)
             self._compare(pending, outcome, again, "the response to a retry differs")
         elif behaviour == "other_body":
             await self._call(pending.call, _altered(request), episode, allowed=(REUSED,))
