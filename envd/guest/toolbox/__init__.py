@@ -39,6 +39,9 @@ _RESTART_TIMEOUT_S, _RESTART_POLL_S = 60.0, 0.25
 #: How much later than the program's own limit it counts as unresponsive: it starts Python, and ends what hangs. 20 s
 #: were too few for an emulated guest of a host with a load of 9: its episode ended with a score of 0.
 _GRACE_S = 60.0
+#: Also a hanging command of 120 s is judged before a client's step times out, 180 s by default. Otherwise an agent
+#: could void its episode by one.
+_MAX_REQUEST_S = 140.0
 _MAX_ERROR_CHARS = 2000
 
 
@@ -119,7 +122,7 @@ class Toolbox:
     async def _request(self, operation: str, timeout_s: float | None, **arguments: JsonValue) -> Result:
         """Run the program. Raises: GuestError, GuestUnresponsive, MachineLost."""
         limits = {} if timeout_s is None else {"timeout_s": timeout_s}
-        limit_s = (timeout_s or _FILE_TIMEOUT_S) + _GRACE_S
+        limit_s = min((timeout_s or _FILE_TIMEOUT_S) + _GRACE_S, _MAX_REQUEST_S)
 
         async def request(op: str, **fields: Any) -> Result:
             line = json.dumps({"op": op, **fields}).encode() + b"\n"

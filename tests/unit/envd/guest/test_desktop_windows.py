@@ -163,7 +163,8 @@ async def test_a_tool_is_used_by_a_script_in_the_session_of_the_user(desk: Deskt
     assert (outcome.error, outcome.output, outcome.exit_code) == ("", "hi\n", -1073741819)
     assert json.loads(channels.stdin[-1]) == {"op": "shell", "command": "echo hi", "timeout_s": 120.0}
     assert channels.stdin[-1].endswith(b"\n")
-    assert "$wait_s = 180\n" in channels.scripts[-1]
+    assert "$wait_s = 140\n" in channels.scripts[-1]
     del channels.answers["use-tool"]
     failed = await desk.use_tool(RunShell("echo hi"))
     assert failed.error == "cannot use tools: machine m1: no user is logged in"
+    assert "$wait_s = 90\n" in channels.scripts[-1]
