@@ -186,7 +186,7 @@ class PatchFormat:
         if wanted.shape != (self.patch_count, self.patch_values):
             return False
         source = np.empty(wanted.shape, np.uint8)
-        self._arrange(noise_HWC, self._cells(source), lambda planes_CHW: planes_CHW)
+        self._arrange(noise_HWC, self._cells(source), lambda planes_CNHW: planes_CNHW)
         by_channel = (self.patch_count, _CHANNELS, -1)
         table = np.zeros((_CHANNELS, _VALUES), np.uint16)
         table[np.arange(_CHANNELS)[:, None], source.reshape(by_channel)] = wanted.reshape(by_channel)
@@ -214,11 +214,11 @@ class PatchFormat:
 
         from cuaenv.frames.pillow import rgb_of  # noqa: PLC0415
 
-        def looked_up(planes_CHW: "npt.NDArray[np.uint8]") -> "npt.NDArray[Any]":
-            pairs_CHW = planes_CHW.view("<u2")
-            values = np.empty(pairs_CHW.shape, np.uint32)
+        def looked_up(planes_CNHW: "npt.NDArray[np.uint8]") -> "npt.NDArray[Any]":
+            pairs_CNHW = planes_CNHW.view("<u2")
+            values = np.empty(pairs_CNHW.shape, np.uint32)
             for channel, table in enumerate(self._pairs):
-                np.take(table, pairs_CHW[channel], out=values[channel], mode="clip")
+                np.take(table, pairs_CNHW[channel], out=values[channel], mode="clip")
             return values.view(np.int16)
 
         cells, side_px = self._cells(out), self._side_px
