@@ -190,13 +190,14 @@ class CheckpointStore:
         with _errors(checkpoint.checkpoint_id):
             paths = sorted(draft.directory.iterdir())
             complete = checkpoint.model_copy(update={"files": {path.name: _stored(path) for path in paths}})
-            self._make_room(complete.size_bytes, run=complete.run)
             manifest = draft.directory / MANIFEST
             manifest.write_text(complete.model_dump_json())
             # At once, they share the commits of the file system: 30 ms, one after the other 70 ms.
             with ThreadPoolExecutor(_FLUSH_THREADS) as threads:
                 tuple(threads.map(_flush, [*paths, manifest, draft.directory]))
-            draft.directory.rename(self.path(complete.checkpoint_id))
+            with self._locked():
+                self._make_room(complete.size_bytes, run=complete.run)
+                draft.directory.rename(self.path(complete.checkpoint_id))
             _flush(self.directory)
         os.close(draft.lock)
         return complete
@@ -236,6 +237,16 @@ class CheckpointStore:
                     shutil.rmtree(part, ignore_errors=True)
                 finally:
                     os.close(lock)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Exclude other writers, also of other daemons, which would count without this one's checkpoint."""
+        descriptor = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def _make_room(self, size_bytes: int, *, run: str) -> None:
         """Remove the least recently used checkpoints until one more fits.

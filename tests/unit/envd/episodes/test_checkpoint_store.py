@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -192,6 +193,21 @@ def test_a_store_full_of_pinned_checkpoints_refuses_another(
     with pytest.raises(CheckpointStoreFull, match=rf"1\.0 MiB: .*checkpoints\.{limit} = 0\.00244"):
         home.add("c")
     assert home.names == ["ckpt-a", "ckpt-b"]
+
+
+def test_concurrent_writers_stay_within_the_limit(tmp_path: Path) -> None:
+    home = Home(tmp_path, limits_mib=(2.5, 100))
+
+    def add(number: int) -> bool:
+        try:
+            home.add(f"{number}", pinned=True)
+        except CheckpointStoreFull:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(add, range(8))) == 2
+    assert len(home.names) == 2
 
 
 def test_space_stays_free_on_the_disk(tmp_path: Path) -> None:
