@@ -56,6 +56,12 @@ _INCREMENTAL = 2
 #: Marks our files among SQLite databases: "envd".
 _APPLICATION_ID = 0x656E7664
 
+#: By SQLite's primary result code.
+_REMEDIES = {
+    sqlite3.SQLITE_FULL: "free space on its disk",
+    sqlite3.SQLITE_IOERR: "check its disk, which may be full",
+}
+
 
 class Store(Protocol):
     """A database of episodes, responses and machines."""
@@ -314,8 +320,9 @@ def _open(path: Path) -> sqlite3.Connection:
     except OSError as error:
         raise ConfigError(f"{path} cannot be opened: {error.strerror}; choose another --state-dir") from error
     except sqlite3.Error as error:
-        is_full = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
-        remedy = "free space on its disk" if is_full else "move it away to start with an empty database"
+        # An extended code has the primary one in its lower byte. For the log's index, a full disk is an I/O error.
+        primary_code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        remedy = _REMEDIES.get(primary_code, "move it away to start with an empty database")
         raise ConfigError(f"{path} is not usable: {error}; {remedy}") from error
     return connection
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import resource
 import sqlite3
 import stat
 import subprocess
@@ -331,6 +332,16 @@ async def test_a_full_disk_is_a_configuration_error_that_asks_for_space(
     monkeypatch.setattr(sqlite3, "connect", full)
     with pytest.raises(ConfigError, match="database or disk is full; free space on its disk"):
         SqliteStore(path)
+
+
+async def test_a_disk_too_full_for_the_index_of_the_log_is_not_taken_for_a_damaged_database(path: Path) -> None:
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, unlimited[1]))  # the index has 32 KiB at once
+    try:
+        with pytest.raises(ConfigError, match="disk I/O error; check its disk, which may be full"):
+            SqliteStore(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
 async def test_another_programs_database_is_refused(path: Path) -> None:
