@@ -57,10 +57,7 @@ _INCREMENTAL = 2
 _APPLICATION_ID = 0x656E7664
 
 #: By SQLite's primary result code.
-_REMEDIES = {
-    sqlite3.SQLITE_FULL: "free space on its disk",
-    sqlite3.SQLITE_IOERR: "check its disk, which may be full",
-}
+_REMEDIES = {sqlite3.SQLITE_FULL: "free space on its disk", sqlite3.SQLITE_IOERR: "check its disk, which may be full"}
 
 
 class Store(Protocol):
