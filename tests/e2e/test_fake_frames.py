@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from datetime import timedelta
 
@@ -43,6 +44,22 @@ async def test_steps_send_only_changes_and_every_pixel_is_exact() -> None:
         assert frames[3].tiles is frames[2].tiles, "moving a hidden pointer changes no pixel"
         shared = sum(map(lambda one, other: one is other, frames[0].tiles._tiles, frames[1].tiles._tiles))  # type: ignore[union-attr]
         assert shared > 200, "unchanged tiles are not sent again"
+
+
+async def test_images_need_none_of_the_loops_threads() -> None:
+    async def play(address: str) -> wire.StepResult:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+
+        def step() -> wire.StepResult:
+            return asyncio.run_coroutine_threadsafe(episode.step(COUNT), loop).result(timeout=60)
+
+        async with wire.AsyncEnvClient(address) as client, client.reset(TASK, view=EXACT) as episode:
+            return await asyncio.to_thread(step)
+
+    async with served_client(size=1) as (server, _):
+        result = await asyncio.to_thread(lambda: asyncio.run(play(server.address)))
+    assert result.observation.tiles is not None
 
 
 async def test_drawn_pointers_and_scaled_views_are_rebuilt_exactly() -> None:

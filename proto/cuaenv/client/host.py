@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 _UNSEEN_S: Final = 0.5
 _FIRST_PAUSE_S: Final = 0.2
 _MAX_PAUSE_S: Final = 10.0
+
+#: Not the loop's own threads: callers may block all of those until a step returns.
+_decoders: Final = ThreadPoolExecutor(4, thread_name_prefix="decoder")
 
 
 class HostState(Enum):
@@ -85,7 +89,6 @@ class Host:
         self._reported_s = 0.0
         self._backs_off_until_s: dict[tuple[str, str] | None, float] = {}
         self._pool_by_task: dict[str, str] = {}
-        self._decoding = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -125,10 +128,11 @@ class Host:
     async def decode(self, message: env_pb2.Observation, base: Observation | None = None) -> Observation:
         """Decode an observation; arguments and errors are those of `read_observation`.
 
-        A whole screen takes milliseconds, so concurrent callers decode one per loop iteration.
+        An image takes about a millisecond, a third of the loop's time for a turn, so threads decode images.
         """
-        async with self._decoding:
+        if message.frame.WhichOneof("content") is None:
             return read_observation(message, base)
+        return await asyncio.get_running_loop().run_in_executor(_decoders, read_observation, message, base)
 
     def statistics(self) -> HostStatistics:
         load = self.load()
