@@ -221,7 +221,7 @@ async def test_a_broken_connection_is_replaced_and_its_domains_are_looked_up_fir
     second.lifecycle(second, Domain("d", second), libvirt.VIR_DOMAIN_EVENT_STOPPED, crashed, None)
     await until(lambda: listener.ended == [("d", "crashed")])
     second.lifecycle(second, Domain("e", second), libvirt.VIR_DOMAIN_EVENT_CRASHED, 0, None)
-    await until(lambda: listener.ended == [("d", "crashed"), ("e", "the guest crashed")])
+    await until(lambda: listener.ended == [("d", "crashed"), ("e", "guest-panic")])
 
 
 async def test_a_connection_that_breaks_during_the_lookup_is_replaced_again(
@@ -373,6 +373,14 @@ async def test_a_machine_that_dies_without_a_connection_is_lost_at_its_next_use(
     host.qemus[0].wait()
     with pytest.raises(MachineLost):
         await machine.usage()
+
+
+async def test_a_panic_that_libvirt_reports_first_is_the_guests_own_end(host: Host) -> None:
+    machine = host.machine("m")
+    host.hypervisor.on_domain_ended("envd-o-m", "guest-panic")
+    await machine.lost.wait()
+    assert machine.loss is not None
+    assert (machine.loss.owner, machine.loss.cause) == (Owner.GUEST, "PANIC")
 
 
 async def test_after_a_reconnect_ended_machines_are_lost_and_untracked_domains_destroyed(host: Host) -> None:

@@ -166,9 +166,9 @@ class LibvirtLink:
     def _on_lifecycle(self, _connection: Any, domain: Any, event: int, detail: int, _opaque: Any) -> None:
         """Report a domain's end to the event loop. Called on libvirt's thread."""
         if event in {libvirt.VIR_DOMAIN_EVENT_STOPPED, libvirt.VIR_DOMAIN_EVENT_CRASHED} and self._listener:
-            # The details of the two events are numbered independently.
-            is_crash = event == libvirt.VIR_DOMAIN_EVENT_CRASHED
-            reason = "the guest crashed" if is_crash else _STOP_REASONS.get(detail, f"detail {detail}")
+            # The details of the two events are numbered independently. libvirt calls only a guest's panic a crash.
+            is_panic = event == libvirt.VIR_DOMAIN_EVENT_CRASHED
+            reason = "guest-panic" if is_panic else _STOP_REASONS.get(detail, f"detail {detail}")
             self._call_on_loop(self._listener.on_domain_ended, domain.name(), reason)
 
     def _on_close(self, connection: Any, reason: int, _opaque: Any) -> None:

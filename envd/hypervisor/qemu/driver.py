@@ -320,7 +320,7 @@ class LibvirtHypervisor:
         """Mark the domain's machine as lost."""
         if machine := self._machines.get(name):
             log = None if self._logs is None else self._logs / f"{name}.log"
-            machine.report_end(f"its QEMU ended: {reason}", failed_assertion=failed_assertion(log))
+            machine.report_end(reason, failed_assertion=failed_assertion(log))
 
     async def on_reconnected(self) -> None:
         """Look up our domains on a new connection. Raises: HypervisorError."""

@@ -159,9 +159,12 @@ class LibvirtMachine:
         """Record that QEMU has ended, by libvirt's report.
 
         QEMU's own event, which says whether the guest caused it, is in the monitor's socket before that report, but may
-        not have been read yet. Without one QEMU was killed, or crashed, which a guest can cause.
+        not have been read yet. Without one QEMU was killed, or crashed, which a guest can cause. libvirt itself
+        reports a guest's panic.
         """
-        loss = Loss(Owner.UNDECIDED, f"{reason}: {failed_assertion}") if failed_assertion else Loss(Owner.HOST, reason)
+        text = f"its QEMU ended: {reason}"
+        host_loss = Loss(Owner.UNDECIDED, f"{text}: {failed_assertion}") if failed_assertion else Loss(Owner.HOST, text)
+        loss = loss_by_shutdown(reason) or host_loss
         asyncio.get_running_loop().call_later(_MONITOR_LAG_S, self._end_by, loss)
 
     def _on_event(self, name: str, data: Mapping[str, Any]) -> None:
