@@ -1,6 +1,7 @@
 """Rollbacks, scores and automatic checkpoints through the service, on drawn desktops."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from cuaenv.client import (
     KeyDown,
     KeyUp,
     MachineLost,
+    Observation,
     ServiceFault,
     StaleEpoch,
     State,
@@ -30,6 +32,7 @@ from cuaenv.client import (
     TypeText,
     View,
 )
+from cuaenv.client.observation import read_observation
 from envd.base import errors
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import RequestIdReused
@@ -239,6 +242,36 @@ async def test_a_rollback_waits_for_a_step_and_refuses_those_behind_it(tmp_path:
         with pytest.raises((StaleEpoch, StepIndexMismatch)):
             await late
         assert (found.epoch, found.step_count) == (2, 0)
+
+
+async def test_responses_are_read_in_the_order_of_their_arrival(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, may_end = threading.Event(), threading.Event()
+
+    def read_slowly(*arguments: Any) -> Observation:
+        reading.set()
+        assert may_end.wait(30)
+        return read_observation(*arguments)
+
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        (found,) = server.service.episodes
+        async with asyncio.timeout(30):
+            with monkeypatch.context() as patched:
+                patched.setattr("cuaenv.client.host.read_observation", read_slowly)
+                step = asyncio.create_task(episode.step(EDITOR, LINE))
+                while not reading.is_set():
+                    await asyncio.sleep(0.01)
+            rollback = asyncio.create_task(episode.rollback(checkpoint))
+            while found.epoch == 1:
+                await asyncio.sleep(0.01)
+            await asyncio.wait({rollback}, timeout=0.3)
+            may_end.set()
+            stepped, went_back = await step, await rollback
+        assert (stepped.step_count, stepped.observation.frame_id == checkpoint.frame_id) == (1, False)
+        assert (episode.epoch, episode.step_count, episode.observation) == (2, 0, went_back)
+        assert went_back.frame_id == checkpoint.frame_id
 
 
 async def test_calls_that_are_overtaken_fail_and_harm_nothing(tmp_path: Path) -> None:

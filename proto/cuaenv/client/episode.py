@@ -82,6 +82,9 @@ class AsyncEpisode:
         """The latest observation."""
         self.opening_timings_ms: Mapping[str, float] = {}
         """Duration of each phase of the Reset or Fork that opened this episode."""
+        # Responses are read in the order of their arrival, one at a time: threads decode images, and without this an
+        # older observation could replace a newer one, or a step return the state after a rollback.
+        self._reading = asyncio.Lock()
         self._note(info)
 
     def __repr__(self) -> str:
@@ -135,17 +138,18 @@ class AsyncEpisode:
         )
         base = self.observation
         response = await self._call("Step", request, timeout)
-        self._note(response.episode)
-        self.observation = await self.host.decode(response.observation, base)
-        return copied(
-            StepResult,
-            self,
-            response,
-            action_errors=tuple(result.error for result in response.action_results),
-            screen_change=read_screen_change(response),
-            tool_results=tuple(map(read_tool_result, response.action_results)),
-            unrecorded_requests=tuple(map(read_unrecorded, response.unrecorded_requests)),
-        )
+        async with self._reading:
+            self._note(response.episode)
+            self.observation = await self.host.decode(response.observation, base)
+            return copied(
+                StepResult,
+                self,
+                response,
+                action_errors=tuple(result.error for result in response.action_results),
+                screen_change=read_screen_change(response),
+                tool_results=tuple(map(read_tool_result, response.action_results)),
+                unrecorded_requests=tuple(map(read_unrecorded, response.unrecorded_requests)),
+            )
 
     async def observe(
         self,
@@ -180,7 +184,8 @@ class AsyncEpisode:
         )
         base = self.observation
         response: env_pb2.ObserveResponse = await self._call("Observe", request, timeout)
-        self.observation = await self.host.decode(response.observation, base)
+        async with self._reading:
+            self.observation = await self.host.decode(response.observation, base)
         return response
 
     async def handed_back(self, view: View | None = None, *, timeout: timedelta = timedelta(minutes=1)) -> Handover:
@@ -234,7 +239,8 @@ class AsyncEpisode:
         """Score the episode on the current state of its machine, and end it. Raises: EnvError."""
         request = env_pb2.EvaluateRequest(request_id=new_id(), episode_id=self.episode_id, epoch=self.epoch)
         response = await self._call("Evaluate", request, timeout)
-        self._note(response.episode)
+        async with self._reading:
+            self._note(response.episode)
         return read_evaluation(response)
 
     async def close(self) -> None:
@@ -315,9 +321,10 @@ class AsyncEpisode:
         )
         base = self.observation
         response = await self._call("Rollback", request, timeout)
-        self._note(response.episode)
-        self.observation = await self.host.decode(response.observation, base)
-        return self.observation
+        async with self._reading:
+            self._note(response.episode)
+            self.observation = await self.host.decode(response.observation, base)
+            return self.observation
 
     async def read_file(self, path: str, *, timeout: timedelta = timedelta(minutes=1)) -> bytes:
         """Return a guest file's bytes, if the pool allows it. Raises: EnvError."""
