@@ -71,6 +71,8 @@ def measure(slime_home: Path, *, episodes: int, turns: int, picture_dir: str = "
     Args:
         workers: Compare so many `envd.workers` with slime's one process instead of measuring the turns.
     """
+    # As Ray does for slime's RolloutManager, which has one CPU. PyTorch reads it when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     use_slime(slime_home)
     os.environ[_HOME] = str(slime_home)
     # Workers choose daemons independently: without spare machines, some episodes would wait until others have ended.
