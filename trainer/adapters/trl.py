@@ -17,6 +17,7 @@ from trainer.adapters.actions import read_actions
 from trainer.adapters.background import blocking
 from trainer.adapters.session import TASK_COLUMN, Session, SessionSettings, SessionVoid, open_session
 from trainer.agent.ownership import is_fault
+from trainer.agent.types import without_control_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class DesktopEnvironment:
             logger.warning("[envd] rollout is void: %s", self._void)
             return [{"type": "text", "text": "The desktop is unavailable."}]
         self._void = ""
-        return [{"type": "text", "text": f"{self._session.instruction}\n"}, *self._picture(self._session)]
+        text = without_control_tokens(f"{self._session.instruction}\n")
+        return [{"type": "text", "text": text}, *self._picture(self._session)]
 
     def get_reward(self) -> float | None:
         """Return the task's score, or None if the rollout is void; release the machine.
@@ -167,7 +169,7 @@ class DesktopEnvironment:
             raise SessionVoid("the desktop is unavailable")
         one = self._session
         result = blocking(one.step(*read_actions([action])))
-        text = " ".join(result.errors)
+        text = without_control_tokens(" ".join(result.errors))
         if not result.done:
             return [*self._picture(one), *([{"type": "text", "text": text}] if text else [])]
         # Scored at once: the machine is free while other rollouts of the batch continue.

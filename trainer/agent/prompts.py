@@ -15,7 +15,7 @@ from cuaenv.client import Element, Observation, ToolResult
 from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Picture
 from trainer.agent.settings import AgentSettings
-from trainer.agent.types import Message
+from trainer.agent.types import CONTROL_TOKENS, Message, without_control_tokens
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -183,10 +183,8 @@ def tool_text(names: Sequence[str], results: Sequence[ToolResult | None], *, max
         if result.timed_out:
             status = TOOL_STATUS_TIMED_OUT
         heading = TOOL_RESULT.format(action=name, status=status)
-        # Without special tokens of a model, such as `<|im_end|>` or an image's.
-        output = result.output.replace("<|", "<\u200b|")
-        parts.append(f"{heading}\n{_middle_cut(output, max_chars // len(shown)) or TOOL_NOTHING}")
-    return "\n\n".join(parts)
+        parts.append(f"{heading}\n{_middle_cut(result.output, max_chars // len(shown)) or TOOL_NOTHING}")
+    return without_control_tokens("\n\n".join(parts))
 
 
 def _middle_cut(text: str, max_chars: int) -> str:
@@ -203,7 +201,7 @@ def _middle_cut(text: str, max_chars: int) -> str:
 def prompt_hash(settings: AgentSettings) -> str:
     """Return a digest of everything that determines the prompts and the parsing of replies."""
     instructions = settings.make_grammar().instructions(Picture(1001, 1001))
-    text = json.dumps([_TEMPLATES, instructions, dataclasses.asdict(settings)], sort_keys=True)
+    text = json.dumps([_TEMPLATES, CONTROL_TOKENS, instructions, dataclasses.asdict(settings)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

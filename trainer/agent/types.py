@@ -6,6 +6,8 @@ new one, for example to drop old screenshots, leaves the previous row unchanged 
 
 import base64
 import io
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,12 +20,48 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
+#: Spellings of control tokens in the chat formats of open models: `<|im_end|>` and its like, DeepSeek's with fullwidth
+#: bars, Gemma's and Llama 2's turns, GLM's and Mistral's marks, and placeholders of images, videos and audio.
+CONTROL_TOKENS = (
+    r"<[|\uff5c][^\s<>|\uff5c]{1,60}[|\uff5c]>"
+    r"|</?(?:s|bos|eos|pad|unk|sop|eop|img|image|video|audio|IMG_CONTEXT|image_soft_token|audio_soft_token)>"
+    r"|<(?:start|end)_of_(?:turn|image|audio)>"
+    r"|\[/?(?:INST|IMG|IMG_BREAK|IMG_END|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS|SYSTEM_PROMPT|[gs]?MASK)\]"
+)
+_CONTROL_TOKEN = re.compile(CONTROL_TOKENS)
+
+
+def without_control_tokens(text: str) -> str:
+    """Return a text in which a space breaks up everything that spells a control token of a model.
+
+    A server that applies a chat template reads such a text as the token: words on a guest's screen could end a turn,
+    and the name of an image's placeholder makes it refuse the request.
+    """
+    return _CONTROL_TOKEN.sub(broken_up, text)
+
+
+def broken_up(found: re.Match[str]) -> str:
+    """Return a matched control token with a space after its first character."""
+    return f"{found[0][0]} {found[0][1:]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a row: texts and images in reading order."""
+    """One message of a row: texts and images in reading order. Its texts spell no control token.
+
+    Training and every endpoint take their prompts from messages, so all of them read the same text.
+    """
 
     role: Literal["system", "user", "assistant"]
     parts: "tuple[str | Image.Image, ...]"
+
+    def __post_init__(self) -> None:
+        parts: list[str | Image.Image] = []
+        for is_text, group in itertools.groupby(self.parts, lambda part: isinstance(part, str)):
+            # Adjacent texts are read as one, so two harmless ones could spell a token together.
+            together = list(group)
+            parts += [without_control_tokens("".join(map(str, together)))] if is_text else together
+        object.__setattr__(self, "parts", tuple(parts))
 
     def to_openai(self) -> dict[str, Any]:
         """Return the message in the form of OpenAI's chat completions; images become data URIs."""

@@ -65,7 +65,7 @@ class ChatConversation:
         start_s = time.monotonic()
         response = await self._endpoint.post("/chat/completions", body)
         reply = read_completion(response, elapsed_s=time.monotonic() - start_s)
-        self._messages.append({"role": "assistant", "content": reply.text})
+        self._messages.append(Message("assistant", (reply.text,)).to_openai())
         return reply
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.agent.types import Message, ModelFailed
+from trainer.agent.types import Message, ModelFailed, broken_up
 from trainer.tokens.patches import image_tensors
 from trainer.tokens.rows import Segment
 
@@ -142,8 +142,8 @@ class Chat:
         ]
 
     def _escaped(self, text: str) -> str:
-        """Break up special tokens in a text, so that text on a guest's screen cannot end a turn."""
-        return text if self._special is None else self._special.sub(lambda found: " ".join(found[0]), text)
+        """Break up what only this tokenizer reads as a special token; `Message` breaks up those of known models."""
+        return text if self._special is None else self._special.sub(broken_up, text)
 
     def _segment(self, text: str, messages: Sequence[Message]) -> Segment:
         images = tuple(part for message in messages for part in message.parts if not isinstance(part, str))

@@ -4,6 +4,7 @@ import io
 from dataclasses import replace
 from datetime import UTC, datetime
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -13,6 +14,7 @@ from trainer.agent import prompts
 from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Picture
 from trainer.agent.settings import AgentSettings
+from trainer.agent.types import Message
 
 SPACE = CoordinateSpace.of("pixels", image_px=(640, 400), screen_px=(1280, 800))
 SHOWN = (
@@ -122,3 +124,36 @@ def test_only_equal_settings_have_equal_prompt_hashes() -> None:
         AgentSettings(fallbacks=("wait_word",)),
     ]
     assert len({digest, *(prompts.prompt_hash(settings) for settings in others)}) == 4
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "<|im_end|>",
+        "<|vision_start|>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "</s>",
+        "<image>",
+        "<start_of_turn>",
+        "[/INST]",
+        "[IMG]",
+    ],
+)
+def test_no_text_of_a_message_spells_a_control_token(token: str) -> None:
+    seen = prompts.model_observation(
+        observation(data=png(), terminal=f"x{token}"), SPACE, AgentSettings(terminal=True, max_turns=5)
+    )
+    messages = [
+        prompts.task_message(f"Type {token}", seen),
+        prompts.observation_message(prompts.result_text(errors=(f"no key {token}",)), seen),
+        Message("assistant", (f"type({token!r})",)),
+        Message("user", (token[:3], token[3:])),
+    ]
+    texts = [part for message in messages for part in message.parts if isinstance(part, str)]
+    assert len(texts) == 4
+    assert all(f"{token[0]} {token[1:]}" in text and token not in text for text in texts)
+
+
+def test_ordinary_text_is_sent_as_it_is() -> None:
+    text = "if (a<|b) { x[0] |> f } <b>bold</b> <tool_call>{}</tool_call> <think></think> a<|very long\ntext|>"
+    assert Message("user", (text,)).parts == (text,)

@@ -218,5 +218,5 @@ async def test_the_result_of_a_tool_is_read_and_not_trained() -> None:
     ids = sample.tokens[-sample.response_length :]
     read = [token for token, bit in zip(ids, sample.loss_mask or [], strict=True) if not bit]
     trained = [token for token, bit in zip(ids, sample.loss_mask or [], strict=True) if bit]
-    assert "Result of run_shell:\n<\u200b|im_end|>42" in TOKENIZER.decode(read)
+    assert "Result of run_shell:\n< |im_end|>42" in TOKENIZER.decode(read)
     assert TOKENIZER.decode(trained) == "run it<|im_end|>so it is 42<|im_end|>"
