@@ -57,6 +57,42 @@ async def test_starts_of_a_session_are_one_episode_until_it_is_stopped(world: Co
     assert world.server.service.list_episodes()[0].task_id == first.task_id, "a start after a revert names no task"
 
 
+async def test_a_start_after_the_episode_was_lost_opens_another(world: CompatWorld) -> None:
+    sandbox = tool(world, "session-1")
+    first = await asyncio.to_thread(sandbox.sandbox_start, TASK)
+    await world.server.service.close(first["sandboxId"])
+    starts = [asyncio.to_thread(sandbox.sandbox_start) for _ in range(3)]
+    (second,) = {each["sandboxId"] for each in await asyncio.gather(*starts)}
+    assert second != first["sandboxId"]
+    assert [each.episode_id for each in world.server.service.list_episodes()] == [second]
+    status, _ = await call(world, sandbox.session_id, "/execute", {"command": ["true"]})
+    assert status == 200
+
+
+async def test_a_drawn_desktop_answers_what_controllers_ask_first_and_gives_files_back(world: CompatWorld) -> None:
+    sandbox = tool(world)
+    await asyncio.to_thread(sandbox.sandbox_start, TASK)
+    url, headers = f"http://{world.addresses[NAME]}", {"x-paas-session-id": sandbox.session_id}
+    async with world.http.get(f"{url}/platform", headers=headers) as response:
+        assert await response.text() == "Linux"
+    assert (await call(world, sandbox.session_id, "/screen_size", {}))[1] == {"width": 1280, "height": 800}
+    status, position = await call(world, sandbox.session_id, "/cursor_position")
+    assert (status, len(position)) == (200, 2)
+    script = {"script": "#!/bin/bash\necho typed >> ~/note.txt"}
+    status, ran = await call(world, sandbox.session_id, "/run_bash_script", script)
+    assert (status, ran["status"], ran["returncode"]) == (200, "success", 0)
+    async with world.http.post(f"{url}/file", headers=headers, data={"file_path": "~/note.txt"}) as response:
+        assert await response.read() == b"typed\n"
+    async with world.http.post(f"{url}/file", headers=headers, data={"file_path": "/none"}) as response:
+        assert response.status == 404
+    status, ran = await call(world, sandbox.session_id, "/run_bash_script", {"script": "for i in 1; do echo $i; done"})
+    assert (ran["status"], ran["returncode"]) == ("error", 2)
+    assert "supports only" in ran["output"]
+    status, refused = await call(world, sandbox.session_id, "/wallpaper", {})
+    assert status == 404
+    assert "drawn desktops have no such route" in str(refused)
+
+
 @pytest.mark.parametrize("path", ["/envd/session", "/envd/type_text", "/../envd/session", "/exec"])
 async def test_routes_that_serve_the_daemon_are_not_reachable(world: CompatWorld, path: str) -> None:
     sandbox = tool(world)

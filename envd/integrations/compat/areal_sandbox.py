@@ -75,6 +75,11 @@ class ArealSandbox:
         body = await read_body(request, _Start)
         session = self._enter(caller, session_id)
         session.task_id = body.task_id or session.task_id
+        lost = session.episode_id
+        if lost and not await self._sessions.is_active(lost) and session.episode_id == lost:
+            # Its lease expired, its machine was lost, or somebody else closed it: the next one is another episode.
+            session.episode_id = ""
+            session.start_count += 1
         if not session.episode_id:
             # Repeated and concurrent starts of a session join one reset.
             result = await self._sessions.open(

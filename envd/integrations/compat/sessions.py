@@ -203,6 +203,11 @@ class Sessions:
             raise unknown_episode(episode_id)
         return infos[0]
 
+    async def is_active(self, episode_id: str) -> bool:
+        """Return whether an episode takes steps, and renew its lease."""
+        infos = await self._service.keep_alive([episode_id], None)
+        return any(info.state is EpisodeState.ACTIVE for info in infos)
+
     def instruction_of(self, info: EpisodeInfo) -> str:
         return self._service.tasks.get(info.task_id).instruction
 

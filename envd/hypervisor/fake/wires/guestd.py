@@ -81,12 +81,18 @@ class Guestd:
         self._forwards: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", "/accessibility"): self._accessibility,
+            ("GET", "/cursor_position"): self._cursor_position,
             ("GET", "/envd/pointer"): self._pointer,
             ("GET", "/envd/session"): self._session,
+            ("GET", "/platform"): self._platform,
+            ("GET", "/screen_size"): self._screen_size,
             ("GET", "/screenshot"): self._screenshot,
             ("GET", "/terminal"): self._terminal,
             ("POST", "/envd/type_text"): self._type_text,
             ("POST", "/execute"): self._execute,
+            ("POST", "/file"): self._file,
+            ("POST", "/run_bash_script"): self._run_script,
+            ("POST", "/screen_size"): self._screen_size,
             ("POST", "/setup/execute"): self._execute,
             ("POST", "/setup/launch"): self._launch,
             ("POST", "/setup/upload"): self._upload,
@@ -191,7 +197,7 @@ class Guestd:
         try:
             handler = self._routes.get((method, request.path))
             if handler is None:
-                raise HttpError(404, f"{method} {request.path}: no such route")  # noqa: TRY301
+                raise HttpError(404, f"{method} {request.path}: drawn desktops have no such route")  # noqa: TRY301
             return await handler(desktop, request)
         except HttpError as error:
             return error.response()
@@ -217,6 +223,18 @@ class Guestd:
             result["encoding"] = "base64"
         return json_response(result)
 
+    async def _run_script(self, _desktop: DrawnDesktop, request: Request) -> Response:
+        """Run a script of one command, as `sh -c` does here."""
+        script = request.json().get("script")
+        if not isinstance(script, str) or not script:
+            raise HttpError(400, "Script not supplied!")
+        lines = [line for line in script.splitlines() if line and not line.startswith("#")]
+        outcome = self._guest.programs.run(["sh", "-c", "\n".join(lines)])
+        await asyncio.sleep(outcome.duration_s)
+        output = (outcome.stdout + outcome.stderr).decode("utf-8", "replace")
+        status = "error" if outcome.exit_code else "success"
+        return json_response({"status": status, "output": output, "error": "", "returncode": outcome.exit_code})
+
     async def _launch(self, desktop: DrawnDesktop, request: Request) -> Response:
         argv = _argv(request.json())
         try:
@@ -235,6 +253,14 @@ class Guestd:
         self._guest.files[path.decode()] = data
         return text_response("File Uploaded")
 
+    async def _file(self, _desktop: DrawnDesktop, request: Request) -> Response:
+        path = request.form().get("file_path")
+        if not path:
+            raise HttpError(400, "file_path is required")
+        if path not in self._guest.files:
+            raise HttpError(404, "File not found")
+        return Response(200, self._guest.files[path], "application/octet-stream")
+
     # Screen and session
 
     async def _session(self, desktop: DrawnDesktop, _request: Request) -> Response:
@@ -246,6 +272,16 @@ class Guestd:
         x, y = desktop.pointer_position
         buttons, modifiers = desktop.held_buttons, desktop.held_modifiers
         return json_response({"x": x, "y": y, "buttons": buttons, "modifiers": modifiers})
+
+    async def _cursor_position(self, desktop: DrawnDesktop, _request: Request) -> Response:
+        return json_response([*desktop.pointer_position])
+
+    async def _platform(self, _desktop: DrawnDesktop, _request: Request) -> Response:
+        return text_response("Linux")
+
+    async def _screen_size(self, desktop: DrawnDesktop, _request: Request) -> Response:
+        height, width = desktop.framebuffer.pixels.shape[:2]
+        return json_response({"width": width, "height": height})
 
     async def _type_text(self, desktop: DrawnDesktop, request: Request) -> Response:
         text = request.json().get("text")
