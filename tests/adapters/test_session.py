@@ -17,6 +17,7 @@ from cuaenv.client import (
     EnvError,
     EpisodeEnded,
     PoolExhausted,
+    PressKeys,
     State,
     TaskNotFound,
     TypeText,
@@ -40,6 +41,17 @@ MINUTE = timedelta(minutes=1)
 
 def settings_of(desktops: DrawnDesktops, **options: Any) -> SessionSettings:
     return SessionSettings.connect(desktops.address, **options)
+
+
+async def test_an_error_names_pixels_of_the_scaled_picture(desktops: DrawnDesktops) -> None:
+    async with session(TASK, settings=settings_of(desktops, view=View(max_width_px=640))) as one:
+        result = await one.step(Click(411, 83), Click(700, 10), Click(1, -1), PressKeys(("no-such-key",)))
+    assert result.action_errors[:3] == (
+        "",
+        "point (700, 10) is outside of the picture, which is 640x400 pixels",
+        "point (1, -1) is outside of the picture, which is 640x400 pixels",
+    )
+    assert "no-such-key" in result.action_errors[3]
 
 
 async def test_a_solved_task_scores_1_and_its_machine_is_released_at_once(desktops: DrawnDesktops) -> None:

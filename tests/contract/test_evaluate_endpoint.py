@@ -195,6 +195,18 @@ async def test_a_truncated_reply_is_marked_and_an_empty_one_is_valid() -> None:
     assert (reply.text, reply.finish) == ("", "length")
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+async def test_a_reply_that_a_server_took_for_reasoning_is_read(field: str) -> None:
+    call = '<tool_call>{"name": "computer_use", "arguments": {"action": "wait", "time": 1}}</tool_call>'
+    async with (
+        server(said(None, **{field: call}), said("done", **{field: "hm"})) as (url, _),
+        open_endpoint(url) as endpoint,
+    ):
+        conversation = ChatConversation(endpoint, model="m", sampling=Sampling())
+        await conversation.begin([user("hi")])
+        assert [(await conversation.generate()).text for _ in range(2)] == [call, "done"]
+
+
 async def test_a_proxy_for_other_traffic_does_not_see_requests_to_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     async with server(said("x")) as (url, _), open_endpoint(url) as endpoint:

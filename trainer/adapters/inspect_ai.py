@@ -11,11 +11,12 @@ score: inspect leaves it out of all metrics. See docs/adapters.md.
 import base64
 import io
 import json
+from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from inspect_ai import Task, task
 from inspect_ai.agent import AgentSubmit, react
@@ -39,6 +40,7 @@ from cuaenv.action_codec import BadAction, Form
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import (
     AccessDenied,
+    AsyncEpisode,
     BadRequest,
     Done,
     EnvClient,
@@ -50,11 +52,14 @@ from cuaenv.client import (
     NotFound,
     View,
 )
-from trainer.adapters.inspect_computer import PROGRAM, actions_of, read_call
+from trainer.adapters.inspect_computer import PROGRAM, actions_of, read_call, region_of
 from trainer.adapters.session import TASK_COLUMN, Session, SessionSettings, open_session
 from trainer.agent.grammars.functions import functions_of, parameters_of
 from trainer.agent.ownership import is_fault
 from trainer.agent.prompts import tool_text
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 #: Exit status of `timeout` for a command that it ended.
 _TIMED_OUT = 124
@@ -211,16 +216,29 @@ class EnvdSandbox(SandboxEnvironment):  # type: ignore[misc]
                     x, y = seen.cursor or (0, 0)
                     x, y = x * seen.width_px // seen.screen_width_px, y * seen.height_px // seen.screen_height_px
                     return {"output": f"X={x},Y={y}"}
+                elif call.action == "zoom":
+                    return _shown(await self.session.call(lambda episode: self._zoomed(episode, call)))
                 else:
                     await self.session.observe()
         except (ParseError, EpisodeEnded) as error:
             return {"error": str(error)}
-        picture = self.session.screenshot
-        if call.action == "zoom" and call.region is not None:
-            picture = picture.crop(call.region)
-        file = io.BytesIO()
-        picture.save(file, "PNG")
-        return {"base64_image": base64.b64encode(file.getvalue()).decode()}
+        return _shown(self.session.screenshot)
+
+    async def _zoomed(self, episode: AsyncEpisode, call: Namespace) -> "Image.Image":
+        """Return a region of the screen in the screen's own pixels. Raises: ParseError: it is not in the picture."""
+        seen = episode.observation
+        screen = (seen.screen_width_px, seen.screen_height_px)
+        region = region_of(call, picture=(seen.width_px, seen.height_px), screen=screen)
+        zoomed = await episode.observe(view=View(region=region))
+        # Points of later actions are pixels of the picture of the whole screen.
+        await episode.observe(view=self._view)
+        return zoomed.image
+
+
+def _shown(picture: "Image.Image") -> dict[str, str]:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return {"base64_image": base64.b64encode(file.getvalue()).decode()}
 
 
 class DesktopTools:

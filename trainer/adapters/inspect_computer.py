@@ -52,3 +52,32 @@ def actions_of(call: argparse.Namespace) -> list[Action]:
     if call.action in ("screenshot", "cursor_position", "zoom"):
         return []
     return computer_actions(call.action, {name: value for name, value in vars(call).items() if value is not None})
+
+
+def region_of(
+    call: argparse.Namespace, *, picture: tuple[int, int], screen: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """Return the region of a zoom as (x, y, width, height) in pixels of the screen.
+
+    Args:
+        call: Its region is (left, top, right, bottom) in pixels of the picture.
+        picture: (width, height) of the picture that the model saw.
+        screen: (width, height) of the screen.
+
+    Raises:
+        ParseError: There is no region, or it is empty or outside of the picture.
+    """
+    left, top, right, bottom = call.region or (0, 0, 0, 0)
+    if not (0 <= left < right <= picture[0] and 0 <= top < bottom <= picture[1]):
+        raise ParseError(
+            f"region {call.region} is not a part of the picture; give [left, top, right, bottom] in pixels, at most"
+            f" [0, 0, {picture[0]}, {picture[1]}]"
+        )
+    (x, to_x), (y, to_y) = (
+        (start * screen_px // picture_px, -(-end * screen_px // picture_px))
+        for start, end, picture_px, screen_px in (
+            (left, right, picture[0], screen[0]),
+            (top, bottom, picture[1], screen[1]),
+        )
+    )
+    return x, y, to_x - x, to_y - y

@@ -37,6 +37,7 @@ from cuaenv.client import (
     shared_client,
 )
 from cuaenv.copying import copied
+from trainer.agent.coordinates import points_of
 from trainer.agent.forks import group_member
 from trainer.agent.ownership import GUEST_ENDED, failure_of, is_fault, reward_of
 from trainer.agent.starts import start_of, step_limit, task_id_of
@@ -205,7 +206,8 @@ class Session:
                 raise BadRequest(f"episode {self.episode.episode_id}: malformed action: {error}") from error
             if result.state is State.FAILED:
                 raise failure_of(self.episode.episode_id, result.end_reason)
-            return result
+            errors = (_in_picture(*each, seen) for each in zip(actions, result.action_errors, strict=True))
+            return replace(result, action_errors=tuple(errors))
 
     async def observe(self) -> Observation:
         """Observe without acting. Raises: those of `step`."""
@@ -298,6 +300,14 @@ class Session:
     def _lose(self, reason: str) -> None:
         self.void = self.void or reason
         self._opened.closing.set()
+
+
+def _in_picture(action: Action, error: str, seen: Observation) -> str:
+    """Return an action's error; of a point outside of the picture, in the picture's pixels instead of the screen's."""
+    outside = [(x, y) for x, y in points_of(action) if not (0 <= x < seen.width_px and 0 <= y < seen.height_px)]
+    if not error or not outside:
+        return error
+    return f"point {outside[0]} is outside of the picture, which is {seen.width_px}x{seen.height_px} pixels"
 
 
 def _ended_before(episode: AsyncEpisode, action_count: int) -> StepResult:

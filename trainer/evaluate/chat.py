@@ -72,13 +72,18 @@ class ChatConversation:
 def read_completion(response: Mapping[str, Any], *, elapsed_s: float) -> Reply:
     """Return the reply in a chat completion.
 
+    A server with a parser for reasoning moves all of a reply that has no end of reasoning out of `content`. It is the
+    model's own text and is read as such, as in training.
+
     Raises:
         ModelFailed: It contains none, or the server parsed a tool call out of it.
     """
     try:
         choice = response["choices"][0]
         message = choice["message"]
-        text, has_tool_calls = message.get("content") or "", bool(message.get("tool_calls"))
+        fields = ("content", "reasoning_content", "reasoning")
+        text = next((message[name] for name in fields if message.get(name)), "")
+        has_tool_calls = bool(message.get("tool_calls"))
         finish = choice.get("finish_reason")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelFailed(

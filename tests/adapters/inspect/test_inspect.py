@@ -122,6 +122,27 @@ def test_the_computer_tool_shows_and_changes_the_desktop(desktops: DrawnDesktops
     assert desktops.leased_count == 0
 
 
+def test_a_zoom_has_the_detail_of_the_screen_and_a_wrong_one_is_answered(desktops: DrawnDesktops) -> None:
+    log = play(
+        reply("computer", action="screenshot"),
+        reply("computer", action="zoom", region=[400, 75, 420, 95]),
+        reply("computer", action="zoom", region=[420, 75, 400, 95]),
+        reply("computer", action="zoom", region=[0, 0, 1280, 800]),
+        reply("computer", action="left_click", coordinate=[700, 10]),
+        reply("computer", action="left_click", coordinate=[411, 83]),
+        reply("submit", answer="done"),
+        played=desktop(tasks="fake/enable", max_width_px=640),
+    )
+    shown, zoomed, inverted, outside, missed, _ = answers(log)
+    assert size_of(shown) == (640, 400)
+    assert size_of(zoomed) == (40, 40)
+    assert "is not a part of the picture" in inverted.error.message
+    assert "at most [0, 0, 640, 400]" in outside.error.message
+    assert "point (700, 10) is outside of the picture, which is 640x400 pixels" in missed.error.message
+    assert value_of(log) == 1.0
+    assert desktops.leased_count == 0
+
+
 USER = {"facts": [{"about": "room", "answer": "In room 7."}], "max_questions": 1}
 
 

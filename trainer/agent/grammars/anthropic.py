@@ -1,12 +1,14 @@
-"""Anthropic's tools `computer` (version 20250124), `bash` and `str_replace_based_edit_tool`, as `tool_use` blocks.
+"""Anthropic's tools `computer`, `bash` and `str_replace_based_edit_tool`, as `tool_use` blocks.
 
-`screenshot` only looks again. The editor's `insert` has no action here. A path that ends with a slash is a directory.
+The versions of `computer` up to 20251124 have an argument `action`; in the toolset of 20260801 each action is a tool.
+`screenshot`, `zoom` and `cursor_position` only look again: the next message has the whole screen. The editor's `insert`
+has no action here. A path that ends with a slash is a directory.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 
-from cuaenv.actions import EditFile, ListDirectory, ReadFile, RunShell, ToolAction, WriteFile
+from cuaenv.actions import MAX_ACTION_COUNT, EditFile, ListDirectory, ReadFile, RunShell, ToolAction, WriteFile
 from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, MouseDown, MouseUp, PressKeys, Scroll, Wait
@@ -32,14 +34,16 @@ COMPUTER, BASH, EDITOR = "computer", "bash", "str_replace_based_edit_tool"
 #: Arguments of the computer's actions, without `action`.
 _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "screenshot": (),
+    "zoom": ("region",),
+    "cursor_position": (),
     **dict.fromkeys(CLICKS, ("coordinate", "text")),
     "mouse_move": ("coordinate",),
-    "left_click_drag": ("start_coordinate", "coordinate"),
+    "left_click_drag": ("start_coordinate", "coordinate", "text"),
     "left_mouse_down": ("coordinate",),
     "left_mouse_up": ("coordinate",),
     "scroll": ("coordinate", "scroll_direction", "scroll_amount", "text"),
     "type": ("text",),
-    "key": ("text",),
+    "key": ("text", "repeat"),
     "hold_key": ("text", "duration"),
     "wait": ("duration",),
 }
@@ -87,10 +91,11 @@ class Anthropic(Blocks):
 
     def intents_of(self, call: Mapping[str, object]) -> Sequence[Intent]:
         """Return the actions of a block. Raises: ParseError."""
-        values.check_arguments(call, ("type", "id", "name", "input"), "a call")
         name, given = call.get("name"), call.get("input")
         if call.get("type") != "tool_use":
             raise ParseError(f'the type of a call is "tool_use", not {values.quoted(call.get("type"))}')
+        if call.get("toolset_name") == COMPUTER and isinstance(given, dict):
+            name, given = COMPUTER, {**given, "action": name}
         own = {COMPUTER: True, BASH: "shell" in self._tools, EDITOR: "files" in self._tools}
         if not own.get(str(name)):
             return [function_intent(name, given, self._functions, tool=" or ".join(each for each in own if own[each]))]
@@ -128,7 +133,7 @@ class Anthropic(Blocks):
 def computer_actions(kind: str, given: Mapping[str, object]) -> list[Action]:
     """Return the actions of a call of `computer`. Raises: ParseError."""
     match kind:
-        case "screenshot":
+        case "screenshot" | "zoom" | "cursor_position":
             return [LOOK]
         case "left_mouse_down":
             return [MouseDown("left", *optional_point(given, "coordinate"))]
@@ -137,7 +142,7 @@ def computer_actions(kind: str, given: Mapping[str, object]) -> list[Action]:
         case "scroll":
             return [directed_scroll(given, given.get("scroll_amount"), prefix="scroll_")]
         case "key":
-            return [*_chords(given.get("text"))]
+            return [*_chords(given.get("text"))] * _repeat(given.get("repeat", 1))
         case "hold_key":
             hold = values.wait_action(given.get("duration"), "duration").duration
             return [PressKeys(chord.keys, hold) for chord in _chords(given.get("text"))]
@@ -157,7 +162,15 @@ def _chords(text: object) -> Sequence[PressKeys]:
     return [values.key_chord(re.split(r"(?<=[^+])\+", chord), "text") for chord in chords]
 
 
-def _shell_action(given: Mapping[str, object]) -> Action:
+def _repeat(value: object) -> int:
+    times = values.number(value, "repeat")
+    if not 1 <= times <= MAX_ACTION_COUNT:
+        raise ParseError(f"repeat must be 1 to {MAX_ACTION_COUNT}, not {values.quoted(value)}")
+    return round(times)
+
+
+def _shell_action(arguments: Mapping[str, object]) -> Action:
+    given = {key: value for key, value in arguments.items() if value is not None}
     values.check_arguments(given, ("command", "restart"), BASH)
     if given.get("restart") is True and "command" not in given:
         return RunShell("exit")  # the next command has a new shell

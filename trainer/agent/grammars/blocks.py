@@ -1,8 +1,9 @@
 """Replies in the form of a vendor's API: text, then its calls as JSON objects, each from the start of a line. Pure.
 
 The calls are those that the API returns (Anthropic's `tool_use` blocks, OpenAI's output items), so that a recorded
-response is a reply. The API ends a turn without a call; here the end is explicit, because a reply without a call may
-also be a mistake.
+response is a reply: also a whole one, a list of its blocks, and its blocks of text and reasoning, which are skipped.
+Fields of a call that are unknown here are ignored, because the APIs add such; unknown arguments are mistakes. The API
+ends a turn without a call; here the end is explicit, because a reply without a call may also be a mistake.
 """
 
 import json
@@ -12,15 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from cuaenv.actions import Tool
-from cuaenv.agent_text.values import ParseError, text_value
+from cuaenv.agent_text.values import ParseError, quoted, text_value
 from cuaenv.client import Action, Done, Fail
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.functions import functions_of, schema_of
 from trainer.agent.grammars.grammar import Grammar, Intent, Reader, UnsupportedAction, intent
-from trainer.agent.grammars.tool_calls import object_at
+from trainer.agent.grammars.tool_calls import value_at
 
 DONE, INFEASIBLE = "[DONE]", "[INFEASIBLE]"
-_START = re.compile(r"^[ \t]*(\{|\[DONE\]|\[INFEASIBLE\])", re.MULTILINE)
+_START = re.compile(r"^[ \t]*(\{|\[(?=\s*\{)|\[DONE\]|\[INFEASIBLE\])", re.MULTILINE)
+#: Types of blocks that are not calls.
+_SPOKEN = frozenset({"text", "thinking", "redacted_thinking", "reasoning", "output_text", "refusal"})
+_NO_CALL = f"the reply has no call; end it with one, with {DONE}, or with {INFEASIBLE}"
 
 
 class Blocks(Grammar):
@@ -59,13 +63,16 @@ class Blocks(Grammar):
     def read(self, text: str, _picture: Picture) -> Sequence[Intent]:
         start = _START.search(text)
         if start is None:
-            raise ParseError(f"the reply has no call; end it with one, with {DONE}, or with {INFEASIBLE}")
+            raise ParseError(_NO_CALL)
         rest = text_value(text[start.end() :].strip(), "the answer")
         if start[1] == DONE:
             return [intent(Done(rest), "done", {})]
         if start[1] == INFEASIBLE:
             return [intent(Fail(rest), "infeasible", {})]
-        return [each for call in _objects(text, start.start(1)) for each in self.intents_of(call)]
+        calls = [call for value in _values(text, start.start(1)) for call in _calls(value)]
+        if not calls:
+            raise ParseError(_NO_CALL)
+        return [each for call in calls for each in self.intents_of(call)]
 
     def write(self, actions: Sequence[Action]) -> str:
         match actions:
@@ -81,11 +88,24 @@ class Blocks(Grammar):
         return reply
 
 
-def _objects(text: str, start: int) -> Iterator[dict[str, object]]:
-    """Yield the JSON objects from an index to the end. Raises: ParseError: One is malformed, or other text follows."""
+def _values(text: str, start: int) -> Iterator[object]:
+    """Yield the JSON values from an index to the end. Raises: ParseError: One is malformed, or other text follows."""
     while start < len(text):
-        if text[start] != "{":
+        if text[start] not in "{[":
             raise ParseError("nothing but another call may follow a call")
-        call, end = object_at(text, start)
-        yield call
+        value, end = value_at(text, start)
+        yield value
         start = end + len(text[end:]) - len(text[end:].lstrip())
+
+
+def _calls(value: object) -> Iterator[Mapping[str, object]]:
+    """Yield the calls in a block, a list of blocks, a message or a response. Raises: ParseError."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _calls(each)
+    elif not isinstance(value, dict):
+        raise ParseError(f"a call must be a JSON object, not {quoted(value)}")
+    elif isinstance(output := value.get("content" if value.get("type") == "message" else "output"), list):
+        yield from _calls(output)
+    elif value.get("type") not in _SPOKEN:
+        yield value

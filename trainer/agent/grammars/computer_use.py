@@ -66,11 +66,15 @@ def call_intent(
 def chosen(
     given: Mapping[str, object], allowed: Mapping[str, Sequence[str]], key: str, tool: str
 ) -> tuple[str, dict[str, object]]:
-    """Return what a call of a tool chooses by the argument `key`, and its other arguments. Raises: ParseError."""
+    """Return what a call of a tool chooses by the argument `key`, and its other arguments, without nulls.
+
+    Raises:
+        ParseError: There is no such choice, or it does not take an argument.
+    """
     kind = given.get(key)
     if not isinstance(kind, str) or kind not in allowed:
         raise ParseError(f"{tool} has no {key} {values.quoted(kind)}; it has {', '.join(allowed)}")
-    rest = {name: value for name, value in given.items() if name != key}
+    rest = {name: value for name, value in given.items() if name != key and value is not None}
     values.check_arguments(rest, allowed[kind], kind)
     return kind, rest
 

@@ -38,18 +38,19 @@ def parameters_of(form: Form) -> dict[str, object]:
 
 
 def function_intent(name: object, arguments: object, functions: Mapping[str, Form], *, tool: str) -> Intent:
-    """Return the action of a function's call.
+    """Return the action of a function's call. Nulls count as absent: strict schemas require all of them.
 
     Raises:
         ParseError: The function is unknown, or an argument is wrong.
     """
     form = functions.get(name) if isinstance(name, str) else None
-    if form is None:
+    if form is None and name != tool:
         raise ParseError(f"unknown tool {quoted(name)}; call {' or '.join((tool, *functions))}")
-    if not isinstance(arguments, dict):
-        raise ParseError(f"arguments must be a JSON object, not {quoted(arguments)}")
+    if form is None or not isinstance(arguments, dict):
+        raise ParseError(f"the arguments of {name} must be a JSON object, not {quoted(arguments)}")
     try:
-        return intent(form.read(arguments), form.name, arguments)
+        given = {key: value for key, value in arguments.items() if value is not None}
+        return intent(form.read(given), form.name, given)
     except BadAction as error:
         raise ParseError(str(error)) from error
 

@@ -1,7 +1,8 @@
 """OpenAI's tool `computer`, as `computer_call` items, and functions as `function_call` items. Pure.
 
 Actions are those of the Responses API. `scroll_x` and `scroll_y` are pixels, 100 for a click of the wheel. A `wait`
-takes 1 s unless it has `ms`, which OpenAI's sample programs know. `screenshot` only looks again.
+takes 1 s unless it has `ms`, which OpenAI's sample programs know. `screenshot` only looks again. Guests have no buttons
+`back` and `forward`: a click of one moves the pointer and presses Alt+Left or Alt+Right, as browsers understand it.
 """
 
 import json
@@ -13,7 +14,20 @@ from itertools import groupby
 from cuaenv.actions import Button, ToolAction
 from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
-from cuaenv.client import Action, Click, Drag, MouseDown, MouseUp, Move, PressKeys, Scroll, TypeText, Wait
+from cuaenv.client import (
+    Action,
+    Click,
+    Drag,
+    KeyDown,
+    KeyUp,
+    MouseDown,
+    MouseUp,
+    Move,
+    PressKeys,
+    Scroll,
+    TypeText,
+    Wait,
+)
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.blocks import Blocks
 from trainer.agent.grammars.computer_use import LOOK, chosen
@@ -68,15 +82,14 @@ class OpenAI(Blocks):
 
     def intents_of(self, call: Mapping[str, object]) -> Sequence[Intent]:
         """Return the actions of an item. Raises: ParseError."""
-        given = {name: value for name, value in call.items() if name not in ("type", "id", "call_id", "status")}
         match call.get("type"):
             case "function_call":
-                values.check_arguments(given, ("name", "arguments"), "function_call")
-                arguments = json_value(values.text_value(given.get("arguments"), "arguments"), "arguments")
-                return [function_intent(given.get("name"), arguments, self._functions, tool=_CALL)]
+                arguments = json_value(values.text_value(call.get("arguments"), "arguments"), "arguments")
+                return [function_intent(call.get("name"), arguments, self._functions, tool=_CALL)]
             case "computer_call":
-                values.check_arguments(given, ("actions", "action", "pending_safety_checks"), _CALL)
-                actions = given.get("actions", [given["action"]] if "action" in given else None)
+                actions = call.get("actions")
+                if actions is None and call.get("action") is not None:
+                    actions = [call["action"]]
                 if not isinstance(actions, list) or not actions:
                     raise ParseError(f"actions must be a list of actions, not {values.quoted(actions)}")
                 return [each for action in actions for each in _intents(action)]
@@ -111,13 +124,16 @@ def _actions(kind: str, given: Mapping[str, object]) -> Sequence[Action]:
             return [LOOK]
         case "click":
             button = given.get("button", "left")
+            if button in ("back", "forward"):
+                pointer = [] if x is None or y is None else [Move(x, y)]
+                return [*pointer, PressKeys(("alt", "left" if button == "back" else "right"))]
             if not isinstance(button, str) or button not in _BUTTONS:
-                raise ParseError(f"button must be left, right or wheel, not {values.quoted(button)}")
+                raise ParseError(f"button must be left, right, wheel, back or forward, not {values.quoted(button)}")
             return [Click(x, y, _BUTTONS[button], modifiers=held)]
         case "double_click":
             return [Click(x, y, count=2, modifiers=held)]
         case "move":
-            return [Move(*values.point([given.get("x"), given.get("y")], "the point"))]
+            return _holding(held, Move(*values.point([given.get("x"), given.get("y")], "the point")))
         case "drag":
             return _drag(given.get("path"), held)
         case "scroll":
@@ -155,9 +171,13 @@ def _drag(path: object, held: Sequence[str]) -> Sequence[Action]:
         return [Drag(*points[0], modifiers=held)]
     if len(points) == 2:
         return [Drag(*points[1], *points[0], modifiers=held)]
-    if held:
-        raise ParseError("a drag with keys has one or two points")
-    return [MouseDown("left", *points[0]), *(Move(*each) for each in points[1:]), MouseUp("left", *points[-1])]
+    moves = (Move(*each) for each in points[1:])
+    return _holding(held, MouseDown("left", *points[0]), *moves, MouseUp("left", *points[-1]))
+
+
+def _holding(keys: Sequence[str], *actions: Action) -> Sequence[Action]:
+    """Return actions with keys held while they are performed."""
+    return [*map(KeyDown, keys), *actions, *map(KeyUp, reversed(keys))]
 
 
 def _arguments(action: Action) -> Mapping[str, object]:

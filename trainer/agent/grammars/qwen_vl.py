@@ -72,6 +72,9 @@ class _QwenVl(Grammar):
 
     def _intent(self, name: object, arguments: object) -> Intent:
         """Return the action of a call. Raises: ParseError."""
+        if isinstance(arguments, str):
+            # As in OpenAI's function calls, which these models also know.
+            arguments = json_value(arguments, "arguments")
         if name == TOOL and isinstance(arguments, dict):
             return intent_of(arguments)
         return function_intent(name, arguments, functions_of(self._tools), tool=TOOL)

@@ -21,7 +21,7 @@ from trainer.agent.grammars.computer_use import (
     optional_point,
 )
 from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction, only_action
-from trainer.agent.grammars.tool_calls import CLOSE, OPEN, json_calls
+from trainer.agent.grammars.tool_calls import CLOSE, OPEN, json_calls, json_value
 
 _WAIT_S = 2.0
 _SCROLL_CLICKS = 3
@@ -84,6 +84,8 @@ def parse_call(text: str, _picture: Picture) -> Sequence[Intent]:
         return [intent_of(call)]
     values.check_arguments(call, ("name", "arguments"), "a call")
     arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json_value(arguments, "arguments")
     if call.get("name") != TOOL or not isinstance(arguments, dict):
         raise ParseError(f'a call is {{"name": "{TOOL}", "arguments": {{"action": ...}}}}')
     return [intent_of(arguments)]

@@ -43,15 +43,20 @@ def json_calls(text: str) -> Iterator[dict[str, object]]:
 
 def object_at(text: str, start: int) -> tuple[dict[str, object], int]:
     """Return the JSON object that starts at an index, and the index of its end. Raises: ParseError."""
-    while start < len(text) and text[start].isspace():
-        start += 1
-    try:
-        value, end = _DECODER.raw_decode(text, start)
-    except ValueError as error:
-        raise ParseError(f"the call is not valid JSON: {str(error)[:80]}") from error
+    value, end = value_at(text, start)
     if not isinstance(value, dict):
         raise ParseError("the call must be a JSON object")
     return value, end
+
+
+def value_at(text: str, start: int) -> tuple[object, int]:
+    """Return the JSON value that starts at an index, and the index of its end. Raises: ParseError."""
+    while start < len(text) and text[start].isspace():
+        start += 1
+    try:
+        return _DECODER.raw_decode(text, start)
+    except ValueError as error:
+        raise ParseError(f"the call is not valid JSON: {str(error)[:80]}") from error
 
 
 def json_value(text: str, name: str) -> object:

@@ -80,7 +80,7 @@ def test_a_wrong_argument_is_the_agents_mistake() -> None:
         ('{"command": "ls", "timeout_s": 500}', "run_shell.timeout_s: 500 s is outside (0 s, 120 s]"),
         ('{"cmd": "ls"}', "run_shell.cmd: is unknown; run_shell takes command, timeout_s"),
         ("{}", "run_shell.command: is required"),
-        ("[]", "arguments must be a JSON object"),
+        ("[]", "the arguments of run_shell must be a JSON object, not a list"),
     ):
         reply = f'<tool_call>{{"name": "run_shell", "arguments": {arguments}}}</tool_call>'
         assert error in form.parse(reply, PICTURE).error
