@@ -22,7 +22,7 @@ class DefaultTasks(BaseModel):
     demo: str
     without_setup: str
     editor: EditorTask
-    frames: tuple[str, ...]
+    settle: tuple[str, ...]
 
 
 DEFAULT_TASKS: Mapping[str, DefaultTasks] = TypeAdapter(dict[str, DefaultTasks]).validate_python(

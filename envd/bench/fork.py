@@ -1,4 +1,4 @@
-"""Measures new machines (leased, forked through libvirt, forked by QEMU alone, booted) and the memory of used ones."""
+"""Measures new machines (leased, forked, booted) and the memory of used ones."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ class UsedMemory:
 
 
 def step_count(repetitions: int) -> int:
-    return 5 * repetitions + _WARM_UPS + 2
+    return 4 * repetitions + _WARM_UPS + 2
 
 
 async def measure_fork(bench: BenchSession, *, task_id: str, repetitions: int, steps: Steps) -> BenchReport:
@@ -55,7 +55,10 @@ async def measure_fork(bench: BenchSession, *, task_id: str, repetitions: int, s
         acquire_ms.append(await acquire_once(bench, task_id))
         steps.done("acquiring")
     await bench.refilled()
-    forks, raw_ms = await _fork_and_raw_fork(bench, repetitions=repetitions, steps=steps)
+    forks = []
+    for _ in range(repetitions):
+        forks.append(await fork_once(bench))
+        steps.done("forking")
     per_min_1 = await _forks_per_min(bench, repetitions=repetitions, concurrency=1, steps=steps)
     per_min_2 = await _forks_per_min(bench, repetitions=repetitions, concurrency=2, steps=steps)
     memory = await used_memory(bench, task_id)
@@ -66,7 +69,6 @@ async def measure_fork(bench: BenchSession, *, task_id: str, repetitions: int, s
         acquire_ms=acquire_ms,
         fork_ms=[fork.fork_ms for fork in forks],
         destroy_ms=[fork.destroy_ms for fork in forks],
-        raw_ms=raw_ms,
         forks_per_min=(per_min_1, per_min_2),
         memory=memory,
     )
@@ -100,34 +102,6 @@ async def fork_once(bench: BenchSession) -> ForkTimes:
     forked_s = time.perf_counter()
     await shielded(machine.destroy())
     return ForkTimes(fork_ms=(forked_s - begin_s) * 1000, destroy_ms=(time.perf_counter() - forked_s) * 1000)
-
-
-async def _fork_and_raw_fork(
-    bench: BenchSession, *, repetitions: int, steps: Steps
-) -> tuple[list[ForkTimes], list[float]]:
-    """Alternate forks through libvirt and by QEMU alone, so that other load on the host affects both alike."""
-    forks, raw_ms = [], []
-    if not bench.runs_guests:
-        for _ in range(repetitions):
-            forks.append(await fork_once(bench))
-            steps.done("forking")
-            steps.done("forking")
-        return forks, []
-    # Imports libvirt, which fake desktops do not need.
-    from envd.bench.raw_fork import time_raw_fork  # noqa: PLC0415
-
-    model = await bench.daemon.hypervisor.fork(bench.template, new_machine_id())
-    try:
-        await shielded(asyncio.to_thread(time_raw_fork, model, new_machine_id()))  # warm-up
-        for _ in range(repetitions):
-            forks.append(await fork_once(bench))
-            steps.done("forking through libvirt")
-            # A thread cannot be cancelled; it ends its QEMU itself.
-            raw_ms.append(await shielded(asyncio.to_thread(time_raw_fork, model, new_machine_id())))
-            steps.done("forking by QEMU alone")
-    finally:
-        await shielded(model.destroy())
-    return forks, raw_ms
 
 
 async def _forks_per_min(bench: BenchSession, *, repetitions: int, concurrency: int, steps: Steps) -> float:
@@ -185,17 +159,15 @@ def fork_report(
     acquire_ms: list[float],
     fork_ms: list[float],
     destroy_ms: list[float],
-    raw_ms: list[float],
     forks_per_min: tuple[float, float],
     memory: UsedMemory | None,
 ) -> BenchReport:
-    samples = {"acquire_ms": acquire_ms, "fork_ms": fork_ms, "raw_qemu_fork_ms": raw_ms, "destroy_ms": destroy_ms}
+    samples = {"acquire_ms": acquire_ms, "fork_ms": fork_ms, "destroy_ms": destroy_ms}
     values: dict[str, Value] = {
         "cold_boot_s": cold_boot_s,
         "acquire_ms_first": acquire_ms[0],
         "acquire_ms_max": max(acquire_ms),
         "cold_boot_over_acquire": 1000 * cold_boot_s / median(acquire_ms),
-        "fork_over_raw": median(fork_ms) / median(raw_ms) if raw_ms else None,
         "forks_per_min_1": forks_per_min[0],
         "forks_per_min_2": forks_per_min[1],
         "marginal_pss_mib": mib(memory.pss_bytes + memory.daemon_growth_bytes) if memory else None,

@@ -1,4 +1,4 @@
-"""Draws the JSON reports of benchmarks as SVG: all samples, growth over machines, the trade-off of settling, steps/s.
+"""Draws the JSON reports of benchmarks as SVG: all samples, the trade-off of settling, steps per second.
 
 Needs the extra `plots`.
 """
@@ -16,18 +16,10 @@ from cuaenv.plots import PlotsMissing, svg_plot
 from cuaenv.problems import problem_of
 from envd.base.errors import ConfigError
 
-#: The name of a list of times: what was measured, its unit, and for `growth` the number of machines.
-_TIMES = re.compile(r"(?P<name>\w+?)_(?P<unit>ms|s)(?:_(?P<size>\d+))?")
+#: The name of a list of times: what was measured, and its unit.
+_TIMES = re.compile(r"(?P<name>\w+?)_(?P<unit>ms|s)")
 #: Most dots of a row of samples.
 _MAX_DOTS = 100
-#: Plots of `growth`: the y axis, and the label of each result.
-_GROWTH = {
-    "memory": (
-        "MiB",
-        {"pss_mib": "Pss", "private_dirty_mib": "Private_Dirty", "available_drop_mib": "fall of MemAvailable"},
-    ),
-    "CPU": ("% of one core", {"machines_cpu_percent": "all machines", "daemon_cpu_percent": "daemon"}),
-}
 
 
 class _Conditions(BaseModel):
@@ -38,7 +30,6 @@ class _Conditions(BaseModel):
     usable_core_count: int = 0
     """Cores that the benchmark was limited to; 0 in reports without this field."""
     time: datetime
-    sizes: list[int] = []
 
 
 class _Policy(BaseModel):
@@ -101,15 +92,6 @@ def _draw(path: Path, report: _Report) -> list[Path]:
     if times := _times(report.samples):
         written.append(path.with_name(f"{path.name}.svg"))
         _draw_samples(written[-1], *times, title=report.title(path.name))
-    if report.benchmark == "growth":
-        for name, (unit, shown) in _GROWTH.items():
-            if series := _growth(report, shown):
-                written.append(path.with_name(f"{path.name}-{name.lower()}.svg"))
-                with svg_plot(written[-1], title=report.title(f"{path.name}: {name}")) as axes:
-                    for label, points in series.items():
-                        axes.plot(*zip(*points, strict=True), "o-", label=label, gid=label)
-                    axes.set(xlabel="standby machines", ylabel=unit, xticks=report.conditions.sizes, ylim=(0, None))
-                    axes.legend()
     if report.curve:
         written.append(path.with_name(f"{path.name}-curve.svg"))
         _draw_curve(written[-1], report)
@@ -197,25 +179,8 @@ def _times(samples: Mapping[str, Sequence[float]]) -> tuple[str, dict[str, Seque
         found = _TIMES.fullmatch(name)
         if found and values:
             unit = found["unit"]
-            label = found["name"].replace("_", " ")
-            rows[f"{label}, pool of {found['size']}" if found["size"] else label] = values
+            rows[found["name"].replace("_", " ")] = values
     return (unit, rows) if rows else None
-
-
-def _growth(report: _Report, shown: Mapping[str, str]) -> dict[str, list[tuple[int, float]]]:
-    """Return points over the numbers of machines for each result.
-
-    Values that were not measured are left out, and negative ones: MemAvailable rises if other users of the host end.
-    """
-    found = {
-        label: [
-            (size, value)
-            for size in report.conditions.sizes
-            if (value := report.results.get(f"{name}_{size}")) is not None and value >= 0
-        ]
-        for name, label in shown.items()
-    }
-    return {label: points for label, points in found.items() if points}
 
 
 def _number(value: float) -> str:

@@ -10,8 +10,8 @@ import base64
 import io
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 
@@ -20,11 +20,9 @@ from PIL import Image
 
 from cuaenv.action_codec import to_proto
 from cuaenv.actions import Action, Click, Move, PressKeys
-from cuaenv.client import AsyncEpisode
+from cuaenv.client import AsyncEpisode, Observation
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id
-from envd.bench.child import run_module
-from envd.bench.rebuilding import ClientProcess, open_client
 from envd.bench.report import BenchFailed, BenchReport, exempt_without_guests, figures_of, kib
 from envd.bench.session import BenchSession, Steps
 from envd.guest.guestd import GuestdClient
@@ -40,7 +38,6 @@ _PEER_WARM_UPS = 3
 _THINK_S = 0.05
 _STEP_TIMEOUT_S = 300.0
 _COMMAND_TIMEOUT_S = 60.0
-_VIEWER_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,73 +109,32 @@ def step_count(repetitions: int, peer_repetitions: int) -> int:
 
 
 async def measure_step(
-    bench: BenchSession,
-    *,
-    task: Task,
-    repetitions: int,
-    peer_repetitions: int,
-    other_count: int = 0,
-    has_console: bool = False,
-    steps: Steps,
+    bench: BenchSession, *, task: Task, repetitions: int, peer_repetitions: int, other_count: int = 0, steps: Steps
 ) -> BenchReport:
     """Play the script over gRPC, then its beginning as peers do.
 
     Args:
         bench: Its pool can hold two machines, and one for each other episode.
         peer_repetitions: Steps as a peer; none are taken if no guest runs.
-        has_console: Whether a page of the console shows all of these episodes during those steps.
     """
     conditions = bench.conditions(
-        task=task.task_id,
-        repetitions=repetitions,
-        peer_repetitions=peer_repetitions,
-        other_count=other_count,
-        console=has_console,
+        task=task.task_id, repetitions=repetitions, peer_repetitions=peer_repetitions, other_count=other_count
     )
     steps.begin("setting up")
     async with bench.reset_group(task.task_id, size=other_count) if other_count else nullcontext():
-        times = await _play(
-            bench,
-            task.task_id,
-            script(_WARM_UPS + repetitions),
-            shown_count=has_console * (1 + other_count),
-            steps=steps,
-        )
+        times = await _play(bench, task.task_id, script(_WARM_UPS + repetitions), steps=steps)
     peer = []
     if bench.runs_guests:
         peer = await _play_as_peers(bench, task, script(_PEER_WARM_UPS + peer_repetitions), steps=steps)
     return step_report(conditions, times[_WARM_UPS:], peer[_PEER_WARM_UPS:])
 
 
-@asynccontextmanager
-async def _viewer(bench: BenchSession, shown_count: int) -> AsyncIterator[None]:
-    """Show that many episodes in the console during the block; 0 for none. Raises: BenchFailed: the page failed."""
-    if not shown_count:
-        yield
-        return
-    async with run_module("envd.bench.console_viewer") as child:
-        child.stdin.write(f"http://{bench.daemon.console_address} {shown_count}\n".encode())
-        async with asyncio.timeout(_VIEWER_TIMEOUT_S):
-            line = await child.stdout.readline()
-        if line != b"ready\n":
-            raise BenchFailed("the console's page ended; its error is on standard error")
-        yield
-        if child.process.returncode is not None:
-            raise BenchFailed("the console's page ended during the steps; its error is on standard error")
-
-
-async def _play(
-    bench: BenchSession, task_id: str, actions: Sequence[Action], *, shown_count: int, steps: Steps
-) -> list[StepTimes]:
+async def _play(bench: BenchSession, task_id: str, actions: Sequence[Action], *, steps: Steps) -> list[StepTimes]:
     times: list[StepTimes] = []
-    image_id = ""
-    async with (
-        bench.reset(task_id, max_steps=len(actions)) as episode,
-        _viewer(bench, shown_count),
-        open_client() as client,
-    ):
+    seen: Observation | None = None
+    async with bench.reset(task_id, max_steps=len(actions)) as episode:
         for index, action in enumerate(actions):
-            step, image_id = await _step(episode, client, action, index=index, known_image_id=image_id)
+            step, seen = await _step(episode, action, index=index, seen=seen)
             times.append(step)
             steps.done("stepping")
             await asyncio.sleep(_THINK_S)
@@ -186,24 +142,29 @@ async def _play(
 
 
 async def _step(
-    episode: AsyncEpisode, client: ClientProcess, action: Action, *, index: int, known_image_id: str
-) -> tuple[StepTimes, str]:
-    """Take one step; return its times and the id of its image."""
+    episode: AsyncEpisode, action: Action, *, index: int, seen: Observation | None
+) -> tuple[StepTimes, Observation]:
+    """Take one step; return its times and its observation. `seen` is the one before."""
     begin_s = time.perf_counter()
     request = env_pb2.StepRequest(
         request_id=new_id(),
         episode_id=episode.episode_id,
         step_index=index,
         actions=[to_proto(action)],
-        observation=env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD, known_image_id=known_image_id),
+        observation=env_pb2.ObservationOptions(
+            encoding=env_pb2.ENCODING_RAW_ZSTD, known_image_id=seen.image_id if seen else ""
+        ),
     )
-    # Not `AsyncEpisode.step`, which also rebuilds the frame: that is measured separately, in another process.
+    # Not `AsyncEpisode.step`, which also rebuilds the frame: that is measured separately.
     response = await episode.host.connection.attempt("Step", request, timeout_s=_STEP_TIMEOUT_S)
     step_ms = (time.perf_counter() - begin_s) * 1000
     if errors := [result.error for result in response.action_results if result.error]:
         raise BenchFailed(f"step {index} of episode {episode.episode_id}: {action}: {errors[0]}")
     frame, timings_ms = response.observation.frame, response.timings_ms
-    rebuilt = await client.rebuild(frame)
+    begin_s = time.perf_counter()
+    observation = await episode.host.decode(response.observation, seen)
+    _ = observation.rgb_HWC
+    rebuild_ms = (time.perf_counter() - begin_s) * 1000
     times = StepTimes(
         step_ms=step_ms,
         input_ms=timings_ms["input"],
@@ -211,10 +172,10 @@ async def _step(
         resume_ms=timings_ms.get("resume", 0.0),
         observe_ms=timings_ms["observe"],
         daemon_ms=timings_ms["total"],
-        rebuild_ms=rebuilt.rebuild_ms,
+        rebuild_ms=rebuild_ms,
         frame_bytes=frame.ByteSize(),
     )
-    return times, frame.image_id
+    return times, observation
 
 
 async def _play_as_peers(

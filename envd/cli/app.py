@@ -39,7 +39,7 @@ _COMMANDS = {
     "osworld": ("envd.cli.osworld:app", "OSWorld's tasks, with its own setup and evaluators."),
     "deploy": ("envd.cli.deploy:app", "Show or copy units, alert rules, dashboards, manifests and settings."),
     "tokens": ("envd.cli.tokens:app", "Create tokens that clients authenticate with."),
-    "bench": ("envd.cli.bench:app", "Measure forks, branches, checkpoints, growth, frames, steps and episodes."),
+    "bench": ("envd.cli.bench:app", "Measure forks, branches, checkpoints, steps and episodes."),
 }
 
 app = typer.Typer(

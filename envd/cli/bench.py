@@ -12,7 +12,7 @@ from cuaenv.cli.terminal import Json, emit_json, out, progress
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import print_result, reports_errors
-from envd.bench import branch, checkpoint, episodes, fork, frames, growth, host_report, scale, settle, step
+from envd.bench import branch, checkpoint, episodes, fork, host_report, scale, settle, step
 from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
 from envd.bench.episodes_peer import PeerPauses
@@ -27,9 +27,7 @@ from envd.hypervisor.backends import backend_of
 from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 
-app = typer.Typer(
-    no_args_is_help=True, help="Measure forks, branches, checkpoints, growth, frames, steps and episodes."
-)
+app = typer.Typer(no_args_is_help=True, help="Measure forks, branches, checkpoints, steps and episodes.")
 
 #: A parent, a group of children, and the next standby set.
 _BRANCH_CAPACITY = 1 + 2 * branch.TARGET_GROUP_SIZE
@@ -82,7 +80,7 @@ async def bench_fork(
     repetitions: Repetitions = 20,
     image: OtherImage = "",
 ) -> BenchReport:
-    """Measure new machines: leased, forked, forked by QEMU alone, booted; and the memory of used ones."""
+    """Measure new machines: leased, forked, booted; and the memory of used ones."""
     steps = Steps(report, fork.step_count(repetitions))
     settings, task_id = _task_without_setup(settings, image)
     own = bench_config(settings, standby_count=n, capacity=n, image=image)
@@ -130,25 +128,6 @@ async def bench_checkpoint(
             depth=depth,
             steps=steps,
         )
-
-
-@bench("growth")
-async def bench_growth(
-    settings: Config,
-    report: Report,
-    *,
-    sizes: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of standby machines.")] = "1,4,16",
-    repetitions: Repetitions = 5,
-) -> BenchReport:
-    """Measure the cost of standby machines: memory and idle CPU time, and how fast one is leased."""
-    counts = parse_sizes(sizes)
-    return await growth.measure_growth(
-        settings,
-        task_id=_default_tasks(settings).without_setup,
-        sizes=counts,
-        repetitions=repetitions,
-        steps=Steps(report, growth.step_count(counts, repetitions)),
-    )
 
 
 @bench("scale", is_drawn=True)
@@ -207,19 +186,6 @@ async def bench_episodes(
         return await episodes.measure_episodes(session, plan, python=python, tasks=tasks, steps=steps)
 
 
-@bench("frames")
-async def bench_frames(settings: Config, report: Report, *, repetitions: Repetitions = 10) -> BenchReport:
-    """Measure frames of real episodes as changes, keyframes and PNG; fail unless every pixel is rebuilt."""
-    catalogue = load_tasks(settings)
-    tasks = [catalogue.get(name) for name in _default_tasks(settings).frames]
-    steps = Steps(report, frames.step_count(tasks, repetitions))
-    async with open_bench(bench_config(settings, standby_count=1, capacity=2), steps=steps) as session:
-        conditions = session.conditions()
-        recordings = await frames.record(session, tasks, steps=steps)
-    # The machines are destroyed now, so the measurement has the whole host.
-    return await frames.measure_frames(conditions, recordings, repetitions=repetitions, steps=steps)
-
-
 @bench("step")
 async def bench_step(
     settings: Config,
@@ -232,17 +198,12 @@ async def bench_step(
     others: Annotated[
         int, typer.Option(metavar="N", min=0, max=_MAX_MACHINES - 1, help="Idle episodes that are open meanwhile.")
     ] = 0,
-    console: Annotated[
-        bool, typer.Option("--console", help="Show all of the episodes in a page of the console meanwhile.")
-    ] = False,
 ) -> BenchReport:
     """Measure the overhead of a step beyond input and settling, and the same actions performed as peers do."""
     task = load_tasks(settings).get(_default_tasks(settings).editor.task_id)
     steps = Steps(report, step.step_count(repetitions, peer_repetitions))
     # The peers' machine is the one that replaces the leased standby machine.
     own = bench_config(settings, standby_count=1 + others, capacity=2 + others)
-    if console:
-        own = own.model_copy(update={"console_listen": "127.0.0.1:0"})
     async with open_bench(own, steps=steps) as session:
         return await step.measure_step(
             session,
@@ -250,7 +211,6 @@ async def bench_step(
             repetitions=repetitions,
             peer_repetitions=peer_repetitions,
             other_count=others,
-            has_console=console,
             steps=steps,
         )
 
@@ -277,7 +237,7 @@ async def bench_settle(
         settings, default_id = _task_without_setup(settings, image)
         wanted = task_ids or [default_id]
     else:
-        wanted = task_ids or list(_default_tasks(settings).frames)
+        wanted = task_ids or list(_default_tasks(settings).settle)
     tasks = choose(load_tasks(settings), wanted)
     steps = Steps(report, sum(len(task.oracle) for task in tasks))
     async with open_bench(bench_config(settings, standby_count=1, capacity=2, image=image), steps=steps) as session:
@@ -299,7 +259,6 @@ def report(
         "branch": functools.partial(bench_branch, settings, repetitions=5),
         "checkpoint": functools.partial(bench_checkpoint, settings, repetitions=5, depth=8),
         "step": functools.partial(bench_step, settings, repetitions=50, peer_repetitions=10),
-        "frames": functools.partial(bench_frames, settings, repetitions=5),
         "settle": functools.partial(bench_settle, settings),
         "episodes": functools.partial(bench_episodes, settings, episode_count=8, peer_episode_count=2),
         "scale": functools.partial(bench_scale, _drawn(settings), machines=64, seconds=5.0),
@@ -329,17 +288,6 @@ def bench_plot(
     else:
         for path in written:
             out.print(path, markup=False, soft_wrap=True)
-
-
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parse numbers of machines; return them in ascending order. Raises: ConfigError."""
-    try:
-        sizes = tuple(sorted({int(size) for size in text.split(",")}))
-    except ValueError as error:
-        raise ConfigError(f"--sizes {text}: not numbers separated by commas; write for example 1,4,16") from error
-    if not 1 <= sizes[0] <= sizes[-1] <= _MAX_MACHINES:
-        raise ConfigError(f"--sizes {text}: a number is not in [1, {_MAX_MACHINES}]")
-    return sizes
 
 
 def _drawn(settings: Config) -> Config:

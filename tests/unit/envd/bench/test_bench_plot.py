@@ -21,7 +21,6 @@ CONDITIONS: dict[str, object] = {
     "hypervisor": "libvirt",
     "host_core_count": 2,
     "time": "2026-11-22T21:33:30+00:00",
-    "sizes": [1, 64],
 }
 
 
@@ -51,12 +50,7 @@ def test_every_published_report_has_the_published_plots_of_all_its_times(tmp_pat
         shutil.copy(report, tmp_path)
     written = {path.stem: texts(parsed(path)) for path in write_plots(tmp_path)}
     assert written == {path.stem: texts(parsed(path)) for path in REPORTS.glob("*.svg")}
-    assert set(written) >= {report.stem for report in reports} | {
-        "growth-memory",
-        "growth-cpu",
-        "settle-curve",
-        "rates",
-    }
+    assert set(written) >= {report.stem for report in reports} | {"settle-curve", "rates"}
     step = texts(parsed(tmp_path / "step.svg"))
     published = json.loads((REPORTS / "step.json").read_text())["samples"]
     assert {name.removesuffix("_ms").replace("_", " ") for name in published if name.endswith("_ms")} <= set(step)
@@ -90,17 +84,6 @@ def test_samples_of_zero_and_equal_samples_are_drawn(tmp_path: Path) -> None:
     assert len(dots(plotted(tmp_path, samples={"lag_ms": [0.0, 0.0]})["run"], "lag")) == 2
     plot = plotted(tmp_path, samples={"lag_ms": [0.0, 3.0, 3.0], "other_ms": [0.0]})["run"]
     assert (len(dots(plot, "lag")), len(dots(plot, "other"))) == (3, 1)
-
-
-def test_growth_is_drawn_over_the_numbers_of_machines_without_what_was_not_measured(tmp_path: Path) -> None:
-    results = {"pss_mib_1": 50, "pss_mib_64": 3000, "private_dirty_mib_1": None, "daemon_cpu_percent_1": 0.1}
-    results["available_drop_mib_64"] = -1545  # other users of the host freed more
-    found = plotted(tmp_path, benchmark="growth", results=results, samples={"acquire_ms_64": [3.0]})
-    assert {"1", "64", "Pss"} <= set(texts(found["run-memory"]))
-    assert not {"Private_Dirty", "fall of MemAvailable"} & set(texts(found["run-memory"]))
-    assert len(dots(found["run-memory"], "Pss")) == 2
-    assert {"daemon"} <= set(texts(found["run-cpu"]))
-    assert "acquire, pool of 64" in texts(found["run"])
 
 
 def test_a_report_without_an_accelerator_names_the_hypervisor_and_its_usable_cores(tmp_path: Path) -> None:
