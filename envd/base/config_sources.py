@@ -25,14 +25,6 @@ _FLAGS = {"hypervisor.uri": "--hypervisor", "pools": "--pool", "tasks.suites": "
 #: Values of TOML, the environment or flags, before validation.
 Raw = dict[str, Any]
 
-#: Settings of earlier versions, and what replaces them.
-_REMOVED: Mapping[str, str] = {
-    "shards": "is no longer a setting; run several daemons, each with its own port and state directory (docs/scale.md),"
-    " and list their addresses in the client",
-    "hypervisor.drawing_processes": "is no longer a setting; a daemon draws its desktops itself, and several daemons"
-    " use several cores (docs/scale.md)",
-}
-
 #: Sections that may occur many times, each under a name of the operator's choice.
 _NAMED: Mapping[str, type[BaseModel]] = {"pools": PoolConfig, "limits.runs": RunShare}
 
@@ -115,7 +107,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, .
     Variables without a similar setting are ignored: Kubernetes, for example, sets `ENVD_SERVICE_HOST` in every
     container next to a service called envd.
     """
-    names = {path.upper().replace(".", "__"): path for path in (*fields(), *_REMOVED) if ".NAME." not in path}
+    names = {path.upper().replace(".", "__"): path for path in fields() if ".NAME." not in path}
     named = tuple(f"{section.upper().replace('.', '__')}__" for section in _NAMED)
     for variable in sorted(environ):
         if not variable.startswith(ENV_PREFIX):
@@ -156,7 +148,7 @@ def _messages(error: ValidationError, origin: Mapping[tuple[str, ...], str]) -> 
         source = origin[known[0]] if known else "configuration"
         key = ".".join(path)
         if item["type"] == "extra_forbidden":
-            text = _REMOVED.get(key) or "unknown key" + did_you_mean(path[-1], _siblings(path))
+            text = "unknown key" + did_you_mean(path[-1], _siblings(path))
         else:
             text = problem_of(item)
         yield f"{source}: {key}: {text}" if key else f"{source}: {text}"

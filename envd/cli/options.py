@@ -53,8 +53,6 @@ _OPTIONS: Mapping[str, tuple[str, Any]] = {
     "accelerator": _option("hypervisor.accelerator", str, "Accelerator: auto, kvm or tcg."),
     "log_format": _option("log_format", str, "Log format: text or json."),
     "log_level": _option("log_level", str, "Log level: debug, info, warning or error."),
-    # Of an earlier version: refused with the name of its replacement.
-    "shards": ("shards", Annotated[str | None, typer.Option(hidden=True)]),
 }
 #: All options, of `envd serve`.
 EVERY_SETTING = tuple(_OPTIONS)

@@ -42,7 +42,7 @@ from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import exported_traces
 from envd.base.version import envd_version
 from envd.daemon.judging.workers import JudgeWorkers
-from envd.daemon.state_lock import locked, refuse_shards
+from envd.daemon.state_lock import locked
 from envd.daemon.suites import load_tasks
 from envd.daemon.web import PoolWeb, open_web
 from envd.episodes.checkpoints.store import CheckpointStore
@@ -182,7 +182,6 @@ async def open_storage(config: Config) -> AsyncIterator[Storage]:
     metrics.registry.register(_host_series(config))
     async with AsyncExitStack() as stack:
         stack.enter_context(locked(config.state_dir))
-        refuse_shards(config.state_dir)
         await stack.enter_async_context(exported_traces(config.telemetry.otlp_endpoint))
         store = SqliteStore(config.state_dir / FILE_NAME)
         stack.push_async_callback(store.aclose)

@@ -9,7 +9,6 @@ from pathlib import Path
 from envd.base.errors import ConfigError
 
 _NAME = "lock"
-_SHARDS_MARKER = "shards"
 
 
 @contextmanager
@@ -39,25 +38,6 @@ def locked(state_dir: Path) -> Iterator[None]:
     finally:
         # The file stays: without it two daemons could hold locks on two files of the same name.
         os.close(file)
-
-
-def refuse_shards(state_dir: Path) -> None:
-    """Refuse a directory in which a daemon of an earlier version with `--shards` was killed.
-
-    Its machines and episodes are in directories of its shards, so this daemon would not find them.
-    """
-    marker = state_dir / _SHARDS_MARKER
-    try:
-        count = marker.read_text(encoding="ascii").strip()
-    except OSError:
-        return
-    # A single daemon of that version left the mark 1 when it was killed.
-    if count != "1":
-        raise ConfigError(
-            f"state_dir {state_dir}: is that of a daemon with --shards {count} that was killed; run one daemon per"
-            f" port, each with its own --state-dir (docs/scale.md). {state_dir}/shard-0 and so on are such directories,"
-            f" with the machines and episodes of each shard. Delete {marker} to start here without them"
-        )
 
 
 def holder(state_dir: Path) -> int | None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Task
@@ -32,8 +31,6 @@ from trainer.cli.options import (
 )
 from trainer.cli.output import UsageError, reports_errors
 from trainer.data.atif import to_atif
-from trainer.data.atif_actions import AtifError
-from trainer.data.atif_import import from_atif
 from trainer.data.corrections import Corrections, Unusable, read_episode
 from trainer.data.dataset import CannotWrite, Dataset, Source, join, statistics, write_rows
 from trainer.data.oracles import BadOracle, Oracle, read_oracles
@@ -383,36 +380,6 @@ def export_atif_command(
         images += len(document.images)
     counts = {"written": str(directory), "trajectories": len(trajectories), "images": images}
     _print(counts, as_json=as_json)
-
-
-@app.command("import-atif")
-@reports_errors(CannotWrite, OSError)
-def import_atif_command(
-    *,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Documents: trajectory.json of an agent.")],
-    agent: AgentFile = None,
-    first_picture: Annotated[
-        str, typer.Option(metavar="NAME", help="Picture before the first step, if documents do not name it.")
-    ] = "",
-    file: Annotated[Path, typer.Option("--out", help="JSON lines to write.")] = Path("out/atif.jsonl"),
-    as_json: Json = False,
-) -> None:
-    """Read trajectories in Harbor's format (ATIF) as demonstrations, in the prompts and the grammar of --agent.
-
-    Documents that a demonstration cannot express are reported and left out; the command then exits with 1.
-    """
-    settings = read_settings(agent)
-    rows, failures = [], []
-    for each in files:
-        try:
-            rows.append(from_atif(each, settings=settings, first_picture=first_picture).as_row())
-        except AtifError as error:
-            failures.append(str(error))
-            err.print(f"[red]failed:[/] {escape(str(error))}", soft_wrap=True)
-    write_rows(file, rows)
-    _print({"written": str(file), "trajectories": len(rows), "failures": failures}, as_json=as_json)
-    if failures:
-        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command("stats")

@@ -1,8 +1,7 @@
-"""Trajectories as documents of Harbor's Agent Trajectory Interchange Format (ATIF), and back.
+"""Trajectories as documents of Harbor's Agent Trajectory Interchange Format (ATIF).
 
 A document is `trajectory.json` with the images next to it. Each action of a reply is a call of the function `computer`,
 whose arguments are the JSON object of `cuaenv.action_codec`, with points in pixels of the picture that the model saw.
-Our own documents keep every message, so they are read back unchanged. `trainer.data.atif_import` reads those of others.
 """
 
 import io

@@ -1,7 +1,6 @@
 """Lenient rules for replies that follow no strict grammar. Disabled unless named in the settings; each use is recorded.
 
-Replies that they parse are never counted as "parsed", so they earn no reward for form. `centre_click` invents a point;
-it exists for comparison with the seed system, which did so, and should stay disabled. Pure; each rule raises
+Replies that they parse are never counted as "parsed", so they earn no reward for form. Pure; each rule raises
 `ParseError` if it does not apply.
 """
 
@@ -68,13 +67,6 @@ def _click_words(text: str, _picture: Picture) -> Sequence[Intent]:
     return [_click(click[1], (int(pair[1]), int(pair[2])))]
 
 
-def _centre_click(text: str, picture: Picture) -> Sequence[Intent]:
-    click = _CLICK.search(text)
-    if click is None:
-        raise ParseError("no click")
-    return [_click(click[1], (picture.width // 2, picture.height // 2))]
-
-
 def _click(word: str | None, at: tuple[int, int]) -> Intent:
     match (word or "left").lower():
         case "double":
@@ -119,8 +111,7 @@ _PROSE: Mapping[str, Reader] = {
     "quoted_type": _quoted_type,
     "key_names": _key_names,
     "scroll_words": _scroll_words,
-    "centre_click": _centre_click,
 }
 
-#: In order of use: the most specific rule first, the one that invents a point last.
-FALLBACKS = ("bare_json", "click_words", "quoted_type", "key_names", "scroll_words", "wait_word", "centre_click")
+#: In order of use: the most specific rule first.
+FALLBACKS = ("bare_json", "click_words", "quoted_type", "key_names", "scroll_words", "wait_word")

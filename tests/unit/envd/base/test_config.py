@@ -346,25 +346,6 @@ def test_security_can_be_set_by_environment_and_a_client_token_is_not_a_setting(
 
 
 @pytest.mark.parametrize(
-    ("text", "environ", "flags", "source"),
-    [
-        ("shards = 2\n", {}, {}, "envd.toml"),
-        ("", {"ENVD_SHARDS": "2"}, {}, "ENVD_SHARDS"),
-        ("", {}, {"shards": "2"}, "--shards"),
-    ],
-)
-def test_a_removed_setting_is_refused_with_the_name_of_its_replacement(
-    tmp_path: Path, text: str, environ: dict[str, str], flags: dict[str, str], source: str
-) -> None:
-    file = tmp_path / "envd.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=rf"{source}: shards: is no longer a setting; run several daemons"):
-        load(file=file, environ=environ, flags=flags)
-    with pytest.raises(ConfigError, match="draws its desktops itself"):
-        load(flags={"hypervisor.drawing_processes": 2})
-
-
-@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ('web = "record"', "web 'record' needs the name of a recording; set recording"),

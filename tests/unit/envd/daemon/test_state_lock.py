@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import ConfigError
-from envd.daemon.state_lock import holder, locked, refuse_shards
+from envd.daemon.state_lock import holder, locked
 
 
 def test_a_second_daemon_on_the_same_directory_is_refused_with_the_holders_pid(tmp_path: Path) -> None:
@@ -35,12 +35,3 @@ def test_a_directory_that_cannot_be_created_is_a_configuration_error(tmp_path: P
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--state-dir"), locked(tmp_path / "file" / "state"):
         pass
-
-
-def test_the_state_of_a_killed_daemon_with_shards_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    refuse_shards(tmp_path)
-    (tmp_path / "shards").write_text("1\n", encoding="ascii")
-    refuse_shards(tmp_path)
-    (tmp_path / "shards").write_text("4\n", encoding="ascii")
-    with pytest.raises(ConfigError, match=r"--shards 4 .* one daemon per port, each with its own --state-dir"):
-        refuse_shards(tmp_path)
