@@ -13,6 +13,7 @@ from cuaenv.client import AsyncEnvClient, EnvError
 from trainer.config import ConfigError
 from trainer.slime.config import SlimeConfig
 from trainer.slime.group import CENTRED
+from trainer.slime.once import once
 from trainer.slime.slime_compat import engine_count
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,6 @@ _NORMALIZER = "trainer.slime.group.normalize_rewards"
 _CREDIT = "trainer.slime.credit.advantages"
 _FILTER = "trainer.slime.filters.keep_informative"
 _DATA_SOURCE = "trainer.slime.replay.data_source"
-_checked_hosts: set[tuple[str, ...]] = set()
 
 
 def check(args: Any, config: SlimeConfig) -> None:
@@ -164,13 +164,15 @@ def capacity_warning(*, concurrency: int, group_size: int, capacity: int, is_for
 
 async def warn_of_capacity(args: Any, config: SlimeConfig, client: AsyncEnvClient) -> None:
     """Ask the daemons once for their capacity, and warn if slime runs more episodes."""
-    if config.hosts in _checked_hosts:
-        return
-    _checked_hosts.add(config.hosts)
+    await once(("capacity", config.hosts), lambda: _compared(args, config, client))
+
+
+async def _compared(args: Any, config: SlimeConfig, client: AsyncEnvClient) -> bool:
+    """Compare the capacity; return whether the daemons answered."""
     try:
         pools = await client.list_pools(timeout=timedelta(seconds=10))
     except EnvError:
-        return  # the first reset reports the error
+        return False  # the first reset reports the error
     warning = capacity_warning(
         concurrency=args.sglang_server_concurrency * engine_count(args),
         group_size=args.n_samples_per_prompt,
@@ -179,6 +181,7 @@ async def warn_of_capacity(args: Any, config: SlimeConfig, client: AsyncEnvClien
     )
     if warning:
         _warn_once(warning)
+    return True
 
 
 def row_unit(args: Any) -> int:
