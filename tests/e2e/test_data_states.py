@@ -218,7 +218,7 @@ async def test_a_session_starts_in_the_state_of_a_row(tmp_path: Path) -> None:
             assert (await opened.score()).value == 1.0
 
 
-async def test_a_malformed_state_is_refused_before_an_episode(tmp_path: Path) -> None:
+async def test_a_malformed_state_is_void_without_an_episode(tmp_path: Path) -> None:
     async with host(tmp_path) as server:
         await failed_run(server)
         async with AsyncEnvClient(server.address) as client:
@@ -230,5 +230,7 @@ async def test_a_malformed_state_is_refused_before_an_episode(tmp_path: Path) ->
             ({"checkpoint_id": "ckpt-1"}, "is not one of `trainer data states`"),
             ({**state_of(checkpoint), "task_id": "fake/save-note"}, "is a checkpoint of fake/save-note"),
         ):
-            with pytest.raises(ConfigError, match=text):
-                await rolled_out(server, {"metadata": {"task_id": TASK, "checkpoint": state}}, members=1, plan=[])
+            row = {"metadata": {"task_id": TASK, "checkpoint": state}}
+            (sample,) = await rolled_out(server, row, members=1, plan=[], halt={"above": {}})
+            assert (is_void(sample), facts_of(sample)["void"]) == (True, "UnplayableRow")
+            assert text in facts_of(sample)["error"]

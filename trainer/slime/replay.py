@@ -23,6 +23,7 @@ from trainer.replay.trajectory import StoredTrajectory, TokenRow, image_bytes
 from trainer.slime import slime_compat
 from trainer.slime.config import Replay, SlimeConfig
 from trainer.slime.partial import load_buffer, save_buffer
+from trainer.slime.rows import refuse_rows
 from trainer.slime.samples import facts_of, flatten, is_void, make_void, note, reset_sample, row_samples, set_status
 from trainer.slime.slime_compat import Sample
 from trainer.tokens.chat import Chat
@@ -63,9 +64,16 @@ def _load_files(pool: ReplayPool, replay: Replay) -> None:
 
 
 def data_source(args: Any) -> Any:
-    """Return slime's data source, extended to save and resume pool and aborted samples, for `--data-source-path`."""
+    """Return slime's data source, extended to save and resume pool and aborted samples, for `--data-source-path`.
+
+    Raises:
+        ConfigError: A data file has rows that slime cannot read, or none that can be played.
+    """
+    config = SlimeConfig.from_args(args)
+    # Before slime reads them: its own errors do not name the row.
+    refuse_rows(args, config)
     source = slime_compat.data_source(args)
-    replay, is_partial = SlimeConfig.from_args(args).replay, getattr(args, "partial_rollout", False)
+    replay, is_partial = config.replay, getattr(args, "partial_rollout", False)
     if replay is not None:
         pool_of(replay)
     save, load = source.save, source.load

@@ -4,7 +4,7 @@ Protocols list the attributes that we use. Objects are reached through their mod
 user or by slime's contract tests take effect. If a name moved between versions, the newer module is tried first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from importlib import import_module
@@ -90,6 +90,12 @@ def generate_state(args: Any) -> GenerateState:
 def data_source(args: Any) -> Any:
     """Return slime's data source."""
     return import_module("slime.rollout.data_source").RolloutDataSourceWithBuffer(args)
+
+
+def read_rows(path: str) -> Iterator[Any]:
+    """Yield the rows of a data file as slime reads it, with its slices. Raises: OSError, ValueError."""
+    rows: Iterator[Any] = import_module("slime.utils.data").read_file(path)
+    return rows
 
 
 def sft_tools(checkpoint: str, mask_type: str) -> tuple[Any, Any, Any]:

@@ -30,7 +30,8 @@ def worker_of(pipe: Pipe) -> workers._Worker:
     """Return a worker without a process."""
     worker = object.__new__(workers._Worker)
     worker.pid, worker.is_lost = PID, False
-    worker._pipe, worker._calls, worker._numbers = pipe, {}, itertools.count()
+    worker._pipe = pipe  # type: ignore[assignment]
+    worker._calls, worker._numbers = {}, itertools.count()
     worker._lock = threading.Lock()
     return worker
 
