@@ -76,6 +76,7 @@ async def require_sight(args: Any, sample: Sample, sampling_params: Mapping[str,
         found = _checks[key] = Future[str]()
         try:
             report = await _examined(args, sample, sampling_params, config)
+            logger.info("[envd] sight, of engine and rows without a learner:\n%s", report)
             found.set_result("\n".join(map(str, report.findings)))
         except Exception as error:
             found.set_result(f"it could not be made: {type(error).__name__}: {error}")
