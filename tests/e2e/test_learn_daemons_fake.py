@@ -1,5 +1,6 @@
 """The daemons that `trainer learn` starts, and what a killed run leaves of them."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,19 @@ def test_oracles_are_printed_for_suites_of_drawn_and_of_real_desktops(suite: str
     tasks = {oracle.task_id for oracle in read_oracles(tmp_path / "oracles.jsonl")}
     assert any(task.endswith("?seed=1") for task in tasks)
     assert {task.partition("/")[0] for task in tasks} == {suite}
+
+
+def test_of_other_templates_only_the_split_is_printed(tmp_path: Path) -> None:
+    file = tmp_path / "oracles.jsonl"
+    print_oracles(file, suite="drawn", seeds=range(3), templates=["drawn/press"])
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    variants = [line["task_id"] for line in lines if "?" in line["task_id"]]
+    assert variants == [f"drawn/press?seed={seed}" for seed in range(3)]
+    others = {line["task_id"]: line["split"] for line in lines if "?" not in line["task_id"]}
+    assert "drawn/press" not in others
+    assert set(others.values()) == {"train", "held_out"}
+    with pytest.raises(LearnError, match="'drawn/none' not found"):
+        print_oracles(file, suite="drawn", seeds=range(3), templates=["drawn/none"])
 
 
 def test_a_suite_without_oracles_is_named(tmp_path: Path) -> None:

@@ -34,13 +34,13 @@ class ReadResult:
         )
 
 
-def read_jsonl(path: Path, *, success_at: float = 0.5, max_per_task: int = 10) -> ReadResult:
+def read_jsonl(path: Path, *, success_at: float = 0.5, max_per_task: int | None = 10) -> ReadResult:
     """Read the first successes of each task. Malformed lines are reported and skipped.
 
     Args:
         path: JSON lines in the form of `StoredTrajectory.from_row`.
         success_at: Minimum reward.
-        max_per_task: Maximum number of trajectories per task id and start, in file order.
+        max_per_task: Maximum number of trajectories per task id and start, in file order; None for all.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -61,7 +61,7 @@ def read_jsonl(path: Path, *, success_at: float = 0.5, max_per_task: int = 10) -
                 continue
             if trajectory.reward < success_at:
                 failed_count += 1
-            elif per_start[trajectory.task_id, trajectory.start] >= max_per_task:
+            elif max_per_task is not None and per_start[trajectory.task_id, trajectory.start] >= max_per_task:
                 surplus_count += 1
             else:
                 per_start[trajectory.task_id, trajectory.start] += 1
