@@ -15,7 +15,6 @@ from cuaenv.client import AsyncEnvClient, Checkpoint, EnvError, Task
 from cuaenv.problems import did_you_mean
 from trainer.agent.starts import start_of, task_id_of
 from trainer.config import ConfigError
-from trainer.data.split import template_id
 from trainer.slime import slime_compat
 from trainer.slime.config import SlimeConfig
 from trainer.slime.once import once
@@ -136,7 +135,8 @@ def _problems(file: _File, config: SlimeConfig, tasks: Mapping[str, Task]) -> tu
 
 def _unknown(task_id: str, tasks: Mapping[str, Task]) -> str:
     """Return why no host can run a task; empty if one can."""
-    task = tasks.get(template_id(task_id))
+    # Of variants, TEMPLATE?seed=N, only templates are listed.
+    task = tasks.get(task_id.partition("?")[0])
     if task is None:
         near = did_you_mean(task_id.strip().lower(), tasks)
         return f"task {task_id!r}: no host has it{near or '; name one of `envd tasks list`'}"
