@@ -55,7 +55,8 @@ class Rollout:
         options = getattr(args, "apply_chat_template_kwargs", None)
         self._chat = Chat(self._state.tokenizer, self._state.processor, template_options=options)
         self._written: list[bytes] = []
-        self._conversation = self._new_conversation()
+        self._conversation: SglangConversation
+        """That of the latest attempt."""
         self._client = shared_client(config.client)
         self.keeps_partial = False
         """Whether the sample continues in a later rollout if slime aborts it."""
@@ -86,7 +87,7 @@ class Rollout:
         episode = run_task(
             environments,
             start,
-            self._new_conversation,
+            self.new_conversation,
             settings=config.agent,
             pool=config.pool,
             attempts=config.attempts,
@@ -187,7 +188,8 @@ class Rollout:
     def _engine_url(self) -> str:
         return f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}/generate"
 
-    def _new_conversation(self) -> SglangConversation:
+    def new_conversation(self) -> SglangConversation:
+        """Return a conversation for an attempt, whose rows `rows` returns from now on."""
         agent, sampling_params = self.config.agent, self._sampling_params
         self._conversation = SglangConversation(
             self._chat,

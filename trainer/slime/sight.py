@@ -61,7 +61,7 @@ class _PictureRollout(Rollout):
         super().__init__(args, sample, params, config=config.model_copy(update=own))
 
     async def run(self, start: object, *, group_size: int) -> Trajectory:  # noqa: ARG002 -- it has one task
-        return await run_episode(PictureEpisode(self._pictures), self._conversation, settings=self.config.agent)
+        return await run_episode(PictureEpisode(self._pictures), self.new_conversation(), settings=self.config.agent)
 
 
 async def require_sight(args: Any, sample: Sample, sampling_params: Mapping[str, Any], config: SlimeConfig) -> str:

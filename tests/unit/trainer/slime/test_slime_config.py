@@ -2,15 +2,17 @@
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, Field
 
 from cuaenv.client import Tls
 from trainer.agent.settings import AgentSettings
-from trainer.config import ConfigError
+from trainer.config import STRICT, ConfigError, parse
 from trainer.slime.checks import capacity_warning, refusals, row_unit, warnings
 from trainer.slime.config import SlimeConfig
 from trainer.slime.guard import Halt
@@ -88,6 +90,29 @@ def test_invalid_values_are_refused_by_name(mapping: dict[str, Any], message: st
 def test_args_without_a_mapping_are_refused_with_the_flag() -> None:
     with pytest.raises(ConfigError, match="--custom-config-path"):
         SlimeConfig.from_args(Namespace())
+
+
+@pytest.mark.parametrize("value", [date(2026, 11, 28), {"a"}])
+def test_values_that_yaml_makes_of_texts_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="write a text in quotes"):
+        SlimeConfig.from_args(Namespace(envd={**HOSTS, "run": value}))
+    with pytest.raises(ConfigError, match="write a text in quotes"):
+        config(run=value)
+
+
+def test_a_misspelt_key_below_a_list_or_a_mapping_is_named() -> None:
+    class Item(BaseModel):
+        model_config = STRICT
+        score: float = 0.0
+
+    class Settings(BaseModel):
+        model_config = STRICT
+        items: tuple[Item, ...] = ()
+        by_id: Mapping[str, Item] = Field(default_factory=dict)
+
+    for mapping in ({"items": [{}, {"scores": 1.0}]}, {"by_id": {"x": {"scores": 1.0}}}):
+        with pytest.raises(ConfigError, match=r"scores: unknown key; did you mean score"):
+            parse(Settings, mapping)
 
 
 def test_equal_args_share_one_configuration() -> None:
