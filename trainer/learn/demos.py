@@ -130,11 +130,14 @@ async def _play_all(settings: Settings, host: str, oracles: list[tuple[Oracle, i
             async def play_next() -> None:
                 while waiting:
                     oracle, play = waiting.pop()
+                    if (task := tasks.get(template_id(oracle.task_id))) is None:
+                        failures.append(f"{oracle.task_id}: {host} does not serve it")
+                        continue
                     oracle = with_habits(oracle, demos, play)
                     try:
                         chunks = await record(
                             client,
-                            tasks[template_id(oracle.task_id)],
+                            task,
                             oracle,
                             settings=settings.agent,
                             screen_px=settings.screen_px,
