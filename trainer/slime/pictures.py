@@ -14,7 +14,7 @@ import re
 import shutil
 import socket
 import uuid
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,15 +33,29 @@ if TYPE_CHECKING:
 _SIDE_PX = 64
 
 
+def _lock(directory: Path, *, wait: bool = True) -> int:
+    """Lock a directory against other processes; return the descriptor that holds the lock until it is closed.
+
+    Raises:
+        OSError: It is locked, and `wait` is false.
+    """
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(held)
+        raise
+    return held
+
+
 @contextmanager
 def _locked(directory: Path, *, wait: bool = True) -> "Iterator[None]":
-    """Lock a directory against other processes. Raises: OSError: It is locked, and `wait` is false."""
-    file = os.open(directory, os.O_RDONLY)
+    """Hold the lock of a directory within the block. Raises: OSError: See `_lock`."""
+    held = _lock(directory, wait=wait)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
     finally:
-        os.close(file)
+        os.close(held)
 
 
 class PictureFiles:
@@ -60,9 +74,8 @@ class PictureFiles:
                     with suppress(OSError), _locked(left, wait=False):
                         shutil.rmtree(left, ignore_errors=True)
             self._directory.mkdir()
-            # Until the process ends.
-            self._lock = ExitStack()
-            self._lock.enter_context(_locked(self._directory))
+            # Until the process ends, which closes it.
+            _lock(self._directory)
         self._numbers = itertools.count()
         atexit.register(shutil.rmtree, self._directory, ignore_errors=True)
 

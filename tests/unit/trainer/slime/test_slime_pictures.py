@@ -61,8 +61,7 @@ def test_files_have_the_images_until_they_are_removed(tmp_path: Path) -> None:
 
 def test_only_what_killed_processes_of_this_host_left_is_removed(tmp_path: Path) -> None:
     left, host = uuid.uuid4().hex, socket.gethostname()
-    files = PictureFiles(str(tmp_path))
-    live = files.add(Image.new("RGB", (8, 4)))
+    live = PictureFiles(str(tmp_path)).add(Image.new("RGB", (8, 4)))
     # Of hosts whose names begin with ours.
     kept = {f"{host}-0-{left}", f"{host}-worker-77", f"elsewhere-{left}"}
     for name in (f"{host}-{left}", *kept):
