@@ -21,7 +21,7 @@ from trainer.slime.once import once
 
 logger = logging.getLogger(__name__)
 _GENERATE = "trainer.slime.generate.generate"
-_LIST_TIMEOUT = timedelta(seconds=30)
+_LIST_TIMEOUT = timedelta(seconds=10)
 #: Quoted problems of a file.
 _QUOTED = 5
 
