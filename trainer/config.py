@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import PurePath
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -33,9 +34,21 @@ def parse(kind: type[T], mapping: Mapping[str, object], *, path: str = "") -> T:
     """
     try:
         # In JSON, strict mode accepts lists for tuples and strings for paths.
-        return TypeAdapter(kind).validate_json(json.dumps(mapping, default=str))
+        return TypeAdapter(kind).validate_json(json_of(mapping))
     except ValidationError as error:
         raise ConfigError(_message(kind, error, path)) from error
+
+
+def json_of(mapping: Mapping[str, object]) -> str:
+    """Return a mapping as canonical JSON; paths are texts. Raises: ConfigError: A value is a date, a set or another."""
+    return json.dumps(mapping, sort_keys=True, default=_plain)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, PurePath):
+        return str(value)
+    # YAML reads 2026-11-28 as a date, and `!!set` as a set.
+    raise ConfigError(f"{value} is a {type(value).__name__}, which no key takes; write a text in quotes")
 
 
 def _message(kind: type, error: ValidationError, path: str) -> str:
@@ -58,6 +71,8 @@ def _message(kind: type, error: ValidationError, path: str) -> str:
 def _keys(kind: Any, path: Sequence[int | str]) -> list[str]:
     """Return the keys of the model or dataclass at a path below `kind`."""
     for name in path:
-        hint = get_type_hints(kind)[str(name)]
+        # An index of a list or a key of a mapping is not a field: the items' class was found with the field.
+        if (hint := get_type_hints(kind).get(str(name))) is None:
+            continue
         kind = next(one for one in (hint, *get_args(hint)) if is_dataclass(one) or hasattr(one, "model_fields"))
     return list(kind.model_fields) if issubclass(kind, BaseModel) else [one.name for one in fields(kind)]

@@ -24,6 +24,10 @@ from envd.tasks.templates import MAX_SEED, split_of
 def oracles(
     settings: Config,
     *,
+    task_ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TASK]...", help="Task ids, or SUITE/ for a whole suite. Default: all."),
+    ] = None,
     suite: Annotated[str, typer.Option(help="Only tasks of this suite.")] = "",
     seeds: Annotated[
         str, typer.Option(metavar="FIRST:END", help="Variants of each template with these seeds, without END.")
@@ -36,7 +40,7 @@ def oracles(
     catalogue = load_tasks(settings)
     wanted = read_seeds(seeds) if seeds else None
     count = 0
-    for task in catalogue.list():
+    for task in catalogue.select(task_ids) if task_ids else catalogue.list():
         if not task.oracle or (suite and not task.task_id.startswith(f"{suite}/")):
             continue
         if wanted is None or catalogue.variant_count(task.task_id) == 1:
@@ -48,6 +52,8 @@ def oracles(
             count += 1
     if not count:
         suites = sorted({task.task_id.partition("/")[0] for task in catalogue.list() if task.oracle})
+        if task_ids:
+            raise ConfigError(f"task {task_ids[0]}: no oracle among the named tasks; remove a name, or --suite")
         raise ConfigError(f"--suite {suite}: no task of it has an oracle; choose one of {', '.join(suites) or 'none'}")
     err.print(f"{count} oracles")
 

@@ -33,7 +33,19 @@ PAGES = [
     ROOT / "docs/tutorials/first-episode.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("client", "checkpoints", "people", "agent", "rewards", "data", "suite", "compat", "osworld", "web")
+        for name in (
+            "client",
+            "checkpoints",
+            "people",
+            "agent",
+            "rewards",
+            "train",
+            "data",
+            "suite",
+            "compat",
+            "osworld",
+            "web",
+        )
     ),
 ]
 MARK = "<!-- not run by the tests: it needs "

@@ -139,6 +139,15 @@ async def test_a_group_starts_in_one_state() -> None:
     assert [trajectory.outcome for trajectory in group] == [Outcome.TERMINATED] * 4
 
 
+async def test_members_of_a_group_that_cannot_be_opened_have_trajectories_of_their_own() -> None:
+    async with served_client(size=2) as (_, client):
+        model = functools.partial(ScriptedReplies.acting, [Done()])
+        first, second = await run_group(client, "fake/none", model, size=2, settings=SETTINGS, attempts=1)
+    assert (first.reason, second.reason) == ("TaskNotFound", "TaskNotFound")
+    assert first is not second
+    assert first.timings_s is not second.timings_s
+
+
 async def test_a_lost_member_is_retried_and_the_others_are_unaffected() -> None:
     # Three of the four members send fewer than eight input events.
     made: list[ScriptedReplies] = []

@@ -24,6 +24,8 @@ from trainer.adapters.session import SessionSettings, session
 from trainer.agent.starts import start_of, state_of
 from trainer.cli.app import app
 from trainer.config import ConfigError
+from trainer.slime import replay
+from trainer.slime.filters import keep_informative
 from trainer.slime.generate import generate
 from trainer.slime.samples import facts_of, is_void
 from trainer.tokens.chat import Chat
@@ -115,13 +117,20 @@ async def test_a_selection_of_nothing_is_an_error(tmp_path: Path) -> None:
     assert not file.exists()
 
 
-async def rolled_out(server: FakeServer, row: dict[str, Any], *, members: int, plan: Sequence[Sequence[Action]]) -> Any:
-    """Run a group of slime's samples of a row."""
-    args = stand_in_args(
-        {"hosts": [server.address], "engine_timeout_s": 20.0, "engine_retries": 1, "agent": AGENT},
+def job_of(server: FakeServer, *, members: int, **envd: Any) -> Any:
+    """Return slime's arguments."""
+    return stand_in_args(
+        {"hosts": [server.address], "engine_timeout_s": 20.0, "engine_retries": 1, "agent": AGENT, **envd},
         n_samples_per_prompt=members,
     )
-    samples = [Sample(group_index=1, index=index, metadata=row["metadata"]) for index in range(members)]
+
+
+async def rolled_out(
+    server: FakeServer, row: dict[str, Any], *, members: int, plan: Sequence[Sequence[Action]], **envd: Any
+) -> Any:
+    """Run a group of slime's samples of a row."""
+    args = job_of(server, members=members, **envd)
+    samples = [Sample(group_index=1, index=index, metadata=dict(row["metadata"])) for index in range(members)]
     engine = ScriptedEngine(lambda prompt: SAY(plan[turn_in(prompt) - 1]))
     with stand_in_slime(engine):
         await asyncio.gather(*(generate(args, sample, PARAMS) for sample in samples))
@@ -144,6 +153,25 @@ async def test_a_group_starts_in_the_state_in_which_an_episode_failed(tmp_path: 
                 server, {"metadata": {"task_id": TASK}}, members=1, plan=[[SAID]] * rest + [[Done()]]
             )
             assert control.reward == 0.0
+
+
+async def test_a_success_from_a_checkpoint_is_replayed_only_to_groups_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_pools", {})
+    options: dict[str, Any] = {"members": 2, "replay": {"seed": 2}}
+    beginning, give_up = {"metadata": {"task_id": TASK}}, [[Done()]]
+    async with host(tmp_path) as server:
+        await failed_run(server)
+        (row,) = await states(server, tmp_path / "states.jsonl", "--label", "before *")
+        near = await rolled_out(server, row, plan=[[SAID], [SAID], [Done()]], **options)
+        assert [sample.reward for sample in near] == [1.0, 1.0]
+        args = job_of(server, **options)
+        for start, is_replayed in ((beginning, False), (row, True)):
+            group = await rolled_out(server, start, plan=give_up, **options)
+            with stand_in_slime(ScriptedEngine(lambda _: "")):
+                assert keep_informative(args, group).keep == is_replayed
+            assert ["replay" in facts_of(sample) for sample in group] == [False, is_replayed]
 
 
 async def test_areal_starts_a_group_in_the_state_of_its_row(tmp_path: Path) -> None:
@@ -190,7 +218,7 @@ async def test_a_session_starts_in_the_state_of_a_row(tmp_path: Path) -> None:
             assert (await opened.score()).value == 1.0
 
 
-async def test_a_malformed_state_is_refused_before_an_episode(tmp_path: Path) -> None:
+async def test_a_malformed_state_is_void_without_an_episode(tmp_path: Path) -> None:
     async with host(tmp_path) as server:
         await failed_run(server)
         async with AsyncEnvClient(server.address) as client:
@@ -202,5 +230,7 @@ async def test_a_malformed_state_is_refused_before_an_episode(tmp_path: Path) ->
             ({"checkpoint_id": "ckpt-1"}, "is not one of `trainer data states`"),
             ({**state_of(checkpoint), "task_id": "fake/save-note"}, "is a checkpoint of fake/save-note"),
         ):
-            with pytest.raises(ConfigError, match=text):
-                await rolled_out(server, {"metadata": {"task_id": TASK, "checkpoint": state}}, members=1, plan=[])
+            row = {"metadata": {"task_id": TASK, "checkpoint": state}}
+            (sample,) = await rolled_out(server, row, members=1, plan=[], halt={"above": {}})
+            assert (is_void(sample), facts_of(sample)["void"]) == (True, "UnplayableRow")
+            assert text in facts_of(sample)["error"]

@@ -1,14 +1,19 @@
 """The daemons that `trainer learn` starts, and what a killed run leaves of them."""
 
+import asyncio
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
+from cuaenv.client import AsyncEnvClient, Task
 from trainer.data.oracles import read_oracles
-from trainer.learn import LearnError
+from trainer.learn import LearnError, demos
 from trainer.learn.daemons import print_oracles, started_daemons
 from trainer.learn.settings import SMOKE
 
@@ -43,6 +48,40 @@ def test_oracles_are_printed_for_suites_of_drawn_and_of_real_desktops(suite: str
     tasks = {oracle.task_id for oracle in read_oracles(tmp_path / "oracles.jsonl")}
     assert any(task.endswith("?seed=1") for task in tasks)
     assert {task.partition("/")[0] for task in tasks} == {suite}
+
+
+def test_variants_are_played_without_listing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[object] = []
+    list_tasks = AsyncEnvClient.list_tasks
+
+    async def noted(self: AsyncEnvClient, **options: Any) -> list[Task]:
+        listed.append(options.get("task_ids", ()))
+        return await list_tasks(self, **options)
+
+    monkeypatch.setattr(AsyncEnvClient, "list_tasks", noted)
+    ids = ["drawn/press?seed=1", "drawn/press?seed=2", "drawn/none?seed=1"]
+    print_oracles(tmp_path / "oracles.jsonl", suite="drawn", seeds=range(1, 3), templates=["drawn/press"])
+    known = {oracle.task_id: oracle for oracle in read_oracles(tmp_path / "oracles.jsonl")}
+    oracles = [(replace(known[ids[0]] if each not in known else known[each], task_id=each), 0) for each in ids]
+    with started_daemons(tmp_path, SMOKE) as addresses:
+        failures = asyncio.run(demos._play_all(SMOKE, addresses[0], oracles, tmp_path / "part"))
+    assert failures == [f"drawn/none?seed=1: {addresses[0]} does not serve it"]
+    rows = [json.loads(line) for line in (tmp_path / "part.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {row["task"] for row in rows} == set(ids[:2])
+    assert listed == [()]
+
+
+def test_of_other_templates_only_the_split_is_printed(tmp_path: Path) -> None:
+    file = tmp_path / "oracles.jsonl"
+    print_oracles(file, suite="drawn", seeds=range(3), templates=["drawn/press"])
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    variants = [line["task_id"] for line in lines if "?" in line["task_id"]]
+    assert variants == [f"drawn/press?seed={seed}" for seed in range(3)]
+    others = {line["task_id"]: line["split"] for line in lines if "?" not in line["task_id"]}
+    assert "drawn/press" not in others
+    assert set(others.values()) == {"train", "held_out"}
+    with pytest.raises(LearnError, match="'drawn/none' not found"):
+        print_oracles(file, suite="drawn", seeds=range(3), templates=["drawn/none"])
 
 
 def test_a_suite_without_oracles_is_named(tmp_path: Path) -> None:

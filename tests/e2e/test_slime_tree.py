@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -52,6 +53,11 @@ async def world(say: Any = counting, **options: Any) -> AsyncIterator[World]:
             yield World(server, engine)
 
 
+def trained_replies(sample: Any) -> int:
+    """Return the number of replies that are trained: an observation follows each of them in the mask."""
+    return sum(is_trained for is_trained, _ in groupby(sample.loss_mask))
+
+
 async def test_members_branch_at_every_point_and_each_reply_is_trained_once() -> None:
     async with world() as there:
         samples = await there.rolled_out(4)
@@ -63,6 +69,10 @@ async def test_members_branch_at_every_point_and_each_reply_is_trained_once() ->
     # One request before the first branch, two before the second ones, four after them.
     prompts = [Tokenizer().decode(request["input_ids"]) for request in there.engine.requests]
     assert Counter(map(turn_in, prompts)) == {1: 1, 2: 2, 3: 4}
+    # By hand: A has turns 1 to 3; B branches after A's first and has 2 and 3; C and D branch after the second turns of
+    # A and B and have 3. The engine sampled 3 + 2 + 1 + 1 replies, and each is trained in the row of its own member.
+    assert sorted(trained_replies(sample) for sample in samples) == [1, 1, 2, 3]
+    assert sum(map(trained_replies, samples)) == len(there.engine.requests)
     # Every sample has the complete history; shared turns are in its prompt.
     assert len({tuple(sample.tokens) for sample in samples}) == 1
     for sample in samples:
@@ -152,6 +162,7 @@ async def test_rows_of_a_branch_start_at_its_branch_point() -> None:
         facts_of(one[0])["reply_tokens"] for one in rows
     )
     assert sorted(facts_of(one[0])["shared_turns"] for one in rows) == [0, 1, 1]
+    assert sum(map(trained_replies, flatten(members))) == len(there.engine.requests)
 
 
 @pytest.mark.parametrize("evaluation", [True, False])
@@ -186,6 +197,8 @@ async def test_a_member_branches_before_a_reply_of_which_the_policy_was_unsure()
     assert there.forks == [2]
     assert sorted(facts_of(sample)["shared_turns"] for sample in samples) == [0, 2, 2]
     assert [sample.reward for sample in samples] == [1.0] * 3
+    # The reply of which it was unsure is trained in its member, and sampled again by the others.
+    assert sum(map(trained_replies, samples)) == len(there.engine.requests) == 5
 
 
 async def test_a_tree_has_as_many_roots_as_wanted() -> None:

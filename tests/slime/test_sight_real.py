@@ -27,7 +27,7 @@ from trainer.tokens.chat import Chat
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
 
-AGENT = {"image_max_pixels": 36_864, "max_turns": 4, "prompt_tokens": 4096, "reply_tokens": 12}
+AGENT = {"image_max_pixels": 36_864, "max_turns": 3, "prompt_tokens": 4096, "reply_tokens": 12}
 SETTINGS = AgentSettings.from_mapping(AGENT)
 
 

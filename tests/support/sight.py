@@ -16,7 +16,7 @@ from trainer.sight.check import Episode, Patches, Plan, Report, compare
 from trainer.sight.model import Model
 from trainer.tokens.chat import Chat
 
-AGENT = {"image_max_pixels": 36_864, "max_turns": 4, "prompt_tokens": 4096, "reply_tokens": 12}
+AGENT = {"image_max_pixels": 36_864, "max_turns": 3, "prompt_tokens": 4096, "reply_tokens": 12}
 SETTINGS = AgentSettings.from_mapping(AGENT)
 ALL, LATER = {1, 2, 3}, {2, 3}
 

@@ -9,12 +9,14 @@ with stand_in_slime(engine):
 ```
 """
 
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -269,6 +271,7 @@ def stand_in_slime(engine: ScriptedEngine, *, has_vision: bool = True) -> Iterat
         "slime.rollout.filter_hub": {},
         "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": SimpleNamespace},
         "slime.utils": {},
+        "slime.utils.data": {"read_file": lambda path: map(json.loads, Path(path).read_text("utf-8").splitlines())},
         "slime.utils.http_utils": {"post": engine.post, "get_rollout_num_engines": lambda args: 1},
     }
     modules = {}

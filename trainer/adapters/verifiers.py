@@ -139,8 +139,9 @@ class DesktopEnv(vf.Env[DesktopEnvConfig]):
 class SightEnv(DesktopEnv):
     """Checks that engine and traces have the pixels of every turn; see `trainer.sight.check`.
 
-    The taskset names the tasks `sight/0` to `sight/4`, which play the pictures of `plan` without a daemon. verifiers'
-    client for training records the tokens; sample with temperature 0. `turns_of` returns the turns of each trace.
+    The taskset names a task `sight/N` for each of `plan.episodes`, which play their pictures without a daemon.
+    verifiers' client for training records the tokens; sample with temperature 0. `turns_of` returns the turns of each
+    trace.
     """
 
     def __init__(self, config: DesktopEnvConfig) -> None:

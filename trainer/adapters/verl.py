@@ -133,7 +133,7 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
 class SightAgentLoop(DesktopAgentLoop):
     """Checks that engine and rows have the pixels of every turn; see `trainer.sight.check`.
 
-    Rows of tasks `sight/N`, N from 0 to 4, play the pictures of `trainer.sight.episode.plan_of(settings)`, greedily and
+    Rows of tasks `sight/N` play the pictures of `trainer.sight.episode.plan_of(settings).episodes[N]`, greedily and
     without a daemon. `turns_of` returns the turns of each.
     """
 

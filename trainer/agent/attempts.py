@@ -140,13 +140,11 @@ async def _run_once(
                 )
     except EnvError as error:
         logger.warning("task %s: episode could not be opened: %s", task, error)
-        lost = Trajectory(
-            task_id=task, instruction="", outcome=Outcome.FAILED, reason=type(error).__name__, error=error
-        )
-        return [lost] * len(conversations)
-    for trajectory in group:
-        trajectory.timings_s["reset"] = reset_s
-    return group
+        return [
+            Trajectory(task_id=task, instruction="", outcome=Outcome.FAILED, reason=type(error).__name__, error=error)
+            for _ in conversations
+        ]
+    return [replace(each, timings_s={**each.timings_s, "reset": reset_s}) for each in group]
 
 
 async def _run_and_close(episode: AgentEpisode, conversation: Conversation, run: RunEpisode) -> Trajectory:

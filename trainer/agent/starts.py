@@ -33,6 +33,18 @@ def start_of(columns: Mapping[str, Any], task: str) -> str | Checkpoint:
     return checkpoint
 
 
+def start_name(start: str | Checkpoint, *, basis_digest: str, prompt_hash: str) -> str:
+    """Return what identifies the state and the prompt that an episode begins with; empty if they are unknown.
+
+    Args:
+        start: Of `start_of`.
+        basis_digest: Of the episode's `Evaluation`: the task's definition, setup, image, screen and perturbations.
+        prompt_hash: `trainer.agent.prompts.prompt_hash`.
+    """
+    checkpoint_id = start.checkpoint_id if isinstance(start, Checkpoint) else ""
+    return f"{basis_digest}/{checkpoint_id}/{prompt_hash}" if basis_digest else ""
+
+
 def step_limit(start: str | Checkpoint, max_steps: int) -> int:
     """Return the step limit of an episode that may take `max_steps` from its start; 0 for the start's own limit."""
     return max_steps + start.step_count if max_steps and isinstance(start, Checkpoint) else max_steps

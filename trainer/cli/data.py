@@ -14,7 +14,6 @@ from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Task
 from trainer.agent.grammars import GRAMMARS, Grammar, grammar
 from trainer.agent.starts import STATE_COLUMN
-from trainer.cli.choice import served_tasks
 from trainer.cli.options import (
     DEFAULT_SCREEN,
     DEFAULT_TARGET,
@@ -37,7 +36,7 @@ from trainer.data.oracles import BadOracle, Oracle, read_oracles
 from trainer.data.prompts import describe_unrunnable, is_runnable, prompt_rows, variant_ids
 from trainer.data.record import PATIENCE_S, OracleFailed, record
 from trainer.data.sft import sft_row
-from trainer.data.split import CannotSplit
+from trainer.data.split import CannotSplit, template_id
 from trainer.data.states import REASONS, Selection, scores_of, state_rows
 from trainer.data.tables import DEMONSTRATION, PREFERENCE, demonstration, preferences
 from trainer.replay.pool import write_atomically
@@ -46,8 +45,6 @@ from trainer.replay.trajectory import MalformedRow, StoredTrajectory, canonical
 
 app = typer.Typer(no_args_is_help=True, help="Create training data: prompts, demonstrations, data sets.")
 
-#: Trajectories per task: more than any file holds, because a data set has no limit, unlike a replay pool.
-_ALL = 1_000_000
 
 Seed = Annotated[int, typer.Option(help="Seed of the split between train and held_out.")]
 HeldOut = Annotated[
@@ -208,16 +205,16 @@ async def _record_all(
     """Play oracles, with options of `record`; return trajectories in their order, and the reasons of failures."""
     failures: list[str] = []
     async with client:
-        served = await served_tasks(client, named=[oracle.task_id for oracle in oracles])
-        tasks = {task.task_id: task for task in served}
+        tasks = {task.task_id: task for task in await client.list_tasks(timeout=LIST_TIMEOUT)}
         limit = asyncio.Semaphore(concurrency)
 
         async def play(oracle: Oracle) -> list[StoredTrajectory]:
+            if (task := tasks.get(template_id(oracle.task_id))) is None:
+                failures.append(f"{oracle.task_id}: the daemon does not serve it")
+                return []
             async with limit:
                 try:
-                    if oracle.task_id not in tasks:
-                        raise OracleFailed(f"{oracle.task_id}: the daemon does not serve it")  # noqa: TRY301
-                    return await record(client, tasks[oracle.task_id], oracle, **options)
+                    return await record(client, task, oracle, **options)
                 except OracleFailed as failure:
                     failures.append(str(failure))
                     return []
@@ -399,7 +396,7 @@ def _read(files: Sequence[Path], success_at: float) -> list[Source]:
     names = [file.stem for file in files]
     if len(set(names)) < len(names):
         raise UsageError(f"two files have the same name ({', '.join(sorted(names))}); rename one")
-    return [Source(name=file.stem, read=read_jsonl(file, success_at=success_at, max_per_task=_ALL)) for file in files]
+    return [Source(name=file.stem, read=read_jsonl(file, success_at=success_at, max_per_task=None)) for file in files]
 
 
 def _grammar(name: str) -> Grammar:

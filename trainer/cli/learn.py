@@ -148,7 +148,8 @@ class _Work:
             return
         directory.mkdir(parents=True, exist_ok=True)
         oracle_file = directory / "oracles.jsonl"
-        print_oracles(oracle_file, suite=self.settings.suite, seeds=range(self.settings.demos.seeds))
+        wanted = self.settings.demos
+        print_oracles(oracle_file, suite=self.settings.suite, seeds=range(wanted.seeds), templates=wanted.tasks)
         counts = demos.play(self.settings, hosts, oracle_file, directory)
         err.print(f"{counts['episodes']:.0f} episodes, {counts['rows']:.0f} rows in {directory}", markup=False)
 

@@ -14,7 +14,7 @@ from trainer.learn import LearnError
 from trainer.slime.sight import SightError
 
 #: Pictures that are cheap for a CPU.
-SMALL = {"image_max_pixels": 65_536, "max_turns": 4, "prompt_tokens": 4096}
+SMALL = {"image_max_pixels": 65_536, "max_turns": 3, "prompt_tokens": 4096}
 
 
 @reports_errors(LearnError, SightError, OSError, ValueError)

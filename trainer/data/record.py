@@ -48,6 +48,7 @@ async def record(
     which were sampled with more screenshots.
 
     Args:
+        task: The oracle's task, or the template of it.
         screen_px: Size of the guest's screen (width, height) that the oracle's points refer to.
         patience_s: Successive waits for a change of the screen; empty for desktops that respond immediately.
         must_succeed: Whether a score below 1 is an error.
@@ -61,17 +62,18 @@ async def record(
         conversations.append(OracleConversation(oracle, settings, screen_px=screen_px, patience_s=patience_s))
         return conversations[-1]
 
-    trajectory = await run_task(environments, task.task_id, new_conversation, settings=settings, pool=pool)
+    task_id = oracle.task_id
+    trajectory = await run_task(environments, task_id, new_conversation, settings=settings, pool=pool)
     if trajectory.evaluation is None or trajectory.outcome not in (Outcome.TERMINATED, Outcome.TRUNCATED):
-        raise OracleFailed(f"{task.task_id}: {trajectory.reason}: {trajectory.error}")
+        raise OracleFailed(f"{task_id}: {trajectory.reason}: {trajectory.error}")
     if must_succeed and trajectory.evaluation.score < 1.0:
         mistakes = [error for turn in trajectory.turns for error in turn.facts.errors]
         raise OracleFailed(
-            f"{task.task_id}: the oracle scored {trajectory.evaluation.score:g} in {len(trajectory.turns)} turns"
+            f"{task_id}: the oracle scored {trajectory.evaluation.score:g} in {len(trajectory.turns)} turns"
             f" ({trajectory.reason}); mistakes: {'; '.join(mistakes) or 'none'}"
         )
     metadata = {
-        "instruction": task.instruction,
+        "instruction": trajectory.instruction,
         **task_metadata(task),
         "source": "oracle",
         "grammar": settings.grammar,
@@ -80,7 +82,7 @@ async def record(
     rows = conversations[-1].rows
     return [
         StoredTrajectory(
-            task_id=task.task_id if len(rows) == 1 else f"{task.task_id}_chunk{number}",
+            task_id=task_id if len(rows) == 1 else f"{task_id}_chunk{number}",
             messages=tuple(row.as_json()),
             images=row.images(),
             reward=trajectory.evaluation.score,

@@ -49,8 +49,8 @@ def success_rate(successes_by_task: Sequence[Sequence[bool]]) -> Interval:
     """Return the share of successful attempts; tasks have equal weight, however often each was attempted.
 
     One attempt per task gives Wilson's interval. Several give a percentile bootstrap over tasks (Efron and Tibshirani
-    1993; clusters: Field and Welsh 2007), because attempts at one task are not independent. If all tasks have the same
-    rate, a bootstrap has zero width; the interval is then Wilson's for one attempt per task.
+    1993; clusters: Field and Welsh 2007), because attempts at one task are not independent. See `mean_rate` for equal
+    rates.
 
     Raises:
         ValueError: No tasks, or a task without attempts.
@@ -58,9 +58,23 @@ def success_rate(successes_by_task: Sequence[Sequence[bool]]) -> Interval:
     if not successes_by_task or not all(successes_by_task):
         raise ValueError("a rate needs at least one task and an attempt at each")
     means = np.array([np.mean(attempts) for attempts in successes_by_task])
-    if all(len(attempts) == 1 for attempts in successes_by_task) or np.ptp(means) == 0:
+    if all(len(attempts) == 1 for attempts in successes_by_task):
         return wilson(float(means.sum()), len(means))
-    return bootstrap_mean(means)
+    return mean_rate(means)
+
+
+def mean_rate(values_N: npt.NDArray[np.float64]) -> Interval:
+    """Return the mean of tasks' rates or mean scores, each in [0, 1], with an interval.
+
+    It is a bootstrap over tasks, which has zero width if all values are equal: 8 of 8 prove no mean of 1. The interval
+    is then Wilson's for one attempt per task; no values in [0, 1] with this mean vary more than zeros and ones.
+
+    Raises:
+        ValueError: No values.
+    """
+    if len(values_N) and np.ptp(values_N) == 0:
+        return wilson(float(values_N.sum()), len(values_N))
+    return bootstrap_mean(values_N)
 
 
 def bootstrap_mean(values_N: npt.NDArray[np.float64]) -> Interval:

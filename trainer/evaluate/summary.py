@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.agent.ownership import Owner
 from trainer.evaluate.results import Attempt, Results
-from trainer.evaluate.statistics import Interval, bootstrap_mean, success_rate
+from trainer.evaluate.statistics import Interval, mean_rate, success_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def _row(group: str, attempts: Sequence[Attempt]) -> SummaryRow:
         task_count=len(tasks),
         attempt_count=len(list(chain.from_iterable(tasks.values()))),
         success=success_rate([[one.succeeded for one in members] for members in tasks.values()]) if tasks else None,
-        score=bootstrap_mean(np.array(scores)) if tasks else None,
+        score=mean_rate(np.array(scores)) if tasks else None,
         error_count=sum(attempt.is_error for attempt in attempts),
         success_with_lost=success_rate(list(all_attempts.values())) if all_attempts else None,
     )

@@ -1,12 +1,13 @@
 """Start daemons with drawn desktops on this host, and print oracles: only for a host that also has `envd` installed."""
 
+import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -90,14 +91,27 @@ def _daemon(directory: Path, config: Path, index: int) -> Iterator[_Daemon]:
                 process.wait()
 
 
-def print_oracles(path: Path, *, suite: str, seeds: range) -> None:
-    """Write the oracles of a suite's variants, as `envd tasks oracles` prints them. Raises: LearnError."""
-    command = [sys.executable, "-m", "envd", "tasks", "oracles", "--suite", suite]
-    command += ["--seeds", f"{seeds.start}:{seeds.stop}"]
+def print_oracles(path: Path, *, suite: str, seeds: range, templates: Sequence[str] = ()) -> None:
+    """Write the oracles of a suite's variants, as `envd tasks oracles` prints them.
+
+    Args:
+        templates: Of these templates alone; of each other one only the plain task, for its split. Empty for all.
+
+    Raises:
+        LearnError: The suite has none, or not one of the templates.
+    """
+    text = _printed("--suite", suite, "--seeds", f"{seeds.start}:{seeds.stop}", *templates)
+    if templates:
+        plain = _printed("--suite", suite).splitlines(keepends=True)
+        text += "".join(line for line in plain if json.loads(line)["task_id"] not in templates)
+    path.write_text(text, encoding="utf-8")
+
+
+def _printed(*arguments: str) -> str:
+    command = [sys.executable, "-m", "envd", "tasks", "oracles", *arguments]
     # Suites of drawn desktops are known to their hypervisor alone.
     for more in (["--hypervisor", "fake"], []):
         done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
         if done.returncode == 0:
-            path.write_text(done.stdout, encoding="utf-8")
-            return
+            return done.stdout
     raise LearnError(f"envd tasks oracles: {done.stderr[-500:]}; install envd here, or name a suite with oracles")

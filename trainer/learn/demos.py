@@ -26,7 +26,7 @@ import numpy.typing as npt
 import zstandard
 from PIL import Image
 
-from cuaenv.client import Action, AsyncEnvClient, Click, Done, PressKeys, Task
+from cuaenv.client import Action, AsyncEnvClient, Click, Done, PressKeys
 from trainer.agent.types import Message
 from trainer.data.oracles import Oracle, read_oracles
 from trainer.data.record import OracleFailed, record
@@ -124,20 +124,20 @@ async def _play_all(settings: Settings, host: str, oracles: list[tuple[Oracle, i
     compress = zstandard.ZstdCompressor(level=3).compress
     with path.with_suffix(".jsonl").open("w", encoding="utf-8") as rows, path.with_suffix(".bin").open("wb") as frames:
         async with AsyncEnvClient(host, run="demos") as client:
-            ids = list(dict.fromkeys(oracle.task_id for oracle, _ in oracles))
-            tasks: dict[str, Task] = {}
-            for start in range(0, len(ids), 500):
-                listed = await client.list_tasks(task_ids=ids[start : start + 500], timeout=_LIST_TIMEOUT)
-                tasks |= {task.task_id: task for task in listed}
+            # Not the variants: each would count as a call towards the daemon's rate limit.
+            tasks = {task.task_id: task for task in await client.list_tasks(timeout=_LIST_TIMEOUT)}
 
             async def play_next() -> None:
                 while waiting:
                     oracle, play = waiting.pop()
+                    if (task := tasks.get(template_id(oracle.task_id))) is None:
+                        failures.append(f"{oracle.task_id}: {host} does not serve it")
+                        continue
                     oracle = with_habits(oracle, demos, play)
                     try:
                         chunks = await record(
                             client,
-                            tasks[oracle.task_id],
+                            task,
                             oracle,
                             settings=settings.agent,
                             screen_px=settings.screen_px,

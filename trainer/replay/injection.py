@@ -46,13 +46,13 @@ def replaced_member(raw_rewards: Sequence[float | None], *, success_at: float) -
     return list(raw_rewards).index(None) if None in raw_rewards else len(raw_rewards) - 1
 
 
-def inject(pool: ReplayPool, task_id: str, raw_rewards: Sequence[float | None]) -> Injection | None:
-    """Return a success for a complete group of that task, or None; updates the pool's counters."""
+def inject(pool: ReplayPool, task_id: str, raw_rewards: Sequence[float | None], *, start: str = "") -> Injection | None:
+    """Return a success for a complete group of that task and start, or None; updates the pool's counters."""
     pool.counters.check_count += 1
     index = replaced_member(raw_rewards, success_at=pool.settings.success_at)
     if index is None:
         return None
-    trajectory = pool.pick(task_id)
+    trajectory = pool.pick(task_id, start)
     if trajectory is None:
         pool.counters.missed_count += 1
         return None

@@ -1,7 +1,10 @@
-"""A bounded store of successes by task, with reproducible picks, also after a resume.
+"""A bounded store of successes by task and start, with reproducible picks, also after a resume.
 
-The n-th pick for a task depends only on the seed, the task and n. Groups finish in any order, so a single stream of
-random numbers would give each run different picks.
+A success is evidence only for the state and the prompt that it began with, its start: a reward earned from a checkpoint
+near the goal says nothing about the task's beginning.
+
+The n-th pick for a task and a start depends only on the seed, these two and n. Groups finish in any order, so a single
+stream of random numbers would give each run different picks.
 
 Lock: a continuous rollout adds from its own thread while the trainer picks and saves. Files are written without the
 lock, so `add` never waits for a disk.
@@ -33,6 +36,7 @@ class PoolSettings(BaseModel):
     success_at: float = Field(default=0.5, gt=0, le=1)
     """Minimum raw reward of a success, both for stored trajectories and for a group's members."""
     max_per_task: int = Field(default=10, ge=1)
+    """Most successes of one task with one start."""
     max_total: int = Field(default=1000, ge=1)
 
 
@@ -48,7 +52,7 @@ class Counters:
     """Checked groups."""
     injected_count: int = 0
     missed_count: int = 0
-    """Failed groups without a stored success."""
+    """Failed groups without a stored success of their start."""
     added_count: int = 0
     """Added online successes."""
     displaced_count: int = 0
@@ -67,13 +71,17 @@ class _Stored:
     online: bool
 
 
+_Start = tuple[str, str]
+"""A task and a start of it."""
+
+
 @dataclass(slots=True)
 class ReplayPool:
-    """Successes by task."""
+    """Successes by task and start."""
 
     settings: PoolSettings = field(default_factory=PoolSettings)
     counters: Counters = field(default_factory=Counters)
-    _by_task: dict[str, list[_Stored]] = field(default_factory=dict)
+    _by_start: dict[_Start, list[_Stored]] = field(default_factory=dict)
     _picks: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -82,7 +90,7 @@ class ReplayPool:
             return self._size()
 
     def _size(self) -> int:
-        return sum(map(len, self._by_task.values()))
+        return sum(map(len, self._by_start.values()))
 
     def load(self, trajectories: Iterable[StoredTrajectory]) -> int:
         """Add trajectories from files, in order and within the limits. Returns the number of added ones.
@@ -91,28 +99,28 @@ class ReplayPool:
         """
         loaded_count = 0
         with self._lock:
-            known = {stored.trajectory.digest for entries in self._by_task.values() for stored in entries}
+            known = {stored.trajectory.digest for entries in self._by_start.values() for stored in entries}
             for trajectory in trajectories:
-                entries = self._by_task.get(trajectory.task_id, [])
+                entries = self._by_start.get(_start_of(trajectory), [])
                 if trajectory.reward < self.settings.success_at or trajectory.digest in known:
                     continue
                 if len(entries) >= self.settings.max_per_task or self._size() >= self.settings.max_total:
                     self.counters.refused_count += 1
                     continue
                 known.add(trajectory.digest)
-                self._by_task.setdefault(trajectory.task_id, []).append(_Stored(trajectory, online=False))
+                self._by_start.setdefault(_start_of(trajectory), []).append(_Stored(trajectory, online=False))
                 loaded_count += 1
         return loaded_count
 
     def add(self, trajectory: StoredTrajectory) -> bool:
-        """Add a success of the trained policy. At a limit it replaces its task's oldest online success.
+        """Add a success of the trained policy. At a limit it replaces its start's oldest online success.
 
         Trajectories from files are never replaced. Returns whether it was added.
         """
         if trajectory.reward < self.settings.success_at:
             return False
         with self._lock:
-            entries = self._by_task.get(trajectory.task_id, [])
+            entries = self._by_start.get(_start_of(trajectory), [])
             if len(entries) >= self.settings.max_per_task or self._size() >= self.settings.max_total:
                 oldest = next((stored for stored in entries if stored.online), None)
                 if oldest is None:
@@ -120,34 +128,42 @@ class ReplayPool:
                     return False
                 entries.remove(oldest)
                 self.counters.displaced_count += 1
-            self._by_task.setdefault(trajectory.task_id, []).append(_Stored(trajectory, online=True))
+            self._by_start.setdefault(_start_of(trajectory), []).append(_Stored(trajectory, online=True))
             self.counters.added_count += 1
             return True
 
-    def pick(self, task_id: str) -> StoredTrajectory | None:
-        """Pick a success of the task, else of a chunk of its base task; None if there is none. Needs `rows`."""
+    def pick(self, task_id: str, start: str = "") -> StoredTrajectory | None:
+        """Pick a success of the task, else of a chunk of its base task; None if there is none. Needs `rows`.
+
+        Args:
+            start: Only successes with an equal `start` are picked.
+        """
         with self._lock:
-            candidates = [self._eligible(task_id)]
+            candidates = [self._eligible((task_id, start))]
             if not candidates[0]:
                 base = base_id(task_id)
-                candidates = [self._eligible(other) for other in self._by_task if base_id(other) == base]
+                candidates = [
+                    self._eligible(key) for key in self._by_start if base_id(key[0]) == base and key[1] == start
+                ]
             candidates = [stored for stored in candidates if stored]
             if not candidates:
                 return None
-            count = self._picks.get(task_id, 0)
-            self._picks[task_id] = count + 1
+            name = f"{task_id}/{start}" if start else task_id
+            count = self._picks.get(name, 0)
+            self._picks[name] = count + 1
         # Not for secrets; seeding with a string is reproducible across processes.
-        generator = random.Random(f"{self.settings.seed}/{task_id}/{count}")  # noqa: S311
+        generator = random.Random(f"{self.settings.seed}/{name}/{count}")  # noqa: S311
         return generator.choice(generator.choice(candidates))
 
-    def _eligible(self, task_id: str) -> list[StoredTrajectory]:
+    def _eligible(self, key: _Start) -> list[StoredTrajectory]:
         # A demonstration has no log-probabilities, which a policy gradient needs.
-        return [stored.trajectory for stored in self._by_task.get(task_id, []) if stored.trajectory.rows]
+        return [stored.trajectory for stored in self._by_start.get(key, []) if stored.trajectory.rows]
 
     def statistics(self) -> dict[str, float]:
         with self._lock:
-            online_count = sum(stored.online for entries in self._by_task.values() for stored in entries)
-            sizes = {"task_count": len(self._by_task), "size": self._size(), "online_size": online_count}
+            online_count = sum(stored.online for entries in self._by_start.values() for stored in entries)
+            task_count = len({task_id for task_id, _ in self._by_start})
+            sizes = {"task_count": task_count, "size": self._size(), "online_size": online_count}
         return {f"replay/{name}": float(value) for name, value in {**sizes, **asdict(self.counters)}.items()}
 
     def save(self, directory: Path, *, name: str = "latest") -> None:
@@ -162,15 +178,14 @@ class ReplayPool:
         items = directory / "trajectories"
         items.mkdir(parents=True, exist_ok=True)
         with self._lock:
-            stored_by_task = {task_id: list(entries) for task_id, entries in self._by_task.items()}
+            all_stored = [stored for entries in self._by_start.values() for stored in entries]
             counters, picks = asdict(self.counters), dict(self._picks)
         index: dict[str, list[dict[str, Any]]] = {}
-        for task_id, entries in stored_by_task.items():
-            for stored in entries:
-                digest = stored.trajectory.digest
-                index.setdefault(task_id, []).append({"digest": digest, "online": stored.online})
-                if not (items / f"{digest}.json").exists():
-                    write_atomically(items / f"{digest}.json", canonical(stored.trajectory.as_row()).encode())
+        for stored in all_stored:
+            digest = stored.trajectory.digest
+            index.setdefault(stored.trajectory.task_id, []).append({"digest": digest, "online": stored.online})
+            if not (items / f"{digest}.json").exists():
+                write_atomically(items / f"{digest}.json", canonical(stored.trajectory.as_row()).encode())
         state = {
             "format": _FORMAT,
             "settings": self.settings.model_dump(include=_SETTINGS),
@@ -197,14 +212,12 @@ class ReplayPool:
         if differences:
             saved = ", ".join(f"{key} {state['settings'].get(key)} (now {wanted[key]})" for key in differences)
             raise PoolMismatch(f"{directory} was saved with {saved}; use those settings, or an empty directory")
-        by_task = {
-            task_id: [
-                _Stored(_read(directory / "trajectories" / f"{entry['digest']}.json"), entry["online"])
-                for entry in entries
-            ]
-            for task_id, entries in state["shelves"].items()
-        }
-        return cls(settings, Counters(**state["counters"]), by_task, dict(state["picks"]))
+        by_start: dict[_Start, list[_Stored]] = {}
+        for entries in state["shelves"].values():
+            for entry in entries:
+                trajectory = _read(directory / "trajectories" / f"{entry['digest']}.json")
+                by_start.setdefault(_start_of(trajectory), []).append(_Stored(trajectory, entry["online"]))
+        return cls(settings, Counters(**state["counters"]), by_start, dict(state["picks"]))
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -215,6 +228,10 @@ def write_atomically(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def _start_of(trajectory: StoredTrajectory) -> _Start:
+    return trajectory.task_id, trajectory.start
 
 
 def _read(path: Path) -> StoredTrajectory:

@@ -34,19 +34,19 @@ class ReadResult:
         )
 
 
-def read_jsonl(path: Path, *, success_at: float = 0.5, max_per_task: int = 10) -> ReadResult:
+def read_jsonl(path: Path, *, success_at: float = 0.5, max_per_task: int | None = 10) -> ReadResult:
     """Read the first successes of each task. Malformed lines are reported and skipped.
 
     Args:
         path: JSON lines in the form of `StoredTrajectory.from_row`.
         success_at: Minimum reward.
-        max_per_task: Maximum number of trajectories per task id, in file order.
+        max_per_task: Maximum number of trajectories per task id and start, in file order; None for all.
 
     Raises:
         FileNotFoundError: The file does not exist.
     """
     kept: list[StoredTrajectory] = []
-    per_task: Counter[str] = Counter()
+    per_start: Counter[tuple[str, str]] = Counter()
     failed_count = surplus_count = 0
     problems: list[str] = []
     with path.open("rb") as lines:
@@ -61,10 +61,10 @@ def read_jsonl(path: Path, *, success_at: float = 0.5, max_per_task: int = 10) -
                 continue
             if trajectory.reward < success_at:
                 failed_count += 1
-            elif per_task[trajectory.task_id] >= max_per_task:
+            elif max_per_task is not None and per_start[trajectory.task_id, trajectory.start] >= max_per_task:
                 surplus_count += 1
             else:
-                per_task[trajectory.task_id] += 1
+                per_start[trajectory.task_id, trajectory.start] += 1
                 kept.append(trajectory)
     result = ReadResult(
         trajectories=tuple(kept), failed_count=failed_count, surplus_count=surplus_count, problems=tuple(problems)

@@ -1,7 +1,7 @@
 """Trajectories as they are stored: messages, images, the reward and, for sampled ones, the tokens.
 
 The JSON form is the row format of Slime-OSWorld's readers: `messages`, `images` (base64 or data URIs), `reward`,
-`task_id`, `metadata`. The field `rows` is an extension.
+`task_id`, `metadata`. The fields `rows` and `start` are extensions.
 """
 
 import base64
@@ -78,6 +78,8 @@ class StoredTrajectory:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[TokenRow, ...] = ()
     """Tokens and log-probabilities as sampled. Empty for a demonstration, which has no log-probabilities."""
+    start: str = ""
+    """Identifies the state and the prompt that it began with, in any form; see `ReplayPool.pick`."""
 
     @property
     def base_id(self) -> str:
@@ -103,6 +105,8 @@ class StoredTrajectory:
             "reward": self.reward,
             "metadata": dict(self.metadata),
         }
+        if self.start:
+            row["start"] = self.start
         if self.rows:
             row["rows"] = [asdict(token_row) for token_row in self.rows]
         return row
@@ -129,6 +133,7 @@ class StoredTrajectory:
                     "reward": row.get("reward", 1.0),
                     "metadata": metadata,
                     "rows": row.get("rows") or [],
+                    "start": row.get("start", ""),
                 }
             )
         except ValidationError as error:
@@ -194,3 +199,4 @@ class _Row(BaseModel):
     metadata: dict[str, Any]
     rows: list[TokenRow]
     task_id: Annotated[str, Field(min_length=1)]
+    start: Annotated[str, Field(strict=True)]

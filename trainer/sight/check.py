@@ -7,6 +7,9 @@ nothing else tells the turns apart. Two episodes have the same pictures: their d
 other one, the picture of one turn is exchanged, which must change the reply's log-probabilities on both sides. With
 unchanged pictures both sides must agree, and the learner's batch must hold the drawn pixels.
 
+Without a learner, changes by which an engine loses nothing stay unseen: half the brightness, inverted or grey pictures,
+pictures in another order. Only the log-probabilities of the same tokens by other means show them.
+
 ```python
 plan = Plan.draw(turns=3, size_px=(640, 384))
 episodes = [play(pictures) for pictures in plan.episodes]    # the framework's rollout: a `Turn` for each reply
@@ -41,6 +44,8 @@ _GAP_SHARE = 0.25
 _PIXEL_LIMIT = 4.0
 _LETTERS = "ACDEFHJKLMNPRTUVWXY"
 _WORD_LETTERS = 5
+#: Of a plan: each word needs letters of its own, and up to four pictures are exchanged.
+MOST_TURNS = len(_LETTERS) - 4
 
 
 @dataclass(frozen=True)
@@ -105,17 +110,29 @@ class Plan:
     words: Sequence[Sequence[str]]
     """The word of each turn, by episode: the first two are equal, each other one differs from them in one turn."""
     episodes: Sequence[Sequence[Image.Image]]
+    exchanged: Sequence[int]
+    """Turn, from 0, whose picture differs in each episode after the first two."""
 
     @staticmethod
     def draw(*, turns: int, size_px: tuple[int, int]) -> "Plan":
-        """Draw words that differ in every letter place, each in its own colours."""
+        """Draw words that differ in every letter place, each in its own colours.
+
+        Pictures of the first three turns and of the last one are exchanged: an engine that reads at most so many
+        pictures of a request lacks the last one.
+
+        Raises:
+            ValueError: More turns than `MOST_TURNS`.
+        """
         rng = random.Random(0)  # noqa: S311 -- not for secrets
-        columns = [rng.sample(_LETTERS, 2 * turns) for _ in range(_WORD_LETTERS)]
+        exchanged = sorted({*range(min(turns, 3)), turns - 1})
+        columns = [rng.sample(_LETTERS, turns + len(exchanged)) for _ in range(_WORD_LETTERS)]
         words = ["".join(letters) for letters in zip(*columns, strict=True)]
         pictures = [_drawn(word, size_px, rng) for word in words]
         shown = [list(range(turns)), list(range(turns))]
-        shown += [[number + turns * (number == turn) for number in range(turns)] for turn in range(turns)]
+        for other, turn in enumerate(exchanged, start=turns):
+            shown.append([other if number == turn else number for number in range(turns)])
         return Plan(
+            exchanged=exchanged,
             words=[[words[number] for number in each] for each in shown],
             episodes=[[pictures[number] for number in each] for each in shown],
         )
@@ -175,11 +192,13 @@ class Report:
     noise: float = 0.0
     """Greatest difference between the engine's log-probabilities of two equal episodes."""
     engine_change: list[float | None] = field(default_factory=list)
-    """The engine's greatest difference in each turn when the turn's picture is exchanged; None if not comparable."""
+    """The engine's greatest difference in each turn when the turn's picture is exchanged; None if it is not exchanged,
+    or not comparable."""
     learner_change: list[float | None] = field(default_factory=list)
-    """The learner's mean difference in each turn when the turn's picture is exchanged; None without a learner."""
+    """The learner's mean difference in each turn when the turn's picture is exchanged; None if it is not exchanged, or
+    without a learner."""
     gap: list[float | None] = field(default_factory=list)
-    """Mean difference in each turn between engine and learner with unchanged pictures; None without a learner."""
+    """Mean difference in each such turn between engine and learner with unchanged pictures; None without a learner."""
     read_count: int = 0
     """Replies that have their turn's own word."""
     findings: list[Finding] = field(default_factory=list)
@@ -215,21 +234,24 @@ def compare(plan: Plan, episodes: Sequence[Episode], learner: Learner | None, pa
             what = f"{len(episode)} replies with tokens instead of {len(plan.words[0])}"
             raise ValueError(f"episode {number}: it has {what}; raise its budgets of tokens, images and turns")
     report = Report()
-    base, again, *exchanged = episodes
+    base, again, *others = episodes
+    exchanged = {turn: other[turn] for turn, other in zip(plan.exchanged, others, strict=True)}
     repeats = [_difference(base[turn], again[turn]) for turn in range(len(plan.words[0]))]
     report.noise = max((each for each in repeats if each is not None), default=0.0)
     for turn in range(len(plan.words[0])):
-        _engine(report, turn, base[turn], exchanged[turn][turn])
+        _engine(report, turn, base[turn], exchanged.get(turn))
         _answer(report, plan, turn, base[turn])
         _batch(report, plan, turn, base[turn], patches)
-        _learner(report, turn, base[turn], exchanged[turn][turn], learner)
+        _learner(report, turn, base[turn], exchanged.get(turn), learner)
     return report
 
 
-def _engine(report: Report, turn: int, base: Turn, exchanged: Turn) -> None:
-    change = _difference(base, exchanged)
+def _engine(report: Report, turn: int, base: Turn, exchanged: Turn | None) -> None:
+    change = _difference(base, exchanged) if exchanged else None
     report.engine_change.append(change)
     limit = max(_LEAST_CHANGE, _NOISE_FACTOR * report.noise)
+    if exchanged is None:
+        return
     if change is None:
         report.add(turn, "engine", "earlier replies differ although nothing changed", "how it samples greedily")
     elif change <= limit:
@@ -266,9 +288,9 @@ def _batch(report: Report, plan: Plan, turn: int, base: Turn, patches: Patches) 
         report.add(turn, "learner", what, "colour channels, scaling and compression before its image processor")
 
 
-def _learner(report: Report, turn: int, base: Turn, exchanged: Turn, learner: Learner | None) -> None:
+def _learner(report: Report, turn: int, base: Turn, exchanged: Turn | None, learner: Learner | None) -> None:
     change = gap = None
-    if learner is not None:
+    if learner is not None and exchanged is not None:
         mine = _of_reply(learner(base.tokens, base.inputs), base)
         gap = _mean_difference(mine, base.log_probs)
         other = exchange(base.inputs, base.image, exchanged.inputs, exchanged.image)

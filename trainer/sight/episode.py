@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,10 @@ from cuaenv.frames import TiledImage
 from trainer.agent.grammars import Grammar
 from trainer.agent.settings import AgentSettings
 from trainer.agent.starts import task_id_of
-from trainer.sight.check import Plan
+from trainer.sight.check import MOST_TURNS, Plan
 
-#: Turns of an episode: enough that pictures can be lost after the first one, or exchanged among later ones.
-TURNS = 3
+#: Least turns of an episode: enough that pictures can be lost after the first one, or exchanged among later ones.
+_LEAST_TURNS = 3
 #: Enough for a code word in any grammar, and short enough for a check before each job.
 _REPLY_TOKENS = 48
 _INSTRUCTION = "The screen shows a code word. Type the code word that it shows now."
@@ -91,20 +91,25 @@ class _ActingSettings(AgentSettings):
 
 
 def settings_of(agent: AgentSettings) -> AgentSettings:
-    """Return the settings of such an episode: those of the job, with a few short turns, and pictures alone."""
+    """Return the settings of such an episode: those of the job, with short turns, and pictures alone."""
     given = {each.name: getattr(agent, each.name) for each in fields(AgentSettings)}
     reply_tokens = min(agent.reply_tokens, _REPLY_TOKENS)
     alone = {"a11y_tree": False, "terminal": False, "marks": False}
-    return _ActingSettings(**{**given, **alone, "max_turns": TURNS, "reply_tokens": reply_tokens})
+    return _ActingSettings(**{**given, **alone, "max_turns": _turn_count(agent), "reply_tokens": reply_tokens})
 
 
-@cache
+@lru_cache(maxsize=1)
 def plan_of(agent: AgentSettings) -> Plan:
     """Return a job's code words, in pictures of the size of its screenshots of a screen of 1280x800 pixels."""
     unit, (width, height) = agent.image_multiple_px, _SCREEN_PX
     scale = min(1.0, (agent.image_max_pixels / (width * height)) ** 0.5)
     size_px = int(width * scale) // unit * unit, int(height * scale) // unit * unit
-    return Plan.draw(turns=TURNS, size_px=size_px)
+    return Plan.draw(turns=_turn_count(agent), size_px=size_px)
+
+
+def _turn_count(agent: AgentSettings) -> int:
+    """Return as many turns as a row of the job has pictures, within bounds: an engine may limit their number."""
+    return max(_LEAST_TURNS, min(agent.row_cost.images, MOST_TURNS))
 
 
 class PictureEnvironments:

@@ -4,7 +4,7 @@
 --custom-generate-function-path       trainer.slime.generate.generate
 --custom-reward-post-process-path     trainer.slime.group.normalize_rewards
 --dynamic-sampling-filter-path        trainer.slime.filters.keep_informative
---data-source-path                    trainer.slime.replay.data_source      with `envd.replay`
+--data-source-path                    trainer.slime.replay.data_source      checks rows; saves replays, aborted samples
 --custom-rm-path                      trainer.slime.rewards.reward_func
 --custom-rollout-log-function-path    trainer.slime.metrics.log_rollout
 --custom-eval-rollout-log-function-path  trainer.slime.metrics.log_evaluation

@@ -13,6 +13,7 @@ from cuaenv.client import AsyncEnvClient, EnvError
 from trainer.config import ConfigError
 from trainer.slime.config import SlimeConfig
 from trainer.slime.group import CENTRED
+from trainer.slime.once import once
 from trainer.slime.slime_compat import engine_count
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,10 @@ _NORMALIZER = "trainer.slime.group.normalize_rewards"
 _CREDIT = "trainer.slime.credit.advantages"
 _FILTER = "trainer.slime.filters.keep_informative"
 _DATA_SOURCE = "trainer.slime.replay.data_source"
-_checked_hosts: set[tuple[str, ...]] = set()
+_LOG = "trainer.slime.metrics.log_rollout"
+_EVALUATION_LOG = "trainer.slime.metrics.log_evaluation"
+#: For hooks of users.
+_IS_VOID = "leave them out by trainer.slime.samples.is_void, see docs/train.md, section Own hooks"
 
 
 def check(args: Any, config: SlimeConfig) -> None:
@@ -102,6 +106,12 @@ def _credit_refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
 
 
 def _replay_refusals(args: Any) -> Iterator[str]:
+    converter = getattr(args, "custom_convert_samples_to_train_data_path", None)
+    if getattr(args, "custom_reward_post_process_path", _NORMALIZER) != _NORMALIZER or converter:
+        yield (
+            f"envd.replay: replayed samples get their screenshots from {_NORMALIZER}; set"
+            " --custom-reward-post-process-path to it, and no --custom-convert-samples-to-train-data-path"
+        )
     if getattr(args, "use_rollout_routing_replay", False) or getattr(args, "rollout_top_p", 1.0) != 1.0:
         yield (
             "envd.replay: it stores tokens, log-probabilities and screenshots, but no routed experts and no top-p sets;"
@@ -120,20 +130,41 @@ def warnings(args: Any, config: SlimeConfig) -> Iterator[str]:
         yield f"--data-source-path is not {_DATA_SOURCE}: the replay pool is lost when the job ends"
     if getattr(args, "partial_rollout", False) and getattr(args, "data_source_path", _DATA_SOURCE) != _DATA_SOURCE:
         yield f"--data-source-path is not {_DATA_SOURCE}: aborted samples are lost when the job ends"
+    yield from _hook_warnings(args)
     filter_path = getattr(args, "dynamic_sampling_filter_path", _FILTER)
     # Without a filter, the normaliser replays successes to members of one row.
     if config.replay and filter_path != _FILTER and (filter_path or config.agent.images_per_row):
         yield f"--dynamic-sampling-filter-path is not {_FILTER}: nothing is ever replayed"
-    if getattr(args, "custom_reward_post_process_path", _NORMALIZER) != _NORMALIZER:
-        yield (
-            f"--custom-reward-post-process-path is not {_NORMALIZER}: rewards of void samples may enter their group's"
-            " mean, and a batch of unexpected size is normalised as one group"
-        )
     reply_tokens = getattr(args, "rollout_max_response_len", None)
     if reply_tokens and reply_tokens < config.agent.reply_tokens:
         yield (
             f"--rollout-max-response-len is {reply_tokens} and limits each reply; envd.agent.reply_tokens,"
             f" {config.agent.reply_tokens}, is never reached"
+        )
+
+
+def _hook_warnings(args: Any) -> Iterator[str]:
+    """Yield what hooks other than ours do with void samples, whose reward is 0."""
+    if getattr(args, "custom_reward_post_process_path", _NORMALIZER) != _NORMALIZER:
+        yield (
+            f"--custom-reward-post-process-path is not {_NORMALIZER}: rewards of void samples may enter their group's"
+            f" mean ({_IS_VOID}), and slime's own normalises a batch of unexpected size as one group"
+        )
+    if getattr(args, "dynamic_sampling_filter_path", _FILTER) not in (_FILTER, None):
+        yield (
+            f"--dynamic-sampling-filter-path is not {_FILTER}: void samples may count as failures, so that it keeps"
+            f" groups without a signal and drops others ({_IS_VOID})"
+        )
+    if getattr(args, "custom_rollout_log_function_path", _LOG) != _LOG:
+        yield (
+            f"--custom-rollout-log-function-path is not {_LOG}: no envd/* metrics are logged, and envd.halt is checked"
+            " within rollouts only"
+        )
+    has_evaluation = getattr(args, "eval_datasets", None) or getattr(args, "eval_prompt_data", None)
+    if has_evaluation and getattr(args, "custom_eval_rollout_log_function_path", _EVALUATION_LOG) != _EVALUATION_LOG:
+        yield (
+            f"--custom-eval-rollout-log-function-path is not {_EVALUATION_LOG}: void samples lower eval/NAME as if they"
+            f" had failed ({_IS_VOID}), and no eval/NAME/envd/* are logged"
         )
 
 
@@ -164,13 +195,15 @@ def capacity_warning(*, concurrency: int, group_size: int, capacity: int, is_for
 
 async def warn_of_capacity(args: Any, config: SlimeConfig, client: AsyncEnvClient) -> None:
     """Ask the daemons once for their capacity, and warn if slime runs more episodes."""
-    if config.hosts in _checked_hosts:
-        return
-    _checked_hosts.add(config.hosts)
+    await once(("capacity", config.hosts), lambda: _compared(args, config, client))
+
+
+async def _compared(args: Any, config: SlimeConfig, client: AsyncEnvClient) -> bool:
+    """Compare the capacity; return whether the daemons answered."""
     try:
         pools = await client.list_pools(timeout=timedelta(seconds=10))
     except EnvError:
-        return  # the first reset reports the error
+        return False  # the first reset reports the error
     warning = capacity_warning(
         concurrency=args.sglang_server_concurrency * engine_count(args),
         group_size=args.n_samples_per_prompt,
@@ -179,6 +212,7 @@ async def warn_of_capacity(args: Any, config: SlimeConfig, client: AsyncEnvClien
     )
     if warning:
         _warn_once(warning)
+    return True
 
 
 def row_unit(args: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from trainer.agent.training import GroupConfig
-from trainer.config import ConfigError
+from trainer.config import ConfigError, json_of
 from trainer.replay.pool import PoolSettings
 from trainer.slime.guard import Halt
 
@@ -61,7 +61,7 @@ class SlimeConfig(GroupConfig):
         if not isinstance(mapping, Mapping):
             raise ConfigError("--custom-config-path: no mapping `envd:`; name a YAML file that has one")
         # Called for every sample: equal text is parsed once.
-        return _parsed(json.dumps(mapping, sort_keys=True, default=str))
+        return _parsed(json_of(mapping))
 
     @property
     def lease_ttl(self) -> timedelta:

@@ -1,9 +1,9 @@
 """Run one sample of slime's rollout as an episode on a desktop, for `--custom-generate-function-path`.
 
-A sample always comes back, whatever happens to machines, daemons or engines: filled, ABORTED because slime aborted it,
-or void. Only cancellation, `ConfigError` and `Halted` are raised. The event loop is never blocked: images are encoded
-and tensors built in threads. Clients and groups belong to the loop that runs them, so `train.py`, `train_async.py` and
-the fully asynchronous rollout call the same function.
+A sample always comes back, whatever happens to machines, daemons or engines, and whatever its row holds: filled,
+ABORTED because slime aborted it, or void. Only cancellation, `ConfigError` and `Halted` are raised. The event loop is
+never blocked: images are encoded and tensors built in threads. Clients and groups belong to the loop that runs them, so
+`train.py`, `train_async.py` and the fully asynchronous rollout call the same function.
 """
 
 import asyncio
@@ -11,9 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from cuaenv.client import Checkpoint
+from cuaenv.client import Checkpoint, shared_client
 from trainer.agent.ownership import Owner, ruling_of, ruling_on
-from trainer.agent.starts import start_of
 from trainer.agent.types import Outcome
 from trainer.config import ConfigError
 from trainer.slime.checks import check
@@ -22,6 +21,7 @@ from trainer.slime.guard import Halted
 from trainer.slime.monitor import monitor_of
 from trainer.slime.replay import keep_success
 from trainer.slime.rollout import Rollout
+from trainer.slime.rows import start_of_row, warn_of_rows
 from trainer.slime.samples import StatusName, make_void, note, reset_sample, row_samples
 from trainer.slime.slime_compat import Sample
 from trainer.slime.workers import WorkerLost, workers_of
@@ -37,7 +37,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     An evaluation returns one sample with the last row's tokens and the episode's reward.
 
     Raises:
-        ConfigError: The configuration is invalid; no episode was opened.
+        ConfigError: The configuration is invalid, or no row of a data file can be played; no episode was opened.
         Halted: The run cannot go well: see `envd.halt`, `envd.max_lost_groups` and `envd.daemon_timeout_s`.
     """
     return await run_sample(args, sample, sampling_params, evaluation=evaluation)
@@ -54,7 +54,7 @@ async def run_sample(
     """Do as `generate`, with another type of rollout."""
     config = SlimeConfig.from_args(args)
     check(args, config)
-    start_of(sample.metadata or {}, task_of(sample, config.task_key))
+    await warn_of_rows(args, config, shared_client(config.client))
     multiple, monitor = _multiple(config, evaluation=evaluation), monitor_of(config)
     monitor.check(args)
     if config.sight != "off" and not evaluation:
@@ -63,10 +63,14 @@ async def run_sample(
         if problem := await require_sight(args, sample, sampling_params, config):
             monitor.halt(problem)
             monitor.check(args)
+    problem = _unplayable(sample, config)
     if monitor.is_halted:
         return _void(args, sample, multiple, status="FAILED", reason="halted")
     try:
-        if config.workers:
+        if problem:
+            result = _void(args, sample, multiple, status="FAILED", reason="UnplayableRow", error=problem)
+            note(sample, {"owner": Owner.CALLER.value})
+        elif config.workers:
             workers = workers_of(args, config.workers)
             result = await workers.run(sample, sampling_params, evaluation=evaluation, rollout_type=rollout_type)
         else:
@@ -94,7 +98,7 @@ async def play(
 ) -> Any:
     """Run a sample in this process, in its group unless `is_alone`; return it filled, or its rows. Raises: Halted."""
     config = SlimeConfig.from_args(args)
-    start = start_of(sample.metadata or {}, task_of(sample, config.task_key))
+    start = start_of_row(sample.metadata, sample.label, config.task_key)
     # A repeated sample was aborted or failed; its group's machines no longer exist.
     is_alone |= evaluation or sample.status.name != "PENDING" or config.group == "off" or sample.group_index is None
     group_size = 1 if is_alone else int(args.n_samples_per_prompt)
@@ -114,6 +118,16 @@ async def play(
         result = _void(args, sample, multiple, status="FAILED", reason=type(error).__name__, error=str(error))
         note(sample, {"owner": ruling_of(error, acted=True).owner.value})
         return result
+
+
+def _unplayable(sample: Sample, config: SlimeConfig) -> str:
+    """Return why a sample's row cannot be played, if so; its metadata is a dictionary afterwards."""
+    try:
+        start_of_row(sample.metadata, sample.label, config.task_key)
+    except ConfigError as error:
+        sample.metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+        return str(error)
+    return ""
 
 
 def _multiple(config: SlimeConfig, *, evaluation: bool) -> int | None:
@@ -152,16 +166,6 @@ async def run_rollout(
     if not evaluation:
         await keep_success(config, trajectory, rows, samples)
     return samples[0] if multiple is None else samples
-
-
-def task_of(sample: Sample, key: str) -> str:
-    """Return the id of a sample's task, from its metadata or its label. Raises: ConfigError."""
-    task = (sample.metadata or {}).get(key) or sample.label
-    if not isinstance(task, str) or not task:
-        raise ConfigError(
-            f"sample {sample.index}: no task id; add {key} (envd.task_key) to the metadata of the data set"
-        )
-    return task
 
 
 def _spread(args: Any, sample: Sample, count: int, multiple: int | None) -> list[Sample]:

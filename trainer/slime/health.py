@@ -16,7 +16,8 @@ class DaemonWatch:
     """Polls the daemons of a client while episodes use it."""
 
     def __init__(self, client: AsyncEnvClient, timeout_s: float) -> None:
-        self._client = client
+        # Weak: a watch is the value of a mapping whose weak key the client is.
+        self._client = weakref.ref(client)
         self._timeout_s = timeout_s
         self._user_count = 0
         self._poller: asyncio.Task[None] | None = None
@@ -29,7 +30,9 @@ class DaemonWatch:
         self._user_count += 1
         if self._poller is None:
             self.failure = ""
-            self._poller = asyncio.create_task(self._poll(), name="daemon-watch")
+            client = self._client()
+            assert client is not None  # noqa: S101 -- its user has it
+            self._poller = asyncio.create_task(self._poll(client), name="daemon-watch")
         try:
             yield self
         finally:
@@ -38,13 +41,13 @@ class DaemonWatch:
                 self._poller.cancel()
                 self._poller = None
 
-    async def _poll(self) -> None:
+    async def _poll(self, client: AsyncEnvClient) -> None:
         loop = asyncio.get_running_loop()
         answered_s = loop.time()
         while True:
             await asyncio.sleep(self._timeout_s / 12)
             try:
-                await self._client.list_pools(timeout=timedelta(seconds=self._timeout_s / 6))
+                await client.list_pools(timeout=timedelta(seconds=self._timeout_s / 6))
                 answered_s = loop.time()
             except (Unavailable, DeadlineExceeded) as error:
                 if loop.time() - answered_s >= self._timeout_s:

@@ -64,6 +64,8 @@ def log_evaluation(
 
     A data set without valid samples is removed; only its `void` metrics are logged. With `--log-passrate`, which needs
     complete prompts, a void sample removes all samples of its prompt.
+
+    slime's evaluations pass no `extra_metrics`: ours are then logged by themselves, at the same step.
     """
     metrics: dict[str, float] = {}
     for name in list(data):

@@ -7,11 +7,14 @@ a killed process is removed by the next one on the host.
 
 import asyncio
 import atexit
+import fcntl
 import itertools
 import os
+import re
 import shutil
 import socket
-from contextlib import suppress
+import uuid
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,13 +23,39 @@ from PIL import Image
 
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed, data_uri
 from trainer.slime.guard import Halted
+from trainer.slime.once import once
 from trainer.tokens.chat import Chat
 from trainer.tokens.sglang import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 _SIDE_PX = 64
+
+
+def _lock(directory: Path, *, wait: bool = True) -> int:
+    """Lock a directory against other processes; return the descriptor that holds the lock until it is closed.
+
+    Raises:
+        OSError: It is locked, and `wait` is false.
+    """
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(held)
+        raise
+    return held
+
+
+@contextmanager
+def _locked(directory: Path, *, wait: bool = True) -> "Iterator[None]":
+    """Hold the lock of a directory within the block. Raises: OSError: See `_lock`."""
+    held = _lock(directory, wait=wait)
+    try:
+        yield
+    finally:
+        os.close(held)
 
 
 class PictureFiles:
@@ -36,11 +65,17 @@ class PictureFiles:
         """Remove what killed processes of this host left, and make a directory. Raises: OSError."""
         root, host = Path(directory).expanduser().resolve(), socket.gethostname()
         root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob(f"{host}-*"):
-            if not Path("/proc", left.name.removeprefix(f"{host}-")).exists():
-                shutil.rmtree(left, ignore_errors=True)
-        self._directory = root / f"{host}-{os.getpid()}"
-        self._directory.mkdir(exist_ok=True)
+        self._directory = root / f"{host}-{uuid.uuid4().hex}"
+        # A lock, not a process id, shows that a directory is in use: containers share hosts' names and have own ids.
+        with _locked(root):
+            for left in root.iterdir():
+                # Host rollout-0 must not touch rollout-0-worker-77, which is another host's.
+                if re.fullmatch(rf"{re.escape(host)}-[0-9a-f]{{32}}", left.name):
+                    with suppress(OSError), _locked(left, wait=False):
+                        shutil.rmtree(left, ignore_errors=True)
+            self._directory.mkdir()
+            # Until the process ends, which closes it.
+            _lock(self._directory)
         self._numbers = itertools.count()
         atexit.register(shutil.rmtree, self._directory, ignore_errors=True)
 
@@ -65,9 +100,6 @@ def files_of(directory: str) -> PictureFiles:
     return PictureFiles(directory)
 
 
-_checked: set[str] = set()
-
-
 async def require_readable(engine: Engine, url: str, chat: Chat, directory: str) -> None:
     """Check once per engine that it reads the files of a directory.
 
@@ -81,9 +113,12 @@ async def require_readable(engine: Engine, url: str, chat: Chat, directory: str)
         Halted: It reads pictures in requests, but not in files.
         OSError: The directory cannot be written.
     """
-    if not directory or url in _checked or chat.image_id is None:
-        return
-    _checked.add(url)
+    if directory and chat.image_id is not None:
+        await once((directory, url), lambda: _read(engine, url, chat, directory))
+
+
+async def _read(engine: Engine, url: str, chat: Chat, directory: str) -> bool:
+    """Return whether the engine reads files; False if it does not answer. Raises: Halted, OSError."""
     image, files = Image.new("RGB", (_SIDE_PX, _SIDE_PX)), files_of(directory)
     address = await asyncio.to_thread(files.add, image)
     request = {
@@ -96,10 +131,11 @@ async def require_readable(engine: Engine, url: str, chat: Chat, directory: str)
         try:
             await engine({**request, "image_data": [data_uri(image).encode("ascii")]})
         except (BudgetExhausted, ModelFailed):
-            return  # the first episode reports the error
+            return False  # the first episode reports the error
         raise Halted(
             f"envd.picture_dir {directory}: engine {url} does not read its files ({error}); share the directory with"
             " the engines, or remove the key"
         ) from error
     finally:
         files.remove([address])
+    return True

@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image
 
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed, data_uri
+from trainer.slime.once import once
 from trainer.tokens.chat import Chat
 from trainer.tokens.sglang import Engine
 
@@ -19,27 +20,29 @@ logger = logging.getLogger(__name__)
 #: Has fewer tokens than characters in the vocabulary of any model that uses computers.
 _TEXT = "the screen of the computer"
 _SIDE_PX = 64
-_probed: set[str] = set()
 
 
 async def warn_of_engine(engine: Engine, url: str, chat: Chat) -> None:
-    """Send one probe, and warn if the engine read other ids than it was sent. Does nothing the next time.
+    """Send one probe, and warn if the engine read other ids than it was sent. Does nothing once it answered.
 
     Args:
         engine: Calls the engine.
         url: Its address, for the warning.
         chat: The model's chat format.
     """
-    if url in _probed or chat.image_id is None:
-        return
-    _probed.add(url)
+    if chat.image_id is not None:
+        await once(("probe", url), lambda: _probed(engine, url, chat))
+
+
+async def _probed(engine: Engine, url: str, chat: Chat) -> bool:
+    """Send a probe; return whether the engine answered, or needs none."""
     try:
         request, expected = await asyncio.to_thread(_probe, chat)
         if request is None:
-            return
+            return True
         read = (await engine(request))["meta_info"]["prompt_tokens"]
     except (BudgetExhausted, ModelFailed, KeyError, TypeError):
-        return  # the first episode reports the error
+        return False  # the first episode reports the error
     if read != expected:
         logger.warning(
             "[envd] engine %s: it tokenises prompts with images again (%s tokens instead of %d); samples with other ids"
@@ -48,6 +51,7 @@ async def warn_of_engine(engine: Engine, url: str, chat: Chat) -> None:
             read,
             expected,
         )
+    return True
 
 
 def _probe(chat: Chat) -> tuple[Mapping[str, Any] | None, int]:

@@ -23,6 +23,7 @@ from trainer.replay.trajectory import StoredTrajectory, TokenRow, image_bytes
 from trainer.slime import slime_compat
 from trainer.slime.config import Replay, SlimeConfig
 from trainer.slime.partial import load_buffer, save_buffer
+from trainer.slime.rows import refuse_rows
 from trainer.slime.samples import facts_of, flatten, is_void, make_void, note, reset_sample, row_samples, set_status
 from trainer.slime.slime_compat import Sample
 from trainer.tokens.chat import Chat
@@ -51,13 +52,28 @@ def pool_of(replay: Replay) -> ReplayPool:
 def _load_files(pool: ReplayPool, replay: Replay) -> None:
     for file in replay.files:
         read = read_jsonl(file, success_at=replay.success_at, max_per_task=replay.max_per_task)
-        logger.info("[envd] replay: %s: %s; %d are new", file, read, pool.load(read.trajectories))
+        known = [trajectory for trajectory in read.trajectories if trajectory.start]
+        logger.info("[envd] replay: %s: %s; %d are new", file, read, pool.load(known))
+        if unknown_count := len(read.trajectories) - len(known):
+            logger.warning(
+                "[envd] replay: %s: %d trajectories are never replayed: it is unknown how they started; use those that"
+                " a job saved (replay/trajectories), which have `start`",
+                file,
+                unknown_count,
+            )
 
 
 def data_source(args: Any) -> Any:
-    """Return slime's data source, extended to save and resume pool and aborted samples, for `--data-source-path`."""
+    """Return slime's data source, extended to save and resume pool and aborted samples, for `--data-source-path`.
+
+    Raises:
+        ConfigError: A data file has rows that slime cannot read, or none that can be played.
+    """
+    config = SlimeConfig.from_args(args)
+    # Before slime reads them: its own errors do not name the row.
+    refuse_rows(args, config)
     source = slime_compat.data_source(args)
-    replay, is_partial = SlimeConfig.from_args(args).replay, getattr(args, "partial_rollout", False)
+    replay, is_partial = config.replay, getattr(args, "partial_rollout", False)
     if replay is not None:
         pool_of(replay)
     save, load = source.save, source.load
@@ -88,9 +104,14 @@ def data_source(args: Any) -> Any:
 async def keep_success(
     config: SlimeConfig, trajectory: Trajectory, rows: "Sequence[Row]", samples: Sequence[Sample]
 ) -> None:
-    """Add a training episode to the pool if it succeeded. Encodes its screenshots in a thread."""
+    """Add a training episode to the pool if it succeeded. Encodes its screenshots in a thread.
+
+    One that branched from another member is left out: it began in mid-episode, not where a failed group does.
+    """
     score = 0.0 if trajectory.evaluation is None else trajectory.evaluation.score
-    if config.replay and score >= config.replay.success_at:
+    if not config.replay or trajectory.shared_turn_count or not facts_of(samples[0]).get("start"):
+        return
+    if score >= config.replay.success_at:
         pool_of(config.replay).add(await asyncio.to_thread(_stored, trajectory, score, rows, samples))
 
 
@@ -101,6 +122,7 @@ def _stored(trajectory: Trajectory, score: float, rows: "Sequence[Row]", samples
     replies = [{"role": "assistant", "content": turn.reply.text} for turn in trajectory.turns]
     return StoredTrajectory(
         task_id=trajectory.task_id,
+        start=facts_of(samples[0])["start"],
         messages=({"role": "user", "content": trajectory.instruction}, *replies),
         images=tuple(data_uri(image) for image in unique.values()),
         reward=score,
@@ -125,6 +147,8 @@ def _stored(trajectory: Trajectory, score: float, rows: "Sequence[Row]", samples
 def show_success(args: Any, config: SlimeConfig, samples: list[Any]) -> None:
     """Replace a member of a complete group by a success, if the raw scores of all valid members are failures.
 
+    Only by one with the group's start. A group whose members started differently gets none.
+
     Args:
         args: slime's.
         config: The configuration; does nothing without `replay`.
@@ -134,11 +158,14 @@ def show_success(args: Any, config: SlimeConfig, samples: list[Any]) -> None:
         return
     heads = [next((row for row in flatten([member]) if not is_void(row)), None) for member in samples]
     facts = [None if head is None else facts_of(head) for head in heads]
-    task_id = next((str(known["task_id"]) for known in facts if known), None)
-    if task_id is None:
+    starts = {(str(known["task_id"]), str(known.get("start", ""))) for known in facts if known}
+    if len(starts) != 1:
+        return
+    [(task_id, start)] = starts
+    if not start:
         return
     raw_rewards = [float(known["task_score"]) if known else None for known in facts]
-    injection = inject(pool_of(config.replay), task_id, raw_rewards)
+    injection = inject(pool_of(config.replay), task_id, raw_rewards, start=start)
     if injection is not None:
         samples[injection.index] = _replayed(args, config, samples[injection.index], injection)
 
@@ -188,7 +215,11 @@ def _fill(sample: Sample, injection: Injection, number: int) -> None:
     sample.reward = metadata.get("reward_total", injection.reward)
     sample.metadata[_PENDING_KEY] = (injection.trajectory, row)
     set_status(sample, "COMPLETED")
-    facts = {"task_id": injection.trajectory.task_id, "replay": "behaviour_log_probs"}
+    facts = {
+        "task_id": injection.trajectory.task_id,
+        "start": injection.trajectory.start,
+        "replay": "behaviour_log_probs",
+    }
     note(sample, {**facts, "task_score": injection.reward}, raw_reward=injection.reward)
 
 

@@ -10,6 +10,7 @@ from cuaenv.client import Checkpoint, shared_client
 from trainer.agent.attempts import run_task
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.prompts import prompt_hash
+from trainer.agent.starts import start_name, start_of
 from trainer.agent.tree import tree_of_loop
 from trainer.agent.turns import BranchPoint
 from trainer.agent.types import BudgetExhausted, ModelFailed, Trajectory, data_uri
@@ -54,7 +55,8 @@ class Rollout:
         options = getattr(args, "apply_chat_template_kwargs", None)
         self._chat = Chat(self._state.tokenizer, self._state.processor, template_options=options)
         self._written: list[bytes] = []
-        self._conversation = self._new_conversation()
+        self._conversation: SglangConversation
+        """That of the latest attempt."""
         self._client = shared_client(config.client)
         self.keeps_partial = False
         """Whether the sample continues in a later rollout if slime aborts it."""
@@ -85,7 +87,7 @@ class Rollout:
         episode = run_task(
             environments,
             start,
-            self._new_conversation,
+            self.new_conversation,
             settings=config.agent,
             pool=config.pool,
             attempts=config.attempts,
@@ -154,6 +156,9 @@ class Rollout:
         config = self.config
         facts = trajectory.facts(max_turns=config.agent.max_turns, metadata=self.sample.metadata)
         breakdown = config.breakdown_of(facts, evaluation=evaluation)
+        digest = prompt_hash(config.agent)
+        start = start_of(self.sample.metadata, trajectory.task_id)
+        basis_digest = trajectory.evaluation.basis_digest if trajectory.evaluation else ""
         record = {
             **summary_of(trajectory, facts.task_score),
             "reward_parts": dict(breakdown.parts),
@@ -161,7 +166,8 @@ class Rollout:
             "attempts": self._attempt_count,
             "continued_turns": self._continued_count,
             "parent_episode_id": self._parent_id,
-            "prompt_hash": prompt_hash(config.agent),
+            "prompt_hash": digest,
+            "start": start_name(start, basis_digest=basis_digest, prompt_hash=digest),
         }
         first_turn = trajectory.shared_turn_count + 1
         for sample, row in zip(samples, rows, strict=False):
@@ -182,7 +188,8 @@ class Rollout:
     def _engine_url(self) -> str:
         return f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}/generate"
 
-    def _new_conversation(self) -> SglangConversation:
+    def new_conversation(self) -> SglangConversation:
+        """Return a conversation for an attempt, whose rows `rows` returns from now on."""
         agent, sampling_params = self.config.agent, self._sampling_params
         self._conversation = SglangConversation(
             self._chat,

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.agent.loop import run_episode
+from trainer.agent.starts import task_id_of
 from trainer.agent.types import Trajectory
 from trainer.sight.check import Episode, Patches, Report, compare, given_pictures, turns_of_row
 from trainer.sight.episode import PictureEpisode, plan_of, settings_of, tokens_of
 from trainer.slime.config import SlimeConfig
-from trainer.slime.generate import run_rollout, task_of
+from trainer.slime.generate import run_rollout
 from trainer.slime.rollout import Rollout
+from trainer.slime.rows import start_of_row
 from trainer.slime.samples import facts_of, flatten, is_void, reset_sample
 from trainer.slime.slime_compat import Sample, generate_state
 
@@ -32,7 +34,8 @@ class SightError(Exception):
 async def generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any], evaluation: bool = False) -> Any:  # noqa: ARG001 -- slime passes it
     """Play the episode of a plan that a sample's task `sight/NUMBER` names, for `--custom-generate-function-path`."""
     config = SlimeConfig.from_args(args)
-    number = int(task_of(sample, config.task_key).rpartition("/")[2])
+    start = start_of_row(sample.metadata, sample.label, config.task_key)
+    number = int(task_id_of(start).rpartition("/")[2])
     return await _play(args, sample, sampling_params, config, number)
 
 
@@ -58,7 +61,7 @@ class _PictureRollout(Rollout):
         super().__init__(args, sample, params, config=config.model_copy(update=own))
 
     async def run(self, start: object, *, group_size: int) -> Trajectory:  # noqa: ARG002 -- it has one task
-        return await run_episode(PictureEpisode(self._pictures), self._conversation, settings=self.config.agent)
+        return await run_episode(PictureEpisode(self._pictures), self.new_conversation(), settings=self.config.agent)
 
 
 async def require_sight(args: Any, sample: Sample, sampling_params: Mapping[str, Any], config: SlimeConfig) -> str:
@@ -73,6 +76,7 @@ async def require_sight(args: Any, sample: Sample, sampling_params: Mapping[str,
         found = _checks[key] = Future[str]()
         try:
             report = await _examined(args, sample, sampling_params, config)
+            logger.info("[envd] sight, of engine and rows without a learner:\n%s", report)
             found.set_result("\n".join(map(str, report.findings)))
         except Exception as error:
             found.set_result(f"it could not be made: {type(error).__name__}: {error}")

@@ -4,13 +4,16 @@ Protocols list the attributes that we use. Objects are reached through their mod
 user or by slime's contract tests take effect. If a name moved between versions, the newer module is tried first.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from importlib import import_module
 from typing import Any, Protocol
 
 from trainer.slime.engine_client import engine_client
+
+logger = logging.getLogger(__name__)
 
 _TRACING = ("slime.observability.trace_utils", "slime.utils.trace_utils")
 _LOGGING = ("slime.observability.logging_utils", "slime.utils.logging_utils")
@@ -92,6 +95,12 @@ def data_source(args: Any) -> Any:
     return import_module("slime.rollout.data_source").RolloutDataSourceWithBuffer(args)
 
 
+def read_rows(path: str) -> Iterator[Any]:
+    """Yield the rows of a data file as slime reads it, with its slices. Raises: OSError, ValueError."""
+    rows: Iterator[Any] = import_module("slime.utils.data").read_file(path)
+    return rows
+
+
 def sft_tools(checkpoint: str, mask_type: str) -> tuple[Any, Any, Any]:
     """Return a checkpoint's tokenizer, processor and loss mask generator."""
     processing, masks = import_module("slime.utils.processing_utils"), import_module("slime.utils.mask_utils")
@@ -158,12 +167,13 @@ def take_over(sample: Sample, other: Sample) -> None:
 
 
 def log_metrics(args: Any, metrics: Mapping[str, float], *, rollout_id: int, prefix: str) -> None:
-    """Log metrics where slime logs its own for this rollout."""
-    logging, counting = _first_module(_LOGGING), _first_module(_METRICS)
-    if logging is None or counting is None:
+    """Log metrics where slime logs its own for this rollout: as text, and with its trackers."""
+    logger.info("[envd] %s %d: %s", prefix, rollout_id, dict(metrics))
+    tracking, counting = _first_module(_LOGGING), _first_module(_METRICS)
+    if tracking is None or counting is None:
         return
     step_key = f"{prefix}/step"
-    logging.log(args, {**metrics, step_key: counting.compute_rollout_step(args, rollout_id)}, step_key=step_key)
+    tracking.log(args, {**metrics, step_key: counting.compute_rollout_step(args, rollout_id)}, step_key=step_key)
 
 
 def _first_module(names: Sequence[str]) -> Any:

@@ -129,9 +129,10 @@ class _Worker:
         with self._lock:
             number = next(self._numbers)
             self._calls[number] = future
+            blocks = [freed.popleft() for _ in range(len(freed))]
         if self.is_lost:
             self._lose()
-        self.send(("run", number, sample, params, options, [freed.popleft() for _ in range(len(freed))]))
+        self.send(("run", number, sample, params, options, blocks))
         return number, future
 
     def send(self, message: tuple[Any, ...]) -> None:
@@ -161,11 +162,13 @@ class _Worker:
     def _lose(self) -> None:
         with self._lock:
             calls, self._calls = self._calls, {}
+        # Another process may get its id.
+        _freed.pop(self.pid, None)
         for future in calls.values():
             future.set_exception(WorkerLost(f"worker {self.pid} ended with status {self._process.exitcode}"))
 
 
-#: By process, the blocks of memory that this process no longer uses. Finalizers only append.
+#: By process, the blocks of memory that this process no longer uses. Finalizers only append; calls take under a lock.
 _freed: dict[int, deque[int]] = {}
 
 
@@ -261,13 +264,15 @@ class _Server:
             self._pipe.send_bytes(data)
 
     def _pickled(self, answer: Any) -> memoryview:
-        buffer = io.BytesIO()
-        _Pickler(buffer, self._held).dump(answer)
+        buffer, held = io.BytesIO(), dict[int, Any]()
+        _Pickler(buffer, held).dump(answer)
+        # Not before: the other process frees only what it got.
+        self._held.update(held)
         return buffer.getbuffer()
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors in shared memory as references, and holds their memory until the other process frees it."""
+    """Writes tensors in shared memory as references, and adds them to `held` by the descriptors of their memory."""
 
     def __init__(self, file: Any, held: dict[int, Any]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 from cuaenv.actions import Click, Drag
 from envd.cli.app import app
 from envd.cli.tasks_oracles import oracle_line
+from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.model import Task
 from envd.tasks.oracle import Aimed, Target, WaitFor, parse_action, write_action
 from tests.support.server import load_fake_tasks
 
@@ -121,6 +123,29 @@ def test_oracles_of_variants_are_printed_by_seed() -> None:
     assert len(lines) == 42
     assert {line["task_id"].partition("?")[2] for line in lines} == {"seed=3", "seed=4"}
     assert {line["split"] for line in lines} == {"train", "held_out"}
+
+
+def test_oracles_of_named_tasks_are_printed_without_building_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    get = TaskCatalogue.get
+
+    def noted(self: TaskCatalogue, task_id: str) -> Task:
+        built.append(task_id)
+        return get(self, task_id)
+
+    monkeypatch.setattr(TaskCatalogue, "get", noted)
+    names = [json.loads(line)["task_id"] for line in printed("drawn/press", "--seeds", "3:5").splitlines()]
+    assert names == ["drawn/press?seed=3", "drawn/press?seed=4"]
+    assert {task_id.partition("?")[0] for task_id in built} == {"drawn/press"}
+    assert json.loads(printed("drawn/press?seed=7"))["task_id"] == "drawn/press?seed=7"
+    result = CliRunner().invoke(app, ["tasks", "oracles", "--hypervisor", "fake", "drawn/prss"])
+    assert (result.exit_code != 0, "did you mean drawn/press" in " ".join(result.stderr.split())) == (True, True)
+
+
+def printed(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["tasks", "oracles", "--hypervisor", "fake", *arguments])
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize("seeds", ["3", "5:3", "a:b", "0:2147483649"])

@@ -158,6 +158,12 @@ def test_partial_credit_is_a_score_but_not_a_success() -> None:
     assert (row.success.mean, row.score.mean) == (0.0, 0.5)
 
 
+@pytest.mark.parametrize("score", [0.0, 1.0])
+def test_a_mean_of_equal_scores_has_an_interval(score: float) -> None:
+    row = summarise(Results(RUN, [attempt(name, score) for name in "abcdefgh"])).rows[0]
+    assert row.score == row.success == wilson(8 * score, 8)
+
+
 def test_infeasible_tasks_have_their_own_row() -> None:
     runs = [attempt("a", 0.0), attempt("b", 0.0), attempt("c", 0.0), attempt("no", 1.0, infeasible=True)]
     summary = summarise(Results(RUN, runs))

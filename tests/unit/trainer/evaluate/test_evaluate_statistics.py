@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.evaluate.statistics import bootstrap_mean, mcnemar, paired_difference, success_rate, wilson
+from trainer.evaluate.statistics import bootstrap_mean, mcnemar, mean_rate, paired_difference, success_rate, wilson
 
 Rates = npt.NDArray[np.float64]
 ATTEMPTS = st.lists(st.lists(st.booleans(), min_size=1, max_size=4), min_size=1, max_size=12)
@@ -46,6 +46,13 @@ def test_repeated_attempts_at_a_task_do_not_narrow_the_interval() -> None:
 
 def test_tasks_with_equal_rates_keep_an_interval_for_the_number_of_tasks() -> None:
     assert success_rate([[True, True]] * 5) == wilson(5, 5)
+
+
+@pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
+def test_equal_scores_of_several_tasks_prove_no_mean(score: float) -> None:
+    interval = mean_rate(np.full(8, score))
+    assert interval == wilson(8 * score, 8)
+    assert interval.high - interval.low > 0.3
 
 
 def test_tasks_have_equal_weight_however_often_they_were_attempted() -> None:

@@ -16,9 +16,12 @@ from trainer.replay.trajectory import StoredTrajectory, TokenRow
 ROW = TokenRow(tokens=(1, 2, 3), response_length=1, loss_mask=(1,), log_probs=(-0.5,))
 
 
-def success(task_id: str, number: int = 0, *, reward: float = 1.0, sampled: bool = True) -> StoredTrajectory:
+def success(
+    task_id: str, number: int = 0, *, reward: float = 1.0, sampled: bool = True, start: str = ""
+) -> StoredTrajectory:
     return StoredTrajectory(
         task_id=task_id,
+        start=start,
         messages=({"role": "assistant", "content": f"way {number}"},),
         reward=reward,
         rows=(ROW,) if sampled else (),
@@ -114,6 +117,27 @@ def test_picks_of_a_task_do_not_depend_on_other_tasks() -> None:
     b_first = (picks_of(one_by_one, "b", 6), picks_of(one_by_one, "a", 6))
     assert [pair[0][0] for pair in mixed] == b_first[1]
     assert [pair[1][0] for pair in mixed] == b_first[0]
+
+
+def test_a_group_gets_only_successes_of_its_start(tmp_path: Path) -> None:
+    pool = pool_of(success("a", 1, start="near the goal"), success("a_chunk1", 2, start="near the goal"))
+    pool.add(success("a", 3, start="near the goal"))
+    pool.save(tmp_path)
+    for each in (pool, ReplayPool.resume(tmp_path, pool.settings)):
+        assert inject(each, "a", [0.0]) is None
+        assert inject(each, "a", [0.0], start="at the beginning") is None
+        assert inject(each, "a_chunk2", [0.0]) is None
+        assert inject(each, "a", [0.0], start="near the goal") is not None
+        assert inject(each, "a_chunk2", [0.0], start="near the goal") is not None
+        assert each.statistics()["replay/task_count"] == 2
+
+
+def test_starts_of_a_task_have_limits_and_picks_of_their_own() -> None:
+    pool = pool_of(*(success("a", number, start=start) for start in "xy" for number in range(3)), max_per_task=2)
+    alone = pool_of(*(success("a", number, start="y") for number in range(3)), max_per_task=2)
+    assert len(pool) == 4
+    both = [[pool.pick("a", start) for start in "xy"] for _ in range(6)]
+    assert [picked for _, picked in both] == [alone.pick("a", "y") for _ in range(6)]
 
 
 def test_tasks_have_independent_picks() -> None:

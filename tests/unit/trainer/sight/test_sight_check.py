@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from trainer.sight.check import Episode, Patches, Plan, Report, Turn, compare, turns_of_row
+from trainer.sight.check import MOST_TURNS, Episode, Patches, Plan, Report, Turn, compare, turns_of_row
 
 PROMPT, REPLY = [1, 2, 3], [7, 8]
 PLAN = Plan.draw(turns=2, size_px=(64, 32))
@@ -64,6 +64,25 @@ def test_an_answer_with_the_word_of_an_earlier_turn_is_found() -> None:
     assert "it answers with the word of turn 1" in str(report)
     right = [base[0], turn([-2.0, -2.0], text=f"{old}, then {new}")]
     assert not engine_turns(report_of(base=right, first=turn([-5.0, -1.0]), second=turn([-5.0, -2.0])))
+
+
+@pytest.mark.parametrize("limit", [3, 6])
+def test_an_engine_that_reads_only_the_first_pictures_of_a_request_is_found(limit: int) -> None:
+    plan = Plan.draw(turns=7, size_px=(64, 32))
+    base = [turn([-1.0, -1.0])] * 7
+    exchanged = [
+        [turn([-5.0, -1.0]) if place == number and place < limit else base[0] for place in range(7)]
+        for number in plan.exchanged
+    ]
+    report = compare(plan, [base, base, *exchanged], None, Patches())
+    assert plan.exchanged == [0, 1, 2, 6]
+    assert report.engine_change == [4.0, 4.0, 4.0, None, None, None, 0.0]
+    assert engine_turns(report) == [7]
+
+
+def test_the_longest_plan_has_a_word_for_each_turn() -> None:
+    plan = Plan.draw(turns=MOST_TURNS, size_px=(64, 32))
+    assert len({word for words in plan.words for word in words}) == MOST_TURNS + 4
 
 
 def test_a_row_without_pictures_is_found() -> None:

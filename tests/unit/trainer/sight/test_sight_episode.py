@@ -1,6 +1,7 @@
 """Episodes of the check in our loop: the plan's pictures in order, whatever the model replies."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from PIL import Image
@@ -8,10 +9,12 @@ from PIL import Image
 from trainer.agent.attempts import run_group, run_task
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message, Reply
-from trainer.sight.episode import TURNS, PictureEnvironments, plan_of, settings_of
+from trainer.sight.check import MOST_TURNS
+from trainer.sight.episode import PictureEnvironments, plan_of, settings_of
 
 SETTINGS = AgentSettings(image_max_pixels=36_864, prompt_tokens=4096, max_turns=8, a11y_tree=True)
 PLAN = plan_of(SETTINGS)
+TURNS = 8
 
 
 class Mute:
@@ -48,6 +51,14 @@ async def test_every_turn_shows_the_next_picture_to_a_model_that_cannot_act() ->
     assert (trajectory.reason, len(trajectory.turns)) == ("turns", TURNS)
     assert [turn.reply.text for turn in trajectory.turns] == ["no action"] * TURNS
     assert shown(conversation) == list(range(TURNS))
+
+
+def test_an_episode_has_as_many_turns_as_a_row_has_pictures() -> None:
+    def count(**changed: int) -> int:
+        return len(plan_of(replace(SETTINGS, a11y_tree=False, **changed)).words[0])
+
+    assert (count(max_turns=1), count(max_turns=12), count(max_turns=30)) == (3, 12, MOST_TURNS)
+    assert count(max_turns=30, images_per_row=5) == 5
 
 
 async def test_members_of_a_group_show_equal_pictures() -> None:

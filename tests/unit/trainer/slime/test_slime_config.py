@@ -2,15 +2,17 @@
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, Field
 
 from cuaenv.client import Tls
 from trainer.agent.settings import AgentSettings
-from trainer.config import ConfigError
+from trainer.config import STRICT, ConfigError, parse
 from trainer.slime.checks import capacity_warning, refusals, row_unit, warnings
 from trainer.slime.config import SlimeConfig
 from trainer.slime.guard import Halt
@@ -90,6 +92,29 @@ def test_args_without_a_mapping_are_refused_with_the_flag() -> None:
         SlimeConfig.from_args(Namespace())
 
 
+@pytest.mark.parametrize("value", [date(2026, 11, 28), {"a"}])
+def test_values_that_yaml_makes_of_texts_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="write a text in quotes"):
+        SlimeConfig.from_args(Namespace(envd={**HOSTS, "run": value}))
+    with pytest.raises(ConfigError, match="write a text in quotes"):
+        config(run=value)
+
+
+def test_a_misspelt_key_below_a_list_or_a_mapping_is_named() -> None:
+    class Item(BaseModel):
+        model_config = STRICT
+        score: float = 0.0
+
+    class Settings(BaseModel):
+        model_config = STRICT
+        items: tuple[Item, ...] = ()
+        by_id: Mapping[str, Item] = Field(default_factory=dict)
+
+    for mapping in ({"items": [{}, {"scores": 1.0}]}, {"by_id": {"x": {"scores": 1.0}}}):
+        with pytest.raises(ConfigError, match=r"scores: unknown key; did you mean score"):
+            parse(Settings, mapping)
+
+
 def test_equal_args_share_one_configuration() -> None:
     args = Namespace(envd={**HOSTS})
     assert SlimeConfig.from_args(args) is SlimeConfig.from_args(args)
@@ -103,6 +128,12 @@ def test_equal_args_share_one_configuration() -> None:
         ({"n_samples_per_prompt": 8}, {"max_episodes": 4}, "a group of 8"),
         ({}, {"workers": 2, "max_episodes": 4, "group": "off"}, "each of envd.workers would count alone"),
         ({}, {"workers": 2, "replay": {"files": ["a.jsonl"]}}, "successes of a worker do not reach the pool"),
+        (
+            {"custom_reward_post_process_path": "mine.post"},
+            {"replay": {"seed": 1}},
+            "replayed samples get their screen",
+        ),
+        ({"custom_convert_samples_to_train_data_path": "mine.c"}, {"replay": {"seed": 1}}, "replayed samples get"),
         ({"context_parallel_size": 2}, {}, "not split over context-parallel ranks"),
         ({"log_passrate": True}, {"agent": {"images_per_row": 4}}, "pass rates over rows"),
         ({"rollout_max_context_len": 8192}, {}, "32768, but --rollout-max-context-len is 8192"),
@@ -142,6 +173,33 @@ def test_another_normaliser_and_short_replies_cause_warnings() -> None:
     normaliser, reply = warnings(args, config())
     assert "void samples" in normaliser
     assert "512, is never reached" in reply
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (
+            {
+                "dynamic_sampling_filter_path": "slime.rollout.filter_hub.dynamic_sampling_filters."
+                "check_reward_nonzero_std"
+            },
+            "void samples may count as failures",
+        ),
+        ({"custom_rollout_log_function_path": None}, "no envd/* metrics are logged"),
+        (
+            {"custom_eval_rollout_log_function_path": None, "eval_prompt_data": ["held", "held_out.jsonl"]},
+            "void samples lower eval/NAME",
+        ),
+    ],
+)
+def test_hooks_that_may_count_void_samples_cause_warnings(args: dict[str, Any], problem: str) -> None:
+    (warning,) = warnings(Namespace(**args), config())
+    assert problem in warning
+
+
+def test_without_evaluations_or_a_filter_their_hooks_may_be_missing() -> None:
+    args = Namespace(custom_eval_rollout_log_function_path=None, eval_datasets=[], dynamic_sampling_filter_path=None)
+    assert not list(warnings(args, config()))
 
 
 @pytest.mark.parametrize(

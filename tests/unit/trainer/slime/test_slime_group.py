@@ -201,6 +201,18 @@ def test_void_samples_are_removed_from_an_evaluation() -> None:
     assert extra["eval/lost/envd/void_frac"] == 1.0
 
 
+def test_an_evaluation_during_training_logs_what_is_void(caplog: pytest.LogCaptureFixture) -> None:
+    """slime passes no metrics to extend, and averages what is left."""
+    caplog.set_level("INFO")
+    samples = [sample_of(1.0), sample_of(None)]
+    data = {"held": {"rewards": [1.0, 0.0], "truncated": [False] * 2, "samples": samples}}
+    with stand_in_slime(ScriptedEngine(str)):
+        assert log_evaluation(3, ARGS, data, None) is False
+    assert data["held"]["rewards"] == [1.0]
+    assert "[envd] eval 3: {'eval/held/envd/void_frac': 0.5" in caplog.text
+    assert "'eval/held/envd/success_frac': 1.0" in caplog.text
+
+
 def test_a_void_sample_removes_its_prompt_from_pass_rates() -> None:
     args = SimpleNamespace(**vars(ARGS), log_passrate=True, n_samples_per_eval_prompt=2)
     samples = [sample_of(1.0), sample_of(None), sample_of(0.0), sample_of(1.0)]

@@ -1,12 +1,14 @@
 """The watch for unreachable daemons."""
 
 import asyncio
+import gc
+import weakref
 from typing import Any, cast
 
 import pytest
 
 from cuaenv.client import AsyncEnvClient, Unauthenticated, Unavailable
-from trainer.slime.health import DaemonWatch
+from trainer.slime.health import DaemonWatch, watch_of
 
 
 class Client:
@@ -28,11 +30,24 @@ def watch(client: Client, timeout_s: float) -> DaemonWatch:
 
 
 async def test_unreachable_daemons_are_reported_after_the_timeout() -> None:
-    async with watch(Client(Unavailable("connection refused")), 0.05).use() as used:
+    client = Client(Unavailable("connection refused"))
+    async with watch(client, 0.05).use() as used:
         async with asyncio.timeout(30):
             while not used.failure:
                 await asyncio.sleep(0.01)
     assert "no daemon answered for 0.05 s (envd.daemon_timeout_s): connection refused" in used.failure
+
+
+async def test_a_watch_does_not_keep_its_client() -> None:
+    client = Client(None)
+    async with watch_of(cast(AsyncEnvClient, client), 60.0).use():
+        await asyncio.sleep(0)
+    left = weakref.ref(client)
+    del client
+    for _ in range(5):
+        await asyncio.sleep(0)  # the poller is being cancelled
+    gc.collect()
+    assert left() is None
 
 
 @pytest.mark.parametrize("error", [None, Unauthenticated("bad token")])

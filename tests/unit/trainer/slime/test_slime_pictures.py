@@ -1,7 +1,7 @@
 """Pictures in files that the engines read too."""
 
-import os
 import socket
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from PIL import Image
 from tests.support.slime import Processor, Tokenizer
 from trainer.agent.types import ModelFailed
 from trainer.learn.server import file_of, picture_of
-from trainer.slime import pictures
+from trainer.slime import once, pictures
 from trainer.slime.guard import Halted
 from trainer.slime.pictures import PictureFiles, require_readable
 from trainer.tokens.chat import Chat
@@ -20,7 +20,7 @@ from trainer.tokens.chat import Chat
 
 @pytest.fixture(autouse=True)
 def nothing_checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(pictures, "_checked", set())
+    monkeypatch.setattr(once, "_done", set())
     pictures.files_of.cache_clear()
     yield
     pictures.files_of.cache_clear()
@@ -59,14 +59,20 @@ def test_files_have_the_images_until_they_are_removed(tmp_path: Path) -> None:
     assert files_in(tmp_path) == ["1.png"]
 
 
-def test_what_killed_processes_of_this_host_left_is_removed(tmp_path: Path) -> None:
-    host = socket.gethostname()
-    for name in (f"{host}-999999999", f"{host}-{os.getppid()}", "elsewhere-999999999"):
+def test_only_what_killed_processes_of_this_host_left_is_removed(tmp_path: Path) -> None:
+    left, host = uuid.uuid4().hex, socket.gethostname()
+    live = PictureFiles(str(tmp_path)).add(Image.new("RGB", (8, 4)))
+    # Of hosts whose names begin with ours.
+    kept = {f"{host}-0-{left}", f"{host}-worker-77", f"elsewhere-{left}"}
+    for name in (f"{host}-{left}", *kept):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.png").touch()
+    # A process in another container may have the same host name, and any process id.
     PictureFiles(str(tmp_path))
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {f"{host}-{os.getpid()}", f"{host}-{os.getppid()}", "elsewhere-999999999"}
+    assert picture_of(live.decode()).size == (8, 4)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert len(names) == len(kept) + 2
+    assert kept < names
 
 
 async def test_an_engine_that_reads_files_is_asked_once(tmp_path: Path) -> None:
@@ -84,8 +90,10 @@ async def test_an_engine_that_reads_no_files_halts_the_run(tmp_path: Path) -> No
     assert files_in(tmp_path) == []
 
 
-async def test_an_engine_that_fails_is_left_to_the_first_episode(tmp_path: Path) -> None:
+async def test_an_engine_that_fails_is_left_to_the_first_episode_and_asked_again(tmp_path: Path) -> None:
     await require_readable(Engine(works=False), "u", Chat(Tokenizer(), Processor()), str(tmp_path))
+    with pytest.raises(Halted, match="does not read its files"):
+        await require_readable(Engine(reads_files=False), "u", Chat(Tokenizer(), Processor()), str(tmp_path))
 
 
 async def test_nothing_is_asked_without_files_or_images(tmp_path: Path) -> None:

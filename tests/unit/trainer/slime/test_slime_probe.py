@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.slime import IMAGE, Processor, Tokenizer
 from trainer.agent.types import ModelFailed
-from trainer.slime import probe
+from trainer.slime import once, probe
 from trainer.slime.probe import warn_of_engine
 from trainer.tokens.chat import Chat
 
@@ -44,7 +44,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def nothing_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_probed", set())
+    monkeypatch.setattr(once, "_done", set())
 
 
 async def test_an_engine_that_keeps_ids_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -67,9 +67,13 @@ async def test_models_without_images_or_merged_tokens_are_not_probed() -> None:
     assert not engine.requests
 
 
-async def test_an_engine_that_fails_is_left_to_the_first_episode(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_fails_is_left_to_the_first_episode_and_probed_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def fail(payload: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ModelFailed("no response")
 
     await warn_of_engine(fail, "u", Chat(MergingTokenizer(), Processor()))
     assert not caplog.records
+    await warn_of_engine(Engine(tokenises_again=True), "u", Chat(MergingTokenizer(), Processor()))
+    assert "it tokenises prompts with images again" in caplog.text

@@ -28,6 +28,7 @@ from trainer.tokens.rows import Row, Segment
 
 IMAGE_ID = Tokenizer().convert_tokens_to_ids(IMAGE)
 TASK = "fake/count-to-five"
+START = "basis//prompt"
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +66,10 @@ def token_row(*, images: int = 1) -> TokenRow:
     )
 
 
-def success(*rows: TokenRow, task_id: str = TASK, images: int = 1) -> StoredTrajectory:
+def success(*rows: TokenRow, task_id: str = TASK, images: int = 1, start: str = START) -> StoredTrajectory:
     return StoredTrajectory(
         task_id=task_id,
+        start=start,
         messages=({"role": "assistant", "content": "done"},),
         images=(png(),) * images,
         metadata={"reward_total": 0.9, "weight_versions": [["3"]] * max(1, len(rows))},
@@ -75,7 +77,9 @@ def success(*rows: TokenRow, task_id: str = TASK, images: int = 1) -> StoredTraj
     )
 
 
-def member(index: int, score: float | None, *, rollout_id: int | None = None, group_index: int = 0) -> Sample:
+def member(
+    index: int, score: float | None, *, rollout_id: int | None = None, group_index: int = 0, start: str = START
+) -> Sample:
     sample = Sample(group_index=group_index, index=index, rollout_id=rollout_id, metadata={"task_id": TASK})
     if score is None:
         make_void(sample, SimpleNamespace(), status="FAILED", reason="MachineLost")
@@ -85,6 +89,7 @@ def member(index: int, score: float | None, *, rollout_id: int | None = None, gr
     set_status(sample, "COMPLETED")
     facts = {
         "task_id": TASK,
+        "start": start,
         "task_score": score,
         "reason": "done",
         "turns": 1,
@@ -195,7 +200,9 @@ def test_metrics_do_not_count_replays_as_successes() -> None:
     assert replay.replay_metrics(args)["replay/injected_count"] == 1.0
 
 
-def lived(score: float) -> tuple[Trajectory, list[Row], list[Sample]]:
+def lived(
+    score: float, *, start: str = START, shared_turn_count: int = 0
+) -> tuple[Trajectory, list[Row], list[Sample]]:
     shared = picture()
     rows, samples = [], []
     for number in range(2):
@@ -204,6 +211,7 @@ def lived(score: float) -> tuple[Trajectory, list[Row], list[Sample]]:
         rows.append(row)
         sample = Sample(index=number, tokens=[9, IMAGE_ID, IMAGE_ID, 11, 12], response_length=2, reward=0.9)
         sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [1, 1], [-0.25, -0.5], ["3"]
+        note(sample, {"start": start})
         samples.append(sample)
     trajectory = Trajectory(
         task_id=TASK,
@@ -211,6 +219,7 @@ def lived(score: float) -> tuple[Trajectory, list[Row], list[Sample]]:
         outcome=Outcome.TERMINATED,
         turns=(Turn(reply=Reply(text="x"), actions=(), facts=TurnFacts(text="x", parsed=True), row=0),),
         evaluation=Evaluation(score=score, checks=(), timings_ms={}),
+        shared_turn_count=shared_turn_count,
     )
     return trajectory, rows, samples
 
@@ -221,12 +230,40 @@ async def test_the_pool_keeps_successes_as_sampled_and_no_failures() -> None:
     await replay.keep_success(config, *lived(0.4))
     assert len(pool(args)) == 0
     await replay.keep_success(config, *lived(1.0))
-    kept = pool(args).pick(TASK)
+    kept = pool(args).pick(TASK, START)
     assert kept.rows == (token_row(), token_row())
     assert len(kept.images) == 1, "a screenshot that rows share is kept once"
     assert (kept.reward, kept.metadata["reward_total"], kept.metadata["weight_versions"]) == (1.0, 0.9, [["3"], ["3"]])
     await replay.keep_success(SlimeConfig.from_args(args_of(replay={})), *lived(1.0))
     assert len(pool(args)) == 1
+
+
+@pytest.mark.parametrize("start", ["basis/chk_1/prompt", "other//prompt", "basis//other", ""])
+def test_a_success_of_another_start_is_not_replayed(start: str) -> None:
+    """Near the goal, with another definition of the task, with another prompt, or unknown."""
+    args = args_of()
+    pool(args).add(success(start=start))
+    group = [member(index, 0.0) for index in range(4)]
+    assert not keep_informative(args, group).keep
+    assert not any("replay" in facts_of(sample) for sample in group)
+
+
+@pytest.mark.parametrize("starts", [[START, "other//prompt"], ["", ""]])
+def test_a_group_with_several_or_unknown_starts_gets_no_replay(starts: list[str]) -> None:
+    args = args_of()
+    for start in starts:
+        pool(args).add(success(start=start))
+    group = [member(index, 0.0, start=start) for index, start in enumerate(starts)]
+    keep_informative(args, group)
+    assert not any("replay" in facts_of(sample) for sample in group)
+
+
+async def test_the_pool_keeps_no_success_that_began_in_mid_episode_or_in_an_unknown_state() -> None:
+    args = args_of()
+    config = SlimeConfig.from_args(args)
+    await replay.keep_success(config, *lived(1.0, shared_turn_count=1))
+    await replay.keep_success(config, *lived(1.0, start=""))
+    assert len(pool(args)) == 0
 
 
 class Source:
@@ -263,13 +300,18 @@ def test_the_pool_is_saved_and_resumed_with_slimes_checkpoints(tmp_path: Path, m
     assert again.calls == [("load", 7), ("load", 8), ("load", 9)]
 
 
-def test_files_are_read_when_the_job_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_when_the_job_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(slime_compat, "data_source", lambda args: Source())
     path = tmp_path / "replays.jsonl"
-    path.write_text(json.dumps(success().as_row()) + "\n")
+    known, unknown = success(), success(start="")
+    path.write_text("".join(json.dumps(each.as_row()) + "\n" for each in (known, unknown)))
     args = args_of(replay={"files": [str(path)]})
     replay.data_source(args)
     assert len(pool(args)) == 1
+    assert pool(args).pick(TASK, START) == known
+    assert "1 trajectories are never replayed" in caplog.text
 
 
 @pytest.mark.parametrize(

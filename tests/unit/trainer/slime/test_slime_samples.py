@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.slime import Sample
 from trainer.config import ConfigError
-from trainer.slime.generate import task_of
 from trainer.slime.hooks import record_sample
+from trainer.slime.rows import start_of_row
 from trainer.slime.samples import by_rollout, facts_of, flatten, is_void, make_void, note, reset_sample, row_samples
 
 BARE = SimpleNamespace()
@@ -53,10 +53,10 @@ def test_rows_are_grouped_by_rollout() -> None:
 
 
 def test_the_task_id_comes_from_metadata_or_label() -> None:
-    assert task_of(Sample(metadata={"task_id": "a/b"}, label="c/d"), "task_id") == "a/b"
-    assert task_of(Sample(label="c/d"), "task_id") == "c/d"
-    with pytest.raises(ConfigError, match="sample 7: no task id"):
-        task_of(Sample(index=7), "task_id")
+    assert start_of_row({"task_id": "a/b"}, "c/d", "task_id") == "a/b"
+    assert start_of_row({}, "c/d", "task_id") == start_of_row(None, "c/d", "task_id") == "c/d"
+    with pytest.raises(ConfigError, match="no task id; add task_id"):
+        start_of_row({}, None, "task_id")
 
 
 async def test_samples_are_recorded_in_the_configured_directory(tmp_path: Path) -> None:
