@@ -257,8 +257,12 @@ types: $(STAMP) ## Check types (mypy)
 imports: $(STAMP) ## Check import contracts (import-linter)
 	@$(BIN)/lint-imports
 
-proto: $(STAMP) ## Lint the contract (buf)
+# The contract of the last release, which `make release` replaces.
+RELEASED := proto/released.binpb
+
+proto: $(STAMP) ## Lint the contract, and compare it with that of the last release (buf)
 	@$(BIN)/buf lint
+	@$(BIN)/buf breaking --against $(RELEASED)
 
 unit: $(STAMP) $(PROMTOOL) ## Run unit tests and fixed examples of the fuzz tests: milliseconds each, no machines
 	@$(BIN)/python -m pytest tests/unit tests/fuzz
@@ -285,6 +289,7 @@ vm-test: deps $(STAMP) image ## Run only the tests on real machines
 docs: $(STAMP) ## Generate docs/api.md, the table of docs/suite.md and the plots of docs/benchmarks.md
 	@$(BIN)/python docs/generate_api.py && $(BIN)/python docs/generate_client.py && $(BIN)/python docs/generate_suite.py && $(BIN)/envd bench plot docs/benchmarks
 
+VERSION = $$($(BIN)/envd --version | cut -d' ' -f2)
 # The bytes of an archive depend on the commit alone: its time is that of every file in it.
 BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir
 
@@ -293,17 +298,19 @@ dist: $(STAMP) sbom ## Build the wheel and the source distribution, with SBOM, c
 	@$(BUILD) out/dist . >/dev/null && $(BUILD) out/dist-again . >/dev/null
 	@diff -r out/dist out/dist-again || { echo "dist: two builds of one commit differ" >&2; exit 1; }
 	@rm -r out/dist-again; cp out/sbom.json out/dist/; cd out/dist && sha256sum * >SHA256SUMS
-	@version=$$($(BIN)/envd --version | cut -d' ' -f2); \
+	@version=$(VERSION); [[ $$version != *.dev* ]] || version=Unreleased; \
 		awk -v want="## $$version" 'index($$0, want) == 1 {on = 1; next} /^## / {on = 0} on' CHANGELOG.md >out/dist/NOTES.md; \
 		[[ -s out/dist/NOTES.md ]] || { echo "dist: CHANGELOG.md has no section for $$version" >&2; exit 1; }
 	@ls -l out/dist
 
 release: $(STAMP) ## Run the tests and proofs that have not passed on this commit, then build the site and out/dist/
+	@[[ $(VERSION) != *.dev* ]] || { echo "release: $(VERSION): not a release; remove .dev0 in pyproject.toml" >&2; exit 1; }
 	@todo=$$($(PYTHON) docs/proofs.py missing); for target in $$todo; do $(MAKE) $$target; done
 	@left=$$($(PYTHON) docs/proofs.py missing); [[ -z "$$left" ]] \
 		|| { echo "release: not passed on this commit: $$left; see what they need by make help" >&2; exit 1; }
 	@$(MAKE) site dist
-	@echo "release: commit docs/proofs.json and docs/proofs.md, then tag v$$($(BIN)/envd --version | cut -d' ' -f2) and push the tag"
+	@$(BIN)/buf build --exclude-source-info -o $(RELEASED)
+	@echo "release: commit $(RELEASED), docs/proofs.json and docs/proofs.md, then tag v$(VERSION), push the tag, and begin the next version's .dev0 in pyproject.toml"
 
 site: $(STAMP) ## Build the documentation as a searchable site: out/site/index.html
 	@log=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build 2>&1) || { echo "$$log" >&2; exit 1; }; echo "site: out/site/index.html"
