@@ -19,6 +19,8 @@ MYPY := $(BIN)/mypy envd trainer proto/cuaenv tests
 # slime and torch have their own environment: nothing else here needs them.
 SLIME_VENV := .venv-slime
 SLIME_STAMP := $(SLIME_VENV)/.installed
+# slime's code: where `trainer learn setup` puts it and `trainer bench rollout` looks for it, unless SLIME_HOME is set.
+SLIME_CHECKOUT = $(or $(SLIME_HOME),$(lastword $(sort $(wildcard $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainer/slime-*))))
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 AREAL_VENV := .venv-areal
@@ -148,8 +150,8 @@ test-long: deps $(STAMP) $(PROMTOOL) lint imports proto image osworld wine web #
 
 test-full: test-long ## Run `test-long` and the proofs
 	@$(MAKE) hosts-proof container-proof adapters-proof
-	@if [[ -n "$${SLIME_HOME:-}" ]]; then $(MAKE) slime-proof SLIME_TESTS=slime && $(MAKE) sglang-proof; \
-	else echo "test-full: NOT RUN: slime-proof, sglang-proof; set SLIME_HOME to a checkout of slime"; fi
+	@if [[ -n "$(SLIME_CHECKOUT)" ]]; then $(MAKE) slime-proof SLIME_TESTS=slime && $(MAKE) sglang-proof; \
+	else echo "test-full: NOT RUN: slime-proof, sglang-proof; run $(BIN)/trainer learn setup, or set SLIME_HOME"; fi
 	@if [[ -n "$${SEEDS:-}" ]]; then $(MAKE) compat-proof; \
 	else echo "test-full: NOT RUN: compat-proof; set SEEDS to a directory of checkouts"; fi
 	@if [[ -f "$(OSWORLD)/run.py" ]]; then $(MAKE) osworld-agents-proof; \
@@ -157,10 +159,10 @@ test-full: test-long ## Run `test-long` and the proofs
 
 SLIME_TESTS ?= slime and not vm
 
-slime-proof: deps $(SLIME_STAMP) ## Test the trainer with slime's rollout code on this CPU (SLIME_HOME: a checkout)
-	@[[ -d "$${SLIME_HOME:-}/slime/rollout" ]] \
-		|| { echo "slime-proof: set SLIME_HOME to a checkout of slime; see docs/train.md" >&2; exit 1; }
-	@$(SLIME_VENV)/bin/python -m pytest --long -m "$(SLIME_TESTS)" tests/slime
+slime-proof: deps $(SLIME_STAMP) ## Test the trainer with slime's rollout code on this CPU (SLIME_HOME: a checkout; default: of `trainer learn setup`)
+	@[[ -d "$(SLIME_CHECKOUT)/slime/rollout" ]] \
+		|| { echo "slime-proof: no checkout of slime; run $(BIN)/trainer learn setup, or set SLIME_HOME" >&2; exit 1; }
+	@SLIME_HOME="$(SLIME_CHECKOUT)" $(SLIME_VENV)/bin/python -m pytest --long -m "$(SLIME_TESTS)" tests/slime
 	@case "$(SLIME_TESTS)" in slime|"slime and not vm") $(RECORD) $@;; *) echo "$@: a part of it; not recorded";; esac
 
 $(SLIME_STAMP): tests/slime/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
@@ -169,10 +171,10 @@ $(SLIME_STAMP): tests/slime/requirements.txt pyproject.toml hatch_build.py $(wil
 	@$(SLIME_VENV)/bin/python -m pip install --quiet --editable '.[host,trainer,dev]' -r tests/slime/requirements.txt
 	@touch $@
 
-sglang-proof: deps $(SGLANG_STAMP) ## Test the trainer with SGLang's own server on this CPU (SLIME_HOME: a checkout; installs 5 GB)
-	@[[ -d "$${SLIME_HOME:-}/slime/rollout" ]] \
-		|| { echo "sglang-proof: set SLIME_HOME to a checkout of slime; see docs/train.md" >&2; exit 1; }
-	@$(SGLANG_VENV)/bin/python -m pytest --long -m sglang tests/sglang
+sglang-proof: deps $(SGLANG_STAMP) ## Test the trainer with SGLang's own server on this CPU (SLIME_HOME: a checkout, as for slime-proof; installs 5 GB)
+	@[[ -d "$(SLIME_CHECKOUT)/slime/rollout" ]] \
+		|| { echo "sglang-proof: no checkout of slime; run $(BIN)/trainer learn setup, or set SLIME_HOME" >&2; exit 1; }
+	@SLIME_HOME="$(SLIME_CHECKOUT)" $(SGLANG_VENV)/bin/python -m pytest --long -m sglang tests/sglang
 	@$(RECORD) $@
 
 $(SGLANG_STAMP): tests/sglang/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps

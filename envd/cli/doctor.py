@@ -27,7 +27,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
+from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out, program
 from cuaenv.client import EnvError, Pool, RetryPolicy, Tls, Unauthenticated
 from cuaenv.client.connection import Connection
 from cuaenv.client.credentials import TOKEN_VARIABLE, Access
@@ -119,8 +119,8 @@ def _install(package: str) -> str:
 
 def _build(image: str) -> str:
     # sudo does not look for programs in a virtual environment.
-    program = "envd" if os.geteuid() == 0 else str(Path(sys.executable).with_name("envd"))
-    return f"`{_as_root(f'{program} image build {image}')}`"
+    envd = program("envd") if os.geteuid() == 0 else Path(sys.executable).with_name("envd")
+    return f"`{_as_root(f'{envd} image build {image}')}`"
 
 
 def check_tool(

@@ -13,6 +13,7 @@ import typer
 from envd.base.config import Config
 from envd.base.config_sources import load, parse_pool_flags
 from envd.base.config_values import COMPAT_PORTS
+from envd.base.errors import ConfigError
 from envd.base.telemetry import logs
 from envd.base.terminal import reports_errors
 from envd.hypervisor.backends import backend_of
@@ -56,6 +57,7 @@ _OPTIONS: Mapping[str, tuple[str, Any]] = {
     # Of an earlier version: refused with the name of its replacement.
     "shards": ("shards", Annotated[str | None, typer.Option(hidden=True)]),
 }
+_DRAWN_HYPERVISOR = Annotated[str, typer.Option(metavar="URI", hidden=True)]
 #: All options, of `envd serve`.
 EVERY_SETTING = tuple(_OPTIONS)
 
@@ -118,16 +120,25 @@ def runs_own_daemon(*names: str, log_level: str = "warning", is_drawn: bool = Fa
 
     Args:
         log_level: Replaces the default level `info`, whose records would disturb the command's output and timing.
-        is_drawn: Whether it always serves drawn desktops, so that it has no option of the hypervisor.
+        is_drawn: Whether it always serves drawn desktops, so that no other hypervisor can be chosen.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def wrapper(settings: Config, **arguments: Any) -> None:
+        def wrapper(settings: Config, *, hypervisor: str = "fake", **arguments: Any) -> None:
+            if hypervisor != "fake":
+                raise ConfigError(f"--hypervisor {hypervisor}: this command draws its desktops; leave it out")
             level = log_level if settings.log_level == "info" else settings.log_level
             logs.setup(log_format=settings.log_format, level=level)
             command(settings, **arguments)
 
+        if is_drawn:
+            # As for other commands with drawn desktops.
+            own = inspect.signature(command)
+            option = inspect.Parameter(
+                "hypervisor", inspect.Parameter.KEYWORD_ONLY, default="fake", annotation=_DRAWN_HYPERVISOR
+            )
+            wrapper.__signature__ = own.replace(parameters=[*own.parameters.values(), option])  # type: ignore[attr-defined]
         hypervisor = () if is_drawn else ("hypervisor", "accelerator")
         return with_settings("state_dir", "cache_dir", *hypervisor, *names)(wrapper)
 

@@ -89,10 +89,11 @@ def test_a_fix_that_needs_root_says_sudo_to_other_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user_id: int, sudo: str
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: user_id)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin")
     assert missing_tool(needed=True).fix == f"`make deps`, or `{sudo}apt-get install tools`"
     build = doctor.check_images(config_with(tmp_path), now=datetime.now(UTC)).fix
-    program = str(Path(sys.executable).with_name("envd")) if sudo else "envd"
-    assert build == f"`{sudo}{program} image build desktop`"
+    assert build == f"`{sudo}{sys.prefix}/bin/envd image build desktop`"
 
 
 def test_a_tool_that_does_not_run_fails() -> None:

@@ -8,6 +8,7 @@ import pytest
 from envd.base.errors import ConfigError
 from envd.cli.options import load_config
 from envd.cli.serve import is_ready, progress_line
+from tests.support.command import run_envd
 from tests.support.stub_episodes import pool_info
 
 STARTING = pool_info(2, name="desktop", image="debian", accelerator="tcg", starting_count=2)
@@ -51,3 +52,11 @@ def test_the_web_options_apply_to_every_pool_of_flags_and_file(tmp_path: Path) -
     assert webs == dict.fromkeys("abc", ("replay", "shop"))
     with pytest.raises(ConfigError, match=r"--web: pools\.a\.web: "):
         load_config(file, {"web": "open"})
+
+
+def test_a_command_that_draws_its_desktops_takes_the_fake_hypervisor_and_no_other() -> None:
+    taken = run_envd("bench", "scale", "--hypervisor", "fake", "--machines", "0")
+    assert (taken.status, "--machines" in taken.err) == (2, True)
+    for command in (["bench", "scale"], ["quickstart"]):
+        refused = run_envd(*command, "--hypervisor", "qemu:///system")
+        assert (refused.status, "draws its desktops" in refused.err) == (2, True)
