@@ -24,11 +24,13 @@ _CONFIG = Annotated[
 ]
 
 
-def _option(key: str, kind: Any, option_help: str, metavar: str | None = None) -> tuple[str, Any]:
-    """Return the key of a setting and its option, which shows the setting's default."""
+def _option(
+    key: str, kind: Any, option_help: str, metavar: str | None = None, names: tuple[str, ...] = ()
+) -> tuple[str, Any]:
+    """Return the key of a setting and its option, which shows the setting's default; `names` if not the parameter's."""
     value: object = None if "*" in key else functools.reduce(getattr, key.split("."), Config())
     default = str(value) if isinstance(value, str | Path) and value else False
-    return key, Annotated[kind | None, typer.Option(metavar=metavar, help=option_help, show_default=default)]
+    return key, Annotated[kind | None, typer.Option(*names, metavar=metavar, help=option_help, show_default=default)]
 
 
 #: The key of the setting and the option, by parameter.
@@ -36,7 +38,14 @@ _OPTIONS: Mapping[str, tuple[str, Any]] = {
     "pool": _option("pools", list[str], "Keep N machines of IMAGE ready; repeatable.", "N|IMAGE=N"),
     "tasks": _option("tasks.suites", list[str], "Task file, or directory of task files; repeatable.", "[SUITE=]PATH"),
     "web": _option("pools.*.web", str, "What guests of every pool reach: closed, allow, record or replay."),
-    "recording": _option("pools.*.recording", str, "Name of the web recording to record into or to replay.", "NAME"),
+    # Before the console's recordings of episodes, its name was --recording.
+    "recording": _option(
+        "pools.*.recording",
+        str,
+        "Recording of web pages to record into or to replay.",
+        "NAME",
+        names=("--web-recording", "--recording"),
+    ),
     "listen": _option("listen", str, "Address of the gRPC service.", "HOST:PORT"),
     "metrics_listen": _option("metrics_listen", str, "Address of the metrics.", "HOST:PORT"),
     "console_listen": _option(
