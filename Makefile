@@ -58,7 +58,7 @@ APT_BROWSER := chromium
 # boots by UEFI.
 APT_TEST := xvfb xauth openbox xterm wmctrl libxcb1 binutils fdisk mtools wimtools xorriso
 
-.PHONY: help deps venv image wine osworld web demo serve test check lint types imports proto unit fuzz soak simulate vm-test test-long test-full release \
+.PHONY: help deps quickstart venv image wine osworld web demo serve test check lint types imports proto unit fuzz soak simulate vm-test test-long test-full release \
 	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof osworld-agents-proof container-proof docs dist site format sbom audit clean
 
 help: ## List the tasks
@@ -81,6 +81,11 @@ deps: ## Install missing Debian packages (needs root or sudo if one is missing)
 	log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
 	"$${install[@]}" >"$$log" 2>&1 || { "$${as_root[@]}" apt-get update -q >"$$log" 2>&1 && "$${install[@]}" >"$$log" 2>&1; } \
 		|| { tail -n 30 "$$log" >&2; exit 1; }
+
+quickstart: ## Serve drawn desktops and play one episode: no root, no virtual machine; makes .venv unless it exists
+	@[[ -x $(BIN)/envd ]] || { $(PYTHON) -m venv $(VENV) && echo "quickstart: installing into $(VENV)" \
+		&& $(BIN)/python -m pip install --quiet '.[fake,trainer]'; }
+	@exec $(BIN)/envd quickstart
 
 venv: $(STAMP) ## Create .venv with envd, trainer and the tools (compiles libvirt-python: run make deps first)
 
@@ -125,17 +130,19 @@ serve: deps $(STAMP) image ## Serve a pool of 2 desktops in the foreground
 # Two tests at once; the tests of a file run in one process and share its fixtures.
 BY_TWO := -n 2 --dist loadfile
 # Those without real machines often wait for processes and limits, so more of them run at once; tests/conftest.py orders them.
-BESIDE_VM := -n 3 --dist loadfile --no-loadscope-reorder
+BESIDE_VM := -n 4 --dist loadfile --no-loadscope-reorder
 # Collecting all tests takes each process 9 s.
 VM_FILES = $$(grep -rl --include='test_*.py' 'mark\.vm\b' tests)
 
-# Tests on real machines often wait for guests, so mypy (30 s) and the other tests run at the same time, and their output
-# follows at the end. They run at low priority: without CPU time, emulated guests take minutes instead of seconds.
+# Tests on real machines often wait for guests, so the other tests run at the same time, and their output follows at the
+# end. They run at low priority: without CPU time, emulated guests take minutes instead of seconds. mypy (without its cache
+# 45 s of CPU time) follows the tests on real machines, which end first.
 define RUN_TESTS
-log=$$(mktemp); set -m; { $(MYPY) && nice -n 5 $(BIN)/python -m pytest $(BESIDE_VM) $(1) -m "not vm and not container" tests; } \
+log=$$(mktemp); set -m; nice -n 5 $(BIN)/python -m pytest $(BESIDE_VM) $(1) -m "not vm and not container" tests \
 	>"$$log" 2>&1 & others=$$!; set +m; \
 trap 'kill -INT -- -$$others 2>/dev/null || true; wait $$others || true; rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
 status=0; $(BIN)/python -m pytest $(BY_TWO) $(1) -m "vm and not container" $(VM_FILES) || status=$$?; \
+$(MYPY) || status=$$?; \
 wait $$others || status=$$?; cat "$$log"; exit $$status
 endef
 
