@@ -383,6 +383,7 @@ def run(*args: str) -> CommandOutput:
     return run_envd("bench", *args, "--hypervisor", "fake")
 
 
+@pytest.mark.long
 def test_bench_fork_measures_fake_desktops_and_reports_that_no_guest_ran(tmp_path: Path) -> None:
     done = run("fork", "--n", "2", "--repetitions", "2", "--json", "--state-dir", str(tmp_path))
     assert done.status == 0, done.err
@@ -400,6 +401,7 @@ def test_bench_fork_measures_fake_desktops_and_reports_that_no_guest_ran(tmp_pat
     assert "bench fork" in done.err
 
 
+@pytest.mark.long
 def test_bench_branch_measures_and_checks_fake_desktops_and_prints_tables(tmp_path: Path) -> None:
     done = run("branch", "--repetitions", "2", "--state-dir", str(tmp_path))
     assert done.status == 0, done.err
@@ -408,6 +410,7 @@ def test_bench_branch_measures_and_checks_fake_desktops_and_prints_tables(tmp_pa
     assert "milk\\nbread\\n-2 -1 0 1 and the child" in done.out
 
 
+@pytest.mark.long
 def test_bench_branch_compares_the_files_of_a_guest_whose_programs_are_unknown(tmp_path: Path) -> None:
     settings = load(flags={"state_dir": tmp_path, "hypervisor.uri": "fake"})
     parent = WritingParent("fake/save-note", GuestOs.LINUX)
@@ -425,6 +428,7 @@ def test_bench_branch_compares_the_files_of_a_guest_whose_programs_are_unknown(t
     assert "saved '-2 -1 0 and the child'" in check.evidence
 
 
+@pytest.mark.long
 def test_bench_checkpoint_measures_and_checks_fake_desktops_and_leaves_none(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     options = ("--repetitions", "2", "--depth", "2", "--state-dir", str(tmp_path / "state"), "--cache-dir", str(cache))
@@ -447,6 +451,7 @@ def test_an_unknown_image_is_an_error_before_anything_starts(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_sets_of_standby_fake_desktops_are_measured_one_after_the_other(tmp_path: Path) -> None:
     settings = load(flags={"state_dir": tmp_path, "hypervisor.uri": "fake"})
     stages: list[str] = []
@@ -512,6 +517,7 @@ async def test_a_client_cannot_rebuild_a_frame_without_its_base(capfd: pytest.Ca
     assert "but this client has None" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_bench_frames_records_and_measures_fake_desktops(tmp_path: Path) -> None:
     done = run("frames", "--repetitions", "1", "--json", "--state-dir", str(tmp_path))
     assert done.status == 0, done.err
@@ -548,7 +554,7 @@ def machine_count(database: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_ends_a_benchmark_and_leaves_no_machine(tmp_path: Path, number: signal.Signals) -> None:
     database = tmp_path / "bench" / FILE_NAME
     command = [sys.executable, "-m", "envd", "bench", "fork", "--hypervisor", "fake", "--state-dir", str(tmp_path)]
@@ -582,6 +588,7 @@ def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path) -> N
     assert found["bare_rpc_per_s"] != found["steps_per_s"]
 
 
+@pytest.mark.long
 async def test_the_clients_of_a_load_use_all_daemons_from_several_processes(tmp_path: Path) -> None:
     settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
     echo, steps = EchoServer(), Steps(lambda _stage, _share: None, 3)
