@@ -349,13 +349,13 @@ async def check_daemon(
         detail = f"{where} requires client certificates; give --tls-cert and --tls-key to check its pools"
         return [_ok("daemon", detail)]
     name = ""
-    if security.tls_cert is not None:
-        tls = tls or Tls(ca=security.tls_cert)
-        name = name_of(security.tls_cert.read_bytes())
-    # The token is sent only to a daemon that has tokens: another program may listen on the port.
-    access = Access(token=None if security.tokens_file else "", tls=tls)
-    retry = RetryPolicy(connect_timeout=timeout)
     try:
+        if security.tls_cert is not None:
+            tls = tls or Tls(ca=security.tls_cert)
+            name = name_of(security.tls_cert.read_bytes())
+        # The token is sent only to a daemon that has tokens: another program may listen on the port.
+        access = Access(token=None if security.tokens_file else "", tls=tls)
+        retry = RetryPolicy(connect_timeout=timeout)
         connection = Connection(Address(config.listen, f"{name}:443" if name else ""), access=access, retry=retry)
         try:
             found = await connection.call("ListPools", env_pb2.ListPoolsRequest(), timeout)
