@@ -19,6 +19,8 @@ MYPY := $(BIN)/mypy envd trainer proto/cuaenv tests
 # slime and torch have their own environment: nothing else here needs them.
 SLIME_VENV := .venv-slime
 SLIME_STAMP := $(SLIME_VENV)/.installed
+# slime's code: where `trainer learn setup` puts it and `trainer bench rollout` looks for it, unless SLIME_HOME is set.
+SLIME_CHECKOUT = $(or $(SLIME_HOME),$(lastword $(sort $(wildcard $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainer/slime-*))))
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 AREAL_VENV := .venv-areal
@@ -56,7 +58,7 @@ APT_BROWSER := chromium
 # boots by UEFI.
 APT_TEST := xvfb xauth openbox xterm wmctrl libxcb1 binutils fdisk mtools wimtools xorriso
 
-.PHONY: help deps venv image wine osworld web demo serve test check lint types imports proto unit fuzz soak simulate vm-test test-long test-full release \
+.PHONY: help deps quickstart venv image wine osworld web demo serve test check lint types imports proto unit fuzz soak simulate vm-test test-long test-full release \
 	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof osworld-agents-proof container-proof docs dist site format sbom audit clean
 
 help: ## List the tasks
@@ -79,6 +81,11 @@ deps: ## Install missing Debian packages (needs root or sudo if one is missing)
 	log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
 	"$${install[@]}" >"$$log" 2>&1 || { "$${as_root[@]}" apt-get update -q >"$$log" 2>&1 && "$${install[@]}" >"$$log" 2>&1; } \
 		|| { tail -n 30 "$$log" >&2; exit 1; }
+
+quickstart: ## Serve drawn desktops and play one episode: no root, no virtual machine; makes .venv unless it exists
+	@[[ -x $(BIN)/envd ]] || { $(PYTHON) -m venv $(VENV) && echo "quickstart: installing into $(VENV)" \
+		&& $(BIN)/python -m pip install --quiet '.[fake,trainer]'; }
+	@exec $(BIN)/envd quickstart
 
 venv: $(STAMP) ## Create .venv with envd, trainer and the tools (compiles libvirt-python: run make deps first)
 
@@ -123,14 +130,16 @@ serve: deps $(STAMP) image ## Serve a pool of 2 desktops in the foreground
 # Two tests at once; the tests of a file run in one process and share its fixtures.
 BY_TWO := -n 2 --dist loadfile
 # Those without real machines often wait for processes and limits, so more of them run at once; tests/conftest.py orders them.
-BESIDE_VM := -n 3 --dist loadfile --no-loadscope-reorder
+BESIDE_VM := -n 4 --dist loadfile --no-loadscope-reorder
 # Collecting all tests takes each process 9 s.
 VM_FILES = $$(grep -rl --include='test_*.py' 'mark\.vm\b' tests)
 
-# Tests on real machines often wait for guests, so mypy (30 s) and the other tests run at the same time, and their output
-# follows at the end. They run at low priority: without CPU time, emulated guests take minutes instead of seconds.
+# Tests on real machines often wait for guests, so the other tests run at the same time, and their output follows at the
+# end. They run at low priority: without CPU time, emulated guests take minutes instead of seconds. mypy (without its cache
+# 45 s of CPU time) gets what they leave idle.
 define RUN_TESTS
-log=$$(mktemp); set -m; { $(MYPY) && nice -n 5 $(BIN)/python -m pytest $(BESIDE_VM) $(1) -m "not vm and not container" tests; } \
+log=$$(mktemp); set -m; { nice -n 5 $(BIN)/python -m pytest $(BESIDE_VM) $(1) -m "not vm and not container" tests & tests=$$!; \
+	failed=0; nice -n 15 $(MYPY) || failed=$$?; wait $$tests || failed=$$?; exit $$failed; } \
 	>"$$log" 2>&1 & others=$$!; set +m; \
 trap 'kill -INT -- -$$others 2>/dev/null || true; wait $$others || true; rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
 status=0; $(BIN)/python -m pytest $(BY_TWO) $(1) -m "vm and not container" $(VM_FILES) || status=$$?; \
@@ -148,8 +157,8 @@ test-long: deps $(STAMP) $(PROMTOOL) lint imports proto image osworld wine web #
 
 test-full: test-long ## Run `test-long` and the proofs
 	@$(MAKE) hosts-proof container-proof adapters-proof
-	@if [[ -n "$${SLIME_HOME:-}" ]]; then $(MAKE) slime-proof SLIME_TESTS=slime && $(MAKE) sglang-proof; \
-	else echo "test-full: NOT RUN: slime-proof, sglang-proof; set SLIME_HOME to a checkout of slime"; fi
+	@if [[ -n "$(SLIME_CHECKOUT)" ]]; then $(MAKE) slime-proof SLIME_TESTS=slime && $(MAKE) sglang-proof; \
+	else echo "test-full: NOT RUN: slime-proof, sglang-proof; run $(BIN)/trainer learn setup, or set SLIME_HOME"; fi
 	@if [[ -n "$${SEEDS:-}" ]]; then $(MAKE) compat-proof; \
 	else echo "test-full: NOT RUN: compat-proof; set SEEDS to a directory of checkouts"; fi
 	@if [[ -f "$(OSWORLD)/run.py" ]]; then $(MAKE) osworld-agents-proof; \
@@ -157,10 +166,10 @@ test-full: test-long ## Run `test-long` and the proofs
 
 SLIME_TESTS ?= slime and not vm
 
-slime-proof: deps $(SLIME_STAMP) ## Test the trainer with slime's rollout code on this CPU (SLIME_HOME: a checkout)
-	@[[ -d "$${SLIME_HOME:-}/slime/rollout" ]] \
-		|| { echo "slime-proof: set SLIME_HOME to a checkout of slime; see docs/train.md" >&2; exit 1; }
-	@$(SLIME_VENV)/bin/python -m pytest --long -m "$(SLIME_TESTS)" tests/slime
+slime-proof: deps $(SLIME_STAMP) ## Test the trainer with slime's rollout code on this CPU (SLIME_HOME: a checkout; default: of `trainer learn setup`)
+	@[[ -d "$(SLIME_CHECKOUT)/slime/rollout" ]] \
+		|| { echo "slime-proof: no checkout of slime; run $(BIN)/trainer learn setup, or set SLIME_HOME" >&2; exit 1; }
+	@SLIME_HOME="$(SLIME_CHECKOUT)" $(SLIME_VENV)/bin/python -m pytest --long -m "$(SLIME_TESTS)" tests/slime
 	@case "$(SLIME_TESTS)" in slime|"slime and not vm") $(RECORD) $@;; *) echo "$@: a part of it; not recorded";; esac
 
 $(SLIME_STAMP): tests/slime/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
@@ -169,10 +178,10 @@ $(SLIME_STAMP): tests/slime/requirements.txt pyproject.toml hatch_build.py $(wil
 	@$(SLIME_VENV)/bin/python -m pip install --quiet --editable '.[host,trainer,dev]' -r tests/slime/requirements.txt
 	@touch $@
 
-sglang-proof: deps $(SGLANG_STAMP) ## Test the trainer with SGLang's own server on this CPU (SLIME_HOME: a checkout; installs 5 GB)
-	@[[ -d "$${SLIME_HOME:-}/slime/rollout" ]] \
-		|| { echo "sglang-proof: set SLIME_HOME to a checkout of slime; see docs/train.md" >&2; exit 1; }
-	@$(SGLANG_VENV)/bin/python -m pytest --long -m sglang tests/sglang
+sglang-proof: deps $(SGLANG_STAMP) ## Test the trainer with SGLang's own server on this CPU (SLIME_HOME: a checkout, as for slime-proof; installs 5 GB)
+	@[[ -d "$(SLIME_CHECKOUT)/slime/rollout" ]] \
+		|| { echo "sglang-proof: no checkout of slime; run $(BIN)/trainer learn setup, or set SLIME_HOME" >&2; exit 1; }
+	@SLIME_HOME="$(SLIME_CHECKOUT)" $(SGLANG_VENV)/bin/python -m pytest --long -m sglang tests/sglang
 	@$(RECORD) $@
 
 $(SGLANG_STAMP): tests/sglang/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
@@ -257,8 +266,12 @@ types: $(STAMP) ## Check types (mypy)
 imports: $(STAMP) ## Check import contracts (import-linter)
 	@$(BIN)/lint-imports
 
-proto: $(STAMP) ## Lint the contract (buf)
+# The contract of the last release, which `make release` replaces.
+RELEASED := proto/released.binpb
+
+proto: $(STAMP) ## Lint the contract, and compare it with that of the last release (buf)
 	@$(BIN)/buf lint
+	@$(BIN)/buf breaking --against $(RELEASED)
 
 unit: $(STAMP) $(PROMTOOL) ## Run unit tests and fixed examples of the fuzz tests: milliseconds each, no machines
 	@$(BIN)/python -m pytest tests/unit tests/fuzz
@@ -285,6 +298,7 @@ vm-test: deps $(STAMP) image ## Run only the tests on real machines
 docs: $(STAMP) ## Generate docs/api.md, the table of docs/suite.md and the plots of docs/benchmarks.md
 	@$(BIN)/python docs/generate_api.py && $(BIN)/python docs/generate_client.py && $(BIN)/python docs/generate_suite.py && $(BIN)/envd bench plot docs/benchmarks
 
+VERSION = $$($(BIN)/envd --version | cut -d' ' -f2)
 # The bytes of an archive depend on the commit alone: its time is that of every file in it.
 BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir
 
@@ -293,17 +307,19 @@ dist: $(STAMP) sbom ## Build the wheel and the source distribution, with SBOM, c
 	@$(BUILD) out/dist . >/dev/null && $(BUILD) out/dist-again . >/dev/null
 	@diff -r out/dist out/dist-again || { echo "dist: two builds of one commit differ" >&2; exit 1; }
 	@rm -r out/dist-again; cp out/sbom.json out/dist/; cd out/dist && sha256sum * >SHA256SUMS
-	@version=$$($(BIN)/envd --version | cut -d' ' -f2); \
+	@version=$(VERSION); [[ $$version != *.dev* ]] || version=Unreleased; \
 		awk -v want="## $$version" 'index($$0, want) == 1 {on = 1; next} /^## / {on = 0} on' CHANGELOG.md >out/dist/NOTES.md; \
 		[[ -s out/dist/NOTES.md ]] || { echo "dist: CHANGELOG.md has no section for $$version" >&2; exit 1; }
 	@ls -l out/dist
 
 release: $(STAMP) ## Run the tests and proofs that have not passed on this commit, then build the site and out/dist/
+	@[[ $(VERSION) != *.dev* ]] || { echo "release: $(VERSION): not a release; remove .dev0 in pyproject.toml" >&2; exit 1; }
 	@todo=$$($(PYTHON) docs/proofs.py missing); for target in $$todo; do $(MAKE) $$target; done
 	@left=$$($(PYTHON) docs/proofs.py missing); [[ -z "$$left" ]] \
 		|| { echo "release: not passed on this commit: $$left; see what they need by make help" >&2; exit 1; }
 	@$(MAKE) site dist
-	@echo "release: commit docs/proofs.json and docs/proofs.md, then tag v$$($(BIN)/envd --version | cut -d' ' -f2) and push the tag"
+	@$(BIN)/buf build --exclude-source-info -o $(RELEASED)
+	@echo "release: commit $(RELEASED), docs/proofs.json and docs/proofs.md, then tag v$(VERSION), push the tag, and begin the next version's .dev0 in pyproject.toml"
 
 site: $(STAMP) ## Build the documentation as a searchable site: out/site/index.html
 	@log=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build 2>&1) || { echo "$$log" >&2; exit 1; }; echo "site: out/site/index.html"

@@ -18,7 +18,7 @@ FILE, PAGE = "docs/proofs.json", "docs/proofs.md"
 #: Results of the tests of a proof of hours on one commit; see tests/support/progress.py.
 PROGRESS = "out/progress"
 #: Changed by a release itself, after its tests.
-_OWN = [".", f":!{FILE}", f":!{PAGE}"]
+_OWN = [".", f":!{FILE}", f":!{PAGE}", ":!proto/released.binpb"]
 
 _HEADER = """# Proofs
 

@@ -41,7 +41,25 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(File.generated(config, name, abs_src_path=str(path)))
             if path.suffix == ".md":
                 pages.append((name, path.read_text(encoding="utf-8")))
+    files.append(File.generated(config, "llms.txt", content=_llms(files, config)))
     return files
+
+
+def _llms(files: Files, config: Any) -> str:
+    """Return the start page as https://llmstxt.org describes: a summary and the pages by section."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for line in (DOCS / "README.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            lines += ["", line, ""]
+        for text, link in re.findall(r"\[([^\]]+)\]\(([^)#\s]+)\)", line) if line.startswith("|") else ():
+            path = _target("README.md", link)
+            inside = path.is_relative_to(DOCS)
+            page = files.get_file_from_path(
+                str(path.relative_to(DOCS)) if inside else f"{_HERE}/{path.relative_to(ROOT)}"
+            )
+            if page is not None:
+                lines.append(f"- [{text}]({page.url}): {line.split('|')[2].strip()}")
+    return "\n".join(lines) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:

@@ -1,6 +1,8 @@
 """Evaluate a model behind an OpenAI-compatible endpoint. `pip install '.[evaluate]'`
 
-Usage: evaluate_model.py http://127.0.0.1:8000/v1 [MODEL]
+Usage: evaluate_model.py [http://127.0.0.1:8000/v1 [MODEL]]
+
+Without a URL it evaluates the built-in stand-in, which declares every task done at once.
 """
 
 import json
@@ -8,12 +10,16 @@ import os
 import subprocess
 import sys
 
-if len(sys.argv) < 2:
-    sys.exit(__doc__)
-endpoint, *model = sys.argv[1:]
-command = ["trainer", "eval", "--endpoint", endpoint, "--envd", os.environ.get("ENVD_TARGET", "127.0.0.1:50051")]
-if model:
-    command += ["--model", model[0]]
+command = ["trainer", "eval", "--envd", os.environ.get("ENVD_TARGET", "127.0.0.1:50051")]
+match sys.argv[1:]:
+    case []:
+        command += ["--by", "null"]
+    case [url] if not url.startswith("-"):
+        command += ["--endpoint", url]
+    case [url, model]:
+        command += ["--endpoint", url, "--model", model]
+    case _:
+        sys.exit(__doc__)
 # The tasks to play; `--split held_out` plays those that training never sees.
 command += ["--task", "fake/enable", "--task", "fake/save-note", "--split", "all", "--json"]
 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

@@ -86,6 +86,16 @@ def expire_time_of(cert_pem: bytes) -> datetime:
     return x509.load_pem_x509_certificate(cert_pem).not_valid_after_utc
 
 
+def name_of(cert_pem: bytes) -> str:
+    """Return a name that the first certificate in a PEM file is valid for; empty if it has none."""
+    try:
+        names = x509.load_pem_x509_certificate(cert_pem).extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except x509.ExtensionNotFound:
+        return ""
+    domains = names.value.get_values_for_type(x509.DNSName)
+    return next((str(name).replace("*", "any", 1) for name in [*domains, *(name.value for name in names.value)]), "")
+
+
 def _builder(
     name: str, issuer: x509.Certificate | None, key: ec.EllipticCurvePrivateKey, now: datetime
 ) -> x509.CertificateBuilder:

@@ -13,8 +13,9 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -26,17 +27,23 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
-from cuaenv.client import AsyncEnvClient, EnvError, Pool
+from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out, program
+from cuaenv.client import EnvError, Pool, RetryPolicy, Tls, Unauthenticated
+from cuaenv.client.connection import Connection
+from cuaenv.client.credentials import TOKEN_VARIABLE, Access
+from cuaenv.client.results import read_pool
+from cuaenv.client.targets import Address
+from cuaenv.v1 import env_pb2
 from envd.api.security.tls import server_credentials
 from envd.api.security.tokens import read_tokens
-from envd.base.config import Config, HypervisorConfig
+from envd.base.config import Config, HypervisorConfig, PoolConfig
 from envd.base.errors import ConfigError, EnvdError
 from envd.base.sandbox.cgroup import find_hierarchy, shortcoming
 from envd.base.sandbox.probe import sandbox_problem
 from envd.base.version import DISTRIBUTION, envd_version
-from envd.cli.certificates import expire_time_of
+from envd.cli.certificates import expire_time_of, name_of
 from envd.cli.options import with_settings
+from envd.cli.remote import TlsCert, TlsKey
 from envd.daemon.state_lock import holder
 from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import Firmware, Hardware
@@ -47,7 +54,7 @@ from envd.hypervisor.qemu.tpm import PROGRAM as SWTPM
 from envd.hypervisor.qemu.user import choose_qemu_user
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.integrations.osworld.environment import Environment
-from envd.pool.memory import read_available_bytes
+from envd.pool.memory import booted_bytes, forked_bytes, read_available_bytes
 
 _GIB = 1 << 30
 #: The probe takes about 0.1 s if KVM works.
@@ -61,7 +68,6 @@ _CERT_WARN_DAYS = 14
 _EVALUATION_WARN_DAYS = 15
 #: A desktop image takes about 1 GiB, its build 4 GiB of scratch space, an episode's overlay about 100 MiB.
 _DISK_FAIL_BYTES, _DISK_WARN_BYTES = 1 * _GIB, 8 * _GIB
-_INSTALL = "`make deps`, or apt-get install "
 
 
 class Status(Enum):
@@ -87,6 +93,10 @@ class Check:
     """The remedy; empty without a problem."""
 
 
+#: What a check returns.
+_Found = Check | Sequence[Check]
+
+
 def _ok(name: str, detail: str) -> Check:
     return Check(name=name, status=Status.OK, detail=detail)
 
@@ -99,6 +109,20 @@ def _fail(name: str, detail: str, *, fix: str) -> Check:
     return Check(name=name, status=Status.FAIL, detail=detail, fix=fix)
 
 
+def _as_root(command: str) -> str:
+    return command if os.geteuid() == 0 else f"sudo {command}"
+
+
+def _install(package: str) -> str:
+    return f"`make deps`, or `{_as_root(f'apt-get install {package}')}`"
+
+
+def _build(image: str) -> str:
+    # sudo does not look for programs in a virtual environment.
+    envd = program("envd") if os.geteuid() == 0 else Path(sys.executable).with_name("envd")
+    return f"`{_as_root(f'{envd} image build {image}')}`"
+
+
 def check_tool(
     name: str, *, package: str, purpose: str, version_of: Callable[[str], str], needed: bool = True
 ) -> Check:
@@ -106,11 +130,11 @@ def check_tool(
     path = shutil.which(name)
     if path is None:
         status = Status.FAIL if needed else Status.WARN
-        return Check(name=name, status=status, detail=f"not found; {purpose}", fix=_INSTALL + package)
+        return Check(name=name, status=status, detail=f"not found; {purpose}", fix=_install(package))
     try:
         return _ok(name, f"{version_of(path)} ({path})")
     except (OSError, subprocess.SubprocessError) as error:
-        return _fail(name, f"{path} does not run: {error}", fix=_INSTALL + package)
+        return _fail(name, f"{path} does not run: {error}", fix=_install(package))
 
 
 def check_qemu_version(found: Check) -> Check:
@@ -138,13 +162,22 @@ def check_disk(name: str, directory: Path, *, free_bytes: int, writable: bool, r
     return _ok(name, detail)
 
 
-def check_memory(config: Config, *, available_bytes: int) -> Check:
-    """Check that the pools' machines fit into memory."""
-    wanted_bytes = sum(pool.capacity * pool.memory_mib << 20 for pool in config.pools.values()) or _GIB
-    users = f"{len(config.pools)} pools" if config.pools else "one machine"
-    detail = f"{available_bytes / _GIB:.1f} GiB available; {users} may take {wanted_bytes / _GIB:.1f} GiB"
+def check_memory(config: Config, *, available_bytes: int, daemon_pid: int | None) -> Check:
+    """Check that the memory lets every pool have all of its machines, by the rule that pools start them by."""
+    detail = f"{available_bytes / _GIB:.1f} GiB available"
+    if not backend_of(config.hypervisor.uri).capabilities.runs_guests:
+        return _ok("memory", f"{detail}; the fake hypervisor's machines take little")
+    if daemon_pid is not None:
+        # Its machines hold a part of what they need, and it reports a shortage itself.
+        return _ok("memory", f"{detail} to what process {daemon_pid} has; see its pools below")
+    # One machine is booted for the template of each pool; the others are forked from it.
+    wanted_bytes = (config.limits.memory_reserve_mib << 20) + sum(
+        booted_bytes(pool) + pool.capacity * forked_bytes(pool) for pool in config.pools.values() or [PoolConfig()]
+    )
+    users = f"{len(config.pools)} pools" if config.pools else "a pool of one machine"
+    detail += f"; {users} may take {wanted_bytes / _GIB:.1f} GiB, limits.memory_reserve_mib included"
     if wanted_bytes > available_bytes:
-        return _warn("memory", detail, fix="lower capacity or memory_mib of the pools")
+        return _warn("memory", detail, fix="lower the pools' capacity, or expected_memory_mib if machines stay smaller")
     return _ok("memory", detail)
 
 
@@ -160,13 +193,13 @@ def check_images(config: Config, *, now: datetime) -> Check:
         return _fail(
             "images",
             f"images of pools are missing: {', '.join(missing)}",
-            fix="`envd image build desktop` or `envd image import FILE`",
+            fix=f"{_build('desktop')} or `envd image import FILE`",
         )
     if not names:
-        return _warn("images", "no images", fix="`envd image build desktop`")
+        return _warn("images", "no images", fix=_build("desktop"))
     used = {pool.image for pool in config.pools.values()} or set(names)
     if expiring := _expiring([catalogue.get(name) for name in names if name in used], now=now):
-        return _warn("images", "; ".join(expiring), fix="build it again with `envd image build windows --rebuild`")
+        return _warn("images", "; ".join(expiring), fix=f"build it again with {_build('windows --rebuild')}")
     return _ok("images", ", ".join(names))
 
 
@@ -176,8 +209,8 @@ def check_firmware(config: Config) -> Check:
     if firmware is not None:
         return _ok("firmware", f"{firmware.code}")
     if users := _images_with(config, lambda image: image.firmware == Firmware.UEFI.value):
-        return _fail("firmware", f"no OVMF, but images boot by UEFI: {users}", fix=_INSTALL + "ovmf")
-    return _warn("firmware", "no OVMF; images that boot by UEFI need it", fix=_INSTALL + "ovmf")
+        return _fail("firmware", f"no OVMF, but images boot by UEFI: {users}", fix=_install("ovmf"))
+    return _warn("firmware", "no OVMF; images that boot by UEFI need it", fix=_install("ovmf"))
 
 
 def check_tpm(config: Config) -> Check:
@@ -299,18 +332,38 @@ def check_pool(pool: Pool) -> Check:
 
 
 async def check_daemon(
-    config: Config, *, daemon_pid: int | None, timeout: timedelta = timedelta(seconds=5)
+    config: Config, *, daemon_pid: int | None, tls: Tls | None = None, timeout: timedelta = timedelta(seconds=5)
 ) -> list[Check]:
-    """Check the pools of the daemon that uses this state directory, if one runs."""
+    """Check the pools of the daemon that uses this state directory, if one runs.
+
+    Args:
+        tls: How to connect; by default only the daemon's own certificate is trusted.
+    """
     if daemon_pid is None:
         return [_ok("daemon", f"not running in {config.state_dir}")]
-    where = f"process {daemon_pid} on {config.listen}"
+    where, security = f"process {daemon_pid} on {config.listen}", config.security
     if config.listen.endswith(":0"):
         detail = f"{where} chose a free port, which only its output shows; its pools were not checked"
         return [_ok("daemon", detail)]
+    if security.client_ca is not None and tls is None:
+        detail = f"{where} requires client certificates; give --tls-cert and --tls-key to check its pools"
+        return [_ok("daemon", detail)]
+    name = ""
     try:
-        async with AsyncEnvClient(config.listen, token="") as client:
-            pools = await client.list_pools(timeout=timeout)
+        if security.tls_cert is not None:
+            tls = tls or Tls(ca=security.tls_cert)
+            name = name_of(security.tls_cert.read_bytes())
+        # The token is sent only to a daemon that has tokens: another program may listen on the port.
+        access = Access(token=None if security.tokens_file else "", tls=tls)
+        retry = RetryPolicy(connect_timeout=timeout)
+        connection = Connection(Address(config.listen, f"{name}:443" if name else ""), access=access, retry=retry)
+        try:
+            found = await connection.call("ListPools", env_pb2.ListPoolsRequest(), timeout)
+        finally:
+            await connection.aclose()
+    except Unauthenticated as error:
+        detail = f"{where} responds, but its pools were not checked: {error.args[0]}"
+        return [_ok("daemon", f"{detail}; set {TOKEN_VARIABLE} to one of its tokens")]
     except (EnvError, ValueError) as error:
         return [
             _warn(
@@ -319,6 +372,7 @@ async def check_daemon(
                 fix="use the daemon's own --config or --listen; a daemon that is starting responds soon",
             )
         ]
+    pools = [read_pool(pool, config.listen) for pool in found.pools]
     return [_ok("daemon", f"{where} responds"), *map(check_pool, pools)]
 
 
@@ -357,7 +411,7 @@ async def check_libvirt(config: Config) -> Check:
             return _fail(
                 "libvirt",
                 f"{uri or 'the embedded driver'} cannot be opened: {error or 'no response'}",
-                fix=_INSTALL + "libvirt-daemon-driver-qemu; for qemu:///system, start libvirtd",
+                fix=f"{_install('libvirt-daemon-driver-qemu')}; for qemu:///system, start libvirtd",
             )
     return _ok("libvirt", f"{library}, {binding}; {uri or 'the embedded driver'} can be opened")
 
@@ -391,55 +445,61 @@ def check_qemu_user(config: Config) -> Check:
     )
 
 
-async def examine(config: Config) -> list[Check]:
+def check_directory(name: str, directory: Path, *, reserve_bytes: int = 0) -> Check:
+    """Check a directory that exists, or that a start creates; see `check_disk`."""
+    existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
+    free_bytes, writable = shutil.disk_usage(existing).free, os.access(existing, os.W_OK)
+    return check_disk(name, existing, free_bytes=free_bytes, writable=writable, reserve_bytes=reserve_bytes)
+
+
+async def examine(config: Config, *, tls: Tls | None = None) -> list[Check]:
     """Run all checks."""
-    pid = holder(config.state_dir)
-    tool = _first_line_of
-    checks = [
-        _ok("python", f"{platform.python_version()}, envd {envd_version()}"),
-        check_qemu_version(
-            check_tool("qemu-system-x86_64", package="qemu-system-x86", purpose="it runs the machines", version_of=tool)
-        ),
-        check_tool("qemu-img", package="qemu-utils", purpose="it creates the machines' disks", version_of=tool),
-        await _guarded("libvirt", check_libvirt(config)),
-        await _guarded("kvm", check_kvm(config)),
-        check_qemu_user(config),
-        check_firmware(config),
-        check_tpm(config),
-        check_tool(
-            "mmdebstrap", package="mmdebstrap", purpose="`envd image build` needs it", version_of=tool, needed=False
-        ),
-    ]
+    pid, now, tool = holder(config.state_dir), datetime.now(UTC), _first_line_of
+    qemu, img, build = "it runs the machines", "it creates the machines' disks", "`envd image build` needs it"
     reserve_bytes = config.limits.disk_reserve_mib << 20
-    for name, directory, reserve in (
-        ("state_dir", config.state_dir, reserve_bytes),
-        ("cache_dir", config.cache_dir, 0),
-    ):
-        existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
-        free_bytes = shutil.disk_usage(existing).free
-        writable = os.access(existing, os.W_OK)
-        checks.append(check_disk(name, existing, free_bytes=free_bytes, writable=writable, reserve_bytes=reserve))
-    checks += [
-        check_memory(config, available_bytes=read_available_bytes()),
-        check_images(config, now=datetime.now(UTC)),
-        check_osworld(config),
-        check_sandbox(),
-        check_host_name(),
-        check_security(config, now=datetime.now(UTC)),
-        check_port("listen", config.listen, daemon_pid=pid),
-        check_port("metrics_listen", config.metrics_listen, daemon_pid=pid),
-        *await check_daemon(config, daemon_pid=pid),
-    ]
-    return checks
+    checks: dict[str, Callable[[], _Found | Awaitable[_Found]]] = {
+        "python": lambda: _ok("python", f"{platform.python_version()}, envd {envd_version()}"),
+        "qemu-system-x86_64": lambda: check_qemu_version(
+            check_tool("qemu-system-x86_64", package="qemu-system-x86", purpose=qemu, version_of=tool)
+        ),
+        "qemu-img": lambda: check_tool("qemu-img", package="qemu-utils", purpose=img, version_of=tool),
+        "libvirt": lambda: check_libvirt(config),
+        "kvm": lambda: check_kvm(config),
+        "qemu_user": lambda: check_qemu_user(config),
+        "firmware": lambda: check_firmware(config),
+        "tpm": lambda: check_tpm(config),
+        "mmdebstrap": lambda: check_tool(
+            "mmdebstrap", package="mmdebstrap", purpose=build, version_of=tool, needed=False
+        ),
+        "state_dir": lambda: check_directory("state_dir", config.state_dir, reserve_bytes=reserve_bytes),
+        "cache_dir": lambda: check_directory("cache_dir", config.cache_dir),
+        "memory": lambda: check_memory(config, available_bytes=read_available_bytes(), daemon_pid=pid),
+        "images": lambda: check_images(config, now=now),
+        "osworld": lambda: check_osworld(config),
+        "sandbox": check_sandbox,
+        "host_name": check_host_name,
+        "security": lambda: check_security(config, now=now),
+        "listen": lambda: check_port("listen", config.listen, daemon_pid=pid),
+        "metrics_listen": lambda: check_port("metrics_listen", config.metrics_listen, daemon_pid=pid),
+        "daemon": lambda: check_daemon(config, daemon_pid=pid, tls=tls),
+    }
+    return [found for name, check in checks.items() for found in await _guarded(name, check)]
 
 
-async def _guarded(name: str, check: Awaitable[Check]) -> Check:
+async def _guarded(name: str, check: Callable[[], _Found | Awaitable[_Found]]) -> Sequence[Check]:
+    """Run a check; an exception is a finding."""
     try:
-        return await check
+        found = check()
+        found = await found if isinstance(found, Awaitable) else found
     except ModuleNotFoundError as error:
-        return _fail(name, f"{error.name} is not installed", fix="for real machines: pip install 'envd-trainer[host]'")
+        return [
+            _fail(name, f"{error.name} is not installed", fix="for real machines: pip install 'envd-trainer[host]'")
+        ]
+    except OSError as error:
+        return [_fail(name, f"the check failed: {error}", fix="correct the file or its rights, or run as its owner")]
     except Exception as error:
-        return _fail(name, f"the check failed: {error!r}", fix="report this as a bug")
+        return [_fail(name, f"the check failed: {error!r}", fix="report this as a bug")]
+    return [found] if isinstance(found, Check) else found
 
 
 def _first_line_of(path: str) -> str:
@@ -475,6 +535,8 @@ _COLOURS: Mapping[Status, str] = {Status.OK: "green", Status.WARN: "yellow", Sta
 def doctor(
     settings: Config,
     *,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     report: Annotated[
         bool, typer.Option("--report", help="Print JSON that can be published: no name, path or address of this host.")
     ] = False,
@@ -483,7 +545,12 @@ def doctor(
     """Check this host, and show how to fix each problem."""
     if not (as_json or report):
         err.print("checking; opening libvirt and probing KVM may take a few seconds")
-    checks = asyncio.run(examine(settings))
+    try:
+        trusted = settings.security.tls_cert
+        tls = Tls(ca=trusted, cert=tls_cert, key=tls_key) if trusted and (tls_cert or tls_key) else None
+    except ValueError as error:
+        raise ConfigError(f"--tls-cert, --tls-key: {error}") from error
+    checks = asyncio.run(examine(settings, tls=tls))
     worst = max((check.status for check in checks), key=list(Status).index)
     if as_json or report:
         found = [{**asdict(check), "status": check.status.value} for check in checks]

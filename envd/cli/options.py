@@ -13,6 +13,7 @@ import typer
 from envd.base.config import Config
 from envd.base.config_sources import load, parse_pool_flags
 from envd.base.config_values import COMPAT_PORTS
+from envd.base.errors import ConfigError
 from envd.base.telemetry import logs
 from envd.base.terminal import reports_errors
 from envd.hypervisor.backends import backend_of
@@ -23,11 +24,13 @@ _CONFIG = Annotated[
 ]
 
 
-def _option(key: str, kind: Any, option_help: str, metavar: str | None = None) -> tuple[str, Any]:
-    """Return the key of a setting and its option, which shows the setting's default."""
+def _option(
+    key: str, kind: Any, option_help: str, metavar: str | None = None, names: tuple[str, ...] = ()
+) -> tuple[str, Any]:
+    """Return the key of a setting and its option, which shows the setting's default; `names` if not the parameter's."""
     value: object = None if "*" in key else functools.reduce(getattr, key.split("."), Config())
     default = str(value) if isinstance(value, str | Path) and value else False
-    return key, Annotated[kind | None, typer.Option(metavar=metavar, help=option_help, show_default=default)]
+    return key, Annotated[kind | None, typer.Option(*names, metavar=metavar, help=option_help, show_default=default)]
 
 
 #: The key of the setting and the option, by parameter.
@@ -35,7 +38,14 @@ _OPTIONS: Mapping[str, tuple[str, Any]] = {
     "pool": _option("pools", list[str], "Keep N machines of IMAGE ready; repeatable.", "N|IMAGE=N"),
     "tasks": _option("tasks.suites", list[str], "Task file, or directory of task files; repeatable.", "[SUITE=]PATH"),
     "web": _option("pools.*.web", str, "What guests of every pool reach: closed, allow, record or replay."),
-    "recording": _option("pools.*.recording", str, "Name of the web recording to record into or to replay.", "NAME"),
+    # Before the console's recordings of episodes, its name was --recording.
+    "recording": _option(
+        "pools.*.recording",
+        str,
+        "Recording of web pages to record into or to replay.",
+        "NAME",
+        names=("--web-recording", "--recording"),
+    ),
     "listen": _option("listen", str, "Address of the gRPC service.", "HOST:PORT"),
     "metrics_listen": _option("metrics_listen", str, "Address of the metrics.", "HOST:PORT"),
     "console_listen": _option(
@@ -54,6 +64,7 @@ _OPTIONS: Mapping[str, tuple[str, Any]] = {
     "log_format": _option("log_format", str, "Log format: text or json."),
     "log_level": _option("log_level", str, "Log level: debug, info, warning or error."),
 }
+_DRAWN_HYPERVISOR = Annotated[str, typer.Option(metavar="URI", hidden=True)]
 #: All options, of `envd serve`.
 EVERY_SETTING = tuple(_OPTIONS)
 
@@ -116,16 +127,25 @@ def runs_own_daemon(*names: str, log_level: str = "warning", is_drawn: bool = Fa
 
     Args:
         log_level: Replaces the default level `info`, whose records would disturb the command's output and timing.
-        is_drawn: Whether it always serves drawn desktops, so that it has no option of the hypervisor.
+        is_drawn: Whether it always serves drawn desktops, so that no other hypervisor can be chosen.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def wrapper(settings: Config, **arguments: Any) -> None:
+        def wrapper(settings: Config, *, hypervisor: str = "fake", **arguments: Any) -> None:
+            if hypervisor != "fake":
+                raise ConfigError(f"--hypervisor {hypervisor}: this command draws its desktops; leave it out")
             level = log_level if settings.log_level == "info" else settings.log_level
             logs.setup(log_format=settings.log_format, level=level)
             command(settings, **arguments)
 
+        if is_drawn:
+            # As for other commands with drawn desktops.
+            own = inspect.signature(command)
+            option = inspect.Parameter(
+                "hypervisor", inspect.Parameter.KEYWORD_ONLY, default="fake", annotation=_DRAWN_HYPERVISOR
+            )
+            wrapper.__signature__ = own.replace(parameters=[*own.parameters.values(), option])  # type: ignore[attr-defined]
         hypervisor = () if is_drawn else ("hypervisor", "accelerator")
         return with_settings("state_dir", "cache_dir", *hypervisor, *names)(wrapper)
 

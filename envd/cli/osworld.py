@@ -13,7 +13,7 @@ from envd.base.config import Config
 from envd.base.errors import OsworldError
 from envd.base.terminal import stop_on_sigterm
 from envd.cli.options import with_settings
-from envd.integrations.osworld.environment import PACKAGE, Environment
+from envd.integrations.osworld.environment import PACKAGE, Environment, examples_of
 from envd.integrations.osworld.files import OsworldFile, read_files
 from envd.integrations.osworld.host import host_of
 from envd.integrations.osworld.lint import Finding, Obstacle, cover, findings
@@ -35,6 +35,8 @@ def install(
     """Install OSWorld's package into a separate virtual environment, and register its task files."""
     stop_on_sigterm()
     environment = Environment(settings.cache_dir)
+    if tasks:
+        examples_of(tasks)  # before minutes of downloads
     with progress(f"osworld {PACKAGE}") as report:
         environment.install(progress=report)
     if tasks:

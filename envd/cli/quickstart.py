@@ -7,7 +7,7 @@ documentation work with it.
 import asyncio
 
 from cuaenv.actions import Action, action_text
-from cuaenv.cli.terminal import out
+from cuaenv.cli.terminal import out, program
 from cuaenv.client import AsyncEnvClient, StepResult
 from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig
 from envd.bench.default_tasks import DEFAULT_TASKS
@@ -20,15 +20,16 @@ from envd.daemon.suites import load_tasks
 from envd.tasks.model import Task
 
 _NEXT = """\
-act from Python, in a second terminal:
-  from trainer.client import EnvClient, Click
-  with EnvClient("{address}") as client, client.reset("{task_id}") as episode:
-      print(episode.instruction)
-      episode.step(Click(x=100, y=200)).observation.image.save("after.png")
+act, in a second terminal in this directory, with {python}:
+
+from trainer.client import EnvClient, Click
+with EnvClient("{address}") as client, client.reset("{task_id}") as episode:
+    print(episode.instruction)
+    episode.step(Click(x=100, y=200)).observation.image.save("after.png")
 
 watch:  {console}
-list:   envd tasks list --envd {address}
-play:   trainer play {task_id} --envd {address}
+list:   {envd} tasks list --envd {address}
+play:   {trainer} play {task_id} --envd {address}
 Ctrl-C ends it."""
 
 
@@ -53,7 +54,8 @@ async def _serve(config: Config) -> None:
         task = load_tasks(config).get(DEFAULT_TASKS[daemon.hypervisor.capabilities.task_suite].demo)
         await _play(daemon, task)
         console = f"http://{daemon.console_address}/"
-        _print("\n" + _NEXT.format(address=daemon.address, console=console, task_id=task.task_id))
+        programs = {name: program(name) for name in ("python", "envd", "trainer")}
+        _print("\n" + _NEXT.format(address=daemon.address, console=console, task_id=task.task_id, **programs))
         await asyncio.Event().wait()
 
 

@@ -164,6 +164,9 @@ def progress_line(info: PoolStatus, *, size: int | None) -> str:
     problem = f"; {textwrap.shorten(info.problem, _PROBLEM_CHARS)}" if info.problem else ""
     ready_count = info.idle_count + info.leased_count
     if not ready_count and not info.template_digest:
-        duration = "; without KVM the first one takes one to two minutes" if info.accelerator == "tcg" else ""
+        is_slow = info.accelerator == "tcg"
+        duration = (
+            "; without KVM one that is not stored yet boots for minutes, on a busy host for many" if is_slow else ""
+        )
         return f"pool {info.name}: preparing the template that its machines are forked from{duration}{problem}"
     return f"pool {info.name}: {ready_count} of {size} machines ready, {info.starting_count} starting{problem}"

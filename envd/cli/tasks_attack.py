@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cuaenv.cli.terminal import Json
+from cuaenv.cli.terminal import Json, err
 from envd.base.config import Config
 from envd.base.terminal import print_result
 from envd.bench.attack.mutants import Family, Mutant
@@ -38,7 +38,7 @@ def attack_command(
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory of the results.")] = Path(
         "out/attack"
     ),
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the results in the directory.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False,  # noqa: ARG001 -- of releases that needed it
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with scripts and pictures.")
     ] = None,
@@ -52,7 +52,10 @@ def attack_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Play almost right solutions and cheats of each task, which a sound checker scores below 1, on forks."""
+    """Play almost right solutions and cheats of each task, which a sound checker scores below 1, on forks.
+
+    The same command continues after an interruption. A mutant is played again if its task, checker or image changed.
+    """
     wanted = names_of(task_ids, suites)
     settings = with_suites(settings, wanted)
     given = read_oracles(oracles) if oracles else {}
@@ -64,7 +67,13 @@ def attack_command(
     own = attack_config(settings, parallel_count=parallel_count, image=image)
     for written in filter(None, (html, passed)):
         written.parent.mkdir(parents=True, exist_ok=True)
-    with ResultsFile(out_dir / "results.jsonl", resume=resume) as file:
+    path = out_dir / "results.jsonl"
+    with ResultsFile(path) as file:
+        if file.results:
+            note = (
+                f"{path} has {len(file.results)} results; their mutants are not played again unless they had no score"
+            )
+            err.print(note, markup=False, soft_wrap=True)
         played: dict[str, Attack] = {}
 
         def is_wanted(mutant: Mutant, digest: str) -> bool:

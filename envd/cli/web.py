@@ -51,7 +51,7 @@ def list_(settings: Config, *, as_json: Json = False) -> None:
             table.add_row(name, f"{size / 1024:.0f}", time)
         out.print(table)
     else:
-        err.print("no recordings; record one with `envd serve --web record --recording NAME`")
+        err.print("no recordings; record one with `envd serve --web record --web-recording NAME`")
 
 
 @app.command("show")

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,11 @@ def locked(state_dir: Path) -> Iterator[None]:
         raise ConfigError(f"state_dir {state_dir}: {error.strerror}; choose another with --state-dir") from error
     try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while not _try_lock(file, fcntl.LOCK_EX):
+                # `holder` shares the lock for an instant. A daemon does not share it.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_UN)
+                time.sleep(0.001)
         except BlockingIOError as error:
             pid = os.read(file, 32).decode("ascii", "replace").strip() or "unknown"
             raise ConfigError(
@@ -40,6 +45,14 @@ def locked(state_dir: Path) -> Iterator[None]:
         os.close(file)
 
 
+def _try_lock(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def holder(state_dir: Path) -> int | None:
     """Return the process id of the daemon that holds the lock of `state_dir`, or None."""
     try:
@@ -47,11 +60,9 @@ def holder(state_dir: Path) -> int | None:
     except OSError:
         return None
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if _try_lock(file, fcntl.LOCK_SH):
+            return None
         text = os.read(file, 32).decode("ascii", "replace").strip()
         return int(text) if text.isdigit() else None
-    else:
-        return None
     finally:
         os.close(file)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from envd.base.config import PoolConfig
 from envd.base.errors import ConfigError, HypervisorError
 
 #: Memory of QEMU itself, in addition to the guest's.
@@ -29,6 +30,16 @@ class MemoryClaim:
     """Private memory that it will reach."""
     held_bytes: int = 0
     """Private memory that it has now; 0 if not measured."""
+
+
+def booted_bytes(pool: PoolConfig) -> int:
+    """Return the private memory that a booted machine reaches: it holds all pages that its guest has touched."""
+    return (pool.memory_mib + OVERHEAD_MIB) << 20
+
+
+def forked_bytes(pool: PoolConfig) -> int:
+    """Return the private memory that a fork reaches: it holds the pages that it has changed."""
+    return min(booted_bytes(pool), pool.expected_memory_mib << 20)
 
 
 def machines_that_fit(

@@ -15,7 +15,7 @@ from envd.pool.backoff import Backoff
 from envd.pool.host_room import HostDisk, HostRoom
 from envd.pool.lifecycle import MachineFactory, MachineRegister, MakeDesktop
 from envd.pool.machine_table import MachineTable
-from envd.pool.memory import OVERHEAD_MIB, HostMemory
+from envd.pool.memory import HostMemory, booted_bytes, forked_bytes
 from envd.pool.refusals import Refusals
 from envd.pool.settings import PoolSettings
 from envd.pool.template import TemplateCache
@@ -98,9 +98,7 @@ def build_parts(
         changed=changed,
         notify=notify,
     )
-    # A booted machine holds all pages that its guest has touched; a fork, only those that it has changed.
-    booted_bytes = (settings.memory_mib + OVERHEAD_MIB) << 20
-    expected_bytes = min(booted_bytes, settings.expected_memory_mib << 20)
+    expected_bytes = forked_bytes(settings)
     return PoolParts(
         spec=spec,
         queue=queue,
@@ -112,7 +110,7 @@ def build_parts(
         room=HostRoom(
             memory=host.memory,
             disk=host.disk,
-            claims=partial(machines.claims, expected_bytes=expected_bytes, booted_bytes=booted_bytes),
+            claims=partial(machines.claims, expected_bytes=expected_bytes, booted_bytes=booted_bytes(settings)),
             expected_bytes=expected_bytes,
             capacity=settings.capacity,
             clock=clock,

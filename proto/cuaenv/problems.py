@@ -16,6 +16,12 @@ _PHRASES = {
     "String should": "must",
     ", unable to parse string as an integer": "",
     ", unable to parse string as a number": "",
+    # A user's file has no Python types.
+    "be a valid tuple": "be a list",
+    "be a valid list": "be a list",
+    "be a valid set": "be a list",
+    "be a valid frozenset": "be a list",
+    "be a valid dictionary": "be a mapping",
 }
 
 

@@ -287,6 +287,7 @@ def run(*args: str) -> CommandOutput:
     return run_envd("bench", *args, "--hypervisor", "fake")
 
 
+@pytest.mark.long
 def test_bench_fork_measures_fake_desktops_and_reports_that_no_guest_ran(tmp_path: Path) -> None:
     done = run("fork", "--n", "2", "--repetitions", "2", "--json", "--state-dir", str(tmp_path))
     assert done.status == 0, done.err
@@ -299,6 +300,7 @@ def test_bench_fork_measures_fake_desktops_and_reports_that_no_guest_ran(tmp_pat
     assert "bench fork" in done.err
 
 
+@pytest.mark.long
 def test_bench_branch_measures_and_checks_fake_desktops_and_prints_tables(tmp_path: Path) -> None:
     done = run("branch", "--repetitions", "2", "--state-dir", str(tmp_path))
     assert done.status == 0, done.err
@@ -307,6 +309,7 @@ def test_bench_branch_measures_and_checks_fake_desktops_and_prints_tables(tmp_pa
     assert "milk\\nbread\\n-2 -1 0 1 and the child" in done.out
 
 
+@pytest.mark.long
 def test_bench_branch_compares_the_files_of_a_guest_whose_programs_are_unknown(tmp_path: Path) -> None:
     settings = load(flags={"state_dir": tmp_path, "hypervisor.uri": "fake"})
     parent = WritingParent("fake/save-note", GuestOs.LINUX)
@@ -324,6 +327,7 @@ def test_bench_branch_compares_the_files_of_a_guest_whose_programs_are_unknown(t
     assert "saved '-2 -1 0 and the child'" in check.evidence
 
 
+@pytest.mark.long
 def test_bench_checkpoint_measures_and_checks_fake_desktops_and_leaves_none(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     options = ("--repetitions", "2", "--depth", "2", "--state-dir", str(tmp_path / "state"), "--cache-dir", str(cache))
@@ -368,7 +372,7 @@ def machine_count(database: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_ends_a_benchmark_and_leaves_no_machine(tmp_path: Path, number: signal.Signals) -> None:
     database = tmp_path / "bench" / FILE_NAME
     command = [sys.executable, "-m", "envd", "bench", "fork", "--hypervisor", "fake", "--state-dir", str(tmp_path)]
@@ -402,6 +406,7 @@ def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path) -> N
     assert found["bare_rpc_per_s"] != found["steps_per_s"]
 
 
+@pytest.mark.long
 async def test_the_clients_of_a_load_use_all_daemons_from_several_processes(tmp_path: Path) -> None:
     settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
     echo, steps = EchoServer(), Steps(lambda _stage, _share: None, 3)

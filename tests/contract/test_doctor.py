@@ -4,13 +4,20 @@ import asyncio
 import json
 import re
 import socket
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
-from envd.base.config import Config
+import pytest
+
+from cuaenv.client import Tls
+from envd.base.config import Config, SecurityConfig
 from envd.base.config_sources import load
 from envd.cli import doctor
-from envd.cli.doctor import Status
+from envd.cli.certificates import make_development_certs
+from envd.cli.certs import write_certs
+from envd.cli.doctor import Check, Status
+from tests.support.callers import Tokens
 from tests.support.command import run_envd
 from tests.support.faulty import Faults
 from tests.support.server import serve_fake
@@ -48,6 +55,51 @@ async def test_a_failing_pool_of_a_running_daemon_fails_with_its_problem(tmp_pat
     assert check.status is Status.FAIL
     assert "failing, 0 of 2 machines leased, 0 requested; " in check.detail
     assert "no memory left" in check.detail
+
+
+def secured(certs: dict[str, Path], **more: Any) -> SecurityConfig:
+    return SecurityConfig(tls_cert=certs["server"], tls_key=certs["server_key"], **more)
+
+
+async def daemon_checks(tmp_path: Path, security: SecurityConfig, *, tls: Tls | None = None) -> list[Check]:
+    async with serve_fake(size=1, security=security) as server:
+        config = config_with(tmp_path, server.address).model_copy(update={"security": security})
+        while not server.pool.statistics().idle_count:
+            await asyncio.sleep(0.01)
+        return await doctor.check_daemon(config, daemon_pid=42, tls=tls)
+
+
+@pytest.mark.parametrize("hosts", [[], ["*.envd.example"]])
+async def test_the_pools_of_a_daemon_with_tls_and_tokens_are_checked(
+    tmp_path: Path, hosts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certs = write_certs(tmp_path / "certs", make_development_certs(hosts, now=datetime.now(UTC)))
+    tokens = Tokens.create(tmp_path / "tokens")
+    monkeypatch.setenv("ENVD_TOKEN", tokens.viewer.secret)
+    both = secured(certs, tokens_file=tokens.path)
+    for security in (secured(certs), tokens.security(), both):
+        checks = await daemon_checks(tmp_path, security)
+        assert [(check.name, check.status) for check in checks] == [("daemon", Status.OK), ("pool fake", Status.OK)]
+    monkeypatch.delenv("ENVD_TOKEN")
+    (check,) = await daemon_checks(tmp_path, both)
+    assert check.status is Status.OK
+    assert "responds, but its pools were not checked: " in check.detail
+    assert check.detail.endswith("set ENVD_TOKEN to one of its tokens")
+
+
+async def test_the_pools_of_a_daemon_that_requires_client_certificates_are_checked_with_one(tmp_path: Path) -> None:
+    certs = write_certs(tmp_path / "certs", make_development_certs([], now=datetime.now(UTC)))
+    security = secured(certs, client_ca=certs["ca"])
+    (check,) = await daemon_checks(tmp_path, security)
+    assert check.status is Status.OK
+    assert check.detail.endswith("give --tls-cert and --tls-key to check its pools")
+    tls = Tls(ca=certs["server"], cert=certs["client"], key=certs["client_key"])
+    assert [check.name for check in await daemon_checks(tmp_path, security, tls=tls)] == ["daemon", "pool fake"]
+
+
+async def test_a_token_is_not_sent_to_a_daemon_without_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENVD_TOKEN", "a secret of another daemon")  # malformed: the client would refuse it
+    assert [check.status for check in await daemon_checks(tmp_path, SecurityConfig())] == [Status.OK, Status.OK]
 
 
 def test_a_report_names_neither_its_host_nor_its_directories(tmp_path: Path) -> None:

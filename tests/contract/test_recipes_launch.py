@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,11 @@ def slime_flags(name: str, stage: str) -> dict[str, str]:
     return dict(flags_of(shlex.split(dry_run(name, stage).splitlines()[-1])))
 
 
+def _stages(*names: str) -> list[Any]:
+    """Return stages for a test; those between the first and the last one, which they resemble, are long."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in {"smoke-text", "smoke"} else name for name in names]
+
+
 @pytest.mark.parametrize("name", names())
 def test_launchers_are_valid_bash(name: str) -> None:
     checked = subprocess.run(["bash", "-n", str(launcher(name))], capture_output=True, text=True, check=False)
@@ -95,7 +101,7 @@ def test_launchers_are_valid_bash(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", _stages(*STAGES))
 def test_every_stage_has_a_dry_run_without_gpu_that_writes_nothing(name: str, stage: str) -> None:
     assert dry_run(name, stage)
 
@@ -108,7 +114,7 @@ def test_training_arguments_equal_those_of_the_public_recipe(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SLIME)
-@pytest.mark.parametrize("stage", ["smoke", "full"])
+@pytest.mark.parametrize("stage", _stages("smoke", "full"))
 def test_batch_sizes_divide_evenly(name: str, stage: str) -> None:
     flags = slime_flags(name, stage)
     batch, per_prompt, update = (
@@ -133,7 +139,7 @@ def test_batch_sizes_divide_evenly(name: str, stage: str) -> None:
 
 
 @pytest.mark.parametrize("name", SLIME)
-@pytest.mark.parametrize("stage", ["smoke-text", "smoke", "full"])
+@pytest.mark.parametrize("stage", _stages("smoke-text", "smoke", "full"))
 def test_the_plug_in_accepts_every_recipe_without_warnings(name: str, stage: str) -> None:
     flags = slime_flags(name, stage)
     # As slime's parser returns them.

@@ -30,7 +30,8 @@ from tests.support.libvirt_fixtures import LibvirtFixtures
 from tests.support.machine_contract.fixtures import new_machine_id
 from tests.support.machine_contract.forks import ForkContract
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
+# Its template takes 200 s of emulation to boot. What every machine shares is in test_machine_contract_libvirt.py.
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 
 _TPM = ("env", "TPM2TOOLS_TCTI=device:/dev/tpmrm0")
 _KEY, _NV = "0x81000001", "0x1500016"
@@ -125,7 +126,6 @@ class WindowsHardware(LibvirtFixtures):
         return {name.removesuffix(f"-{_GUID}") for name in listed if name.endswith(_GUID)}
 
 
-@pytest.mark.long
 class TestForkContractOnWindowsHardware(WindowsHardware, ForkContract):
     """The whole contract: most of it is the same code on each hardware."""
 

@@ -64,6 +64,7 @@ def test_a_careless_checker_is_found_and_shown(suite: Path) -> None:
     assert "data:image/png;base64,iVBOR" in text
 
 
+@pytest.mark.long
 def test_a_sound_checker_kills_all_mutants_that_are_not_equivalent(suite: Path) -> None:
     status, found, _ = attack(suite)
     assert status == 1
@@ -74,26 +75,26 @@ def test_a_sound_checker_kills_all_mutants_that_are_not_equivalent(suite: Path) 
         for each in found["open"]
     ]
     (suite.parent / "verdicts.yaml").write_text(yaml.safe_dump(verdicts), encoding="utf-8")
-    status, again, _ = attack(suite, "--resume")
+    status, again, _ = attack(suite)
     counts = again["suites"]["mine"]
     assert (status, again["open"], counts["killed"]) == (0, [], counts["not_equivalent"])
     assert counts["equivalent"] == len(verdicts)
 
 
-def test_results_continue_only_if_wanted_and_only_what_is_missing(suite: Path) -> None:
+def test_a_second_run_plays_only_what_is_missing(suite: Path) -> None:
     attack(suite)
     results = suite.parent / "out" / "results.jsonl"
     lines = results.read_text(encoding="utf-8").splitlines()
-    status, _, err = attack(suite)
-    assert (status, "--resume continues them" in err) == (2, True)
     # A kill cut off the last line.
     results.write_text("\n".join([*lines[:-2], lines[-2][:40]]), encoding="utf-8")
-    attack(suite, "--resume")
+    _, _, err = attack(suite)
+    assert f"has {len(lines) - 2} results; their mutants are not played again" in err
     again = results.read_text(encoding="utf-8").splitlines()
     assert again[: len(lines) - 2] == lines[:-2]
     assert {json.loads(line)["digest"] for line in again} == {json.loads(line)["digest"] for line in lines}
 
 
+@pytest.mark.long
 def test_an_interrupted_attack_keeps_its_results_and_ends_its_daemon(suite: Path) -> None:
     results = suite.parent / "out" / "results.jsonl"
     command = [sys.executable, "-m", "envd", "tasks", "attack", "mine/note", "--hypervisor", "fake", "--jobs", "1"]
@@ -104,12 +105,13 @@ def test_an_interrupted_attack_keeps_its_results_and_ends_its_daemon(suite: Path
         process.send_signal(signal.SIGINT)
         assert process.wait() == 128 + signal.SIGINT
     before = results.read_text(encoding="utf-8").splitlines()
-    status, found, _ = attack(suite, "--resume", "--state-dir", str(suite.parent / "state"))
+    status, found, _ = attack(suite, "--state-dir", str(suite.parent / "state"))
     after = results.read_text(encoding="utf-8").splitlines()
     assert (status, after[: len(before)]) == (1, before)
     assert len(after) == found["suites"]["mine"]["mutants"] > len(before)
 
 
+@pytest.mark.long
 def test_a_task_that_cannot_be_set_up_does_not_stop_the_others(suite: Path) -> None:
     extra = """
   - name: solved-at-start
@@ -126,7 +128,7 @@ def test_a_task_that_cannot_be_set_up_does_not_stop_the_others(suite: Path) -> N
     assert all(each["detail"].startswith("not played: ") for each in unplayed)
     counts = found["suites"]["mine"]
     assert counts["no score"] == len(unplayed) > 5
-    attack(suite, "mine/solved-at-start", "--jobs", "16", "--resume")
+    attack(suite, "mine/solved-at-start", "--jobs", "16")
     lines = (suite.parent / "out" / "results.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == counts["mutants"] + len(unplayed), "those without a score are played again"
     assert counts["killed"] == counts["mutants"] - len(found["open"]) > 5
@@ -136,7 +138,7 @@ def test_a_task_that_cannot_be_set_up_does_not_stop_the_others(suite: Path) -> N
 def test_damaged_results_are_refused(suite: Path, line: str) -> None:
     (suite.parent / "out").mkdir()
     (suite.parent / "out" / "results.jsonl").write_text(line + "\n", encoding="utf-8")
-    status, _, err = attack(suite, "--resume")
+    status, _, err = attack(suite)
     assert (status, "are damaged" in err) == (2, True)
 
 

@@ -1,16 +1,20 @@
 """`envd quickstart` in its own process: what it prints works when it is copied."""
 
+import shlex
 import signal
 import subprocess
 import sys
-import textwrap
 import urllib.request
 from pathlib import Path
+
+import pytest
 
 from tests.support.program import Program
 
 
-def test_the_printed_addresses_and_the_printed_program_work(tmp_path: Path) -> None:
+def test_the_printed_addresses_and_the_printed_programs_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # the virtual environment is not activated
+    monkeypatch.chdir(tmp_path)
     command = ("-m", "envd", "quickstart", "--state-dir", tmp_path / "state")
     with Program(sys.executable, *command, "--listen", "127.0.0.1:0", "--console-listen", "127.0.0.1:0") as envd:
         console = envd.wait_for(r"watch: +(http://\S+)")
@@ -18,9 +22,12 @@ def test_the_printed_addresses_and_the_printed_program_work(tmp_path: Path) -> N
         assert "score: 1\n" in envd.output
         with urllib.request.urlopen(console) as response:  # noqa: S310 - it came from our own process
             assert b"<title>" in response.read()
-        _, _, rest = envd.output.partition("in a second terminal:\n")
-        program = textwrap.dedent(rest.partition("\n\n")[0])
-        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True)
+        python, _, rest = envd.output.partition("in this directory, with ")[2].partition(":\n\n")
+        snippet = rest.partition("\n\n")[0]
+        done = subprocess.run([python, "-c", snippet], cwd=tmp_path, check=True, capture_output=True, text=True)
         assert done.stdout.startswith("Type exactly this line")
+        listed = shlex.split(envd.wait_for(r"list: +(.+)"))
+        tasks = subprocess.run(listed, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+        assert "fake/save-note" in tasks
         assert (tmp_path / "after.png").stat().st_size > 1000
         assert envd.end(signal.SIGINT) == 128 + signal.SIGINT

@@ -120,6 +120,7 @@ async def test_rollouts_survive_killed_and_stopped_daemons_and_use_them_again_af
     assert daemons.end("staying") == 0
 
 
+@pytest.mark.long
 async def test_sixty_four_concurrent_rollouts_fill_two_daemons(
     daemons: Daemons, record_testsuite_property: Callable[[str, object], None]
 ) -> None:

@@ -40,6 +40,7 @@ async def target(tmp_path: Path) -> AsyncIterator[str]:
 async def run(name: str, target: str, directory: Path, *words: str) -> str:
     """Run an example in a directory; return its output."""
     environment = {**os.environ, "ENVD_TARGET": target, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    directory.mkdir(exist_ok=True)
     command = [sys.executable] if name.endswith(".py") else ["bash"]
     done = await run_program(*command, EXAMPLES / name, *words, cwd=directory, env=environment)
     assert done.status == 0, done.err
@@ -88,7 +89,12 @@ async def test_the_loop_of_gymnasium(target: str, tmp_path: Path) -> None:
 
 async def test_the_dry_run_of_slime(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
-    assert target in await run("train_slime.sh", target, tmp_path)
+    for stage in ("smoke-env", "smoke-text", "full"):
+        assert target in await run("train_slime.sh", target, tmp_path, stage)
+
+
+async def test_the_first_stage_of_slime_plays_a_drawn_desktop(target: str, tmp_path: Path) -> None:
+    assert "score 0.00 after 1 turn" in await run("train_slime.sh", target, tmp_path)
 
 
 async def test_the_evaluation_of_a_model(target: str, tmp_path: Path) -> None:
@@ -97,7 +103,19 @@ async def test_the_evaluation_of_a_model(target: str, tmp_path: Path) -> None:
     solution = say_steps([[Click(x=822, y=167)], [Done()]], AgentSettings().make_grammar())
     model = ScriptedModel({task.instruction: solution for task in tasks})
     async with served(model) as url:
-        report = json.loads(await run("evaluate_model.py", target, tmp_path, url))
-    assert model.asked_count == 4
-    row = report["runs"][0]["rows"][0]
-    assert (row["task_count"], row["success"]["mean"]) == (2, 0.5)
+        for words in [(url,), (url, "scripted")]:
+            report = json.loads(await run("evaluate_model.py", target, tmp_path / words[-1].replace("/", ""), *words))
+            row = report["runs"][0]["rows"][0]
+            assert (row["task_count"], row["success"]["mean"]) == (2, 0.5)
+    assert model.asked_count == 8
+
+
+async def test_the_evaluation_of_the_built_in_stand_in(target: str, tmp_path: Path) -> None:
+    report = json.loads(await run("evaluate_model.py", target, tmp_path))
+    assert (report["runs"][0]["label"], report["runs"][0]["rows"][0]["success"]["mean"]) == ("null", 0)
+
+
+async def test_wrong_arguments_of_the_evaluation_show_its_usage(target: str, tmp_path: Path) -> None:
+    done = await run_program(sys.executable, EXAMPLES / "evaluate_model.py", "--help", cwd=tmp_path)
+    assert done.status == 1
+    assert "Usage: evaluate_model.py" in done.err

@@ -42,7 +42,7 @@ def test_a_run_that_was_killed_can_be_started_again_at_once(tmp_path: Path) -> N
                 grpc.channel_ready_future(channel).result(timeout=30)
 
 
-@pytest.mark.parametrize("suite", ["drawn", "desktop"])
+@pytest.mark.parametrize("suite", ["drawn", pytest.param("desktop", marks=pytest.mark.long)])
 def test_oracles_are_printed_for_suites_of_drawn_and_of_real_desktops(suite: str, tmp_path: Path) -> None:
     print_oracles(tmp_path / "oracles.jsonl", suite=suite, seeds=range(2))
     tasks = {oracle.task_id for oracle in read_oracles(tmp_path / "oracles.jsonl")}

@@ -36,7 +36,8 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_a_wheel_is_built_from_the_source_distribution(artefacts: list[Path]) -> None:
-    assert [path.name.partition("-")[2].partition("-")[0] for path in artefacts] == ["0.2.0", "0.2.0.tar.gz"]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert [path.name.partition("-")[2].partition("-")[0] for path in artefacts] == [version, f"{version}.tar.gz"]
 
 
 def test_an_installed_package_is_complete(artefacts: list[Path], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.timeout(360)
 ZEROS = ("duplicated_actions", "lost_actions", "fake_zero_rewards", "leftovers", "unexplained_errors")
 
 
+@pytest.mark.long
 def test_an_interrupted_soak_prints_its_report(tmp_path: Path) -> None:
     interrupted = SoakProcess(tmp_path, "--minutes", "60", "--seed", "ci")
     # Progress is printed every ten seconds; the second line reports episodes.

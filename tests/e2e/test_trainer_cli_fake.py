@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 from lxml import html
 
 from cuaenv.client import AsyncEnvClient, Click, Done
@@ -104,6 +105,7 @@ async def test_an_interrupted_evaluation_closes_its_episodes_and_keeps_its_resul
     assert [json.loads(line)["kind"] for line in lines] == ["run", "attempt"]
 
 
+@pytest.mark.long
 async def test_two_evaluations_share_a_daemon_by_their_labels(tmp_path: Path) -> None:
     runs: set[str] = set()
     async with serve_fake(size=1, capacity=1) as server, AsyncEnvClient(server.address) as client:

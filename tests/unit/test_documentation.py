@@ -17,7 +17,7 @@ from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.suites.drawn import DRAWN
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Names that look like paths or modules: metrics of `trainer.slime`, files of users, names of other projects.
 _OTHERS = re.compile(
     r"envd/(success_frac|void_frac|void|ended|kept|replay|replayed|branched_frac|ended_by_guest_frac|undecided_frac)\b.*|tests/test\.sh|(slime_osworld|examples)/.*|trainer\.(use_v1|v1\..*)"
@@ -163,3 +163,8 @@ def test_the_site_has_no_dead_link_and_no_page_without_a_place(tmp_path: Path) -
     )
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "site/tutorials/first-episode/index.html").is_file()
+    index = (tmp_path / "site/llms.txt").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[[^]]+\]\(([^)]+)\): \S", index, re.MULTILINE)
+    pages = set(re.findall(r"\]\(([^)#\s]+\.md)\)", text_of(ROOT / "docs/README.md")))
+    assert len(set(listed)) == len(pages) > 35
+    assert [page for page in listed if not (tmp_path / "site" / page / "index.html").is_file()] == []

@@ -48,7 +48,9 @@ def test_ends_badly(bad_end):
 """
 
 
-@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one process", "two workers"])
+@pytest.mark.parametrize(
+    "processes", [[], pytest.param(["-n", "2"], marks=pytest.mark.long)], ids=["one process", "two workers"]
+)
 def test_what_passed_is_left_out_and_what_failed_or_was_skipped_runs_again(
     tmp_path: Path, processes: list[str]
 ) -> None:

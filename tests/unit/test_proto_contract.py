@@ -1,6 +1,7 @@
 """The comments of the contract, and the page generated from them."""
 
 import inspect
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -54,8 +55,33 @@ def test_every_method_with_a_request_id_is_documented_as_idempotent(method: str)
     assert "Idempotent on `request_id`" in comment
 
 
+def buf(*arguments: str, cwd: Path = ROOT) -> tuple[int, str]:
+    program = Path(sysconfig.get_path("scripts"), "buf")
+    assert program.exists(), f"{program} is missing; install the dev extra into {sys.prefix}"
+    result = subprocess.run([program, *arguments], cwd=cwd, capture_output=True, text=True, check=False, timeout=240)
+    return result.returncode, result.stdout
+
+
 def test_the_contract_passes_its_linter() -> None:
-    buf = Path(sysconfig.get_path("scripts"), "buf")
-    assert buf.exists(), f"{buf} is missing; install the dev extra into {sys.prefix}"
-    result = subprocess.run([buf, "lint"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
-    assert (result.returncode, result.stdout) == (0, "")
+    assert buf("lint") == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "replacement", "found"),
+    [
+        ("", "", ""),
+        ("  string accelerator = 4;", "  bytes accelerator = 4;", 'Field "4"'),
+        ("  rpc StreamFrames(", "  rpc StreamFrame(", 'Previously present RPC "StreamFrames"'),
+    ],
+)
+def test_the_contract_only_adds_to_that_of_the_last_release(
+    tmp_path: Path, change: str, replacement: str, found: str
+) -> None:
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    copy = tmp_path / "proto" / "cuaenv" / "v1" / "env.proto"
+    copy.parent.mkdir(parents=True)
+    assert change in SOURCE
+    copy.write_text(SOURCE.replace(change, replacement), encoding="utf-8")
+    status, output = buf("breaking", "--against", str(ROOT / "proto" / "released.binpb"), cwd=tmp_path)
+    assert (status == 0) is not bool(found)
+    assert found in output

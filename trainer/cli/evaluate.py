@@ -19,7 +19,7 @@ from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation
 from trainer.cli.choice import SplitName, choose, served_tasks
 from trainer.cli.compare import print_comparison, print_summary
-from trainer.cli.options import LIST_TIMEOUT, Target, make_client
+from trainer.cli.options import LIST_TIMEOUT, Target, TlsCa, make_client
 from trainer.cli.output import UsageError, reports_errors
 from trainer.cli.run_file import RunConfig, read_run
 from trainer.data.prompts import describe_unrunnable
@@ -29,6 +29,7 @@ from trainer.evaluate.comparison import compare
 from trainer.evaluate.endpoint import EndpointError, checked_url, open_endpoint
 from trainer.evaluate.native import load_chat, native_conversations
 from trainer.evaluate.play import ConversationFactory, EvaluationStopped, evaluate
+from trainer.evaluate.players import NullPlayer, Player
 from trainer.evaluate.report import write_report
 from trainer.evaluate.results import Results, ResultsError, ResultsFile, Run
 from trainer.evaluate.selection import Selection, SelectionError
@@ -47,6 +48,7 @@ class _Candidate:
 
     label: str
     url: str
+    """Empty for `Player.NULL`."""
     model: str
     is_perturbed: bool = False
     """Whether its attempts are made in perturbed worlds, each drawn from its seed."""
@@ -74,13 +76,23 @@ def eval_command(
     endpoint: Annotated[
         str, typer.Option(help="Base URL of an OpenAI-compatible API, such as http://127.0.0.1:8000/v1.")
     ] = "",
+    model: Annotated[str, typer.Option(help="The model's name; default: the only served one.")] = "",
+    by: Annotated[
+        Player, typer.Option(metavar="PLAYER", help="model, or null: the score of doing nothing, without a model.")
+    ] = Player.MODEL,
     before: Annotated[str, typer.Option(help="Base URL of the checkpoint before training; requires --after.")] = "",
     after: Annotated[str, typer.Option(help="Base URL of the checkpoint after training.")] = "",
     perturb: Annotated[
         bool, typer.Option("--perturb", help="Compare clean desktops with perturbed ones: pop-ups, themes, windows.")
     ] = False,
     envd: Target = "",
+    tls_ca: TlsCa = None,
     task: Annotated[list[str], typer.Option(help="Only this task; may be repeated.")] = [],  # noqa: B006 -- typer's way
+    limit: Annotated[int | None, typer.Option(min=0, help="Most tasks, always the same; 0 for all.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Attempts at each task; needs a temperature.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Of the sampling; 0, the default, is greedy.")
+    ] = None,
     split: Annotated[SplitName | None, typer.Option(help="Side of the split of `trainer data`; default: all.")] = None,
     directory: Annotated[
         Path | None, typer.Option("--out", help="Directory for the results; default: out/eval.")
@@ -99,14 +111,19 @@ def eval_command(
     """
     flags = {
         "endpoint": endpoint,
+        "model": model,
         "before": before,
         "after": after,
         "envd": envd,
+        "tls_ca": tls_ca,
+        "select.limit": limit,
+        "seeds": seeds,
+        "temperature": temperature,
         "split": split,
         "perturb": perturb or None,
     }
     config = read_run(words or [], flags, command="trainer eval")
-    candidates, settings = _candidates(config), config.settings()
+    candidates, settings = _candidates(config, by), config.settings()
     plan = _Plan(
         config=config,
         directory=directory or config.out or Path("out/eval"),
@@ -117,7 +134,8 @@ def eval_command(
         key=config.key(),
     )
     for candidate in candidates:
-        checked_url(candidate.url, with_key=bool(plan.key))
+        if candidate.url:
+            checked_url(candidate.url, with_key=bool(plan.key))
     files = asyncio.run(_evaluate_all(make_client(config.envd, config.tls_ca, run=config.run), candidates, plan))
     results = [Results.read(file) for file in files]
     _report(results, files, with_pages=config.report, as_json=as_json)
@@ -154,26 +172,18 @@ async def _evaluate_one(
 ) -> Path:
     config = plan.config
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(open_endpoint(candidate.url, key=plan.key))
-        model = candidate.model or await (server.only_model() if plan.chat is None else server.model_path())
+        url, model, new_conversation = await _player(stack, candidate, plan)
         label = candidate.label or model
         path = plan.directory / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', label).strip('-.') or 'run'}.jsonl"
         run = Run(
             label=label,
             settings={
-                **_settings_json(plan, url=server.url, model=model, tasks=tasks),
+                **_settings_json(plan, url=url, model=model, tasks=tasks),
                 **({"perturbed": True} if candidate.is_perturbed else {}),
             },
             prompt_hash=prompt_hash(plan.settings),
         )
         file = stack.enter_context(ResultsFile(path, run))
-
-        def chat_completions(seed: int) -> Conversation:
-            return ChatConversation(server, model=model, sampling=plan.sampling, seed=seed)
-
-        new_conversation: ConversationFactory = chat_completions
-        if plan.chat is not None:
-            new_conversation = native_conversations(server, plan.chat, settings=plan.settings, sampling=plan.sampling)
 
         await evaluate(
             client,
@@ -189,6 +199,23 @@ async def _evaluate_one(
             report=stack.enter_context(progress(f"eval {label}")),
         )
     return path
+
+
+async def _player(stack: AsyncExitStack, candidate: _Candidate, plan: _Plan) -> tuple[str, str, ConversationFactory]:
+    """Return the URL and the name of a model, and what begins its conversations."""
+    if not candidate.url:
+        grammar = plan.settings.make_grammar()
+        return "", Player.NULL.value, lambda _seed: NullPlayer(grammar)
+    server = await stack.enter_async_context(open_endpoint(candidate.url, key=plan.key))
+    model = candidate.model or await (server.only_model() if plan.chat is None else server.model_path())
+    if plan.chat is not None:
+        native = native_conversations(server, plan.chat, settings=plan.settings, sampling=plan.sampling)
+        return server.url, model, native
+
+    def chat_completions(seed: int) -> Conversation:
+        return ChatConversation(server, model=model, sampling=plan.sampling, seed=seed)
+
+    return server.url, model, chat_completions
 
 
 def _settings_json(plan: _Plan, *, url: str, model: str, tasks: list[Task]) -> Mapping[str, JsonValue]:
@@ -240,8 +267,15 @@ def _report(results: list[Results], files: list[Path], *, with_pages: bool, as_j
         err.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def _candidates(config: RunConfig) -> list[_Candidate]:
+def _candidates(config: RunConfig, by: Player = Player.MODEL) -> list[_Candidate]:
     """Return the models to evaluate. Raises: UsageError."""
+    if by is Player.NULL:
+        if config.endpoint or config.before or config.after or config.model:
+            raise UsageError("--by null plays without a model; leave out endpoint, model, before and after")
+        clean = _Candidate(label=config.label, url="", model="")
+        return [clean, replace(clean, label="perturbed", is_perturbed=True)] if config.perturb else [clean]
+    if by is not Player.MODEL:
+        raise UsageError(f"--by {by.value} plays one episode: see `trainer play`; use model or null here")
     if config.perturb:
         if not config.endpoint or config.before or config.after:
             raise UsageError("perturb compares one model with itself; use it with --endpoint URL alone")

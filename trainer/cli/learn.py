@@ -158,8 +158,16 @@ class _Work:
         from trainer.learn.clone import clone  # noqa: PLC0415
         from trainer.learn.metrics import MetricsLog  # noqa: PLC0415
 
-        with MetricsLog(self.run / "clone") as log:
-            clone(self.settings, self.run / "demos", self.run / "clone", seed=self.seed, log=log, resume=self.resume)
+        with MetricsLog(self.run / "clone") as log, progress("clone") as report:
+            clone(
+                self.settings,
+                self.run / "demos",
+                self.run / "clone",
+                seed=self.seed,
+                log=log,
+                resume=self.resume,
+                report=report,
+            )
 
     def reinforce(self, hosts: list[str], slime_home: Path) -> None:
         """Learn by reinforcement."""

@@ -76,7 +76,7 @@ def slime_checkout(home: Path | None) -> Path:
     """Return the directory of slime, and prepare this process for it: no downloads, no bars. Raises: UsageError."""
     home = (home or default_home()).expanduser().resolve()
     if not is_checkout(home):
-        raise UsageError(f"slime {home}: not a checkout of slime; run `trainer learn setup`, or give --slime-home")
+        raise UsageError(f"slime {home}: not a checkout; run `trainer learn setup`, or set --slime-home or SLIME_HOME")
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
     return home
 

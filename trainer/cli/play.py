@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -25,24 +24,11 @@ from trainer.data.record import OracleConversation
 from trainer.evaluate.chat import ChatConversation
 from trainer.evaluate.endpoint import EndpointError, open_endpoint
 from trainer.evaluate.play import ConversationFactory, PlayedAttempt, play_task
-from trainer.evaluate.players import HELP, EchoConversation, HumanPlayer, NullPlayer
+from trainer.evaluate.players import HELP, EchoConversation, HumanPlayer, NullPlayer, Player
 from trainer.evaluate.replay import directory_name
 from trainer.evaluate.report import write_report
 from trainer.evaluate.results import Results, Run
 from trainer.evaluate.selection import Selection, SelectionError, select
-
-
-class Player(Enum):
-    """The player."""
-
-    #: A person who types commands.
-    HAND = "hand"
-    #: No actions: the task is declared done immediately.
-    NULL = "null"
-    #: The task's known solution.
-    ORACLE = "oracle"
-    #: A model behind an endpoint.
-    MODEL = "model"
 
 
 @reports_errors(BadOracle, EndpointError, SelectionError, OSError)
@@ -58,6 +44,7 @@ def play_command(
     ] = None,
     screen: Screen = DEFAULT_SCREEN,
     endpoint: Annotated[str, typer.Option(help="For --by model: base URL of an OpenAI-compatible API.")] = "",
+    model: Annotated[str, typer.Option(help="The model's name; default: the only served one.")] = "",
     envd: Target = "",
     directory: Annotated[
         Path | None, typer.Option("--out", help="Directory for pictures and page; default: out/play.")
@@ -69,7 +56,7 @@ def play_command(
     docs/evaluation.md lists the keys of RUN.toml; flags override them.
     """
     task, *more = words
-    config = read_run(more, {"endpoint": endpoint, "envd": envd}, command="trainer play TASK")
+    config = read_run(more, {"endpoint": endpoint, "model": model, "envd": envd}, command="trainer play TASK")
     if (by is not Player.MODEL and endpoint) or (by is Player.MODEL and not config.endpoint):
         raise UsageError("--by model requires --endpoint URL, and only --by model accepts it")
     if (by is Player.ORACLE) != (oracles is not None):

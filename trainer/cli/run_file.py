@@ -130,7 +130,7 @@ def read_run(words: Sequence[str], flags: Mapping[str, object], *, command: str)
 
     Args:
         words: The file, if there is one, and unknown flags, so that the key of a former flag can be named.
-        flags: By key; empty ones are not given.
+        flags: By key, such as `model` and `select.limit`; None and empty texts are not given.
         command: What to write before the file.
 
     Raises:
@@ -151,7 +151,15 @@ def read_run(words: Sequence[str], flags: Mapping[str, object], *, command: str)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {without_path(error)}") from error
     # The words of choices, as a file has them.
-    given = {name: value.value if isinstance(value, Enum) else value for name, value in flags.items() if value}
+    given: dict[str, Any] = {}
+    for key, value in flags.items():
+        if value is not None and value != "":
+            section, _, name = key.rpartition(".")
+            place = given
+            if section:
+                kept = held.get(section)
+                place = given.setdefault(section, dict(kept) if isinstance(kept, dict) else {})
+            place[name] = value.value if isinstance(value, Enum) else str(value) if isinstance(value, Path) else value
     if _ENDPOINTS & given.keys():
         held = {name: value for name, value in held.items() if name not in _ENDPOINTS}
     try:

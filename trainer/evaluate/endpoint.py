@@ -107,7 +107,7 @@ class Endpoint:
         names = await self._served("/models", lambda found: [str(model["id"]) for model in found["data"]], base)
         if len(names) != 1:
             served = ", ".join(names[:8])
-            raise EndpointError(f"{self.url} serves {len(names)} models ({served}); set `model` in RUN.toml to one")
+            raise EndpointError(f"{self.url} serves {len(names)} models ({served}); choose one by --model")
         return names[0]
 
     async def model_path(self) -> str:

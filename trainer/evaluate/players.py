@@ -6,6 +6,7 @@ Both write the model's own grammar, so their replies pass through the same parse
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from typing import Literal
 
 from cuaenv.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, TypeText, Wait
@@ -24,6 +25,19 @@ _CLICKS: Mapping[str, tuple[Literal["left", "middle", "right"], int]] = {
     "right": ("right", 1),
     "middle": ("middle", 1),
 }
+
+
+class Player(Enum):
+    """The player."""
+
+    #: A person who types commands.
+    HAND = "hand"
+    #: No actions: the task is declared done immediately.
+    NULL = "null"
+    #: The task's known solution.
+    ORACLE = "oracle"
+    #: A model behind an endpoint.
+    MODEL = "model"
 
 
 class BadCommand(Exception):

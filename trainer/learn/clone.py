@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 import zstandard
 
+from cuaenv.cli.terminal import ProgressReport
 from trainer.learn import LearnError
 from trainer.learn.demos import Rows, read_rows
 from trainer.learn.metrics import MetricsLog
@@ -73,8 +74,20 @@ def _decompressed(data: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(data)
 
 
-def clone(settings: Settings, demos: Path, directory: Path, *, seed: int, log: MetricsLog, resume: bool) -> Policy:
+def clone(
+    settings: Settings,
+    demos: Path,
+    directory: Path,
+    *,
+    seed: int,
+    log: MetricsLog,
+    resume: bool,
+    report: ProgressReport,
+) -> Policy:
     """Train from random weights, or from the last saved step, and return the policy.
+
+    Args:
+        report: Receives the progress of each step: on a CPU the first line of `log` takes minutes.
 
     Raises:
         LearnError: There are no rows, the state belongs to other settings, or no GPU memory is left.
@@ -91,6 +104,7 @@ def clone(settings: Settings, demos: Path, directory: Path, *, seed: int, log: M
         done = state.done
     if options.is_compiled:
         policy.compile()
+    report("reading demonstrations", 0.0)
     rows = read_rows(demos)
     batches = _Batches(rows, policy, settings.image_px)
     trained, checked = np.flatnonzero(~rows.is_checked), np.flatnonzero(rows.is_checked)[:_CHECK_ROWS]
@@ -99,6 +113,7 @@ def clone(settings: Settings, demos: Path, directory: Path, *, seed: int, log: M
         spent = (time.monotonic() - started_s) / options.seconds if options.seconds else 0.0
         if spent > 1:
             break
+        report("training", done, options.steps)
         # Each step's rows depend on its number alone, so a resumed run sees the same ones.
         chosen = np.random.default_rng((seed, done)).choice(trained, min(options.batch, len(trained)), replace=False)
         along = max(done / options.steps, spent)

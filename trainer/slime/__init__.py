@@ -19,7 +19,7 @@ One sample:
 slime's loop                                      log_rollout ◄── batch ◄── filters.keep_informative
      │ sample                                                       ▲
      ▼                                                              │ filled or void sample
-generate ──► SlimeConfig, checks (once)                             │
+generate ──► SlimeConfig, checks                                    │
      └──► Rollout ──► agent.attempts.run_task ──► agent.loop ──► samples.fill, rewards
              │                │ reset                 │ generate           │ step, evaluate
              │                ▼                       ▼                    ▼

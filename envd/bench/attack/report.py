@@ -87,11 +87,11 @@ def write_passed(path: Path, tasks: Iterable[Task], report: "Report", *, runs_gu
 class ResultsFile:
     """Results so far; a killed attack continues where it stopped. Use as a context manager."""
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
+    def __init__(self, path: Path) -> None:
         """Open the file.
 
         Raises:
-            ConfigError: It cannot be written, has results and `resume` is false, is damaged, or is in use.
+            ConfigError: It cannot be written, is damaged, or is in use.
         """
         with ExitStack() as stack:
             try:
@@ -104,8 +104,6 @@ class ResultsFile:
                 raise ConfigError(f"results {path} cannot be written: {error.strerror}; use another --out") from error
             self._file.seek(0)
             text = self._file.read()
-            if text and not resume:
-                raise ConfigError(f"results {path} exist; --resume continues them, or remove the file")
             # A kill may have cut off the text after the last newline.
             whole = text[: text.rfind("\n") + 1]
             self.results = {each.digest: each for each in (_read(path, line) for line in whole.splitlines())}

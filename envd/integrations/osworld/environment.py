@@ -26,6 +26,28 @@ PACKAGE = "desktop-env==1.0.2"
 _NAMES_FILE = "envd-names.json"
 
 
+def examples_of(source: str) -> Path | None:
+    """Return the directory of the task files of a checkout of OSWorld, or None for a URL.
+
+    Raises:
+        OsworldError: The checkout does not exist, or contains no tasks.
+    """
+    directory = Path(source).expanduser()
+    if not directory.is_dir():
+        if re.match(r"(\w+://|\w+@[\w.-]+:)", source):
+            return None
+        raise OsworldError(f"{source} is neither a directory nor a URL to clone, such as https://...")
+    return _examples_in(directory)
+
+
+def _examples_in(directory: Path) -> Path:
+    candidates = (directory / "evaluation_examples", directory)
+    examples = next((found for found in candidates if any(found.glob("examples/*/*.json"))), None)
+    if examples is None:
+        raise OsworldError(f"{directory} is not a checkout of OSWorld: no evaluation_examples/examples/*/*.json")
+    return examples
+
+
 class Environment(PinnedEnvironment):
     """OSWorld's package and tasks under one cache directory."""
 
@@ -82,15 +104,7 @@ class Environment(PinnedEnvironment):
         Raises:
             OsworldError: The checkout does not exist, or contains no tasks.
         """
-        directory = Path(source).expanduser()
-        if not directory.is_dir():
-            if not re.match(r"(\w+://|\w+@[\w.-]+:)", source):
-                raise OsworldError(f"{source} is neither a directory nor a URL to clone, such as https://...")
-            directory = self._clone(source, progress)
-        candidates = (directory / "evaluation_examples", directory)
-        examples = next((found for found in candidates if any(found.glob("examples/*/*.json"))), None)
-        if examples is None:
-            raise OsworldError(f"{directory} is not a checkout of OSWorld: no evaluation_examples/examples/*/*.json")
+        examples = examples_of(source) or _examples_in(self._clone(source, progress))
         self.root.mkdir(parents=True, exist_ok=True)
         link = self.root / f"{STAGING}tasks-{os.getpid()}"
         link.symlink_to(examples.resolve())

@@ -24,11 +24,13 @@ _BATCH_ROWS = 256
 
 
 def files_in(path: Traversable) -> Iterator[Traversable]:
-    """Yield a file itself, or the task files directly in a directory, sorted by name."""
+    """Yield a file itself, or the task files directly in a directory, sorted by name.
+
+    A directory without any is yielded itself, for `read_tasks` to report.
+    """
     if path.is_dir():
-        yield from sorted(
-            (each for each in path.iterdir() if each.name.endswith(_SUFFIXES)), key=lambda each: each.name
-        )
+        found = [each for each in path.iterdir() if each.name.endswith(_SUFFIXES)]
+        yield from sorted(found, key=lambda each: each.name) or [path]
     else:
         yield path
 
@@ -42,13 +44,21 @@ def read_tasks(path: Traversable, *, suite: str = DEFAULT_SUITE) -> Found:
         suite: Suite of the tasks whose format has no suites.
     """
     source = Source(file=str(path), directory=path.parent if isinstance(path, Path) else None, suite=suite)
+    is_empty = True
     try:
-        yield from _read_file(path, source)
+        for found in _read_file(path, source):
+            is_empty = False
+            yield found
     except ValueError as error:
         yield Problem(where=source.file, message=str(error))
+    else:
+        if is_empty:
+            yield Problem(where=source.file, message="has no tasks; add one, or leave the file out")
 
 
 def _read_file(path: Traversable, source: Source) -> Found:
+    if path.is_dir():
+        raise ValueError(f"has no task files ({', '.join(_SUFFIXES)}); add one, or leave the directory out")
     if path.name.endswith(".parquet"):
         yield from _read_rows(_parquet_rows(Path(str(path))), source)
         return

@@ -4,10 +4,12 @@ import functools
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
 
 import typer
@@ -65,6 +67,14 @@ class ProgressReport(Protocol):
 
     def __call__(self, stage: str, done: float, total: int | None = None) -> None:
         """Report the current stage and the amount done: a fraction, or with `total` a count."""
+
+
+def program(name: str) -> str:
+    """Return how a shell calls a program of this environment: by its name, or by its path if PATH lacks it."""
+    path = Path(sys.executable).with_name(name)
+    if shutil.which(name) == str(path):
+        return name
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def emit_json(value: Mapping[str, object]) -> None:

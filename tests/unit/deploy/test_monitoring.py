@@ -157,11 +157,40 @@ def test_every_alert_has_a_severity_a_summary_and_a_section_on_its_page() -> Non
     assert re.findall(r"^## (Envd\w+)$", page, re.MULTILINE) == alerts()
 
 
+def promtool() -> str:
+    found = shutil.which("promtool", path=str(Path(sys.executable).parent))
+    assert found is not None, "promtool is missing in the virtual environment; run tests by make"
+    return found
+
+
+@pytest.mark.parametrize(("failed", "value"), [(None, 0), ("0+0x40", 0), ("0+1x40", 0.25)])
+def test_the_panels_of_void_episodes_show_a_value_whether_any_failed_or_not(
+    tmp_path: Path, failed: str | None, value: float
+) -> None:
+    found = [query for query in dashboard_queries() if 'state="failed"' in query and "ended_total" in query]
+    assert len(found) == 2
+    series = [{"series": 'envd_episodes_ended_total{pool="p", run="r", state="evaluated"}', "values": "0+3x40"}]
+    if failed is not None:
+        series.append({"series": 'envd_episodes_ended_total{pool="p", run="r", state="failed"}', "values": failed})
+    checks = [
+        {
+            "expr": re.sub(r"\$\w+", ".*", query),
+            "eval_time": "40m",
+            "exp_samples": [{"labels": '{pool="p", run="r"}' if "by (" in query else "{}", "value": value}],
+        }
+        for query in found
+    ]
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": checks}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [test]}))
+    done = subprocess.run(
+        [promtool(), "test", "rules", tmp_path / "test.yaml"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_promtool_accepts_the_rules_and_every_alert_fires_for_one_series_and_not_for_another() -> None:
-    promtool = shutil.which("promtool", path=str(Path(sys.executable).parent))
-    assert promtool is not None, "promtool is missing in the virtual environment; run tests by make"
     for command in (["check", "rules", RULES.name], ["test", "rules", "envd.rules.test.yaml"]):
-        done = subprocess.run([promtool, *command], cwd=PROMETHEUS, capture_output=True, text=True, check=False)
+        done = subprocess.run([promtool(), *command], cwd=PROMETHEUS, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     cases = yaml.safe_load((PROMETHEUS / "envd.rules.test.yaml").read_text())["tests"]
     assert [case["name"] for case in cases] == alerts()

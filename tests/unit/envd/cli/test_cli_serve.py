@@ -8,6 +8,7 @@ import pytest
 from envd.base.errors import ConfigError
 from envd.cli.options import load_config
 from envd.cli.serve import is_ready, progress_line
+from tests.support.command import run_envd
 from tests.support.stub_episodes import pool_info
 
 STARTING = pool_info(2, name="desktop", image="debian", accelerator="tcg", starting_count=2)
@@ -15,7 +16,8 @@ STARTING = pool_info(2, name="desktop", image="debian", accelerator="tcg", start
 
 def test_the_progress_of_a_pool_is_printed_from_its_first_machine_to_its_last() -> None:
     preparing = "pool desktop: preparing the template that its machines are forked from"
-    assert progress_line(STARTING, size=2) == f"{preparing}; without KVM the first one takes one to two minutes"
+    slow = "; without KVM one that is not stored yet boots for minutes, on a busy host for many"
+    assert progress_line(STARTING, size=2) == preparing + slow
     assert progress_line(replace(STARTING, accelerator="kvm"), size=2) == preparing
     forking = replace(STARTING, template_digest="d1")
     assert progress_line(forking, size=2) == "pool desktop: 0 of 2 machines ready, 2 starting"
@@ -51,3 +53,11 @@ def test_the_web_options_apply_to_every_pool_of_flags_and_file(tmp_path: Path) -
     assert webs == dict.fromkeys("abc", ("replay", "shop"))
     with pytest.raises(ConfigError, match=r"--web: pools\.a\.web: "):
         load_config(file, {"web": "open"})
+
+
+def test_a_command_that_draws_its_desktops_takes_the_fake_hypervisor_and_no_other() -> None:
+    taken = run_envd("bench", "scale", "--hypervisor", "fake", "--machines", "0")
+    assert (taken.status, "--machines" in taken.err) == (2, True)
+    for command in (["bench", "scale"], ["quickstart"]):
+        refused = run_envd(*command, "--hypervisor", "qemu:///system")
+        assert (refused.status, "draws its desktops" in refused.err) == (2, True)

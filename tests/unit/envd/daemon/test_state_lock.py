@@ -1,5 +1,6 @@
 """One daemon per state directory."""
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -29,6 +30,16 @@ def test_the_directory_is_released_even_after_a_failure(tmp_path: Path) -> None:
 
 def test_an_unused_directory_has_no_holder(tmp_path: Path) -> None:
     assert holder(tmp_path / "none") is None
+
+
+def test_a_lookup_of_the_holder_does_not_refuse_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with locked(tmp_path):
+        pass
+    lookup = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(lookup, fcntl.LOCK_SH)  # as in the middle of `holder`
+    monkeypatch.setattr("time.sleep", lambda _: os.close(lookup))
+    with locked(tmp_path):
+        assert holder(tmp_path) == os.getpid()
 
 
 def test_a_directory_that_cannot_be_created_is_a_configuration_error(tmp_path: Path) -> None:

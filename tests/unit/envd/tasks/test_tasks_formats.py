@@ -13,7 +13,7 @@ from envd.hypervisor.machine import GuestOs
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.formats.entries import Problem
-from envd.tasks.formats.files import read_tasks
+from envd.tasks.formats.files import files_in, read_tasks
 from envd.tasks.formats.rows import read_row
 from envd.tasks.model import Task
 from envd.tasks.verbs import OsworldSetup
@@ -312,3 +312,26 @@ def test_a_file_that_is_not_a_task_file_is_rejected(tmp_path: Path, name: str, c
     assert messages
     assert messages[0].startswith(str(path))
     assert words in messages[0]
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.yaml", "suite: a\ntasks: []\n"), ("a.json", "[]"), ("a.jsonl", "")])
+def test_a_file_without_tasks_is_a_problem(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    (problem,) = read_tasks(path)
+    assert isinstance(problem, Problem)
+    assert problem.where.startswith(str(path))
+
+
+def test_a_directory_without_task_files_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    (problem,) = [found for path in files_in(tmp_path) for found in read_tasks(path)]
+    assert isinstance(problem, Problem)
+    assert "has no task files (.yaml, .yml" in problem.message
+
+
+def test_a_wrong_type_is_named_in_words_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("suite: a\ntasks: [{name: b, instruction: c, level: 1, infeasible: true, tags: 3, setup: 3}]\n")
+    problems = {found.field: found.message for found in read_tasks(path) if isinstance(found, Problem)}
+    assert problems == {"tags": "must be a list", "setup": "must be a list"}

@@ -14,7 +14,7 @@ from cuaenv.cli import terminal
 from cuaenv.client import MachineLost
 from trainer.cli import output
 from trainer.cli.app import app
-from trainer.cli.run_file import RunConfig
+from trainer.cli.run_file import RunConfig, read_run
 from trainer.evaluate.results import Attempt, ResultsFile, Run
 from trainer.evaluate.selection import Selection
 
@@ -111,6 +111,8 @@ def test_compare_of_a_missing_file_names_the_command_that_writes_it(tmp_path: Pa
         (["eval", "--before", "http://127.0.0.1:9/v1"], 2, "--before URL and --after URL"),
         (["eval", "--perturb"], 2, "use it with --endpoint URL alone"),
         (["eval", "--perturb", "--before", "http://127.0.0.1:9/v1"], 2, "use it with --endpoint URL alone"),
+        (["eval", "--by", "null", "--endpoint", "http://127.0.0.1:9/v1"], 2, "--by null plays without a model"),
+        (["eval", "--by", "hand"], 2, "use model or null here"),
         (["eval", "--suite", "desktop"], 2, "--suite is not a flag; set the key select.suites in a file"),
         (["eval", "--tasks=FILE"], 2, "--tasks is not a flag; set the key tasks_file in a file"),
         (["eval", "--key-variable", "X"], 2, "--key-variable is not a flag; set the key key_variable in a file"),
@@ -135,6 +137,17 @@ def test_wrong_arguments_are_reported_in_one_line(
     assert failed.stderr.count("\n") == 1
     assert message in failed.stderr
     assert "canary" not in failed.stderr
+
+
+def test_flags_of_an_evaluation_override_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('model = "a"\nseeds = 3\ntemperature = 0.7\n[select]\nsuites = ["fake"]\nlimit = 9\n')
+    flags = {"model": "b", "seeds": 1, "temperature": 0.0, "tls_ca": Path("ca.pem"), "select.limit": 0, "envd": ""}
+    config = read_run([str(file)], flags, command="trainer eval")
+    assert (config.model, config.seeds, config.temperature, config.tls_ca) == ("b", 1, 0.0, Path("ca.pem"))
+    assert (config.select.suites, config.select.limit) == (["fake"], 0)
+    kept = read_run([str(file)], dict.fromkeys(flags), command="trainer eval")
+    assert (kept.model, kept.seeds, kept.temperature, kept.select.limit) == ("a", 3, 0.7, 9)
 
 
 @pytest.mark.parametrize(
