@@ -102,8 +102,32 @@ async def test_an_episode_goes_back_and_does_otherwise(tmp_path: Path) -> None:
 
 #: What an episode is, its parameters and its calls; every other field is progress, and a checkpoint has it.
 NOT_PROGRESS = frozenset(
-    "episode_id group_id parent_episode_id task pool run owner max_steps settle machine lease create_time pool_tools"
-    " automatic epoch turn closed steps evaluations forks checkpoints rollbacks origin human".split()
+    [
+        "episode_id",
+        "group_id",
+        "parent_episode_id",
+        "task",
+        "pool",
+        "run",
+        "owner",
+        "max_steps",
+        "settle",
+        "machine",
+        "lease",
+        "create_time",
+        "pool_tools",
+        "automatic",
+        "epoch",
+        "turn",
+        "closed",
+        "steps",
+        "evaluations",
+        "forks",
+        "checkpoints",
+        "rollbacks",
+        "origin",
+        "human",
+    ]
 )
 
 
