@@ -253,7 +253,7 @@ async def test_a_guest_of_another_host_runs_no_code(tmp_path: Path) -> None:
         manifest = json.loads((path / "checkpoint.json").read_text())
         manifest["files"]["guest"] = {"size_bytes": len(guest), "digest": xxhash.xxh3_128_hexdigest(guest)}
         (path / "checkpoint.json").write_text(json.dumps(manifest))
-        with pytest.raises(CheckpointUnusable, match="is not part of a drawn desktop"):
+        with pytest.raises(CheckpointUnusable, match="in a form that is no longer read"):
             await client.open(there)
         assert not (tmp_path / "ran").exists()
 
