@@ -184,7 +184,9 @@ class FakeHypervisor:
         try:
             guest = read_guest(directory / "guest")
         except ValueError as error:
-            raise CheckpointCorrupt(f"stored guest {directory}: cannot be read: {error}") from error
+            raise CheckpointCorrupt(
+                f"checkpoint {directory.name}: its desktop cannot be read ({error}); delete the checkpoint"
+            ) from error
         except OSError as error:
             raise HypervisorError(f"stored guest {directory}: cannot be read: {error}") from error
         spec, parent = template.spec, _own_snapshot(template).template

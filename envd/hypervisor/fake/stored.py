@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import zstandard
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cuaenv.problems import problem_of
 from envd.base.errors import CheckpointUnusable
 from envd.base.zstd import read_compressed
 from envd.hypervisor.fake.desktop.canvas import Colour, Framebuffer, Picture, Rect
@@ -156,7 +157,11 @@ def read_guest(path: Path) -> Guest:
             f"checkpoint {path.parent.name}: envd 0.2.0 stored this drawn desktop in a form that is no longer read;"
             " start over, or use a host with envd 0.2.0"
         )
-    stored = _Desktop.model_validate_json(data)
+    try:
+        stored = _Desktop.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {problem_of(first)}") from error
     shape = (stored.height_px, stored.width_px, 4)
     if len(stored.pixels) != math.prod(shape):
         raise ValueError(f"{len(stored.pixels)} bytes of pixels for a screen of {stored.width_px}x{stored.height_px}")
