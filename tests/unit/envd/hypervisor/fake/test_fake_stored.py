@@ -93,27 +93,35 @@ def test_a_file_with_any_other_value_is_a_desktop_or_is_refused(tmp_path: Path) 
     document = json.loads(zstandard.decompress(file.read_bytes()))
     kinds = (Guest, Programs, DrawnDesktop, Window, EditorWindow, Framebuffer)
     before = [dict(vars(kind)) for kind in kinds]
-    values: tuple[Any, ...] = (None, -1, 10**400, True, "__class__", [], {}, [[1]])
-    refused = 0
+    values: tuple[Any, ...] = (None, -1, 10**400, "__class__", [{}])
+    dice, refused = random.Random(2), 0
     for path in leaves(document):
-        for value in values:
+        for value in dice.sample(values, 2):
             text = json.dumps(replaced(document, path, value))
             file.write_bytes(zstandard.compress(text.encode()))
             try:
                 read_guest(file)
             except ValueError:
                 refused += 1
-    assert refused > 400
+    assert refused > 100
     assert [dict(vars(kind)) for kind in kinds] == before
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b"[" * 100_000, b'{"format":2}', b'{"format":1,"more":1}', "\N{BYTE ORDER MARK}{}".encode()]
+    ("text", "problem"),
+    [
+        (b"", "Invalid JSON: EOF"),
+        (b"[]", "must be an object"),
+        (b"[" * 100_000, "Invalid JSON: recursion limit exceeded"),
+        (b'{"format":2}', "format: must be 1"),
+        (b'{"format":1,"more":1}', "width_px: Field required"),
+        ("\N{BYTE ORDER MARK}{}".encode(), "Invalid JSON"),
+    ],
 )
-def test_something_else_is_refused(tmp_path: Path, text: bytes) -> None:
+def test_something_else_is_refused(tmp_path: Path, text: bytes, problem: str) -> None:
     file = tmp_path / "guest"
     file.write_bytes(zstandard.compress(text))
-    with pytest.raises(ValueError, match=r"validation error|Invalid JSON"):
+    with pytest.raises(ValueError, match=problem):
         read_guest(file)
 
 
