@@ -10,7 +10,7 @@ import grpc
 from grpc_status import rpc_status
 
 from envd.api.security.guard import Guard
-from envd.api.status import code_of, reason_of, status_of
+from envd.api.status import code_of, is_failure_of_ours, reason_of, status_of
 from envd.base.errors import EnvdError, RateLimited
 from envd.base.telemetry.logs import bound
 from envd.base.telemetry.metrics import Metrics
@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 #: A request may be 64 MiB long; keep ids in logs and responses short.
 _MAX_ID_CHARS = 256
-#: Codes for failures of envd or its host, which its operator must investigate.
-_OURS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS}
 
 Context = Any
 
@@ -70,7 +68,7 @@ class CallReport:
         if text is not None:
             with bound(**self.ids, **self._origin):
                 logger.log(
-                    _level_of(error, code),
+                    _level_of(error),
                     "%s failed with %s/%s after %.3f s: %s",
                     self._method,
                     code.name,
@@ -84,11 +82,11 @@ class CallReport:
         raise AssertionError("abort_with_status raises")
 
 
-def _level_of(error: Exception, code: grpc.StatusCode) -> int:
+def _level_of(error: Exception) -> int:
     # Calls above the rate limit are counted but not logged, or their caller could flood the log.
     if isinstance(error, RateLimited):
         return logging.DEBUG
-    return logging.ERROR if code in _OURS else logging.INFO
+    return logging.ERROR if is_failure_of_ours(error) else logging.INFO
 
 
 def ids_of(message: object) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Convert results of the episode service to messages. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import overload
 
@@ -60,21 +61,34 @@ _UNRECORDED: Mapping[str, "env_pb2.UnrecordedRequest.Kind.ValueType"] = {
 }
 
 
-def reset_response(result: GroupResult) -> env_pb2.ResetResponse:
+def reset_response(result: GroupResult, *, share_images: bool = False) -> env_pb2.ResetResponse:
     return env_pb2.ResetResponse(
         episodes=[episode_message(info, with_origin=True) for info in result.episodes],
-        observations=[observation_message(observation) for observation in result.observations],
+        observations=map(observation_message, _group_observations(result, share_images=share_images)),
         instruction=result.instruction,
         timings_ms=result.timings_ms,
     )
 
 
-def fork_response(result: GroupResult) -> env_pb2.ForkResponse:
+def fork_response(result: GroupResult, *, share_images: bool = False) -> env_pb2.ForkResponse:
     return env_pb2.ForkResponse(
         episodes=[episode_message(info, with_origin=True) for info in result.episodes],
-        observations=[observation_message(observation) for observation in result.observations],
+        observations=map(observation_message, _group_observations(result, share_images=share_images)),
         timings_ms=result.timings_ms,
     )
+
+
+def _group_observations(result: GroupResult, *, share_images: bool) -> Iterator[Observation]:
+    """Yield the observations of a group; a shared image that was yielded before is `Unchanged`."""
+    sent: set[str] = set()
+    for observation in result.observations:
+        frame = observation.frame
+        if share_images and frame.content is not None and frame.image_id in sent:
+            yield replace(observation, frame=replace(frame, content=Unchanged(base_image_id=frame.image_id)))
+        else:
+            if frame.content is not None:
+                sent.add(frame.image_id)
+            yield observation
 
 
 def step_response(result: StepResult) -> env_pb2.StepResponse:

@@ -41,6 +41,9 @@ from envd.episodes.service import EpisodeService
 
 logger = logging.getLogger(__name__)
 
+# grpc logs a traceback for each client that leaves while a response is being sent.
+logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchError" not in record.getMessage())
+
 SERVICE_NAME = env_pb2.DESCRIPTOR.services_by_name["CUAEnv"].full_name
 
 _OPTIONS: tuple[tuple[str, int], ...] = (

@@ -57,13 +57,13 @@ from envd.api.convert_results import (
 from envd.api.fields import int_in_range, request_id_of
 from envd.api.flow_control import AckTracker, forwarded, paced
 from envd.api.pages import page_of
-from envd.api.security.access import Caller, current_caller
+from envd.api.security.access import MAX_MESSAGE_BYTES, Caller, current_caller
 from envd.base.aio import race
 from envd.base.errors import EpisodeEnded, GuestError, GuestRefused, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
 from envd.base.telemetry.logs import bound
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import listing_key
+from envd.episodes.types import GroupResult, listing_key
 from envd.guest.observation import EncodedFrame, Encoding, ObservationOptions
 from envd.tasks.model import Task
 
@@ -72,6 +72,7 @@ MAX_REMEMBERED_SCREENS = 4096
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Item = TypeVar("Item")
+Opened = TypeVar("Opened", env_pb2.ResetResponse, env_pb2.ForkResponse)
 
 
 class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
@@ -99,9 +100,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def Reset(self, request: env_pb2.ResetRequest, context: Context) -> env_pb2.ResetResponse:
         command = reset_command(request, time_remaining_s=_remaining_s(context), caller=current_caller())
         result = await self._episodes.reset(command)
-        for info, observation in zip(result.episodes, result.observations, strict=True):
-            self._remember_screen(info.episode_id, observation.frame)
-        return reset_response(result)
+        return await self._opened(result, reset_response(result, share_images=request.share_images))
 
     async def Step(self, request: env_pb2.StepRequest, context: Context) -> env_pb2.StepResponse:
         return await self._step(request, prefix="")
@@ -154,9 +153,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def Fork(self, request: env_pb2.ForkRequest, context: Context) -> env_pb2.ForkResponse:
         command = fork_command(request, time_remaining_s=_remaining_s(context), caller=current_caller())
         result = await self._episodes.fork(command)
-        for info, observation in zip(result.episodes, result.observations, strict=True):
-            self._remember_screen(info.episode_id, observation.frame)
-        return fork_response(result)
+        return await self._opened(result, fork_response(result, share_images=request.share_images))
 
     async def CreateCheckpoint(
         self, request: env_pb2.CreateCheckpointRequest, context: Context
@@ -342,6 +339,21 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
             ):
                 async for response in responses:
                     yield response
+
+    async def _opened(self, result: GroupResult, response: Opened) -> Opened:
+        """Return the response that announces new episodes. Raises: InvalidRequest: too large; they are closed."""
+        if response.ByteSize() > MAX_MESSAGE_BYTES:
+            # Their caller would not learn their ids, and they would hold their machines until their leases expire.
+            await asyncio.gather(*(self._episodes.close(info.episode_id) for info in result.episodes))
+            raise InvalidRequest(
+                "observation",
+                f"the response for {len(result.episodes)} episodes has {response.ByteSize()} bytes, above"
+                f" {MAX_MESSAGE_BYTES}, so they were closed; update the client, which then gets a shared image only"
+                " once, or request smaller images, less text or a smaller group",
+            )
+        for info, observation in zip(result.episodes, result.observations, strict=True):
+            self._remember_screen(info.episode_id, observation.frame)
+        return response
 
     def _is_callers(self, episode_id: str) -> bool:
         return self.may_use(current_caller(), episode_id)

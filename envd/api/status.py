@@ -18,6 +18,7 @@ DOMAIN: Final = "cuaenv"
 # in base64.
 _MAX_MESSAGE_BYTES = 1024
 _MAX_METADATA_CHARS = 128
+_OURS: Final = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS})
 
 
 def code_of(error: errors.EnvdError) -> grpc.StatusCode:
@@ -28,6 +29,11 @@ def code_of(error: errors.EnvdError) -> grpc.StatusCode:
 def reason_of(error: Exception) -> str:
     """Return an error's reason for clients and metrics; BUG for an unexpected exception."""
     return error.reason if isinstance(error, errors.EnvdError) else errors.EnvdError.reason
+
+
+def is_failure_of_ours(error: Exception) -> bool:
+    """Return whether an error is a failure of envd or its host, which its operator must investigate."""
+    return not isinstance(error, errors.EnvdError) or code_of(error) in _OURS
 
 
 def status_of(error: Exception, *, metadata: Mapping[str, str]) -> status_pb2.Status:

@@ -38,9 +38,13 @@ async def receive_descriptor(channel: socket.socket, max_bytes: int) -> tuple[by
 async def close(writer: asyncio.StreamWriter) -> None:
     """Close a connection; waits a bounded time until pending bytes are sent."""
     writer.close()
-    with suppress(OSError, TimeoutError):
-        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-            await writer.wait_closed()
+    try:
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await writer.wait_closed()
+    finally:
+        # A peer that reads no more would keep it open.
+        writer.transport.abort()
 
 
 @asynccontextmanager
@@ -61,7 +65,7 @@ async def relayed(listener: socket.socket, host: str, port: int, *, limit: int) 
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         # A task that is cancelled before it starts runs no `finally`.
-        task.add_done_callback(lambda _: writer.close())
+        task.add_done_callback(lambda _: writer.transport.abort())
 
     server = await asyncio.start_server(accept, sock=listener, start_serving=False)
     try:
@@ -83,4 +87,4 @@ async def _join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host
         try:
             await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
         finally:
-            far_writer.close()
+            await asyncio.gather(close(writer), close(far_writer))

@@ -8,6 +8,7 @@ import asyncio
 import base64
 import html
 import json
+import logging
 import platform
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -18,6 +19,8 @@ from string import Template
 from envd.base.errors import ConfigError, EnvdError
 from envd.bench.plot import write_plots
 from envd.bench.report import BenchReport, text_of
+
+logger = logging.getLogger(__name__)
 
 Report = Callable[[str, float], None]
 Measure = Callable[[Report], Awaitable[BenchReport]]
@@ -56,7 +59,9 @@ async def measure_host(measures: Mapping[str, Measure], *, limit_s: float, repor
         except TimeoutError:
             outcome = f"not finished within the {limit_s / 60:g} minutes of the report"
         except EnvdError as error:
-            outcome = str(error)
+            # Its text may have a path or the name of the host.
+            logger.warning("bench %s: %s", name, error)
+            outcome = f"{error.reason}; `envd bench {name}` shows the cause"
         parts.append(Part(name=name, outcome=outcome))
     return parts
 

@@ -1,7 +1,7 @@
 """One episode: its state, its history, and the calls that its state allows. Never waits; touches no machine."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from cuaenv.actions import Done, Fail, Tool
@@ -18,7 +18,7 @@ from envd.base.errors import (
     StepIndexMismatch,
 )
 from envd.base.losses import ENDS_MACHINE
-from envd.episodes.checkpoints.store import CheckpointResult
+from envd.episodes.checkpoints.store import Checkpoint, CheckpointResult
 from envd.episodes.control import HumanControl
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
@@ -142,9 +142,12 @@ class Episode:
             self.end(EpisodeState.TRUNCATED, "MAX_STEPS")
         return self.state is not EpisodeState.ACTIVE
 
-    def go_back(self, machine: LeasedMachine, *, step_count: int, checkpoint_id: str) -> None:
+    def go_back(self, machine: LeasedMachine, checkpoint: Checkpoint) -> None:
         """Continue in the state of a checkpoint, on a machine that has it. The caller releases the machine before."""
-        self.machine, self.step_count, self.last_checkpoint_id = machine, step_count, checkpoint_id
+        self.machine, self.last_checkpoint_id = machine, checkpoint.checkpoint_id
+        self.step_count, self.asked = checkpoint.step_count, checkpoint.asked
+        # It may be a checkpoint of another episode of the task, in another world.
+        self.origin = replace(self.origin, perturbations=checkpoint.perturbations)
         self.epoch += 1
         self.verdict = self.last_action = None
         self.human.actions.clear()

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from envd.base.errors import AccessDenied, NotFound, RateLimited
+from envd.base.streams import close
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.port_connection import PortConnection
@@ -95,6 +96,7 @@ class GuestAccess:
                 episode.require_machine()
                 machine = await held.enter_async_context(context.awake(episode, Stopwatch(context.clock)))
                 streams = await machine.desktop.open_port(port)
+                held.push_async_callback(close, streams[1])
             context.journal.save_lease(episode)
             async with PortConnection(
                 context, episode, machine, streams, held=held, port=port, idle_timeout_s=idle_timeout_s

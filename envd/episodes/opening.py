@@ -1,6 +1,5 @@
 """Open episodes: by reset, at the start of a task, and by fork, in the present state of another episode."""
 
-import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -36,8 +35,6 @@ from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from envd.tasks.perturbations import own_perturb, perturb
-
-logger = logging.getLogger(__name__)
 
 #: How long an evaluation waits for a machine to compare its own with, in seconds. Its setup has its own limit.
 _COMPARISON_ADMISSION_S = 120.0
@@ -133,7 +130,7 @@ class Opening:
         max_steps = context.limits.max_steps_for(command.max_steps, task_max_steps=task.max_steps)
         wanted = command.perturb or own_perturb(task, request.request_id)
         start, perturbations = perturb(task, wanted) if wanted else (task, ())
-        with self._resetting(command, task, pool):
+        with self._resetting(command, pool):
             self._require_runnable(task)
             group = await self._start(pool, start, command)
         params = EpisodeParams(
@@ -189,7 +186,7 @@ class Opening:
     async def _reset_to_checkpoint(self, command: ResetCommand, request: Request, *, ttl_s: float) -> GroupResult:
         checkpoint, task, pool = await self.checkpoints.find_for(command)
         max_steps = self._context.limits.max_steps_for(command.max_steps, task_max_steps=checkpoint.max_steps)
-        with self._resetting(command, task, pool):
+        with self._resetting(command, pool):
             group = await self.checkpoints.restore(checkpoint, pool, command)
         params = EpisodeParams(
             group_id=self._factory.new_group_id(),
@@ -207,7 +204,7 @@ class Opening:
         return await self._publish(request, group, pool, params, instruction=task.instruction)
 
     @contextmanager
-    def _resetting(self, command: ResetCommand, task: Task, pool: Pool) -> Iterator[None]:
+    def _resetting(self, command: ResetCommand, pool: Pool) -> Iterator[None]:
         """Count a reset while it runs, with its machines, and its failure."""
         context = self._context
         self.resetting_count += 1
@@ -215,7 +212,6 @@ class Opening:
             with self.quotas.reserve(command.owner, command.group_size, max_machines=command.max_machines):
                 yield
         except EnvdError as error:
-            logger.warning("reset %s: task %s: %s: %s", command.request_id, task.task_id, error.reason, error)
             context.metrics.episode_failed(pool=pool.name, operation="reset", reason=error.reason)
             raise
         finally:
@@ -283,7 +279,6 @@ class Opening:
                         clock=context.clock,
                     )
             except EnvdError as error:
-                logger.warning("episode %s: fork failed: %s: %s", episode.episode_id, error.reason, error)
                 if not isinstance(error, StaleEpoch | StepIndexMismatch | EpisodeEnded | InvalidRequest):
                     context.count_failure(episode, "fork", error)
                 raise

@@ -6,7 +6,7 @@ from typing import Self
 
 from envd.base.aio import race
 from envd.base.errors import GuestError, MachineLost
-from envd.base.streams import CHUNK_BYTES, close
+from envd.base.streams import CHUNK_BYTES
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.pool.leased import LeasedMachine
@@ -40,7 +40,7 @@ class PortConnection:
 
         Args:
             machine: The guest's, which the episode may have no longer after a rollback.
-            held: What the connection holds, such as the running guest; closed as soon as the connection has ended.
+            held: Its streams and the running guest; closed as soon as the connection has ended.
             idle_timeout_s: Longest time without bytes.
         """
         self._context = context
@@ -62,7 +62,6 @@ class PortConnection:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        await close(self._writer)
 
     async def read(self) -> bytes:
         """Return the next bytes from the guest; empty once it sends no more."""

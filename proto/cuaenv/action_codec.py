@@ -46,12 +46,19 @@ class _Values:
     """Returns the JSON value."""
 
 
+def _shown(value: float) -> str:
+    """Return a number for a message: a JSON integer may have hundreds of digits, and is then no float."""
+    text = str(value) if isinstance(value, int) else f"{value:g}"
+    return text if len(text) <= 20 else f"{text[:20]}... ({len(text)} digits)"
+
+
 def _integer(low: int, high: int, description: str) -> _Values:
     def read(value: Any, field: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer():
+        is_fraction = isinstance(value, float) and not value.is_integer()
+        if isinstance(value, bool) or not isinstance(value, int | float) or is_fraction:
             raise BadAction(field, f"{value!r} is not an integer")
         if not low <= value <= high:
-            raise BadAction(field, f"{value} is outside [{low}, {high}]")
+            raise BadAction(field, f"{_shown(value)} is outside [{low}, {high}]")
         return int(value)
 
     return _Values({"type": "integer", "minimum": low, "maximum": high, "description": description}, read)
@@ -59,11 +66,12 @@ def _integer(low: int, high: int, description: str) -> _Values:
 
 def _seconds(description: str, *, least: str, most: float = actions.MAX_PAUSE_S) -> _Values:
     def read(value: Any, field: str) -> timedelta:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        is_infinite = isinstance(value, float) and not math.isfinite(value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or is_infinite:
             raise BadAction(field, f"{value!r} is not a number of seconds")
         if value < 0 or value > most or (value == 0 and least == "exclusiveMinimum"):
             opening = "(" if least == "exclusiveMinimum" else "["
-            raise BadAction(field, f"{value:g} s is outside {opening}0 s, {most:g} s]")
+            raise BadAction(field, f"{_shown(value)} s is outside {opening}0 s, {most:g} s]")
         return timedelta(seconds=value)
 
     schema = {"type": "number", least: 0, "maximum": most, "description": description}

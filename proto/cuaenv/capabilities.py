@@ -57,4 +57,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
         ("StepResponse.unrecorded_requests",), "Names the requests of a guest that its web recording does not have."
     ),
     "perturb": Capability(("ResetRequest.perturb",), "Perturbs the world of episodes, drawn from a seed."),
+    "shared_images": Capability(
+        ("ResetRequest.share_images", "ForkRequest.share_images"), "Sends an image that a group shows only once."
+    ),
 }

@@ -6,9 +6,10 @@ import time
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
+import numpy as np
 import pytest
 
 from cuaenv import client as trainer
@@ -28,7 +29,8 @@ from cuaenv.client import (
     TypeText,
     View,
 )
-from cuaenv.v1 import env_pb2
+from cuaenv.frames import TiledImage
+from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api import convert_requests
 from envd.api.server import ApiServer
 from envd.base import errors
@@ -45,6 +47,59 @@ QUICK = RetryPolicy(attempt_timeout=timedelta(milliseconds=200), first_pause=tim
 async def client(server: ApiServer) -> AsyncIterator[AsyncEnvClient]:
     async with AsyncEnvClient(server.address) as client:
         yield client
+
+
+# -- groups that show a photograph ----------------------------------------------------------------------------------
+
+#: Members whose screens exceed a message if it repeats them: 28 times 3 MB.
+PHOTOGRAPH_MEMBERS = 28
+
+
+@pytest.fixture
+def photograph(monkeypatch: pytest.MonkeyPatch) -> TiledImage:
+    """Every screen of the stubs: incompressible pixels."""
+    rgb_HWC = np.random.default_rng(0).integers(0, 256, (800, 1280, 3), dtype=np.uint8)
+    image = TiledImage.from_rgb(rgb_HWC)
+    monkeypatch.setattr("tests.support.stubs._black", lambda *_size: image)
+    return image
+
+
+@pytest.mark.parametrize("encoding", ["raw", "png"])
+async def test_a_group_and_its_forks_receive_the_image_that_they_share_once(
+    client: AsyncEnvClient, photograph: TiledImage, encoding: Literal["raw", "png"]
+) -> None:
+    async with client.reset_group(TASK, size=PHOTOGRAPH_MEMBERS, view=View(encoding=encoding)) as group:
+        images = [member.observation.image_id for member in group]
+        assert images == [photograph.image_id] * PHOTOGRAPH_MEMBERS
+        first = group[0].observation
+        assert all(member.observation.tiles is first.tiles for member in group)
+        assert all(member.observation.data is first.data for member in group)
+        assert (first.rgb_HWC == photograph.rgb_HWC()).all()
+        async with client.fork(group[0], count=PHOTOGRAPH_MEMBERS) as copies:
+            assert all((copy.observation.rgb_HWC == first.rgb_HWC).all() for copy in copies)
+
+
+async def test_a_group_of_a_client_that_cannot_share_images_is_closed_if_its_response_is_too_large(
+    server: ApiServer, episodes: StubEpisodes, photograph: TiledImage
+) -> None:
+    view = env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD)
+    request = env_pb2.ResetRequest(request_id="r1", task_id=TASK, group_size=PHOTOGRAPH_MEMBERS, observation=view)
+    async with grpc.aio.insecure_channel(server.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Reset(request)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "28 episodes" in str(caught.value.details())
+        assert (await stub.ListEpisodes(env_pb2.ListEpisodesRequest())).episodes == []
+        parent = (await stub.Reset(env_pb2.ResetRequest(request_id="r2", task_id=TASK))).episodes[0]
+        fork = env_pb2.ForkRequest(
+            request_id="f1", episode_id=parent.episode_id, fork_count=PHOTOGRAPH_MEMBERS, observation=view
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Fork(fork)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        left = (await stub.ListEpisodes(env_pb2.ListEpisodesRequest())).episodes
+        assert [episode.episode_id for episode in left] == [parent.episode_id]
 
 
 # -- an episode -------------------------------------------------------------------------------------------------

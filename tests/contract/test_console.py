@@ -444,6 +444,10 @@ async def test_requests_of_other_origins_pages_are_refused(tmp_path: Path) -> No
             assert (await served.get("/", **{"Sec-Fetch-Site": site}))[0] == 200
         for site in ("same-origin", "none"):
             assert (await served.get(path, **{"Sec-Fetch-Site": site}))[0] == 200
+        # Browsers that do not send Sec-Fetch-Site.
+        for origin in ("https://elsewhere.example", "null", "http://127.0.0.1:1"):
+            assert (await served.get(path, Origin=origin))[0] == 403
+        assert (await served.get(path, Origin=served.url.rstrip("/")))[0] == 200
 
 
 async def test_errors_too_forbid_scripts_and_frames(tmp_path: Path) -> None:

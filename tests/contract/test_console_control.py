@@ -200,6 +200,7 @@ async def test_only_episodes_of_the_console_are_scored_and_closed_there(
         ({"actions": [{"action": "run_shell", "command": "id"}]}, "actions"),
         ({"actions": [{"action": "read_file", "path": "/etc/passwd"}]}, "actions"),
         ({"actions": [{"action": "clck"}]}, "unknown action"),
+        ({"actions": [{"action": "move", "x": 10**400, "y": 1}]}, "move.x"),
         ({"actions": [CLICK], "control": 7}, "control"),
         ({"actions": [CLICK], "control": "x" * 201}, "control"),
     ],

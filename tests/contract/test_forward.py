@@ -324,6 +324,62 @@ async def test_an_episode_has_a_limited_number_of_connections(server: FakeServer
             await asyncio.sleep(0.001)
 
 
+@pytest.mark.parametrize("port", [PORT, PORT + 1], ids=["unread by the guest", "unread by the client"])
+async def test_cancelled_connections_with_unread_bytes_leave_no_descriptors_and_no_tracebacks(
+    server: FakeServer,
+    episode: AsyncEpisode,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    port: int,
+) -> None:
+    monkeypatch.setattr("envd.base.streams._CLOSE_TIMEOUT_S", 0.05)
+    may_end = asyncio.Event()
+
+    async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await may_end.wait()
+
+    async def talkative(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes(32 << 20))
+        await may_end.wait()
+        writer.transport.abort()
+
+    server.hypervisor.services |= {PORT: deaf, PORT + 1: talkative}
+    found = server.service.find(episode.episode_id)
+    assert found is not None
+    opened: list[asyncio.StreamWriter] = []
+
+    async def open_port(number: int) -> Any:
+        opened.append((both := await open_original(number))[1])
+        return both
+
+    open_original = found.machine.desktop.open_port
+    monkeypatch.setattr(found.machine.desktop, "open_port", open_port)
+
+    async def fill(call: Any) -> None:
+        with suppress(grpc.aio.AioRpcError, asyncio.CancelledError, asyncio.InvalidStateError):
+            while True:
+                await call.write(env_pb2.ForwardGuestPortRequest(data=bytes(100_000)))
+
+    open_count = server.metrics.port_connections.labels(pool="fake")
+    async with streams(server) as open_stream:
+        calls = [await open_stream(episode_id=episode.episode_id, port=port) for _ in range(MAX_CONNECTIONS)]
+        for call in calls:
+            await call.read()
+        filling = [asyncio.create_task(fill(call)) for call in calls] if port == PORT else []
+        is_full = [writer.transport.get_write_buffer_size for writer in opened] if port == PORT else []
+        while not all(size() for size in is_full):
+            await asyncio.sleep(0.01)
+        for call in calls:
+            call.cancel()
+        while open_count._value.get():
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*filling)
+    assert len(opened) == MAX_CONNECTIONS
+    assert [writer for writer in opened if writer.get_extra_info("socket").fileno() != -1] == []
+    assert [record for record in caplog.records if record.exc_info] == []
+    may_end.set()
+
+
 async def test_messages_of_bytes_wait_above_their_rate(server: FakeServer, episode: AsyncEpisode) -> None:
     count = MESSAGE_BURST + 200
     async with streams(server) as open_stream:

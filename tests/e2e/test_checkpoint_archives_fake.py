@@ -1,12 +1,15 @@
 """Checkpoints that travel between hosts as files: equal states there, and no damaged or foreign file is stored."""
 
 import asyncio
+import itertools
 import json
 import pickle
 import shutil
 import stat
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +142,19 @@ def resealed(data: bytes, **changes: object) -> bytes:
         ({"task_digest": "0" * 32}, CheckpointUnusable, "has changed"),
         ({"task_id": "fake/none"}, CheckpointUnusable, "is not served"),
         ({"pool": "other"}, CheckpointUnusable, "no pool 'other'"),
-        ({"format": 2}, BadRequest, "another version"),
+        ({"format": 2}, BadRequest, "this version of envd does not read"),
         ({"checkpoint_id": "../../etc"}, BadRequest, "no checkpoint has"),
         ({"checkpoint_id": "ckpt-../x"}, BadRequest, "no checkpoint has"),
         ({"files": {"../memory": {"size_bytes": 1, "digest": ""}}}, BadRequest, "no checkpoint has"),
         ({"files": {"checkpoint.json": {"size_bytes": 1, "digest": ""}}}, BadRequest, "no checkpoint has"),
-        ({"files": {"memory": {"size_bytes": -1, "digest": ""}}}, BadRequest, "no checkpoint has"),
+        ({"files": {"memory": {"size_bytes": -1, "digest": ""}}}, BadRequest, "must be at least 0"),
         ({"files": {"memory": {"size_bytes": 1 << 50, "digest": ""}}}, CheckpointStoreFull, "limit_gib"),
+        ({"create_time": "2026-01-01T00:00:00"}, BadRequest, "create_time"),
+        ({"expire_time": "9999-12-31T23:59:59+00:00"}, BadRequest, "expire_time"),
+        ({"expire_time": "2026-01-01T00:00:00Z"}, BadRequest, "lifetime"),
+        ({"step_count": 1 << 40}, BadRequest, "step_count: must be at most"),
+        ({"label": "x" * 257}, BadRequest, "label"),
+        ({"run": "\ud800"}, BadRequest, "does not read"),
     ],
 )
 async def test_an_archive_of_something_else_is_refused(
@@ -158,6 +167,104 @@ async def test_an_archive_of_something_else_is_refused(
         with pytest.raises(error, match=text):
             await client.import_checkpoint(file)
         assert await client.list_checkpoints() == []
+
+
+#: None of these is the value of any field, or it harms nothing.
+WRONG: tuple[Any, ...] = (None, -1, 1 << 31, 10**400, 1.5, "x" * 300, "2026-01-01T00:00:00", [], [["a", "b"]] * 200, {})
+
+
+async def test_no_value_in_an_archive_breaks_a_later_call(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, file, _), served(tmp_path / "second") as (_, client):
+        original = file.read_bytes()
+        stored_count = 0
+        bugs = []
+        for name, value in itertools.product(StoredCheckpoint.model_fields, WRONG):
+            file.write_bytes(resealed(original, **{name: value}))
+            try:
+                there = await client.import_checkpoint(file)
+                stored_count += 1
+                async with client.reset(there) as episode:
+                    assert await client.list_episodes()
+                    await episode.step(TypeText("x"))
+            except EnvError as error:
+                bugs += [(name, value, error)] if error.reason == "BUG" else []
+            for each in await client.list_checkpoints():
+                await client.delete_checkpoint(each)
+        assert stored_count
+        assert bugs == []
+        # Deeper than any parser follows.
+        depth = b"[" * 300_000 + b"]" * 300_000
+        file.write_bytes(module._MAGIC + len(depth).to_bytes(4, "little") + depth + xxhash.xxh3_128(depth).digest())
+        with pytest.raises(BadRequest, match="does not read"):
+            await client.import_checkpoint(file)
+
+
+async def test_a_stored_description_that_cannot_be_read_is_not_listed_and_can_be_deleted(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (checkpoint, _, _), served(tmp_path / "first") as (server, client):
+        assert len(await client.list_checkpoints()) == 1
+        description = tmp_path / "first" / "checkpoints" / checkpoint.checkpoint_id / "checkpoint.json"
+        text = json.loads(description.read_text())
+        description.write_text(json.dumps(text | {"create_time": "2026-01-01T00:00:00"}))
+        assert await client.list_checkpoints() == []
+        await client.delete_checkpoint(replace(checkpoint, host=server.address))
+        assert not description.exists()
+
+
+def with_files(data: bytes, directory: Path, **contents: bytes) -> bytes:
+    """Return an archive with other contents of files; `_` in a name is a dot."""
+    files = {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "checkpoint.json"}
+    files |= {name.replace("_", "."): content for name, content in contents.items()}
+    listed = {
+        name: {"size_bytes": len(content), "digest": xxhash.xxh3_128_hexdigest(content)}
+        for name, content in files.items()
+    }
+    start = len(module._MAGIC) + 4
+    length = int.from_bytes(data[start - 4 : start], "little")
+    return resealed(data[: start + length + 16], files=listed) + b"".join(files.values())
+
+
+async def test_a_view_that_no_display_shows_is_refused(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (checkpoint, file, _), served(tmp_path / "second") as (_, client):
+        original, directory = file.read_bytes(), tmp_path / "first" / "checkpoints" / checkpoint.checkpoint_id
+        view = json.loads((directory / "view.json").read_text())
+        cursor = {"hot_x_px": 0, "hot_y_px": 0, "shape": [512, 512, 4]}
+        views: tuple[Any, ...] = (
+            {"width_px": 32767, "height_px": 32767},
+            {"width_px": 8192, "height_px": 8192},
+            {"width_px": 0},
+            {"capture_time": "2026-01-01T00:00:00"},
+            {"capture_time": 10**400},
+            {"cursor": cursor | {"shape": [1 << 14, 1 << 14, 4]}},
+            {"cursor": cursor | {"shape": [1, 1, 1]}},
+            {"cursor": cursor | {"hot_x_px": -1}},
+            {"cursor": cursor},
+            {"inputs": view["inputs"] | {"pointer": {"x_px": -1, "y_px": 0}}},
+            {"inputs": view["inputs"] | {"buttons": 256}},
+            {"inputs": view["inputs"] | {"keys": [{"scancode": 1 << 40, "keysym": 0}]}},
+            {"home": "x" * (1 << 17)},
+        )
+        refused = [{"view_json": json.dumps(view | changes).encode()} for changes in views]
+        refused += [
+            {"view_json": b"[" * 100_000},
+            {"screen_zst": zstandard.compress(bytes(256 << 20))},
+            {"screen_zst": zstandard.compress(bytes(16))},
+            {"screen_zst": b"x"},
+        ]
+        for contents in refused:
+            file.write_bytes(with_files(original, directory, **contents))
+            with pytest.raises(CheckpointUnusable, match="its screen cannot be read"):
+                await client.import_checkpoint(file)
+            assert await client.list_checkpoints() == []
+        # The screen of the same size, once as it was.
+        file.write_bytes(with_files(original, directory))
+        assert await client.import_checkpoint(file)
+
+
+async def test_an_archive_lives_for_a_year_at_most(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, file, _), served(tmp_path / "second") as (_, client):
+        file.write_bytes(resealed(file.read_bytes(), expire_time="8999-01-01T00:00:00+14:00"))
+        there = await client.import_checkpoint(file)
+        assert there.expire_time < datetime.now(UTC) + timedelta(days=366)
 
 
 async def test_an_archive_that_differs_from_the_checkpoint_here_is_refused(tmp_path: Path) -> None:
@@ -253,7 +360,7 @@ async def test_a_guest_of_another_host_runs_no_code(tmp_path: Path) -> None:
         manifest = json.loads((path / "checkpoint.json").read_text())
         manifest["files"]["guest"] = {"size_bytes": len(guest), "digest": xxhash.xxh3_128_hexdigest(guest)}
         (path / "checkpoint.json").write_text(json.dumps(manifest))
-        with pytest.raises(CheckpointUnusable, match="is not part of a drawn desktop"):
+        with pytest.raises(CheckpointUnusable, match="in a form that is no longer read"):
             await client.open(there)
         assert not (tmp_path / "ran").exists()
 

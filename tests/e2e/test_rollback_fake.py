@@ -3,8 +3,8 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from cuaenv.client import (
+    AskUser,
     AsyncEnvClient,
+    AsyncEpisode,
     BadRequest,
     Checkpoint,
     CheckpointNotFound,
@@ -25,6 +27,7 @@ from cuaenv.client import (
     KeyUp,
     MachineLost,
     Observation,
+    Perturb,
     ServiceFault,
     StaleEpoch,
     State,
@@ -42,9 +45,11 @@ from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.types import RollbackCommand, ScoreCommand, StepCommand
 from envd.hypervisor.machine import MachineState
+from envd.tasks import perturbations
+from envd.tasks.model import Task
 from tests.support.callers import Tokens
 from tests.support.faulty import FakeHost, Faults
-from tests.support.server import FakeServer, served_client
+from tests.support.server import FakeServer, load_fake_tasks, served_client
 
 TASK = "fake/save-note"
 EDITOR, SAVE = Click(379, 311), Click(82, 86)
@@ -93,6 +98,107 @@ async def test_an_episode_goes_back_and_does_otherwise(tmp_path: Path) -> None:
         assert (listed.episode_id, listed.epoch, listed.step_count) == (episode.episode_id, 3, 1)
         await episode.step(LINE, SAVE, Done())
         assert (await episode.evaluate()).score == 1
+
+
+#: What an episode is, its parameters and its calls; every other field is progress, and a checkpoint has it.
+NOT_PROGRESS = frozenset(
+    [
+        "episode_id",
+        "group_id",
+        "parent_episode_id",
+        "task",
+        "pool",
+        "run",
+        "owner",
+        "max_steps",
+        "settle",
+        "machine",
+        "lease",
+        "create_time",
+        "pool_tools",
+        "automatic",
+        "epoch",
+        "turn",
+        "closed",
+        "steps",
+        "evaluations",
+        "forks",
+        "checkpoints",
+        "rollbacks",
+        "origin",
+        "human",
+    ]
+)
+
+
+def progress_of(server: FakeServer, episode_id: str) -> dict[str, Any]:
+    """Return what an episode has done, and the world that it is in."""
+    episode = server.service._registry.get(episode_id)
+    found = {each.name: getattr(episode, each.name) for each in fields(episode) if each.name not in NOT_PROGRESS}
+    return found | {"perturbations": episode.origin.perturbations, "actions_of_people": tuple(episode.human.actions)}
+
+
+def with_user() -> Task:
+    blank = load_fake_tasks().get(TASK).model_dump(exclude_unset=True, exclude={"oracle"})
+    user = {"facts": [{"about": word, "answer": f"The {word}."} for word in ("room", "date")], "max_questions": 2}
+    return Task.model_validate({**blank, "task_id": "fake/with-user", "tools": ("ask_user",), "user": user})
+
+
+async def answer_to(episode: AsyncEpisode, question: str) -> str:
+    (result,) = (await episode.step(AskUser(question))).tool_results
+    assert result is not None
+    return result.output
+
+
+@pytest.mark.parametrize("way", ["rollback", "fork", "reset", "restart"])
+async def test_a_stored_state_has_the_progress_that_the_episode_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setitem(perturbations._KINDS, "theme", (lambda _: [], True))
+    host = FakeHost()
+    options: dict[str, Any] = {"extra_tasks": [with_user()], "host": host, "database": tmp_path / "envd.db"}
+    world = Perturb(seed=1, kinds=("theme",))
+    async with AsyncExitStack() as stack:
+        server, client = await stack.enter_async_context(served(tmp_path, **options))
+        episode = await stack.enter_async_context(client.reset("fake/with-user", perturb=world))
+        assert await answer_to(episode, "Which room?") == "The room."
+        checkpoint = await episode.checkpoint()
+        expected = progress_of(server, episode.episode_id)
+        assert (expected["step_count"], len(expected["asked"])) == (1, 1)
+        if way == "fork":
+            (episode,) = await stack.enter_async_context(client.fork(episode, count=1))
+        elif way == "restart":
+            await server.kill()
+            server, _ = await stack.enter_async_context(served(tmp_path, listen=server.address, **options))
+        else:
+            # Everything that a step, a person or an evaluation changes.
+            await answer_to(episode, "Which date?")
+            await episode.step(Done())
+            await episode.evaluate()
+            server.service._registry.get(episode.episode_id).human.actions.append(EDITOR)
+            changed = progress_of(server, episode.episode_id)
+            constant = {"cause", "perturbations", "last_checkpoint_id"}
+            assert {name for name in changed if changed[name] == expected[name]} == constant
+        if way == "rollback":
+            await episode.rollback(checkpoint)
+        elif way == "reset":
+            episode = await stack.enter_async_context(client.reset(checkpoint))
+        assert progress_of(server, episode.episode_id) == expected
+        assert await answer_to(episode, "Which date?") == "The date."
+        await episode.close()  # while its server runs
+
+
+async def test_a_rollback_to_a_state_of_another_episode_names_the_perturbations_of_its_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(perturbations._KINDS, "theme", (lambda _: [], True))
+    async with (
+        served(tmp_path) as (_, client),
+        client.reset(TASK, perturb=Perturb(seed=1, kinds=("theme",))) as other,
+        client.reset(TASK) as episode,
+    ):
+        await episode.rollback(await other.checkpoint())
+        assert episode.perturbations == ("theme",)
 
 
 async def test_an_episode_that_ended_or_was_scored_is_active_again(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -138,14 +139,20 @@ async def _with_headers(request: web.Request, handler: Handler) -> web.StreamRes
 @web.middleware
 async def _own_page_only(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse requests that pages of other origins make: they could not read the response, but cause the work."""
-    if request.path not in PUBLIC_PATHS and request.headers.get("Sec-Fetch-Site", "none") not in (
-        "same-origin",
-        "none",
-    ):
+    if request.path not in PUBLIC_PATHS and not _is_of_own_page(request):
         raise web.HTTPForbidden(
             text=f"{request.path}: requested by a page of another origin; open the console's page\n"
         )
     return await handler(request)
+
+
+def _is_of_own_page(request: web.Request) -> bool:
+    """Return whether the page, or no page, sent a request."""
+    site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
+    if site is not None:
+        return site in ("same-origin", "none")
+    # Browsers without it, such as Safari before 16.4, send the origin of a page with what is not a plain read.
+    return origin is None or urlsplit(origin).netloc == request.host
 
 
 class Console:

@@ -13,7 +13,8 @@ from envd.api.security.in_flight import InFlight, RunningCall
 from envd.api.security.rate import MAX_CALLERS, RateLimiter
 from envd.api.security.secret_files import Reloaded
 from envd.api.security.tokens import TokenTable
-from envd.base.errors import EpisodeNotFound, InvalidRequest, RateLimited, ScopeTooSmall, Unauthenticated
+from envd.api.status import is_failure_of_ours, reason_of
+from envd.base.errors import RateLimited, Unauthenticated
 from envd.episodes.registry import unknown_episode
 
 #: As grpc provides it.
@@ -54,7 +55,7 @@ class Guard:
         self._renewals = renewals
         self._messages = RateLimiter(calls_per_second=MESSAGES_PER_S, burst=MESSAGE_BURST)
         self._in_flight = InFlight()
-        self._refusals = RefusalLog()
+        self._failures = FailureLog()
         self._max_calls = max_calls
         self._may_use = may_use
 
@@ -104,7 +105,7 @@ class Guard:
 
     def log_text(self, error: Exception, caller_name: str, peer: str) -> str | None:
         """Return the text of a failure for the log; None if a caller's log lines are above their limit."""
-        return self._refusals.describe(f"token {caller_name!r}" if caller_name else _host(peer), error)
+        return self._failures.describe(f"token {caller_name!r}" if caller_name else _host(peer), error)
 
     def admit(self, caller: Caller, method: str, *, episode_id: str, id_count: int, peer: str) -> None:
         """Check that a request may be served.
@@ -154,33 +155,27 @@ def _host(peer: str) -> str:
     return f"host {peer.rpartition(':')[0]}"
 
 
-#: Lines of one caller and reason that are logged at once, and the interval of further ones.
+#: Refused calls of one caller and reason that are logged at once, and the interval of further ones.
 BURST: Final = 10
 INTERVAL_S: Final = 10.0
-#: Failures of calls that did nothing, so that a caller can make hundreds per second.
-_REFUSALS: Final = (EpisodeNotFound, InvalidRequest, ScopeTooSmall, Unauthenticated)
 
 
-class RefusalLog:
-    """Decides which refused calls are logged, and counts the others."""
+class FailureLog:
+    """Decides which failed calls are logged, and counts the others: a caller can make hundreds per second."""
 
     def __init__(self) -> None:
-        self._lines = RateLimiter(calls_per_second=1 / INTERVAL_S, burst=BURST)
+        # A failure of the daemon costs a tenth of a refused call: 100 are logged at once, and then one per second.
+        self._lines = RateLimiter(calls_per_second=BURST / INTERVAL_S, burst=BURST * BURST)
         self._omitted: OrderedDict[str, int] = OrderedDict()
 
     def describe(self, caller: str, error: Exception) -> str | None:
-        """Return the text of a failure for the log, with the number of equal ones omitted before it; None to omit it.
-
-        Args:
-            error: The failure. Only refusals are ever omitted.
-        """
-        if not isinstance(error, _REFUSALS):
-            return str(error)
-        key = f"{caller} {error.reason}"
-        if self._lines.take(key):
+        """Return a failure's text for the log, with the number of equal ones omitted before it; None to omit it."""
+        reason = reason_of(error)
+        key = f"{caller} {reason}"
+        if self._lines.take(key, 1 if is_failure_of_ours(error) else BURST):
             self._omitted[key] = self._omitted.pop(key, 0) + 1
             if len(self._omitted) > MAX_CALLERS:
                 self._omitted.popitem(last=False)
             return None
         count = self._omitted.pop(key, 0)
-        return f"{error} (after {count} more {error.reason} of {caller} that are not logged)" if count else str(error)
+        return f"{error} (after {count} more {reason} of {caller} that are not logged)" if count else str(error)

@@ -25,6 +25,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -260,7 +261,7 @@ class SqliteStore:
             writes = []
             try:
                 job.result = job.query(self._connection)
-            except sqlite3.Error as error:
+            except Exception as error:
                 job.error = self._failure(error)
         self._write(writes)
 
@@ -275,15 +276,23 @@ class SqliteStore:
                     self._log_bytes += sum(len(v) for v in statement.values if isinstance(v, (str, bytes)))
                     self._connection.execute(statement.sql, statement.values)
             self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:
             if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+                with suppress(sqlite3.Error):
+                    self._connection.execute("ROLLBACK")
+            if len(jobs) > 1 and not isinstance(error, sqlite3.Error):
+                # A value that SQLite cannot store, such as an integer of 65 bits, fails its own commit alone.
+                for job in jobs:
+                    self._write([job])
+                return
             logger.error("%s: %d changes were not written: %s", self.path, len(jobs), error)  # noqa: TRY400
             for job in jobs:
                 job.error = self._failure(error)
 
-    def _failure(self, error: sqlite3.Error) -> StoreError:
-        return StoreError(f"{self.path} is not usable: {error}; check whether the disk is full")
+    def _failure(self, error: Exception) -> StoreError:
+        if isinstance(error, sqlite3.Error):
+            return StoreError(f"{self.path} is not usable: {error}; check whether the disk is full")
+        return StoreError(f"{self.path}: a value cannot be stored: {error!r}; report this with the daemon's log")
 
 
 def _resolve(jobs: Iterable[_Job]) -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,7 +36,9 @@ def setup(*, log_format: Literal["text", "json"] = "text", level: str = "info", 
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.set_name(_HANDLER)
     handler.addFilter(_add_ids)
+    handler.addFilter(_limit_traces)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    _traced.clear()
     root = logging.getLogger()
     for earlier in [known for known in root.handlers if known.name == _HANDLER]:
         root.removeHandler(earlier)
@@ -47,6 +50,34 @@ def setup(*, log_format: Literal["text", "json"] = "text", level: str = "info", 
 def _add_ids(record: logging.LogRecord) -> bool:
     # Added when the record is created, not when it is formatted: a queue or thread in between has other ids.
     record.ids = dict(_ids.get() or {})
+    return True
+
+
+#: A traceback is repeated after this time. It has 20 to 60 lines, and a caller may cause hundreds per second.
+_TRACE_INTERVAL_S = 60.0
+_MAX_TRACES = 256
+_traced: OrderedDict[tuple[object, ...], float] = OrderedDict()
+"""When the traceback of each cause was last logged: a logger, a type of exception, and where it was raised."""
+
+
+def _limit_traces(record: logging.LogRecord) -> bool:
+    """Replace a traceback that was logged within the last minute by the exception's text."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None:
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = (trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace is not None else ()
+    cause = (record.name, type(error).__qualname__, *where)
+    if record.created < _traced.get(cause, -_TRACE_INTERVAL_S) + _TRACE_INTERVAL_S:
+        record.msg, record.args = f"{record.getMessage()}: {error!r} (its traceback was logged less than 1 min ago)", ()
+        record.exc_info = record.exc_text = None
+        return True
+    _traced[cause] = record.created
+    _traced.move_to_end(cause)
+    if len(_traced) > _MAX_TRACES:
+        _traced.popitem(last=False)
     return True
 
 

@@ -14,6 +14,7 @@ from typing import Final
 import xxhash
 from pydantic import ValidationError
 
+from cuaenv.problems import problem_of
 from envd.base.errors import CheckpointCorrupt, InvalidRequest
 from envd.episodes.checkpoints.store import MANIFEST, Checkpoint, StoredFile, is_id
 
@@ -23,7 +24,6 @@ _MAGIC: Final = b"envd checkpoint\n"
 _LENGTH: Final = struct.Struct("<I")
 _DIGEST_BYTES: Final = 16
 _MAX_MANIFEST_BYTES: Final = 1 << 20
-_MAX_FILE_COUNT: Final = 64
 _FILE_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 #: A sender that pauses for longer is gone.
 _IDLE_S: Final = 60.0
@@ -60,13 +60,17 @@ class ArchiveReader:
         try:
             manifest = Checkpoint.model_validate_json(text)
         except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "manifest"
             raise InvalidRequest(
-                "data", "is the archive of another version of envd; use the same on both hosts"
+                "data",
+                f"is an archive that this version of envd does not read ({where[:100]}: {problem_of(first)}); use the"
+                " same version on both hosts",
             ) from error
-        names, files = manifest.files.keys(), manifest.files.values()
+        names = manifest.files.keys()
         is_safe = is_id(manifest.checkpoint_id) and MANIFEST not in names and all(map(_FILE_NAME.fullmatch, names))
-        if not is_safe or len(names) > _MAX_FILE_COUNT or any(file.size_bytes < 0 for file in files):
-            raise InvalidRequest("data", "has an id or files that no checkpoint has")
+        if not is_safe or manifest.expire_time <= manifest.create_time:
+            raise InvalidRequest("data", "has an id, a lifetime or files that no checkpoint has")
         return manifest
 
     async def read_file(self, path: Path, expected: StoredFile) -> None:

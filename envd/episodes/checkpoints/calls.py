@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 _SWEEP_S = 60.0
 #: How long a checkpoint waits for its pool's template.
 _TEMPLATE_S = 30.0
+#: The longest that a request may ask for.
+_MAX_LIFETIME = timedelta(days=365)
 
 
 class Checkpointing:
@@ -151,7 +153,9 @@ class Checkpointing:
             for name, expected in manifest.files.items():
                 await archive.read_file(draft.directory / name, expected)
             await archive.require_end()
-            expire_time = self._context.clock.now() + (manifest.expire_time - manifest.create_time)
+            await asyncio.to_thread(read_view, draft.directory, manifest.checkpoint_id)
+            lifetime = min(manifest.expire_time - manifest.create_time, _MAX_LIFETIME)
+            expire_time = self._context.clock.now() + lifetime
             imported = manifest.model_copy(update={"expire_time": expire_time})
             stored = await asyncio.to_thread(self._store.complete, draft, imported)
         await self._report()
@@ -264,7 +268,7 @@ class Checkpointing:
         path = self._store.path(checkpoint.checkpoint_id)
         try:
             await asyncio.to_thread(self._store.verify, checkpoint)
-            view = await asyncio.to_thread(read_view, path)
+            view = await asyncio.to_thread(read_view, path, checkpoint.checkpoint_id)
             return FrozenDesktop(snapshot=await pool.hypervisor.restore(template.snapshot, path), view=view)
         except HypervisorError:
             # One that is deleted while it is read looks damaged.

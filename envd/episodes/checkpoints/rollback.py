@@ -120,7 +120,7 @@ class RollingBack:
         self, episode: Episode, command: RollbackCommand, checkpoint: Checkpoint, member: Member, watch: Stopwatch
     ) -> RollbackResult:
         context, old = self._context, episode.machine
-        episode.go_back(member.machine, step_count=checkpoint.step_count, checkpoint_id=checkpoint.checkpoint_id)
+        episode.go_back(member.machine, checkpoint)
         context.registry.events.rolled_back(episode, time=checkpoint.create_time)
         result = RollbackResult(
             episode=episode.info(context.clock),

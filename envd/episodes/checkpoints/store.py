@@ -19,10 +19,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from envd.base.config import CheckpointsConfig, SettlePolicy
 from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointStoreFull, StoreError
@@ -42,13 +42,25 @@ _FLUSH_THREADS: Final = 8
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
+def _in_utc(moment: datetime) -> datetime:
+    if not 2000 <= moment.year < 9000:  # beyond, converting it or adding to it may overflow
+        raise ValueError(f"{moment.isoformat()} is not a time of this millennium")
+    return moment.astimezone(UTC)
+
+
+# A description may come from another host, and lists of all callers contain it: every value must fit a response.
+_Text = Annotated[str, Field(max_length=256)]
+_Time = Annotated[AwareDatetime, AfterValidator(_in_utc)]
+_Steps = Annotated[int, Field(ge=0, le=100_000)]
+
+
 class StoredFile(BaseModel):
     """A file of a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    size_bytes: int
-    digest: str
+    size_bytes: Annotated[int, Field(ge=0, le=1 << 50)]
+    digest: _Text
     """xxh3-128 of its content, 32 hex digits."""
 
 
@@ -58,37 +70,37 @@ class Checkpoint(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1] = 1
-    checkpoint_id: str
-    label: str
-    episode_id: str
-    parent_checkpoint_id: str
+    checkpoint_id: _Text
+    label: _Text
+    episode_id: _Text
+    parent_checkpoint_id: _Text
     """The previous checkpoint of that episode, or the one that it was opened from; empty if none."""
-    task_id: str
-    task_digest: str
+    task_id: _Text
+    task_digest: _Text
     """Digest of the task's definition: of another version, the stored state is not a state."""
-    template_digest: str
+    template_digest: _Text
     """Digest of the template whose memory and disk the state builds on."""
-    pool: str
-    run: str
-    owner: str
-    step_count: int
-    asked: tuple[Exchange, ...] = ()
+    pool: _Text
+    run: _Text
+    owner: _Text
+    step_count: _Steps
+    asked: Annotated[tuple[Exchange, ...], Field(max_length=100)] = ()
     """What the agent had asked the task's user."""
-    perturbations: tuple[str, ...] = ()
+    perturbations: Annotated[tuple[_Text, ...], Field(max_length=64)] = ()
     """Kinds of the perturbations of the episode's world."""
-    epoch: int = 1
+    epoch: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
     """The episode's, in which the state was."""
-    max_steps: int
-    frame_id: str
+    max_steps: _Steps
+    frame_id: _Text
     settle: SettlePolicy
-    create_time: datetime
-    expire_time: datetime
+    create_time: _Time
+    expire_time: _Time
     pinned: bool
-    trigger: str = ""
+    trigger: _Text = ""
     """Value of the `CheckpointTrigger` at which its episode stored it; empty if a request did."""
-    fingerprint: str
+    fingerprint: _Text
     """Digest of the request that created it; empty if none did."""
-    files: dict[str, StoredFile] = {}
+    files: Annotated[dict[str, StoredFile], Field(max_length=64)] = {}
 
     @property
     def size_bytes(self) -> int:

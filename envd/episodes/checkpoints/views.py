@@ -1,31 +1,37 @@
 """The view of a stored desktop as a file: screen, pointer and held keys. All functions block."""
 
-import json
+import math
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import zstandard
-from pydantic import TypeAdapter
+from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from cuaenv.copying import copied
 from cuaenv.frames import TiledImage
+from cuaenv.problems import problem_of, without_path
 from envd.base.errors import CheckpointCorrupt
+from envd.base.zstd import read_compressed
 from envd.guest.display.frames import Frame
-from envd.guest.display.rfb import CursorShape
+from envd.guest.display.rfb import MAX_CURSOR_SIDE_PX, MAX_SCREEN_PIXELS, MAX_SIDE_PX, CursorShape
 from envd.guest.input.plan import HeldInputs
 from envd.guest.view import DesktopView
 
 _STATE, _SCREEN, _CURSOR = "view.json", "screen.zst", "cursor.zst"
+#: More than its largest content has.
+_MAX_STATE_BYTES = 1 << 16
+
+_Side = Annotated[int, Field(ge=1, le=MAX_SIDE_PX)]
+_CursorSide = Annotated[int, Field(ge=0, le=MAX_CURSOR_SIDE_PX)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cursor:
-    hot_x_px: int
-    hot_y_px: int
-    shape: tuple[int, ...]
+    hot_x_px: _CursorSide
+    hot_y_px: _CursorSide
+    shape: tuple[_CursorSide, _CursorSide, Literal[4]]
     """(height, width, 4)."""
 
 
@@ -33,9 +39,9 @@ class _Cursor:
 class _View:
     """What is not pixels."""
 
-    width_px: int
-    height_px: int
-    capture_time: datetime
+    width_px: _Side
+    height_px: _Side
+    capture_time: AwareDatetime
     cursor: _Cursor | None
     caps_lock: bool
     inputs: HeldInputs
@@ -57,18 +63,37 @@ def write_view(view: DesktopView, directory: Path) -> None:
         _write_pixels(directory / _CURSOR, cursor.rgba_HWC)
 
 
-def read_view(directory: Path) -> DesktopView:
-    """Return a view that `write_view` wrote. Raises: CheckpointCorrupt."""
+def read_view(directory: Path, checkpoint_id: str) -> DesktopView:
+    """Return a view that `write_view` wrote, perhaps on another host. Raises: CheckpointCorrupt."""
     try:
-        state = _ADAPTER.validate_python(json.loads((directory / _STATE).read_bytes()))
+        with (directory / _STATE).open("rb") as file:
+            state = _ADAPTER.validate_json(file.read(_MAX_STATE_BYTES))
+        _check(state)
         image = TiledImage.from_rgb(_read_pixels(directory / _SCREEN, (state.height_px, state.width_px, 3)))
         cursor = None
         if state.cursor is not None:
             cursor = copied(CursorShape, state.cursor, rgba_HWC=_read_pixels(directory / _CURSOR, state.cursor.shape))
-    except (OSError, ValueError, zstandard.ZstdError) as error:
-        raise CheckpointCorrupt(f"stored view {directory}: cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        why = f"{_STATE}: {'.'.join(map(str, first['loc']))}: {problem_of(first)}" if first else without_path(error)
+        raise CheckpointCorrupt(
+            f"checkpoint {checkpoint_id}: its screen cannot be read ({why}); delete the checkpoint"
+        ) from error
     frame = Frame(frame_id=image.image_id, image=image, capture_time=state.capture_time)
     return copied(DesktopView, state, frame=frame, cursor=cursor)
+
+
+def _check(state: _View) -> None:
+    """Check that a display could have shown and sent it. Raises: ValueError."""
+    if state.width_px * state.height_px > MAX_SCREEN_PIXELS:
+        raise ValueError(f"a screen of {state.width_px}x{state.height_px} has more than {MAX_SCREEN_PIXELS} pixels")
+    limits = [(state.inputs.buttons, 0xFF)]
+    if state.inputs.pointer is not None:
+        limits += [(state.inputs.pointer.x_px, MAX_SIDE_PX), (state.inputs.pointer.y_px, MAX_SIDE_PX)]
+    for key in state.inputs.keys:
+        limits += [(key.scancode, 0xFF), (key.keysym, 0xFFFF_FFFF)]
+    if not all(0 <= value <= limit for value, limit in limits):
+        raise ValueError("no display accepts its pointer, buttons or keys")
 
 
 def _write_pixels(path: Path, pixels_HWC: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
@@ -76,5 +101,5 @@ def _write_pixels(path: Path, pixels_HWC: np.ndarray[Any, np.dtype[np.uint8]]) -
 
 
 def _read_pixels(path: Path, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    data = zstandard.ZstdDecompressor().decompress(path.read_bytes())
+    data = read_compressed(path, max_bytes=math.prod(shape))
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)

@@ -5,16 +5,12 @@ It is one object so that one deep copy forks all of it. The copy shares unchange
 
 import copy
 import hashlib
-import io
 import itertools
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zstandard
 
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture, Rect
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
@@ -155,66 +151,7 @@ class _Digester:
         self._hash.update(data)
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: object) -> Any:
-        if isinstance(value, Framebuffer):
-            return _framebuffer, (value.pixels.tobytes(), value.pixels.shape)
-        return NotImplemented
-
-
-def _framebuffer(data: bytes, shape: tuple[int, ...]) -> Framebuffer:
-    return Framebuffer(np.frombuffer(data, np.uint8).reshape(shape).copy(), shared=False)
-
-
-def write_guest(guest: Guest, path: Path) -> None:
-    """Write a guest that does not run. Raises: OSError."""
-    pickled = io.BytesIO()
-    _Pickler(pickled).dump(guest)
-    path.write_bytes(zstandard.ZstdCompressor(1).compress(pickled.getvalue()))
-
-
-class _Unpickler(pickle.Unpickler):
-    """Loads parts of drawn desktops and nothing else: an imported checkpoint is of another host."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # of a bound method
-            return _method
-        if module == __name__ and name in _OWN_NAMES:
-            return globals()[name]
-        if module.startswith(_DRAWN) and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} is not part of a drawn desktop")
-
-
-_DRAWN = tuple(f"{__package__}.{name}" for name in ("desktop.", "files", "outcome", "programs", "toolbox", "wires."))
-_OWN_NAMES = frozenset({"Guest", "_framebuffer", "_ignore"})
-
-
-def _method(owner: object, name: str) -> object:
-    is_part = isinstance(owner, Guest) or type(owner).__module__.startswith(_DRAWN)
-    if name.startswith("__") or not is_part:
-        raise pickle.UnpicklingError(f"{type(owner).__name__}.{name} is not a method of a drawn desktop")
-    return getattr(owner, name)
-
-
-def read_guest(path: Path) -> Guest:
-    """Return a guest that `write_guest` wrote. Raises: OSError, ValueError."""
-    try:
-        pickled = zstandard.ZstdDecompressor().decompress(path.read_bytes(), max_output_size=_MAX_GUEST_BYTES)
-        guest = _Unpickler(io.BytesIO(pickled)).load()
-    except (zstandard.ZstdError, pickle.PickleError, EOFError, AttributeError, LookupError, TypeError) as error:
-        raise ValueError(str(error)) from error
-    if not isinstance(guest, Guest):
-        raise ValueError("not a guest")  # noqa: TRY004 -- the content is wrong, not a caller's argument
-    return guest
-
-
 _numbers = itertools.count(1)
-
-#: Many times as much as a drawn desktop has.
-_MAX_GUEST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

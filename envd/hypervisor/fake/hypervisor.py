@@ -13,8 +13,9 @@ from envd.hypervisor.fake.backend import CAPABILITIES
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
 from envd.hypervisor.fake.files import GuestFiles
-from envd.hypervisor.fake.guest import FakeSnapshot, FrozenGuest, read_guest, template_key, write_guest
+from envd.hypervisor.fake.guest import FakeSnapshot, FrozenGuest, template_key
 from envd.hypervisor.fake.machine import FakeMachine, check_screen
+from envd.hypervisor.fake.stored import read_guest, write_guest
 from envd.hypervisor.fake.wires.guestd import Service, echo
 from envd.hypervisor.machine import (
     Accelerator,
@@ -168,14 +169,24 @@ class FakeHypervisor:
         return self._captured(frozen, report, fork.snapshot)
 
     async def save(self, snapshot: Snapshot, directory: Path) -> None:
-        write_guest(_own_snapshot(snapshot).frozen.guest, directory / "guest")
+        try:
+            write_guest(_own_snapshot(snapshot).frozen.guest, directory / "guest")
+        except ValueError as error:
+            raise HypervisorError(f"snapshot {snapshot!r}: cannot be stored: {error}") from error
 
     async def restore(self, template: Snapshot, directory: Path) -> FakeSnapshot:
-        """Return a guest that `save` wrote, as a capture. Raises: CheckpointCorrupt, HypervisorError."""
+        """Return a guest that `save` wrote, as a capture.
+
+        Raises:
+            CheckpointUnusable: An earlier release wrote it.
+            CheckpointCorrupt, HypervisorError: It cannot be read.
+        """
         try:
             guest = read_guest(directory / "guest")
         except ValueError as error:
-            raise CheckpointCorrupt(f"stored guest {directory}: cannot be read: {error}") from error
+            raise CheckpointCorrupt(
+                f"checkpoint {directory.name}: its desktop cannot be read ({error}); delete the checkpoint"
+            ) from error
         except OSError as error:
             raise HypervisorError(f"stored guest {directory}: cannot be read: {error}") from error
         spec, parent = template.spec, _own_snapshot(template).template

@@ -83,7 +83,8 @@ class Routes:
                 # Such as a body that is too large.
                 return json_response({"error": error.text or error.reason, "reason": "BAD_FIELD"}, status=error.status)
             except Exception as error:
-                logger.exception("%s %s failed", request.method, request.path.rpartition("/")[2])
+                if self._guard.log_text(error, "", peer_of(request)) is not None:
+                    logger.exception("%s %s failed", request.method, request.path.rpartition("/")[2])
                 text = f"a bug in envd ({type(error).__name__}); its log has the traceback"
                 return json_response({"error": text, "reason": "BUG"}, status=500)
 

@@ -218,12 +218,12 @@ class _Exchanges:
             try:
                 await asyncio.gather(streams.copy(reader, far_writer), streams.copy(far_reader, writer))
             finally:
-                far_writer.close()
+                await streams.close(far_writer)
         except OSError:
             pass  # either end broke, and notices it
         finally:
-            writer.close()
             self._machines.pop(port, None)
+            await streams.close(writer)
 
 
 def _texts(headers: http.Headers) -> list[tuple[str, str]]:

@@ -221,6 +221,7 @@ class AsyncEnvClient:
                 ),
                 checkpoint_every_steps=checkpoint_every,
                 checkpoint_on=triggers,
+                share_images=True,
             )
 
         async with hosts.limiter.acquired(size):
@@ -296,6 +297,7 @@ class AsyncEnvClient:
             lease_ttl=wire_duration(lease_ttl),
             observation=wire_view(parent.chosen_view(view), known=parent.observation),
             epoch=parent.epoch,
+            share_images=True,
         )
         opening = OpenRequest(
             make_request=lambda: request,
@@ -525,8 +527,11 @@ async def _held(
     leases = [host.leases.take(info.episode_id, lease_ttl) for info in response.episodes]
     try:
         episodes = []
+        shown = {seen.image_id: seen} if seen else {}
         for lease, info, message in zip(leases, response.episodes, response.observations, strict=True):
-            observation = await host.decode(message, seen)
+            observation = await host.decode(message, shown.get(message.frame.unchanged.base_image_id, seen))
+            if message.frame.WhichOneof("content"):
+                shown[observation.image_id] = observation
             episode = AsyncEpisode(place, lease, info, observation, instruction=instruction, defaults=defaults)
             episode.opening_timings_ms = dict(response.timings_ms)
             episodes.append(episode)

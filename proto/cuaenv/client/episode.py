@@ -67,8 +67,6 @@ class AsyncEpisode:
         """The episode that it was forked from; empty if none."""
         self.checkpoint_id = info.checkpoint_id
         """The checkpoint that it was opened from; empty if none."""
-        self.perturbations = tuple(info.perturbations)
-        """Kinds of the perturbations of its world."""
         self.origin = copied(Origin, info.origin)
         """Origin of its first state."""
         self.task_id = info.task_id
@@ -101,6 +99,8 @@ class AsyncEpisode:
         """Steps performed, as of the last response."""
         self.epoch = info.epoch
         """1 at first; increases with each rollback, as of the last response. 0 if the daemon cannot roll back."""
+        self.perturbations = tuple(info.perturbations)
+        """Kinds of the perturbations of its world, as of the last response."""
 
     async def step(
         self,

@@ -125,7 +125,7 @@ class Observation:
 
 
 def read_observation(message: env_pb2.Observation, base: Observation | None = None) -> Observation:
-    """Decode an observation; `base` is the known image that the request named.
+    """Decode an observation; `base` has the image that the message may refer to.
 
     Raises:
         ServiceFault: The pixels do not match the image id, or a field is invalid.
@@ -147,7 +147,7 @@ def read_observation(message: env_pb2.Observation, base: Observation | None = No
 
 def read_frame(frame: env_pb2.Frame, base: Observation | None, **more: Any) -> Observation:
     """Decode a frame as an observation; `base` and errors are those of `read_observation`."""
-    encoding = frame.keyframe.encoding
+    data, tiles = _pixels(frame, base)
     try:
         capture_time = frame.capture_time.ToDatetime(tzinfo=UTC)
     except (ValueError, OverflowError) as error:
@@ -160,8 +160,8 @@ def read_frame(frame: env_pb2.Frame, base: Observation | None, **more: Any) -> O
         screen_width_px=frame.screen.width_px,
         screen_height_px=frame.screen.height_px,
         capture_time=capture_time,
-        data=b"" if encoding == env_pb2.ENCODING_RAW_ZSTD else frame.keyframe.data,
-        tiles=_tiles(frame, base.tiles if base else None),
+        data=data,
+        tiles=tiles,
         cursor=(frame.cursor.x, frame.cursor.y) if frame.HasField("cursor") else None,
         **more,
     )
@@ -183,10 +183,15 @@ def _elements(message: env_pb2.A11yElements) -> tuple[Element, ...]:
     )
 
 
-def _tiles(frame: env_pb2.Frame, base: "TiledImage | None") -> "TiledImage | None":
+def _pixels(frame: env_pb2.Frame, base: Observation | None) -> tuple[bytes, "TiledImage | None"]:
+    """Return `Observation.data` and `Observation.tiles`."""
     kind = frame.WhichOneof("content")
-    if kind is None or (kind == "keyframe" and frame.keyframe.encoding != env_pb2.ENCODING_RAW_ZSTD):
-        return None
+    if kind is None:
+        return b"", None
+    if kind == "keyframe" and frame.keyframe.encoding != env_pb2.ENCODING_RAW_ZSTD:
+        return frame.keyframe.data, None
+    if kind == "unchanged" and base and frame.unchanged.base_image_id == base.image_id == frame.image_id:
+        return base.data, base.tiles
     try:
         from cuaenv.frames import FrameMismatch, TiledImage  # noqa: PLC0415 -- PNGs need no numpy
     except ImportError as error:
@@ -195,18 +200,12 @@ def _tiles(frame: env_pb2.Frame, base: "TiledImage | None") -> "TiledImage | Non
         ) from error
     try:
         if kind == "keyframe":
-            return TiledImage.unpack(
+            return b"", TiledImage.unpack(
                 frame.keyframe.data, width_px=frame.width_px, height_px=frame.height_px, image_id=frame.image_id
             )
-        if (
-            base is not None
-            and kind == "unchanged"
-            and frame.unchanged.base_image_id == base.image_id == frame.image_id
-        ):
-            return base
-        if base is not None and kind == "tiles" and frame.tiles.base_image_id == base.image_id:
+        if base and base.tiles and kind == "tiles" and frame.tiles.base_image_id == base.image_id:
             regions = [region(rect) for rect in frame.tiles.tiles]
-            return base.patched(regions, frame.tiles.data, image_id=frame.image_id)
+            return b"", base.tiles.patched(regions, frame.tiles.data, image_id=frame.image_id)
     except FrameMismatch as error:
         raise ServiceFault(str(error), code="DATA_LOSS", reason="FRAME_MISMATCH") from error
     raise ServiceFault(

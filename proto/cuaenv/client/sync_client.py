@@ -175,8 +175,6 @@ class Episode(_Blocking[AsyncEpisode]):
         """The episode that it was forked from; empty if none."""
         self.checkpoint_id = episode.checkpoint_id
         """The checkpoint that it was opened from; empty if none."""
-        self.perturbations = episode.perturbations
-        """Kinds of the perturbations of its world."""
         self.origin = episode.origin
         """Origin of its first state."""
         self.task_id = episode.task_id
@@ -208,6 +206,11 @@ class Episode(_Blocking[AsyncEpisode]):
     def epoch(self) -> int:
         """1 at first; increases with each rollback, as of the last response."""
         return self._inner.epoch
+
+    @property
+    def perturbations(self) -> tuple[str, ...]:
+        """Kinds of the perturbations of its world, as of the last response."""
+        return self._inner.perturbations
 
     step = _blocking(AsyncEpisode.step)
     observe = _blocking(AsyncEpisode.observe)

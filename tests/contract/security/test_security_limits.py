@@ -300,6 +300,32 @@ async def test_refused_calls_do_not_fill_the_log(
             assert len(caplog.records) == BURST + 2
 
 
+async def test_failed_calls_of_any_reason_do_not_fill_the_log(
+    tokens: Tokens, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RateLimiter.__init__, "__kwdefaults__", {"clock_s": lambda: 0.0})
+    with caplog.at_level(logging.INFO):
+        async with serving(tokens.security()) as (episodes, address), connected(address, tokens.alice.secret) as stub:
+            episode_id = await opened_on_stub(stub)
+            step = request_for("Step", episode_id)
+            step.step_index = 7
+            fork = request_for("Fork", episode_id)
+            fork.step_index = 7
+            caplog.clear()
+            for number in range(BURST + 5):
+                step.request_id = fork.request_id = f"r{number}"
+                assert (await outcome(stub, "Step", step)).reason == "STEP_INDEX_MISMATCH"
+                assert (await outcome(stub, "Fork", fork)).reason == "STEP_INDEX_MISMATCH"
+            assert len(caplog.records) == BURST
+            caplog.clear()
+            # A failure of the daemon is worth more lines.
+            for number in range(BURST * BURST + 5):
+                episodes.failures.append(RuntimeError("a bug"))
+                step.request_id = f"b{number}"
+                assert (await outcome(stub, "Step", step)).reason == "BUG"
+            assert len(caplog.records) == BURST * BURST
+
+
 async def test_calls_with_wrong_tokens_have_their_own_rate_limit(tokens: Tokens) -> None:
     async with (
         serving(limited(tokens, 2)) as (_, address),

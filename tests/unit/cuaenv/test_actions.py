@@ -237,6 +237,10 @@ def test_half_a_position_is_rejected() -> None:
         ({"action": "wait", "seconds": 0}, "wait.seconds"),
         ({"action": "wait", "seconds": float("nan")}, "wait.seconds"),
         ({"action": "wait"}, "wait.seconds"),
+        ({"action": "move", "x": 10**400, "y": 1}, "move.x"),
+        ({"action": "move", "x": float("inf"), "y": 1}, "move.x"),
+        ({"action": "wait", "seconds": 10**400}, "wait.seconds"),
+        ({"action": "press", "keys": ["a"], "hold_s": -(10**400)}, "press.hold_s"),
     ],
 )
 def test_a_bad_field_of_an_object_is_named(form: Any, field: str) -> None:

@@ -54,7 +54,7 @@ class Widget(BaseModel):
     y: _Pixel
     w: _Pixel
     h: _Pixel
-    text: str = ""
+    text: Annotated[str, Field(max_length=65_536)] = ""
     locked: bool = False
     """Whether a field ignores clicks."""
     options: tuple[_Name, ...] = ()

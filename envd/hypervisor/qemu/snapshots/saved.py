@@ -9,11 +9,13 @@ import shutil
 import struct
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import zstandard
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cuaenv.problems import without_path
 from envd.base.errors import CheckpointCorrupt, HypervisorError
 from envd.base.tools import run_tool
 from envd.hypervisor.machine import Firmware
@@ -36,6 +38,7 @@ _COUNT = struct.Struct("<Q")
 _LEAST_PAGE_BYTES = 4096
 #: More than devices, with their video memory, or UEFI variables take.
 _MAX_STATE_BYTES = 1 << 30
+_MAX_DESCRIPTION_BYTES = 4096
 _STATE = "state.json"
 _MEMORY = "memory.zst"
 
@@ -43,8 +46,8 @@ _MEMORY = "memory.zst"
 class _State(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    digest: str
-    disk_digest: str
+    digest: Annotated[str, Field(max_length=128)]
+    disk_digest: Annotated[str, Field(max_length=128)]
 
 
 def save(snapshot: LibvirtSnapshot, directory: Path) -> None:
@@ -77,7 +80,8 @@ def restore(template: LibvirtSnapshot, directory: Path, captures_dir: Path) -> L
     files = SnapshotFiles(directory=captures_dir / secrets.token_hex(6))
     files.directory.mkdir(parents=True)
     try:
-        state = _State.model_validate_json((directory / _STATE).read_bytes())
+        with (directory / _STATE).open("rb") as file:
+            state = _State.model_validate_json(file.read(_MAX_DESCRIPTION_BYTES))
         patch = _read_memory(directory / _MEMORY, template.spec.memory_mib << 20)
         disks = files.disks(len(template.spec.image.disks))
         for target in _whole_files(template, files):
@@ -98,9 +102,11 @@ def restore(template: LibvirtSnapshot, directory: Path, captures_dir: Path) -> L
     except BaseException as error:
         shutil.rmtree(files.directory, ignore_errors=True)
         if isinstance(error, ValidationError | zstandard.ZstdError | ValueError | struct.error):
-            raise CheckpointCorrupt(f"stored state {directory}: cannot be read: {error}") from error
+            raise CheckpointCorrupt(
+                f"checkpoint {directory.name}: its state cannot be read ({without_path(error)}); delete the checkpoint"
+            ) from error
         if isinstance(error, OSError):
-            raise HypervisorError(f"stored state {directory}: cannot be restored: {error}") from error
+            raise HypervisorError(f"checkpoint {directory.name}: its state cannot be restored: {error}") from error
         raise
 
 

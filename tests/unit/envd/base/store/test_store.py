@@ -119,6 +119,35 @@ async def test_the_statements_of_one_commit_apply_together_or_not_at_all(
     assert await store.rows(MachineRow) == [machine("two")], "the store works after a failure"
 
 
+@pytest.mark.parametrize("on_thread", [False, True])
+@pytest.mark.parametrize("value", ["\ud800", 1 << 70])
+async def test_a_value_that_cannot_be_stored_fails_its_own_commit(
+    store: SqliteStore, clock: Clock, path: Path, value: Any, on_thread: bool
+) -> None:
+    if on_thread:
+        await store.commit(Value(clock, takes_s=30).statement)
+    before = store.commit(upsert(machine("before")))
+    wrong = store.commit(upsert(machine("wrong")), Statement("DELETE FROM machines WHERE machine_id = ?", (value,)))
+    after = store.commit(upsert(machine("after")))
+    async with asyncio.timeout(30):
+        with pytest.raises(StoreError, match="a value cannot be stored"):
+            await wrong
+        await asyncio.gather(before, after)
+        await store.commit(upsert(machine("later")))
+    assert seen_from_outside(path) == ["after", "before", "later"]
+
+
+async def test_a_query_that_fails_hinders_no_later_call(store: SqliteStore, clock: Clock) -> None:
+    def fail(_connection: sqlite3.Connection) -> None:
+        raise KeyError("x")
+
+    await store.commit(Value(clock, takes_s=30).statement)
+    async with asyncio.timeout(30):
+        with pytest.raises(StoreError, match="KeyError"):
+            await store._submit(query=fail)
+        await store.commit(upsert(machine("later")))
+
+
 async def test_statements_apply_in_call_order(store: SqliteStore) -> None:
     for number in range(200):
         store.write_soon(upsert(machine("one", pool=f"p{number}")))

@@ -62,6 +62,33 @@ def test_an_exception_stays_on_its_json_line(stream: io.StringIO) -> None:
     assert "ValueError: invalid literal" in json.loads(line)["exception"]
 
 
+def test_a_traceback_is_logged_once_a_minute_for_each_cause(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("time.time", lambda: now_s)
+    logs.setup(log_format="json", stream=stream)
+
+    def fail(text: str, *, name: str = "envd.test") -> None:
+        try:
+            int(text)
+        except ValueError:
+            logging.getLogger(name).exception("failed for %s", text)
+
+    fail("one")
+    fail("two")
+    fail("three", name="library")
+    now_s += 60
+    fail("four")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert ["exception" in line for line in lines] == [True, False, True, True]
+    assert 'failed for two: ValueError("invalid literal' in lines[1]["message"]
+    for number in range(300):
+        kind = type(f"Error{number}", (Exception,), {})
+        logger.error("x", exc_info=kind())
+    assert len(logs._traced) == 256
+
+
 def test_the_level_applies_to_envd_only_and_a_second_setup_does_not_repeat_lines(stream: io.StringIO) -> None:
     logs.setup(level="debug", stream=stream)
     logs.setup(level="debug", stream=stream)
