@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import envd
+from envd.base.clock import running_timeout
 from envd.base.errors import EvaluatorFailed, GuestError
 from envd.daemon.judging.worker import EXCEEDED_CPU, HEADER
 from envd.tasks.text import CheckOutcome, CheckPart
@@ -110,7 +111,7 @@ class JudgeWorkers:
                 worker = self._idle_worker() or await self._start()
         is_reusable = False
         try:
-            async with asyncio.timeout(time_s):
+            async with running_timeout(time_s):
                 answer = await _ask(worker, job)
             is_reusable = not answer.get("retire", False)
         except TimeoutError:  # an OSError
