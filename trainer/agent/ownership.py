@@ -88,8 +88,8 @@ _TABLE: Mapping[type[BaseException], tuple[Ruling, Ruling]] = {
     GuestFailed: (_REPEATED, _UNDECIDED),
     DeadlineExceeded: (_REPEATED, _UNDECIDED),
     EvaluatorFailed: (_HOST, _UNDECIDED),
-    # An endpoint may refuse what an agent asks.
-    UserUnavailable: (_HOST, _UNDECIDED),
+    # The daemon's own question got no answer either; what only the agent's question causes is an answer.
+    UserUnavailable: (_HOST, _HOST),
     LossUndecided: (_UNDECIDED, _UNDECIDED),
     # The tokens cannot be trained on, but the model chose them.
     PlaceholderSampled: (_UNDECIDED, _UNDECIDED),
