@@ -57,7 +57,7 @@ def performed(world: World, episode_id: str, monkeypatch: pytest.MonkeyPatch) ->
         ((TypeText("x" * 2400),), (3, [""])),
     ],
 )
-async def test_the_actions_of_a_step_share_two_minutes_and_the_agent_is_told_of_the_rest(
+async def test_the_actions_of_a_step_share_two_minutes_and_the_rest_is_reported(
     world: World, episode_id: str, performed: list[Action], actions: tuple[Action, ...], expected: tuple[int, list[str]]
 ) -> None:
     result = await world.service.step(world.step_command(episode_id, 0, *actions))
