@@ -3,8 +3,8 @@
 A picture, a text or a document of a guest can keep a decoder busy for hours, fill the memory, or hold the interpreter
 lock. In the daemon, each of these would stop every episode. Here they end one worker. What needs more memory or CPU
 time than the limit scores 0, as a file that is too large does: the host had both, so an agent must not void its episode
-by it. If the host is or may be the reason, the evaluation fails with `EvaluatorFailed`. What is judged too late is
-judged at the task's start too (`is_by_guest_error`), so that no agent gains by a busy host.
+by it. If the host is or may be the reason, the evaluation fails with `EvaluatorFailed`. Then the task's start is judged
+too (`envd.episodes.evaluating`), so that no agent gains by a busy host or a decoder that it can crash.
 """
 
 import asyncio
