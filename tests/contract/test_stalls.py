@@ -10,7 +10,7 @@ import pytest
 
 from cuaenv.client import Action, Click, RunShell, State, TypeText
 from envd.base.config import LimitsConfig
-from envd.guest import acting, desktop, guestd, toolbox
+from envd.guest import acting, desktop, guestd, session, toolbox
 from envd.guest.display.screen import Screen
 from envd.guest.guestd import GuestdClient
 from envd.tasks.checkers import evaluate
@@ -79,3 +79,26 @@ async def test_a_stopped_daemon_is_not_the_guests_end(
         assert (evaluation.score, evaluation.guest_end_cause) == (0, "")
         assert calls
         assert owner is not evaluate or len(calls) == 1  # not again, on a machine at the task's start
+
+
+@pytest.mark.parametrize("action", [SHELL, TypeText("a text that the service types")], ids=["shell", "typing"])
+@pytest.mark.parametrize("is_back", [True, False], ids=["answers again", "silent"])
+async def test_a_session_that_was_late_and_answers_again_has_not_ended(
+    monkeypatch: pytest.MonkeyPatch, action: Action, is_back: bool
+) -> None:
+    """It was late because QEMU was stopped, its host was busy, or the agent kept it busy."""
+    monkeypatch.setattr(session, "_ALIVE_TIMEOUT_S", LIMIT_S)
+    exchange = GuestdClient._exchange
+
+    async def hang(client: GuestdClient, method: str, path: str, **options: Any) -> Any:
+        if is_back and path == "/envd/session":
+            return await exchange(client, method, path, **options)
+        return await asyncio.Event().wait()
+
+    async with served_client(extra_tasks=[_task()]) as (_, client), client.reset("fake/with-shell") as episode:
+        await episode.step(Click(x=1, y=1))
+        monkeypatch.setattr(GuestdClient, "_exchange", hang)
+        step = await episode.step(action)
+        expected = ("", State.ACTIVE) if is_back else ("SESSION_ENDED", State.TERMINATED)
+        assert (step.guest_end_cause, step.state) == expected
+        assert ("in time" in step.action_errors[0]) is is_back

@@ -35,7 +35,7 @@ SLIME = "tests/e2e/test_slime_generate.py"
 USER = "tests/contract/test_user_model.py"
 OWNERS = "tests/unit/trainer/agent/test_ownership.py::test_each_reason_of_the_contract_has_a_declared_owner"
 
-GOES_ON, SCORED, VOID, UNDECIDED = "continues", "scored", "void", "void, undecided"
+CONTINUES, SCORED, VOID, UNDECIDED = "continues", "scored", "void", "void, undecided"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ ENDS = (
     End(
         way="makes a mistake: a reply that cannot be read, a point off the screen, a tool that fails",
         by="agent",
-        result=GOES_ON,
+        result=CONTINUES,
         shows="text for the agent",
         tests=(
             f"{SERVICE}::test_the_agents_mistakes_are_in_the_result",
@@ -80,7 +80,7 @@ ENDS = (
     End(
         way="asks for waits, commands or texts of more than 120 s in one step",
         by="agent",
-        result=GOES_ON,
+        result=CONTINUES,
         shows="text for the agent: not performed, or cut short",
         tests=(
             f"{STEP_TIME}::test_the_actions_of_a_step_share_two_minutes_and_the_rest_is_reported",
@@ -90,7 +90,7 @@ ENDS = (
     End(
         way="asks the task's user what alone gets no answer: a full context, a filter, too much to think about",
         by="agent",
-        result=GOES_ON,
+        result=CONTINUES,
         shows="the user does not know",
         tests=(f"{USER}::test_a_question_that_alone_gets_no_answer_is_one_that_the_user_cannot_answer",),
         limits=("tasks.user_timeout_s",),
@@ -159,11 +159,19 @@ ENDS = (
         shows="0",
         tests=("tests/contract/test_judging.py::test_memory_beyond_the_limit_scores_0",),
     ),
+    End(
+        way="keeps its session busy beyond the limit of an action, or the host keeps the guest from running, until it"
+        " answers again",
+        by="agent or host",
+        result=CONTINUES,
+        shows="text for the agent",
+        tests=("tests/contract/test_stalls.py::test_a_session_that_was_late_and_answers_again_has_not_ended",),
+    ),
     # What the host does.
     End(
         way="the daemon is stopped or gets no processor, for less than the client waits",
         by="host",
-        result=GOES_ON,
+        result=CONTINUES,
         shows="a late response",
         tests=(
             "tests/contract/test_stalls.py::test_a_stopped_daemon_is_not_the_guests_end",
@@ -397,9 +405,10 @@ def test_each_row_is_what_the_table_of_owners_decides(end: End) -> None:
 
 
 def test_the_agent_alone_chooses_neither_void_nor_repetition() -> None:
-    chosen = [end.way for end in ENDS if end.by == "agent" and (end.result not in (SCORED, GOES_ON) or end.repeated)]
+    chosen = [end.way for end in ENDS if end.by == "agent" and (end.result not in (SCORED, CONTINUES) or end.repeated)]
     assert chosen == [UNTRAINED]
-    assert [end.way for end in ENDS if "agent" in end.by and end.by != "agent"] == []
+    shared = [end for end in ENDS if "agent" in end.by and end.by != "agent"]
+    assert {end.result for end in shared} == {CONTINUES}
 
 
 def test_the_pages_have_the_table() -> None:
