@@ -60,6 +60,7 @@ async def running_timeout(limit_s: float, *, monotonic: Callable[[], float] = ti
     """
     loop = asyncio.get_running_loop()
     left_s, last_s = limit_s, monotonic()
+    timer: asyncio.TimerHandle
 
     def tick() -> None:
         nonlocal left_s, last_s, timer

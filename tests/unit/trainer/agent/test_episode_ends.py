@@ -6,7 +6,7 @@ end.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -371,8 +371,10 @@ def rules(end: End) -> Iterator[tuple[str, bool]]:
     results: Mapping[Owner, str] = {Owner.POLICY: SCORED, Owner.UNDECIDED: UNDECIDED}
     errors: list[BaseException] = [error_by(reason) for reason in end.reasons]
     for kind in end.errors:
-        takes_budget = issubclass(kind, BudgetExhausted | NoReply)
-        errors.append(kind("x", budget="total") if takes_budget else kind("x"))
+        if issubclass(kind, BudgetExhausted | NoReply):
+            errors.append(kind("x", budget="total"))
+        else:
+            errors.append(kind("x"))
     for error in errors:
         ruling = ruling_of(error, acted=end.acted)
         yield results.get(ruling.owner, VOID), ruling.repeat
@@ -381,10 +383,13 @@ def rules(end: End) -> Iterator[tuple[str, bool]]:
 def limits() -> set[str]:
     """Return the names of all budgets, time limits and causes of a guest's end."""
     causes = ENDS_MACHINE | {"SESSION_ENDED", "UNRESPONSIVE", "UNCHECKABLE"}
-    sections = {"limits": LimitsConfig.model_fields, "tasks": TasksConfig.model_fields}
-    sections["train"] = TrainingConfig.model_fields
-    sections["agent"] = dict.fromkeys(each.name for each in fields(AgentSettings))
-    sections["session"] = dict.fromkeys(each.name for each in fields(SessionSettings))
+    sections: Mapping[str, Iterable[str]] = {
+        "limits": LimitsConfig.model_fields,
+        "tasks": TasksConfig.model_fields,
+        "train": TrainingConfig.model_fields,
+        "agent": [each.name for each in fields(AgentSettings)],
+        "session": [each.name for each in fields(SessionSettings)],
+    }
     named = {f"{section}.{name}" for section, names in sections.items() for name in names if "timeout" in name}
     budgets = get_args(get_type_hints(BudgetExhausted.__init__)["budget"])
     return {*causes, *named, *budgets}
