@@ -85,6 +85,7 @@ ENDS = (
         tests=(
             f"{STEP_TIME}::test_the_actions_of_a_step_share_two_minutes_and_the_rest_is_reported",
             f"{STEP_TIME}::test_a_step_lasts_no_longer_than_its_client_waits",
+            "tests/contract/test_api_client.py::test_a_step_waits_for_its_actions_and_for_the_service",
         ),
     ),
     End(
