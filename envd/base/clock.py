@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -41,6 +42,42 @@ async def wait_until(clock: Clock, at_s: float | None, *, or_event: asyncio.Even
         await or_event.wait()
     elif not or_event.is_set():
         await run_unless(or_event, clock.sleep(at_s - clock.monotonic()))
+
+
+#: How often a `running_timeout` looks whether the process still runs, and so the most that a stall takes from it.
+_TICK_S = 0.25
+
+
+@asynccontextmanager
+async def running_timeout(limit_s: float, *, monotonic: Callable[[], float] = time.monotonic) -> AsyncIterator[None]:
+    """Cancel the block after `limit_s`, as `asyncio.timeout` does, but count only time in which this process runs.
+
+    For limits after which a guest is blamed: a daemon that was stopped (SIGSTOP, a suspended or overloaded host) did
+    not read what the guest answered in time.
+
+    Raises:
+        TimeoutError: The block took longer.
+    """
+    loop = asyncio.get_running_loop()
+    left_s, last_s = limit_s, monotonic()
+    timer: asyncio.TimerHandle
+
+    def tick() -> None:
+        nonlocal left_s, last_s, timer
+        now_s = monotonic()
+        waited_s, last_s = now_s - last_s, now_s
+        left_s -= waited_s if waited_s < 2 * _TICK_S else _TICK_S
+        if left_s > 0:
+            timer = loop.call_later(min(left_s, _TICK_S), tick)
+        else:
+            scope.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as scope:
+        timer = loop.call_later(min(limit_s, _TICK_S), tick)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 class LoopLag:

@@ -286,8 +286,9 @@ class TasksConfig(_Section):
     """Name of the model at `user_url`."""
     user_key_file: Directory | None = None
     """File with the key of `user_url`."""
-    user_timeout_s: Annotated[float, Field(gt=0, le=600)] = 60.0
-    """How long an answer may take, attempts included; after that the episode is void."""
+    user_timeout_s: Annotated[float, Field(gt=0, le=60)] = 60.0
+    """How long an answer may take, attempts included: clients wait no longer. After that the user does not know, or the
+    episode is void if a question of envd's own gets no answer either."""
 
 
 class RecordingConfig(_Section):

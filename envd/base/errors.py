@@ -178,7 +178,7 @@ class SetupFailed(EnvdError, reason="SETUP_FAILED"):
 
 
 class UserUnavailable(EnvdError, reason="USER_UNAVAILABLE"):
-    """The model that plays a task's user gave no answer; the episode is void."""
+    """A task's user answers no question, whatever is asked; the episode is void."""
 
 
 class EvaluatorFailed(EnvdError, reason="EVALUATOR_FAILED"):

@@ -11,7 +11,7 @@ from envd.base.telemetry import traces
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
-from envd.episodes.losing import find_loss, is_by_guest_error
+from envd.episodes.losing import find_loss
 from envd.episodes.persistence.journal import EVALUATE, Request
 from envd.episodes.resetting import RunCheckers
 from envd.episodes.types import EpisodeState, EvaluateResult
@@ -110,7 +110,8 @@ class Evaluating:
                     return await self._score(episode)
             except EvaluatorFailed as error:
                 loss = await find_loss(episode, error)
-                if loss is None and not episode.guest_end_cause and is_by_guest_error(error):
+                # Whatever failed, a judge that a file ended included: what the agent left may be the cause.
+                if loss is None and not episode.guest_end_cause and error.__cause__ is not None:
                     if is_compared:
                         reason = f"at the task's start the checkers work, but not here: {error}"
                         loss = Loss(Owner.GUEST, reason, "UNCHECKABLE")

@@ -38,11 +38,6 @@ async def find_loss(episode: Episode, error: BaseException) -> Loss | None:
     return loss
 
 
-def is_by_guest_error(error: BaseException) -> bool:
-    """Return whether a checker failed because of what the guest answered, or all together took too long."""
-    return _find(error, (GuestError, TimeoutError)) is not None
-
-
 def _symptom(error: BaseException) -> BaseException | None:
     """Return the error of the machine or guest behind an error.
 

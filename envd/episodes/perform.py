@@ -1,11 +1,13 @@
 """Perform one step on a desktop: act, settle, observe. Knows no ledgers or leases."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Final
 
-from cuaenv.actions import Action, Done, Fail, ToolAction
+from cuaenv.actions import MAX_STEP_S, Action, Done, Fail, PressKeys, RunShell, ToolAction, TypeText, Wait
 from envd.base.aio import LoopThrottle
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy
@@ -15,6 +17,12 @@ from envd.episodes.episode import Episode
 from envd.guest.desktop import Desktop
 from envd.guest.display.frames import Frame
 from envd.guest.observation import ActionOutcome, Encoding, Observation, ObservationOptions
+
+_OUT_OF_TIME: Final = f"the actions of one step together take at most {MAX_STEP_S:g} s; send the rest in another step"
+#: Characters that are typed before the time is looked at again: 50 s by a paced keyboard.
+_TYPED_AT_ONCE_CHARS = 1000
+#: An action that lacks less is not cut short, so that two waits of 60 s fit.
+_TOLERANCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +105,8 @@ async def perform(
 ) -> Performed:
     """Perform actions in order, up to the first `Done` or `Fail`, then settle and observe.
 
+    Actions that do not fit into `MAX_STEP_S` are not performed, and their outcomes say so. Otherwise one reply of many
+    waits or commands would outlast its client's deadline, and an agent could void its episode.
     A guest that has been silent for `limits.heartbeat_interval_s` is checked for life meanwhile.
 
     On failure some actions may have been performed: the episode is void.
@@ -110,7 +120,7 @@ async def perform(
             last_action = action
             outcomes.append(ActionOutcome())
             break
-        outcomes.append(await (use_tool(action) if isinstance(action, ToolAction) else desktop.act(action)))
+        outcomes.append(await _act(action, desktop=desktop, use_tool=use_tool, watch=watch))
     watch.lap("input")
     async with _heartbeat(desktop, limits):
         observation = await observe(
@@ -119,6 +129,49 @@ async def perform(
     return Performed(
         outcomes=tuple(outcomes), last_action=last_action, observation=observation, timings_ms=watch.timings_ms
     )
+
+
+async def _act(
+    action: Action, *, desktop: Desktop, use_tool: Callable[[ToolAction], Awaitable[ActionOutcome]], watch: Stopwatch
+) -> ActionOutcome:
+    """Perform an action, or the part of it for which the step has time."""
+    outcome, input_ms = None, 0.0
+    for part in _parts(action):
+        left_s = MAX_STEP_S - watch.total_ms / 1000
+        if left_s <= 0:
+            what = "not performed" if outcome is None else "cut short"
+            return replace(outcome or ActionOutcome(), error=f"{what}: {_OUT_OF_TIME}")
+        limited = _limited(part, left_s)
+        outcome = await (use_tool(limited) if isinstance(limited, ToolAction) else desktop.act(limited))
+        input_ms += outcome.input_ms
+        outcome = replace(outcome, input_ms=input_ms)
+        if outcome.error:
+            break
+        if limited is not part and (outcome.timed_out or not isinstance(part, RunShell)):
+            return replace(outcome, error=f"cut short: {_OUT_OF_TIME}")
+    return outcome or ActionOutcome()
+
+
+def _parts(action: Action) -> Iterator[Action]:
+    if not isinstance(action, TypeText) or len(action.text) <= _TYPED_AT_ONCE_CHARS:
+        yield action
+        return
+    text = action.text.replace("\r\n", "\n")  # one line break, which must not be split
+    for start in range(0, len(text), _TYPED_AT_ONCE_CHARS):
+        yield TypeText(text[start : start + _TYPED_AT_ONCE_CHARS])
+
+
+def _limited(action: Action, left_s: float) -> Action:
+    """Return an action with the duration that it may have, or the same one if it needs no less."""
+    most = timedelta(seconds=left_s + _TOLERANCE_S)
+    match action:
+        case Wait(duration=duration) if duration > most:
+            return Wait(most)
+        case PressKeys(keys=keys, hold=hold) if hold > most:
+            return PressKeys(keys, most)
+        case RunShell(command=command, timeout=timeout) if timeout > most:
+            return RunShell(command, most)
+    return action
 
 
 async def with_pixels(observation: Observation, episode: Episode | None, options: ObservationOptions) -> Observation:

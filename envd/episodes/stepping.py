@@ -1,7 +1,7 @@
 """Step, observe and watch episodes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,7 +10,7 @@ from cuaenv.actions import AskUser, ToolAction
 from envd.base.aio import LoopThrottle, race
 from envd.base.clock import Clock, wait_until
 from envd.base.config import SettlePolicy
-from envd.base.errors import EvaluatorFailed, GuestEnded, MachineLost, StoreError, UserUnavailable
+from envd.base.errors import EvaluatorFailed, GuestEnded, GuestError, MachineLost, StoreError, UserUnavailable
 from envd.base.telemetry import traces
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext, Stopwatch
@@ -22,7 +22,7 @@ from envd.episodes.types import StepCommand, StepResult
 from envd.guest.desktop import ScreenView
 from envd.guest.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, Unchanged
 from envd.tasks.model import allowed_tools
-from envd.tasks.user import Exchange
+from envd.tasks.user import Exchange, answer_or_nothing
 
 #: How many steps may start or observe per event-loop iteration: each is up to 1 ms of work. With 256 concurrent
 #: clients (`envd bench scale`) a limit of 2 reduces the longest iteration from 100 to 11 ms and costs 3 of 100
@@ -212,7 +212,7 @@ async def use_tool(episode: Episode, action: ToolAction, *, context: EpisodeCont
     """Use a tool on the episode's machine, or ask its user.
 
     Raises:
-        UserUnavailable: The model that plays the user did not answer, or the host could not match the question.
+        UserUnavailable: The model that plays the user answers no question, or the host matches none.
     """
     if action.needs not in allowed_tools(episode.task, episode.pool_tools):
         offered = ", ".join(episode.tools) or "none"
@@ -224,15 +224,18 @@ async def use_tool(episode: Episode, action: ToolAction, *, context: EpisodeCont
         return ActionOutcome(error="this task has no user to ask")
     if len(episode.asked) >= user.max_questions:
         return ActionOutcome(error=f"the user answers no more than {user.max_questions} questions")
-    if not user.persona:
+
+    async def ask(question: str, asked: Sequence[Exchange]) -> str:
+        if user.persona:
+            if context.user_model is None:
+                raise UserUnavailable("the user's model: tasks.user_url is not set")
+            return await context.user_model.answer(user.persona, question, asked)
         try:
-            answer = await user.answer(action.question, episode.asked, judge=context.judge)
-        except EvaluatorFailed as error:
-            raise UserUnavailable(f"the user's facts: {error}") from error
-    elif context.user_model is None:
-        raise UserUnavailable("the user's model: tasks.user_url is not set")
-    else:
-        answer = await context.user_model.answer(user.persona, action.question, episode.asked) or user.unknown
+            return await user.answer(question, asked, judge=context.judge)
+        except (EvaluatorFailed, GuestError) as error:
+            raise UserUnavailable(f"the user's facts: {error}") from error.__cause__
+
+    answer = await answer_or_nothing(ask, action.question, episode.asked) or user.unknown
     episode.asked = (*episode.asked, Exchange(action.question, answer))
     return ActionOutcome(output=answer)
 

@@ -1,10 +1,12 @@
 """Perform actions on one guest: which way input goes, and what it waits for first."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 from cuaenv.actions import Action, Done, Fail, ToolAction, TypeText, Wait
 from envd.base.config import SettlePolicy
@@ -28,9 +30,14 @@ from envd.guest.readiness import GuestPauses
 from envd.guest.session import GuestSession
 from envd.guest.toolbox import Toolbox
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 #: Enter, space, and Alt with a mnemonic.
 _ACTIVATING_KEYSYMS = frozenset({0xFF0D, 0xFF8D, 0x0020, 0xFFE9, 0xFFEA})
 _ANY_SCREEN = InputState(width_px=1 << 15, height_px=1 << 15, pointer=Point(0, 0))
+_LATE = "the desktop did not finish this action in time; it may have had a part of its effect"
 _POINTER_TIMEOUT_S = 2.0
 _POINTER_TOLERANCE_PX = 2
 
@@ -96,8 +103,8 @@ class Actor:
                     queued=self._input.queued,
                 )
                 if method is not TypingMethod.KEYBOARD:
-                    await self._type_in_session(action.text, method, settle)
-                    return ActionOutcome(input_ms=_ms_since(began_s))
+                    outcome = await self._unless_late(self._type_in_session(action.text, method, settle))
+                    return replace(outcome or ActionOutcome(), input_ms=_ms_since(began_s))
             events = plan(action, self._input.state(self._screen.size, caps_lock=self._screen.caps_lock))
         except ActionRejected as rejection:
             return ActionOutcome(error=str(rejection))
@@ -112,9 +119,27 @@ class Actor:
         if max(self._pointer_s, self._key_s) > self._quiet_s:
             await settle(self._pauses.input_settle)
         try:
-            return replace(await self._toolbox.use(action), input_ms=_ms_since(began_s))
+            outcome = await self._unless_late(self._toolbox.use(action))
+            return replace(outcome, input_ms=_ms_since(began_s))
         finally:
             self.input_s = time.monotonic()  # a command may change the screen
+
+    async def _unless_late(self, work: Awaitable[T]) -> T | ActionOutcome:
+        """Return the result of work in the session, or an outcome that reports that it did not end in time.
+
+        A session that answers again has not ended: it was late, because QEMU was stopped, the host was busy, or the
+        agent kept it busy. None of them is the guest's end, and if it were void, an agent could choose that.
+
+        Raises:
+            GuestUnresponsive: The session does not answer either.
+        """
+        try:
+            return await work
+        except GuestUnresponsive as error:
+            if not await self._session.is_alive():
+                raise
+            logger.warning("machine %s: late, but alive: %s", self._machine_id, error)
+            return ActionOutcome(error=_LATE)
 
     async def _play(self, events: Sequence[InputEvent]) -> None:
         client = await self._display.client()

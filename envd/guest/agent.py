@@ -8,8 +8,8 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from uuid import UUID, uuid5
 
@@ -17,6 +17,7 @@ from pydantic import JsonValue
 
 from envd.base import untrusted_json
 from envd.base.channels import GuestChannels
+from envd.base.clock import running_timeout
 from envd.base.errors import GuestError, GuestUnresponsive, TooLarge
 
 # libvirt accepts agent messages of a few MiB; base64 adds a third.
@@ -47,20 +48,14 @@ class CommandResult:
         object.__setattr__(self, "exit_code", max(-(1 << 31), min(self.exit_code, (1 << 31) - 1)))
 
 
-class _Deadline:
-    """The deadline of a call."""
-
-    def __init__(self, timeout_s: float, what: str) -> None:
-        self._timeout_s = timeout_s
-        self._end_s = time.monotonic() + timeout_s
-        self._what = what
-
-    def left_s(self) -> float:
-        """Return the remaining time. Raises: GuestUnresponsive: the deadline has passed."""
-        left_s = self._end_s - time.monotonic()
-        if left_s <= 0:
-            raise GuestUnresponsive(f"{self._what}: not done within {self._timeout_s:g} s")
-        return left_s
+@asynccontextmanager
+async def _within(timeout_s: float, what: str) -> AsyncIterator[None]:
+    """Limit the time of the block. Raises: GuestUnresponsive: It took longer."""
+    try:
+        async with running_timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise GuestUnresponsive(f"{what}: not done within {timeout_s:g} s") from error
 
 
 class GuestAgent:
@@ -86,27 +81,28 @@ class GuestAgent:
             GuestError: It could not be started, or its output exceeds the agent's limit (16 MiB).
             GuestUnresponsive: It did not end within `timeout_s`; it was killed, if the guest has /bin/kill.
         """
-        deadline = _Deadline(timeout_s, f"{argv[0]} on {self._channels.machine_id}")
         arguments: dict[str, JsonValue] = {"path": argv[0], "arg": list(argv[1:]), "capture-output": True}
         if stdin:
             arguments["input-data"] = base64.b64encode(stdin).decode()
         if env is not None:
             arguments["env"] = [f"{name}={value}" for name, value in env.items()]
-        started = _fields(await self._command("guest-exec", arguments, deadline), "guest-exec")
-        pid = _number(started, "pid", "guest-exec")
-        poll_s = _FIRST_POLL_S
+        command, pid, poll_s = self._command, None, _FIRST_POLL_S
         try:
-            while True:
-                status = _fields(await self._command("guest-exec-status", {"pid": pid}, deadline), "guest-exec-status")
-                if status.get("exited"):
-                    return await _result(status, argv[0])
-                await asyncio.sleep(min(poll_s, deadline.left_s()))
-                poll_s = min(poll_s * 1.5, _LAST_POLL_S)
+            async with _within(timeout_s, f"{argv[0]} on {self._channels.machine_id}"):
+                started = _fields(await command("guest-exec", arguments, timeout_s), "guest-exec")
+                pid = _number(started, "pid", "guest-exec")
+                while True:
+                    answer = await command("guest-exec-status", {"pid": pid}, timeout_s)
+                    status = _fields(answer, "guest-exec-status")
+                    if status.get("exited"):
+                        return await _result(status, argv[0])
+                    await asyncio.sleep(poll_s)
+                    poll_s = min(poll_s * 1.5, _LAST_POLL_S)
         except GuestUnresponsive:
-            with suppress(GuestError, GuestUnresponsive):
-                await self._channels.agent_command(
-                    "guest-exec", {"path": "/bin/kill", "arg": ["-KILL", str(pid)]}, timeout_s=_CLEANUP_TIMEOUT_S
-                )
+            if pid is not None:
+                kill: dict[str, JsonValue] = {"path": "/bin/kill", "arg": ["-KILL", str(pid)]}
+                with suppress(GuestError, GuestUnresponsive):
+                    await command("guest-exec", kill, _CLEANUP_TIMEOUT_S)
             raise
 
     async def read_file(self, path: str, *, max_bytes: int = 64 << 20, timeout_s: float = 60.0) -> bytes | None:
@@ -115,48 +111,48 @@ class GuestAgent:
         Raises:
             GuestError: It is larger than `max_bytes`, or cannot be read.
         """
-        deadline = _Deadline(timeout_s, f"reading {path} on {self._channels.machine_id}")
-        try:
-            handle = await self._open(path, "r", deadline)
-        except GuestError as error:
-            if _means_absent(str(error)):
-                return None
-            raise
-        content = bytearray()
-        try:
-            while True:
-                count = min(_CHUNK_BYTES, max_bytes + 1 - len(content))
-                response = _fields(
-                    await self._command("guest-file-read", {"handle": handle, "count": count}, deadline),
-                    "guest-file-read",
-                )
-                content += await _bytes(response, "buf-b64", "guest-file-read")
-                if len(content) > max_bytes:
-                    raise GuestError(f"{path} on {self._channels.machine_id} is larger than {max_bytes} bytes")
-                if response.get("eof") or not response.get("count"):
-                    return bytes(content)
-        finally:
-            await self._close(handle)
+        async with _within(timeout_s, f"reading {path} on {self._channels.machine_id}"):
+            try:
+                handle = await self._open(path, "r", timeout_s)
+            except GuestError as error:
+                if _means_absent(str(error)):
+                    return None
+                raise
+            content = bytearray()
+            try:
+                while True:
+                    count = min(_CHUNK_BYTES, max_bytes + 1 - len(content))
+                    response = _fields(
+                        await self._command("guest-file-read", {"handle": handle, "count": count}, timeout_s),
+                        "guest-file-read",
+                    )
+                    content += await _bytes(response, "buf-b64", "guest-file-read")
+                    if len(content) > max_bytes:
+                        raise GuestError(f"{path} on {self._channels.machine_id} is larger than {max_bytes} bytes")
+                    if response.get("eof") or not response.get("count"):
+                        return bytes(content)
+            finally:
+                await self._close(handle)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 60.0) -> None:
         """Write a file as the agent's user; its directory must exist. On failure the file may be half written."""
-        deadline = _Deadline(timeout_s, f"writing {path} on {self._channels.machine_id}")
-        handle = await self._open(path, "w", deadline)
-        try:
-            at = 0
-            while at < len(data):
-                chunk = base64.b64encode(data[at : at + _CHUNK_BYTES]).decode()
-                response = _fields(
-                    await self._command("guest-file-write", {"handle": handle, "buf-b64": chunk}, deadline),
-                    "guest-file-write",
-                )
-                written = _number(response, "count", "guest-file-write")
-                if written <= 0:
-                    raise GuestError(f"{path} on {self._channels.machine_id} accepts no more data after {at} bytes")
-                at += written
-            await self._command("guest-file-flush", {"handle": handle}, deadline)
-        finally:
-            await self._close(handle)
+        async with _within(timeout_s, f"writing {path} on {self._channels.machine_id}"):
+            handle = await self._open(path, "w", timeout_s)
+            try:
+                at = 0
+                while at < len(data):
+                    chunk = base64.b64encode(data[at : at + _CHUNK_BYTES]).decode()
+                    response = _fields(
+                        await self._command("guest-file-write", {"handle": handle, "buf-b64": chunk}, timeout_s),
+                        "guest-file-write",
+                    )
+                    written = _number(response, "count", "guest-file-write")
+                    if written <= 0:
+                        raise GuestError(f"{path} on {self._channels.machine_id} accepts no more data after {at} bytes")
+                    at += written
+                await self._command("guest-file-flush", {"handle": handle}, timeout_s)
+            finally:
+                await self._close(handle)
 
     async def set_time(self, unix_ns: int, *, timeout_s: float = 10.0) -> None:
         """Set the guest's clock, in nanoseconds since 1970 UTC.
@@ -164,20 +160,19 @@ class GuestAgent:
         Raises:
             GuestError: The agent returned an error, and the clock is not within 5 s of that time.
         """
-        deadline = _Deadline(timeout_s, f"setting the clock of {self._channels.machine_id}")
         try:
-            await self._command("guest-set-time", {"time": unix_ns}, deadline)
+            await self._command("guest-set-time", {"time": unix_ns}, timeout_s)
         except GuestError:
             # The agent sets the system clock, then runs hwclock, which small guests lack: check the clock.
-            now_ns = await self._command("guest-get-time", None, deadline)
+            now_ns = await self._command("guest-get-time", None, timeout_s)
             if not isinstance(now_ns, int) or abs(now_ns - unix_ns) > _CLOCK_TOLERANCE_NS:
                 raise
 
-    async def _command(self, command: str, arguments: Mapping[str, JsonValue] | None, deadline: _Deadline) -> JsonValue:
-        return await self._channels.agent_command(command, arguments, timeout_s=deadline.left_s())
+    async def _command(self, command: str, arguments: Mapping[str, JsonValue] | None, timeout_s: float) -> JsonValue:
+        return await self._channels.agent_command(command, arguments, timeout_s=timeout_s)
 
-    async def _open(self, path: str, mode: str, deadline: _Deadline) -> int:
-        handle = await self._command("guest-file-open", {"path": path, "mode": mode}, deadline)
+    async def _open(self, path: str, mode: str, timeout_s: float) -> int:
+        handle = await self._command("guest-file-open", {"path": path, "mode": mode}, timeout_s)
         if not isinstance(handle, int):
             raise GuestError(f"guest-file-open: {_quoted(handle)} is not a handle")
         return handle

@@ -10,6 +10,7 @@ import io
 import json
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
@@ -19,6 +20,7 @@ from yarl import URL
 
 from envd.base import untrusted_json
 from envd.base.aio import race
+from envd.base.clock import running_timeout
 from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive, MachineLost, TooLarge
 from envd.guest.agent import CommandResult
 
@@ -302,7 +304,9 @@ class GuestdClient:
             self._exchange(method, path, content=content, query=query, headers=headers), name=f"guestd:{path}"
         )
         try:
-            await race(call, self._lost, timeout_s=timeout_s)
+            with suppress(TimeoutError):
+                async with running_timeout(timeout_s):
+                    await race(call, self._lost)
             if call.done() and isinstance(call.exception(), GuestUnresponsive):
                 # A connection breaks some milliseconds before the hypervisor reports that the machine is lost.
                 await race(self._lost, timeout_s=self._lost_grace_s)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from envd.base.channels import GuestChannels
+from envd.base.clock import running_timeout
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.agent import GuestAgent
@@ -63,7 +64,7 @@ class ReadinessProbe:
         """
         missing = "the guest agent did not answer"
         try:
-            async with asyncio.timeout(timeout_s):
+            async with running_timeout(timeout_s):
                 await self._poll(self._agent_problem)
                 if self.session.has_guestd:
                     missing = "the session did not come up"

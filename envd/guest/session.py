@@ -4,13 +4,15 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 
 from envd.base.channels import GuestChannels
-from envd.base.errors import GuestError
+from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.agent import GuestAgent
 from envd.guest.guestd import GuestdClient
 from envd.guest.powershell import Script, powershell
 from envd.guest.view import DesktopView
 
 _CALL_TIMEOUT_S = 5.0
+#: For a session to show that it lives, on a slow guest of a busy host too.
+_ALIVE_TIMEOUT_S = 20.0
 _MESSAGE_BYTES = 500
 #: A script starts PowerShell twice and compiles code, which takes seconds. `in-session.ps1` waits 20 s for its start.
 _SCRIPT_TIMEOUT_S, _START_TIMEOUT_S = 60.0, 30.0
@@ -50,6 +52,13 @@ class GuestSession:
         if self._guestd is None:
             raise GuestError(f"cannot {purpose}: machine {self._machine_id} has no guestd")
         return self._guestd
+
+    async def is_alive(self) -> bool:
+        """Return whether the desktop is ready, after a request that did not end in time; False without a service."""
+        try:
+            return self._guestd is not None and (await self._guestd.session(timeout_s=_ALIVE_TIMEOUT_S)).ready
+        except (GuestError, GuestUnresponsive):
+            return False
 
     async def type_by_script(self, text: str) -> None:
         """Type a text into the focused window of a Windows guest. On failure part of it may have been typed.

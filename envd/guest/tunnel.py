@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from envd.base.channels import GUESTD_PORT
+from envd.base.clock import running_timeout
 from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.guestd import failure_text
 
@@ -61,7 +62,7 @@ async def open_port(guestd_url: str, port: int, *, machine_id: str) -> Streams:
     url = urlsplit(guestd_url)
     address = (url.hostname or "", url.port or 0)
     try:
-        async with asyncio.timeout(_OPEN_TIMEOUT_S):
+        async with running_timeout(_OPEN_TIMEOUT_S):
             if port == GUESTD_PORT:
                 return await asyncio.open_connection(*address)
             return await open_tunnel(address, f"/envd/forward?port={port}")

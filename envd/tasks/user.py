@@ -3,19 +3,24 @@
 A user has a script, or a persona that a model plays (`envd.tasks.user_model`).
 """
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from envd.base.errors import UserUnavailable
 from envd.tasks.fields import Model, Regex
 from envd.tasks.text import CheckOutcome, CheckPart
 
 if TYPE_CHECKING:
     from envd.tasks.checkers.base import Judge
 
+logger = logging.getLogger(__name__)
+
 MAX_ANSWER_CHARS = 8192
+_CONTROL_QUESTION = "Hello, are you there?"
 Answer = Annotated[str, Field(min_length=1, max_length=MAX_ANSWER_CHARS)]
 
 
@@ -65,6 +70,31 @@ class TaskUser(Model):
         if found.parts:
             return " ".join(self.facts[int(part.name)].answer for part in found.parts)
         return self.not_yet if found.score else self.unknown
+
+
+async def answer_or_nothing(
+    ask: Callable[[str, Sequence["Exchange"]], Awaitable[str]], question: str, asked: Sequence["Exchange"]
+) -> str:
+    """Return the answer to a question after earlier ones; empty if they are why there is none.
+
+    An agent can ask what fills a model's context, what an endpoint refuses, or what takes too long. If that made its
+    episode void, it could remove a failing one. So the failure is ours only if a question of ours, alone, fails too.
+
+    Raises:
+        UserUnavailable: Our own question gets no answer either.
+    """
+    try:
+        return await ask(question, asked)
+    except UserUnavailable as error:
+        failure = error
+    await ask(_CONTROL_QUESTION, ())
+    logger.warning("%s, but another question is answered: the agent's own gets no answer", failure)
+    if isinstance(failure.__cause__, TimeoutError):
+        return ""  # a second attempt would outlast the step
+    try:
+        return await ask(question, asked)
+    except UserUnavailable:
+        return ""
 
 
 def judge_question(user: TaskUser, question: str, asked: Sequence[Exchange]) -> CheckOutcome:

@@ -1,6 +1,6 @@
 """Users of tasks that a model plays, behind an endpoint of OpenAI's chat completions.
 
-An answer that does not come is an error of ours, never an answer, so the episode is void and not scored.
+An answer that does not come is an error here; `envd.tasks.user.answer_or_nothing` decides whose.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
+from envd.base.clock import running_timeout
 from envd.base.config import TasksConfig
 from envd.base.errors import ConfigError, UserUnavailable
 from envd.tasks.user import MAX_ANSWER_CHARS, Exchange
@@ -47,8 +48,6 @@ class UserModel:
     async def answer(self, persona: str, question: str, asked: Sequence[Exchange]) -> str:
         """Return the user's answer to a question after earlier ones, at most 8192 characters; empty for none.
 
-        An agent can ask for silence, which must not void its episode.
-
         Raises:
             UserUnavailable: No answer within `tasks.user_timeout_s`, or not a chat completion.
         """
@@ -65,7 +64,7 @@ class UserModel:
             "temperature": 0.0,
         }
         try:
-            async with asyncio.timeout(self._settings.user_timeout_s):
+            async with running_timeout(self._settings.user_timeout_s):
                 return await self._post(body)
         except TimeoutError as error:
             raise UserUnavailable(f"the user's model: no answer in {self._settings.user_timeout_s:g} s") from error

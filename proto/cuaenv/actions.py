@@ -46,6 +46,8 @@ MAX_WHEEL_CLICKS = 100
 MAX_CHORD_KEY_COUNT = 8
 MAX_KEY_NAME_CHARS = 32
 MAX_TEXT_BYTES = 65_536
+#: Of the actions of one `Step` together: none begins later, and no wait or command is longer than what is left of it.
+MAX_STEP_S = 120.0
 #: Of a wait, and of a chord that is held.
 MAX_PAUSE_S = 60.0
 #: Maximum tool actions of one `Step`.
@@ -283,7 +285,23 @@ Action = (
 
 #: Longer texts are cut: a page of typed text would hide the other actions.
 _MAX_CHARS = 200
+#: Of a keyboard without a service in the guest, whose queue is slow.
+_TYPED_CHARS_PER_S = 20
 _TIMES = {1: "", 2: "double ", 3: "triple "}
+
+
+def longest(actions: Sequence[Action]) -> timedelta:
+    """Return how long the waits, held chords, texts and tools of a step may last together, on a guest that answers."""
+    seconds = 0.0
+    for action in actions:
+        match action:
+            case Wait(duration=duration) | PressKeys(hold=duration) | RunShell(timeout=duration):
+                seconds += duration.total_seconds()
+            case TypeText(text=text):
+                seconds += len(text) / _TYPED_CHARS_PER_S
+            case ToolAction():
+                seconds += MAX_STEP_S
+    return timedelta(seconds=min(seconds, MAX_STEP_S))
 
 
 def action_text(action: Action) -> str:

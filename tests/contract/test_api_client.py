@@ -28,7 +28,9 @@ from cuaenv.client import (
     State,
     TypeText,
     View,
+    Wait,
 )
+from cuaenv.client.connection import Connection
 from cuaenv.frames import TiledImage
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api import convert_requests
@@ -138,6 +140,26 @@ async def test_options_of_the_reset_are_the_steps_defaults(client: AsyncEnvClien
     assert episodes.actions == [Click(640, 400), Click(500, 500)]
     assert [command.settle.quiet_ms for command in episodes.steps if command.settle] == [50, 50]
     assert episodes.steps[0].observe.cursor is CursorMode.HIDDEN
+
+
+async def test_a_step_waits_for_its_actions_and_for_the_service(
+    client: AsyncEnvClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts: list[timedelta] = []
+    call = Connection.call
+
+    async def noted(self: Connection, method: str, request: Any, timeout: timedelta, **options: Any) -> Any:
+        if method == "Step":
+            timeouts.append(timeout)
+        return await call(self, method, request, timeout, **options)
+
+    monkeypatch.setattr(Connection, "call", noted)
+    async with client.reset(TASK) as episode:
+        await episode.step(Click(1, 1))
+        await episode.step(*(Wait(timedelta(seconds=60)),) * 4, timeout=timedelta(seconds=10))
+        with pytest.raises(TypeError, match="not a timedelta"):
+            await episode.step(Click(1, 1), timeout=5)  # type: ignore[arg-type]
+    assert timeouts == [timedelta(minutes=3), timedelta(seconds=130)]
 
 
 async def test_a_group_is_opened_and_closed_together(client: AsyncEnvClient, episodes: StubEpisodes) -> None:

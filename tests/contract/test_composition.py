@@ -17,6 +17,7 @@ from envd.episodes.types import ResetCommand, StepCommand
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.hypervisor.fake import FakeHypervisor
 from envd.tasks.text import CheckOutcome
+from envd.tasks.user import TaskUser
 from tests.support.daemon import NO_PIXELS, fake_config
 
 TASK = "fake/save-note"
@@ -135,6 +136,18 @@ async def test_what_an_agent_says_is_never_matched_in_the_daemons_own_process(
         (other,) = (await daemon.service.reset(replace(reset, request_id="r2"))).episodes
         with pytest.raises(UserUnavailable, match="was ended"):
             await daemon.service.step(replace(command, request_id="s2", episode_id=other.episode_id))
+
+        async def fail_once_asked(
+            _: JudgeWorkers, function: Callable[..., CheckOutcome], /, user: TaskUser, question: str, asked: object
+        ) -> CheckOutcome:
+            if "meeting" in question:
+                raise EvaluatorFailed("judging it took longer than 30 s")
+            return function(user, question, asked)
+
+        monkeypatch.setattr(JudgeWorkers, "__call__", fail_once_asked)
+        (third,) = (await daemon.service.reset(replace(reset, request_id="r3"))).episodes
+        result = await daemon.service.step(replace(command, request_id="s3", episode_id=third.episode_id))
+        assert [outcome.output for outcome in result.outcomes] == ["I do not know.", "I do not know.", None]
 
 
 async def test_an_unreachable_hypervisor_shows_in_metrics_and_pools(

@@ -129,7 +129,7 @@ async def _never() -> web.StreamResponse:
         (_never, "no answer in 0.5 s", 1),
     ],
 )
-async def test_an_answer_that_does_not_come_voids_the_episode(
+async def test_an_endpoint_that_answers_no_question_voids_the_episode(
     answer: int | str | bytes | Callable[[], Any], problem: str, attempts: int
 ) -> None:
     endpoint = Endpoint(answer)
@@ -139,7 +139,52 @@ async def test_an_answer_that_does_not_come_voids_the_episode(
         assert caught.value.reason == "USER_UNAVAILABLE"
         with pytest.raises(SampleVoid, match="USER_UNAVAILABLE"):
             await episode.evaluate()
-    assert len(endpoint.requests) == attempts
+    assert len(endpoint.requests) == 2 * attempts  # the agent's question, and ours
+
+
+class Refusing(Endpoint):
+    """Fails in a way for all conversations with the agent's words, and answers ours."""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        messages = (await request.json())["messages"]
+        if all("Which" not in each["content"] for each in messages):
+            return web.json_response({"choices": [{"message": {"content": "Yes."}, "finish_reason": "stop"}]})
+        return await super().handle(request)
+
+
+def choice(content: str | None, finish_reason: str) -> bytes:
+    return json.dumps({"choices": [{"message": {"content": content}, "finish_reason": finish_reason}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "attempts"),
+    [
+        (400, 2),  # the context is full
+        (413, 2),
+        (500, 6),  # a text that the server cannot tokenize
+        (choice("", "content_filter"), 2),
+        (choice(None, "length"), 2),  # it thought until it had no tokens left
+        (choice("", "length"), 2),
+        (b"x" * (2 << 20), 2),
+        (_never, 1),
+    ],
+)
+async def test_a_question_that_alone_gets_no_answer_is_one_that_the_user_cannot_answer(
+    answer: int | bytes | Callable[[], Any], attempts: int
+) -> None:
+    endpoint = Refusing(answer)
+    async with asked(endpoint, user_timeout_s=0.5 if callable(answer) else 30) as (_, episode):
+        assert await said(episode, "Which room?") == "I do not know."
+        # Later requests contain that question too; the episode is scored as any other.
+        assert await said(episode, "Again?") == "I do not know."
+        assert (await episode.evaluate()).score == 0
+    assert len(endpoint.requests) == 2 * attempts
+
+
+async def test_an_endpoint_that_is_back_before_our_question_answers_the_agents() -> None:
+    endpoint = Endpoint(503, 503, 503, "Yes.", "Room 7.")
+    async with asked(endpoint) as (_, episode):
+        assert await said(episode, "Which room?") == "Room 7."
 
 
 async def test_without_an_endpoint_such_a_task_is_refused() -> None:

@@ -334,10 +334,16 @@ async def test_an_engine_that_read_another_prompt_voids_the_sample() -> None:
         check_void(await generate(there.args(n_samples_per_prompt=1), sample, PARAMS), "FAILED", "PromptMismatch")
 
 
-async def test_a_sampled_image_placeholder_voids_the_sample() -> None:
+async def test_a_sampled_image_placeholder_ends_the_episode_which_is_scored_unless_it_is_the_first_reply() -> None:
     async with world(lambda prompt: f"look: {IMAGE}") as there:
         (sample,) = group_of(1)
-        check_void(await generate(there.args(n_samples_per_prompt=1), sample, PARAMS), "FAILED", "PlaceholderSampled")
+        check_void(await generate(there.args(n_samples_per_prompt=1), sample, PARAMS), "FAILED", "no_reply_placeholder")
+    replies = iter(["WAIT"])
+    async with world(lambda prompt: next(replies, f"look: {IMAGE}")) as there:
+        (sample,) = group_of(1)
+        ended = await generate(there.args(n_samples_per_prompt=1), sample, PARAMS)
+        assert not ended.remove_sample
+        assert (ended.metadata["envd"]["reason"], ended.metadata["raw_reward"]) == ("placeholder", 0.0)
 
 
 class Refusal(Exception):

@@ -53,8 +53,9 @@ async def run_task(
 ) -> Trajectory:
     """Open and run an episode; if the host lost its machine, retry on a new one.
 
-    `trainer.agent.ownership` decides which losses are retried. Raises only cancellation: an episode lost in every
-    attempt is a FAILED trajectory.
+    `trainer.agent.ownership` decides which losses are retried. An episode lost in every attempt is a FAILED trajectory.
+    What no episode can be opened with is raised: a client's `ValueError`, `TypeError` or `OSError`, such as that of an
+    unreadable certificate.
 
     Args:
         start: Id of the task, or a checkpoint to start in; its steps do not count against `settings.max_turns`.
@@ -87,7 +88,7 @@ async def run_group(
 ) -> list[Trajectory]:
     """Run a group of concurrent episodes that start in one state; retry lost members individually.
 
-    Raises only cancellation. Arguments are those of `run_task`. `Trajectory.origin` shows whether a retried member
+    Arguments and errors are those of `run_task`. `Trajectory.origin` shows whether a retried member
     started in the same state as the others.
     """
     conversations = [new_conversation() for _ in range(size)]

@@ -16,7 +16,18 @@ from datetime import timedelta
 from functools import partial
 from typing import Protocol
 
-from cuaenv.client import Action, EnvError, Evaluation, GuestEnded, Observation, Origin, State, StepResult, View
+from cuaenv.client import (
+    Action,
+    BadRequest,
+    EnvError,
+    Evaluation,
+    GuestEnded,
+    Observation,
+    Origin,
+    State,
+    StepResult,
+    View,
+)
 from cuaenv.client.tracing import span
 from trainer.agent import prompts
 from trainer.agent.coordinates import CoordinateSpace, PointOutsidePicture, points_of, to_screen_points
@@ -314,7 +325,13 @@ class _Run:
         self._turns[-1] = replace(self._turns[-1], actions=actions, facts=replace(facts, actions=with_points))
         started_s = time.monotonic()
         with self._timed("step"):
-            step = await self._episode.step(*actions, view=self._settings.view, timeout=self._settings.step_timeout)
+            try:
+                step = await self._episode.step(*actions, view=self._settings.view, timeout=self._settings.step_timeout)
+            except BadRequest as error:
+                # Nothing was done. What the agent chose is its mistake, also if its grammar should have refused it.
+                if not error.field.startswith("actions"):
+                    raise
+                return f"{error.args[0]}", None
         self._turns[-1] = replace(self._turns[-1], step_s=time.monotonic() - started_s)
         if step.state is State.FAILED:
             raise failure_of(self._episode.episode_id, step.end_reason)

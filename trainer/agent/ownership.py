@@ -37,7 +37,7 @@ from cuaenv.client import (
     Unavailable,
     UserUnavailable,
 )
-from trainer.agent.types import BudgetExhausted, GenerationAborted, ModelFailed, Outcome, PlaceholderSampled, Trajectory
+from trainer.agent.types import BudgetExhausted, GenerationAborted, ModelFailed, Outcome, Trajectory
 
 GUEST_ENDED: Final = "GUEST_ENDED"
 """`end_reason` of an episode whose guest ended itself."""
@@ -88,11 +88,9 @@ _TABLE: Mapping[type[BaseException], tuple[Ruling, Ruling]] = {
     GuestFailed: (_REPEATED, _UNDECIDED),
     DeadlineExceeded: (_REPEATED, _UNDECIDED),
     EvaluatorFailed: (_HOST, _UNDECIDED),
-    # An endpoint may refuse what an agent asks.
-    UserUnavailable: (_HOST, _UNDECIDED),
+    # The daemon's own question got no answer either; what only the agent's question causes is an answer.
+    UserUnavailable: (_HOST, _HOST),
     LossUndecided: (_UNDECIDED, _UNDECIDED),
-    # The tokens cannot be trained on, but the model chose them.
-    PlaceholderSampled: (_UNDECIDED, _UNDECIDED),
     # What a person did is not the policy's: such an episode is neither trained nor repeated.
     HumanInControl: (_TRAINER, _TRAINER),
     GenerationAborted: (_TRAINER, _TRAINER),
@@ -165,6 +163,7 @@ def failure_of(episode_id: str, end_reason: str) -> SampleVoid:
 def reward_of(score: float, *, guest_end_cause: str, ended_by_guest_score: float) -> float:
     """Return the score for training: `ended_by_guest_score` if the guest ended itself without solving the task.
 
-    A solved task keeps its score, because a task may have the power-off as its goal.
+    A solved task keeps its score, because a task may have the power-off as its goal. A recipe adds its other parts to
+    it, so that an escape is worth less than a failure in the same steps, whatever the recipe.
     """
     return ended_by_guest_score if guest_end_cause and score < 1 else score

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cuaenv.client import ClientSettings, RetryPolicy, Tls
+from trainer.agent.ownership import reward_of
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, parse
 from trainer.rewards.facts import Breakdown, EpisodeFacts
@@ -55,15 +56,17 @@ class TrainingConfig(BaseModel):
 
     def breakdown_of(self, facts: EpisodeFacts, *, evaluation: bool = False) -> Breakdown:
         """Return an episode's reward, with `ended_by_guest_score` in training."""
-        recipe = self.recipe
-        if evaluation or not facts.guest_end_cause or facts.task_score >= 1:
-            return recipe(facts)
-        failed = recipe(replace(facts, task_score=0.0))
+        score = reward_of(
+            facts.task_score, guest_end_cause=facts.guest_end_cause, ended_by_guest_score=self.ended_by_guest_score
+        )
+        if evaluation or score == facts.task_score:
+            return self.recipe(facts)
+        failed = self.recipe(replace(facts, task_score=0.0))
         return Breakdown(
             recipe=failed.recipe,
-            total=failed.total + self.ended_by_guest_score,
+            total=failed.total + score,
             task_score=facts.task_score,
-            parts={**failed.parts, "ended_by_guest": self.ended_by_guest_score},
+            parts={**failed.parts, "ended_by_guest": score},
         )
 
     @property

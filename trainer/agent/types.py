@@ -104,9 +104,14 @@ class Reply:
 
 
 class BudgetExhausted(Exception):
-    """A budget of the row or the episode is exhausted: the episode is truncated, which is not a failure."""
+    """A budget of the row or the episode is exhausted: the episode is truncated, which is not a failure.
 
-    def __init__(self, message: str, *, budget: Literal["prompt", "images", "turns", "reply", "total", "time"]) -> None:
+    So is one whose model sampled the placeholder of a picture, which engines and trainers would read as one.
+    """
+
+    def __init__(
+        self, message: str, *, budget: Literal["prompt", "images", "turns", "reply", "total", "time", "placeholder"]
+    ) -> None:
         super().__init__(message)
         self.budget = budget
 
@@ -121,10 +126,6 @@ class ModelFailed(Exception):
 
 class PromptMismatch(ModelFailed):
     """The engine read other prompt tokens than those that would be trained: the sample is void."""
-
-
-class PlaceholderSampled(ModelFailed):
-    """The model sampled the placeholder of an image or video, which engines and trainers read as one: void."""
 
 
 class NoReply(ModelFailed):

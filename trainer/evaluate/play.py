@@ -57,7 +57,7 @@ async def play_task(
     replay: Path | None = None,
     is_perturbed: bool = False,
 ) -> PlayedAttempt:
-    """Make one attempt; repeat it once on a new machine if its machine is lost. Raises only cancellation.
+    """Make one attempt; repeat it once on a new machine if its machine is lost. Raises what `run_task` does.
 
     Args:
         pool: The daemon's pool; empty for the task's own.

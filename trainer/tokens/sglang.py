@@ -15,7 +15,6 @@ from trainer.agent.types import (
     GenerationAborted,
     Message,
     ModelFailed,
-    PlaceholderSampled,
     PromptMismatch,
     Reply,
     data_uri,
@@ -145,8 +144,10 @@ class SglangConversation:
         if not token_ids:
             raise ModelFailed("the engine's response has no token ids; it must return log-probabilities")
         if placeholder := self._chat.placeholder_in(token_ids):
-            raise PlaceholderSampled(
-                f"the model sampled {placeholder}, which stands for a picture in all later prompts"
+            # Void would be the policy's choice. The reply is not trained, and the state before it is scored.
+            raise BudgetExhausted(
+                f"the model sampled {placeholder}, which stands for a picture in all later prompts",
+                budget="placeholder",
             )
         row.reply(token_ids, log_probs, text=answer["text"], meta_info=meta_info)
         return Reply(

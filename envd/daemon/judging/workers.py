@@ -3,8 +3,8 @@
 A picture, a text or a document of a guest can keep a decoder busy for hours, fill the memory, or hold the interpreter
 lock. In the daemon, each of these would stop every episode. Here they end one worker. What needs more memory or CPU
 time than the limit scores 0, as a file that is too large does: the host had both, so an agent must not void its episode
-by it. If the host is or may be the reason, the evaluation fails with `EvaluatorFailed`. What is judged too late is
-judged at the task's start too (`is_by_guest_error`), so that no agent gains by a busy host.
+by it. If the host is or may be the reason, the evaluation fails with `EvaluatorFailed`. Then the task's start is judged
+too (`envd.episodes.evaluating`), so that no agent gains by a busy host or a decoder that it can crash.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import envd
+from envd.base.clock import running_timeout
 from envd.base.errors import EvaluatorFailed, GuestError
 from envd.daemon.judging.worker import EXCEEDED_CPU, HEADER
 from envd.tasks.text import CheckOutcome, CheckPart
@@ -110,7 +111,7 @@ class JudgeWorkers:
                 worker = self._idle_worker() or await self._start()
         is_reusable = False
         try:
-            async with asyncio.timeout(time_s):
+            async with running_timeout(time_s):
                 answer = await _ask(worker, job)
             is_reusable = not answer.get("retire", False)
         except TimeoutError:  # an OSError

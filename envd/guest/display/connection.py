@@ -3,10 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from envd.base.aio import race
 from envd.base.channels import GuestChannels
+from envd.base.clock import running_timeout
 from envd.base.errors import EnvdError, GuestError, GuestUnresponsive, MachineLost
 from envd.guest.display.frames import Frame
 from envd.guest.display.rfb import MAX_SIDE_PX, RfbClient
@@ -54,7 +56,9 @@ class DisplayConnection:
         task = self._task
         if task is None:
             task = self._task = asyncio.create_task(self._run(), name=f"display:{self._channels.machine_id}")
-        await race(self._connected, task, timeout_s=DISPLAY_TIMEOUT_S)
+        with suppress(TimeoutError):
+            async with running_timeout(DISPLAY_TIMEOUT_S):
+                await race(self._connected, task)
         if task.done() and not task.cancelled():
             task.result()  # raises the error that ended it
         if client := self._client:
@@ -65,7 +69,7 @@ class DisplayConnection:
         """Run work that only reads the screen. Repeats it once if the connection drops and can be opened again."""
         await self.client()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with running_timeout(timeout_s):
                 try:
                     return await work()
                 except MachineLost:
@@ -131,7 +135,7 @@ class DisplayConnection:
 
     async def _open(self) -> RfbClient:
         try:
-            async with asyncio.timeout(DISPLAY_TIMEOUT_S):
+            async with running_timeout(DISPLAY_TIMEOUT_S):
                 return await RfbClient.connect(*await self._channels.open_display(), size_limit_px=self._size_limit_px)
         except TimeoutError as error:
             raise self._unresponsive() from error

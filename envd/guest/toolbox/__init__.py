@@ -9,8 +9,8 @@ import asyncio
 import inspect
 import json
 import logging
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from typing import Any
@@ -19,6 +19,7 @@ from pydantic import JsonValue
 
 from cuaenv.actions import AskUser, CallTool, EditFile, ListDirectory, ReadFile, RunShell, ToolAction, WriteFile
 from cuaenv.copying import copied
+from envd.base.clock import running_timeout
 from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive
 from envd.guest.agent import CommandResult
 from envd.guest.observation import ActionOutcome
@@ -66,16 +67,16 @@ class Toolbox:
 
     async def _wait_for_service(self) -> None:
         """Return when the restarted service answers. Raises: GuestUnresponsive: Not in time."""
-        deadline_s = time.monotonic() + _RESTART_TIMEOUT_S
-        while True:
-            try:
-                await self._session.guestd("use tools").session()
-            except GuestUnresponsive:
-                if time.monotonic() > deadline_s:
-                    raise
-                await asyncio.sleep(_RESTART_POLL_S)
-            else:
-                return
+        guestd = self._session.guestd("use tools")
+        try:
+            async with running_timeout(_RESTART_TIMEOUT_S):
+                while True:
+                    with suppress(GuestUnresponsive):
+                        await guestd.session()
+                        return
+                    await asyncio.sleep(_RESTART_POLL_S)
+        except TimeoutError as error:
+            raise GuestUnresponsive(f"{self._session!r}: its service did not start again in time") from error
 
     async def start_server(self, name: str, command: Sequence[str]) -> None:
         """Start an MCP server in the guest, which lives as long as the guest, or start it again.

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from pydantic import JsonValue
 
 from envd.base.aio import shielded
+from envd.base.clock import running_timeout
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost
 from envd.base.losses import Loss, Owner, Silence, loss_by_silence
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture, Rect
@@ -178,7 +179,7 @@ class FakeMachine:
     ) -> JsonValue:
         self.check_present(f"ask its guest agent for {command}")
         try:
-            async with asyncio.timeout(timeout_s):
+            async with running_timeout(timeout_s):
                 await self.reach_guest()
         except TimeoutError:
             raise GuestUnresponsive(

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from envd.base import untrusted_json
+from envd.base.clock import running_timeout
 from envd.base.errors import GuestError, GuestUnresponsive
 
 #: Most bytes of one response, by command: output of 16 MiB, or 1 MiB of a file, in base64 and its envelope.
@@ -99,7 +100,7 @@ class AgentChannel:
     ) -> JsonValue:
         """Run one command. After a failure the next one starts on a new, synchronised connection."""
         try:
-            async with asyncio.timeout(timeout_s), self._lock:
+            async with running_timeout(timeout_s), self._lock:
                 return await self._exchange(command, arguments)
         except TimeoutError as error:
             raise GuestUnresponsive(

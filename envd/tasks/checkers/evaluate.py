@@ -4,13 +4,13 @@ Incomplete work of the agent scores below 1, with the reason in the evidence. A 
 raises, and its episode has no score.
 """
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from cuaenv.actions import Done, Fail
+from envd.base.clock import running_timeout
 from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive, SetupFailed, TooLarge
 from envd.guest.desktop import Desktop
 from envd.tasks.checkers.base import GuestInspector, Judge, judge_directly
@@ -79,7 +79,7 @@ async def evaluate(
         return _single("feasible", CheckOutcome(0.0, "the agent declared the task infeasible, but it is feasible"))
     inspector = GuestInspector(desktop=desktop, os=task.os, last_action=last_action, osworld=osworld, judge=judge)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with running_timeout(timeout_s):
             return _combined(task.checker, await _check_all(task.checker, inspector, freezes=freezes))
     except TimeoutError as error:
         raise EvaluatorFailed(f"task {task.task_id}: evaluation exceeded its limit of {timeout_s:g} s") from error

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from cuaenv.action_codec import from_proto, to_proto
-from cuaenv.actions import Action
+from cuaenv.actions import Action, longest
 from cuaenv.client.errors import EnvError
 from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.leases import Lease
@@ -33,7 +33,7 @@ from cuaenv.client.results import (
 from cuaenv.client.view import Settle, StepOptions, View, wire_settle, wire_view
 from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
-from cuaenv.wire import new_id, wire_duration
+from cuaenv.wire import new_id, require_durations, wire_duration
 
 _HANDOVER_POLL_S = 1.0
 
@@ -112,6 +112,9 @@ class AsyncEpisode:
     ) -> StepResult:
         """Perform actions in order, wait for the screen to settle, and observe.
 
+        The actions take at most 120 s together; those for which no time is left are not performed, which is in
+        `action_errors`.
+
         After `DeadlineExceeded` or `Unavailable` the actions may or may not have been performed. Abandon the episode
         or roll it back: another step may raise `StepIndexMismatch`.
 
@@ -120,11 +123,12 @@ class AsyncEpisode:
             coordinate_space: (width, height) that positions refer to; by default that of the reset.
             settle: By default that of the reset.
             view: By default that of the reset.
-            timeout: Of all attempts together.
+            timeout: Of all attempts together, besides the time for which the actions may last.
 
         Raises:
             EnvError: See the module's tree.
         """
+        require_durations(timeout=timeout)
         space = coordinate_space or self.defaults["coordinate_space"]
         request = env_pb2.StepRequest(
             request_id=new_id(),
@@ -137,7 +141,7 @@ class AsyncEpisode:
             epoch=self.epoch,
         )
         base = self.observation
-        response = await self._call("Step", request, timeout)
+        response = await self._call("Step", request, timeout + longest(actions))
         async with self._reading:
             self._note(response.episode)
             self.observation = await self.host.decode(response.observation, base)
@@ -235,7 +239,7 @@ class AsyncEpisode:
         finally:
             call.cancel()
 
-    async def evaluate(self, *, timeout: timedelta = timedelta(minutes=5)) -> Evaluation:
+    async def evaluate(self, *, timeout: timedelta = timedelta(minutes=10)) -> Evaluation:
         """Score the episode on the current state of its machine, and end it. Raises: EnvError."""
         request = env_pb2.EvaluateRequest(request_id=new_id(), episode_id=self.episode_id, epoch=self.epoch)
         response = await self._call("Evaluate", request, timeout)

@@ -481,8 +481,8 @@ async def test_what_the_agent_made_uncheckable_scores_0_if_checked_twice(
 
 
 async def test_a_fault_of_the_host_in_the_second_check_gives_no_score(world: World, episode_id: str) -> None:
-    world.tasks.check_errors = [blocked(), None, EvaluatorFailed("the process that judged it was ended")]
-    with pytest.raises(EvaluatorFailed, match="process that judged"):
+    world.tasks.check_errors = [blocked(), None, EvaluatorFailed("the suite's file is gone")]
+    with pytest.raises(EvaluatorFailed, match="file is gone"):
         await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (world.state(episode_id)[1], world.tasks.checks) == ("EVALUATED", 3)
 
@@ -549,9 +549,12 @@ async def test_the_comparison_waits_for_a_machine_and_its_setup_has_the_whole_li
     assert world.tasks.setup_limits_s[1] == pytest.approx(LimitsConfig().setup_timeout_s)
 
 
-async def test_an_evaluation_that_is_late_is_compared_like_one_that_fails(world: World, episode_id: str) -> None:
+@pytest.mark.parametrize("cause", [TimeoutError(), EOFError(), RuntimeError("judge_file_text: KeyError('x')")])
+async def test_an_evaluation_that_is_late_or_whose_judge_ends_is_compared_like_one_that_fails(
+    world: World, episode_id: str, cause: Exception
+) -> None:
     late = EvaluatorFailed("evaluation exceeded its limit of 120 s")
-    late.__cause__ = TimeoutError()
+    late.__cause__ = cause
     world.tasks.check_errors = [late, None, late]
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (evaluated.score, evaluated.episode.guest_end_cause) == (0, "UNCHECKABLE")
@@ -650,13 +653,17 @@ async def test_evaluate_waits_for_the_running_step_and_sees_its_end_state(world:
     assert (result.episode.state, result.episode.end_reason) == (EpisodeState.TERMINATED, "AGENT_DONE")
 
 
-@pytest.mark.parametrize("error", [EvaluatorFailed("no such file in the suite"), KeyError("path")])
-async def test_a_failed_checker_is_an_error_in_all_later_calls(world: World, error: Exception, episode_id: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "check_count"), [(EvaluatorFailed("no such file in the suite"), 1), (KeyError("path"), 2)]
+)
+async def test_a_failed_checker_is_an_error_in_all_later_calls(
+    world: World, error: Exception, check_count: int, episode_id: str
+) -> None:
     world.tasks.check_error = error
     for request_id in ("e1", "e1", "e2"):
         with pytest.raises(EvaluatorFailed):
             await world.service.evaluate(episode_id, request_id=request_id, fingerprint=b"")
-    assert world.tasks.checks == 1
+    assert world.tasks.checks == check_count
     assert world.metrics.recorded_failures == [("evaluate", "EVALUATOR_FAILED")]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from cuaenv.client import (
     Action,
+    BadRequest,
     Evaluation,
     EvaluatorFailed,
     MachineLost,
@@ -130,6 +131,15 @@ async def test_the_reply_before_a_failure_is_recorded() -> None:
     assert turn.facts.token_count == 3
     assert not turn.facts.actions[0].executed
     assert len(turn.actions) == 1
+
+
+async def test_an_action_that_the_service_refuses_is_a_mistake_and_other_refusals_void_the_episode() -> None:
+    refused = BadRequest("actions[0].wait.duration: 61 s is outside (0 s, 60 s]", field="actions[0].wait.duration")
+    trajectory = await run(Desktop(error=refused), Model())
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.TRUNCATED, "turns")
+    assert "61 s is outside" in trajectory.turns[0].facts.errors[0]
+    other = BadRequest("observation.region: is not within the screen", field="observation.region")
+    assert (await run(Desktop(error=other), Model())).outcome is Outcome.FAILED
 
 
 async def test_an_episode_that_the_service_reports_as_failed_is_void() -> None:

@@ -37,19 +37,20 @@ from cuaenv.client import (
 from cuaenv.client.errors import error_of
 from cuaenv.reasons import CODE_BY_REASON
 from trainer.agent.ownership import Owner, failure_of, is_fault, reward_of, ruling_of, ruling_on
+from trainer.agent.training import TrainingConfig
 from trainer.agent.types import (
     BudgetExhausted,
     GenerationAborted,
     ModelFailed,
     NoReply,
     Outcome,
-    PlaceholderSampled,
     PromptMismatch,
     Reply,
     Trajectory,
     Turn,
 )
-from trainer.rewards.facts import TurnFacts
+from trainer.rewards.facts import EpisodeFacts, TurnFacts
+from trainer.rewards.recipes import NAMES
 
 LOST = Trajectory(task_id="t", instruction="", outcome=Outcome.FAILED)
 FACTS = TurnFacts(text="x", parsed=True)
@@ -73,7 +74,6 @@ ONLY_TALKED = (replace(ACTED[0], actions=()),)
         (DeadlineExceeded("x"), "host, repeat", "undecided"),
         (EvaluatorFailed("x"), "host", "undecided"),
         (LossUndecided("x"), "undecided", "undecided"),
-        (PlaceholderSampled("x"), "undecided", "undecided"),
         (ServiceFault("x"), "host", "host"),
         (SampleVoid("x"), "host", "host"),
         (PoolExhausted("x"), "host", "host"),
@@ -106,9 +106,9 @@ OWNERS = {
     "host": {
         *("POOL_EXHAUSTED", "TOKEN_QUOTA", "RATE_LIMITED", "CHECKPOINT_UNUSABLE", "CHECKPOINT_CORRUPT"),
         *("CHECKPOINT_STORE_FULL", "IMAGE_ERROR", "CONFIG_ERROR", "HYPERVISOR_ERROR", "TEMPLATE_CORRUPT"),
-        *("STORE_ERROR", "OSWORLD_ERROR", "BUG"),
+        *("STORE_ERROR", "OSWORLD_ERROR", "BUG", "USER_UNAVAILABLE"),
     },
-    "undecided": {"LOSS_UNDECIDED", "GUEST_UNRESPONSIVE", "GUEST_ERROR", "USER_UNAVAILABLE", "EVALUATOR_FAILED"},
+    "undecided": {"LOSS_UNDECIDED", "GUEST_UNRESPONSIVE", "GUEST_ERROR", "EVALUATOR_FAILED"},
     "trainer": {"HUMAN_IN_CONTROL"},
     "caller": {
         *("BAD_FIELD", "REQUEST_ID_REUSED", "NOT_FOUND", "TASK_NOT_FOUND", "POOL_NOT_FOUND", "IMAGE_NOT_FOUND"),
@@ -174,6 +174,24 @@ def test_an_unknown_end_reason_is_void_and_not_repeated() -> None:
 @pytest.mark.parametrize(("score", "cause", "reward"), [(0.0, "PANIC", -0.1), (0.5, "PANIC", -0.1), (0.0, "", 0.0)])
 def test_an_escape_is_worth_less_than_a_failure(score: float, cause: str, reward: float) -> None:
     assert reward_of(score, guest_end_cause=cause, ended_by_guest_score=-0.1) == reward
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("modal")])  # these need a history
+@pytest.mark.parametrize("turns", [(), (FACTS,), (FACTS,) * 4])
+@pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
+def test_every_recipe_and_adapter_ranks_an_escape_by_the_same_rule(
+    name: str, turns: tuple[TurnFacts, ...], score: float
+) -> None:
+    config = TrainingConfig(hosts=("h:1",), reward={"recipe": name})
+    facts = EpisodeFacts(task_id="t", task_score=score, turns=turns, max_turns=9)
+    escaped = config.breakdown_of(replace(facts, guest_end_cause="PANIC"))
+    for_training = reward_of(score, guest_end_cause="PANIC", ended_by_guest_score=config.ended_by_guest_score)
+    if score == 1.0:
+        assert escaped.total == config.breakdown_of(facts).total
+    else:
+        failure = config.breakdown_of(replace(facts, task_score=0.0))
+        assert escaped.total == failure.total + for_training < failure.total
+    assert name != "task" or escaped.total == for_training
 
 
 def test_a_task_that_is_solved_by_a_power_off_keeps_its_score() -> None:
