@@ -12,6 +12,7 @@ from envd.base.errors import DisplayError, GuestError, GuestUnresponsive, Machin
 from envd.guest.display.connection import DisplayConnection
 from envd.guest.display.screen import Screen
 from envd.guest.guestd import GuestdClient
+from envd.guest.input.keysyms import US, Key, layout_of
 from envd.guest.input.plan import (
     ActionRejected,
     Input,
@@ -20,6 +21,9 @@ from envd.guest.input.plan import (
     KeyEvent,
     PointerEvent,
     TypingMethod,
+    chord_beyond_layout,
+    depends_on_keyboard,
+    normalized,
     plan,
     typing_method,
 )
@@ -34,6 +38,8 @@ _ANY_SCREEN = InputState(width_px=1 << 15, height_px=1 << 15, pointer=Point(0, 0
 _POINTER_TIMEOUT_S = 2.0
 _POINTER_TOLERANCE_PX = 2
 
+#: A guest that is too busy to answer in time has the layout that it last reported.
+_KEYBOARD_TIMEOUT_S = 2.0
 _TYPING_TIMEOUT_S = 30.0
 _TYPING_TIMEOUT_PER_CHAR_S = 0.05
 
@@ -60,6 +66,9 @@ class Actor:
         self._session = session
         self._toolbox = Toolbox(session)
         self._pauses = pauses
+        self._layout = US
+        self._num_lock = True
+        self._reports_keyboard = True
         self.input_s = time.monotonic()
         """Monotonic time of the last input."""
         self.may_act_late = False
@@ -87,6 +96,8 @@ class Actor:
                 await asyncio.sleep(action.duration.total_seconds())
                 return ActionOutcome()
             await self._display.client()
+            if depends_on_keyboard(action):
+                await self._read_keyboard()
             if isinstance(action, TypeText):
                 method = typing_method(
                     action.text,
@@ -94,11 +105,20 @@ class Actor:
                     has_guestd=self._session.guestd_types,
                     has_script=self._session.has_powershell,
                     queued=self._input.queued,
+                    layout=self._layout,
                 )
                 if method is not TypingMethod.KEYBOARD:
-                    await self._type_in_session(action.text, method, settle)
-                    return ActionOutcome(input_ms=_ms_since(began_s))
-            events = plan(action, self._input.state(self._screen.size, caps_lock=self._screen.caps_lock))
+                    error = await self._type_in_session(action.text, method, settle)
+                    return ActionOutcome(error=error, input_ms=_ms_since(began_s))
+            elif self._layout is not US and (chord := chord_beyond_layout(action, self._layout)):
+                error = await self._type_in_session(chord[1], TypingMethod.GUESTD, settle, held=chord[0])
+                return ActionOutcome(error=error, input_ms=_ms_since(began_s))
+            events = plan(
+                action,
+                self._input.state(
+                    self._screen.size, caps_lock=self._screen.caps_lock, num_lock=self._num_lock, layout=self._layout
+                ),
+            )
         except ActionRejected as rejection:
             return ActionOutcome(error=str(rejection))
         if _is_keyboard_only(events) and self._pointer_s > self._quiet_s:
@@ -140,7 +160,21 @@ class Actor:
             if any(isinstance(event, KeyEvent) for event in events):
                 self._key_s = self.input_s
 
-    async def _type_in_session(self, text: str, method: TypingMethod, settle: Settle) -> None:
+    async def _read_keyboard(self) -> None:
+        """Update the layout and Num Lock, if the guest reports them."""
+        if not (self._session.guestd_types and self._reports_keyboard):
+            return
+        with suppress(GuestError, GuestUnresponsive):
+            state = await self._session.guestd("read the keyboard").keyboard(timeout_s=_KEYBOARD_TIMEOUT_S)
+            if state is None:
+                self._reports_keyboard = False
+            else:
+                self._layout, self._num_lock = layout_of(state.characters), state.num_lock
+
+    async def _type_in_session(
+        self, text: str, method: TypingMethod, settle: Settle, *, held: Sequence[Key] = ()
+    ) -> str:
+        """Type a text while keys are held; return why it, or its end, was not typed; empty if it was."""
         guestd = self._session.guestd("type text") if method is TypingMethod.GUESTD else None
         if guestd is not None and self._pointer_s > self._quiet_s:
             await self._wait_for_pointer(guestd)
@@ -149,9 +183,11 @@ class Actor:
             await settle(self._pauses.input_settle)
         try:
             if guestd is not None:
-                await guestd.type_text(text, timeout_s=_TYPING_TIMEOUT_S + _TYPING_TIMEOUT_PER_CHAR_S * len(text))
-            else:
-                await self._session.type_by_script(text)
+                timeout_s = _TYPING_TIMEOUT_S + _TYPING_TIMEOUT_PER_CHAR_S * len(text)
+                keysyms = [key.keysym for key in held]
+                return await guestd.type_text(normalized(text), held=keysyms, timeout_s=timeout_s)
+            await self._session.type_by_script(text)
+            return ""
         finally:
             self.input_s = time.monotonic()
 

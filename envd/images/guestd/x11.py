@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import xcffib
+import xcffib.res
 import xcffib.xfixes
 import xcffib.xproto as xp
 import xcffib.xtest
@@ -22,8 +24,9 @@ from .messages import HttpError
 # Module level: recent versions of xcffib free the name with the key.
 _KEY = xcffib.ExtensionKey("XKEYBOARD")
 _USE_EXTENSION, _GET_STATE, _LATCH_LOCK_STATE = 0, 4, 5
+_READ_POLL_S = 0.01
 _CORE_KEYBOARD = 0x100
-_CAPS_LOCK = 2
+_CAPS_LOCK, _NUM_LOCK = 2, 16
 _MAX_PROPERTY_WORDS = 1 << 18
 _MODIFIERS = ("shift", "lock", "control", "mod1", "mod2", "mod3", "mod4", "mod5")
 _KEY_PRESS = 2
@@ -51,11 +54,14 @@ def raw_reply(extension: Any, opcode: int, request: bytes) -> bytes:
 
 
 class KeyboardState(NamedTuple):
-    """The locked state of the keyboard."""
+    """The state of the keyboard."""
 
     caps_lock: bool
     group: int
+    """Number of the layout that is locked."""
+    active_group: int
     """Number of the active layout."""
+    num_lock: bool
 
 
 class Xkb:
@@ -71,7 +77,9 @@ class Xkb:
     def state(self) -> KeyboardState:
         reply = raw_reply(self._extension, _GET_STATE, struct.pack("=4xH2x", _CORE_KEYBOARD))
         locked_modifiers, locked_group = reply[11], reply[13]
-        return KeyboardState(bool(locked_modifiers & _CAPS_LOCK), locked_group)
+        return KeyboardState(
+            bool(locked_modifiers & _CAPS_LOCK), locked_group, reply[12], bool(locked_modifiers & _NUM_LOCK)
+        )
 
     def lock(self, *, caps_lock: bool, group: int) -> None:
         """Set Caps Lock and the layout."""
@@ -233,6 +241,14 @@ class X11:
         self._send_message(self.root, mask, window, self._atom(message), *numbers)
         self.sync()
 
+    def _answers_pings(self) -> bool:
+        """Return whether the active window's client supports `ping_focus`."""
+        ping = self._atom("_NET_WM_PING")
+        return any(
+            ping in self._numbers(window, "WM_PROTOCOLS")
+            for window in self._numbers(self.root, "_NET_ACTIVE_WINDOW")[:1]
+        )
+
     def ping_focus(self, timeout_s: float) -> bool:
         """Wait until the active window's client has read its events so far; False if it does not confirm that."""
         ping, protocols = self._atom("_NET_WM_PING"), self._atom("WM_PROTOCOLS")
@@ -253,6 +269,51 @@ class X11:
                 elif isinstance(event, xp.ClientMessageEvent) and list(event.data.data32)[:3] == message:
                     return True
         return False
+
+    def wait_until_read(self, timeout_s: float) -> bool:
+        """Wait until the focused client has handled its events so far; False if that is not confirmed.
+
+        A client that does not answer pings (xterm, for one) has handled them when all its threads sleep, and have slept
+        while the server wrote out all events and replies: a thread with something to read is woken by the write.
+        """
+        focus = self._core.GetInputFocus().reply().focus
+        if focus == xp.InputFocus.PointerRoot:
+            focus = self._core.QueryPointer(self.root).reply().child
+        if focus in (xp.Window._None, self.root):
+            return True  # there is no client that reads keys
+        if self._answers_pings():
+            return self.ping_focus(timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            self._write_out()
+            before = self._sleeping_threads(focus)
+            self._write_out()
+            if before and before == self._sleeping_threads(focus):
+                return True
+            time.sleep(_READ_POLL_S)
+        return False
+
+    def _write_out(self) -> None:
+        """Wait until the server has handled the requests of all clients so far and has written out its output."""
+        for _ in range(3):  # it handles requests in rounds, and writes between them
+            self.sync()
+
+    def _sleeping_threads(self, window: int) -> dict[str, str]:
+        """Return the numbers of context switches of the threads of a window's client; empty if one is awake."""
+        resources = self._x(xcffib.res.key)
+        spec = xcffib.res.ClientIdSpec.synthetic(window, xcffib.res.ClientIdMask.LocalClientPID)
+        process = next((found.value[0] for found in resources.QueryClientIds(1, [spec]).reply().ids), None)
+        if process is None:
+            return {}  # it is on another machine
+        switches = {}
+        with suppress(OSError):
+            for status in Path("/proc", str(process), "task").glob("*/status"):
+                _, _, text = status.read_text(errors="replace").partition("State:\t")
+                if not text.startswith("S"):
+                    return {}
+                switches[status.parent.name] = text[text.index("voluntary_ctxt_switches") :]
+            return switches
+        return {}
 
     # Screen
 
@@ -301,6 +362,9 @@ class X11:
         reply = self._core.GetKeyboardMapping(low, high - low + 1).reply()
         width, keysyms = reply.keysyms_per_keycode, list(reply.keysyms)
         return {code: keysyms[(code - low) * width : (code - low + 1) * width] for code in range(low, high + 1)}
+
+    def keyboard_state(self) -> KeyboardState:
+        return Xkb(self._x).state()
 
     def bind_keys(self, first: int, rows: Sequence[tuple[int, int]]) -> None:
         """Set the keysyms (unshifted, shifted) of the keycodes from `first` on."""
