@@ -82,7 +82,7 @@ def test_a_keyboard_map_without_spare_keycodes_is_an_error() -> None:
         plan_typing("é", full)
 
 
-def test_only_keycodes_that_are_no_keys_are_bound() -> None:
+def test_only_keycodes_without_a_key_are_bound() -> None:
     # Of a Japanese layout; Georgian ones have Unicode keysyms on letters.
     keyboard = {
         97: [ord("\\"), ord("_")],
