@@ -12,7 +12,7 @@ from envd.base.errors import DisplayError, GuestError, GuestUnresponsive, Machin
 from envd.guest.display.connection import DisplayConnection
 from envd.guest.display.screen import Screen
 from envd.guest.guestd import GuestdClient
-from envd.guest.input.keysyms import US, Key, layout_of
+from envd.guest.input.keysyms import US, Key, Layout, layout_of
 from envd.guest.input.plan import (
     ActionRejected,
     Input,
@@ -66,7 +66,7 @@ class Actor:
         self._session = session
         self._toolbox = Toolbox(session)
         self._pauses = pauses
-        self._layout = US
+        self._layout: Layout = US
         self._num_lock = True
         self._reports_keyboard = True
         self.input_s = time.monotonic()

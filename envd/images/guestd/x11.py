@@ -2,6 +2,7 @@
 
 import os
 import select
+import socket
 import struct
 import time
 import zlib
@@ -273,8 +274,9 @@ class X11:
     def wait_until_read(self, timeout_s: float) -> bool:
         """Wait until the focused client has handled its events so far; False if that is not confirmed.
 
-        A client that does not answer pings (xterm, for one) has handled them when all its threads sleep, and have slept
-        while the server wrote out all events and replies: a thread with something to read is woken by the write.
+        A client that does not answer pings (xterm, for one) has handled them when all its threads and the server's
+        sleep at the same time: what one of them has to read would wake it. The server counts too, because it may leave
+        a busy client waiting for a reply while it answers others (dix/dispatch.c, `SmartScheduleClient`).
         """
         focus = self._core.GetInputFocus().reply().focus
         if focus == xp.InputFocus.PointerRoot:
@@ -283,37 +285,20 @@ class X11:
             return True  # there is no client that reads keys
         if self._answers_pings():
             return self.ping_focus(timeout_s)
+        spec = xcffib.res.ClientIdSpec.synthetic(focus, xcffib.res.ClientIdMask.LocalClientPID)
+        clients = [found.value[0] for found in self._x(xcffib.res.key).QueryClientIds(1, [spec]).reply().ids]
+        if not clients:
+            return False  # it is on another machine
+        with socket.socket(fileno=os.dup(self._x.get_file_descriptor())) as connection:
+            server, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            self._write_out()
-            before = self._sleeping_threads(focus)
-            self._write_out()
-            if before and before == self._sleeping_threads(focus):
+            self.sync()
+            before = _sleeping_threads(*clients, server)
+            if before and before == _sleeping_threads(*clients, server):
                 return True
             time.sleep(_READ_POLL_S)
         return False
-
-    def _write_out(self) -> None:
-        """Wait until the server has handled the requests of all clients so far and has written out its output."""
-        for _ in range(3):  # it handles requests in rounds, and writes between them
-            self.sync()
-
-    def _sleeping_threads(self, window: int) -> dict[str, str]:
-        """Return the numbers of context switches of the threads of a window's client; empty if one is awake."""
-        resources = self._x(xcffib.res.key)
-        spec = xcffib.res.ClientIdSpec.synthetic(window, xcffib.res.ClientIdMask.LocalClientPID)
-        process = next((found.value[0] for found in resources.QueryClientIds(1, [spec]).reply().ids), None)
-        if process is None:
-            return {}  # it is on another machine
-        switches = {}
-        with suppress(OSError):
-            for status in Path("/proc", str(process), "task").glob("*/status"):
-                _, _, text = status.read_text(errors="replace").partition("State:\t")
-                if not text.startswith("S"):
-                    return {}
-                switches[status.parent.name] = text[text.index("voluntary_ctxt_switches") :]
-            return switches
-        return {}
 
     # Screen
 
@@ -401,6 +386,21 @@ class X11:
     def fake_key(self, keycode: int, *, pressed: bool) -> None:
         kind = _KEY_PRESS if pressed else _KEY_RELEASE
         self._x(xcffib.xtest.key).FakeInput(kind, keycode, 0, 0, 0, 0, 0)
+
+
+def _sleeping_threads(*processes: int) -> dict[str, str]:
+    """Return how often each thread of some processes has slept; empty if one is awake."""
+    switches: dict[str, str] = {}
+    try:
+        for process in processes:
+            for status in Path("/proc", str(process), "task").glob("*/status"):
+                _, _, text = status.read_text(errors="replace").partition("State:\t")
+                if not text.startswith("S"):
+                    return {}
+                switches[str(status)] = text[text.index("voluntary_ctxt_switches") :]
+    except OSError:  # it has ended
+        return {}
+    return switches
 
 
 def _has_format(reply: Any, bits: int) -> bool:

@@ -433,7 +433,9 @@ def test_an_invalid_action_is_rejected_with_a_message(action: Action, message: s
 
 
 def test_a_console_switch_across_actions_is_rejected() -> None:
-    held = InputState(width_px=640, height_px=480, pointer=Point(0, 0), held=frozenset({0x9D, ALT}))
+    held = InputState(
+        width_px=640, height_px=480, pointer=Point(0, 0), held={code: Key(code, 0) for code in (0x9D, ALT)}
+    )
     with pytest.raises(ActionRejected):
         plan(TypeText(text="7"), held)
     assert plan(TypeText(text="0"), held)

@@ -192,7 +192,7 @@ LAYOUTS = ("us", "de", "fr", "ru", "us(intl)", "us,ru", "jp", "br")
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_text_and_keys_arrive_on_every_layout(client: GuestdClient, session: Session, layout: str) -> None:
-    """As the keyboard of the guest, XTEST presses the keys that the host plans from the report of guestd."""
+    """XTEST presses the keys that the host plans from the report of guestd, like the keyboard of a guest."""
     path = session.directory / f"layout-{layout}"
     groups = ["-option", "grp:rwin_toggle"] if "," in layout else []
     await client.execute(["setxkbmap", layout, *groups], timeout_s=30)
