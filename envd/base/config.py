@@ -21,6 +21,7 @@ from envd.base.config_values import (
     HostPort,
     HttpUrl,
     HypervisorUri,
+    KeyboardLayout,
     Listen,
     PathList,
     Screen,
@@ -113,6 +114,9 @@ class PoolConfig(_Section):
     """Virtual processors of each machine."""
     screen: Screen | None = None
     """Screen of each machine, WIDTHxHEIGHT in pixels. Default: the image's own, such as 1280x800."""
+    keyboard_layout: KeyboardLayout = ""
+    """Keyboard layout of the session, as XKB names it: `de`, `us(intl)`, `us,ru`. Linux images with guestd only.
+    Default: the image's own, such as `us`."""
     always_running: bool = False
     """Whether a guest keeps running between calls, after its first use. By default it is paused: its screen does not
     change behind the agent's back, and an idle episode costs no CPU."""
@@ -207,7 +211,8 @@ class LimitsConfig(_Section):
     memory_reserve_mib: int = Field(default=1024, ge=0, le=1_048_576)
     """Memory in MiB that must stay available on the host when all machines have grown as expected."""
     disk_reserve_mib: int = Field(default=2048, ge=0, le=1_073_741_824)
-    """Space in MiB that must stay free on the disk of `state_dir`: no machine is forked while less is free."""
+    """Space in MiB that must stay free on the disk of `state_dir`: no machine is forked while less is free, and none is
+    leased while less than 64 MiB of it is. 0 for neither."""
     lease_ttl_s: float = Field(default=300.0, ge=LEASE_TTL_MIN_S, le=3600)
     """Default lease in seconds: without a call for that long, an episode's machine is reclaimed."""
     lease_ttl_max_s: float = Field(default=3600.0, ge=LEASE_TTL_MIN_S, le=3600)

@@ -34,6 +34,7 @@ _PATH_SEPARATOR = re.compile(r"(?<!\bbuiltin)(?<!\bcua-gym)(?<!\bopencomputer):"
 _SUITE_PREFIX = re.compile(r"[a-z0-9][a-z0-9_-]*=")
 _SCREEN = re.compile(r"(\d{3,5})x(\d{3,5})")
 _REGION = re.compile(r"(\d{1,5})x(\d{1,5})\+(\d{1,5})\+(\d{1,5})")
+_KEYBOARD = re.compile(r"[a-z][a-z0-9_]*(?:\([a-z0-9_-]+\))?")
 _ALLOWED_HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?(?:\.[A-Za-z0-9-]+)*(?::(\d{1,5}))?")
 
 
@@ -117,6 +118,13 @@ def _hypervisor_uri(value: str, info: ValidationInfo) -> str:
     return value
 
 
+def _keyboard(value: str) -> str:
+    layouts = value.split(",")
+    if value and not (len(layouts) <= 4 and all(map(_KEYBOARD.fullmatch, layouts))):
+        raise ValueError(f"{value!r} is not a keyboard layout; write up to four of XKB's, such as de or us(intl),ru")
+    return value
+
+
 def _allowed_host(entry: str) -> str:
     match = _ALLOWED_HOST.fullmatch(entry)
     if match is None or not 1 <= int(match[1] or 80) <= 65535:
@@ -139,6 +147,7 @@ TaskFile = Annotated[str, AfterValidator(_task_file)]
 #: (width, height) in pixels.
 Screen = Annotated[tuple[int, int], BeforeValidator(_screen)]
 ScreenRegion = Annotated[Region, BeforeValidator(_region)]
+KeyboardLayout = Annotated[str, AfterValidator(_keyboard)]
 AllowedHost = Annotated[str, AfterValidator(_allowed_host)]
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
 HypervisorUri = Annotated[str, AfterValidator(_hypervisor_uri)]

@@ -110,7 +110,7 @@ class TokenQuotaReached(PoolExhausted, reason="TOKEN_QUOTA"):
 
 
 class PoolFailing(RetryableError, reason="POOL_FAILING"):
-    """The pool's machines failed to start too often in a row. The pool tries again in `retry_after_s`."""
+    """The pool's machines failed to start too often in a row, or the host's disk is full. Retry in `retry_after_s`."""
 
 
 class Draining(RetryableError, reason="DRAINING"):

@@ -13,8 +13,8 @@ from envd.base.errors import EnvdError, GuestEnded, LossUndecided, MachineLost
 
 #: A guest that got this much processor time since it was asked, and has not answered, does not answer by its own doing.
 _FAIR_SHARE_S = 2.0
-#: QEMU stops a guest whose overlay cannot be written.
-_MIN_FREE_BYTES = 1 << 20
+#: With less free space, a disk counts as full. QEMU stops a guest whose overlay cannot be written.
+FULL_DISK_BYTES = 1 << 20
 #: Causes by QEMU's reason (qapi/run-state.json, ShutdownCause).
 _CAUSES: Mapping[str, str] = {"guest-shutdown": "POWER_OFF", "guest-reset": "REBOOT", "guest-panic": "PANIC"}
 
@@ -74,8 +74,8 @@ def loss_by_silence(silence: Silence) -> Loss:
     """Return why a guest does not answer."""
     if not silence.run_state:
         return Loss(Owner.UNDECIDED, "QEMU does not answer")
-    free_bytes = _MIN_FREE_BYTES if silence.free_disk_bytes is None else silence.free_disk_bytes
-    if silence.run_state == "io-error" or free_bytes < _MIN_FREE_BYTES:
+    free_bytes = FULL_DISK_BYTES if silence.free_disk_bytes is None else silence.free_disk_bytes
+    if silence.run_state == "io-error" or free_bytes < FULL_DISK_BYTES:
         return Loss(Owner.HOST, "the host's disk is full")
     if silence.run_state == "guest-panicked":
         return Loss(Owner.GUEST, "QEMU reports guest-panicked", "PANIC")

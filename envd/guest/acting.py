@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
 
 from cuaenv.actions import Action, Done, Fail, ToolAction, TypeText, Wait
 from envd.base.config import SettlePolicy
@@ -14,6 +13,7 @@ from envd.base.errors import DisplayError, GuestError, GuestUnresponsive, Machin
 from envd.guest.display.connection import DisplayConnection
 from envd.guest.display.screen import Screen
 from envd.guest.guestd import GuestdClient
+from envd.guest.input.keysyms import US, Key, Layout, layout_of
 from envd.guest.input.plan import (
     ActionRejected,
     Input,
@@ -22,6 +22,9 @@ from envd.guest.input.plan import (
     KeyEvent,
     PointerEvent,
     TypingMethod,
+    chord_beyond_layout,
+    depends_on_keyboard,
+    normalized,
     plan,
     typing_method,
 )
@@ -32,7 +35,6 @@ from envd.guest.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 #: Enter, space, and Alt with a mnemonic.
 _ACTIVATING_KEYSYMS = frozenset({0xFF0D, 0xFF8D, 0x0020, 0xFFE9, 0xFFEA})
@@ -41,6 +43,8 @@ _LATE = "the desktop did not finish this action in time; it may have had a part 
 _POINTER_TIMEOUT_S = 2.0
 _POINTER_TOLERANCE_PX = 2
 
+#: A guest that is too busy to answer in time has the layout that it last reported.
+_KEYBOARD_TIMEOUT_S = 2.0
 _TYPING_TIMEOUT_S = 30.0
 _TYPING_TIMEOUT_PER_CHAR_S = 0.05
 
@@ -67,6 +71,9 @@ class Actor:
         self._session = session
         self._toolbox = Toolbox(session)
         self._pauses = pauses
+        self._layout: Layout = US
+        self._num_lock = True
+        self._reports_keyboard = True
         self.input_s = time.monotonic()
         """Monotonic time of the last input."""
         self.may_act_late = False
@@ -94,6 +101,8 @@ class Actor:
                 await asyncio.sleep(action.duration.total_seconds())
                 return ActionOutcome()
             await self._display.client()
+            if depends_on_keyboard(action):
+                await self._read_keyboard()
             if isinstance(action, TypeText):
                 method = typing_method(
                     action.text,
@@ -101,11 +110,22 @@ class Actor:
                     has_guestd=self._session.guestd_types,
                     has_script=self._session.has_powershell,
                     queued=self._input.queued,
+                    layout=self._layout,
                 )
                 if method is not TypingMethod.KEYBOARD:
                     outcome = await self._unless_late(self._type_in_session(action.text, method, settle))
-                    return replace(outcome or ActionOutcome(), input_ms=_ms_since(began_s))
-            events = plan(action, self._input.state(self._screen.size, caps_lock=self._screen.caps_lock))
+                    return replace(outcome, input_ms=_ms_since(began_s))
+            elif self._layout is not US and (chord := chord_beyond_layout(action, self._layout)):
+                held, text = chord
+                typing = self._type_in_session(text, TypingMethod.GUESTD, settle, held=held)
+                outcome = await self._unless_late(typing)
+                return replace(outcome, input_ms=_ms_since(began_s))
+            events = plan(
+                action,
+                self._input.state(
+                    self._screen.size, caps_lock=self._screen.caps_lock, num_lock=self._num_lock, layout=self._layout
+                ),
+            )
         except ActionRejected as rejection:
             return ActionOutcome(error=str(rejection))
         if _is_keyboard_only(events) and self._pointer_s > self._quiet_s:
@@ -124,7 +144,7 @@ class Actor:
         finally:
             self.input_s = time.monotonic()  # a command may change the screen
 
-    async def _unless_late(self, work: Awaitable[T]) -> T | ActionOutcome:
+    async def _unless_late(self, work: Awaitable[ActionOutcome]) -> ActionOutcome:
         """Return the result of work in the session, or an outcome that reports that it did not end in time.
 
         A session that answers again has not ended: it was late, because QEMU was stopped, the host was busy, or the
@@ -165,7 +185,21 @@ class Actor:
             if any(isinstance(event, KeyEvent) for event in events):
                 self._key_s = self.input_s
 
-    async def _type_in_session(self, text: str, method: TypingMethod, settle: Settle) -> None:
+    async def _read_keyboard(self) -> None:
+        """Update the layout and Num Lock, if the guest reports them."""
+        if not (self._session.guestd_types and self._reports_keyboard):
+            return
+        with suppress(GuestError, GuestUnresponsive):
+            state = await self._session.guestd("read the keyboard").keyboard(timeout_s=_KEYBOARD_TIMEOUT_S)
+            if state is None:
+                self._reports_keyboard = False
+            else:
+                self._layout, self._num_lock = layout_of(state.characters), state.num_lock
+
+    async def _type_in_session(
+        self, text: str, method: TypingMethod, settle: Settle, *, held: Sequence[Key] = ()
+    ) -> ActionOutcome:
+        """Type a text while keys are held. The outcome's error says why it, or its end, was not typed."""
         guestd = self._session.guestd("type text") if method is TypingMethod.GUESTD else None
         if guestd is not None and self._pointer_s > self._quiet_s:
             await self._wait_for_pointer(guestd)
@@ -174,9 +208,12 @@ class Actor:
             await settle(self._pauses.input_settle)
         try:
             if guestd is not None:
-                await guestd.type_text(text, timeout_s=_TYPING_TIMEOUT_S + _TYPING_TIMEOUT_PER_CHAR_S * len(text))
-            else:
-                await self._session.type_by_script(text)
+                timeout_s = _TYPING_TIMEOUT_S + _TYPING_TIMEOUT_PER_CHAR_S * len(text)
+                keysyms = [key.keysym for key in held]
+                error = await guestd.type_text(normalized(text), held=keysyms, timeout_s=timeout_s)
+                return ActionOutcome(error=error)
+            await self._session.type_by_script(text)
+            return ActionOutcome()
         finally:
             self.input_s = time.monotonic()
 

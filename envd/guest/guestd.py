@@ -72,13 +72,12 @@ class PointerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TypedText:
-    """Result of typing a text."""
+class KeyboardState:
+    """What the keys of the guest's keyboard do now."""
 
-    typed_count: Annotated[int, Field(validation_alias="typed")]
-    """Characters whose keys were pressed."""
-    acknowledged: bool = False
-    """The focused program confirmed that it has read them all; some programs cannot."""
+    characters: Mapping[str, tuple[int, bool]]
+    """Evdev's code of each character's key, and whether with Shift. Fewer than the guest can type by `type_text`."""
+    num_lock: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +110,7 @@ class _Failure:
 
 _SESSION = TypeAdapter(SessionInfo)
 _POINTER = TypeAdapter(PointerState)
-_TYPED = TypeAdapter(TypedText)
+_KEYBOARD = TypeAdapter(KeyboardState)
 _TREE = TypeAdapter(_Tree)
 _TERMINAL = TypeAdapter(_Terminal)
 _EXECUTED = TypeAdapter(_Executed)
@@ -208,15 +207,35 @@ class GuestdClient:
 
     # Input
 
-    async def type_text(self, text: str, *, timeout_s: float = 60.0) -> TypedText:
-        """Type any Unicode text into the focused window, through the X server.
+    async def type_text(self, text: str, *, held: Sequence[int] = (), timeout_s: float = 60.0) -> str:
+        """Type any Unicode text into the focused window, through the X server, while keys are held.
+
+        Args:
+            held: Keysyms of the keys to hold down.
+
+        Returns why the text, or its end, could not be typed in the session's present state; empty if it is typed.
 
         Raises:
             GuestError: A character cannot be typed, or the service is not ours. Nothing was typed.
             GuestUnresponsive: Not done within `timeout_s`; part of the text may have been typed.
         """
-        body = await self._call("POST", "/envd/type_text", json_body={"text": text}, timeout_s=timeout_s)
-        return await _parse(_TYPED, body, "/envd/type_text")
+        content = _json({"text": text, "held": list(held)} if held else {"text": text})
+        response = await self._request("POST", "/envd/type_text", content=content, timeout_s=timeout_s)
+        if response.status == 409:
+            return _failure(response).message
+        _checked(response, "/envd/type_text")
+        return ""
+
+    async def keyboard(self, *, timeout_s: float = 10.0) -> KeyboardState | None:
+        """Return what the keys do now; None if the service has no such route.
+
+        Raises:
+            GuestError: There is no X session, for example.
+        """
+        response = await self._request("GET", "/envd/keyboard", timeout_s=timeout_s)
+        if response.status == 404:
+            return None
+        return await _parse(_KEYBOARD, _checked(response, "/envd/keyboard"), "/envd/keyboard")
 
     async def pointer(self, *, timeout_s: float = 10.0) -> PointerState:
         """Return the state of the pointer. Raises: GuestError, GuestUnresponsive, MachineLost."""
@@ -282,7 +301,7 @@ class GuestdClient:
         timeout_s: float,
     ) -> bytes:
         """Return the body of a successful response. Raises: GuestError, GuestUnresponsive, MachineLost."""
-        content = None if json_body is None else _Content("application/json", json.dumps(json_body).encode())
+        content = None if json_body is None else _json(json_body)
         return _checked(await self._request(method, path, content=content, query=query, timeout_s=timeout_s), path)
 
     async def _request(
@@ -409,6 +428,10 @@ async def _read(response: aiohttp.ClientResponse, path: str) -> bytes:
                 raise GuestError(f"{path}: the response is larger than {limit_bytes} bytes")
             return bytes(content[:limit_bytes])
     return bytes(content)
+
+
+def _json(body: Mapping[str, Any]) -> _Content:
+    return _Content("application/json", json.dumps(body).encode())
 
 
 def _checked(response: _Response, request: str) -> bytes:

@@ -125,6 +125,8 @@ class MachineSpec:
     vcpu_count: int = 2
     screen_width_px: int = 1280
     screen_height_px: int = 800
+    keyboard_layout: str = ""
+    """Layout that the template's guest is given instead of its image's, as XKB names it; empty for none."""
     trusted_authority: str = ""
     """Certificate, PEM, of an authority that the template's guest trusts besides its image's; empty for none."""
 

@@ -13,6 +13,8 @@ from envd.base.clock import Clock
 from envd.base.errors import HypervisorError
 from envd.pool.memory import HostMemory, MemoryClaim
 
+#: With less free, QEMU is about to stop the machines that write.
+_FULL_BYTES = 64 << 20
 #: How often the host's memory and disk are polled while short: nothing notifies the pool when there is more.
 HOST_POLL_S = 1.0
 
@@ -31,8 +33,15 @@ class HostDisk:
         """Whether less than the reserve is free. Raises: HypervisorError: it is not known."""
         return self._read() < self._reserve_bytes
 
+    @property
+    def is_full(self) -> bool:
+        """Whether machines cannot be used either. Raises: HypervisorError: it is not known."""
+        return self._read() < min(_FULL_BYTES, self._reserve_bytes)
+
     def shortage(self) -> str:
-        """Return, for operators, why one more machine does not fit."""
+        """Return, for operators, why one more machine does not fit; empty if it does."""
+        if not self.is_short:
+            return ""
         return (
             f"the disk of {self._directory} is short: {self._read() >> 20} MiB are free, and"
             f" {self._reserve_bytes >> 20} MiB must stay free (limits.disk_reserve_mib); remove files or close episodes"
@@ -63,6 +72,19 @@ class HostRoom:
     shortage: str = field(default="", init=False)
     """Why the host has no room for one more machine, for operators; empty if none was refused."""
     _shortage_seen_s: float = field(default=0.0, init=False)
+
+    @property
+    def disk_is_full(self) -> bool:
+        """Whether the host's disk is too full for the machines that exist. Raises: HypervisorError: it is not known."""
+        return self.disk is not None and self.disk.is_full
+
+    @property
+    def disk_shortage(self) -> str:
+        """Why the host's disk has no room for one more machine, for operators; empty if it has. Never raises."""
+        try:
+            return "" if self.disk is None else self.disk.shortage()
+        except HypervisorError as error:
+            return str(error)
 
     def join(self) -> None:
         """Count the pool's claims from now on."""

@@ -140,7 +140,7 @@ class Pool:
             memory_bytes=sum(usage.private_dirty_bytes for usage in usages),
             pss_bytes=sum(usage.pss_bytes for usage in usages),
             healthy=not failure,
-            problem=failure or self._room.shortage,
+            problem=failure or self._room.shortage or self._room.disk_shortage,
             breaker=self._backoff.breaker(self._clock.monotonic()),
             booted_total=totals["booted"],
             boot_failure_total=totals["boot_failed"],
@@ -201,7 +201,7 @@ class Pool:
         Raises:
             GroupTooLarge: The pool, or the run's quota, can never hold that many.
             PoolExhausted: The queue is full, or it was not the run's turn within `timeout_s`.
-            PoolFailing: Machines do not start, and none were ready.
+            PoolFailing: Machines do not start, and none were ready; or the host's disk is full.
             Draining: The pool is draining.
         """
         demand = Demand(ready=count, reserved=reserved, run=run)
@@ -363,6 +363,8 @@ class Pool:
                 if is_starting or record.state is LifecycleState.IDLE:
                     record.retire()
         else:
+            if self._room.disk_is_full:
+                self._refusals.refuse_disk_full(self._queue, self._room.disk_shortage)
             self._follow_plan()
             self._refuse_if_failing()
             # A group that times out may have blocked those behind it. No group times out that could be served now.

@@ -14,6 +14,8 @@ from envd.pool.status import PoolStatus
 
 #: Assumed start time of a machine before one was measured: there may be no template yet.
 _START_GUESS_S = 10.0
+#: Somebody must remove files.
+_DISK_RETRY_S = 10.0
 
 
 class RefusalReason(Enum):
@@ -27,7 +29,7 @@ class RefusalReason(Enum):
     QUEUE_FULL = "queue_full"
     #: Its deadline passed in the queue.
     TOO_LATE = "too_late"
-    #: The pool's machines do not start.
+    #: The pool's machines do not start, or cannot write to the host's disk.
     POOL_FAILING = "pool_failing"
     #: The pool is draining.
     DRAINING = "draining"
@@ -68,6 +70,15 @@ class Refusals:
         """Refuse queued groups because machines do not start."""
         for group in groups:
             self.refuse(group, self.failing(backoff, now_s=now_s, status=status))
+
+    def refuse_disk_full(self, groups: Iterable[WaitingGroup], shortage: str) -> None:
+        """Refuse queued groups because machines, also ready ones, cannot write to the host's disk."""
+        for group in tuple(groups):
+            error = PoolFailing(
+                f"pool {self.pool!r} leases no machine: {shortage}; try another host, or this one then",
+                retry_after_s=_DISK_RETRY_S,
+            )
+            self.refuse(group, Refusal(reason=RefusalReason.POOL_FAILING, error=error))
 
     def refuse_late(
         self, groups: Iterable[WaitingGroup], *, now_s: float, status: PoolStatus, held: Mapping[str, int]

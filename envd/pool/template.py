@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from envd.base.aio import shielded
-from envd.base.errors import Draining, EnvdError, GuestUnresponsive, HypervisorUnavailable, TemplateCorrupt
+from envd.base.errors import Draining, EnvdError, GuestError, GuestUnresponsive, HypervisorUnavailable, TemplateCorrupt
 from envd.guest.agent import GuestAgent
+from envd.guest.desktop import Desktop
 from envd.guest.trust import trust
 from envd.hypervisor.machine import Hypervisor, MachineSpec, Snapshot
 from envd.pool.leased import FrozenDesktop
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 _FRAME_NOTE = "first_frame_id"
 _TYPES_NOTE = "guestd_types"
 _HOME_NOTE = "home"
+_LAYOUT_TIMEOUT_S = 60.0
 
 
 class TemplateBuilder(Protocol):
@@ -108,6 +110,8 @@ async def _boot(spec: MachineSpec, builder: TemplateBuilder) -> Snapshot:
             # The log is removed with the machine.
             tail = record.machine.console_tail()
             raise GuestUnresponsive(f"{error}; its console ended with: {tail or 'nothing'}") from error
+        if spec.keyboard_layout:
+            await _set_layout(record.desktop, spec.keyboard_layout)
         if spec.trusted_authority:
             await trust(GuestAgent(record.machine), spec.trusted_authority)
         await record.machine.pause()
@@ -136,6 +140,14 @@ async def _boot(spec: MachineSpec, builder: TemplateBuilder) -> Snapshot:
         "image %s: template %.12s frozen, %d MiB", spec.image.name, snapshot.digest, snapshot.report.memory_bytes >> 20
     )
     return snapshot
+
+
+async def _set_layout(desktop: Desktop, layout: str) -> None:
+    """Set the session's keyboard layout. Raises: GuestError: The guest has no such layout, or no setxkbmap."""
+    result = await desktop.run(["setxkbmap", "-layout", layout], timeout_s=_LAYOUT_TIMEOUT_S)
+    if result.exit_code:
+        problem = result.stderr.decode(errors="replace").strip()[-500:]
+        raise GuestError(f"keyboard layout {layout}: setxkbmap failed in the guest: {problem}; correct keyboard_layout")
 
 
 async def _test(snapshot: Snapshot, builder: TemplateBuilder) -> FrozenDesktop:

@@ -54,8 +54,7 @@ async def test_files_are_written_completely(guestd: GuestdClient, machine: Fault
 
 
 async def test_text_that_no_key_makes_is_typed(guestd: GuestdClient, machine: FaultyMachine) -> None:
-    typed = await guestd.type_text("漢字\n€")
-    assert typed.typed_count == 4
+    assert await guestd.type_text("漢字\n€") == ""
     assert machine.desktop is not None
     assert machine.desktop.editor.text_area.text == "漢字\n€"
 
@@ -94,7 +93,7 @@ async def test_a_repeated_post_has_its_effect_once(machine: FaultyMachine) -> No
         headers = {"X-Request-Id": "same"}
         url = f"{machine.guestd_url}/envd/type_text"
         responses = await asyncio.gather(*(http.post(url, json={"text": "once"}, headers=headers) for _ in range(3)))
-        assert [await response.json() for response in responses] == [{"typed": 4, "acknowledged": True}] * 3
+        assert [await response.json() for response in responses] == [{"typed": 4}] * 3
     assert machine.desktop is not None
     assert machine.desktop.editor.text_area.text == "once"
 

@@ -14,6 +14,7 @@ import pytest_asyncio
 from envd.base.errors import HypervisorError, HypervisorUnavailable, MachineLost
 from envd.base.losses import Owner
 from envd.hypervisor.machine import Accelerator, DiskImage, MachineSpec
+from envd.hypervisor.qemu import machine as machines
 from envd.hypervisor.qemu.accelerator import AcceleratorChoice
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import MachineFiles
@@ -441,6 +442,32 @@ async def test_an_end_that_qemu_explains_after_a_call_has_failed_is_the_guests(h
         await machine.require_present(HypervisorError("the screen cannot be read"))
     assert machine.loss is not None
     assert machine.loss.owner is Owner.GUEST
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+async def test_a_machine_that_cannot_write_to_the_hosts_disk_is_lost_at_once_by_the_host(
+    host: Host, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    monkeypatch.setattr(machines, "_free_bytes", lambda _directory: 0 if is_full else 1 << 30)
+    machine = host.machine("m")
+    machine._on_event("BLOCK_IO_ERROR", {"operation": "write", "nospace": is_full, "reason": "No space left on device"})
+    assert machine.lost.is_set()
+    assert machine.loss is not None
+    assert machine.loss.owner is Owner.HOST
+    assert "its disk cannot be read or written: No space left on device" in machine.lost_reason
+    assert (f"the host's disk of {machine.files.directory} is full" in machine.lost_reason) is is_full
+
+
+@pytest.mark.parametrize("reason", ["crashed", "guest-shutdown"])
+async def test_a_qemu_that_ends_on_a_full_disk_is_lost_with_the_disk_in_the_reason_unless_its_guest_ended_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr(machines, "_free_bytes", lambda _directory: 0)
+    machine = host.machine("m")
+    machine.report_end(reason)
+    await machine.lost.wait()
+    assert machine.loss is not None
+    assert ("is full" in machine.lost_reason) is (reason == "crashed") is (machine.loss.owner is Owner.HOST)
 
 
 async def test_a_failed_destroy_can_be_retried(host: Host) -> None:

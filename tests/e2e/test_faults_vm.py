@@ -24,6 +24,7 @@ from cuaenv.client import (
     Move,
     NotForkable,
     PoolExhausted,
+    PoolFailing,
     ServiceFault,
     TypeText,
     View,
@@ -125,6 +126,30 @@ def test_a_full_disk_fails_new_machines_and_recovers(short_dir: Path, template_d
             asyncio.run(run(address, state_dir / "filler"))
             assert served.end() == 0
         assert daemon_leftovers(state_dir) == []
+
+
+def test_a_full_disk_is_the_hosts_fault_at_once_and_no_machine_is_leased_on_it(
+    short_dir: Path, template_dir: Path
+) -> None:
+    async def run(address: str, filler: Path) -> None:
+        async with AsyncEnvClient(address) as client:
+            async with client.reset(NO_SETUP, view=NO_PIXELS, timeout=LONG_TIMEOUT) as episode:
+                await episode.step(Move(200, 200))
+                await asyncio.to_thread(fill, filler)
+                with pytest.raises(MachineLost, match=f"the host's disk of .*{filler.parent}.* is full"):
+                    await episode.run_command(["sh", "-c", "dd if=/dev/urandom of=big bs=1M count=50; sync; sleep 600"])
+            with pytest.raises(PoolFailing, match=f"the disk of {filler.parent} is short"):
+                async with client.reset(NO_SETUP, view=NO_PIXELS, timeout=timedelta(seconds=10)):
+                    pass
+            (pool,) = await client.list_pools()
+            assert f"the disk of {filler.parent} is short: 0 MiB are free" in pool.problem
+            filler.unlink()
+            async with client.reset(NO_SETUP, view=NO_PIXELS, timeout=LONG_TIMEOUT) as episode:
+                await episode.step(Move(200, 200))
+
+    with small_disk(short_dir / "s") as state_dir:
+        config = CONFIG.format(template_dir=template_dir) + "\n[limits]\ndisk_reserve_mib = 8\n"
+        serve_while(lambda address: run(address, state_dir / "filler"), state_dir, config)
 
 
 def test_a_deleted_template_is_recreated_and_its_machines_continue(short_dir: Path, template_dir: Path) -> None:

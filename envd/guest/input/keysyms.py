@@ -1,8 +1,8 @@
-"""Names of the keys of a US keyboard. Pure data and look-ups.
+"""Names of keys, and the keys of characters on the US layout or another. Pure data and look-ups.
 
 Key names, in any case, with or without `_`, `-` and spaces between the words:
 
-- any single character of the US layout: `a`, `7`, `+`, `?` (some need Shift: see `character`)
+- any single character of the layout: `a`, `7`, `+`, `?` (some need Shift: see `character`)
 - modifiers: `ctrl`/`control`, `shift`, `alt`/`option`, `win`/`super`/`meta`/`cmd`/`command`; each also with `left` or
   `right` after or before it, or X's `_L` and `_R`: `ctrlleft`, `rightalt`, `Super_L`; `altgr` is the right Alt
 - `enter`/`return`, `esc`/`escape`, `tab`, `space`, `backspace`, `delete`/`del`, `insert`/`ins`
@@ -10,12 +10,14 @@ Key names, in any case, with or without `_`, `-` and spaces between the words:
   `pagedown`/`pgdn`/`next`
 - `f1` to `f24` (QEMU older than 8.0 drops keys above `f12`)
 - `capslock`, `numlock`, `scrolllock`, `printscreen`/`print`/`prtsc`, `pause`/`break`, `menu`/`apps`
-- keypad: `num0`-`num9` or `kp0`-`kp9`, `add`, `subtract`, `multiply`, `divide`, `decimal`, `kpenter`
+- keypad, as with Num Lock on: `num0`-`num9` or `kp0`-`kp9`, `add`, `subtract`, `multiply`, `divide`, `decimal`,
+  `kpenter`
 - X names of characters: `comma`, `period`, `slash`, `minus`, `plus`, `bracketleft`, ...
 - media: `volumeup`, `volumedown`, `volumemute`, `playpause`, `stop`, `nexttrack`, `prevtrack`, `browserback`,
   `browserforward`, `browserrefresh`, `browserhome`, `browsersearch`, `launchmail`, `calculator`, `sleep`, `help`
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -32,10 +34,14 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Stroke:
-    """How to type one character on the US layout."""
+    """How to type one character on a layout."""
 
     key: Key
     shift: bool
+
+
+#: A keyboard layout: how to type each of its characters, plainly or with Shift.
+Layout = Mapping[str, Stroke]
 
 
 #: Scancode of the first key of a row, characters without Shift, with Shift.
@@ -86,25 +92,46 @@ def _names() -> dict[str, Key]:
     return names
 
 
-_STROKES = _strokes()
+US = _strokes()
 _NAMES = _names()
 _SEPARATORS = str.maketrans("", "", "_- ")
+#: XT set 1 has evdev's codes on the main block of the keyboard.
+_MAIN_BLOCK = range(1, 0x59)
 
 SHIFT = _NAMES["shift"]
+NUM_LOCK = _NAMES["numlock"]
+MODIFIERS = frozenset(_NAMES[side + name] for side in ("left", "right") for name in ("ctrl", "shift", "alt", "win"))
+#: The keys that are digits and a decimal point only while Num Lock is on.
+KEYPAD_DIGITS = frozenset(_NAMES[name] for name in ("decimal", *(f"num{digit}" for digit in range(10))))
 
 
-def character(char: str) -> Stroke | None:
-    """Return how to type a character on the US layout (newline is Enter, tab is Tab), or None if it is not on it."""
-    return _STROKES.get(char)
+def layout_of(characters: Mapping[str, tuple[int, bool]]) -> Layout:
+    """Return a guest's layout, given evdev's code of each character's key, and whether with Shift."""
+    layout = {char: US[char] for char in "\n\t"}
+    for char, (code, shift) in characters.items():
+        if len(char) == 1 and code in _MAIN_BLOCK:
+            layout[char] = Stroke(Key(code, keysym_of(char)), shift)
+    return layout
 
 
-def named_key(name: str) -> Stroke | None:
+def keysym_of(char: str) -> int:
+    """Return the keysym of a printable character."""
+    return ord(char) if ord(char) < 0x100 else 0x01000000 | ord(char)
+
+
+def character(char: str, layout: Layout = US) -> Stroke | None:
+    """Return how to type a character on a layout (newline is Enter, tab is Tab), or None if it is not on it."""
+    return layout.get(char)
+
+
+def named_character(name: str) -> str | None:
+    """Return the character that a key's name stands for, or None."""
+    return name if len(name) == 1 else _CHARACTER_NAMES.get(name.casefold().translate(_SEPARATORS))
+
+
+def named_key(name: str, layout: Layout = US) -> Stroke | None:
     """Return the key of that name, or None. `Stroke.shift` is set if the name is of a character that needs Shift."""
-    if len(name) == 1:
-        return character(name)
-    normal = name.casefold().translate(_SEPARATORS)
-    if key := _NAMES.get(normal):
-        return Stroke(key, shift=False)
-    if char := _CHARACTER_NAMES.get(normal):
-        return character(char)
-    return None
+    if char := named_character(name):
+        return layout.get(char)
+    key = _NAMES.get(name.casefold().translate(_SEPARATORS))
+    return None if key is None else Stroke(key, shift=False)

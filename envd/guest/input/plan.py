@@ -35,7 +35,20 @@ from cuaenv.actions import (
     Wait,
 )
 from envd.guest.display.rfb import RfbClient
-from envd.guest.input.keysyms import SHIFT, Key, Stroke, character, named_key
+from envd.guest.input.keysyms import (
+    KEYPAD_DIGITS,
+    MODIFIERS,
+    NUM_LOCK,
+    SHIFT,
+    US,
+    Key,
+    Layout,
+    Stroke,
+    character,
+    keysym_of,
+    named_character,
+    named_key,
+)
 from envd.guest.observation import Point
 
 MAX_TEXT_CHARS = 100_000
@@ -117,9 +130,11 @@ class InputState:
     height_px: int
     pointer: Point
     buttons: int = 0
-    held: frozenset[int] = field(default_factory=frozenset)
-    """Scancodes of the keys that are down."""
+    held: Mapping[int, Key] = field(default_factory=dict)
+    """The keys that are down, by scancode."""
     caps_lock: bool = False
+    num_lock: bool = True
+    layout: Layout = field(default_factory=lambda: US)
 
 
 class TypingMethod(Enum):
@@ -134,12 +149,12 @@ class TypingMethod(Enum):
 
 
 def typing_method(
-    text: str, *, keys_held: bool, has_guestd: bool, has_script: bool = False, queued: float = 0.0
+    text: str, *, keys_held: bool, has_guestd: bool, has_script: bool = False, queued: float = 0.0, layout: Layout = US
 ) -> TypingMethod:
     """Decide how to type a text.
 
-    - If a character is not on the US layout, guestd types the whole text, to keep its order; without guestd a script,
-      which takes seconds.
+    - If a character is not on the guest's layout, guestd types the whole text, to keep its order; without guestd a
+      script, which takes seconds.
     - While the agent holds a key, the keyboard types: the held key and the text form chords.
     - If the events fit into the free part of the guest's queue (`queued` elements are in use; 12 plain characters fit
       an empty one), the keyboard types: nothing can be lost, however slow the guest is, and it works at login screens.
@@ -150,20 +165,62 @@ def typing_method(
     """
     if len(text) > MAX_TEXT_CHARS:
         raise ActionRejected(f"text of {len(text)} characters is too long; type at most {MAX_TEXT_CHARS} at once")
-    text = _normalized(text)
+    text = normalized(text)
     for char in text:
         if char not in "\n\t" and (ord(char) < 0x20 or 0x7F <= ord(char) < 0xA0 or 0xD800 <= ord(char) < 0xE000):
             raise ActionRejected(f"text contains U+{ord(char):04X}, which cannot be typed; press keys by name instead")
-    foreign = next((char for char in text if character(char) is None), None)
+    foreign = next((char for char in text if character(char, layout) is None), None)
     if foreign is not None:
         if not (has_guestd or has_script):
-            raise ActionRejected(f"cannot type {foreign!r}: it is not on the US keyboard, and the guest has no guestd")
+            raise ActionRejected(f"cannot type {foreign!r}: it is not on the keyboard, and the guest has no guestd")
         if keys_held:
             raise ActionRejected(f"cannot type {foreign!r} while a key is held down; release it first")
         return TypingMethod.GUESTD if has_guestd else TypingMethod.SCRIPT
-    if keys_held or not has_guestd or queued + 2 * len(_typing(text, caps_lock=False)) <= _QUEUE_LIMIT:
+    if keys_held or not has_guestd or queued + 2 * len(_typing(text, layout)) <= _QUEUE_LIMIT:
         return TypingMethod.KEYBOARD
     return TypingMethod.GUESTD
+
+
+def depends_on_keyboard(action: Action) -> bool:
+    """Return whether an action's events depend on the guest's layout or Num Lock."""
+    match action:
+        case TypeText(text=text):
+            return bool(text.strip("\r\n\t"))
+        case PressKeys(keys=names):
+            return any(map(_depends_on_keyboard, names))
+        case KeyDown(key=name):
+            return _depends_on_keyboard(name)
+        case KeyUp(key=name):
+            return named_character(name) is not None
+        case _:
+            return False
+
+
+def _depends_on_keyboard(name: str) -> bool:
+    if named_character(name) is not None:
+        return True
+    stroke = named_key(name)
+    return stroke is not None and stroke.key in KEYPAD_DIGITS
+
+
+def chord_beyond_layout(action: Action, layout: Layout) -> tuple[tuple[Key, ...], str] | None:
+    """Return the modifiers and the characters of a chord that guestd must press; None if the keyboard can.
+
+    Raises:
+        ActionRejected: Neither can.
+    """
+    if not isinstance(action, PressKeys):
+        return None
+    chars = [named_character(name) for name in action.keys]
+    foreign = next((char for char in chars if char is not None and char not in layout), None)
+    if foreign is None:
+        return None
+    strokes = [_stroke(name, layout) for name, char in zip(action.keys, chars, strict=True) if char is None]
+    others = [stroke.key for stroke in strokes]
+    if action.hold or not MODIFIERS.issuperset(others):
+        raise ActionRejected(f"the keyboard layout lacks {foreign!r}; press it alone or with modifiers, without a hold")
+    text = "".join(filter(None, chars))
+    return tuple(dict.fromkeys(others)), text.lower() if len(action.keys) > 1 else text
 
 
 def plan(action: Action, state: InputState) -> tuple[InputEvent, ...]:
@@ -211,24 +268,29 @@ def _plan(action: Action, state: InputState) -> list[InputEvent]:
         case Scroll():
             return _scroll(action, state)
         case TypeText(text=text):
-            typing_method(text, keys_held=True, has_guestd=False)
-            return _typing(text, caps_lock=state.caps_lock)
+            typing_method(text, keys_held=True, has_guestd=False, layout=state.layout)
+            return _typing(text, state.layout, caps_lock=state.caps_lock)
         case PressKeys():
             hold_s = action.hold.total_seconds()
             if not 0 <= hold_s <= MAX_PAUSE_S:
                 raise ActionRejected(f"cannot hold keys for {hold_s} s; hold is 0 to {MAX_PAUSE_S:.0f} s")
-            chord = [key for key in _chord(action.keys) if key.scancode not in state.held]
+            chord = [key for key in _chord(action.keys, state.layout) if key.scancode not in state.held]
             if len(chord) > 1:
                 hold_s = max(hold_s, _CHORD_HOLD_S)
-            return [
+            presses: list[InputEvent] = [
                 *(KeyEvent(key, down=True) for key in chord),
                 *([Pause(hold_s)] if hold_s else []),
                 *(KeyEvent(key, down=False) for key in reversed(chord)),
             ]
+            return _with_num_lock(chord, presses, state)
         case KeyDown(key=name):
-            return [KeyEvent(_stroke(name).key, down=True)]
+            key = _stroke(name, state.layout).key
+            return _with_num_lock([key], [KeyEvent(key, down=True)], state)
         case KeyUp(key=name):
-            return [KeyEvent(_stroke(name).key, down=False)]
+            # The layout may have changed since the key was pressed.
+            char = named_character(name)
+            held = (key for key in state.held.values() if char is not None and key.keysym == keysym_of(char))
+            return [KeyEvent(next(held, None) or _stroke(name, state.layout).key, down=False)]
         case Wait():
             duration_s = action.duration.total_seconds()
             if not 0 <= duration_s <= MAX_PAUSE_S:
@@ -298,15 +360,19 @@ class Input:
     def pointer(self, screen_size: tuple[int, int]) -> Point:
         return self.held.pointer_on(*screen_size)
 
-    def state(self, screen_size: tuple[int, int], *, caps_lock: bool = False) -> InputState:
+    def state(
+        self, screen_size: tuple[int, int], *, caps_lock: bool = False, num_lock: bool = True, layout: Layout = US
+    ) -> InputState:
         width_px, height_px = screen_size
         return InputState(
             width_px=width_px,
             height_px=height_px,
             pointer=self.pointer(screen_size),
             buttons=self._buttons,
-            held=frozenset(self._held),
+            held=dict(self._held),
             caps_lock=caps_lock,
+            num_lock=num_lock,
+            layout=layout,
         )
 
     async def play(self, client: RfbClient, events: Iterable[InputEvent]) -> None:
@@ -417,7 +483,7 @@ def _wheel(clicks: int, at: Point, state: InputState) -> list[InputEvent]:
 
 
 def _with_modifiers(names: Sequence[str], events: list[InputEvent], state: InputState) -> list[InputEvent]:
-    keys = [key for key in _chord(names) if key.scancode not in state.held] if names else []
+    keys = [key for key in _chord(names, state.layout) if key.scancode not in state.held] if names else []
     return [
         *(KeyEvent(key, down=True) for key in keys),
         *events,
@@ -425,7 +491,15 @@ def _with_modifiers(names: Sequence[str], events: list[InputEvent], state: Input
     ]
 
 
-def _chord(names: Sequence[str]) -> list[Key]:
+def _with_num_lock(keys: Sequence[Key], events: list[InputEvent], state: InputState) -> list[InputEvent]:
+    """Turn Num Lock on around events of keypad digits, which are cursor keys without it."""
+    if state.num_lock or KEYPAD_DIGITS.isdisjoint(keys):
+        return events
+    toggle: list[InputEvent] = [KeyEvent(NUM_LOCK, down=True), KeyEvent(NUM_LOCK, down=False)]
+    return [*toggle, *events, *toggle]
+
+
+def _chord(names: Sequence[str], layout: Layout) -> list[Key]:
     """Return the keys to press, in order.
 
     A symbol includes its Shift (`+` is Shift and `=`), and so does a capital letter alone. Among other keys the case of
@@ -435,32 +509,34 @@ def _chord(names: Sequence[str]) -> list[Key]:
         raise ActionRejected(f"cannot press {len(names)} keys together; name 1 to {MAX_CHORD_KEY_COUNT}")
     keys: dict[int, Key] = {}
     for name in names:
-        stroke = _stroke(name)
-        if stroke.shift and (len(names) == 1 or not name.isalpha()):
+        stroke = _stroke(name, layout)
+        if stroke.shift and (len(names) == 1 or not (named_character(name) or "").isalpha()):
             keys.setdefault(SHIFT.scancode, SHIFT)
         keys.setdefault(stroke.key.scancode, stroke.key)
     return list(keys.values())
 
 
-def _stroke(name: str) -> Stroke:
-    if stroke := named_key(name):
+def _stroke(name: str, layout: Layout) -> Stroke:
+    if stroke := named_key(name, layout):
         return stroke
-    if len(name) == 1:
-        raise ActionRejected(f"no key {name!r} on the US keyboard; type it as text instead")
+    if char := named_character(name):
+        raise ActionRejected(f"no key {char!r} on the keyboard; type it as text instead")
     hint = "; name the keys of a chord one by one" if "+" in name else ""
     raise ActionRejected(f"no key is named {name[:40]!r}{hint}")
 
 
-def _typing(text: str, *, caps_lock: bool) -> list[InputEvent]:
-    """Return the key events that type a text of the US layout, with Shift held over runs that need it."""
+def _typing(text: str, layout: Layout, *, caps_lock: bool = False) -> list[InputEvent]:
+    """Return the key events that type a text of a layout, with Shift held over runs that need it."""
     events: list[InputEvent] = []
     shifted = False
-    for char in _normalized(text):
-        stroke = character(char)
+    for char in normalized(text):
+        stroke = character(char, layout)
         if stroke is None:
-            raise ActionRejected(f"cannot type {char!r}: it is not on the US keyboard")
-        # Caps Lock inverts the case of letters only; the text is typed as given even if the agent left it on.
-        shift = stroke.shift != (caps_lock and char.isalpha())
+            raise ActionRejected(f"cannot type {char!r}: it is not on the keyboard")
+        # Caps Lock inverts the case of keys with both cases of a letter; the text is typed as given even if the agent
+        # left it on.
+        other = character(char.swapcase(), layout) if caps_lock and char.isalpha() else None
+        shift = stroke.shift != (other is not None and other.key.scancode == stroke.key.scancode)
         if shift != shifted:
             events.append(KeyEvent(SHIFT, down=shift))
             shifted = shift
@@ -470,11 +546,12 @@ def _typing(text: str, *, caps_lock: bool) -> list[InputEvent]:
     return events
 
 
-def _normalized(text: str) -> str:
+def normalized(text: str) -> str:
+    """Return a text with its line ends as newlines."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _reject_console_switch(events: tuple[InputEvent, ...], held: frozenset[int]) -> None:
+def _reject_console_switch(events: tuple[InputEvent, ...], held: Mapping[int, Key]) -> None:
     """Reject Control+Alt+1 to 9: QEMU's VNC server handles them itself, to switch consoles."""
     down = set(held)
     for event in events:

@@ -22,7 +22,7 @@ from pydantic import JsonValue
 
 from envd.base.aio import race, shielded
 from envd.base.errors import EnvdError, GuestUnresponsive, HypervisorError, MachineLost
-from envd.base.losses import Loss, Owner, Silence, loss_by_shutdown, loss_by_silence
+from envd.base.losses import FULL_DISK_BYTES, Loss, Owner, Silence, loss_by_shutdown, loss_by_silence
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
 from envd.hypervisor.qemu.agent_channel import AgentChannel
 from envd.hypervisor.qemu.connection import is_alive
@@ -170,15 +170,24 @@ class LibvirtMachine:
     def _on_event(self, name: str, data: Mapping[str, Any]) -> None:
         if name == "GUEST_PANICKED":
             self._end_by(Loss(Owner.GUEST, "QEMU reports GUEST_PANICKED", "PANIC"))
+        elif name == "BLOCK_IO_ERROR":  # a guest cannot cause one: QEMU itself refuses its invalid requests
+            self._end_by(Loss(Owner.HOST, f"its disk cannot be read or written: {data.get('reason', 'unknown')}"))
         elif name == "SHUTDOWN" and (loss := loss_by_shutdown(str(data.get("reason", "")))):
             self._end_by(loss)
 
     def _end_by(self, loss: Loss) -> None:
         if not self.lost.is_set():
-            self.loss = loss
+            self.loss = self._naming_full_disk(loss)
             self.state = MachineState.GONE
             self.lost.set()
             self.monitor.close()  # Fails a command in flight immediately.
+
+    def _naming_full_disk(self, loss: Loss) -> Loss:
+        """Return a loss that the guest did not cause with the host's disk in its reason, if that is full."""
+        free_bytes = _free_bytes(self.files.directory)
+        if loss.owner is Owner.GUEST or free_bytes is None or free_bytes >= FULL_DISK_BYTES:
+            return loss
+        return Loss(Owner.HOST, f"{loss.reason}; the host's disk of {self.files.directory} is full, remove files")
 
     def processor_s(self) -> float | None:
         """Return the processor seconds that the guest used or waited for; None if unknown. Never raises."""
@@ -201,7 +210,7 @@ class LibvirtMachine:
         with suppress(TimeoutError):  # An end that QEMU or libvirt is about to report.
             await asyncio.wait_for(self.lost.wait(), _LOSS_EVENT_TIMEOUT_S)
         silence = Silence(run_state="") if self.loss else await self._observe_silence()
-        return self.loss or loss_by_silence(silence)
+        return self.loss or self._naming_full_disk(loss_by_silence(silence))
 
     async def _observe_silence(self) -> Silence:
         try:

@@ -2,6 +2,7 @@
 
 import os
 import select
+import socket
 import struct
 import time
 import zlib
@@ -9,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import xcffib
+import xcffib.res
 import xcffib.xfixes
 import xcffib.xproto as xp
 import xcffib.xtest
@@ -22,8 +25,9 @@ from .messages import HttpError
 # Module level: recent versions of xcffib free the name with the key.
 _KEY = xcffib.ExtensionKey("XKEYBOARD")
 _USE_EXTENSION, _GET_STATE, _LATCH_LOCK_STATE = 0, 4, 5
+_READ_POLL_S = 0.01
 _CORE_KEYBOARD = 0x100
-_CAPS_LOCK = 2
+_CAPS_LOCK, _NUM_LOCK = 2, 16
 _MAX_PROPERTY_WORDS = 1 << 18
 _MODIFIERS = ("shift", "lock", "control", "mod1", "mod2", "mod3", "mod4", "mod5")
 _KEY_PRESS = 2
@@ -51,11 +55,14 @@ def raw_reply(extension: Any, opcode: int, request: bytes) -> bytes:
 
 
 class KeyboardState(NamedTuple):
-    """The locked state of the keyboard."""
+    """The state of the keyboard."""
 
     caps_lock: bool
     group: int
+    """Number of the layout that is locked."""
+    active_group: int
     """Number of the active layout."""
+    num_lock: bool
 
 
 class Xkb:
@@ -71,7 +78,9 @@ class Xkb:
     def state(self) -> KeyboardState:
         reply = raw_reply(self._extension, _GET_STATE, struct.pack("=4xH2x", _CORE_KEYBOARD))
         locked_modifiers, locked_group = reply[11], reply[13]
-        return KeyboardState(bool(locked_modifiers & _CAPS_LOCK), locked_group)
+        return KeyboardState(
+            bool(locked_modifiers & _CAPS_LOCK), locked_group, reply[12], bool(locked_modifiers & _NUM_LOCK)
+        )
 
     def lock(self, *, caps_lock: bool, group: int) -> None:
         """Set Caps Lock and the layout."""
@@ -233,6 +242,14 @@ class X11:
         self._send_message(self.root, mask, window, self._atom(message), *numbers)
         self.sync()
 
+    def _answers_pings(self) -> bool:
+        """Return whether the active window's client supports `ping_focus`."""
+        ping = self._atom("_NET_WM_PING")
+        return any(
+            ping in self._numbers(window, "WM_PROTOCOLS")
+            for window in self._numbers(self.root, "_NET_ACTIVE_WINDOW")[:1]
+        )
+
     def ping_focus(self, timeout_s: float) -> bool:
         """Wait until the active window's client has read its events so far; False if it does not confirm that."""
         ping, protocols = self._atom("_NET_WM_PING"), self._atom("WM_PROTOCOLS")
@@ -252,6 +269,35 @@ class X11:
                     poll.poll(left_s * 1000)
                 elif isinstance(event, xp.ClientMessageEvent) and list(event.data.data32)[:3] == message:
                     return True
+        return False
+
+    def wait_until_read(self, timeout_s: float) -> bool:
+        """Wait until the focused client has handled its events so far; False if that is not confirmed.
+
+        A client that does not answer pings (xterm, for one) has handled them when all its threads and the server's
+        sleep at the same time: what one of them has to read would wake it. The server counts too, because it may leave
+        a busy client waiting for a reply while it answers others (dix/dispatch.c, `SmartScheduleClient`).
+        """
+        focus = self._core.GetInputFocus().reply().focus
+        if focus == xp.InputFocus.PointerRoot:
+            focus = self._core.QueryPointer(self.root).reply().child
+        if focus in (xp.Window._None, self.root):
+            return True  # there is no client that reads keys
+        if self._answers_pings():
+            return self.ping_focus(timeout_s)
+        spec = xcffib.res.ClientIdSpec.synthetic(focus, xcffib.res.ClientIdMask.LocalClientPID)
+        clients = [found.value[0] for found in self._x(xcffib.res.key).QueryClientIds(1, [spec]).reply().ids]
+        if not clients:
+            return False  # it is on another machine
+        with socket.socket(fileno=os.dup(self._x.get_file_descriptor())) as connection:
+            server, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            self.sync()
+            before = _sleeping_threads(*clients, server)
+            if before and before == _sleeping_threads(*clients, server):
+                return True
+            time.sleep(_READ_POLL_S)
         return False
 
     # Screen
@@ -302,6 +348,9 @@ class X11:
         width, keysyms = reply.keysyms_per_keycode, list(reply.keysyms)
         return {code: keysyms[(code - low) * width : (code - low + 1) * width] for code in range(low, high + 1)}
 
+    def keyboard_state(self) -> KeyboardState:
+        return Xkb(self._x).state()
+
     def bind_keys(self, first: int, rows: Sequence[tuple[int, int]]) -> None:
         """Set the keysyms (unshifted, shifted) of the keycodes from `first` on."""
         # Two columns make a two-level key, so that the server adds no capital letters of its own.
@@ -337,6 +386,21 @@ class X11:
     def fake_key(self, keycode: int, *, pressed: bool) -> None:
         kind = _KEY_PRESS if pressed else _KEY_RELEASE
         self._x(xcffib.xtest.key).FakeInput(kind, keycode, 0, 0, 0, 0, 0)
+
+
+def _sleeping_threads(*processes: int) -> dict[str, str]:
+    """Return how often each thread of some processes has slept; empty if one is awake."""
+    switches: dict[str, str] = {}
+    try:
+        for process in processes:
+            for status in Path("/proc", str(process), "task").glob("*/status"):
+                _, _, text = status.read_text(errors="replace").partition("State:\t")
+                if not text.startswith("S"):
+                    return {}
+                switches[str(status)] = text[text.index("voluntary_ctxt_switches") :]
+    except OSError:  # it has ended
+        return {}
+    return switches
 
 
 def _has_format(reply: Any, bits: int) -> bool:

@@ -213,7 +213,7 @@ class Draining(Unavailable, causes=["DRAINING"]):
 
 
 class PoolFailing(Unavailable, causes=["POOL_FAILING"]):
-    """The pool's machines failed to start until the deadline; use another pool or host."""
+    """The pool's machines failed to start until the deadline, or its host's disk is full; use another pool or host."""
 
 
 class ClientClosed(EnvError):

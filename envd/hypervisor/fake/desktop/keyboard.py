@@ -31,8 +31,8 @@ _KEYSYMS = {
     0xFFC8: 87, 0xFFC9: 88, 0xFFE1: 42, 0xFFE2: 54, 0xFFE3: 29, 0xFFE4: 0x9D, 0xFFE5: 58, 0xFFE7: 0xDB, 0xFFE8: 0xDC,
     0xFFE9: 56, 0xFFEA: 0xB8, 0xFFEB: 0xDB, 0xFFEC: 0xDC, 0xFFFF: 0xD3,
 } | {0xFFBE + index: 59 + index for index in range(10)}  # fmt: skip
-# Keypad without digits, which depend on the guest's Num Lock.
-_KEYPAD = {0x37: ("*", "*"), 0x4A: ("-", "-"), 0x4E: ("+", "+"), 0xB5: ("/", "/")}
+# As with Num Lock on.
+_KEYPAD = {code: (char, char) for code, char in zip((0x37, 0xB5, *range(0x47, 0x54)), "*/789-456+1230.", strict=True)}
 _KEYSYMS |= {ord(char): code for code, chars in _CHARS.items() for char in chars}
 
 _SHIFT = {42, 54}

@@ -290,7 +290,7 @@ class Guestd:
         if len(text) > _MAX_TEXT_LENGTH:
             raise HttpError(413, f"text: {len(text)} characters; at most {_MAX_TEXT_LENGTH} a call")
         desktop.type_text(text)
-        return json_response({"typed": len(text), "acknowledged": True})
+        return json_response({"typed": len(text)})
 
     async def _screenshot(self, desktop: DrawnDesktop, _request: Request) -> Response:
         png = await asyncio.to_thread(encode_png, desktop.framebuffer.pixels.copy())

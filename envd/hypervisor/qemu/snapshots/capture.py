@@ -239,8 +239,8 @@ class Freezer:
             generation=UUID(int=0),
             firmware=FirmwareFiles(code=placeholder, vars_template=placeholder),
         )
-        authority = [spec.trusted_authority] if spec.trusted_authority else []
-        return combined_digest(description, spec.image.digest, self._versions, self._cpu, *authority)[:16]
+        changes = [change for change in (spec.trusted_authority, spec.keyboard_layout) if change]
+        return combined_digest(description, spec.image.digest, self._versions, self._cpu, *changes)[:16]
 
     def find(self, spec: MachineSpec) -> LibvirtSnapshot | None:
         """Return the stored template, verified, or None. Raises: TemplateCorrupt."""

@@ -30,6 +30,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/terminal"): screen.terminal,
     ("GET", "/envd/pointer"): screen.pointer,
     ("GET", "/envd/session"): screen.session,
+    ("GET", "/envd/keyboard"): screen.keyboard,
     ("POST", "/envd/type_text"): screen.type_text,
     ("POST", "/envd/gateway/open"): screen.open_gateway,
     ("GET", "/platform"): screen.platform_name,

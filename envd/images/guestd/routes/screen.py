@@ -125,8 +125,13 @@ def session(guest: Guest, _request: Request) -> Response:
     return json_response(state)
 
 
+def keyboard(guest: Guest, _request: Request) -> Response:
+    """Return what the keys of the keyboard type now."""
+    return json_response(guest.keyboard.state())
+
+
 def type_text(guest: Guest, request: Request) -> Response:
-    """Type Unicode text into the focused window."""
+    """Type Unicode text into the focused window, while keys with the keysyms `held` are down."""
     data = request.json()
     text = data.get("text")
     if not isinstance(text, str):
@@ -136,7 +141,11 @@ def type_text(guest: Guest, request: Request) -> Response:
     interval_s = read_seconds(data, "interval_ms", 0.0, maximum_s=10_000.0) / 1000
     if interval_s * len(text) > TYPING_TIMEOUT_S:
         raise HttpError(400, f"interval_ms: this text would take more than {TYPING_TIMEOUT_S:g} s")
-    return json_response(guest.keyboard.type(text, interval_s))
+    held = data.get("held", [])
+    if not isinstance(held, list) or not all(isinstance(keysym, int) for keysym in held):
+        raise HttpError(400, "held: a list of keysyms is required")
+    guest.keyboard.type(text, interval_s, held)
+    return json_response({"typed": len(text)})
 
 
 def open_gateway(guest: Guest, _request: Request) -> Response:

@@ -213,6 +213,10 @@ def test_runs_have_weights_and_quotas_by_name(tmp_path: Path) -> None:
         ("[pools.a]\nmax_starting = 0\n", "pools.a.max_starting: must be at least 1"),
         ("[pools.a]\nexpected_memory_mib = 0\n", "pools.a.expected_memory_mib: must be at least"),
         ("[pools.a]\ntask_templates = -1\n", "pools.a.task_templates: must be at least 0"),
+        (
+            "[pools.a]\nkeyboard_layout = 'de; reboot'\n",
+            "pools.a.keyboard_layout: 'de; reboot' is not a keyboard layout",
+        ),
         ("[pools.a]\nqueue_limit = -1\n", "pools.a.queue_limit: must be at least 0"),
     ],
 )

@@ -19,13 +19,12 @@ from cuaenv.frames import TiledImage
 from cuaenv.region import Region
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
-from envd.guest.acting import may_act_late
 from envd.guest.agent import CommandResult
 from envd.guest.desktop import Desktop
 from envd.guest.display import frames
 from envd.guest.display.screen import Screen
 from envd.guest.display.settle import settle
-from envd.guest.guestd import PointerState, SessionInfo, TypedText
+from envd.guest.guestd import KeyboardState, PointerState, SessionInfo
 from envd.guest.observation import A11yFormat, Encoding, Keyframe, Observation, ObservationOptions, Point, SettleResult
 from tests.support.display import QUICK_PAUSES, FakeDisplay, pseudo_rect
 
@@ -43,6 +42,9 @@ class FakeGuestd:
         self.pointer_at = (0, 0)
         self.on_its_way: list[tuple[int, int]] = []
         self.closed = False
+        self.keyboard_state: KeyboardState | None = None
+        self.keyboard_error: Exception | None = None
+        self.typing_problem = ""
 
     async def session(self, *, timeout_s: float) -> SessionInfo:
         problem = self.problems.pop(0) if self.problems else ""
@@ -58,9 +60,14 @@ class FakeGuestd:
             x_px=self.pointer_at[0], y_px=self.pointer_at[1], buttons=frozenset(), modifiers=frozenset()
         )
 
-    async def type_text(self, text: str, *, timeout_s: float) -> TypedText:
-        self.calls.append(("type_text", text))
-        return TypedText(typed_count=len(text), acknowledged=True)
+    async def keyboard(self, *, timeout_s: float) -> KeyboardState | None:
+        if self.keyboard_error is not None:
+            raise self.keyboard_error
+        return self.keyboard_state
+
+    async def type_text(self, text: str, *, held: Sequence[int], timeout_s: float) -> str:
+        self.calls.append(("type_text", text, *held))
+        return self.typing_problem
 
     async def execute(self, argv: Sequence[str], *, timeout_s: float, **others: Any) -> CommandResult:
         self.calls.append(("execute", tuple(argv)))
@@ -367,27 +374,38 @@ async def test_text_waits_until_the_click_before_it_has_arrived(desk: Desktop, c
     assert guestd.calls[before + 4 :] == [("type_text", "é")]
 
 
-@pytest.mark.parametrize(
-    ("action", "expected"),
-    [
-        (PressKeys(keys=("enter",)), True),
-        (PressKeys(keys=("ctrl", "Return")), True),
-        (PressKeys(keys=("space",)), True),
-        (PressKeys(keys=(" ",)), True),
-        (PressKeys(keys=("alt", "r")), True),
-        (KeyDown(key="alt"), True),
-        (KeyUp(key="enter"), True),
-        (TypeText(text="name\n"), True),
-        (PressKeys(keys=("a",)), False),
-        (PressKeys(keys=("ctrl", "s")), False),
-        (PressKeys(keys=("bogus",)), False),
-        (TypeText(text="two words\nand a line"), False),
-        (Click(1, 1), False),
-        (Wait(timedelta(seconds=1)), False),
-    ],
-)
-def test_keys_that_can_activate_a_button_may_act_late(action: Action, expected: bool) -> None:
-    assert may_act_late(action) is expected
+async def test_keys_follow_the_layout_that_the_guest_reports(desk: Desktop, channels: FakeChannels) -> None:
+    guestd = guestd_of(desk)
+
+    async def pressed(action: Action) -> list[int]:
+        before = len(channels.display.keys)
+        assert (await desk.act(action)).error == ""
+        await desk.frame(refresh=True)
+        return [key.scancode for key in channels.display.keys[before:] if key.down]
+
+    guestd.keyboard_error = GuestError("no X session")
+    assert await pressed(TypeText(text="z")) == [44]
+    guestd.keyboard_error = None
+    guestd.keyboard_state = KeyboardState(characters={"z": (21, False)}, num_lock=False)
+    assert await pressed(TypeText(text="z")) == [21]
+    assert await pressed(PressKeys(keys=("ctrl", "z"))) == [0x1D, 21]
+    assert await pressed(PressKeys(keys=("num5",))) == [0x45, 0x4C, 0x45]
+    assert await pressed(PressKeys(keys=("ctrl", "a"))) == []
+    assert guestd.calls[-1] == ("type_text", "a", 0xFFE3)
+    guestd.keyboard_error = GuestUnresponsive("busy")
+    assert await pressed(TypeText(text="z")) == [21]
+
+
+async def test_a_guest_without_a_keyboard_report_is_asked_once(desk: Desktop) -> None:
+    await desk.act(TypeText(text="z"))
+    guestd_of(desk).keyboard_error = RuntimeError("asked again")
+    assert (await desk.act(TypeText(text="z"))).error == ""
+
+
+async def test_a_text_that_was_typed_in_part_is_an_error_for_the_agent(desk: Desktop) -> None:
+    guestd_of(desk).typing_problem = "only the first 2 of 3 characters were typed"
+    assert (await desk.act(TypeText(text="é\r\nè"))).error == "only the first 2 of 3 characters were typed"
+    assert guestd_of(desk).calls[-1] == ("type_text", "é\nè")
 
 
 async def test_the_quiet_time_is_fixed_until_the_effect_of_an_activating_key_has_settled(

@@ -5,6 +5,7 @@ import string
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ from cuaenv.actions import (
     Wait,
 )
 from envd.guest.display.rfb import RfbClient
-from envd.guest.input.keysyms import character, named_key
+from envd.guest.input.keysyms import Key, Layout, character, keysym_of, layout_of, named_key
 from envd.guest.input.plan import (
     ActionRejected,
     Input,
@@ -37,6 +38,8 @@ from envd.guest.input.plan import (
     Pause,
     PointerEvent,
     TypingMethod,
+    chord_beyond_layout,
+    depends_on_keyboard,
     plan,
     typing_method,
 )
@@ -150,7 +153,7 @@ def test_modifiers_are_held_around_a_click_and_released_in_reverse() -> None:
 
 
 def test_a_modifier_that_the_agent_holds_stays_held() -> None:
-    state = InputState(width_px=640, height_px=480, pointer=Point(0, 0), held=frozenset({CTRL}))
+    state = InputState(width_px=640, height_px=480, pointer=Point(0, 0), held={CTRL: Key(CTRL, 0xFFE3)})
     assert keys(plan(Click(modifiers=("ctrl",)), state)) == []
     assert keys(plan(PressKeys(keys=("ctrl", "c")), state)) == [(0x2E, True), (0x2E, False)]
 
@@ -293,6 +296,106 @@ def test_text_that_cannot_be_typed_is_rejected(text: str, keys_held: bool, has_g
         typing_method(text, keys_held=keys_held, has_guestd=has_guestd)
 
 
+# Layouts other than US
+
+#: Some keys of the German, French and Russian layouts, as guestd reports them.
+GERMAN = layout_of(
+    {"z": (21, False), "Z": (21, True), "y": (44, False), "-": (53, False), "ß": (12, False), "=": (11, True)}
+)
+FRENCH = layout_of({"a": (16, False), "A": (16, True), "1": (2, True), "&": (2, False)})
+RUSSIAN = layout_of({"1": (2, False), "/": (43, True)})
+
+
+def on(layout: Layout, **state: Any) -> InputState:
+    return InputState(width_px=640, height_px=480, pointer=Point(0, 0), layout=layout, **state)
+
+
+def test_text_and_chords_are_typed_with_the_keys_of_the_layout() -> None:
+    assert keys(plan(TypeText(text="zy-ß"), on(GERMAN)))[::2] == [(21, True), (44, True), (53, True), (12, True)]
+    assert keys(plan(PressKeys(keys=("ctrl", "A")), on(FRENCH)))[:2] == [(CTRL, True), (16, True)]
+    assert keys(plan(PressKeys(keys=("alt", "1")), on(FRENCH)))[:3] == [(ALT, True), (SHIFT, True), (2, True)]
+    assert keys(plan(PressKeys(keys=("ctrl", "equal")), on(GERMAN)))[:3] == [(CTRL, True), (SHIFT, True), (11, True)]
+    assert keys(plan(KeyDown(key="a"), on(FRENCH))) == [(16, True)]
+    assert keys(plan(PressKeys(keys=("enter",)), on({})))[:1] == [(0x1C, True)]
+
+
+def test_caps_lock_changes_only_keys_with_both_cases_of_a_letter() -> None:
+    assert keys(plan(TypeText(text="z"), on(GERMAN, caps_lock=True)))[0] == (SHIFT, True)
+    assert keys(plan(TypeText(text="ß"), on(GERMAN, caps_lock=True)))[0] == (12, True)
+
+
+def test_characters_that_the_layout_lacks_are_typed_by_guestd() -> None:
+    def method(text: str, layout: Layout) -> TypingMethod:
+        return typing_method(text, keys_held=False, has_guestd=True, layout=layout)
+
+    assert method("zy-", GERMAN) is TypingMethod.KEYBOARD
+    assert method("zy-@", GERMAN) is TypingMethod.GUESTD
+    assert method("zy", layout_of({})) is TypingMethod.GUESTD
+    assert method("\n\t", layout_of({})) is TypingMethod.KEYBOARD
+
+
+def test_a_chord_that_the_layout_lacks_is_pressed_by_guestd() -> None:
+    def chord(*names: str, hold: timedelta = timedelta()) -> tuple[list[int], str] | None:
+        found = chord_beyond_layout(PressKeys(keys=names, hold=hold), RUSSIAN)
+        return found and ([key.keysym for key in found[0]], found[1])
+
+    assert chord("ctrl", "A") == ([0xFFE3], "a")
+    assert chord("A") == ([], "A")
+    assert chord("ctrl", "shift", "plus") == ([0xFFE3, 0xFFE1], "+")
+    assert chord("ctrl", "1") is chord("enter") is None
+    assert chord_beyond_layout(TypeText(text="a"), RUSSIAN) is None
+    for rejected in (("f1", "a"), ("hyper", "a")):
+        with pytest.raises(ActionRejected):
+            chord(*rejected)
+    with pytest.raises(ActionRejected, match="hold"):
+        chord("a", hold=timedelta(seconds=1))
+    with pytest.raises(ActionRejected, match="'a' on the keyboard"):
+        plan(KeyDown(key="a"), on(RUSSIAN))
+
+
+def test_a_key_is_released_where_it_was_pressed_although_the_layout_has_changed() -> None:
+    held = {16: Key(16, keysym_of("a"))}
+    for layout in (GERMAN, RUSSIAN, layout_of({"a": (30, False)})):
+        assert keys(plan(KeyUp(key="a"), on(layout, held=held))) == [(16, False)]
+
+
+def test_a_layout_from_a_guest_has_only_characters_on_keys() -> None:
+    assert layout_of({"ab": (30, False), "": (30, False), "c": (0, False), "d": (200, True)}).keys() == {"\n", "\t"}
+
+
+NUM_LOCK, KEYPAD_5 = 0x45, 0x4C
+
+
+@pytest.mark.parametrize(
+    ("action", "pressed"),
+    [
+        (PressKeys(keys=("num5",)), [NUM_LOCK, KEYPAD_5, NUM_LOCK]),
+        (KeyDown(key="kp5"), [NUM_LOCK, KEYPAD_5, NUM_LOCK]),
+        (PressKeys(keys=("add",)), [0x4E]),
+    ],
+)
+def test_keypad_digits_are_digits_without_num_lock(action: Action, pressed: list[int]) -> None:
+    assert [code for code, down in keys(plan(action, on(GERMAN, num_lock=False))) if down] == pressed
+    assert NUM_LOCK not in [code for code, _ in keys(plan(action, on(GERMAN)))]
+
+
+@pytest.mark.parametrize(
+    ("action", "depends"),
+    [
+        (TypeText(text="a"), True),
+        (TypeText(text="\r\n"), False),
+        (PressKeys(keys=("ctrl", "a")), True),
+        (PressKeys(keys=("alt", "tab")), False),
+        (PressKeys(keys=("num5",)), True),
+        (KeyDown(key="plus"), True),
+        (KeyUp(key="shift"), False),
+        (Click(), False),
+    ],
+)
+def test_only_actions_with_characters_depend_on_the_keyboard(action: Action, depends: bool) -> None:
+    assert depends_on_keyboard(action) is depends
+
+
 # Invalid actions
 
 
@@ -330,7 +433,9 @@ def test_an_invalid_action_is_rejected_with_a_message(action: Action, message: s
 
 
 def test_a_console_switch_across_actions_is_rejected() -> None:
-    held = InputState(width_px=640, height_px=480, pointer=Point(0, 0), held=frozenset({0x9D, ALT}))
+    held = InputState(
+        width_px=640, height_px=480, pointer=Point(0, 0), held={code: Key(code, 0) for code in (0x9D, ALT)}
+    )
     with pytest.raises(ActionRejected):
         plan(TypeText(text="7"), held)
     assert plan(TypeText(text="0"), held)
@@ -396,7 +501,7 @@ async def test_played_events_arrive_in_order_and_the_state_follows(
     assert [(key.scancode, key.down) for key in display.keys] == [(CTRL, True)]
     assert [(p.x_px, p.y_px, p.buttons) for p in display.pointers] == [(7, 8, 0), (7, 8, 1)]
     state = held_input.state(SIZE)
-    assert (state.pointer, state.buttons, state.held) == (Point(7, 8), 1, frozenset({CTRL}))
+    assert (state.pointer, state.buttons, set(state.held)) == (Point(7, 8), 1, {CTRL})
 
 
 async def test_the_keys_of_an_interrupted_chord_count_as_held(display: FakeDisplay, client: RfbClient) -> None:
@@ -411,7 +516,7 @@ async def test_the_keys_of_an_interrupted_chord_count_as_held(display: FakeDispl
         )
     await flush(client, display)
     assert [(key.scancode, key.down) for key in display.keys] == [(CTRL, True), (0x1F, True)]
-    assert held_input.state(SIZE).held == {CTRL, 0x1F}
+    assert set(held_input.state(SIZE).held) == {CTRL, 0x1F}
 
 
 async def test_held_keys_and_buttons_are_pressed_again_on_a_new_connection(

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from envd.base.errors import HypervisorError
+from envd.base.errors import HypervisorError, PoolFailing
 from envd.pool.host_room import HostDisk
-from tests.support.clock import run_ready
+from tests.support.clock import begun, run_ready
 from tests.support.pool_world import PoolWorld
 
 POOL = {"capacity": 4, "size": 2, "disk_quota_mib": 100}
@@ -59,6 +59,35 @@ async def test_no_machine_is_forked_below_the_disk_reserve_and_the_pool_reports_
     await world.clock.advance(1.0)
     assert pool.statistics().idle_count == 2
     assert pool.statistics().problem == ""
+
+
+async def test_no_machine_is_leased_while_the_disk_is_full_and_the_pool_reports_it(
+    world: PoolWorld, host: Host
+) -> None:
+    pool = await world.started(disk=host.disk)
+    assert pool.statistics().problem == ""
+    host.free_mib = 63
+    assert "the disk of /state is short: 63 MiB are free" in pool.statistics().problem
+    with pytest.raises(PoolFailing, match="leases no machine: the disk of /state is short: 63 MiB are free"):
+        await pool.lease(1, timeout_s=60.0)
+    assert pool.statistics().idle_count == 2
+    host.free_mib = 64
+    assert len((await pool.lease(1, timeout_s=1.0)).machines) == 1
+
+
+async def test_groups_that_wait_are_refused_when_the_disk_is_full(world: PoolWorld, host: Host) -> None:
+    pool = await world.started(disk=host.disk)
+    first = await pool.lease(4, timeout_s=60.0)
+    waiting = await begun(pool.lease(4, timeout_s=60.0))
+    host.free_mib = 0
+    await pool.release(first.machines[:1])
+    with pytest.raises(PoolFailing, match="the disk of /state"):
+        await waiting
+
+
+async def test_an_unreadable_disk_is_reported(world: PoolWorld, tmp_path: Path) -> None:
+    pool = world.make(disk=HostDisk(tmp_path / "none", reserve_bytes=1))
+    assert "the free disk space is not known" in pool.statistics().problem
 
 
 async def test_the_template_is_not_booted_below_the_disk_reserve(world: PoolWorld, host: Host) -> None:

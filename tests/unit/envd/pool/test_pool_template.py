@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, HypervisorUnavailable, PoolExhausted
+from envd.guest.agent import CommandResult
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from tests.support.clock import begun, run_ready
@@ -37,6 +39,24 @@ async def test_a_template_is_booted_once_and_its_test_fork_is_the_first_machine(
     assert {machine.frozen for machine in granted.machines} == {pool.template}
     assert all(machine.desktop.is_asleep for machine in granted.machines), "the test fork too"
     assert world.hypervisor.peak_count == 2
+
+
+async def test_a_template_has_the_keyboard_layout_of_its_pool(
+    world: PoolWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[Sequence[str]] = []
+
+    async def run(_desktop: StubDesktop, argv: Sequence[str], *, timeout_s: float) -> CommandResult:
+        commands.append(argv)
+        return CommandResult(exit_code=int("xx" in argv), stdout=b"", stderr=b"Error loading new keyboard description")
+
+    monkeypatch.setattr(StubDesktop, "run", run)
+    await world.started("german", keyboard_layout="de")
+    await world.started("american")
+    assert commands == [["setxkbmap", "-layout", "de"]]
+    assert len(world.hypervisor.snapshots) == 2
+    pool = await world.started("unknown", keyboard_layout="xx")
+    assert "keyboard layout xx: setxkbmap failed in the guest: Error loading" in pool.statistics().problem
 
 
 async def test_building_a_template_stays_within_capacity(world: PoolWorld) -> None:

@@ -276,7 +276,7 @@ async def test_a_template_that_another_daemon_is_writing_is_not_swept(tmp_path: 
     assert not files.directory.exists()
 
 
-def test_another_qemu_processor_image_or_size_is_another_template(store: TemplateStore) -> None:
+def test_another_qemu_processor_image_size_or_layout_is_another_template(store: TemplateStore) -> None:
     image = DiskImage(name="desktop", digest="d" * 64, disk=Path("/disk.qcow2"))
     spec = MachineSpec(machine_id="m", image=image, memory_mib=512)
 
@@ -287,7 +287,8 @@ def test_another_qemu_processor_image_or_size_is_another_template(store: Templat
         key(versions="QEMU 7.2.23"),
         key(cpu="b"),
         key(spec=replace(spec, memory_mib=513)),
+        key(spec=replace(spec, keyboard_layout="de")),
         key(spec=replace(spec, image=replace(image, digest="e" * 64))),
     }
-    assert len(others - {key()}) == 4
+    assert len(others - {key()}) == 5
     assert key(spec=replace(spec, machine_id="n")) == key()

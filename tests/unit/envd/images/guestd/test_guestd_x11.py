@@ -4,7 +4,9 @@ import asyncio
 import io
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,10 +19,23 @@ import xcffib
 import xcffib.xtest
 from PIL import Image
 
+from cuaenv.actions import PressKeys, TypeText
 from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.guestd import GuestdClient
+from envd.guest.input.keysyms import layout_of
+from envd.guest.input.plan import (
+    InputEvent,
+    InputState,
+    KeyEvent,
+    TypingMethod,
+    chord_beyond_layout,
+    plan,
+    typing_method,
+)
+from envd.guest.observation import Point
+from envd.images.guestd import keyboard
 from envd.images.guestd.guest import Guest
-from envd.images.guestd.messages import Request
+from envd.images.guestd.messages import HttpError, Request
 from envd.images.guestd.routes import respond
 from envd.images.guestd.x11 import X11, Window, Xkb
 from tests.support.local_guestd import serve_guestd
@@ -161,8 +176,7 @@ async def test_typed_unicode_arrives_byte_for_byte(client: GuestdClient, session
     text = (line * 40)[:1999] + "\n"
     await open_terminal(client, "typing", f"cat > {path}")
     x_input.set_caps_lock(True)
-    typed = await client.type_text(text)
-    assert typed.typed_count == len(text) == 2000
+    assert await client.type_text(text) == ""
     await wait_until(lambda: path.exists() and path.stat().st_size >= len(text.encode()))
     assert path.read_bytes() == text.encode()
     assert (await client.pointer()).modifiers == {"lock"}
@@ -171,6 +185,119 @@ async def test_typed_unicode_arrives_byte_for_byte(client: GuestdClient, session
     await client.type_text("é😀\n")
     await wait_until(lambda: path.read_bytes() == (text + "é😀\n").encode())
     await close_window(client, "typing")
+
+
+LAYOUTS = ("us", "de", "fr", "ru", "us(intl)", "us,ru", "jp", "br")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_text_and_keys_arrive_on_every_layout(client: GuestdClient, session: Session, layout: str) -> None:
+    """XTEST presses the keys that the host plans from the report of guestd, like the keyboard of a guest."""
+    path = session.directory / f"layout-{layout}"
+    groups = ["-option", "grp:rwin_toggle"] if "," in layout else []
+    await client.execute(["setxkbmap", layout, *groups], timeout_s=30)
+    sent = b""
+
+    async def expect(more: str) -> None:
+        nonlocal sent
+        sent += more.encode()
+        await wait_until(lambda: path.exists() and path.stat().st_size >= len(sent))
+        assert path.read_bytes() == sent
+
+    try:
+        await open_terminal(client, layout, f"stty -icanon -isig -ixon min 1; cat > '{path}'")
+        if groups:
+            with X11() as x:
+                Xkb(x._x).lock(caps_lock=False, group=1)
+                x.sync()
+        state = await client.keyboard()
+        assert state is not None
+        keys = layout_of(state.characters)
+        for text in ("zy-/@", 'it\'s "ok"', "Az1!"):
+            if typing_method(text, keys_held=False, has_guestd=True, layout=keys) is TypingMethod.GUESTD:
+                assert await client.type_text(text) == ""
+            else:
+                press(plan(TypeText(text=text), InputState(**ON_SCREEN, layout=keys)))
+            await expect(text)
+        action = PressKeys(keys=("ctrl", "a"))
+        if chord := chord_beyond_layout(action, keys):
+            assert await client.type_text(chord[1], held=[key.keysym for key in chord[0]]) == ""
+        else:
+            press(plan(action, InputState(**ON_SCREEN, layout=keys)))
+        await expect("\x01")
+        await close_window(client, layout)
+    finally:
+        await client.execute(["setxkbmap", "us", "-option"], timeout_s=30)
+
+
+ON_SCREEN: dict[str, Any] = {"width_px": WIDTH, "height_px": HEIGHT, "pointer": Point(0, 0)}
+
+
+def press(events: tuple[InputEvent, ...]) -> None:
+    """Press the keys of the main block that events name by their scancodes."""
+    with X11() as x:
+        for event in events:
+            if isinstance(event, KeyEvent):
+                x.fake_key(event.key.scancode + 8, pressed=event.down)
+        x.sync()
+
+
+async def test_num_lock_is_reported(client: GuestdClient) -> None:
+    async def num_lock() -> bool:
+        state = await client.keyboard()
+        assert state is not None
+        return state.num_lock
+
+    with X11() as x:
+        [key] = [code for code, row in x.keyboard_map().items() if row[:1] == [0xFF7F]]
+        for expected in (True, False):
+            x.fake_key(key, pressed=True)
+            x.fake_key(key, pressed=False)
+            x.sync()
+            assert await num_lock() is expected
+
+
+async def test_a_key_that_no_keyboard_has_is_an_error_for_the_agent(client: GuestdClient) -> None:
+    assert "0xffed" in await client.type_text("a", held=[0xFFED])
+
+
+async def test_a_program_that_reads_late_gets_every_character(client: GuestdClient, session: Session) -> None:
+    path = session.directory / "late"
+    text = "".join(map(chr, range(0x4E00, 0x4F2C))) + "\n"  # 300 characters need most keycodes several times
+    await open_terminal(client, "late", f"echo $PPID > {path}.pid; cat > {path}")
+    await wait_until(path.exists)
+    pid = int(Path(f"{path}.pid").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    typing = asyncio.create_task(client.type_text(text))
+    with X11() as x:
+        await wait_until(lambda: any(0x01004E00 in row for row in x.keyboard_map().values()))
+    await asyncio.wait([typing], timeout=1)  # time in which it must not bind these keys again
+    os.kill(pid, signal.SIGCONT)
+    assert await typing == ""
+    await wait_until(lambda: path.exists() and path.stat().st_size >= len(text.encode()))
+    assert path.read_text() == text
+    await close_window(client, "late")
+
+
+async def test_of_a_text_that_is_not_read_the_rest_is_not_typed(
+    client: GuestdClient, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyboard, "_READ_TIMEOUT_S", 0.2)
+    path = session.directory / "unread"
+    text = "ab" + "".join(map(chr, range(0x4E00, 0x4F2C)))
+    await open_terminal(client, "unread", f"echo $PPID > {path}.pid; cat > {path}")
+    await wait_until(path.exists)
+    pid = int(Path(f"{path}.pid").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(HttpError, match="did not read its keys") as raised:
+        await asyncio.to_thread(keyboard.Keyboard().type, text, 0.0)
+    os.kill(pid, signal.SIGCONT)
+    [typed_count, count, *_] = map(int, re.findall(r"\d+", str(raised.value)))
+    assert 2 <= typed_count < count == len(text)
+    await client.type_text("\n")
+    await wait_until(lambda: path.exists() and path.stat().st_size > 0)
+    assert path.read_text() == text[:typed_count] + "\n"
+    await close_window(client, "unread")
 
 
 async def test_a_key_that_is_held_for_a_second_types_one_character(client: GuestdClient, session: Session) -> None:
