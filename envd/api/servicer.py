@@ -69,6 +69,8 @@ from envd.tasks.model import Task
 
 #: Episodes whose screen size is cached; the oldest are dropped and queried again.
 MAX_REMEMBERED_SCREENS = 4096
+#: Checkpoints of a list that are converted without a pause: 1 ms.
+_LISTED_AT_ONCE = 50
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Item = TypeVar("Item")
@@ -188,10 +190,11 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
             page_size=request.page_size,
             page_token=request.page_token,
         )
-        return env_pb2.ListCheckpointsResponse(
-            checkpoints=[checkpoint_message(checkpoint) for checkpoint in page.items],
-            next_page_token=page.next_page_token,
-        )
+        response = env_pb2.ListCheckpointsResponse(next_page_token=page.next_page_token)
+        for at in range(0, len(page.items), _LISTED_AT_ONCE):
+            await self._episodes.checkpoints.listing.wait_turn()
+            response.checkpoints.extend(map(checkpoint_message, page.items[at : at + _LISTED_AT_ONCE]))
+        return response
 
     async def DeleteCheckpoint(
         self, request: env_pb2.DeleteCheckpointRequest, context: Context
@@ -204,7 +207,9 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         self, request: env_pb2.ExportCheckpointRequest, context: Context
     ) -> AsyncIterator[env_pb2.ExportCheckpointResponse]:
         checkpoint_id = checkpoint_id_of(request.checkpoint_id)
-        async with aclosing(self._episodes.checkpoints.exported(checkpoint_id, current_caller().may_use)) as pieces:
+        caller = current_caller()
+        exported = self._episodes.checkpoints.exported(checkpoint_id, caller.may_use, caller=caller.name)
+        async with aclosing(exported) as pieces:
             async for data in pieces:
                 yield env_pb2.ExportCheckpointResponse(data=data)
 
