@@ -41,9 +41,9 @@ class AutomaticCheckpointing:
         self._checkpoints = checkpoints
         self._tasks = OwnedTasks()
         self._copies = Counter[str]()
-        """By owner."""
+        """Number of each owner's copies."""
         self._changes = Changes()
-        """Of `_copies`."""
+        """Notified when there are fewer."""
         self._logged_s: dict[str, float] = {}
         self._omitted = Counter[str]()
         """Failures since the last line, by owner."""

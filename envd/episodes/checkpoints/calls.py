@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final
 
 from cuaenv.copying import copied
-from envd.base.aio import LoopThrottle, shielded
+from envd.base.aio import shielded
 from envd.base.clock import Clock, wait_until
 from envd.base.errors import (
     CheckpointCorrupt,
@@ -83,8 +83,6 @@ class Checkpointing:
         self._own_writing = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, _OWN_WRITING_COUNT))
         self._exporting = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, _TRANSFER_COUNT))
         self._importing = asyncio.Semaphore(_TRANSFER_COUNT)
-        self.listing = LoopThrottle(1)
-        """Admits one part of a list in each iteration of the event loop, so that steps go on between them."""
 
     @property
     def _store(self) -> CheckpointStore:
@@ -114,7 +112,6 @@ class Checkpointing:
     async def list(self, is_visible: Callable[[str], bool]) -> tuple[Checkpoint, ...]:
         """Return the checkpoints of this host whose owners are visible, oldest first."""
         found = await in_thread(self._store.list)
-        await self.listing.wait_turn()
         return tuple(checkpoint for checkpoint in found if is_visible(checkpoint.owner))
 
     async def delete(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> None:
