@@ -5,6 +5,7 @@ A page token encodes the key after which the next page begins, so items may be a
 
 import base64
 import binascii
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -29,7 +30,13 @@ class Page(Generic[Item]):
 
 
 def page_of(
-    items: Iterable[Item], *, key: Callable[[Item], str], page_size: int, page_token: str, has_more: bool = False
+    items: Iterable[Item],
+    *,
+    key: Callable[[Item], str],
+    page_size: int,
+    page_token: str,
+    has_more: bool = False,
+    is_sorted: bool = False,
 ) -> Page[Item]:
     """Return the page of `items`, sorted by their unique keys, that the token identifies.
 
@@ -37,13 +44,15 @@ def page_of(
         page_size: Most items of a page; 0 for the default.
         page_token: From the previous page; empty for the first one.
         has_more: Whether there are further items, after all of `items`.
+        is_sorted: Whether `items` are in the order of their keys. Then only a few keys are made.
 
     Raises:
         InvalidRequest: The size is out of range, or the token is not from this listing.
     """
     size = int_in_range(page_size, "page_size", default=DEFAULT_PAGE_SIZE, low=1, high=MAX_PAGE_SIZE)
     after = _decoded(page_token) if page_token else ""
-    left = sorted((item for item in items if key(item) > after), key=key)
+    ordered = list(items) if is_sorted else sorted(items, key=key)
+    left = ordered[bisect_right(ordered, after, key=key) :]
     token = _encoded(key(left[:size][-1])) if left and (has_more or len(left) > size) else ""
     return Page(items=tuple(left[:size]), next_page_token=token)
 

@@ -130,8 +130,11 @@ async def run_unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> No
         running.result()
 
 
-async def shielded(work: Awaitable[T]) -> T:
-    """Run `work` to its end even if the caller is cancelled; the cancellation is delivered afterwards."""
+async def shielded(work: Awaitable[T], *, undo: Callable[[T], Awaitable[object]] | None = None) -> T:
+    """Run `work` to its end even if the caller is cancelled; the cancellation is delivered afterwards.
+
+    `undo` releases the result that a cancelled caller does not get.
+    """
     task = asyncio.ensure_future(work)
     cancellation: asyncio.CancelledError | None = None
     while not task.done():
@@ -140,7 +143,8 @@ async def shielded(work: Awaitable[T]) -> T:
         except asyncio.CancelledError as error:
             cancellation = error
     if cancellation is not None:
-        if not task.cancelled():
-            task.exception()  # mark as retrieved: the cancellation takes precedence
+        # `exception` also marks it as retrieved: the cancellation takes precedence.
+        if not task.cancelled() and task.exception() is None and undo is not None:
+            await shielded(undo(task.result()))
         raise cancellation
     return task.result()

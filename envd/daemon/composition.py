@@ -307,6 +307,7 @@ async def open_episodes(
             stack.push_async_callback(workers.aclose)
             password = inputs.resources.client_password
             osworld = WorkerBridge(workers, assets=AssetCache(config.asset_dir), client_password=password)
+        tokens = read_token_table(config.security, metrics)
         service = EpisodeService(
             machines.pools,
             tasks=inputs.tasks,
@@ -318,7 +319,10 @@ async def open_episodes(
             judge=judges,
             user_model=UserModel(config.tasks) if config.tasks.user_url else None,
             checkpoints=CheckpointStore(
-                config.checkpoint_dir, settings=config.checkpoints, reserve_bytes=config.limits.disk_reserve_mib << 20
+                config.checkpoint_dir,
+                settings=config.checkpoints,
+                reserve_bytes=config.limits.disk_reserve_mib << 20,
+                owners=lambda: tokens.get().owners if tokens else (),
             ),
         )
         library, recording = None, config.recording

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from envd.base.aio import shielded
 from envd.base.errors import EnvdError
 from envd.guest.allow_list import is_public
 from envd.tasks.checkers.union import leaves
@@ -190,7 +191,7 @@ async def _download(url: str, file: IO[bytes], http: "aiohttp.ClientSession", *,
                 if size_bytes > max_bytes:
                     raise AssetMissing(f"{url}: larger than {max_bytes} bytes")
                 digest.update(chunk)
-                await asyncio.to_thread(file.write, chunk)
+                await shielded(asyncio.to_thread(file.write, chunk))
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise AssetMissing(f"{url}: cannot be downloaded: {error or type(error).__name__}") from error
     return digest.hexdigest(), size_bytes

@@ -276,6 +276,17 @@ async def test_an_archive_that_differs_from_the_checkpoint_here_is_refused(tmp_p
         assert await client.list_checkpoints() == [known]
 
 
+async def test_without_tokens_an_imported_checkpoint_has_no_owner(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (checkpoint, file, _):
+        file.write_bytes(resealed(file.read_bytes(), owner="alice"))
+        await asyncio.to_thread(shutil.copytree, tmp_path / "first", tmp_path / "second", dirs_exist_ok=True)
+        shutil.rmtree(tmp_path / "second" / "checkpoints")
+        async with served(tmp_path / "second") as (_, client):
+            found = await client.import_checkpoint(file)
+            assert found.checkpoint_id == checkpoint.checkpoint_id
+            assert [each.checkpoint_id for each in await client.list_checkpoints()] == [checkpoint.checkpoint_id]
+
+
 async def test_a_full_store_stores_no_archive(tmp_path: Path) -> None:
     async with exported(tmp_path) as (_, file, _), served(tmp_path / "second", limit_gib=1e-6) as (_, client):
         with pytest.raises(CheckpointStoreFull, match=r"checkpoints\.limit_gib"):

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -28,6 +29,7 @@ from cuaenv.client import (
     Click,
     Done,
     EpisodeEnded,
+    EpisodeNotFound,
     GroupTooLarge,
     KeyDown,
     KeyUp,
@@ -39,9 +41,9 @@ from cuaenv.client import (
     TypeText,
 )
 from envd.base.config import CheckpointsConfig
-from envd.base.errors import RequestIdReused
+from envd.base.errors import RequestIdReused, StoreError
 from envd.cli.checkpoints import table
-from envd.episodes.checkpoints import calls
+from envd.episodes.checkpoints import automatic, calls
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.types import CheckpointCommand
 from envd.tasks import perturbations
@@ -319,6 +321,196 @@ async def test_a_checkpoint_of_another_token_does_not_exist(tmp_path: Path) -> N
             assert await alice.list_checkpoints() == await admin.list_checkpoints() == [checkpoint]
             async with admin.reset(checkpoint) as copy:
                 assert copy.observation.frame_id == checkpoint.frame_id
+
+
+async def test_only_those_that_may_use_all_delete_a_damaged_checkpoint(tmp_path: Path) -> None:
+    tokens = Tokens.create(tmp_path / "tokens")
+    async with served(tmp_path, security=tokens.security()) as (server, _):
+        alice, bob, admin = (
+            AsyncEnvClient(server.address, token=each.secret) for each in (tokens.alice, tokens.bob, tokens.admin)
+        )
+        async with alice, bob, admin, alice.reset(TASK) as episode:
+            checkpoint = await episode.checkpoint()
+            directory = tmp_path / "checkpoints" / checkpoint.checkpoint_id
+            (directory / "checkpoint.json").write_text("{")
+            await bob.delete_checkpoint(checkpoint)
+            assert directory.exists()
+            await admin.delete_checkpoint(checkpoint)
+            assert not directory.exists()
+
+
+class Gate:
+    """Holds the threads that complete checkpoints until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered = threading.Semaphore(0)
+        self.opened = threading.Event()
+        complete = CheckpointStore.complete
+
+        def held(store: CheckpointStore, *arguments: Any) -> Any:
+            self.entered.release()
+            self.opened.wait()
+            return complete(store, *arguments)
+
+        monkeypatch.setattr(CheckpointStore, "complete", held)
+
+    async def __aenter__(self) -> "Gate":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Let a test that failed end."""
+        self.opened.set()
+
+    async def entering(self, count: int = 1) -> None:
+        for _ in range(count):
+            await asyncio.to_thread(self.entered.acquire)
+
+
+async def test_an_episode_that_is_closed_while_its_checkpoint_is_written_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    closed_twice: list[int] = []
+    close = os.close
+
+    def checked_close(descriptor: int) -> None:
+        try:
+            close(descriptor)
+        except OSError:
+            closed_twice.append(descriptor)
+            raise
+
+    monkeypatch.setattr(os, "close", checked_close)
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode, gate:
+        creating = asyncio.create_task(episode.checkpoint())
+        await gate.entering()
+        closing = asyncio.create_task(server.service.close(episode.episode_id))
+        await asyncio.sleep(0)
+        gate.opened.set()
+        await closing
+        with pytest.raises(EpisodeNotFound):
+            await creating
+        assert not list(tmp_path.glob("checkpoints/part-*"))
+        (checkpoint,) = await client.list_checkpoints()
+        async with client.reset(checkpoint):
+            pass
+    assert closed_twice == []
+
+
+async def test_a_cancelled_beginning_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, opened = threading.Event(), threading.Event()
+    begin = CheckpointStore.begin
+
+    def held(store: CheckpointStore, *arguments: Any) -> Any:
+        draft = begin(store, *arguments)
+        entered.set()
+        opened.wait()
+        return draft
+
+    monkeypatch.setattr(CheckpointStore, "begin", held)
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        creating = asyncio.create_task(episode.checkpoint())
+        await asyncio.to_thread(entered.wait)
+        closing = asyncio.create_task(server.service.close(episode.episode_id))
+        await asyncio.sleep(0)
+        opened.set()
+        await closing
+        with pytest.raises(EpisodeNotFound):
+            await creating
+        assert not list(tmp_path.glob("checkpoints/*"))
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        assert not [link for link in links if str(tmp_path / "checkpoints") in os.readlink(link)]
+
+
+async def test_checkpoints_of_one_token_that_wait_for_the_disk_delay_no_step_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    tokens = Tokens.create(tmp_path / "tokens")
+    async with served(tmp_path, security=tokens.security(), capacity=4) as (server, _), gate:
+        alice, bob = (AsyncEnvClient(server.address, token=each.secret) for each in (tokens.alice, tokens.bob))
+        async with alice, bob, alice.reset(TASK) as hers, bob.reset(TASK) as his:
+            creating = [asyncio.create_task(hers.checkpoint(f"{number}")) for number in range(40)]
+            await gate.entering(2)
+            # No more of hers are written, and their copies are not made yet; his are.
+            assert not gate.entered.acquire(blocking=False)
+            assert len(server.hypervisor.host.captures) <= 2
+            await typed(his, "a", "b")
+            assert len(await bob.list_checkpoints()) == 0
+            own = asyncio.create_task(his.checkpoint())
+            await gate.entering()
+            await typed(his, "c")
+            gate.opened.set()
+            assert (await own).step_count == 2
+            await asyncio.gather(*creating)
+            assert len(await alice.list_checkpoints()) == 40
+
+
+async def test_automatic_checkpoints_of_one_owner_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate(monkeypatch)
+    monkeypatch.setattr(automatic, "MAX_COPIES", 3)
+    monkeypatch.setattr(automatic, "_WAIT_S", 0.0)
+    async with served(tmp_path) as (server, client), client.reset(TASK, checkpoint_every=1) as episode, gate:
+        await typed(episode, *"abcdefgh")
+        assert len(server.hypervisor.host.captures) == 3
+        failures = server.metrics.registry.get_sample_value(
+            "envd_episode_failures_total", {"pool": "fake", "operation": "checkpoint", "reason": "RATE_LIMITED"}
+        )
+        assert failures == 5
+        assert caplog.text.count("no automatic checkpoint: the daemon: 3 of them are being written") == 1
+        gate.opened.set()
+        await gate.entering(3)
+        while len(await client.list_checkpoints()) < 3:
+            await asyncio.sleep(0.01)
+        await typed(episode, "i")
+        await gate.entering()
+
+
+async def test_a_daemon_that_stops_does_not_wait_for_all_automatic_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate(monkeypatch)
+    monkeypatch.setattr(automatic, "_DRAIN_S", 0.0)
+    async with served(tmp_path) as (server, client), gate:
+        async with client.reset(TASK, checkpoint_every=1) as episode:
+            await typed(episode, *"abcdefgh")
+        await gate.entering(2)
+        stopping = asyncio.create_task(server.service.aclose())
+        while "automatic checkpoints are not stored: the daemon stops" not in caplog.text:
+            await asyncio.sleep(0.01)
+        gate.opened.set()
+        await stopping
+    assert len(store_in(tmp_path).list()) == 2
+
+
+async def test_exports_of_one_caller_are_bounded_and_end_when_nothing_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        checkpoint_id = (await episode.checkpoint()).checkpoint_id
+        checkpoints = server.service.checkpoints
+
+        def export(caller: str) -> AsyncGenerator[bytes, None]:
+            return checkpoints.exported(checkpoint_id, lambda _: True, caller=caller)
+
+        running = [export("alice") for _ in range(4)]
+        for each in running:
+            assert await anext(each)
+        waiting, other = export("alice"), export("bob")
+        first = asyncio.ensure_future(anext(waiting))
+        assert await anext(other)
+        assert not first.done()
+        await running[0].aclose()
+        assert await first
+        for each in (*running, waiting, other):
+            await each.aclose()
+        monkeypatch.setattr(calls, "_UNREAD_S", 0.0)
+        unread = export("alice")
+        assert await anext(unread)
+        with pytest.raises(StoreError, match=f"{checkpoint_id}: nothing was read for 0 s; export it again"):
+            await anext(unread)
 
 
 async def test_without_a_directory_checkpoints_are_not_supported(tmp_path: Path) -> None:

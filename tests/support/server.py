@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cuaenv.client import AsyncEnvClient
-from envd.api.server import ApiServer
+from envd.api.server import ApiServer, read_token_table
 from envd.base.clock import Clock, SystemClock
 from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
 from envd.base.store.store import NullStore, SqliteStore
@@ -146,6 +146,9 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         pool_host = PoolHost(hypervisor=hypervisor, memory=chosen.memory, store=store or NullStore())
         pool = Pool(settings, image=fake_image(), host=pool_host)
         metrics = Metrics()
+        security = chosen.security or SecurityConfig()
+        if chosen.checkpoints is not None and (tokens := read_token_table(security, metrics)) is not None:
+            chosen.checkpoints.owners = lambda: tokens.get().owners
         service = EpisodeService(
             [pool],
             tasks=tasks,

@@ -52,6 +52,11 @@ class TokenTable:
     def __len__(self) -> int:
         return len(self._tokens)
 
+    @property
+    def owners(self) -> frozenset[str]:
+        """Names of the tokens that may own episodes."""
+        return frozenset(token.caller.name for token in self._tokens if token.caller.scope > Scope.READ)
+
     def __repr__(self) -> str:
         return f"<TokenTable {len(self)} tokens>"
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from cuaenv.problems import problem_of
 from envd.base.errors import CheckpointCorrupt, InvalidRequest
-from envd.episodes.checkpoints.store import MANIFEST, Checkpoint, StoredFile, is_id
+from envd.episodes.checkpoints.store import MANIFEST, Checkpoint, StoredFile, in_thread, is_id
 
 #: Bytes of each message.
 CHUNK_BYTES: Final = 1 << 20
@@ -82,7 +82,7 @@ class ArchiveReader:
                 if not piece:
                     raise _cut()
                 digest.update(piece)
-                await asyncio.to_thread(file.write, piece)
+                await in_thread(file.write, piece)
                 left -= len(piece)
         if digest.hexdigest() != expected.digest:
             raise CheckpointCorrupt(f"archive of a checkpoint: file {path.name} is damaged; export it again")

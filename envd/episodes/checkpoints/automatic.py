@@ -1,11 +1,19 @@
-"""Checkpoints that episodes store by themselves. They fail no call, and delay it only by the copy of the state."""
+"""Checkpoints that episodes store by themselves. They fail no call, and delay it only by the copy of the state.
 
+Each holds that copy in memory until it is on the disk, so an owner has a limited number of them. Above it, a step waits
+for some seconds, and then there is no checkpoint.
+"""
+
+import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
-from envd.base.aio import OwnedTasks
-from envd.base.errors import EnvdError
+from envd.base.aio import Changes, OwnedTasks
+from envd.base.clock import wait_until
+from envd.base.errors import EnvdError, RateLimited
 from envd.episodes.checkpoints.calls import Checkpointing
 from envd.episodes.checkpoints.store import Checkpoint
 from envd.episodes.context import EpisodeContext
@@ -15,6 +23,15 @@ from envd.pool.leased import FrozenDesktop
 
 logger = logging.getLogger(__name__)
 
+#: Copies of one owner that are being written.
+MAX_COPIES: Final = 16
+#: Longest wait of a step for one of them.
+_WAIT_S: Final = 5.0
+#: How long a daemon that stops writes those that are left.
+_DRAIN_S: Final = 10.0
+#: Interval of the log lines about one owner.
+_LOG_S: Final = 60.0
+
 
 class AutomaticCheckpointing:
     """Copies states at the occasions that resets named, and stores them in the background."""
@@ -23,12 +40,26 @@ class AutomaticCheckpointing:
         self._context = context
         self._checkpoints = checkpoints
         self._tasks = OwnedTasks()
+        self._copies = Counter[str]()
+        """Number of each owner's copies."""
+        self._changes = Changes()
+        """Notified when there are fewer."""
+        self._logged_s: dict[str, float] = {}
+        self._omitted = Counter[str]()
+        """Failures since the last line, by owner."""
 
     async def after_step(self, episode: Episode) -> bool:
         """Copy and store the state after a step, if it is an occasion; returns whether it is. Hold the turn."""
         trigger = episode.automatic.after_step(episode.step_count, is_done=episode.last_action is not None)
-        if trigger is not None and (frozen := await self._copy(episode)) is not None:
-            self._keep(episode, frozen, trigger)
+        if trigger is not None and await self._waited(episode):
+            frozen = None
+            try:
+                frozen = await self._copy(episode)
+            finally:
+                if frozen is None:
+                    self._release(episode.owner)
+            if frozen is not None:
+                self._spawn(episode, self._checkpoints.describe(episode, frozen, trigger), frozen)
         return trigger is not None
 
     async def before_evaluation(self, episode: Episode) -> Callable[[bool], None]:
@@ -44,7 +75,7 @@ class AutomaticCheckpointing:
             if frozen is None:
                 return
             if is_failure:
-                self._keep(episode, frozen, CheckpointTrigger.FAILURE)
+                self._keep(episode, self._checkpoints.describe(episode, frozen, CheckpointTrigger.FAILURE), frozen)
             else:
                 self._checkpoints.discard(frozen)
 
@@ -54,11 +85,16 @@ class AutomaticCheckpointing:
         """Return what to call after the last fork of a present state: keeps it at an occasion, else discards it."""
         if trigger not in episode.automatic.on:
             return partial(self._checkpoints.discard, frozen)
-        return partial(self._spawn, episode, self._checkpoints.describe(episode, frozen, trigger), frozen)
+        return partial(self._keep, episode, self._checkpoints.describe(episode, frozen, trigger), frozen)
 
     async def aclose(self) -> None:
-        """Wait until all are stored."""
-        await self._tasks.join()
+        """Store what some seconds suffice for."""
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                await self._tasks.join()
+        except TimeoutError:
+            logger.warning("%d automatic checkpoints are not stored: the daemon stops", len(self._tasks))
+            await self._tasks.cancel()
 
     async def _copy(self, episode: Episode) -> FrozenDesktop | None:
         """Copy the state of an episode whose turn the caller has; None if that failed, which is logged."""
@@ -68,9 +104,41 @@ class AutomaticCheckpointing:
             self._failed(episode, error)
             return None
 
-    def _keep(self, episode: Episode, frozen: FrozenDesktop, trigger: CheckpointTrigger) -> None:
-        """Store the present state of an episode, and then discard the copy."""
-        self._spawn(episode, self._checkpoints.describe(episode, frozen, trigger), frozen)
+    async def _waited(self, episode: Episode) -> bool:
+        """Wait until an episode's owner may have another copy, and count it; returns whether it may."""
+        clock = self._context.clock
+        deadline_s = clock.monotonic() + _WAIT_S
+        while self._copies[episode.owner] >= MAX_COPIES and clock.monotonic() < deadline_s:
+            await wait_until(clock, deadline_s, or_event=self._changes.next)
+        return self._counted(episode)
+
+    def _counted(self, episode: Episode) -> bool:
+        """Count another copy of an episode's owner; returns whether it may have it."""
+        if self._copies[episode.owner] >= MAX_COPIES:
+            who = f"token {episode.owner!r}" if episode.owner else "the daemon"
+            self._failed(
+                episode,
+                RateLimited(
+                    f"{who}: {MAX_COPIES} of them are being written, the maximum; store fewer, or use a faster disk",
+                    retry_after_s=_WAIT_S,
+                ),
+            )
+            return False
+        self._copies[episode.owner] += 1
+        return True
+
+    def _release(self, owner: str) -> None:
+        self._copies[owner] -= 1
+        if not self._copies[owner]:
+            del self._copies[owner]
+        self._changes.notify()
+
+    def _keep(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
+        """Store a copy and then discard it."""
+        if self._counted(episode):
+            self._spawn(episode, described, frozen)
+        else:
+            self._checkpoints.discard(frozen)
 
     def _spawn(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
         self._tasks.spawn(self._store(episode, described, frozen), name=f"checkpoint:{described.checkpoint_id}")
@@ -82,7 +150,16 @@ class AutomaticCheckpointing:
             self._failed(episode, error)
         finally:
             self._checkpoints.discard(frozen)
+            self._release(described.owner)
 
     def _failed(self, episode: Episode, error: EnvdError) -> None:
-        logger.warning("episode %s: no automatic checkpoint: %s", episode.episode_id, error)
+        """Count a failure, and log those of an owner once a minute."""
         self._context.count_failure(episode, "checkpoint", error)
+        now_s, owner = self._context.clock.monotonic(), episode.owner
+        if now_s < self._logged_s.get(owner, -_LOG_S) + _LOG_S:
+            self._omitted[owner] += 1
+            return
+        self._logged_s[owner] = now_s
+        omitted = self._omitted.pop(owner, 0)
+        more = f" (after {omitted} more of its owner that are not logged)" if omitted else ""
+        logger.warning("episode %s: no automatic checkpoint: %s%s", episode.episode_id, error, more)

@@ -7,15 +7,19 @@ capture that is read back. So what holds for forks holds here.
 import asyncio
 import hashlib
 import logging
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from typing import Final
 
 from cuaenv.copying import copied
 from envd.base.aio import shielded
 from envd.base.clock import Clock, wait_until
 from envd.base.errors import (
+    CheckpointCorrupt,
     CheckpointNotFound,
     CheckpointUnusable,
     EnvdError,
@@ -28,7 +32,15 @@ from envd.base.errors import (
     Unimplemented,
 )
 from envd.episodes.checkpoints.archive import ArchiveReader, archived
-from envd.episodes.checkpoints.store import Checkpoint, CheckpointResult, CheckpointStore, Draft, not_found, store_error
+from envd.episodes.checkpoints.store import (
+    Checkpoint,
+    CheckpointResult,
+    CheckpointStore,
+    Draft,
+    in_thread,
+    not_found,
+    store_error,
+)
 from envd.episodes.checkpoints.views import read_view, write_view
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
@@ -50,6 +62,13 @@ _SWEEP_S = 60.0
 _TEMPLATE_S = 30.0
 #: The longest that a request may ask for.
 _MAX_LIFETIME = timedelta(days=365)
+#: Checkpoints that are written at once, and of one owner. Each holds a copy of its machine's state in memory.
+_WRITING_COUNT: Final = 4
+_OWN_WRITING_COUNT: Final = 2
+#: Exports of one caller that run at once; each has the files of a checkpoint open. As many imports of all run at once.
+_TRANSFER_COUNT: Final = 4
+#: A client that reads nothing of an export for longer is gone.
+_UNREAD_S: Final = 60.0
 
 
 class Checkpointing:
@@ -62,6 +81,10 @@ class Checkpointing:
         self._own_store = store
         self._tasks = tasks
         self._states = states
+        self._writing = asyncio.Semaphore(_WRITING_COUNT)
+        self._own_writing = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, _OWN_WRITING_COUNT))
+        self._exporting = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, _TRANSFER_COUNT))
+        self._importing = asyncio.Semaphore(_TRANSFER_COUNT)
 
     @property
     def _store(self) -> CheckpointStore:
@@ -72,7 +95,8 @@ class Checkpointing:
     async def create(self, command: CheckpointCommand) -> CheckpointResult:
         """Store the present state of an active episode, which continues. Idempotent on `request_id`.
 
-        Timings: `pause` (of the episode), `copy` (of its state), `store` (on disk) and `total`.
+        Timings: `queue` (while others of its owner are written), `pause` (of the episode), `copy` (of its state),
+        `store` (on disk) and `total`.
 
         Raises:
             EpisodeNotFound, RequestIdReused, EpisodeEnded, StepIndexMismatch, NotForkable, MachineLost,
@@ -89,48 +113,71 @@ class Checkpointing:
 
     async def list(self, is_visible: Callable[[str], bool]) -> tuple[Checkpoint, ...]:
         """Return the checkpoints of this host whose owners are visible, oldest first."""
-        found = await asyncio.to_thread(self._store.list)
+        found = await in_thread(self._store.list)
         return tuple(checkpoint for checkpoint in found if is_visible(checkpoint.owner))
 
     async def delete(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> None:
-        """Delete a checkpoint, unless it does not exist or is another owner's; damaged ones belong to all."""
+        """Delete a checkpoint, unless it does not exist or is another owner's.
+
+        The owner of a damaged one is unknown: only callers that may use all can delete it.
+
+        Raises:
+            StoreError: The disk cannot be read or written now.
+        """
         try:
-            if not is_own((await asyncio.to_thread(self._store.find, checkpoint_id)).owner):
+            if not is_own((await in_thread(self._store.find, checkpoint_id)).owner):
                 return
         except CheckpointNotFound:
             return
-        except EnvdError as error:
-            logger.warning("%s", error)
-        await asyncio.to_thread(self._store.delete, checkpoint_id)
+        except CheckpointCorrupt as error:
+            if not is_own(""):
+                return
+            logger.warning("%s; it is deleted", error)
+        await in_thread(self._store.delete, checkpoint_id)
         await self._report()
 
-    async def exported(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> AsyncGenerator[bytes, None]:
-        """Yield the archive of a checkpoint, which was verified before.
+    async def exported(
+        self, checkpoint_id: str, is_own: Callable[[str], bool], *, caller: str
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the archive of a checkpoint, which was verified before. Waits while its caller has several running.
 
         Raises:
             CheckpointNotFound: It does not exist, or is another owner's.
             CheckpointCorrupt: A file is missing or damaged.
-            StoreError: It cannot be read.
+            StoreError: It cannot be read, or was not read for a minute.
         """
-        found = await asyncio.to_thread(self._store.find, checkpoint_id)
+        loop = asyncio.get_running_loop()
+        found = await in_thread(self._store.find, checkpoint_id)
         if not is_own(found.owner):
             raise not_found(checkpoint_id)
-        await asyncio.to_thread(self._store.verify, found)
-        pieces = archived(found, self._store.path(checkpoint_id))
-        try:
-            # Shielded: a generator that runs in a thread cannot be closed.
-            while piece := await shielded(asyncio.to_thread(next, pieces, b"")):
-                yield piece
-        except OSError as error:
-            await asyncio.to_thread(self._store.find, checkpoint_id)
-            raise StoreError(f"checkpoint {checkpoint_id}: cannot be read: {error}") from error
-        finally:
-            pieces.close()
+        with ExitStack() as stack:
+            await self._exporting[caller].acquire()
+            stack.callback(self._exporting[caller].release)
+            stack.enter_context(self._store.hold(found))
+            await in_thread(self._store.verify, found)
+            pieces = archived(found, self._store.path(checkpoint_id))
+            stack.callback(pieces.close)
+            try:
+                while piece := await in_thread(next, pieces, b""):
+                    # The client's flow control stops this generator here: its files would stay open.
+                    unread = loop.call_later(_UNREAD_S, stack.close)
+                    try:
+                        yield piece
+                    finally:
+                        unread.cancel()
+                    if unread.when() <= loop.time():
+                        raise StoreError(
+                            f"checkpoint {checkpoint_id}: nothing was read for {_UNREAD_S:g} s; export it again"
+                        )
+            except OSError as error:
+                await in_thread(self._store.find, checkpoint_id)
+                raise StoreError(f"checkpoint {checkpoint_id}: cannot be read: {error}") from error
 
     async def import_archive(self, pieces: AsyncIterator[bytes]) -> Checkpoint:
         """Store the checkpoint of an archive, with its owner and id; it is kept for as long from now as it was to be.
 
-        Returns the one that is there if it was imported before. On failure nothing is stored.
+        Without tokens it has no owner. Returns the one that is there if it was imported before. On failure nothing is
+        stored. Waits while several others run.
 
         Raises:
             InvalidRequest: It is not an archive of this version.
@@ -138,26 +185,23 @@ class Checkpointing:
             CheckpointUnusable: This daemon has not its pool, template or task, or has another one with its id.
             CheckpointStoreFull, StoreError: It could not be stored.
         """
-        archive = ArchiveReader(pieces)
-        manifest = await archive.manifest()
-        self._usable(manifest)
-        known = await asyncio.to_thread(self._store.list)
-        same = next((each for each in known if each.checkpoint_id == manifest.checkpoint_id), None)
-        if same is not None:
-            if same.files != manifest.files:
-                raise CheckpointUnusable(
-                    f"checkpoint {manifest.checkpoint_id}: this host has another one with this id; delete it first"
-                )
-            return same
-        async with self._draft(manifest.checkpoint_id, manifest.size_bytes, manifest.run) as draft:
-            for name, expected in manifest.files.items():
-                await archive.read_file(draft.directory / name, expected)
-            await archive.require_end()
-            await asyncio.to_thread(read_view, draft.directory, manifest.checkpoint_id)
-            lifetime = min(manifest.expire_time - manifest.create_time, _MAX_LIFETIME)
-            expire_time = self._context.clock.now() + lifetime
-            imported = manifest.model_copy(update={"expire_time": expire_time})
-            stored = await asyncio.to_thread(self._store.complete, draft, imported)
+        async with self._importing:
+            archive = ArchiveReader(pieces)
+            manifest = await archive.manifest()
+            self._usable(manifest)
+            if not self._store.owners():
+                manifest = manifest.model_copy(update={"owner": ""})
+            if (same := await in_thread(self._store.same_as, manifest)) is not None:
+                return same
+            async with self._draft(manifest) as draft:
+                for name, expected in manifest.files.items():
+                    await archive.read_file(draft.directory / name, expected)
+                await archive.require_end()
+                await in_thread(read_view, draft.directory, manifest.checkpoint_id)
+                lifetime = min(manifest.expire_time - manifest.create_time, _MAX_LIFETIME)
+                expire_time = self._context.clock.now() + lifetime
+                imported = manifest.model_copy(update={"expire_time": expire_time})
+                stored = await in_thread(self._store.complete, draft, imported)
         await self._report()
         logger.info("checkpoint %s: imported, %.1f MiB", stored.checkpoint_id, stored.size_bytes / (1 << 20))
         return stored
@@ -166,9 +210,9 @@ class Checkpointing:
         """Remove what has expired or was left by a killed daemon, now and every minute, until cancelled."""
         while True:
             try:
-                await asyncio.to_thread(self._store.sweep)
+                await in_thread(self._store.sweep)
                 await self._report()
-            except OSError as error:
+            except (OSError, StoreError) as error:
                 logger.warning("checkpoints: not swept: %s", error)
             await clock.sleep(_SWEEP_S)
 
@@ -180,7 +224,7 @@ class Checkpointing:
             CheckpointCorrupt: It is damaged.
             CheckpointUnusable: This daemon has not its pool, template or task.
         """
-        found = await asyncio.to_thread(self._store.find, checkpoint_id)
+        found = await in_thread(self._store.find, checkpoint_id)
         if not is_own(found.owner):
             raise not_found(checkpoint_id)
         task, pool = self._usable(found)
@@ -267,12 +311,13 @@ class Checkpointing:
         _require_template(checkpoint, template)
         path = self._store.path(checkpoint.checkpoint_id)
         try:
-            await asyncio.to_thread(self._store.verify, checkpoint)
-            view = await asyncio.to_thread(read_view, path, checkpoint.checkpoint_id)
-            return FrozenDesktop(snapshot=await pool.hypervisor.restore(template.snapshot, path), view=view)
+            with self._store.hold(checkpoint):
+                await in_thread(self._store.verify, checkpoint)
+                view = await in_thread(read_view, path, checkpoint.checkpoint_id)
+                return FrozenDesktop(snapshot=await pool.hypervisor.restore(template.snapshot, path), view=view)
         except HypervisorError:
             # One that is deleted while it is read looks damaged.
-            await asyncio.to_thread(self._store.find, checkpoint.checkpoint_id)
+            await in_thread(self._store.find, checkpoint.checkpoint_id)
             raise
 
     async def _create(self, episode: Episode, command: CheckpointCommand) -> CheckpointResult:
@@ -284,14 +329,19 @@ class Checkpointing:
         pool = context.pools[episode.pool]
         async with context.registry.call(episode, renews=True):
             try:
-                frozen = await freeze_at(
-                    pool, episode, command.step_index, registry=context.registry, epoch=command.epoch
-                )
-                watch.lap("copy")
-                try:
-                    stored = await self._write(self._describe(episode, command, frozen, checkpoint_id), frozen, pool)
-                finally:
-                    self.discard(frozen)
+                # Before the copy: callers that wait for the disk hold none.
+                async with self._writer(episode.owner):
+                    watch.lap("queue")
+                    frozen = await freeze_at(
+                        pool, episode, command.step_index, registry=context.registry, epoch=command.epoch
+                    )
+                    watch.lap("copy")
+                    try:
+                        stored = await self._write(
+                            self._describe(episode, command, frozen, checkpoint_id), frozen, pool
+                        )
+                    finally:
+                        self.discard(frozen)
             except EnvdError as error:
                 context.count_failure(episode, "checkpoint", error)
                 raise
@@ -309,7 +359,9 @@ class Checkpointing:
 
     async def store(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
         """Store a state of an episode that no request asked for."""
-        await self._stored(episode, await self._write(described, frozen, self._context.pools[episode.pool]))
+        async with self._writer(episode.owner):
+            stored = await self._write(described, frozen, self._context.pools[episode.pool])
+        await self._stored(episode, stored)
 
     def discard(self, frozen: FrozenDesktop) -> None:
         """Discard a state that has no more users; returns before that is done."""
@@ -333,7 +385,7 @@ class Checkpointing:
     async def _known(self, checkpoint_id: str, command: CheckpointCommand) -> Checkpoint | None:
         """Return what the same request stored under a previous daemon. Raises: RequestIdReused."""
         try:
-            known = await asyncio.to_thread(self._store.find, checkpoint_id)
+            known = await in_thread(self._store.find, checkpoint_id)
         except CheckpointNotFound:
             return None
         if known.fingerprint != command.fingerprint.hex():
@@ -362,26 +414,33 @@ class Checkpointing:
             fingerprint=command.fingerprint.hex(),
         )
 
+    @asynccontextmanager
+    async def _writer(self, owner: str) -> AsyncIterator[None]:
+        """Wait until an owner may write a checkpoint, and let others wait until the end of the block."""
+        async with self._own_writing[owner], self._writing:
+            yield
+
     async def _write(self, described: Checkpoint, frozen: FrozenDesktop, pool: Pool) -> Checkpoint:
-        async with self._draft(described.checkpoint_id) as draft:
-            await asyncio.to_thread(write_view, frozen.view, draft.directory)
+        async with self._draft(described) as draft:
+            await in_thread(write_view, frozen.view, draft.directory)
             await pool.hypervisor.save(frozen.snapshot, draft.directory)
-            return await asyncio.to_thread(self._store.complete, draft, described)
+            return await in_thread(self._store.complete, draft, described)
 
     @asynccontextmanager
-    async def _draft(self, checkpoint_id: str, size_bytes: int = 0, run: str = "") -> AsyncIterator[Draft]:
+    async def _draft(self, described: Checkpoint) -> AsyncIterator[Draft]:
         """Yield a checkpoint to write and complete. On failure it is abandoned."""
-        draft = await asyncio.to_thread(self._store.begin, checkpoint_id, size_bytes, run)
+        abandon, begin = self._store.abandon, in_thread(self._store.begin, described)
+        draft = await shielded(begin, undo=lambda draft: in_thread(abandon, draft))
         try:
             yield draft
         except BaseException as error:
-            await asyncio.to_thread(self._store.abandon, draft)
+            await in_thread(abandon, draft)
             if isinstance(error, OSError):
-                raise store_error(checkpoint_id, error) from error
+                raise store_error(described.checkpoint_id, error) from error
             raise
 
     async def _report(self) -> None:
-        usage = await asyncio.to_thread(self._store.usage)
+        usage = await in_thread(self._store.usage)
         self._context.metrics.checkpoints.set(usage.count)
         self._context.metrics.checkpoint_bytes.set(usage.size_bytes)
 

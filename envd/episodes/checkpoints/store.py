@@ -4,31 +4,43 @@ A directory is filled under another name, which is locked for that time, and the
 checkpoint or an unlocked remainder, which the next sweep removes. A power failure does too: files, description and
 directory are flushed to the disk before the directory gets its name, and the name before `complete` returns.
 
-All methods block.
+Descriptions are read once: an index in memory has those that the directory contained when it last changed.
+
+All methods block, and may run in several threads at once: `in_thread`.
 """
 
+import asyncio
 import errno
 import fcntl
 import logging
 import os
+import secrets
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import copy_context
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from threading import Lock
+from typing import Annotated, Final, Literal, NamedTuple, ParamSpec, TypeVar
 
 import xxhash
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
+from envd.base.aio import shielded
 from envd.base.config import CheckpointsConfig, SettlePolicy
-from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointStoreFull, StoreError
+from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointStoreFull, CheckpointUnusable, StoreError
 from envd.tasks.user import Exchange
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _PREFIX: Final = "ckpt-"
 #: Names of directories that are being filled or removed.
@@ -39,7 +51,16 @@ _MAX_ID_CHARS: Final = 64
 _CHUNK_BYTES: Final = 1 << 20
 _GIB: Final = 1 << 30
 _FLUSH_THREADS: Final = 8
+#: Threads of `in_thread`. Those of the event loop are for steps: a disk that hangs must not take them.
+_THREADS: Final = ThreadPoolExecutor(8, thread_name_prefix="checkpoints")
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+#: Longest wait for another process that holds the lock of the directory. Holding it takes milliseconds.
+_LOCK_S: Final = 10.0
+_LOCK_POLL_S: Final = 0.02
+#: Sweeps at which a checkpoint must have expired before it is removed: the clock may be wrong for some minutes.
+EXPIRED_SWEEPS: Final = 10
+#: A directory may change again without another time stamp for as long as the resolution of a file system's.
+_STAMP_NS: Final = 1_000_000_000
 
 
 def _in_utc(moment: datetime) -> datetime:
@@ -115,13 +136,31 @@ class CheckpointResult:
     timings_ms: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Draft:
     """A checkpoint that is being written."""
 
     directory: Path
-    lock: int
-    """Descriptor that shows other daemons that its writer lives."""
+    size_bytes: int
+    """Size of its files, if that was known before; else 0."""
+    lock: ExitStack
+    """Closes the descriptor that shows other daemons that its writer lives."""
+
+    @property
+    def unwritten_bytes(self) -> int:
+        written_bytes = 0
+        with suppress(FileNotFoundError):
+            written_bytes = sum(path.stat().st_size for path in self.directory.iterdir())
+        return max(0, self.size_bytes - written_bytes)
+
+
+class _Known(NamedTuple):
+    """An entry of the index."""
+
+    inode: int
+    """Number of its directory: another one if it was deleted and stored again."""
+    checkpoint: Checkpoint | None
+    """None if its description is damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,27 +179,45 @@ class CheckpointStore:
     settings: CheckpointsConfig
     reserve_bytes: int
     """Space on its disk that stays free."""
+    owners: Callable[[], Collection[str]] = lambda: ()
+    """Names of the daemon's tokens. Without any, it serves only checkpoints that have no owner."""
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
+    _known: dict[str, _Known] = field(default_factory=dict, init=False)
+    _sorted: tuple[Checkpoint, ...] = field(default=(), init=False)
+    """The readable ones of `_known`, oldest first."""
+    _seen_ns: int = field(default=-1, init=False)
+    """Change time of the directory that `_known` is about; -1 if it has to be read again in any case."""
+    _unreadable: list[StoreError] = field(default_factory=list, init=False)
+    """Errors of descriptions that may be readable later."""
+    _index_lock: Lock = field(default_factory=Lock, init=False)
+    _drafts: set[Draft] = field(default_factory=set, init=False)
+    """Those that are being written, to count what they will take."""
+    _held: list[Checkpoint] = field(default_factory=list, init=False)
+    _expired: Counter[str] = field(default_factory=Counter, init=False)
+    """Sweeps in a row at which each had expired."""
 
     def path(self, checkpoint_id: str) -> Path:
         return self.directory / checkpoint_id
 
     def find(self, checkpoint_id: str) -> Checkpoint:
-        """Return a checkpoint that has not expired. Raises: CheckpointNotFound, CheckpointCorrupt."""
+        """Return a checkpoint that has not expired. Raises: CheckpointNotFound, CheckpointCorrupt, StoreError."""
         if is_id(checkpoint_id):
-            found = self._read(checkpoint_id)
-            if found is not None and found.expire_time > self.now():
+            try:
+                found = self._read(checkpoint_id)
+            except CheckpointCorrupt:
+                self._forget(checkpoint_id)
+                raise
+            if found is not None and found.expire_time > self.now() and (not found.owner or self.owners()):
                 return found
         raise not_found(checkpoint_id)
 
     def list(self) -> tuple[Checkpoint, ...]:
-        """Return all readable checkpoints that have not expired, oldest first."""
-        now = self.now()
-        found = (checkpoint for checkpoint in self._all() if checkpoint.expire_time > now)
-        return tuple(sorted(found, key=lambda each: (each.create_time, each.checkpoint_id)))
+        """Return all readable checkpoints that have not expired, oldest first. Raises: StoreError."""
+        now, has_owners = self.now(), bool(self.owners())
+        return tuple(each for each in self._all() if each.expire_time > now and (has_owners or not each.owner))
 
     def usage(self) -> StoreUsage:
-        found = tuple(self._all())
+        found = self._all()
         return StoreUsage(count=len(found), size_bytes=sum(each.size_bytes for each in found))
 
     def verify(self, checkpoint: Checkpoint) -> None:
@@ -178,25 +235,46 @@ class CheckpointStore:
         with suppress(OSError):
             os.utime(directory)
 
-    def begin(self, checkpoint_id: str, size_bytes: int = 0, run: str = "") -> Draft:
-        """Start to write a checkpoint; complete or abandon it. Makes room for a size that is known.
+    @contextmanager
+    def hold(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """Keep a checkpoint that is read from being removed for others.
+
+        If it is deleted, its files take space until the end of the block, and count as long.
+        """
+        self._held.append(checkpoint)
+        try:
+            yield
+        finally:
+            self._held.remove(checkpoint)
+
+    def begin(self, checkpoint: Checkpoint) -> Draft:
+        """Start to write a checkpoint; complete or abandon it. Makes room for the files that are known.
 
         Raises:
             CheckpointStoreFull, StoreError: There is none, or the disk cannot be written.
         """
-        with _errors(checkpoint_id):
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._make_room(size_bytes, run=run)
-            directory = self.directory / f"{_PART_PREFIX}{checkpoint_id}-{os.getpid()}"
-            directory.mkdir(mode=0o700)
-            lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            return Draft(directory, lock)
+        draft = Draft(self._part(checkpoint.checkpoint_id), checkpoint.size_bytes, ExitStack())
+        self._drafts.add(draft)
+        try:
+            with _errors(checkpoint.checkpoint_id):
+                self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._make_room(checkpoint)
+                draft.directory.mkdir(mode=0o700)
+                lock = os.open(draft.directory, os.O_RDONLY | os.O_CLOEXEC)
+                draft.lock.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except BaseException:
+            self.abandon(draft)
+            raise
+        return draft
 
     def complete(self, draft: Draft, checkpoint: Checkpoint) -> Checkpoint:
         """Store a written checkpoint, and return it with its files. Removes others if it needs their space.
 
+        Returns the one that is there if it has the same files.
+
         Raises:
+            CheckpointUnusable: Another one has its id; abandon it.
             CheckpointStoreFull, StoreError: It was not stored; abandon it.
         """
         with _errors(checkpoint.checkpoint_id):
@@ -208,39 +286,64 @@ class CheckpointStore:
             with ThreadPoolExecutor(_FLUSH_THREADS) as threads:
                 tuple(threads.map(_flush, [*paths, manifest, draft.directory]))
             with self._locked():
-                self._make_room(complete.size_bytes, run=complete.run)
-                draft.directory.rename(self.path(complete.checkpoint_id))
+                if (same := self.same_as(complete)) is not None:
+                    complete = same
+                else:
+                    self._make_room(complete)
+                    draft.directory.rename(self.path(complete.checkpoint_id))
             _flush(self.directory)
-        os.close(draft.lock)
+        self.abandon(draft)
         return complete
 
+    def same_as(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        """Return the checkpoint that was stored with an id and these files; None if there is none with that id.
+
+        Raises:
+            CheckpointUnusable: It has other files.
+            CheckpointCorrupt, StoreError: It cannot be read.
+        """
+        found = self._read(checkpoint.checkpoint_id)
+        if found is not None and found.expire_time <= self.now():
+            self.delete(found.checkpoint_id)
+            return None
+        if found is not None and found.files != checkpoint.files:
+            raise CheckpointUnusable(
+                f"checkpoint {found.checkpoint_id}: this host has another one with this id; delete it first"
+            )
+        return found
+
     def abandon(self, draft: Draft) -> None:
+        """Remove what is left of a draft. Idempotent."""
+        self._drafts.discard(draft)
         shutil.rmtree(draft.directory, ignore_errors=True)
-        os.close(draft.lock)
+        draft.lock.close()
 
     def delete(self, checkpoint_id: str) -> None:
-        part = self.directory / f"{_PART_PREFIX}{checkpoint_id}-removed-{os.getpid()}"
-        with suppress(FileNotFoundError):
+        """Delete a checkpoint, if it is there. Raises: StoreError."""
+        part = self._part(checkpoint_id)
+        with _errors(checkpoint_id, "deleted"), suppress(FileNotFoundError):
             # Under its own name it is complete, also while its files are being removed.
             self.path(checkpoint_id).rename(part)
+            self._forget(checkpoint_id)
             shutil.rmtree(part, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove expired checkpoints, and what killed daemons left. Raises: OSError."""
-        now = self.now()
+        """Remove what has expired at the last sweeps too, and what killed daemons left. Raises: OSError, StoreError."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for directory in self.directory.glob(f"{_PREFIX}*"):
-            try:
-                found = self._read(directory.name)
-            except CheckpointCorrupt as error:
-                # Another version of envd may be able to read it, so it is kept for as long as a checkpoint.
-                is_over = self._used_s(directory) + self.settings.ttl_s <= now.timestamp()
-                if is_over:
-                    logger.warning("%s; it is removed now", error)
-            else:
-                is_over = found is not None and found.expire_time <= now
-            if is_over:
-                self.delete(directory.name)
+        now = self.now()
+        expired = [each.checkpoint_id for each in self._all() if each.expire_time <= now]
+        for error in tuple(self._unreadable):
+            logger.warning("%s", error)
+        # Another version of envd may be able to read damaged ones, so they are kept for as long as a checkpoint.
+        used_s = now.timestamp() - self.settings.ttl_s
+        damaged = [name for name, known in tuple(self._known.items()) if known.checkpoint is None]
+        expired += [name for name in damaged if 0 < self._used_s(self.path(name)) <= used_s]
+        self._expired = Counter({name: self._expired[name] + 1 for name in expired})
+        for name in (name for name, count in self._expired.items() if count >= EXPIRED_SWEEPS):
+            if name in damaged:
+                logger.warning("checkpoint %s: %s cannot be read; it is removed now", name, MANIFEST)
+            with suppress(StoreError):
+                self.delete(name)
         for part in self.directory.glob(f"{_PART_PREFIX}*"):
             with suppress(OSError):
                 lock = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
@@ -250,49 +353,90 @@ class CheckpointStore:
                 finally:
                     os.close(lock)
 
+    def _part(self, checkpoint_id: str) -> Path:
+        """Return a new name for a directory that is being filled or removed."""
+        return self.directory / f"{_PART_PREFIX}{checkpoint_id}-{secrets.token_hex(4)}"
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Exclude other writers, also of other daemons, which would count without this one's checkpoint."""
         descriptor = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            deadline_s = time.monotonic() + _LOCK_S
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline_s:
+                        raise StoreError(
+                            f"checkpoints in {self.directory}: another process has held their lock for {_LOCK_S:g} s;"
+                            " find it with `lslocks`"
+                        ) from None
+                    time.sleep(_LOCK_POLL_S)
             yield
         finally:
             os.close(descriptor)
 
-    def _make_room(self, size_bytes: int, *, run: str) -> None:
-        """Remove the least recently used checkpoints until one more fits.
+    def _make_room(self, new: Checkpoint) -> None:
+        """Remove others until one more fits, whose draft exists.
+
+        A run above its limit loses its own. Otherwise the owner that holds most loses one, as long as it holds more
+        than an equal share. Pinned checkpoints of an owner never exceed that share, so each owner can always use its.
 
         Raises:
             CheckpointStoreFull: It cannot fit; nothing was removed.
         """
         settings = self.settings
-        kept = {each.checkpoint_id: each for each in self._all()}
-        removable = sorted((each for each in kept.values() if not each.pinned), key=self._removal_order)
-        free_bytes = shutil.disk_usage(self.directory).free
-        victims: deque[Checkpoint] = deque()
+        kept = {each.checkpoint_id: each for each in self._all() if each.checkpoint_id != new.checkpoint_id}
+        held = {each.checkpoint_id: each for each in tuple(self._held)}
+        present = [*kept.values(), *(each for name, each in held.items() if name not in kept), new]
+        owner_bytes = Counter[str]()
+        for each in present:
+            owner_bytes[each.owner] += each.size_bytes
+        run_bytes = sum(each.size_bytes for each in present if _run(each) == _run(new))
+        limit_bytes, total_bytes = settings.limit_gib * _GIB, owner_bytes.total()
+        unwritten_bytes = sum(draft.unwritten_bytes for draft in tuple(self._drafts))
+        # Negative if others must be removed.
+        spare_bytes = shutil.disk_usage(self.directory).free - self.reserve_bytes - unwritten_bytes
+        owner_count = len({*owner_bytes, *self.owners()})
+        share_bytes = min(limit_bytes, total_bytes + spare_bytes) / owner_count
+        pinned_bytes = sum(each.size_bytes for each in present if each.pinned and each.owner == new.owner)
+        if new.pinned and pinned_bytes > limit_bytes / owner_count and owner_count > 1:
+            raise _full(
+                new, f"each of {owner_count} tokens may pin its share of checkpoints.limit_gib = {settings.limit_gib:g}"
+            )
+        run_limit_bytes = settings.run_limit_gib * _GIB
+        if run_bytes <= run_limit_bytes and total_bytes <= limit_bytes and spare_bytes >= 0:
+            return
+        removable: dict[str, deque[Checkpoint]] = {owner: deque() for owner in owner_bytes}
+        candidates = (each for each in kept.values() if not each.pinned and each.checkpoint_id not in held)
+        for each in sorted(candidates, key=self._removal_order):
+            removable[each.owner].append(each)
+        victims: list[Checkpoint] = []
         while True:
-            candidates = removable
-            own_bytes = sum(each.size_bytes for each in kept.values() if each.run == run) + size_bytes
-            all_bytes = sum(each.size_bytes for each in kept.values()) + size_bytes
-            if own_bytes > settings.run_limit_gib * _GIB:
-                limit = f"run {run!r} may hold checkpoints.run_limit_gib = {settings.run_limit_gib:g}"
-                candidates = [each for each in removable if each.run == run]
-            elif all_bytes > settings.limit_gib * _GIB:
+            if run_bytes > run_limit_bytes:
+                limit = f"run {new.run!r} may hold checkpoints.run_limit_gib = {settings.run_limit_gib:g}"
+                victim = next((each for each in removable[new.owner] if each.run == new.run), None)
+            elif total_bytes > limit_bytes or spare_bytes < 0:
                 limit = f"all may hold checkpoints.limit_gib = {settings.limit_gib:g}"
-            elif free_bytes < self.reserve_bytes:
-                limit = f"limits.disk_reserve_mib = {self.reserve_bytes >> 20} must stay free"
+                if total_bytes <= limit_bytes:
+                    limit = f"limits.disk_reserve_mib = {self.reserve_bytes >> 20} must stay free"
+                above = [
+                    owner
+                    for owner, own in removable.items()
+                    if own and (owner == new.owner or owner_bytes[owner] > share_bytes)
+                ]
+                victim = removable[max(above, key=owner_bytes.__getitem__)][0] if above else None
             else:
                 break
-            if not candidates:
-                raise CheckpointStoreFull(
-                    f"no space for a checkpoint of {size_bytes / (1 << 20):.1f} MiB: {limit}, and removing others that"
-                    " are not pinned does not suffice; delete checkpoints, or raise the limit"
-                )
-            victim = candidates[0]
-            removable.remove(victim)
-            del kept[victim.checkpoint_id]
-            free_bytes += victim.size_bytes
+            if victim is None:
+                raise _full(new, f"{limit}, and removing others that are not pinned does not suffice")
+            removable[victim.owner].remove(victim)
+            owner_bytes[victim.owner] -= victim.size_bytes
+            run_bytes -= victim.size_bytes if _run(victim) == _run(new) else 0
+            total_bytes -= victim.size_bytes
+            spare_bytes += victim.size_bytes
             victims.append(victim)
         for victim in victims:
             self.delete(victim.checkpoint_id)
@@ -302,25 +446,69 @@ class CheckpointStore:
         return not checkpoint.trigger, self._used_s(self.path(checkpoint.checkpoint_id))
 
     def _used_s(self, directory: Path) -> float:
+        """Return when a checkpoint was used last; 0 if it is gone."""
         try:
             return directory.stat().st_mtime
         except FileNotFoundError:
             return 0.0
 
-    def _all(self) -> Iterator[Checkpoint]:
-        for directory in self.directory.glob(f"{_PREFIX}*"):
-            with suppress(CheckpointCorrupt):
-                found = self._read(directory.name)
-                if found is not None:
-                    yield found
+    def _all(self) -> tuple[Checkpoint, ...]:
+        """Return all readable checkpoints, oldest first. Raises: StoreError."""
+        with self._index_lock:
+            try:
+                changed_ns = self.directory.stat().st_mtime_ns
+                if changed_ns != self._seen_ns:
+                    self._read_new()
+                    # What changes in the same tick of the clock would be missed.
+                    is_past = changed_ns + _STAMP_NS < time.time_ns()
+                    self._seen_ns = changed_ns if is_past and not self._unreadable else -1
+            except FileNotFoundError:
+                self._known, self._sorted = {}, ()
+            except OSError as error:
+                raise StoreError(f"checkpoints in {self.directory}: not listed: {error}; check the disk") from error
+            return self._sorted
+
+    def _forget(self, checkpoint_id: str) -> None:
+        """Remove an entry of the index; it is read again, if it is there."""
+        with self._index_lock:
+            self._known.pop(checkpoint_id, None)
+            self._seen_ns = -1
+
+    def _read_new(self) -> None:
+        """Update the index. Raises: OSError."""
+        with os.scandir(self.directory) as entries:
+            inodes = {entry.name: entry.inode() for entry in entries if entry.name.startswith(_PREFIX)}
+        known = {name: each for name, each in self._known.items() if inodes.get(name) == each.inode}
+        self._unreadable.clear()
+        for name in inodes.keys() - known.keys():
+            try:
+                if (found := self._read(name)) is not None:
+                    known[name] = _Known(inodes[name], found)
+            except CheckpointCorrupt:
+                known[name] = _Known(inodes[name], None)
+            except StoreError as error:
+                self._unreadable.append(error)
+        self._known = known
+        readable = [each.checkpoint for each in known.values() if each.checkpoint is not None]
+        self._sorted = tuple(sorted(readable, key=lambda each: (each.create_time, each.checkpoint_id)))
 
     def _read(self, checkpoint_id: str) -> Checkpoint | None:
+        """Return a checkpoint; None if there is none.
+
+        Raises:
+            CheckpointCorrupt: Its description is damaged.
+            StoreError: It may be readable later.
+        """
         path = self.path(checkpoint_id) / MANIFEST
         try:
             found = Checkpoint.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValidationError) as error:
+        except OSError as error:
+            raise StoreError(
+                f"checkpoint {checkpoint_id}: {MANIFEST} cannot be read: {error.strerror}; check the disk, then retry"
+            ) from error
+        except ValidationError as error:
             raise CheckpointCorrupt(
                 f"checkpoint {checkpoint_id}: {MANIFEST} cannot be read; delete the checkpoint"
             ) from error
@@ -330,12 +518,33 @@ class CheckpointStore:
 
 
 @contextmanager
-def _errors(checkpoint_id: str) -> Iterator[None]:
+def _errors(checkpoint_id: str, act: str = "stored") -> Iterator[None]:
     """Raise OSError of the block as CheckpointStoreFull or StoreError."""
     try:
         yield
     except OSError as error:
-        raise store_error(checkpoint_id, error) from error
+        raise store_error(checkpoint_id, error, act) from error
+
+
+def _run(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Return the run of a checkpoint; owners have separate runs."""
+    return checkpoint.owner, checkpoint.run
+
+
+def _full(new: Checkpoint, why: str) -> CheckpointStoreFull:
+    mib = new.size_bytes / (1 << 20)
+    return CheckpointStoreFull(
+        f"no space for a checkpoint of {mib:.1f} MiB: {why}; delete checkpoints, or raise the limit"
+    )
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a function that works on checkpoints' files in a thread.
+
+    A cancelled caller continues when the function has ended, so that it never cleans up what a thread still uses.
+    """
+    call = partial(copy_context().run, function, *args, **kwargs)
+    return await shielded(asyncio.get_running_loop().run_in_executor(_THREADS, call))
 
 
 def is_id(text: str) -> bool:
@@ -351,10 +560,10 @@ def not_found(checkpoint_id: str) -> CheckpointNotFound:
     )
 
 
-def store_error(checkpoint_id: str, error: OSError) -> CheckpointStoreFull | StoreError:
+def store_error(checkpoint_id: str, error: OSError, act: str = "stored") -> CheckpointStoreFull | StoreError:
     """Return the error for a checkpoint that could not be written."""
     kind = CheckpointStoreFull if error.errno in _FULL else StoreError
-    return kind(f"checkpoint {checkpoint_id}: not stored: {error}")
+    return kind(f"checkpoint {checkpoint_id}: not {act}: {error}")
 
 
 def _flush(path: Path) -> None:

@@ -252,23 +252,19 @@ class LibvirtHypervisor:
     async def capture(self, machine: Machine) -> LibvirtSnapshot:
         """See `Hypervisor.capture`. Raises: NotForkable, MachineLost, HypervisorUnavailable, HypervisorError."""
         await self._link.available()
-        capturing = asyncio.ensure_future(capture(_own_machine(machine), self._captures_dir, call=self._link.call))
-        try:
-            captured = await shielded(capturing)
-        except asyncio.CancelledError:
-            if not capturing.cancelled() and capturing.exception() is None:
-                await shielded(capturing.result().discard())
-            raise
+        capturing = capture(_own_machine(machine), self._captures_dir, call=self._link.call)
+        captured = await shielded(capturing, undo=LibvirtSnapshot.discard)
         self._captures.add(captured)
         return captured
 
     async def save(self, snapshot: Snapshot, directory: Path) -> None:
         """See `Hypervisor.save`. Raises: OSError, HypervisorError."""
-        await self._link.call(save, _own_snapshot(snapshot), directory)
+        await shielded(self._link.call(save, _own_snapshot(snapshot), directory))
 
     async def restore(self, template: Snapshot, directory: Path) -> LibvirtSnapshot:
         """See `Hypervisor.restore`. Raises: CheckpointCorrupt, HypervisorError."""
-        restored = await self._link.call(restore, _own_snapshot(template).template, directory, self._captures_dir)
+        restoring = self._link.call(restore, _own_snapshot(template).template, directory, self._captures_dir)
+        restored = await shielded(restoring, undo=LibvirtSnapshot.discard)
         self._captures.add(restored)
         return restored
 

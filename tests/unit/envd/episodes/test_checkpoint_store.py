@@ -1,22 +1,35 @@
 """The store of checkpoints: complete or absent, verified, bounded, and swept."""
 
+import asyncio
+import errno
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 
 from envd.base.config import CheckpointsConfig, SettlePolicy
-from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointStoreFull, StoreError
+from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointStoreFull, CheckpointUnusable, StoreError
 from envd.episodes.checkpoints import store as module
-from envd.episodes.checkpoints.store import Checkpoint, CheckpointStore, StoreUsage
+from envd.episodes.checkpoints.store import (
+    EXPIRED_SWEEPS,
+    Checkpoint,
+    CheckpointStore,
+    StoredFile,
+    StoreUsage,
+    in_thread,
+)
 
 MIB = 1 << 20
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -31,20 +44,25 @@ class Home:
     limits_mib: tuple[float, float] = (100, 100)
     """Limit of all checkpoints, and limit of a run."""
     now: datetime = BEGIN
+    owners: tuple[str, ...] = ()
+    """Tokens of the daemon."""
     used: int = 0
 
     def __post_init__(self) -> None:
         limits = [mib / 1024 for mib in self.limits_mib]
         settings = CheckpointsConfig(limit_gib=limits[0], run_limit_gib=limits[1])
-        self.store = CheckpointStore(self.directory, settings=settings, reserve_bytes=0, now=lambda: self.now)
+        self.store = CheckpointStore(
+            self.directory, settings=settings, reserve_bytes=0, owners=lambda: self.owners, now=lambda: self.now
+        )
 
     def add(self, name: str, *, mib: float = 1, **changes: Any) -> Checkpoint:
         """Store a checkpoint; the next one counts as used later."""
-        draft = self.store.begin(f"ckpt-{name}")
+        described = self.described(name, **changes)
+        draft = self.store.begin(described)
         (draft.directory / "memory").write_bytes(os.urandom(int(mib * MIB)))
         (draft.directory / "screen").write_bytes(b"screen")
         try:
-            stored = self.store.complete(draft, self.described(name, **changes))
+            stored = self.store.complete(draft, described)
         except BaseException:
             self.store.abandon(draft)
             raise
@@ -75,6 +93,10 @@ class Home:
         }
         return Checkpoint.model_validate(fields | changes)
 
+    def sweep_until_sure(self) -> None:
+        for _ in range(EXPIRED_SWEEPS):
+            self.store.sweep()
+
     @property
     def names(self) -> list[str]:
         return sorted(path.name for path in self.directory.iterdir())
@@ -99,7 +121,7 @@ def test_a_stored_checkpoint_is_found_until_it_expires_or_is_deleted(home: Home)
         home.store.find("ckpt-a")
     home.store.delete("ckpt-b")
     home.store.delete("ckpt-b")
-    home.store.sweep()
+    home.sweep_until_sure()
     assert home.names == []
 
 
@@ -215,8 +237,177 @@ def test_space_stays_free_on_the_disk(tmp_path: Path) -> None:
     home.add("a")
     full = CheckpointStore(home.directory, settings=CheckpointsConfig(), reserve_bytes=1 << 60, now=lambda: BEGIN)
     with pytest.raises(CheckpointStoreFull, match="disk_reserve_mib"):
-        full.begin("ckpt-b")
+        full.begin(home.described("b"))
     assert home.names == ["ckpt-a"], "removing it would not have helped"
+
+
+def test_space_stays_free_for_files_that_are_still_to_come(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10 * MIB))
+    home.store.reserve_bytes = 4 * MIB
+    memory = StoredFile(size_bytes=5 * MIB, digest="")
+    first = home.store.begin(home.described("a", files={"memory": memory}))
+    with pytest.raises(CheckpointStoreFull, match="disk_reserve_mib = 4 must stay free"):
+        home.store.begin(home.described("b", files={"memory": memory}))
+    home.store.abandon(first)
+    home.store.abandon(home.store.begin(home.described("b", files={"memory": memory})))
+    assert home.names == []
+
+
+def test_the_owner_that_holds_most_makes_room(tmp_path: Path) -> None:
+    home = Home(tmp_path, limits_mib=(4.5, 100), owners=("alice", "bob"))
+    home.add("a", owner="bob")
+    for name in "bcd":
+        home.add(name, owner="alice")
+    home.add("e", owner="alice")
+    home.add("f", owner="bob")
+    assert home.names == ["ckpt-a", "ckpt-d", "ckpt-e", "ckpt-f"]
+
+
+def test_an_owner_pins_no_more_than_its_share(tmp_path: Path) -> None:
+    home = Home(tmp_path, limits_mib=(4.5, 100), owners=("alice", "bob"))
+    for name in "ab":
+        home.add(name, owner="alice", pinned=True)
+    with pytest.raises(CheckpointStoreFull, match=r"each of 2 tokens may pin its share of checkpoints\.limit_gib"):
+        home.add("c", owner="alice", pinned=True)
+    home.add("d", owner="alice")
+    for name in "ef":
+        home.add(name, owner="bob", pinned=True)
+    assert home.names == ["ckpt-a", "ckpt-b", "ckpt-e", "ckpt-f"]
+
+
+def test_runs_of_two_owners_with_one_name_are_two_runs(tmp_path: Path) -> None:
+    home = Home(tmp_path, limits_mib=(100, 1.5), owners=("alice", "bob"))
+    home.add("a", owner="alice", run="train")
+    home.add("b", owner="bob", run="train")
+    assert home.names == ["ckpt-a", "ckpt-b"]
+
+
+def test_a_checkpoint_that_is_read_is_not_removed_and_counts_until_the_end(tmp_path: Path) -> None:
+    home = Home(tmp_path, limits_mib=(2.5, 100))
+    first = home.add("a")
+    with home.store.hold(first):
+        home.add("b")
+        home.add("c")
+        assert home.names == ["ckpt-a", "ckpt-c"]
+        home.store.delete("ckpt-a")
+        home.add("d")
+        assert home.names == ["ckpt-d"]
+    home.add("e")
+    assert home.names == ["ckpt-d", "ckpt-e"]
+
+
+def test_without_tokens_there_are_only_checkpoints_without_an_owner(home: Home) -> None:
+    home.add("a", owner="alice")
+    own = home.add("b")
+    assert home.store.list() == (own,)
+    with pytest.raises(CheckpointNotFound):
+        home.store.find("ckpt-a")
+    home.owners = ("alice",)
+    assert [each.checkpoint_id for each in home.store.list()] == ["ckpt-a", "ckpt-b"]
+    assert home.store.find("ckpt-a").owner == "alice"
+
+
+def test_a_clock_that_is_ahead_for_some_minutes_removes_nothing(home: Home) -> None:
+    kept = home.add("a", pinned=True)
+    for _ in range(2):
+        home.now += timedelta(days=2)
+        for _ in range(EXPIRED_SWEEPS - 1):
+            home.store.sweep()
+        home.now -= timedelta(days=2)
+        home.store.sweep()
+    assert home.store.list() == (kept,)
+
+
+def test_a_description_that_cannot_be_read_now_is_kept(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = home.add("a", pinned=True)
+    read = Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        if path.name == "checkpoint.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", failing)
+        with pytest.raises(StoreError, match="Input/output error; check the disk, then retry"):
+            home.store.find("ckpt-a")
+        later = Home(home.directory, now=home.now + timedelta(days=2))
+        later.sweep_until_sure()
+    assert home.store.list() == (kept,)
+
+
+def test_descriptions_are_read_once(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    added = [home.add(name) for name in "abc"]
+    other = Home(home.directory)
+    assert other.store.list() == tuple(added)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} is read again"))
+        assert other.store.list() == tuple(added)
+        assert other.store.usage().count == 3
+    home.store.delete("ckpt-b")
+    added[1:2] = [home.add("b", label="again")]
+    assert home.store.list() == tuple(added)
+    assert len(other.store.list()) == 3
+
+
+def test_writers_of_the_same_archive_store_it_once(home: Home) -> None:
+    drafts = [home.store.begin(home.described("a")) for _ in range(4)]
+    for draft in drafts:
+        (draft.directory / "memory").write_bytes(b"the same")
+    with ThreadPoolExecutor(4) as threads:
+        stored = list(threads.map(lambda draft: home.store.complete(draft, home.described("a")), drafts))
+    assert stored == [home.store.find("ckpt-a")] * 4
+    assert home.names == ["ckpt-a"]
+    other = home.store.begin(home.described("a"))
+    with pytest.raises(CheckpointUnusable, match="ckpt-a: this host has another one with this id; delete it first"):
+        home.store.complete(other, home.described("a"))
+    home.store.abandon(other)
+    assert home.names == ["ckpt-a"]
+
+
+def test_a_lock_that_another_process_holds_is_an_error_after_a_while(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOCK_S", 0.0)
+    home.add("a")
+    lock = os.open(home.directory, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(StoreError, match="another process has held their lock"):
+        home.add("b")
+    os.close(lock)
+    assert home.names == ["ckpt-a"]
+
+
+def test_a_draft_is_closed_once(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    close = os.close
+    monkeypatch.setattr(os, "close", lambda descriptor: closed.append(descriptor) or close(descriptor))  # type: ignore[func-returns-value]
+    draft = home.store.begin(home.described("a"))
+    (draft.directory / "memory").write_bytes(b"x")
+    home.store.complete(draft, home.described("a"))
+    closed.clear()
+    home.store.abandon(draft)
+    assert closed == []
+    assert home.names == ["ckpt-a"]
+
+
+async def test_a_cancelled_caller_waits_for_its_thread() -> None:
+    began, end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        end.wait()
+        ended.set()
+
+    task = asyncio.create_task(in_thread(work))
+    await asyncio.to_thread(began.wait)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
 
 
 @pytest.mark.parametrize(("number", "error"), [(28, CheckpointStoreFull), (122, CheckpointStoreFull), (5, StoreError)])
@@ -250,7 +441,8 @@ def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(
     monkeypatch.setattr(Path, "rename", noted_rename)
     home.add("a")
     at = events.index("rename")
-    assert set(events[:at]) == {"memory", "screen", "checkpoint.json", f"part-ckpt-a-{os.getpid()}"}
+    (part,) = set(events[:at]) - {"memory", "screen", "checkpoint.json"}
+    assert part.startswith("part-ckpt-a-")
     assert events[at + 1 :] == [home.directory.name]
 
 
@@ -269,10 +461,10 @@ def test_a_sweep_removes_an_unreadable_checkpoint_when_it_would_have_expired(hom
     (directory / "checkpoint.json").write_text('{"format": 2}')
     os.utime(directory, (BEGIN.timestamp(), BEGIN.timestamp()))
     home.now += timedelta(seconds=home.store.settings.ttl_s - 1)
-    home.store.sweep()
+    home.sweep_until_sure()
     assert home.names == ["ckpt-a"]
     home.now += timedelta(seconds=1)
-    home.store.sweep()
+    home.sweep_until_sure()
     assert home.names == []
 
 
@@ -307,10 +499,9 @@ def test_a_kill_at_any_moment_leaves_complete_checkpoints_only(home: Home) -> No
 WRITER = """
 import sys, time
 from pathlib import Path
-from envd.base.config import CheckpointsConfig
-from envd.episodes.checkpoints.store import CheckpointStore
-store = CheckpointStore(Path(sys.argv[1]), settings=CheckpointsConfig(), reserve_bytes=0)
-draft = store.begin("ckpt-a")
+from tests.unit.envd.episodes.test_checkpoint_store import Home
+home = Home(Path(sys.argv[1]))
+draft = home.store.begin(home.described("a"))
 (draft.directory / "memory").write_bytes(b"half")
 print("writing", flush=True)
 time.sleep(600)
@@ -320,13 +511,13 @@ time.sleep(600)
 def test_a_sweep_removes_what_a_killed_writer_left_and_nothing_of_a_live_one(home: Home) -> None:
     home.add("b")
     with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(home.directory)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, str(home.directory)], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
     ) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "writing\n"
-        part = f"part-ckpt-a-{writer.pid}"
+        (part,) = home.directory.glob("part-ckpt-a-*")
         home.store.sweep()
-        assert home.names == ["ckpt-b", part]
+        assert home.names == ["ckpt-b", part.name]
         assert [each.checkpoint_id for each in home.store.list()] == ["ckpt-b"]
         writer.send_signal(signal.SIGKILL)
     home.store.sweep()
