@@ -200,13 +200,15 @@ async def test_no_value_in_an_archive_breaks_a_later_call(tmp_path: Path) -> Non
 
 
 async def test_a_stored_description_that_cannot_be_read_is_not_listed_and_can_be_deleted(tmp_path: Path) -> None:
-    async with exported(tmp_path) as (checkpoint, _, _), served(tmp_path / "first") as (server, client):
-        assert len(await client.list_checkpoints()) == 1
+    async with exported(tmp_path) as (checkpoint, _, _):
+        async with served(tmp_path / "first") as (_, client):
+            assert len(await client.list_checkpoints()) == 1
         description = tmp_path / "first" / "checkpoints" / checkpoint.checkpoint_id / "checkpoint.json"
         text = json.loads(description.read_text())
         description.write_text(json.dumps(text | {"create_time": "2026-01-01T00:00:00"}))
-        assert await client.list_checkpoints() == []
-        await client.delete_checkpoint(replace(checkpoint, host=server.address))
+        async with served(tmp_path / "first") as (server, client):
+            assert await client.list_checkpoints() == []
+            await client.delete_checkpoint(replace(checkpoint, host=server.address))
         assert not description.exists()
 
 
