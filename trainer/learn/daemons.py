@@ -75,7 +75,7 @@ def _daemon(directory: Path, config: Path, index: int) -> Iterator[_Daemon]:
     # A trainer that is killed must not leave its daemons, which hold the directories that a resumed run needs.
     setpriv = shutil.which("setpriv")
     command = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
-    command += [sys.executable, "-m", "envd", "serve", "--config", str(config), "--listen", "127.0.0.1:0"]
+    command += [sys.executable, "-P", "-m", "envd", "serve", "--config", str(config), "--listen", "127.0.0.1:0"]
     command += ["--state-dir", str(directory / f"daemon-{index}"), "--metrics-listen", "127.0.0.1:0"]
     with log_file.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
@@ -92,7 +92,7 @@ def _daemon(directory: Path, config: Path, index: int) -> Iterator[_Daemon]:
 
 def print_oracles(path: Path, *, suite: str, seeds: range) -> None:
     """Write the oracles of a suite's variants, as `envd tasks oracles` prints them. Raises: LearnError."""
-    command = [sys.executable, "-m", "envd", "tasks", "oracles", "--suite", suite]
+    command = [sys.executable, "-P", "-m", "envd", "tasks", "oracles", "--suite", suite]
     command += ["--seeds", f"{seeds.start}:{seeds.stop}"]
     # Suites of drawn desktops are known to their hypervisor alone.
     for more in (["--hypervisor", "fake"], []):
