@@ -11,6 +11,7 @@ When it replays, nothing reads the listening socket, and every request gets its 
 import asyncio
 import json
 import os
+import select
 import socket
 import time
 from collections.abc import Mapping
@@ -96,8 +97,21 @@ async def _serve(exchanges: "_Exchanges", settings: Mapping[str, Any]) -> None:
 
 
 def _send(control: socket.socket, message: Mapping[str, object]) -> None:
+    data = json.dumps(message).encode()
     with suppress(OSError):
-        control.send(json.dumps(message).encode())
+        # A report that was dropped because the daemon is busy would hide a request: guests wait instead.
+        while not _sent(control, data):
+            writable = select.poll()
+            writable.register(control, select.POLLOUT)
+            writable.poll()
+
+
+def _sent(control: socket.socket, data: bytes) -> bool:
+    try:
+        control.send(data)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _Exchanges:
@@ -190,11 +204,9 @@ class _Exchanges:
 
     def _report(self, outcome: str, flow: http.HTTPFlow, text: str = "") -> None:
         machine_id = self._machines.get(flow.client_conn.peername[1], "")
-        url = flow.request.url[:2000]
-        _send(
-            self._control,
-            {"outcome": outcome, "machine_id": machine_id, "method": flow.request.method, "url": url, "text": text},
-        )
+        # mitmproxy limits neither methods nor texts, and a message has a limit.
+        method, url, text = flow.request.method[:16], flow.request.url[:2000], text[:500]
+        _send(self._control, {"outcome": outcome, "machine_id": machine_id, "method": method, "url": url, "text": text})
 
     def _accept(self) -> None:
         try:
