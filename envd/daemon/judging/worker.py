@@ -10,6 +10,7 @@ decoder that a guest has taken over must not reach the daemon.
 """
 
 import ctypes
+import os
 import pickle
 import resource
 import signal
@@ -58,7 +59,11 @@ def prepare(memory_mib: int, cpu_s: int, visible: list[str]) -> tuple[Mapping[st
             _limit(memory_mib, cpu_s)
             with channel.makefile("rb") as jobs:
                 job = jobs.read(HEADER.unpack(jobs.read(HEADER.size))[0])
-            fork_server.send(channel, _answer(job))
+            own = os.getpid()
+            answer = _answer(job)
+            # A fork that the job's code made returns from it too.
+            if os.getpid() == own:
+                fork_server.send(channel, answer)
 
         try:
             if not problem:
