@@ -346,6 +346,28 @@ async def test_a_missing_damaged_or_used_recording_is_an_error_at_start(
     await fails("web recording shop: not found", replays=True)
 
 
+def member(payload: Iterator[bytes]) -> bytes:
+    compressor = zlib.compressobj(9, zlib.DEFLATED, 31)
+    return b"".join([*map(compressor.compress, payload), compressor.flush()])
+
+
+@pytest.mark.parametrize("part", ["body", "header"])
+def test_a_file_that_grows_when_it_is_unpacked_is_refused(part: str, recordings: WebRecordings, tmp_path: Path) -> None:
+    blanks = [b" " * (1 << 20)] * 2048
+    head = (
+        b"WARC/1.0\r\nWARC-Type: response\r\nWARC-Record-ID: <urn:uuid:1>\r\nWARC-Date: 2026-01-01T00:00:00Z\r\n"
+        b"WARC-Target-URI: http://a.example/\r\nContent-Type: application/http; msgtype=response\r\n"
+        b"Content-Length: 2147483648\r\n\r\nHTTP/1.1 200 OK\r\n"
+    )
+    start = head + (b"\r\n" if part == "body" else b"X: ")
+    bomb = tmp_path / "bomb.warc.gz"
+    bomb.write_bytes(member(iter([start, *blanks])))
+    assert bomb.stat().st_size < 3 << 20
+    with pytest.raises(ConfigError, match=r"a body has more than|of memory to read"):
+        recordings.add("bomb", bomb, ENVIRONMENT)
+    assert not list(recordings.directory.glob("*"))
+
+
 async def test_a_proxy_that_was_killed_is_started_again(recorded: tuple[str, Tour], start: Start) -> None:
     site, shown = recorded
     async with start(replays=True) as running:

@@ -1,6 +1,5 @@
 """Actions of ATIF documents: calls of our function `computer`, and of Harbor's agent computer-1. Pure."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -86,4 +85,5 @@ def _wheel(pixels: object) -> int:
     """Return clicks of the wheel, as computer-1 makes them. Raises: AtifError."""
     if isinstance(pixels, bool) or not isinstance(pixels, int):
         raise AtifError(f"scroll: {pixels!r} is not a number of pixels")
-    return int(math.copysign(max(1, abs(pixels) // _WHEEL_CLICK), pixels)) if pixels else 0
+    clicks = max(1, abs(pixels) // _WHEEL_CLICK) if pixels else 0
+    return clicks if pixels > 0 else -clicks

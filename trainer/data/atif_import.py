@@ -7,6 +7,8 @@ training, with its recorded pictures. What cannot be expressed is an `AtifError`
 import base64
 import io
 import math
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -34,6 +36,11 @@ from trainer.data.atif import AGENT
 from trainer.data.atif_actions import AtifError, actions_of
 from trainer.data.record import Row
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER, MalformedRow, StoredTrajectory
+
+#: Documents come from elsewhere. Those of Harbor have at most a few MiB, and screenshots too.
+_MAX_DOCUMENT_BYTES, _MAX_IMAGE_BYTES, _MAX_PIXELS = 64 << 20, 32 << 20, 1 << 26
+#: Of screenshots. Pillow's readers of others are slow on hostile data: that of PPM is quadratic in comments.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
 class _Model(BaseModel):
@@ -112,16 +119,19 @@ def from_atif(path: Path, *, settings: AgentSettings, first_picture: str = "") -
         AtifError: The document is invalid, an image is missing, or a step cannot be expressed.
     """
     try:
-        document = _Trajectory.model_validate_json(path.read_bytes())
+        document = _Trajectory.model_validate_json(_read(path, _MAX_DOCUMENT_BYTES))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "document"
         raise AtifError(f"{path}: {where}: {problem_of(first)}") from error
+    except (OSError, ValueError) as error:
+        raise AtifError(f"{path}: cannot be read: {without_path(error)}") from error
     try:
         if document.agent.name == AGENT and "metadata" in document.extra:
             return _own(document, path.parent)
         return _played(document, path, settings, first_picture)
-    except (MalformedRow, ValueError) as error:  # also settings without a possible size of pictures
+    # OverflowError: numbers that no float holds.
+    except (MalformedRow, OverflowError, ValueError) as error:  # also settings without a possible size of pictures
         raise AtifError(f"{path}: {error}") from error
 
 
@@ -230,6 +240,23 @@ class _Screen(NamedTuple):
         return text if parsed.parsed and parsed.actions == grammar.parse(reply, picture).actions else reply
 
 
+def _require_size(image: Image.Image) -> None:
+    if image.width * image.height > _MAX_PIXELS:
+        raise ValueError(f"has {image.width} x {image.height} pixels; at most {_MAX_PIXELS} are read")
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a file. Raises: OSError; ValueError: It is not a file, or has more bytes."""
+    # Opening a pipe would otherwise wait for its writer.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("is not a file")
+        if status.st_size > max_bytes:
+            raise ValueError(f"has {status.st_size} bytes; at most {max_bytes} are read")
+        return file.read(max_bytes)
+
+
 def _screen(data: bytes, settings: AgentSettings) -> _Screen:
     """Scale a picture down as the agent's view does, with sides that its image processor takes."""
     with Image.open(io.BytesIO(data)) as image:
@@ -254,8 +281,9 @@ def _image(folder: Path, name: str) -> bytes:
     if "://" in name or not path.is_relative_to(folder.resolve()):
         raise AtifError(f"image {name}: not in the document's directory; copy it there")
     try:
-        data = path.read_bytes()
-        with Image.open(io.BytesIO(data)) as image:
+        data = _read(path, _MAX_IMAGE_BYTES)
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            _require_size(image)
             image.load()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise AtifError(f"image {name}: cannot be read: {without_path(error)}") from error

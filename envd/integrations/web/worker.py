@@ -24,11 +24,10 @@ from mitmproxy.tools.dump import DumpMaster
 
 from envd.base import streams
 from envd.base.sandbox import enclosure
-from envd.integrations.web.warc import Damaged, Recording, cookies_of, records
+from envd.integrations.web.warc import MAX_BODY_BYTES, Damaged, Recording, cookies_of, records
 
 #: Free in a network of its own.
 _PROXY_PORT, _EXIT_PORT = 8080, 8081
-_MAX_BODY_BYTES = 64 << 20
 _MEMORY_BYTES = 1 << 30
 #: Three for each of at most 64 connections of a guest.
 _DESCRIPTORS = 1 << 15
@@ -86,7 +85,7 @@ async def _serve(exchanges: "_Exchanges", settings: Mapping[str, Any]) -> None:
         upstream_cert=False,
         rawtcp=False,
         onboarding=False,
-        body_size_limit=str(_MAX_BODY_BYTES),
+        body_size_limit=str(MAX_BODY_BYTES),
         # Any program can read what was recorded for another one.
         anticomp=True,
         ssl_verify_upstream_trusted_ca=f"{enclosure.CACHE}/servers.pem" if settings["verifies"] else None,

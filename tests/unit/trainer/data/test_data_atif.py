@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
 from trainer.cli.app import app
 from trainer.data.atif import to_atif
-from trainer.data.atif_actions import AtifError, actions_of
+from trainer.data.atif_actions import AtifError, _wheel, actions_of
 from trainer.data.atif_import import from_atif
 from trainer.replay.reader import read_jsonl
 from trainer.replay.trajectory import StoredTrajectory, image_bytes
@@ -199,6 +200,44 @@ def with_call(function: str, **arguments: Any) -> dict[str, Any]:
 
 def with_picture(name: str) -> dict[str, Any]:
     return {**CLICKED, "observation": {"results": [{"content": [image(name)]}]}}
+
+
+def with_scroll(**arguments: Any) -> dict[str, Any]:
+    return with_call("computer_action", type="scroll", **{"x": 320, "y": 80, **arguments})
+
+
+@pytest.mark.parametrize("name", ["pipe.png", "comments.png", "huge.png", "directory.png"])
+def test_a_picture_that_would_take_long_is_refused(tmp_path: Path, name: str) -> None:
+    path = foreign(tmp_path, with_image(f"images/{name}"), CLICKED)
+    images = path.parent / "images"
+    os.mkfifo(images / "pipe.png")
+    (images / "comments.png").write_bytes(b"P3\n4000 4000\n255\n" + b"#\n" * 2_000_000)
+    with (images / "huge.png").open("wb") as file:
+        file.truncate(1 << 40)
+    (images / "directory.png").mkdir()
+    with pytest.raises(AtifError, match=f"image images/{name}: cannot be read"):
+        from_atif(path, settings=AgentSettings())
+
+
+@pytest.mark.parametrize("step", [
+    with_scroll(scroll_y=10**400), with_scroll(scroll_x=-(10**400)), with_scroll(x=10**400, scroll_y=1),
+    with_call("computer_action", type="wait", duration=10**400),
+])  # fmt: skip
+def test_a_number_that_no_float_holds_is_refused(tmp_path: Path, step: dict[str, Any]) -> None:
+    with pytest.raises(AtifError, match=r"trajectory\.json"):
+        from_atif(foreign(tmp_path, USER, step, COMPLETE), settings=AgentSettings())
+
+
+@pytest.mark.parametrize(("pixels", "clicks"), [(0, 0), (1, 1), (-1, -1), (250, 2), (-250, -2), (2**53 + 1, 0)])
+def test_a_scroll_is_clicks_of_100_pixels(pixels: int, clicks: int) -> None:
+    assert _wheel(pixels) == (clicks or pixels // 100)
+
+
+def test_a_document_that_is_a_pipe_or_directory_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (tmp_path / "pipe.json", tmp_path):
+        with pytest.raises(AtifError, match=r"cannot be read: .*(is not a file|Is a directory)"):
+            from_atif(path, settings=AgentSettings())
 
 
 def with_image(path: str) -> dict[str, Any]:
