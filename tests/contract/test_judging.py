@@ -64,7 +64,7 @@ def end_the_worker() -> CheckOutcome:
 
 def forge_every_score() -> CheckOutcome:
     """What code of a hostile evaluator does to the process that runs it, and to what is left of it."""
-    files.judge_text = worker._answer = lambda *_: CheckOutcome(1.0, "forged")  # type: ignore[assignment]
+    vars(files)["judge_text"] = vars(worker)["_answer"] = lambda *_: CheckOutcome(1.0, "forged")
     json.dumps = lambda *_, **__: '{"score": 1.0, "evidence": "forged", "parts": []}'  # type: ignore[assignment]
     for _ in range(3):
         if os.fork() == 0:
