@@ -65,7 +65,7 @@ def end_the_worker() -> CheckOutcome:
 def forge_every_score() -> CheckOutcome:
     """What code of a hostile evaluator does to the process that runs it, and to what is left of it."""
     vars(files)["judge_text"] = vars(worker)["_answer"] = lambda *_: CheckOutcome(1.0, "forged")
-    json.dumps = lambda *_, **__: '{"score": 1.0, "evidence": "forged", "parts": []}'  # type: ignore[assignment]
+    json.dumps = lambda *_, **__: '{"score": 1.0, "evidence": "forged", "parts": []}'
     for _ in range(3):
         if os.fork() == 0:
             with suppress(OSError):
