@@ -68,7 +68,7 @@ class PinnedEnvironment:
         with self._staging() as staging:
             progress("creating a virtual environment", 0.01)
             # venv links to the system's Python, which must stay installed.
-            self._run([sys.executable, "-m", "venv", str(staging)], what="python -m venv")
+            self._run([sys.executable, "-I", "-m", "venv", str(staging)], what="python -m venv")
             self._fill(staging, progress)
             try:
                 staging.rename(self.directory)
@@ -82,13 +82,13 @@ class PinnedEnvironment:
 
     def _pip(self, staging: Path, *arguments: str, requirements: str = "", progress: Progress | None = None) -> None:
         """Run `pip install` in an environment, with the text of a requirements file if it is not empty."""
-        pip = [str(staging / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+        pip = [str(staging / "bin" / "python"), "-P", "-m", "pip", "install"]
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
             listed.write(requirements)
             listed.flush()
             listing = ["--requirement", listed.name] if requirements else []
             self._run(
-                [*pip, "--progress-bar", "off", *arguments, *listing],
+                [*pip, "--disable-pip-version-check", "--no-input", "--progress-bar", "off", *arguments, *listing],
                 what=" ".join(("pip install", *arguments)),
                 on_line=_PipProgress(progress, self._package_count) if progress else None,
             )

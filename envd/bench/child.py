@@ -21,8 +21,8 @@ class Child:
 
 
 def run_module(module: str) -> AbstractAsyncContextManager[Child]:
-    """Run `python -m module`; see `run_program`. It inherits standard error."""
-    return run_program(sys.executable, "-m", module)
+    """Run `python -P -m module`; see `run_program`. It inherits standard error."""
+    return run_program(sys.executable, "-P", "-m", module)
 
 
 @asynccontextmanager

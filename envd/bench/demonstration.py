@@ -7,6 +7,7 @@ them in the end is what the demonstration did, and not what the guest does by it
 import asyncio
 import configparser
 import io
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,9 +64,10 @@ async def read_state(episode: AsyncEpisode) -> GuestState:
     if len(listed.stdout) > _MAX_LIST_BYTES:
         raise GuestError(f"{HOME}: too many files for a demonstration")
     files = {}
-    for line in listed.stdout.decode(errors="replace").splitlines():
-        # Names with line breaks or backslashes begin with a backslash; no checker can name them.
-        if match := re.fullmatch(r"([0-9a-f]{64})  (.+)", line):
+    # Not splitlines: names may have the other line breaks of Unicode.
+    for line in listed.stdout.decode(errors="replace").split("\n"):
+        # Names with LF or backslashes begin with a backslash; no checker can name them.
+        if match := re.fullmatch(r"([0-9a-f]{64})  (.+)", line, re.DOTALL):
             files[match[2]] = match[1]
     query = window_query(GuestOs.LINUX)
     windows = (await episode.run_command(query.argv, as_root=query.as_root)).stdout.decode(errors="replace")
@@ -139,7 +141,8 @@ def _entries(text: str) -> dict[tuple[str, str], str]:
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     try:
         parser.read_file(io.StringIO(text))
-    except configparser.Error:
+    except (configparser.Error, AttributeError):
+        # Before Python 3.13, an indented line after a key without a value is an AttributeError.
         return {}
     return {(section, key): value or "" for section in parser.sections() for key, value in parser.items(section)}
 
@@ -176,6 +179,8 @@ def task_text(
     )
     others = [proposal for index, proposal in enumerate(proposals) if index not in chosen]
     for proposal in others:
-        dumped = yaml.safe_dump(dict(proposal.checker), default_flow_style=True, sort_keys=False, width=10_000)
-        text += f"# also seen: {proposal.what}\n#   {dumped}"
+        # Names and values come from the guest. Readers of YAML end a comment at any line break of Unicode.
+        what = "".join(char if char.isprintable() else repr(char)[1:-1] for char in proposal.what)
+        dumped = json.dumps(proposal.checker)
+        text += f"# also seen: {what}\n#   {dumped}\n"
     return text

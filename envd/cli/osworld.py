@@ -50,7 +50,10 @@ def install(
     if found is None:
         err.print("no task files are registered; run `envd osworld install --tasks DIR`", soft_wrap=True)
     else:
-        out.print(f"{len(read_files(found))} tasks are in {found}", markup=False, soft_wrap=True)
+        files, problems = read_files(found)
+        out.print(f"{len(files)} tasks are in {found}", markup=False, soft_wrap=True)
+        for problem in problems:
+            err.print(str(problem), markup=False, soft_wrap=True)
 
 
 @app.command("lint")
@@ -89,12 +92,14 @@ def examine(config: Config) -> tuple[list[OsworldFile], Mapping[str, tuple[Findi
     """Return the registered task files and, by task id, the reasons why each cannot run.
 
     Raises:
-        OsworldError: No task files are registered, one is broken, or the installed package cannot be imported.
+        OsworldError: No task files are registered, or the installed package cannot be imported.
     """
     environment = Environment(config.cache_dir)
     if environment.tasks is None:
         raise OsworldError("no task files are registered; run `envd osworld install --tasks DIR`")
-    files = read_files(environment.tasks)
+    files, problems = read_files(environment.tasks)
+    for problem in problems:
+        err.print(str(problem), markup=False, soft_wrap=True)
     known = environment.known_names()
     if known is None and environment.is_installed:
         known = asyncio.run(_known_names(environment))

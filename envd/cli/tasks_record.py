@@ -23,6 +23,7 @@ from envd.bench.playing import play
 from envd.bench.session import maps_call_errors
 from envd.bench.targets import TargetRecorder
 from envd.cli.options import runs_own_daemon
+from envd.cli.remote import printable
 from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.ephemeral import ensure_image, ephemeral_config, run_until_signal
 from envd.daemon.suites import load_tasks
@@ -161,7 +162,11 @@ def _chosen(proposals: Sequence[Proposal], *, accept: bool) -> list[int]:
     """Return the proposals that are the goal, by index; asks on a terminal."""
     likely = [index for index, proposal in enumerate(proposals) if proposal.is_likely]
     for index, proposal in enumerate(proposals):
-        err.print(f"{index + 1:3} {'*' if proposal.is_likely else ' '} {proposal.what}", markup=False, soft_wrap=True)
+        err.print(
+            f"{index + 1:3} {'*' if proposal.is_likely else ' '} {printable(proposal.what)}",
+            markup=False,
+            soft_wrap=True,
+        )
     if accept or not sys.stdin.isatty():
         return likely
     shown = ",".join(str(index + 1) for index in likely)

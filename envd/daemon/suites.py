@@ -1,5 +1,6 @@
 """Load the tasks that a configuration serves."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.resources import as_file
@@ -19,19 +20,20 @@ from envd.integrations.osworld.files import read_files
 from envd.integrations.osworld.host import TaskObstacles, host_of
 from envd.tasks.catalogue import TaskCatalogue, TaskFile, read_all
 from envd.tasks.formats.cua_gym import read_bundles
-from envd.tasks.formats.entries import Found
+from envd.tasks.formats.entries import Found, Problem
 from envd.tasks.formats.open_computer import read_repository
 from envd.tasks.model import Offer
 from envd.tasks.suites.desktop import DESKTOP
 from envd.tasks.suites.drawn import DRAWN
+
+logger = logging.getLogger(__name__)
 
 
 def load_tasks(config: Config, *, include_osworld: bool = True) -> TaskCatalogue:
     """Load the built-in suite, the files that `config` adds, and OSWorld's tasks if they are registered.
 
     Raises:
-        ConfigError: A file is invalid.
-        OsworldError: A file of OSWorld is invalid.
+        ConfigError: A file or directory has problems and no task.
     """
     with _sources(config) as (files, include_builtin):
         catalogue = TaskCatalogue.load(
@@ -44,10 +46,13 @@ def load_tasks(config: Config, *, include_osworld: bool = True) -> TaskCatalogue
     if environment.tasks is None or not include_osworld:
         return catalogue.with_tasks((), offers=offers)
     host = host_of(config, known=environment.known_names())
+    tasks = list(osworld_tasks(environment.tasks))
+    for problem in (each for each in tasks if isinstance(each, Problem)):
+        logger.warning("a task is left out: %s", problem)
     return catalogue.with_tasks(
-        osworld_tasks(environment.tasks),
+        tasks,
         hidden=[desktop_task()],
-        find_obstacles=TaskObstacles(read_files(environment.tasks) if config.tasks.check_obstacles else (), host),
+        find_obstacles=TaskObstacles(read_files(environment.tasks)[0] if config.tasks.check_obstacles else (), host),
         offers=offers,
     )
 

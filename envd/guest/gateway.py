@@ -9,6 +9,8 @@ network. `envd.integrations.web` has the exit that records and replays.
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -26,6 +28,8 @@ _WAITING_COUNT = 4
 _MAX_CONNECTIONS = 64
 _OPEN_TIMEOUT_S = 20.0
 _CONNECT_TIMEOUT_S = 20.0
+#: Of the unexpected errors of a gateway, one is logged in this time.
+_ERROR_INTERVAL_S = 60.0
 #: Limit on rejected destinations logged per pool.
 _MAX_LOGGED = 256
 #: Header of responses that no web server sent (RFC 9209).
@@ -78,7 +82,10 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 async def _resolve(host: str, port: int) -> list[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=1)  # SOCK_STREAM
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=1)  # SOCK_STREAM
+    except ValueError as error:  # a label that is empty or has more than 63 characters, or NUL
+        raise OSError(f"{host[:200]} is not a host name: {error}") from error
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
@@ -124,6 +131,8 @@ class Gateway:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting_count = 0
         self._closed = False
+        self._logged_s = -math.inf
+        """When an unexpected error was last logged."""
 
     async def open(self) -> None:
         """Make the proxy available to the guest's programs. Raises: GuestUnresponsive: guestd does not answer."""
@@ -153,7 +162,12 @@ class Gateway:
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s: a gateway connection failed", self._machine_id, exc_info=error)
+            # The guest's programs decide how often this happens.
+            now_s = time.monotonic()
+            is_due = now_s - self._logged_s >= _ERROR_INTERVAL_S
+            self._logged_s = now_s if is_due else self._logged_s
+            level = logging.ERROR if is_due else logging.DEBUG
+            logger.log(level, "%s: a gateway connection failed", self._machine_id, exc_info=error)
         self._refill()
 
     async def _run_connection(self) -> None:

@@ -40,7 +40,7 @@ async def trust(agent: GuestAgent, authority: str) -> None:
     Raises:
         GuestError: The guest has no Python, OpenSSL or store of certificates.
     """
-    result = await agent.run(["/usr/bin/python3", "-c", _INSTALL], timeout_s=_TIMEOUT_S, stdin=authority.encode())
+    result = await agent.run(["/usr/bin/python3", "-I", "-c", _INSTALL], timeout_s=_TIMEOUT_S, stdin=authority.encode())
     if result.exit_code != 0:
         problem = result.stderr.decode(errors="replace").strip()[-500:]
         raise GuestError(f"the authority of web recordings cannot be installed in the guest: {problem}")

@@ -190,8 +190,8 @@ def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: P
 def _fetch_python_packages(extras: Path) -> None:
     """Install the listed pure-Python packages for the guest's system Python."""
     _run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--no-compile", "--target",
-         str(extras / "usr/lib/python3/dist-packages"), "--requirement", str(extras / PYTHON_PACKAGES)],
+        [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--no-compile",
+         "--target", str(extras / "usr/lib/python3/dist-packages"), "--requirement", str(extras / PYTHON_PACKAGES)],
         what="pip install of the guest's Python packages",
     )  # fmt: skip
 

@@ -1,14 +1,18 @@
 """The task catalogue: loads and validates task files, and finds tasks and variants by id.
 
-Loading is all or nothing, so a daemon never serves an incomplete suite.
+A task with a problem is left out and the others are served: the log and `envd tasks lint` list it, and asking for it
+names the problem. A file or directory without a single task is an error.
 """
 
 import difflib
+import logging
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +22,8 @@ from envd.tasks.formats.files import DEFAULT_SUITE, files_in, read_tasks
 from envd.tasks.model import Offer, Task, needs_obstacle
 from envd.tasks.suites.desktop import DESKTOP
 from envd.tasks.templates import Templates
+
+logger = logging.getLogger(__name__)
 
 #: Most problems in one message; `envd tasks lint` reports all.
 _MAX_PROBLEMS = 10
@@ -51,7 +57,7 @@ class TaskCatalogue:
 
     def __init__(
         self,
-        tasks: Iterable[Task],
+        tasks: Iterable[Task | Problem],
         *,
         templates: Templates | None = None,
         hidden: Iterable[Task] = (),
@@ -61,7 +67,7 @@ class TaskCatalogue:
         """Index tasks.
 
         Args:
-            tasks: The listed tasks.
+            tasks: The listed tasks, and the problems of those that are left out.
             templates: Templates whose variants are found by id.
             hidden: Tasks that are found by their exact id only.
             find_obstacles: Finds the reasons why a task cannot run on this host.
@@ -74,7 +80,12 @@ class TaskCatalogue:
         self._find_obstacles = find_obstacles
         self._offers = tuple(offers)
         self._tasks: dict[str, Task] = {}
+        self.problems: list[Problem] = []
+        """What is wrong with the tasks that are left out."""
         for task in tasks:
+            if isinstance(task, Problem):
+                self.problems.append(task)
+                continue
             if task.task_id in self._tasks:
                 raise ConfigError(f"task {task.task_id}: duplicate id; rename one of them")
             self._tasks[task.task_id] = task
@@ -96,22 +107,25 @@ class TaskCatalogue:
             templates: The templates to load; None for those of the built-in suite, if it is loaded.
 
         Raises:
-            ConfigError: A file cannot be read or is invalid; names the file, line, task and field.
+            ConfigError: A file or directory has problems and no task; names the file, line, task and field.
         """
         templates = templates or (DESKTOP if include_builtin else None)
-        found = list(read_all(sources, include_builtin=include_builtin, templates=templates))
-        problems = [each for each in found if isinstance(each, Problem)]
-        if problems:
-            lines = [str(problem) for problem in problems[:_MAX_PROBLEMS]]
-            if more := len(problems) - len(lines):
-                lines.append(f"and {more} more; see `envd tasks lint`")
-            raise ConfigError("\n".join(lines))
-        tasks = (each for each in found if isinstance(each, Task))
-        return cls(tasks, templates=templates)
+        found: list[Task | Problem] = []
+        for source, each in groupby(
+            _read_sources(sources, include_builtin=include_builtin, templates=templates), key=itemgetter(0)
+        ):
+            part = [task for _, task in each]
+            problems = [task for task in part if isinstance(task, Problem)]
+            if len(problems) == len(part):
+                raise ConfigError("\n".join(_lines(problems)))
+            for line in _lines(problems):
+                logger.warning("%s: a task is left out: %s", source, line)
+            found += part
+        return cls(found, templates=templates)
 
     def with_tasks(
         self,
-        more: Iterable[Task],
+        more: Iterable[Task | Problem],
         *,
         hidden: Iterable[Task] = (),
         find_obstacles: FindObstacles = _unknown_obstacles,
@@ -119,7 +133,7 @@ class TaskCatalogue:
     ) -> "TaskCatalogue":
         """Return a catalogue with additional tasks, see `__init__`. Raises: ConfigError: Two tasks have the same id."""
         return TaskCatalogue(
-            [*self._tasks.values(), *more],
+            [*self._tasks.values(), *self.problems, *more],
             templates=self._templates,
             hidden=hidden,
             find_obstacles=find_obstacles,
@@ -144,6 +158,9 @@ class TaskCatalogue:
         if task is None and self._templates is not None:
             task = self._templates.variant(task_id)
         if task is None:
+            if (problem := next((each for each in self.problems if each.task_id == task_id), None)) is not None:
+                detail = ": ".join(filter(None, (problem.field, problem.message)))
+                raise TaskNotFound(f"task {task_id!r} is left out: {detail}; run `envd tasks lint` on the host")
             close = self._similar(task_id)
             suites = ", ".join(self._suite_names()) or "none"
             hint = f"did you mean {', '.join(close)}?" if close else f"the suites loaded here are {suites}"
@@ -207,6 +224,20 @@ def read_all(
 
     The arguments are those of `TaskCatalogue.load`.
     """
+    for _, found in _read_sources(sources, include_builtin=include_builtin, templates=templates):
+        yield found
+
+
+def _lines(problems: Sequence[Problem]) -> Iterator[str]:
+    yield from map(str, problems[:_MAX_PROBLEMS])
+    if len(problems) > _MAX_PROBLEMS:
+        yield f"and {len(problems) - _MAX_PROBLEMS} more; see `envd tasks lint`"
+
+
+def _read_sources(
+    sources: Iterable[TaskFile | Path], *, include_builtin: bool, templates: Templates | None
+) -> Iterator[tuple[str, Task | Problem]]:
+    """Yield what `read_all` does, each with its file or directory."""
     paths: list[tuple[Traversable, str, Callable[[Path], Found] | None]] = []
     if include_builtin:
         paths.append((files("envd.tasks") / "suites", DEFAULT_SUITE, None))
@@ -215,25 +246,25 @@ def read_all(
     templates = templates or (DESKTOP if include_builtin else None)
     for template in templates.by_id.values() if templates else ():
         seen[template.task_id] = f"the templates of {template.task_id.partition('/')[0]}"
-        yield template.variant(None)
-    for file, tasks in _read_each(paths):
+        yield "templates", template.variant(None)
+    for source, file, tasks in _read_each(paths):
         for found in tasks:
             if isinstance(found, Task) and found.task_id in seen:
                 message = f"duplicate id, already in {seen[found.task_id]}; rename one of them"
-                yield Problem(where=str(file), task_id=found.task_id, message=message)
+                yield source, Problem(where=str(file), task_id=found.task_id, message=message)
                 continue
             if isinstance(found, Task):
                 seen[found.task_id] = str(file)
-            yield found
+            yield source, found
 
 
 def _read_each(
     paths: Iterable[tuple[Traversable, str, Callable[[Path], Found] | None]],
-) -> Iterator[tuple[Traversable, Found]]:
-    """Yield each file, or directory of bundles, with its tasks and problems."""
+) -> Iterator[tuple[str, Traversable, Found]]:
+    """Yield each file, or directory of bundles, with its source and its tasks and problems."""
     for path, suite, read in paths:
         if read is not None:
-            yield path, read(Path(str(path)))
+            yield str(path), path, read(Path(str(path)))
             continue
         for file in files_in(path):
-            yield file, read_tasks(file, suite=suite)
+            yield str(path), file, read_tasks(file, suite=suite)

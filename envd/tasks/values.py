@@ -82,7 +82,8 @@ def _equal(found: JsonValue, wanted: JsonValue, tolerance: float) -> bool:
 
 def _number(value: JsonValue) -> float | None:
     """Return a number, parsed from text if necessary; None if it is not a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    # Python reads `1_000` as a number, and no program writes it.
+    if isinstance(value, bool) or not isinstance(value, int | float | str) or "_" in str(value):
         return None
     try:
         number = float(value)

@@ -182,6 +182,12 @@ class _Guest:
         finally:
             connection.close()
 
+    def send(self, data: bytes) -> bytes:
+        """Send bytes to the proxy; return all that comes back."""
+        with socket.create_connection(("127.0.0.1", self.proxy_port), timeout=60) as connection:
+            connection.sendall(data)
+            return connection.makefile("rb").read()
+
 
 @pytest.fixture
 def guest() -> Iterator[_Guest]:
@@ -248,6 +254,41 @@ async def test_a_listed_name_with_a_private_address_is_rejected(guest: _Guest, o
         assert (status, message) == (403, f"rebound.test:{origin} has no public address\n".encode())
     finally:
         await gateway.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 64 + ".test", "a..test", ".test", "a\0.test", "\u00e9" * 60 + ".test", "-.test"]
+)
+async def test_a_name_that_no_server_can_have_is_not_reached_and_not_an_error_of_the_host(
+    name: str, guest: _Guest, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = gateway_to(guest, "*.test")
+    await gateway.open()
+    try:
+        target = f"CONNECT {name}:443 HTTP/1.1\r\n\r\n".encode("latin-1")
+        answers = [await asyncio.to_thread(guest.send, target) for _ in range(8)]
+        assert all(answer.startswith((b"HTTP/1.1 502", b"HTTP/1.1 403", b"HTTP/1.1 400")) for answer in answers), (
+            answers
+        )
+    finally:
+        await gateway.close()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_an_unexpected_error_of_a_gateway_is_logged_once_a_minute(
+    guest: _Guest, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def resolve(host: str, port: int) -> list[str]:
+        raise ZeroDivisionError("a bug")
+
+    gateway = Gateway(guest.address, HostExit(AllowList(("a.test:443",)), resolve=resolve), machine_id="m")
+    await gateway.open()
+    try:
+        for _ in range(8):
+            assert await asyncio.to_thread(guest.send, b"CONNECT a.test:443 HTTP/1.1\r\n\r\n") == b""
+    finally:
+        await gateway.close()
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
 
 
 async def test_a_tunnel_relays_bytes_in_both_directions(guest: _Guest, origin: int) -> None:

@@ -3,12 +3,12 @@
 import asyncio
 import io
 import itertools
+import json
 import os
 import re
 import signal
 import socket
 import sys
-from asyncio import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +17,10 @@ import pytest
 from PIL import Image
 
 from envd.base.errors import EvaluatorFailed, GuestError
-from envd.daemon.judging import workers
+from envd.base.sandbox import fork_server
+from envd.daemon.judging import worker
 from envd.daemon.judging.workers import JudgeWorkers
+from envd.tasks.checkers import files
 from envd.tasks.checkers.base import FoundFile
 from envd.tasks.checkers.data import IniEntry, JsonValueAt, judge_data
 from envd.tasks.checkers.files import Directory, FileText, judge_directory, judge_file_text
@@ -29,11 +31,10 @@ from envd.tasks.text import CheckOutcome
 #: A worker on a host that lets its user create no namespaces.
 UNCONFINED = """
 import sys
-from envd.base.sandbox import enclosure
-from envd.daemon.judging.worker import main
-def refuse(number): raise enclosure.SandboxError('unshare failed')
-enclosure.separate = refuse
-main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+from envd.base.sandbox import fork_server
+from envd.daemon.judging import worker
+worker.sandbox_problem = lambda: 'unshare failed'
+fork_server.serve(lambda: worker.prepare(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
 """
 #: Workers import the judge functions of this module.
 ROOT = str(Path(__file__).parents[2])
@@ -60,10 +61,75 @@ def end_the_worker() -> CheckOutcome:
     os._exit(9)
 
 
-def judging_pid(judges: JudgeWorkers) -> int:
-    """Return the id of the process that judges, a child of the only idle worker."""
-    (worker,) = judges._idle
-    return int(Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text())
+def forge_every_score() -> CheckOutcome:
+    """What code of a hostile evaluator does to the process that runs it, and to what is left of it."""
+    vars(files)["judge_text"] = vars(worker)["_answer"] = lambda *_: CheckOutcome(1.0, "forged")
+    json.dumps = lambda *_, **__: '{"score": 1.0, "evidence": "forged", "parts": []}'
+    for _ in range(3):
+        if os.fork() == 0:
+            with suppress(OSError):
+                os.setsid()
+            while True:
+                for descriptor in range(64):
+                    with suppress(OSError):
+                        os.write(descriptor, b'{"score": 1.0, "evidence": "forged", "parts": []}\n')
+    return CheckOutcome(1.0, "own")
+
+
+def answer_twice() -> CheckOutcome:
+    for descriptor in range(64):
+        with suppress(OSError):
+            os.write(descriptor, b'{"score": 1.0, "evidence": "first", "parts": []}\n{"end": ""}\n')
+    return CheckOutcome(0.0, "own")
+
+
+def score_beyond_1() -> CheckOutcome:
+    return CheckOutcome(1e9, "own")
+
+
+def leave_a_process() -> CheckOutcome:
+    ready, done = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        os.write(done, b"x")
+        signal.pause()
+    os.read(ready, 1)
+    return CheckOutcome(0.0, "left one")
+
+
+def linger() -> CheckOutcome:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    signal.pause()
+    return CheckOutcome(0.0, "")
+
+
+def below(pid: int | None) -> list[int]:
+    """Return the processes that a process and its descendants have started."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return [*children, *(lower for child in children for lower in below(child))]
+
+
+async def judging(judges: JudgeWorkers) -> tuple[asyncio.Task[CheckOutcome], int, int]:
+    """Start a job that does not end; return it, its supervisor and the process that judges, when that waits."""
+    job = asyncio.create_task(judges(linger))
+    while True:
+        assert not job.done(), job
+        match below(judges._server.pid):
+            case [supervisor, judge] if int(status(judge)["SigBlk"], 16):
+                return job, supervisor, judge
+        await asyncio.sleep(0.01)
+
+
+def status(pid: int) -> dict[str, str]:
+    return dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+
+
+async def all_gone(*pids: int) -> None:
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        await asyncio.sleep(0.01)
 
 
 def reach_out(token_file: str) -> CheckOutcome:
@@ -88,29 +154,73 @@ async def judges() -> AsyncIterator[JudgeWorkers]:
     await made.aclose()
 
 
-async def test_an_outcome_is_that_of_the_function_and_the_worker_is_reused(judges: JudgeWorkers) -> None:
+async def test_an_outcome_is_that_of_the_function_and_no_process_is_left(judges: JudgeWorkers) -> None:
     assert await judges(judge_file_text, found(b"axb"), TEXT) == judge_file_text(found(b"axb"), TEXT)
     assert await judges(judge_file_text, found(b"ab"), TEXT) == judge_file_text(found(b"ab"), TEXT)
-    assert repr(judges) == "<JudgeWorkers 1 idle>"
+    await all_gone(*below(judges._server.pid))
 
 
-async def test_a_worker_that_was_killed_while_idle_is_not_reused(judges: JudgeWorkers) -> None:
-    await judges(judge_file_text, found(b"axb"), TEXT)
-    first = judging_pid(judges)
+async def test_a_job_changes_no_later_score(judges: JudgeWorkers) -> None:
+    for _ in range(3):
+        # What it makes of its own score does not matter here.
+        with suppress(EvaluatorFailed):
+            await judges(forge_every_score)
+        outcomes = await asyncio.gather(
+            *(judges(judge_file_text, found(content), TEXT) for content in (b"wrong", b"x", b"also wrong"))
+        )
+        assert [outcome.score for outcome in outcomes] == [0.0, 1.0, 0.0]
+        assert not any("forged" in outcome.evidence for outcome in outcomes)
+    await all_gone(*below(judges._server.pid))
+
+
+async def test_processes_that_a_job_has_started_end_with_it(judges: JudgeWorkers) -> None:
+    job, supervisor, judge = await judging(judges)
+    other = asyncio.create_task(judges(leave_a_process))
+    assert (await other).evidence == "left one"
+    assert not job.done()
+    while sorted(below(judges._server.pid)) != sorted([supervisor, judge]):
+        await asyncio.sleep(0.01)
+    job.cancel()
+    await all_gone(supervisor, judge)
+
+
+@pytest.mark.parametrize(("hostile", "message"), [(answer_twice, "malformed answer"), (score_beyond_1, "0 to 1")])
+async def test_a_malformed_answer_gives_no_score(
+    hostile: Callable[[], CheckOutcome], message: str, judges: JudgeWorkers
+) -> None:
+    with pytest.raises(EvaluatorFailed, match=message):
+        await judges(hostile)
+
+
+async def test_a_fork_server_that_was_killed_is_started_again(judges: JudgeWorkers) -> None:
+    job, supervisor, judge = await judging(judges)
+    first = judges._server.pid
+    assert first
     os.kill(first, signal.SIGKILL)
-    async with asyncio.timeout(60):
-        while repr(judges) != "<JudgeWorkers 0 idle>":
-            await asyncio.sleep(0.01)
+    with pytest.raises(EvaluatorFailed, match="was ended"):
+        await job
+    await all_gone(supervisor, judge)
+    while judges._server.pid:
+        await asyncio.sleep(0.01)
     assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
-    assert judging_pid(judges) != first
-    assert repr(judges) == "<JudgeWorkers 1 idle>"
+    assert judges._server.pid != first
+
+
+async def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("envd/__init__.py", "json.py", "PIL/__init__.py", "sitecustomize.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('imported from the working directory')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    judges = JudgeWorkers(limit=1, quick_s=60.0)
+    assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
+    await judges.aclose()
 
 
 async def test_a_refusal_of_a_judge_function_is_raised_as_it_is(judges: JudgeWorkers) -> None:
     checker = Process(kind="process", program="a")
     with pytest.raises(GuestError, match="processes"):
         await judges(judge_processes, b"", checker)
-    assert repr(judges) == "<JudgeWorkers 1 idle>"
 
 
 async def test_a_bug_of_a_checker_is_not_blamed_on_the_guest(judges: JudgeWorkers) -> None:
@@ -174,56 +284,49 @@ async def test_a_start_may_take_any_time_while_the_worker_runs(
     judges: JudgeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = itertools.count()
-    monkeypatch.setattr(workers, "_STALL_S", 0.01)
-    monkeypatch.setattr(workers, "_cpu_s", lambda _: next(used) / 1000)
+    monkeypatch.setattr(fork_server, "_STALL_S", 0.01)
+    monkeypatch.setattr(fork_server, "_cpu_s", lambda _: next(used) / 1000)
     assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
     assert next(used) > 2
 
 
 @pytest.mark.parametrize(
     ("used_s", "message"),
-    [(lambda _: 0.5, r"it did not run for 0\.01 s"), (lambda _: 61.0, r"it used 61 s of CPU time")],
+    [(lambda _: 0.5, r"it did not run for 0\.01 s"), (lambda _: 121.0, r"it used 121 s of CPU time")],
 )
 async def test_a_worker_that_is_stuck_or_busy_while_it_starts_is_ended(
     used_s: Callable[[int], float], message: str, judges: JudgeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "_STALL_S", 0.01)
-    monkeypatch.setattr(workers, "_cpu_s", used_s)
+    monkeypatch.setattr(fork_server, "_STALL_S", 0.01)
+    monkeypatch.setattr(fork_server, "_cpu_s", used_s)
     with pytest.raises(RuntimeError, match=rf"judge worker did not start: {message} \(status -9; "):
         await judges(judge_file_text, found(b"axb"), TEXT)
-    assert repr(judges) == "<JudgeWorkers 0 idle>"
+    assert repr(judges) == "<JudgeWorkers not running>"
 
 
 async def test_a_worker_that_fails_to_start_is_reported_with_its_error(
-    judges: JudgeWorkers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho warning >&2\necho no module named envd >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
     with pytest.raises(RuntimeError, match=r"judge worker did not start: .* \(status 3; no module named envd\)"):
-        await judges(judge_file_text, found(b"axb"), TEXT)
+        await JudgeWorkers()(judge_file_text, found(b"axb"), TEXT)
 
 
-async def test_workers_on_one_core_start_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    judges = JudgeWorkers(limit=4, quick_s=60.0, visible=[ROOT])
-    begin, counts, starting = judges._start, list[int](), 0
+async def test_concurrent_jobs_start_one_program(judges: JudgeWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, count = judges._server._start, 0
 
-    async def start() -> subprocess.Process:
-        nonlocal starting
-        starting += 1
-        counts.append(starting)
-        try:
-            return await begin()
-        finally:
-            starting -= 1
+    async def start() -> None:
+        nonlocal count
+        count += 1
+        await begin()
 
-    monkeypatch.setattr(judges, "_start", start)
+    monkeypatch.setattr(judges._server, "_start", start)
     outcomes = await asyncio.gather(*(judges(judge_file_text, found(b"axb"), TEXT) for _ in range(4)))
     assert [outcome.score for outcome in outcomes] == [1.0] * 4
-    assert set(counts) == {1}
-    await judges.aclose()
+    assert count == 1
 
 
 async def test_memory_beyond_the_limit_scores_0(judges: JudgeWorkers) -> None:
@@ -231,7 +334,7 @@ async def test_memory_beyond_the_limit_scores_0(judges: JudgeWorkers) -> None:
     assert (outcome.score, outcome.evidence) == (0.0, "judging it needs more memory than its limit")
 
 
-async def test_a_worker_that_dies_fails_its_evaluation_and_is_replaced(judges: JudgeWorkers) -> None:
+async def test_a_job_that_ends_itself_fails_its_evaluation_only(judges: JudgeWorkers) -> None:
     with pytest.raises(EvaluatorFailed, match="was ended") as failed:
         await judges(end_the_worker)
     assert failed.value.__cause__ is not None  # the task's start is judged too
@@ -248,33 +351,28 @@ async def test_a_job_without_end_is_ended_by_its_time_limit() -> None:
 
 
 async def test_a_cancelled_evaluation_leaves_no_process(judges: JudgeWorkers) -> None:
-    await judges(judge_file_text, found(b"axb"), TEXT)
-    (worker,) = judges._idle
-    judging = judging_pid(judges)
-    hostile = asyncio.create_task(judges(judge_file_text, found(b"a" * 60 + b"!"), BACKTRACKING))
-    while judges._idle:
-        await asyncio.sleep(0)
-    hostile.cancel()
-    with suppress(asyncio.CancelledError):
-        await hostile
-    assert worker.returncode is not None
-    assert not Path(f"/proc/{worker.pid}").exists()
-    assert not Path(f"/proc/{judging}").exists()
-    assert not list(Path("/sys/fs/cgroup").glob(f"**/envd-evaluation-{worker.pid}"))
+    job, supervisor, judge = await judging(judges)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    await all_gone(supervisor, judge)
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/envd-evaluation-{supervisor}"))
+    assert below(judges._server.pid) == []
 
 
-async def test_a_judge_has_no_privileges_and_no_descriptors_besides_its_pipes(judges: JudgeWorkers) -> None:
-    assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
-    process = Path(f"/proc/{judging_pid(judges)}")
-    lines = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines())
+async def test_a_judge_has_no_privileges_and_no_descriptors_besides_its_socket(judges: JudgeWorkers) -> None:
+    job, _, judge = await judging(judges)
+    lines = status(judge)
     assert int(lines["CapEff"], 16) == int(lines["CapBnd"], 16) == 0
     assert (lines["Seccomp"], lines["NoNewPrivs"], lines["NSpid"].split()[-1]) == ("2", "1", "1")
     if os.geteuid() == 0:
         assert {int(user) >> 16 for user in lines["Uid"].split()} == {0x7000}
+    process = Path(f"/proc/{judge}")
     opened = [os.readlink(link) for link in (process / "fd").iterdir()]
-    assert sorted(re.sub(r"\d+", "N", name) for name in opened) == ["/N/statm", "/dev/null", "pipe:[N]", "pipe:[N]"]
+    assert sorted(re.sub(r"\d+", "N", name) for name in opened) == [*["/dev/null"] * 3, "socket:[N]"]
     for kind in ("net", "mnt", "ipc", "pid"):
         assert os.readlink(process / "ns" / kind) != os.readlink(f"/proc/self/ns/{kind}")
+    job.cancel()
 
 
 async def test_a_judge_reaches_no_file_or_socket_of_the_host(judges: JudgeWorkers, tmp_path: Path) -> None:
@@ -291,7 +389,7 @@ async def test_without_a_sandbox_judges_run_under_limits_and_the_log_says_so_onc
     python = tmp_path / "python"
     program = tmp_path / "unconfined.py"
     program.write_text(UNCONFINED)
-    python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {program} "$@"\n')
+    python.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} {program} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     judges = JudgeWorkers(limit=2, cpu_s=1, quick_s=60.0, visible=[ROOT])

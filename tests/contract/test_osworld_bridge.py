@@ -165,13 +165,13 @@ async def test_a_machine_lost_during_an_evaluation_raises_machine_lost(
     bridge: WorkerBridge, desktop: Desktop, machine: FaultyMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted = asyncio.Event()
-    submit = Workers._submit
+    follow = Workers._follow
 
-    async def note(workers: Workers, job: Job, control: socket.socket) -> Mapping[str, Any]:
+    async def note(workers: Workers, channel: socket.socket, job: Job) -> Mapping[str, Any]:
         submitted.set()
-        return await submit(workers, job, control)
+        return await follow(workers, channel, job)
 
-    monkeypatch.setattr(Workers, "_submit", note)
+    monkeypatch.setattr(Workers, "_follow", note)
     scoring = asyncio.create_task(
         evaluate(task(func="hang"), desktop, last_action=Done(), timeout_s=50, osworld=bridge)
     )

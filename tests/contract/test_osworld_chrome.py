@@ -103,16 +103,16 @@ async def test_visits_written_twice_are_in_the_history_once(tmp_path: Path) -> N
 async def test_a_history_that_chrome_has_locked_fails(tmp_path: Path) -> None:
     profile = tmp_path / "Default"
     profile.mkdir()
-    [name, flag, program, *arguments] = history_command([{"url": "https://a.example"}], profiles=[str(profile)])
+    [name, *flags, program, visits, profiles] = history_command([{"url": "https://a.example"}], profiles=[str(profile)])
     with closing(sqlite3.connect(profile / "History")) as database:
         database.execute("BEGIN EXCLUSIVE")
-        assert "locked" in await run([name, flag, program.replace("timeout=5", "timeout=0.01"), *arguments])
+        assert "locked" in await run([name, *flags, program.replace("timeout=5", "timeout=0.01"), visits, profiles])
 
 
 def test_urls_are_passed_as_arguments_and_never_as_program_text() -> None:
     url = "'); import os"
     command = chrome_command("chrome_open_tabs", {"urls_to_open": [url]})
     assert command is not None
-    assert url not in command[2]
-    assert url in command[4]
+    assert url not in command[3]
+    assert url in command[5]
     assert chrome_command("launch", {"command": ["chromium"]}) is None

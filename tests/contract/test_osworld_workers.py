@@ -1,8 +1,10 @@
 """Workers that run OSWorld's code: real processes, sandboxes and guest services, with a stand-in package."""
 
 import asyncio
+import os
 import platform
 import re
+import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
@@ -260,21 +262,21 @@ async def hang(workers: Workers, guest: LocalGuestd) -> asyncio.Task[Mapping[str
 
 async def test_cancelling_a_call_kills_its_job(workers: Workers, guest: LocalGuestd) -> None:
     running = await hang(workers, guest)
-    assert workers._process
-    below = descendants_of(workers._process.pid)
+    assert workers._server.pid
+    below = descendants_of(workers._server.pid)
     assert len(below) == 2
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     await all_gone(below)
-    assert workers._process.returncode is None
+    assert workers._server.pid
 
 
 async def test_closing_the_workers_ends_every_job(python: Path, guest: LocalGuestd) -> None:
     workers = Workers(python)
     running = await hang(workers, guest)
-    assert workers._process
-    below = descendants_of(workers._process.pid)
+    assert workers._server.pid
+    below = descendants_of(workers._server.pid)
     assert len(below) == 2
     await workers.aclose()
     with pytest.raises(WorkerFailed, match="without a result"):
@@ -287,6 +289,11 @@ def descendants_of(pid: int) -> list[int]:
     return [*children, *(below for child in children for below in descendants_of(child))]
 
 
+async def ended(workers: Workers) -> None:
+    while workers._server.pid:
+        await asyncio.sleep(0.02)
+
+
 async def all_gone(pids: list[int]) -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         await asyncio.sleep(0.02)
@@ -294,20 +301,19 @@ async def all_gone(pids: list[int]) -> None:
 
 async def test_a_killed_worker_is_restarted(workers: Workers, guest: LocalGuestd) -> None:
     await workers.start()
-    assert workers._process
-    workers._process.kill()
-    await workers._process.wait()
+    assert workers._server.pid
+    os.kill(workers._server.pid, signal.SIGKILL)
+    await ended(workers)
     assert await score(workers, guest, one("exact_match")) == 1.0
 
 
 async def test_a_worker_that_dies_during_a_submission_fails_one_job(workers: Workers, guest: LocalGuestd) -> None:
     await workers.start()
-    assert workers._control
-    workers._control.shutdown(socket.SHUT_RDWR)
+    assert workers._server._control
+    workers._server._control.shutdown(socket.SHUT_RDWR)
     with pytest.raises(WorkerFailed, match="the worker is gone"):
         await score(workers, guest, one("exact_match"))
-    assert workers._process
-    await workers._process.wait()
+    await ended(workers)
     assert await score(workers, guest, one("exact_match")) == 1.0
 
 

@@ -5,6 +5,7 @@ import gzip
 import os
 import re
 import signal
+import socket
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,6 +170,58 @@ async def test_a_request_that_was_not_recorded_gets_a_page_that_names_it(
         assert running.proxy.take_unrecorded("m0") == ()
 
 
+async def test_no_request_hides_those_after_it(
+    recorded: tuple[str, Tour], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, _ = recorded
+    async with start(replays=True, machines=2) as running:
+        port = running.ports["m0"]
+
+        def send() -> None:
+            with socket.create_connection(("127.0.0.1", port)) as program:
+                program.sendall(b"GET http://a.example/ HTTP/1.1\r\nHost: a.example\r\n\r\n")
+                assert b"504" in program.recv(1 << 16)
+                program.sendall(b"%s http://b.example/ HTTP/1.1\r\nHost: b.example\r\n\r\n" % (b"M" * 100_000))
+                program.recv(1 << 16)
+
+        await asyncio.to_thread(send)
+        # As a worker that a guest has taken over would.
+        first = running.proxy._receive
+
+        async def receive(control: socket.socket) -> dict[str, Any] | None:
+            message = await first(control)
+            return message and {}
+
+        with monkeypatch.context() as patch:
+            patch.setattr(running.proxy, "_receive", receive)
+            for _ in range(2):
+                await asyncio.to_thread(running.visitor("m1").open, f"{site}/malformed")
+        # The message that was awaited then is malformed too.
+        await asyncio.to_thread(running.visitor("m1").open, f"{site}/malformed")
+        await asyncio.to_thread(running.visitor("m1").open, f"{site}/left")
+        urls = [each.url for each in running.proxy.take_unrecorded("m1")]
+        assert urls[-1] == f"{site}/left"
+        assert [(each.method, each.url) for each in running.proxy.take_unrecorded("m0")] == [
+            ("GET", "http://a.example/"),
+            ("M" * 16, "http://b.example/"),
+        ]
+
+
+async def test_a_guest_does_not_fill_the_log_with_its_requests(
+    recorded: tuple[str, Tour], start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    site, _ = recorded
+    caplog.set_level("INFO", logger="envd.integrations.web.proxy")
+    async with start(replays=True) as running:
+        for index in range(30):
+            await asyncio.to_thread(running.visitor().open, f"{site}/{index}")
+        assert len(running.proxy.take_unrecorded("m0")) == 20
+        assert caplog.text.count("not_recorded") == 20
+        await asyncio.to_thread(running.visitor().open, f"{site}/next-step")
+        assert running.proxy.take_unrecorded("m0")
+        assert "next-step" in caplog.text
+
+
 async def test_of_many_requests_of_a_machine_the_newest_are_kept(recorded: tuple[str, Tour], start: Start) -> None:
     site, _ = recorded
     async with start(replays=True, machines=2) as running:
@@ -290,6 +344,28 @@ async def test_a_missing_damaged_or_used_recording_is_an_error_at_start(
     await fails("none at all", replays=True)
     path.unlink()
     await fails("web recording shop: not found", replays=True)
+
+
+def member(payload: Iterator[bytes]) -> bytes:
+    compressor = zlib.compressobj(9, zlib.DEFLATED, 31)
+    return b"".join([*map(compressor.compress, payload), compressor.flush()])
+
+
+@pytest.mark.parametrize("part", ["body", "header"])
+def test_a_file_that_grows_when_it_is_unpacked_is_refused(part: str, recordings: WebRecordings, tmp_path: Path) -> None:
+    blanks = [b" " * (1 << 20)] * 2048
+    head = (
+        b"WARC/1.0\r\nWARC-Type: response\r\nWARC-Record-ID: <urn:uuid:1>\r\nWARC-Date: 2026-01-01T00:00:00Z\r\n"
+        b"WARC-Target-URI: http://a.example/\r\nContent-Type: application/http; msgtype=response\r\n"
+        b"Content-Length: 2147483648\r\n\r\nHTTP/1.1 200 OK\r\n"
+    )
+    start = head + (b"\r\n" if part == "body" else b"X: ")
+    bomb = tmp_path / "bomb.warc.gz"
+    bomb.write_bytes(member(iter([start, *blanks])))
+    assert bomb.stat().st_size < 3 << 20
+    with pytest.raises(ConfigError, match=r"a body has more than|of memory to read"):
+        recordings.add("bomb", bomb, ENVIRONMENT)
+    assert not list(recordings.directory.glob("*"))
 
 
 async def test_a_proxy_that_was_killed_is_started_again(recorded: tuple[str, Tour], start: Start) -> None:

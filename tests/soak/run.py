@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from cuaenv.cli.terminal import ProgressReport
 from envd.base.clock import LoopLag
 from envd.base.config import CheckpointsConfig, Config
 from envd.base.errors import EnvdError, GuestUnresponsive
-from envd.bench.child import Child, run_module
+from envd.bench.child import Child, run_program
 from envd.bench.session import BenchSession, Steps, open_bench
 from envd.daemon.ephemeral import ephemeral_config
 from envd.episodes.checkpoints.store import CheckpointStore
@@ -153,7 +154,7 @@ class _Soak:
             resets=client.resets,
         )
         try:
-            async with run_module("tests.soak.client") as child:
+            async with run_program(sys.executable, "-m", "tests.soak.client") as child:
                 self._accounting.assign(client.orphans, client.number)
                 child.stdin.write(plan.as_line().encode())
                 client.orphans, client.resets = [], []

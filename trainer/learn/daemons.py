@@ -76,7 +76,7 @@ def _daemon(directory: Path, config: Path, index: int) -> Iterator[_Daemon]:
     # A trainer that is killed must not leave its daemons, which hold the directories that a resumed run needs.
     setpriv = shutil.which("setpriv")
     command = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
-    command += [sys.executable, "-m", "envd", "serve", "--config", str(config), "--listen", "127.0.0.1:0"]
+    command += [sys.executable, "-P", "-m", "envd", "serve", "--config", str(config), "--listen", "127.0.0.1:0"]
     command += ["--state-dir", str(directory / f"daemon-{index}"), "--metrics-listen", "127.0.0.1:0"]
     with log_file.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
@@ -108,7 +108,7 @@ def print_oracles(path: Path, *, suite: str, seeds: range, templates: Sequence[s
 
 
 def _printed(*arguments: str) -> str:
-    command = [sys.executable, "-m", "envd", "tasks", "oracles", *arguments]
+    command = [sys.executable, "-P", "-m", "envd", "tasks", "oracles", *arguments]
     # Suites of drawn desktops are known to their hypervisor alone.
     for more in (["--hypervisor", "fake"], []):
         done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)

@@ -55,7 +55,8 @@ class Processes:
             threading.Thread(target=self._answer, args=(number, tuple(arg)), daemon=True).start()
             return {"pid": number}
         if is_powershell:
-            tools = [sys.executable, "-S", "-m", _TOOLS]
+            # -P: the user's documents, the working directory, are not imported from.
+            tools = [sys.executable, "-SP", "-m", _TOOLS]
             environ = {**self._environ, "PYTHONPATH": _PYTHONPATH}
             process = self._popen(tools, environ, as_user=True, stderr=subprocess.PIPE)
         else:

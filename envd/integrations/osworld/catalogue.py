@@ -1,14 +1,14 @@
 """OSWorld's task files as tasks: OSWorld's own code performs their setup and their evaluators."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from envd.base.errors import OsworldError
+from cuaenv.problems import problem_of
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld import DESKTOP_TASK
 from envd.integrations.osworld.files import OsworldFile, read_files
+from envd.tasks.formats.entries import Found, Problem
 from envd.tasks.formats.osworld import without_notes
 from envd.tasks.model import Task
 
@@ -20,9 +20,18 @@ _LEVEL = 3
 _MAX_STEPS = 100
 
 
-def osworld_tasks(directory: Path) -> Iterator[Task]:
-    """Yield the tasks below an `evaluation_examples`. Raises: OsworldError: A file is not a task; names it."""
-    yield from map(to_task, read_files(directory))
+def osworld_tasks(directory: Path) -> Found:
+    """Yield the tasks below an `evaluation_examples`, and the problems of files that are not tasks."""
+    files, problems = read_files(directory)
+    yield from problems
+    seen: dict[str, OsworldFile] = {}
+    for file in files:
+        first = seen.setdefault(file.task_id, file)
+        if first is file:
+            yield to_task(file)
+        else:
+            message = f"duplicate id, already in {first.path}; rename one of them"
+            yield Problem(where=str(file.path), task_id=file.task_id, message=message)
 
 
 def desktop_task() -> Task:
@@ -36,8 +45,8 @@ def desktop_task() -> Task:
     )
 
 
-def to_task(file: OsworldFile) -> Task:
-    """Return a task file as a task. Raises: OsworldError."""
+def to_task(file: OsworldFile) -> Task | Problem:
+    """Return a task file as a task, or its first problem."""
     fields: dict[str, object] = {
         "task_id": file.task_id,
         "instruction": file.content["instruction"],
@@ -55,4 +64,6 @@ def to_task(file: OsworldFile) -> Task:
     try:
         return Task.model_validate(fields)
     except ValidationError as error:
-        raise OsworldError(f"{file.path}: {error}") from error
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        return Problem(where=str(file.path), task_id=file.task_id, field=where, message=problem_of(first))

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envd.base.errors import OsworldError
 from envd.hypervisor.machine import GuestOs
+from envd.tasks.formats.entries import Problem
+from envd.tasks.osworld import asset_urls
 
 #: Directories of a checkout's `evaluation_examples`, their suites, and their guests' operating systems.
 _DIRECTORIES = (("examples", "osworld", GuestOs.LINUX), ("examples_windows", "osworld-windows", GuestOs.WINDOWS))
@@ -47,23 +48,26 @@ class OsworldFile:
         return self.evaluator.get("func") == "infeasible"
 
 
-def read_files(directory: Path) -> list[OsworldFile]:
-    """Return every task file below an `evaluation_examples`, by suite, domain and name.
+def read_files(directory: Path) -> tuple[list[OsworldFile], list[Problem]]:
+    """Return every task file below an `evaluation_examples`, by suite, domain and name, and the files that are none.
 
-    Raises:
-        OsworldError: A file is not a task; names it.
+    Users add files of their own, of which one must not cost the others.
     """
     found: list[OsworldFile] = []
+    problems: list[Problem] = []
     for name, suite, system in _DIRECTORIES:
         for path in sorted((directory / name).glob("*/*.json")):
             try:
                 content = json.loads(path.read_bytes())
                 file = OsworldFile(suite=suite, domain=path.parent.name, os=system, path=path, content=content)
                 _require_shape(file)
-            except (OSError, ValueError, TypeError, KeyError) as error:
-                raise OsworldError(f"{path}: not an OSWorld task file: {error!r}") from error
-            found.append(file)
-    return found
+                asset_urls(file.setup, file.evaluator)
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                message = f"not an OSWorld task file: {error!r}"
+                problems.append(Problem(where=str(path), task_id=f"{suite}/{path.stem}", message=message))
+            else:
+                found.append(file)
+    return found, problems
 
 
 def _require_shape(file: OsworldFile) -> None:

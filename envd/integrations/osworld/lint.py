@@ -34,6 +34,8 @@ class Obstacle(Enum):
     """The image lacks a program."""
     IMAGE = "image"
     """No image has its operating system."""
+    MALFORMED = "malformed"
+    """A part of the task's file is not of the form that OSWorld's have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,10 @@ _WEB_PAGE = re.compile(r"https?://(?!localhost|127\.)")
 
 def findings(file: OsworldFile, host: Host) -> tuple[Finding, ...]:
     """Return the reasons why a task cannot run here, without duplicates; empty if it can."""
-    found = [Finding(obstacle=obstacle, detail=detail) for obstacle, detail in _find(file, host)]
+    try:
+        found = [Finding(obstacle=obstacle, detail=detail) for obstacle, detail in _find(file, host)]
+    except (AttributeError, KeyError, TypeError) as error:
+        found = [Finding(obstacle=Obstacle.MALFORMED, detail=repr(error))]
     return tuple(dict.fromkeys([*found, *missing_files(file, host.has_asset)]))
 
 

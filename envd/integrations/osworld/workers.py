@@ -14,6 +14,8 @@ from yarl import URL
 
 import envd
 from envd.base.errors import GuestError, OsworldError
+from envd.base.sandbox.enclosure import SandboxError
+from envd.base.sandbox.fork_server import ForkServer
 from envd.base.streams import receive_descriptor, relayed
 
 logger = logging.getLogger(__name__)
@@ -22,9 +24,16 @@ _ROOT = str(Path(envd.__file__).parents[1])
 #: Our package is not part of that environment; only the worker program is imported from it.
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); from envd.integrations.osworld.worker.main import main; "
-    "sys.path.remove(sys.argv[1]); main(int(sys.argv[2]), sys.argv[3:])"
+    "sys.path.remove(sys.argv[1]); main(sys.argv[2:])"
 )
-_START_TIMEOUT_S = 120.0
+# Threads do not survive a fork, and jobs share the CPUs anyway.
+_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "NUMBA_CACHE_DIR": "/tmp",  # noqa: S108
+    "MPLCONFIGDIR": "/tmp",  # noqa: S108
+}
 #: How late the worker may notice the end of a job's time, on a busy host.
 _GRACE_S = 10.0
 _MAX_OUTPUT_BYTES = 1 << 20
@@ -92,14 +101,13 @@ class Workers:
         self._python = python
         self._memory_mib = memory_mib
         self._slots = asyncio.Semaphore(limit)
-        #: Held while `_process`, `_control` and `_names` change.
-        self._starting = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
-        self._control: socket.socket | None = None
-        self._names: KnownNames | None = None
+        # The directories that jobs need: the environment, and the Python that it links to.
+        visible = (str(python.parents[1]), sys.base_prefix, sys.base_exec_prefix)
+        self._server = ForkServer((str(python), "-I", "-c", _PROGRAM, _ROOT, *visible), _ENVIRONMENT)
+        self._is_warned = False
 
     def __repr__(self) -> str:
-        return f"<Workers of {self._python}{'' if self._process else ' not started'}>"
+        return f"<Workers of {self._python}{'' if self._server.pid else ' not started'}>"
 
     async def start(self) -> KnownNames:
         """Start the worker unless it is running; return its names. Importing OSWorld takes seconds.
@@ -107,16 +115,18 @@ class Workers:
         Raises:
             OsworldError: It does not start; the message says why.
         """
-        async with self._starting:
-            if self._process is not None and self._process.returncode is None and self._names is not None:
-                return self._names
-            await self._stop()
-            return await self._start()
+        try:
+            greeting = await self._server.start()
+        except SandboxError as error:
+            raise OsworldError(f"OSWorld cannot be imported: {error}; run `envd osworld install`") from error
+        if greeting["shortcoming"] and not self._is_warned:
+            self._is_warned = True
+            logger.warning("OSWorld evaluations: %s", greeting["shortcoming"])
+        return KnownNames(**{key: frozenset(names) for key, names in greeting["ready"].items()})
 
     async def aclose(self) -> None:
         """Stop the worker and all running jobs."""
-        async with self._starting:
-            await self._stop()
+        await self._server.aclose()
 
     async def run(self, job: Job) -> Mapping[str, Any]:
         """Run a job as soon as fewer than `limit` are running.
@@ -129,24 +139,14 @@ class Workers:
                 await self.start()
             except OsworldError as error:
                 raise WorkerFailed(str(error)) from error
-            control = self._control
-            if control is None:
-                raise WorkerFailed("OSWorld's worker has been stopped")
             try:
-                async with asyncio.timeout(job.time_s + _GRACE_S):
-                    return await self._submit(job, control)
+                with await self._server.open_job() as channel:
+                    async with asyncio.timeout(job.time_s + _GRACE_S):
+                        return await self._follow(channel, job)
             except TimeoutError:
                 raise WorkerFailed(f"exceeded its limit of {job.time_s:g} s; the worker does not respond") from None
-            except OSError as error:
+            except (OSError, SandboxError) as error:
                 raise WorkerFailed(f"the worker is gone: {error}") from error
-
-    async def _submit(self, job: Job, control: socket.socket) -> Mapping[str, Any]:
-        ours, theirs = socket.socketpair()
-        with ours:
-            ours.setblocking(False)
-            with theirs:
-                socket.send_fds(control, [b"job"], [theirs.fileno()])
-            return await self._follow(ours, job)
 
     async def _follow(self, channel: socket.socket, job: Job) -> Mapping[str, Any]:
         loop = asyncio.get_running_loop()
@@ -174,55 +174,6 @@ class Workers:
             "files": {name: str(path) for name, path in job.files.items()},
         }
         return json.dumps(value).encode() + b"\n"
-
-    async def _start(self) -> KnownNames:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        self._control = ours
-        with theirs:
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    self._python, "-I", "-c", _PROGRAM, _ROOT, str(theirs.fileno()), *self._visible(),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    cwd="/",
-                    # Threads do not survive a fork, and jobs share the CPUs anyway.
-                    env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/local/bin:/usr/bin:/bin",
-                         "NUMBA_CACHE_DIR": "/tmp", "MPLCONFIGDIR": "/tmp"},  # noqa: S108
-                )  # fmt: skip
-            except OSError as error:
-                await self._stop()
-                raise OsworldError(f"{self._python} cannot be started: {error}; run `envd osworld install`") from error
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                message = await asyncio.get_running_loop().sock_recv(ours, _MAX_OUTPUT_BYTES)
-        except TimeoutError:
-            await self._stop()
-            raise OsworldError(f"OSWorld could not be imported within {_START_TIMEOUT_S:g} s") from None
-        greeting = json.loads(message or b"{}")
-        if "ready" not in greeting:
-            await self._stop()
-            raise OsworldError(f"OSWorld cannot be imported: {greeting.get('error', 'its interpreter ended')}")
-        if greeting.get("shortcoming"):
-            logger.warning("OSWorld evaluations: %s", greeting["shortcoming"])
-        self._names = KnownNames(**{key: frozenset(names) for key, names in greeting["ready"].items()})
-        return self._names
-
-    def _visible(self) -> list[str]:
-        """Return the directories that jobs need: the environment, and the Python that it links to."""
-        return [str(self._python.parents[1]), sys.base_prefix, sys.base_exec_prefix]
-
-    async def _stop(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is not None:
-            if self._process.returncode is None:
-                self._process.kill()
-            await self._process.wait()
-            self._process = None
 
 
 def parse_result(data: bytes) -> Mapping[str, Any]:

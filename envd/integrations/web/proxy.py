@@ -166,23 +166,29 @@ class WebProxy:
             self._exit = await asyncio.start_server(self._accept, sock=listener)
         else:
             listener.close()
-        message = await self._receive(ours)
+        message = await self._receive(ours) or {}
         if "ready" not in message:
             problem = message.get("error", "its proxy ended")
             raise ConfigError(f"web recording {self._name}: {problem}; see `envd web show {self._name}`")
         self._reading = asyncio.create_task(self._read(ours), name=f"web:{self._name}")
 
-    async def _receive(self, control: socket.socket) -> dict[str, Any]:
-        data = await asyncio.get_running_loop().sock_recv(control, _MAX_MESSAGE_BYTES)
+    async def _receive(self, control: socket.socket) -> dict[str, Any] | None:
+        """Return the next message, empty if it is malformed; None once the process has ended."""
         try:
-            message = json.loads(data or b"{}")
-        except ValueError:
+            data = await asyncio.get_running_loop().sock_recv(control, _MAX_MESSAGE_BYTES)
+        except OSError:
+            return None
+        if not data:
+            return None
+        try:
+            message = json.loads(data)
+        except (ValueError, RecursionError):
             return {}
         return message if isinstance(message, dict) else {}
 
     async def _read(self, control: socket.socket) -> None:
         """Report the requests of guests until the process ends. What it sends is as untrusted as what guests send."""
-        while message := await self._receive(control):
+        while (message := await self._receive(control)) is not None:
             outcome = str(message.get("outcome"))
             if outcome not in _OUTCOMES:
                 continue
@@ -190,9 +196,12 @@ class WebProxy:
             if outcome in {"recorded", "replayed"}:
                 continue
             machine_id, method, url, text = (str(message.get(key)) for key in ("machine_id", "method", "url", "text"))
-            logger.info(
-                "%.64s: web recording %s: %s: %.16s %.500r %.200r", machine_id, self._name, outcome, method, url, text
-            )
+            # A guest can make hundreds a second: of those of one step only the first are logged.
+            if len(self._unrecorded.get(machine_id[:64], ())) < _MAX_UNRECORDED:
+                logger.info(
+                    "%.64r: web recording %s: %s: %.16r %.500r %.200r",
+                    *(machine_id, self._name, outcome, method, url, text),
+                )
             if outcome != "failed":
                 kind: Literal["not_recorded", "websocket"] = "websocket" if outcome == "websocket" else "not_recorded"
                 self._keep(machine_id[:64], UnrecordedRequest(kind=kind, method=method[:16], url=url[:2000]))

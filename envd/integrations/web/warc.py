@@ -9,17 +9,26 @@ import gzip
 import hashlib
 import io
 import json
+import resource
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from itertools import chain
 from typing import IO, Any
 
 from warcio.archiveiterator import ArchiveIterator
 from warcio.exceptions import ArchiveLoadFailed
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
+
+#: Of a request or a response. The proxy records no larger one.
+MAX_BODY_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 1 << 20
+#: A recording has at most 1 GiB, and pages shrink to about a tenth.
+_MAX_TOTAL_BYTES = 16 << 30
+_MEMORY_BYTES = 1 << 30
 
 Headers = list[tuple[str, str]]
 _Key = tuple[str, str, str]
@@ -137,17 +146,13 @@ def _scan(file: IO[bytes]) -> Iterator[Entry]:
     responses: dict[str, dict[str, Any]] = {}
     requests: dict[str, dict[str, Any]] = {}
     try:
-        # warcio accepts truncated records. Each is a member of the file, with its own length and checksum.
-        file.seek(0)
-        with gzip.GzipFile(fileobj=file) as whole:
-            while whole.read(1 << 20):
-                pass
-        file.seek(0)
+        _require_whole(file)
         records = ArchiveIterator(file)
         for record in records:
             headers = record.rec_headers
             if record.rec_type not in {"request", "response"}:
                 continue
+            _require_short(headers.headers, record.http_headers.headers)
             body = _content(record)
             if record.rec_type == "request":
                 requests[headers["WARC-Concurrent-To"]] = {
@@ -173,18 +178,46 @@ def _scan(file: IO[bytes]) -> Iterator[Entry]:
         yield Entry(**response, **requests[identity])
 
 
+def _require_whole(file: IO[bytes]) -> None:
+    """Unpack all of a file. Raises: OSError, EOFError, zlib.error: It is damaged; ValueError: It is too large."""
+    # warcio accepts truncated records. Each is a member of the file, with its own length and checksum.
+    file.seek(0)
+    size = 0
+    with gzip.GzipFile(fileobj=file) as whole:
+        while part := whole.read(1 << 20):
+            size += len(part)
+            if size > _MAX_TOTAL_BYTES:
+                raise ValueError(f"it has more than {_MAX_TOTAL_BYTES} bytes when it is unpacked")
+    file.seek(0)
+
+
+def _require_short(*several: Headers) -> None:
+    if sum(map(len, chain.from_iterable(chain(*several)))) > _MAX_HEADER_BYTES:
+        raise ValueError(f"headers have more than {_MAX_HEADER_BYTES} bytes")
+
+
 def _content(record: Any) -> bytes:
+    parts, size = [], 0
     # One read returns at most what is buffered.
-    return b"".join(iter(lambda: record.raw_stream.read(1 << 16), b""))
+    while part := record.raw_stream.read(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise ValueError(f"a body has more than {MAX_BODY_BYTES} bytes")
+    return b"".join(parts)
 
 
 def main(path: str) -> None:
     """Print the exchanges of a file as JSON, or why it is damaged."""
+    # The file may come from elsewhere: a line of a header is unpacked whole.
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     with open(path, "rb") as file:
         try:
             found: Mapping[str, Any] = {"entries": [asdict(entry) for entry in Recording(file).entries]}
         except Damaged as error:
             found = {"error": str(error)}
+        except MemoryError:
+            found = {"error": f"it takes more than {_MEMORY_BYTES >> 20} MiB of memory to read"}
     json.dump(found, sys.stdout, default=sorted)
 
 

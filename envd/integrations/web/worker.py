@@ -11,6 +11,7 @@ When it replays, nothing reads the listening socket, and every request gets its 
 import asyncio
 import json
 import os
+import select
 import socket
 import time
 from collections.abc import Mapping
@@ -23,11 +24,10 @@ from mitmproxy.tools.dump import DumpMaster
 
 from envd.base import streams
 from envd.base.sandbox import enclosure
-from envd.integrations.web.warc import Damaged, Recording, cookies_of, records
+from envd.integrations.web.warc import MAX_BODY_BYTES, Damaged, Recording, cookies_of, records
 
 #: Free in a network of its own.
 _PROXY_PORT, _EXIT_PORT = 8080, 8081
-_MAX_BODY_BYTES = 64 << 20
 _MEMORY_BYTES = 1 << 30
 #: Three for each of at most 64 connections of a guest.
 _DESCRIPTORS = 1 << 15
@@ -85,7 +85,7 @@ async def _serve(exchanges: "_Exchanges", settings: Mapping[str, Any]) -> None:
         upstream_cert=False,
         rawtcp=False,
         onboarding=False,
-        body_size_limit=str(_MAX_BODY_BYTES),
+        body_size_limit=str(MAX_BODY_BYTES),
         # Any program can read what was recorded for another one.
         anticomp=True,
         ssl_verify_upstream_trusted_ca=f"{enclosure.CACHE}/servers.pem" if settings["verifies"] else None,
@@ -96,8 +96,21 @@ async def _serve(exchanges: "_Exchanges", settings: Mapping[str, Any]) -> None:
 
 
 def _send(control: socket.socket, message: Mapping[str, object]) -> None:
+    data = json.dumps(message).encode()
     with suppress(OSError):
-        control.send(json.dumps(message).encode())
+        # A report that was dropped because the daemon is busy would hide a request: guests wait instead.
+        while not _sent(control, data):
+            writable = select.poll()
+            writable.register(control, select.POLLOUT)
+            writable.poll()
+
+
+def _sent(control: socket.socket, data: bytes) -> bool:
+    try:
+        control.send(data)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _Exchanges:
@@ -190,11 +203,9 @@ class _Exchanges:
 
     def _report(self, outcome: str, flow: http.HTTPFlow, text: str = "") -> None:
         machine_id = self._machines.get(flow.client_conn.peername[1], "")
-        url = flow.request.url[:2000]
-        _send(
-            self._control,
-            {"outcome": outcome, "machine_id": machine_id, "method": flow.request.method, "url": url, "text": text},
-        )
+        # mitmproxy limits neither methods nor texts, and a message has a limit.
+        method, url, text = flow.request.method[:16], flow.request.url[:2000], text[:500]
+        _send(self._control, {"outcome": outcome, "machine_id": machine_id, "method": method, "url": url, "text": text})
 
     def _accept(self) -> None:
         try:

@@ -12,6 +12,7 @@ from envd.tasks.formats.documents import Location
 from envd.tasks.model import Task
 from envd.tasks.verbs import HostFile, UploadFile
 
+_OSWORLD_TASKS = "evaluation_examples"
 #: Verbs and checkers that name directories of the host.
 _OF_LOADERS = frozenset({"cua_gym", "opencomputer"})
 
@@ -111,6 +112,9 @@ def _host_file(file: HostFile, directory: Path | None, index: int, number: int) 
     if directory is None:
         raise TaskFormatError("uploads are not supported here: the task file has no directory", *location)
     root = directory.resolve()
+    if file.local_path.startswith(f"{_OSWORLD_TASKS}/"):
+        # OSWorld's own paths are relative to its checkout.
+        root = next((each.parent for each in root.parents if each.name == _OSWORLD_TASKS), root)
     path = (root / file.local_path).resolve()
     if not path.is_relative_to(root):
         raise TaskFormatError(f"{file.local_path!r} is not below {directory}, the task file's directory", *location)

@@ -101,3 +101,30 @@ def test_the_file_loads_and_names_what_was_not_chosen(
     task = TaskCatalogue.load([TaskFile(path)], include_builtin=False).get("shop/add")
     assert task.oracle == ((Click(3, 4), TypeText("ü 'x'\n")), *(end or ((Done(),),)))
     assert ("# also seen: b was deleted" in text) == (chosen == [0])
+
+
+@pytest.mark.parametrize("line_break", ["\x85", "\u2028", "\u2029", "\r", "\x0b", "\x0c", "\x1c", "\x1e"])
+async def test_a_guest_plants_no_task_into_the_comments_of_a_file(line_break: str, tmp_path: Path) -> None:
+    planted = (
+        f"x{line_break}- name: planted{line_break}  setup: [{{kind: command, argv: [id], as_root: true}}]{line_break}#"
+    )
+    path = f"/home/user/{planted.replace('/', '-')}"
+    before = Guest({INI: b"[Main]\ndark=false\n", "/home/user/a": b"1"})
+    after = Guest({INI: f"[Main]\ndark=true\n{planted}=1\n".encode(), "/home/user/a": b"2", path: b"3"}, [planted])
+    proposals = await propose(cast(AsyncEpisode, before), cast(AsyncEpisode, after))
+    [chosen] = [index for index, each in enumerate(proposals) if each.checker.get("path") == "/home/user/a"]
+    text = task_text(
+        suite="shop", name="add", instruction="Do it.", setup=[], steps=[(Click(3, 4),)], proposals=proposals,
+        chosen=[chosen],
+    )  # fmt: skip
+    file = tmp_path / "shop.yaml"
+    file.write_text(text, encoding="utf-8")
+    tasks = TaskCatalogue.load([TaskFile(file)], include_builtin=False).list()
+    assert [(task.task_id, task.setup) for task in tasks] == [("shop/add", ())]
+    assert all(line.startswith("#") for line in text.partition("# also seen")[2].splitlines()[1:])
+
+
+@pytest.mark.parametrize("text", ["[a]\nk\n  more\nb=2\n", "[a]\nk\n\tb=2\n", "[a\n", "= 1\n"])
+async def test_a_settings_file_that_is_not_read_as_entries_is_compared_as_a_whole(text: str) -> None:
+    found = await proposed(Guest({INI: b"[a]\nb=1\n"}), Guest({INI: text.encode()}))
+    assert found[0][1] == {"kind": "file_text", "path": INI, "equals": text}

@@ -40,6 +40,8 @@ class A11yHelper:
                     start_new_session=True,
                     user=os.geteuid(),
                     group=os.getegid(),
+                    # -m imports from the working directory first, and the user can write to guestd's own.
+                    cwd="/",
                     env={**os.environ, "PYTHONPATH": path},
                 )
             except OSError as error:

@@ -110,9 +110,9 @@ def tabs_command(
     verb: str, urls: Sequence[str], *, limit_s: float = _LIMIT_S, ports: Sequence[int] = _PORTS
 ) -> list[str]:
     """Return a command that opens or closes tabs (`verb` is `open` or `close`); it waits for Chrome until `limit_s`."""
-    return ["python3", "-c", _TABS, verb, json.dumps(list(urls)), f"{limit_s:g}", json.dumps(list(ports))]
+    return ["python3", "-I", "-c", _TABS, verb, json.dumps(list(urls)), f"{limit_s:g}", json.dumps(list(ports))]
 
 
 def history_command(visits: Sequence[Mapping[str, Any]], *, profiles: Sequence[str] = _PROFILES) -> list[str]:
     """Return a command that writes visits into the history of the first browser that has been used."""
-    return ["python3", "-c", _HISTORY, json.dumps(list(visits)), json.dumps(list(profiles))]
+    return ["python3", "-I", "-c", _HISTORY, json.dumps(list(visits)), json.dumps(list(profiles))]

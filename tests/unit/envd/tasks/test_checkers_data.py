@@ -125,6 +125,98 @@ def test_an_xml_node_is_found_by_xpath_in_any_encoding(fields: dict[str, Any], s
 
 ENTITY = '<!DOCTYPE s [<!ENTITY a "AAAA"><!ENTITY b "&a;&a;&a;&a;">]><s>&b;</s>'
 OUTSIDE = '<!DOCTYPE s [<!ENTITY a SYSTEM "file:///etc/passwd">]><s>&a;</s>'
+PARAMETER = '<!DOCTYPE s [<!ENTITY % a SYSTEM "http://127.0.0.1/a"> %a;]><s>x</s>'
+
+SVG = (
+    '<?xml version="1.0"?><!DOCTYPE svg PUBLIC "-//W3C//DTD SVG 1.1//EN" "http://127.0.0.1:9/svg11.dtd">'
+    '<svg width="10"/>'
+)
+PLIST = '<!DOCTYPE plist PUBLIC "-//Apple//DTD PLIST 1.0//EN" "a.dtd"><plist><dict><key>a</key><true/></dict></plist>'
+FONTS = '<!DOCTYPE fontconfig SYSTEM "urn:fontconfig:fonts.dtd"><fontconfig><dir>~/.fonts</dir></fontconfig>'
+ATTRIBUTES = '<!DOCTYPE s [<!ELEMENT s ANY><!ATTLIST s a CDATA "b">]><s>x</s>'
+VS_CODE = """// Place your settings here
+{
+    "editor.fontSize": 14, /* points, */
+    "url": "http://a//b", // not a comment in the string
+    "odd": "a,]\\\"/* no comment */", "list": [1, 2,],
+    "nested": {"a": {"b": true, }, },
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "fields"),
+    [
+        (SVG, "xml_value", {"at": "/svg/@width", "equals": 10}),
+        (PLIST, "xml_value", {"at": "//key", "equals": "a"}),
+        (FONTS, "xml_value", {"at": "/fontconfig/dir", "equals": "~/.fonts"}),
+        (ATTRIBUTES, "xml_value", {"at": "/s", "equals": "x"}),
+        (VS_CODE, "json_value", {"at": ["editor.fontSize"], "equals": 14}),
+        (VS_CODE, "json_value", {"at": ["url"], "equals": "http://a//b"}),
+        (VS_CODE, "json_value", {"at": ["odd"], "equals": 'a,]"/* no comment */'}),
+        (VS_CODE, "json_value", {"at": ["list"], "equals": [1, 2]}),
+        (VS_CODE, "json_value", {"at": ["nested"], "equals": {"a": {"b": True}}}),
+        ('{"a": 1}\n{"a": 2}\n', "json_value", {"at": [1, "a"], "equals": 2}),
+        ('{"a": 1}\n', "json_value", {"at": [0, "a"], "equals": 1, "path": "/home/user/one.jsonl"}),
+        ("sep=;\r\na;b\r\n1;2\r\n", "csv_value", {"row": 0, "column": "b", "equals": 2}),
+        ("a\n" + "x" * 300_000, "csv_value", {"row": 0, "column": "a", "matches": "x+"}),
+        ("k: v\n", "ini_value", {"key": "k", "equals": "v"}),
+        ("[s]\nurl: http://a/?b=c\n", "ini_value", {"section": "s", "key": "url", "equals": "http://a/?b=c"}),
+        ("a:b = c\n", "ini_value", {"key": "a:b", "equals": "c"}),
+        ("k = 80 ; columns\n", "ini_value", {"key": "k", "equals": 80}),
+        ("k = a # b\n", "ini_value", {"key": "k", "equals": "a"}),
+        ("k = a # b\n", "ini_value", {"key": "k", "equals": "a # b"}),
+        ('k = "a ; b" ; c\n', "ini_value", {"key": "k", "equals": "a ; b"}),
+        ('k = "say \\"hi\\""\n', "ini_value", {"key": "k", "equals": 'say "hi"'}),
+        ('k = "a"\n', "ini_value", {"key": "k", "equals": '"a"'}),
+        ("k = a;b;\n", "ini_value", {"key": "k", "equals": "a;b;"}),
+    ],
+)
+def test_files_of_real_programs_are_read_as_they_read_them(data: str, kind: str, fields: dict[str, Any]) -> None:
+    outcome = judge(data, kind, **fields)
+    assert outcome.score == 1.0, outcome.evidence
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "fields"),
+    [
+        (VS_CODE, "json_value", {"at": ["editor.fontSize"], "equals": 14, "strict": True}),
+        ('{"a": 1,,}', "json_value", {"at": ["a"], "equals": 1}),
+        ("[,]", "json_value", {"equals": []}),
+        ('{"a": 1} {"a": 2}', "json_value", {"at": ["a"], "equals": 1}),
+        ('{"a": 1}\nnot JSON\n', "json_value", {"at": [0, "a"], "equals": 1}),
+        ("1\n2\n", "json_value", {"at": [1], "equals": 2}),
+        ('{"a": "// b"', "json_value", {"at": ["a"], "equals": "// b"}),
+        ('{"a": 1} /*', "json_value", {"at": ["a"], "equals": 1}),
+        ('k = "a"\n', "ini_value", {"key": "k", "equals": "a", "strict": True}),
+        ("k = a ; b\n", "ini_value", {"key": "k", "equals": "a", "strict": True}),
+        ("k = a;b\n", "ini_value", {"key": "k", "equals": "a"}),
+        ('k = "a\nb = 1\n', "ini_value", {"key": "k", "equals": "a"}),
+        ("# k: v\n", "ini_value", {"key": "k", "equals": "v"}),
+        ("k = a # b\n", "ini_value", {"key": "k", "absent": True}),
+        ("k: v\n", "ini_value", {"key": "k", "absent": True}),
+    ],
+)
+def test_reading_as_programs_do_makes_no_other_value_right(data: str, kind: str, fields: dict[str, Any]) -> None:
+    outcome = judge(data, kind, **fields)
+    assert outcome.score == 0.0, outcome.evidence
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,234.50", 1234.5), ("$1,234.50", 1234.5), ("-$5", -5), ("1.234,50", 1234.5), ("1.234.567", 1234567),
+        ("1 234,5 €", 1234.5), ("1\xa0234", 1234), ("1'234.5", 1234.5), ("3,5", 3.5), ("12 %", 0.12),
+        ("12,5%", 0.125), ("\u22125", -5), ("1,234", 1234), ("1.234", 1.234), ("£ 7", 7), ("1,234,567", 1234567),
+        ("1,23,456", None), ("1,2345.6", None), ("12,34.5", None), ("1.234,5.6", None), ("1 2345", None),
+        ("1_000", None), ("12 apples", None), ("", None), ("%", None), ("1.234 567", None), ("0x10", None),
+    ],
+)  # fmt: skip
+def test_a_number_of_a_spreadsheet_has_one_value(text: str, number: float | None) -> None:
+    data = f'a\n"{text}"\n'
+    for wanted in (-5, 0.12, 0.125, 1.234, 3.5, 7, 10, 1234, 1234.5, 1000, 1234567):
+        assert judge(data, "csv_value", row=0, column="a", equals=wanted).score == float(wanted == number), wanted
+    assert judge(data, "csv_value", row=0, column="a", equals=text).score == 1.0
 
 
 @pytest.mark.parametrize(
@@ -135,12 +227,13 @@ OUTSIDE = '<!DOCTYPE s [<!ENTITY a SYSTEM "file:///etc/passwd">]><s>&a;</s>'
         (b"9" * 5000, "json_value", {}, "is not JSON"),
         (b"\xff\xfe\x00", "json_value", {}, "are not text"),
         (b"= 1", "ini_value", {"key": "a"}, "is not INI"),
-        (b'"' + b"a" * 200_000, "csv_value", {"row": 0, "column": 0, "header": False}, "is not CSV"),
+        (b'"a"b\x00', "csv_value", {"row": 0, "column": 0, "header": False}, "not text"),
         (b"<s>", "xml_value", {"at": "/s"}, "is not XML"),
         (b"", "xml_value", {"at": "/s"}, "is not XML"),
         (b"<a>" * 5000, "xml_value", {"at": "/s"}, "is not XML"),
-        (ENTITY.encode(), "xml_value", {"at": "/s"}, "has a document type"),
-        (OUTSIDE.encode(), "xml_value", {"at": "/s"}, "has a document type"),
+        (ENTITY.encode(), "xml_value", {"at": "/s"}, "declares entities"),
+        (OUTSIDE.encode(), "xml_value", {"at": "/s"}, "declares entities"),
+        (PARAMETER.encode(), "xml_value", {"at": "/s"}, "declares entities"),
         (b" " * (5 << 20), "json_value", {}, "exceed the limit"),
     ],
 )

@@ -1,6 +1,8 @@
 """Load suites from files, and reject invalid files."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,48 @@ def test_a_directory_loads_its_yaml_files_in_order(tmp_path: Path) -> None:
     assert [task.task_id for task in catalogue.list()] == ["a/first", "b/first"]
 
 
+def test_a_task_with_a_problem_is_left_out_and_the_others_are_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = GOOD.split("tasks:")[1].replace("first", "second").replace("level: 1", "level: 1\n    colour: red")
+    catalogue = TaskCatalogue.load([write(tmp_path, GOOD + bad.strip("\n"))], include_builtin=False)
+    assert [task.task_id for task in catalogue.list()] == ["mine/first"]
+    assert "task mine/second: colour: " in caplog.text
+    with pytest.raises(TaskNotFound, match=r"'mine/second' is left out: colour: .*envd tasks lint"):
+        catalogue.get("mine/second")
+    assert catalogue.with_tasks([]).problems == catalogue.problems
+
+
+OSWORLD: dict[str, Any] = {
+    "id": "a", "instruction": "Do it.", "evaluator": {"func": "infeasible"}, "config": [],
+}  # fmt: skip
+
+
+def test_one_file_of_a_fork_of_osworld_does_not_cost_the_others(tmp_path: Path) -> None:
+    directory = tmp_path / "evaluation_examples" / "examples" / "os"
+    directory.mkdir(parents=True)
+    (tmp_path / "evaluation_examples" / "settings.txt").write_text("x")
+    upload = {"local_path": "evaluation_examples/settings.txt", "path": "/home/user/settings.txt"}
+    contents: dict[str, Any] = {
+        "good": OSWORLD,
+        "uploads": OSWORLD | {"config": [{"type": "upload_file", "parameters": {"files": [upload]}}]},
+        "unknown-key": OSWORLD | {"difficulty": "hard"},
+        "no-evaluator": {"id": "b", "instruction": "Do it."},
+        "list": [],
+        "twice": OSWORLD | {"id": "good"},
+        "outside": OSWORLD
+        | {"config": [{"type": "upload_file", "parameters": {"files": [upload | {"local_path": "../../../a"}]}}]},
+    }
+    for name, content in contents.items():
+        renamed = {**content, "id": content.get("id") if name == "twice" else name} if content else content
+        (directory / f"{name}.json").write_text(json.dumps(renamed))
+    catalogue = TaskCatalogue.load([directory], include_builtin=False)
+    assert [task.task_id for task in catalogue.list()] == ["imported/good", "imported/uploads"]
+    assert len(catalogue.problems) == 4
+    index = write(tmp_path / "evaluation_examples", json.dumps({"os": ["good", "unknown-key", "gone"]}), "all.json")
+    assert len(TaskCatalogue.load([index], include_builtin=False)) == 1
+
+
 def test_an_unknown_task_is_rejected_with_similar_ids(tmp_path: Path) -> None:
     catalogue = TaskCatalogue.load([write(tmp_path, GOOD)], include_builtin=False)
     with pytest.raises(TaskNotFound, match=r"'mine/frist' .*mine/first"):
@@ -71,9 +115,12 @@ def test_a_wrong_oracle_is_named_by_step_and_action(tmp_path: Path) -> None:
     assert "oracle[1][0]: action: unknown action 'clack'" in message
 
 
-def test_a_duplicate_task_id_is_rejected(tmp_path: Path) -> None:
+def test_of_two_tasks_with_one_id_the_first_is_served(tmp_path: Path) -> None:
     first, second = write(tmp_path, GOOD, "1.yaml"), write(tmp_path, GOOD, "2.yaml")
-    assert refusal(tmp_path) == f"{second}: task mine/first: duplicate id, already in {first}; rename one of them"
+    catalogue = TaskCatalogue.load([tmp_path], include_builtin=False)
+    assert list(map(str, catalogue.problems)) == [
+        f"{second}: task mine/first: duplicate id, already in {first}; rename one of them"
+    ]
 
 
 def test_a_duplicate_key_is_rejected(tmp_path: Path) -> None:

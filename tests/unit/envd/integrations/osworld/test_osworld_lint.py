@@ -48,6 +48,10 @@ def test_a_task_without_obstacles_can_run() -> None:
 @pytest.mark.parametrize(
     ("file", "expected"),
     [
+        (
+            task(step("chrome_open_tabs", urls_to_open=3)),
+            (Obstacle.MALFORMED, "TypeError(\"'int' object is not iterable\")"),
+        ),
         (task(step("levitate")), (Obstacle.UNKNOWN_FUNCTION, "setup verb levitate")),
         (task(evaluator={"func": ["exact_match", "guess"]}), (Obstacle.UNKNOWN_FUNCTION, "metric guess")),
         (

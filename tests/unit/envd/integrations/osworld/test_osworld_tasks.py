@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from envd.base.errors import OsworldError
+from envd.base.errors import TaskNotFound
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.catalogue import desktop_task, osworld_tasks
 from envd.integrations.osworld.files import read_files
 from envd.tasks.assets import assets_of
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.fields import AssetRef
+from envd.tasks.model import Task
 from envd.tasks.osworld import asset_urls
 
 TASK: dict[str, Any] = {
@@ -57,7 +58,8 @@ def test_a_task_keeps_osworlds_setup_and_evaluator(tmp_path: Path) -> None:
 def test_one_id_for_two_systems_yields_two_tasks_in_the_domains_of_their_directories(tmp_path: Path) -> None:
     write(tmp_path, TASK)
     write(tmp_path, TASK, examples="examples_windows", domain="word")
-    tasks = {task.task_id: (task.os, task.domain) for task in osworld_tasks(tmp_path)}
+    found = [task for task in osworld_tasks(tmp_path) if isinstance(task, Task)]
+    tasks = {task.task_id: (task.os, task.domain) for task in found}
     assert tasks["osworld/0001-a"] == (GuestOs.LINUX, "gimp")
     assert tasks["osworld-windows/0001-a"] == (GuestOs.WINDOWS, "word")
 
@@ -86,17 +88,32 @@ def test_an_infeasible_task_has_no_checker(tmp_path: Path) -> None:
         {"evaluator": {**TASK["evaluator"], "surprise": 1}},
     ],
 )
-def test_an_invalid_task_file_is_rejected_by_name(tmp_path: Path, change: dict[str, Any]) -> None:
-    write(tmp_path, {**TASK, **change})
-    with pytest.raises(OsworldError, match=r"0001-a\.json"):
-        list(osworld_tasks(tmp_path))
-
-
-def test_a_file_that_is_not_json_is_rejected_by_name(tmp_path: Path) -> None:
+def test_an_invalid_task_file_is_left_out_by_name(tmp_path: Path, change: dict[str, Any]) -> None:
     write(tmp_path, TASK)
-    (tmp_path / "examples" / "gimp" / "broken.json").write_text("{")
-    with pytest.raises(OsworldError, match=r"broken\.json"):
-        read_files(tmp_path)
+    (tmp_path / "examples" / "gimp" / "0001-b.json").write_text(json.dumps({**TASK, "id": "0001-b", **change}))
+    catalogue = TaskCatalogue(osworld_tasks(tmp_path))
+    assert [task.task_id for task in catalogue.list()] == ["osworld/0001-a"]
+    [problem] = catalogue.problems
+    assert problem.where.endswith("0001-b.json")
+    with pytest.raises(TaskNotFound, match="left out"):
+        catalogue.get("osworld/0001-b")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3", '{"id": "a", "instruction": "b"}'])
+def test_a_file_that_is_not_a_task_is_left_out_by_name(tmp_path: Path, content: str) -> None:
+    write(tmp_path, TASK)
+    (tmp_path / "examples" / "gimp" / "broken.json").write_text(content)
+    files, [problem] = read_files(tmp_path)
+    assert [file.task_id for file in files] == ["osworld/0001-a"]
+    assert "broken.json" in problem.where
+
+
+def test_of_two_files_with_one_id_the_first_is_served(tmp_path: Path) -> None:
+    write(tmp_path, TASK)
+    write(tmp_path, {**TASK, "instruction": "Another."}, domain="vlc")
+    catalogue = TaskCatalogue(osworld_tasks(tmp_path))
+    assert [task.instruction for task in catalogue.list()] == ["Do it."]
+    assert "duplicate id" in str(catalogue.problems[0])
 
 
 def test_downloads_have_the_names_that_osworld_looks_for() -> None:
