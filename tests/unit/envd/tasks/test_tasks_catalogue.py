@@ -84,7 +84,7 @@ def test_one_file_of_a_fork_of_osworld_does_not_cost_the_others(tmp_path: Path) 
         (directory / f"{name}.json").write_text(json.dumps(renamed))
     catalogue = TaskCatalogue.load([directory], include_builtin=False)
     assert [task.task_id for task in catalogue.list()] == ["imported/good", "imported/uploads"]
-    assert len(catalogue.problems) == 4
+    assert len(catalogue.problems) == 5
     index = write(tmp_path / "evaluation_examples", json.dumps({"os": ["good", "unknown-key", "gone"]}), "all.json")
     assert len(TaskCatalogue.load([index], include_builtin=False)) == 1
 
