@@ -57,4 +57,5 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
         ("StepResponse.unrecorded_requests",), "Names the requests of a guest that its web recording does not have."
     ),
     "perturb": Capability(("ResetRequest.perturb",), "Perturbs the world of episodes, drawn from a seed."),
+    "close_opening": Capability(("CloseRequest.opening_id",), "Ends a reset or fork by its request id."),
 }

@@ -115,7 +115,7 @@ class AsyncEnvClient:
         await self.aclose()
 
     async def aclose(self, *, wait: timedelta = timedelta(0)) -> None:
-        """Close the running loop's connections, after waiting at most 20 s for abandoned openings to be closed.
+        """Close the running loop's connections, after ending its cancelled openings at their hosts.
 
         Closes the episodes of `open`. Idempotent; another call connects again.
 
@@ -172,7 +172,7 @@ class AsyncEnvClient:
     ) -> AsyncIterator[Sequence[AsyncEpisode]]:
         """Open episodes of one task or checkpoint, all or none; renew their leases, and close them on exit.
 
-        If cancelled while opening, the episodes are closed in the background, or end with their leases.
+        If cancelled while opening, the opening is ended at its host, in the background.
 
         Args:
             task: Id of the task; or a checkpoint, to begin in that state, on its host.
@@ -274,7 +274,7 @@ class AsyncEnvClient:
         """Branch an active episode: open copies of its current state, all or none, and close them on exit.
 
         The parent continues, and the copies may outlive it. Their leases are renewed. If cancelled while opening, the
-        copies are closed in the background, or end with their leases.
+        opening is ended at its host, in the background.
 
         Args:
             parent: The episode; no step of it may be running.

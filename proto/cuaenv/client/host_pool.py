@@ -88,7 +88,7 @@ class HostPool:
                     await self._table.changed.wait()
 
     async def aclose(self) -> None:
-        """Wait at most 20 s for abandoned openings, then disconnect. Idempotent."""
+        """Wait at most 20 s until abandoned openings have ended, then disconnect. Idempotent."""
         await self._placement.aclose()
         await asyncio.gather(*(host.aclose(_CLOSE_TIMEOUT_S) for host in self._table))
 
