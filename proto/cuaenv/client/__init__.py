@@ -49,7 +49,7 @@ EnvError
 │   └── ScopeTooSmall     the token's scope does not cover this call
 ├── NotSupported          the daemon's release or its settings do not have this call
 ├── MessageTooLarge       more than 64 MiB in one message
-├── ClientClosed          the client was closed
+├── ClientClosed          the client was closed, or its process was forked
 ├── PoolExhausted         no machine became free before the deadline
 ├── RateLimited           the token exceeded its call rate until the deadline
 ├── Unavailable           the daemon could not be reached before the deadline

@@ -92,6 +92,7 @@ class AsyncEnvClient:
                 or `max_episodes` is below 1.
         """
         self.targets = parse_targets(targets)
+        """The addresses that it was given."""
         self._access = Access(token=token, tls=tls)
         for target in self.targets:
             if not is_ray(target):  # its hosts are checked when they are known

@@ -148,7 +148,8 @@ _REPEATED_AFTER: Final = 6
 async def log_waits(connection: Connection) -> None:
     """Log every 5 s which of a host's pools have no machine to give, and why, until cancelled; the same every 30 s.
 
-    A pool without machines is a warning, so it is visible without a configuration of logging. Queues are normal.
+    A pool without machines is a warning, and so is every 30 s the first report of a busy pool: both are visible without
+    a configuration of logging. A queue that moves is normal.
     """
     logged: set[str] = set()
     for count in itertools.count():
@@ -165,8 +166,8 @@ async def log_waits(connection: Connection) -> None:
             reason = wait_reason(pool)
             message = f"waiting for pool {pool.name} at {connection.target}: {reason}"
             if reason and message not in logged:
-                logged.add(message)
-                logger.log(logging.WARNING if is_empty else logging.INFO, message)
+                logger.log(logging.WARNING if is_empty or pool.name not in logged else logging.INFO, message)
+                logged |= {message, pool.name}
 
 
 def wait_reason(pool: env_pb2.Pool) -> str:
