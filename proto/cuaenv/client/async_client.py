@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Self, Unpack
 
+from cuaenv.argument_types import checks_arguments
 from cuaenv.client.archives import export_to, import_from
 from cuaenv.client.credentials import Access, Tls
 from cuaenv.client.episode import AsyncEpisode
@@ -47,7 +48,7 @@ from cuaenv.client.view import (
 )
 from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
-from cuaenv.wire import new_id, require_durations, wire_duration
+from cuaenv.wire import new_id, wire_duration
 
 #: Most items per page, and most ids per request.
 _PAGE_SIZE: Final = 1000
@@ -61,6 +62,7 @@ class AsyncEnvClient:
     New episodes are opened on the host with the larger share of free machines, and all their later calls go there.
     """
 
+    @checks_arguments
     def __init__(
         self,
         targets: str | Sequence[str],
@@ -154,6 +156,7 @@ class AsyncEnvClient:
         return hosts
 
     @asynccontextmanager
+    @checks_arguments
     async def reset_group(
         self,
         task: str | Checkpoint,
@@ -194,9 +197,10 @@ class AsyncEnvClient:
 
         Raises:
             EnvError: See the module's tree.
-            ValueError: An occasion is unknown.
+            TypeError: An argument has another type.
+            ValueError: An occasion is unknown, or `size` is below 1.
         """
-        require_durations(timeout=timeout, lease_ttl=lease_ttl)
+        _require_count("size", size)
         hosts = self._host_pool
         triggers = wire_triggers(checkpoint_on)
         checkpoint = task if isinstance(task, Checkpoint) else None
@@ -248,6 +252,7 @@ class AsyncEnvClient:
 
     @takes_options_of(reset_group, without=["size"])
     @asynccontextmanager
+    @checks_arguments
     async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncIterator[AsyncEpisode]:
         """Open one episode of a task or checkpoint; renew its lease, and close it on exit."""
         async with self.reset_group(task, size=1, **options) as episodes:
@@ -263,6 +268,7 @@ class AsyncEnvClient:
         return episode
 
     @asynccontextmanager
+    @checks_arguments
     async def fork(
         self,
         parent: AsyncEpisode,
@@ -287,8 +293,9 @@ class AsyncEnvClient:
         Raises:
             NotForkable: It cannot be branched in its current state; it continues.
             EnvError: See the module's tree.
+            ValueError: `count` is below 1.
         """
-        require_durations(timeout=timeout, lease_ttl=lease_ttl)
+        _require_count("count", count)
         request = env_pb2.ForkRequest(
             request_id=new_id(),
             episode_id=parent.episode_id,
@@ -318,6 +325,7 @@ class AsyncEnvClient:
         async with opened as episodes:
             yield episodes
 
+    @checks_arguments
     async def list_tasks(
         self, *, suite: str = "", task_ids: Sequence[str] = (), timeout: timedelta = timedelta(seconds=30)
     ) -> list[Task]:
@@ -355,6 +363,7 @@ class AsyncEnvClient:
         by_id = {task.task_id: task for task in reversed(tasks)}
         return [by_id[task_id] for task_id in sorted(by_id)]
 
+    @checks_arguments
     async def list_pools(self, *, queues: bool = False, timeout: timedelta = timedelta(seconds=30)) -> list[Pool]:
         """Return the current pools of every host that responds, and with `queues` who waits there. Raises: EnvError."""
 
@@ -364,6 +373,7 @@ class AsyncEnvClient:
 
         return list(itertools.chain.from_iterable(await self._host_pool.call_all(list_on, timeout=timeout)))
 
+    @checks_arguments
     async def capabilities(self, *, timeout: timedelta = timedelta(seconds=30)) -> frozenset[str]:
         """Return the names of `cuaenv.capabilities` that every host that responds has. Raises: EnvError."""
 
@@ -374,6 +384,7 @@ class AsyncEnvClient:
         first, *others = await self._host_pool.call_all(list_on, timeout=timeout)
         return first.intersection(*others)
 
+    @checks_arguments
     async def list_episodes(self, *, timeout: timedelta = timedelta(seconds=30)) -> list[EpisodeInfo]:
         """Return the open episodes of every host that responds, oldest first; of all clients that the token may list.
 
@@ -398,6 +409,7 @@ class AsyncEnvClient:
         lists = await self._host_pool.call_all(list_on, timeout=timeout)
         return sorted(itertools.chain.from_iterable(lists), key=lambda episode: episode.create_time)
 
+    @checks_arguments
     async def list_checkpoints(
         self, *, run: str = "", task: str = "", episode_id: str = "", timeout: timedelta = timedelta(seconds=30)
     ) -> list[Checkpoint]:
@@ -428,6 +440,7 @@ class AsyncEnvClient:
         lists = await self._host_pool.call_all(list_on, timeout=timeout)
         return sorted(itertools.chain.from_iterable(lists), key=lambda checkpoint: checkpoint.create_time)
 
+    @checks_arguments
     async def evaluate(self, checkpoint: Checkpoint, *, timeout: timedelta = timedelta(minutes=10)) -> Evaluation:
         """Score the state of a checkpoint on a machine of its own; no episode ends, and its own may have ended.
 
@@ -440,12 +453,14 @@ class AsyncEnvClient:
         host = await self._host_pool.host(checkpoint.host, timeout=timeout)
         return read_evaluation(await host.connection.call("Evaluate", request, timeout))
 
+    @checks_arguments
     async def delete_checkpoint(self, checkpoint: Checkpoint, *, timeout: timedelta = timedelta(seconds=30)) -> None:
         """Delete a checkpoint. Episodes that were opened from it continue. Idempotent. Raises: EnvError."""
         request = env_pb2.DeleteCheckpointRequest(checkpoint_id=checkpoint.checkpoint_id)
         host = await self._host_pool.host(checkpoint.host, timeout=timeout)
         await host.connection.call("DeleteCheckpoint", request, timeout)
 
+    @checks_arguments
     async def export_checkpoint(
         self, checkpoint: Checkpoint, path: str | Path, *, timeout: timedelta = timedelta(minutes=10)
     ) -> int:
@@ -461,6 +476,7 @@ class AsyncEnvClient:
         host = await self._host_pool.host(checkpoint.host, timeout=timeout)
         return await export_to(host.connection, checkpoint.checkpoint_id, Path(path), timeout=timeout)
 
+    @checks_arguments
     async def import_checkpoint(
         self, path: str | Path, *, host: str = "", timeout: timedelta = timedelta(minutes=10)
     ) -> Checkpoint:
@@ -486,6 +502,7 @@ class AsyncEnvClient:
         message = await import_from(chosen.connection, Path(path), timeout=timeout)
         return read_checkpoint(message, chosen.target)
 
+    @checks_arguments
     async def close_episode(self, episode: EpisodeInfo, *, timeout: timedelta = timedelta(seconds=30)) -> None:
         """Close a listed episode, which may be another client's, and release its machine. Idempotent.
 
@@ -497,6 +514,7 @@ class AsyncEnvClient:
         await host.connection.call("Close", request, timeout)
 
     @asynccontextmanager
+    @checks_arguments
     async def forward(
         self, episode: EpisodeInfo, port: int, *, local_port: int = 0, timeout: timedelta = timedelta(seconds=30)
     ) -> AsyncIterator[PortForward]:
@@ -509,6 +527,11 @@ class AsyncEnvClient:
         host = await self._host_pool.host(episode.host, timeout=timeout)
         async with forwarded(host.connection, episode.episode_id, port, local_port=local_port) as forward:
             yield forward
+
+
+def _require_count(name: str, count: int) -> None:
+    if count < 1:
+        raise ValueError(f"{name}={count}: no episodes; give at least 1")
 
 
 @asynccontextmanager

@@ -16,7 +16,6 @@ from cuaenv.client.placement import RetryPolicy, retry_pause_s
 from cuaenv.client.targets import Address
 from cuaenv.client.tracing import trace_headers
 from cuaenv.v1 import env_pb2_grpc
-from cuaenv.wire import require_durations
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
@@ -173,7 +172,6 @@ class Connection:
 
     async def call(self, method: str, request: Any, timeout: timedelta, *, retry: bool = True) -> Any:
         """Call until there is a response, an error that a retry cannot fix, or no time left. Raises: EnvError."""
-        require_durations(timeout=timeout)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         deadline_s = began_s + timeout.total_seconds()
