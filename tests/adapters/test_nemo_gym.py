@@ -172,6 +172,9 @@ async def test_an_attempt_has_one_session_and_unknown_fields_are_refused(tmp_pat
             with pytest.raises(ProtocolError, match="attempt 1 has a session"):
                 await server.open("one", attempt, TASK)
         await server.open("one", 2, TASK)
+        for endless in (float("nan"), float("inf")):
+            with pytest.raises(ProtocolError, match="malformed request"):
+                await server.prepare(control.body("step-1", deadline_s=endless))
         with pytest.raises(ProtocolError, match="malformed request"):
             await server.prepare(control.body("step-1", force=True))
         with pytest.raises(ProtocolError, match="malformed request"):

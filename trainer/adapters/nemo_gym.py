@@ -32,7 +32,7 @@ class ProtocolError(Exception):
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     schema_version: Literal[1]
     checkpoint_id: _Name
