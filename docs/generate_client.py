@@ -116,7 +116,7 @@ def _class(kind: type) -> Iterator[str]:
 def _method(name: str, method: Callable[..., Any]) -> Iterator[str]:
     signature = inspect.signature(method)
     call = name + _short(str(signature.replace(parameters=list(signature.parameters.values())[1:])))
-    if inspect.iscoroutinefunction(method):
+    if inspect.iscoroutinefunction(inspect.unwrap(method)):
         call = f"await {call}"
     elif inspect.isasyncgenfunction(inspect.unwrap(method)) and hasattr(method, "__wrapped__"):
         call = re.sub(r" -> \w+\[(.*)\]$", r" as \1", f"async with {call}")

@@ -221,6 +221,12 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return env_pb2.ImportCheckpointResponse(checkpoint=checkpoint_message(stored))
 
     async def Close(self, request: env_pb2.CloseRequest, context: Context) -> env_pb2.CloseResponse:
+        if request.opening_id:
+            if request.episode_id:
+                raise InvalidRequest("opening_id", "excludes episode_id; send one of them")
+            opening_id = request_id_of(request.opening_id, "opening_id")
+            await self._episodes.close_opening(opening_id, owner=current_caller().name)
+            return env_pb2.CloseResponse()
         episode_id = episode_id_of(request.episode_id)
         if self._is_callers(episode_id):
             await self._episodes.close(episode_id)

@@ -143,4 +143,5 @@ class EpisodeFactory:
             without_effect=without_effect,
             abandoned=lambda: self._registry.not_found(episode_id),
             on_dropped=lambda request_id: self._journal.forget_answer(kind, episode_id, request_id),
+            undo=self._registry.close_group if kind == FORK else None,
         )

@@ -1,9 +1,11 @@
 """Open episodes: by reset, at the start of a task, and by fork, in the present state of another episode."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
+from envd.base.aio import shielded
 from envd.base.errors import (
     EnvdError,
     EpisodeEnded,
@@ -77,6 +79,7 @@ class Opening:
             without_effect=(Exception,),
             abandoned=draining_error,
             on_dropped=lambda request_id: context.journal.forget_answer(RESET, "", request_id),
+            undo=context.registry.close_group,
         )
 
     async def aclose(self) -> None:
@@ -89,8 +92,8 @@ class Opening:
 
         Idempotent on `request_id`.
 
-        On failure no machine is kept. A cancelled caller leaves the reset running, for a retry to join; its
-        episodes then live until their leases expire.
+        On failure no machine is kept. A cancelled caller leaves the reset running for 10 s, for a retry to join; then
+        it is cancelled, or its episodes are closed.
 
         Raises:
             RequestIdReused: The id came before with a different body.
@@ -233,7 +236,7 @@ class Opening:
         """Fork an active episode: copies start in its present state, all or none, and it continues.
 
         Idempotent on `request_id`. On failure no machine is kept, and the parent is unchanged unless its machine or
-        guest failed. A cancelled caller leaves the fork running, for a retry to join.
+        guest failed. A cancelled caller leaves the fork running for a retry, as with `reset`.
 
         Raises:
             EpisodeNotFound: No such episode, or it was closed during the call.
@@ -313,11 +316,16 @@ class Opening:
         )
         try:
             await context.journal.opened(request, result, episodes)
-        except StoreError:
-            for episode in episodes:
-                await context.registry.close(episode.episode_id)
+        except (StoreError, asyncio.CancelledError):
+            context.journal.forget_answer(request.kind, request.scope, request.request_id)
+            await shielded(context.registry.close_group(result))
             raise
         return result
+
+    async def close_opening(self, request_id: str, *, owner: str) -> None:
+        """End the owner's reset or forks with this id, and close the episodes that they opened. Idempotent."""
+        forks = (episode.forks.end(request_id) for episode in self._context.registry if episode.owner == owner)
+        await asyncio.gather(self.resets.end(f"{owner}/{request_id}"), *forks)
 
     async def _with_pixels(self, answer: Answer[GroupResult], options: ObservationOptions) -> GroupResult:
         """Return the response; re-attach pixels if a previous daemon recorded it."""

@@ -22,7 +22,7 @@ from envd.episodes.events import EpisodeEvents
 from envd.episodes.lease import next_expiry_s
 from envd.episodes.losing import find_loss
 from envd.episodes.persistence.journal import Journal
-from envd.episodes.types import EpisodeState
+from envd.episodes.types import EpisodeState, GroupResult
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 
@@ -233,6 +233,10 @@ class EpisodeRegistry:
         closing = self._begin_close(episode_id, reason)
         if closing is not None:
             await asyncio.shield(closing)
+
+    async def close_group(self, group: GroupResult) -> None:
+        """Close the episodes that a reset or fork opened."""
+        await asyncio.gather(*(self.close(episode.episode_id) for episode in group.episodes))
 
     async def close_all(self, reason: str) -> None:
         """End every episode; returns when all their machines are gone."""

@@ -47,7 +47,7 @@ from envd.tasks.user_model import UserModel
 class EpisodeService:
     """Opens, steps, scores and closes episodes on machines of its pools; starts and closes the pools.
 
-    Its calls are those of its parts, which document them: `Opening.reset` and `fork`; `Checkpointing`;
+    Its calls are those of its parts, which document them: `Opening.reset`, `fork` and `close_opening`; `Checkpointing`;
     `RollingBack.rollback`; `Scoring.score`; `Stepping.step`, `observe`, `watch_frames` and `watch_screen`;
     `Evaluating.evaluate`; `GuestAccess.read_file`, `write_file`, `run_command`, `connect_port` and
     `with_guest_service`; `Controlling.take`, `act` and `release`; `EpisodeRegistry.find`, `owner_of` and `close`.
@@ -111,6 +111,7 @@ class EpisodeService:
         self._scoring = Scoring(context, self.checkpoints, self._opening.quotas, run_checkers=run_checkers)
         self.score = self._scoring.score
         self.reset, self.fork = self._opening.reset, self._opening.fork
+        self.close_opening = self._opening.close_opening
         self.step, self.observe = stepping.step, stepping.observe
         self.watch_frames, self.watch_screen = stepping.watch_frames, stepping.watch_screen
         self._evaluating = Evaluating(context, automatic, run_checkers, self._opening.at_start)

@@ -6,7 +6,8 @@ measures how fast machines are returned (`Turnover`). Time is an argument.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from envd.pool.fairness import Demand, RunShares, Turns
@@ -19,6 +20,11 @@ _KEEP_COUNT = 32
 _KEEP_S = 600.0
 #: Bounds of `retry_after_s`.
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 120.0
+
+#: How long an opening continues without a caller, in seconds. A client connects again after at most 5 s.
+GRACE_S = 10.0
+#: Whether a caller waits for the call that the current task performs. The episodes' ledger sets it.
+has_caller: ContextVar[Callable[[], bool]] = ContextVar("has_caller", default=lambda: True)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -34,6 +40,7 @@ class WaitingGroup:
     """Name of the token that asked; empty if the daemon uses no tokens."""
     passed_count: int = 0
     """Machines that went to other runs since its turn came."""
+    has_caller: Callable[[], bool] = field(default_factory=has_caller.get)
     admitted: asyncio.Future[MachineLease] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from envd.pool.admission import AdmissionQueue
+from envd.pool.admission import GRACE_S, AdmissionQueue
 from envd.pool.fairness import Demand, RunShares
 from envd.pool.status import PoolStatus
 
@@ -40,7 +40,9 @@ def queue_report(
             position=index + 1,
             waited_s=now_s - group.enter_s,
             left_s=max(0.0, group.deadline_s - now_s),
-            reason=_reason(group.demand, ahead=demands[:index], held=held, shares=shares, status=status),
+            reason=_reason(group.demand, ahead=demands[:index], held=held, shares=shares, status=status)
+            if group.has_caller()
+            else f"its caller is gone; it leaves the queue after {GRACE_S:g} s unless a retry comes",
         )
         for index, group in enumerate(groups)
     )

@@ -5,10 +5,12 @@ In the daemon they are always guest pixels from the top left corner. A field's n
 `cuaenv.action_codec` derives the protobuf and JSON forms from it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import ClassVar, Literal
+
+from cuaenv.argument_types import Checked
 
 __all__ = [
     "Action",
@@ -61,7 +63,7 @@ MAX_QUESTION_BYTES = 4096
 MAX_FILE_BYTES = 262_144
 
 
-class _Keyed:
+class _Keyed(Checked):
     """Stores the sequences of key names as tuples; one name alone is one key, not a sequence of letters."""
 
     __slots__ = ()
@@ -70,11 +72,14 @@ class _Keyed:
         for field in fields(self):  # type: ignore[arg-type]
             if field.name in ("keys", "modifiers"):
                 names = getattr(self, field.name)
-                object.__setattr__(self, field.name, (names,) if isinstance(names, str) else tuple(names))
+                if isinstance(names, str | Iterable):
+                    object.__setattr__(self, field.name, (names,) if isinstance(names, str) else tuple(names))
+        # Not super(): a dataclass with slots is another class than the one that the methods were defined in.
+        Checked.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Move(Checked):
     """Move the pointer."""
 
     x: int
@@ -105,7 +110,7 @@ class Drag(_Keyed):
 
 
 @dataclass(frozen=True, slots=True)
-class MouseDown:
+class MouseDown(Checked):
     """Press a mouse button and keep it down; at the pointer if no position is given."""
 
     button: Button = "left"
@@ -114,7 +119,7 @@ class MouseDown:
 
 
 @dataclass(frozen=True, slots=True)
-class MouseUp:
+class MouseUp(Checked):
     """Release a mouse button; at the pointer if no position is given."""
 
     button: Button = "left"
@@ -134,7 +139,7 @@ class Scroll(_Keyed):
 
 
 @dataclass(frozen=True, slots=True)
-class TypeText:
+class TypeText(Checked):
     """Type Unicode text into the focused widget; newline is Enter, tab is Tab."""
 
     text: str
@@ -152,41 +157,41 @@ class PressKeys(_Keyed):
 
 
 @dataclass(frozen=True, slots=True)
-class KeyDown:
+class KeyDown(Checked):
     """Press a key and keep it down."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
-class KeyUp:
+class KeyUp(Checked):
     """Release a key."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Checked):
     """Wait while the guest runs."""
 
     duration: timedelta
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Done(Checked):
     """Declare the task done; `answer` is the answer to the task's question, if it has one."""
 
     answer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(Checked):
     """Declare the task infeasible."""
 
     explanation: str = ""
 
 
-class ToolAction:
+class ToolAction(Checked):
     """An action that uses a tool instead of screen, mouse and keyboard."""
 
     __slots__ = ()

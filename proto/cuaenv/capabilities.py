@@ -60,4 +60,5 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     "shared_images": Capability(
         ("ResetRequest.share_images", "ForkRequest.share_images"), "Sends an image that a group shows only once."
     ),
+    "close_opening": Capability(("CloseRequest.opening_id",), "Ends a reset or fork by its request id."),
 }

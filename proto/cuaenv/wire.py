@@ -9,13 +9,6 @@ from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
 
 
-def require_durations(**lengths: object) -> None:
-    """Check arguments that are lengths of time; None is allowed. Raises: TypeError."""
-    for name, length in lengths.items():
-        if not isinstance(length, timedelta | None):
-            raise TypeError(f"{name} is {length!r}, not a timedelta; pass {name}=timedelta(seconds={length!r})")
-
-
 def wire_duration(length: timedelta | None) -> Duration | None:
     if length is None:
         return None

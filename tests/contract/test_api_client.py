@@ -11,6 +11,7 @@ from typing import Any, Literal
 import grpc
 import numpy as np
 import pytest
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from cuaenv import client as trainer
 from cuaenv.capabilities import CAPABILITIES
@@ -30,6 +31,7 @@ from cuaenv.client import (
     View,
     Wait,
 )
+from cuaenv.client import errors as errors_of
 from cuaenv.client.connection import Connection
 from cuaenv.frames import TiledImage
 from cuaenv.v1 import env_pb2, env_pb2_grpc
@@ -558,3 +560,58 @@ async def test_a_failing_block_of_the_synchronous_client_closes_its_episode_and_
     assert episodes.list_episodes() == []
     clients[0].close()
     assert not clients[0]._thread.is_alive()
+
+
+async def test_calls_of_a_closed_synchronous_client_raise_client_closed(server: ApiServer) -> None:
+    def use() -> None:
+        client = EnvClient(server.address)
+        episode = client.open(TASK)
+        client.close()
+        client.close()
+        calls = (client.list_pools, client.statistics, episode.observe, episode.close, lambda: client.open(TASK))
+        for call in (*calls, client.reset(TASK).__enter__):
+            with pytest.raises(
+                trainer.ClientClosed, match=f"client of {server.address}: it was closed; open another one"
+            ):
+                call()
+
+    await asyncio.to_thread(use)
+
+
+async def test_a_synchronous_episode_has_what_an_asyncio_one_documents(server: ApiServer) -> None:
+    internal = {"block", "chosen_view", "defaults", "place", "frames"}  # `frames` is an asyncio generator
+
+    def use() -> None:
+        with EnvClient(server.address) as client, client.reset(TASK) as episode:
+            inner = episode._inner
+            names = {name for name in {*vars(inner), *dir(type(inner))} if not name.startswith("_")} - internal
+            assert names == {name for name in dir(episode) if not name.startswith("_")}
+            shared = {name for name in names if not callable(getattr(inner, name))}
+            assert {name: getattr(episode, name) for name in shared} == {name: getattr(inner, name) for name in shared}
+            assert client.targets == client._inner.targets
+            assert episode.host.target == server.address
+            assert repr(episode).startswith("<Episode ")
+
+    await asyncio.to_thread(use)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "kind"),
+    [
+        ("RESOURCE_EXHAUSTED", "NEW_QUOTA", trainer.EnvError),
+        ("RESOURCE_EXHAUSTED", "", trainer.MessageTooLarge),
+        ("ABORTED", "NEW_CONFLICT", trainer.EnvError),
+        ("NOT_FOUND", "NEW_THING_NOT_FOUND", trainer.NotFound),
+        ("INTERNAL", "NEW_FAULT", trainer.ServiceFault),
+    ],
+)
+def test_an_unknown_reason_becomes_no_more_specific_than_its_code(
+    code: str, reason: str, kind: type[trainer.EnvError]
+) -> None:
+    status = status_pb2.Status(code=grpc.StatusCode[code].value[0], message="x")
+    if reason:
+        status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason))
+    trailing = grpc.aio.Metadata(("grpc-status-details-bin", status.SerializeToString()))
+    failure = grpc.aio.AioRpcError(grpc.StatusCode[code], grpc.aio.Metadata(), trailing, "x")
+    error = errors_of.error_of(failure, host="h")
+    assert (type(error), error.reason) == (kind, reason)

@@ -245,6 +245,22 @@ async def test_enum_values_of_later_releases_are_rejected(stub: "CUAEnvAsyncStub
     assert details_of(failure)["ErrorInfo"].reason == "UNIMPLEMENTED"
 
 
+async def test_close_ends_a_reset_by_its_id_and_takes_one_kind_of_id(
+    stub: "CUAEnvAsyncStub", episodes: StubEpisodes
+) -> None:
+    episodes.reset_gate.clear()
+    request = reset_request()
+    call = stub.Reset(request, timeout=TIMEOUT_S)
+    await episodes.wait_for_call("reset")
+    await stub.Close(env_pb2.CloseRequest(opening_id=request.request_id), timeout=TIMEOUT_S)
+    with pytest.raises(grpc.aio.AioRpcError, match="closed by its caller"):
+        await call
+    for both_or_none in (env_pb2.CloseRequest(), env_pb2.CloseRequest(episode_id="ep-1", opening_id="r")):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Close(both_or_none, timeout=TIMEOUT_S)
+        assert details_of(caught.value)["ErrorInfo"].reason == "BAD_FIELD"
+
+
 async def test_frames_are_streamed_until_the_episode_is_closed(stub: "CUAEnvAsyncStub") -> None:
     episode_id = await opened(stub)
     call = stub.StreamFrames(iter([env_pb2.StreamFramesRequest(episode_id=episode_id)]), timeout=TIMEOUT_S)

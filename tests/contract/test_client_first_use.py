@@ -245,6 +245,26 @@ async def test_a_wait_is_logged_when_its_reason_changes_and_every_sixth_time(
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
+async def test_a_busy_pool_is_a_warning_once_in_30_s(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_opening, "_INTERVAL_S", 0)
+    counts = iter(range(1, 8))
+    caplog.set_level("INFO")
+
+    async def attempt(*_: Any, **_options: Any) -> env_pb2.ListPoolsResponse:
+        count = next(counts, None)
+        if count is None:
+            raise asyncio.CancelledError
+        pool = env_pb2.Pool(name="p", waiting_count=count, leased_count=1, capacity_count=1)
+        return env_pb2.ListPoolsResponse(pools=[pool])
+
+    with pytest.raises(asyncio.CancelledError):
+        await client_opening.log_waits(cast("Any", SimpleNamespace(target="host:1", attempt=attempt)))
+    levels = [record.levelname for record in caplog.records if record.name == client_opening.__name__]
+    assert levels == ["WARNING", *["INFO"] * 5, "WARNING"]
+
+
 @pytest.mark.parametrize(
     ("pool", "reason"),
     [

@@ -111,6 +111,17 @@ async def test_the_endpoint_serves_metrics_and_liveness_and_frees_its_port() -> 
             assert again == address
 
 
+async def test_bytes_that_are_not_http_1_log_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async with serve_metrics(Metrics(), "127.0.0.1:0") as address:
+        for sent in (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x00\x05hello\r\n\r\n"):
+            host, port = address.split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            assert b"400 Bad Request" in await reader.read()
+            writer.close()
+    assert caplog.text == ""
+
+
 async def test_connections_beyond_the_limit_are_closed_and_the_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

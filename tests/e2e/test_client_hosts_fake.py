@@ -118,7 +118,7 @@ async def test_a_hundred_random_cancellations_leave_only_the_held_leases(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Episodes not closed in time are left to their leases, which are far longer than this test.
-    monkeypatch.setattr(cuaenv.client.opening, "_ANSWER_S", 60.0)
+    monkeypatch.setattr(cuaenv.client.opening, "_CLOSE_TIMEOUT", timedelta(seconds=60))
     monkeypatch.setattr(cuaenv.client.leases, "_CLOSE_TIMEOUT", timedelta(seconds=60))
     rng = random.Random(seed)
     held: dict[str, AsyncEpisode] = {}

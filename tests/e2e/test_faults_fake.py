@@ -18,6 +18,7 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api import convert_requests
 from envd.base.clock import SystemClock
 from envd.pool.memory import HostMemory
+from tests.support.clock import HastyClock
 from tests.support.faulty import Faults
 from tests.support.server import FakeServer, serve_fake, served_client
 
@@ -39,16 +40,6 @@ class JumpingClock(SystemClock):
 
     def now(self) -> datetime:
         return super().now() + self.offset
-
-
-class HastyClock(SystemClock):
-    """A clock ten times as fast as the host's, so that the shortest lease (10 s) expires in 1 s."""
-
-    def monotonic(self) -> float:
-        return 10 * super().monotonic()
-
-    async def sleep(self, delay_s: float) -> None:
-        await super().sleep(delay_s / 10)
 
 
 class FreezingProxy:

@@ -6,6 +6,7 @@ The server has an event loop in a thread of its own. Each port has its own abort
 import asyncio
 import base64
 import io
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +14,16 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import unquote, urlsplit
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from trainer.learn import LearnError
 
 if TYPE_CHECKING:
     from PIL import Image
+
+#: aiohttp would log a traceback for each connection of a client that tries HTTP/2 first.
+_logger = logging.getLogger(f"{__name__}.requests")
+_logger.addFilter(lambda record: record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError))
 
 _MAX_REQUEST_BYTES: Final = 256 << 20
 _FILE: Final = "file://"
@@ -90,7 +96,7 @@ class GenerateServer:
 
     async def _start(self) -> None:
         for _ in range(self._port_count):
-            runner = web.AppRunner(self.make_app(), access_log=None, shutdown_timeout=0.1)
+            runner = web.AppRunner(self.make_app(), access_log=None, logger=_logger, shutdown_timeout=0.1)
             await runner.setup()
             self._runners.append(runner)
             is_shared = self._shared_port is not None

@@ -4,16 +4,24 @@ It runs on the daemon's event loop, so a scrape sees pools between two changes, 
 """
 
 import asyncio
+import logging
 import resource
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
 from envd.base.errors import cannot_bind
 from envd.base.telemetry.metrics import CONTENT_TYPE, Metrics
+
+#: aiohttp would log a traceback for each connection that sends no HTTP/1, such as a gRPC client's attempts.
+_requests_logger = logging.getLogger(f"{__name__}.requests")
+_requests_logger.addFilter(
+    lambda record: record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+)
 
 _TLS_HANDSHAKE_S = 10.0
 
@@ -52,7 +60,14 @@ async def serve_app(
     Raises:
         ConfigError: The address cannot be bound.
     """
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        logger=_requests_logger,
+        handle_signals=False,
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
+    )
     await runner.setup()
     handlers = runner.server
     if handlers is None:

@@ -36,6 +36,7 @@ class Scoring:
             # Scoring changes nothing, so a retry may run again.
             without_effect=(Exception,),
             abandoned=draining_error,
+            undo=_discard,
         )
 
     async def aclose(self) -> None:
@@ -115,3 +116,7 @@ class Scoring:
         if not 0 <= evaluation.score <= 1:
             raise EvaluatorFailed(f"{subject}: score {evaluation.score} is outside [0, 1]")
         return evaluation, resume_ms
+
+
+async def _discard(_: ScoreResult) -> None:
+    """A score that no caller got changed nothing."""

@@ -44,7 +44,6 @@ async def serve_compat(
     """
     bound: dict[str, str] = {}
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(sessions.aclose)
         for name, listen in addresses.items():
             app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
             routes = Routes(app, guard)

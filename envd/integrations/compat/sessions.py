@@ -4,7 +4,6 @@ It keeps nothing that an episode's state depends on, so episodes are bounded by 
 alone: no protocol can evict a live episode, and a client that dies leaves nothing behind.
 """
 
-import asyncio
 import math
 import time
 import uuid
@@ -106,12 +105,6 @@ class Sessions:
         self._service = service
         self._lease_ttl_s = min(_LEASE_TTL_S, max_lease_ttl_s)
         self._max_steps = max_steps
-        self._closing: set[asyncio.Task[None]] = set()
-
-    async def aclose(self) -> None:
-        """Wait for the closing of episodes whose clients left during their reset."""
-        if self._closing:
-            await asyncio.wait(self._closing)
 
     @property
     def capacity(self) -> int:
@@ -164,7 +157,7 @@ class Sessions:
         request_id: str = "",
         unlimited: bool = False,
     ) -> GroupResult:
-        """Open an episode. If the caller is cancelled, the episode is closed as soon as it is open.
+        """Open an episode; a cancelled caller opens none.
 
         Args:
             request_id: Same id, same episode; empty for a new one.
@@ -181,20 +174,7 @@ class Sessions:
             max_steps=self._max_steps if unlimited else None,
             observe=observe,
         )
-        opening = asyncio.ensure_future(self._service.reset(command))
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            task = asyncio.create_task(self._close_when_open(opening), name=f"compat:close:{command.request_id}")
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-            raise
-
-    async def _close_when_open(self, opening: asyncio.Future[GroupResult]) -> None:
-        await asyncio.wait({opening})
-        if not opening.cancelled() and opening.exception() is None:
-            for info in opening.result().episodes:
-                await self._service.close(info.episode_id)
+        return await self._service.reset(command)
 
     async def info(self, episode_id: str) -> EpisodeInfo:
         """Return an open episode and renew its lease. Raises: EpisodeNotFound."""

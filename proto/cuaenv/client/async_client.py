@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Self, Unpack
 
+from cuaenv.argument_types import checks_arguments
 from cuaenv.client.archives import export_to, import_from
 from cuaenv.client.credentials import Access, Tls
 from cuaenv.client.episode import AsyncEpisode
@@ -47,7 +48,7 @@ from cuaenv.client.view import (
 )
 from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
-from cuaenv.wire import new_id, require_durations, wire_duration
+from cuaenv.wire import new_id, wire_duration
 
 #: Most items per page, and most ids per request.
 _PAGE_SIZE: Final = 1000
@@ -61,6 +62,7 @@ class AsyncEnvClient:
     New episodes are opened on the host with the larger share of free machines, and all their later calls go there.
     """
 
+    @checks_arguments
     def __init__(
         self,
         targets: str | Sequence[str],
@@ -92,6 +94,7 @@ class AsyncEnvClient:
                 or `max_episodes` is below 1.
         """
         self.targets = parse_targets(targets)
+        """The addresses that it was given."""
         self._access = Access(token=token, tls=tls)
         for target in self.targets:
             if not is_ray(target):  # its hosts are checked when they are known
@@ -115,7 +118,7 @@ class AsyncEnvClient:
         await self.aclose()
 
     async def aclose(self, *, wait: timedelta = timedelta(0)) -> None:
-        """Close the running loop's connections, after waiting at most 20 s for abandoned openings to be closed.
+        """Close the running loop's connections, after ending its cancelled openings at their hosts.
 
         Closes the episodes of `open`. Idempotent; another call connects again.
 
@@ -153,6 +156,7 @@ class AsyncEnvClient:
         return hosts
 
     @asynccontextmanager
+    @checks_arguments
     async def reset_group(
         self,
         task: str | Checkpoint,
@@ -172,7 +176,7 @@ class AsyncEnvClient:
     ) -> AsyncIterator[Sequence[AsyncEpisode]]:
         """Open episodes of one task or checkpoint, all or none; renew their leases, and close them on exit.
 
-        If cancelled while opening, the episodes are closed in the background, or end with their leases.
+        If cancelled while opening, the opening is ended at its host, in the background.
 
         Args:
             task: Id of the task; or a checkpoint, to begin in that state, on its host.
@@ -193,9 +197,10 @@ class AsyncEnvClient:
 
         Raises:
             EnvError: See the module's tree.
-            ValueError: An occasion is unknown.
+            TypeError: An argument has another type.
+            ValueError: An occasion is unknown, or `size` is below 1.
         """
-        require_durations(timeout=timeout, lease_ttl=lease_ttl)
+        _require_count("size", size)
         hosts = self._host_pool
         triggers = wire_triggers(checkpoint_on)
         checkpoint = task if isinstance(task, Checkpoint) else None
@@ -248,6 +253,7 @@ class AsyncEnvClient:
 
     @takes_options_of(reset_group, without=["size"])
     @asynccontextmanager
+    @checks_arguments
     async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncIterator[AsyncEpisode]:
         """Open one episode of a task or checkpoint; renew its lease, and close it on exit."""
         async with self.reset_group(task, size=1, **options) as episodes:
@@ -263,6 +269,7 @@ class AsyncEnvClient:
         return episode
 
     @asynccontextmanager
+    @checks_arguments
     async def fork(
         self,
         parent: AsyncEpisode,
@@ -275,7 +282,7 @@ class AsyncEnvClient:
         """Branch an active episode: open copies of its current state, all or none, and close them on exit.
 
         The parent continues, and the copies may outlive it. Their leases are renewed. If cancelled while opening, the
-        copies are closed in the background, or end with their leases.
+        opening is ended at its host, in the background.
 
         Args:
             parent: The episode; no step of it may be running.
@@ -287,8 +294,9 @@ class AsyncEnvClient:
         Raises:
             NotForkable: It cannot be branched in its current state; it continues.
             EnvError: See the module's tree.
+            ValueError: `count` is below 1.
         """
-        require_durations(timeout=timeout, lease_ttl=lease_ttl)
+        _require_count("count", count)
         request = env_pb2.ForkRequest(
             request_id=new_id(),
             episode_id=parent.episode_id,
@@ -319,6 +327,7 @@ class AsyncEnvClient:
         async with opened as episodes:
             yield episodes
 
+    @checks_arguments
     async def list_tasks(
         self, *, suite: str = "", task_ids: Sequence[str] = (), timeout: timedelta = timedelta(seconds=30)
     ) -> list[Task]:
@@ -356,6 +365,7 @@ class AsyncEnvClient:
         by_id = {task.task_id: task for task in reversed(tasks)}
         return [by_id[task_id] for task_id in sorted(by_id)]
 
+    @checks_arguments
     async def list_pools(self, *, queues: bool = False, timeout: timedelta = timedelta(seconds=30)) -> list[Pool]:
         """Return the current pools of every host that responds, and with `queues` who waits there. Raises: EnvError."""
 
@@ -365,6 +375,7 @@ class AsyncEnvClient:
 
         return list(itertools.chain.from_iterable(await self._host_pool.call_all(list_on, timeout=timeout)))
 
+    @checks_arguments
     async def capabilities(self, *, timeout: timedelta = timedelta(seconds=30)) -> frozenset[str]:
         """Return the names of `cuaenv.capabilities` that every host that responds has. Raises: EnvError."""
 
@@ -375,6 +386,7 @@ class AsyncEnvClient:
         first, *others = await self._host_pool.call_all(list_on, timeout=timeout)
         return first.intersection(*others)
 
+    @checks_arguments
     async def list_episodes(self, *, timeout: timedelta = timedelta(seconds=30)) -> list[EpisodeInfo]:
         """Return the open episodes of every host that responds, oldest first; of all clients that the token may list.
 
@@ -399,6 +411,7 @@ class AsyncEnvClient:
         lists = await self._host_pool.call_all(list_on, timeout=timeout)
         return sorted(itertools.chain.from_iterable(lists), key=lambda episode: episode.create_time)
 
+    @checks_arguments
     async def list_checkpoints(
         self, *, run: str = "", task: str = "", episode_id: str = "", timeout: timedelta = timedelta(seconds=30)
     ) -> list[Checkpoint]:
@@ -429,6 +442,7 @@ class AsyncEnvClient:
         lists = await self._host_pool.call_all(list_on, timeout=timeout)
         return sorted(itertools.chain.from_iterable(lists), key=lambda checkpoint: checkpoint.create_time)
 
+    @checks_arguments
     async def evaluate(self, checkpoint: Checkpoint, *, timeout: timedelta = timedelta(minutes=10)) -> Evaluation:
         """Score the state of a checkpoint on a machine of its own; no episode ends, and its own may have ended.
 
@@ -441,12 +455,14 @@ class AsyncEnvClient:
         host = await self._host_pool.host(checkpoint.host, timeout=timeout)
         return read_evaluation(await host.connection.call("Evaluate", request, timeout))
 
+    @checks_arguments
     async def delete_checkpoint(self, checkpoint: Checkpoint, *, timeout: timedelta = timedelta(seconds=30)) -> None:
         """Delete a checkpoint. Episodes that were opened from it continue. Idempotent. Raises: EnvError."""
         request = env_pb2.DeleteCheckpointRequest(checkpoint_id=checkpoint.checkpoint_id)
         host = await self._host_pool.host(checkpoint.host, timeout=timeout)
         await host.connection.call("DeleteCheckpoint", request, timeout)
 
+    @checks_arguments
     async def export_checkpoint(
         self, checkpoint: Checkpoint, path: str | Path, *, timeout: timedelta = timedelta(minutes=10)
     ) -> int:
@@ -462,6 +478,7 @@ class AsyncEnvClient:
         host = await self._host_pool.host(checkpoint.host, timeout=timeout)
         return await export_to(host.connection, checkpoint.checkpoint_id, Path(path), timeout=timeout)
 
+    @checks_arguments
     async def import_checkpoint(
         self, path: str | Path, *, host: str = "", timeout: timedelta = timedelta(minutes=10)
     ) -> Checkpoint:
@@ -487,6 +504,7 @@ class AsyncEnvClient:
         message = await import_from(chosen.connection, Path(path), timeout=timeout)
         return read_checkpoint(message, chosen.target)
 
+    @checks_arguments
     async def close_episode(self, episode: EpisodeInfo, *, timeout: timedelta = timedelta(seconds=30)) -> None:
         """Close a listed episode, which may be another client's, and release its machine. Idempotent.
 
@@ -498,6 +516,7 @@ class AsyncEnvClient:
         await host.connection.call("Close", request, timeout)
 
     @asynccontextmanager
+    @checks_arguments
     async def forward(
         self, episode: EpisodeInfo, port: int, *, local_port: int = 0, timeout: timedelta = timedelta(seconds=30)
     ) -> AsyncIterator[PortForward]:
@@ -510,6 +529,11 @@ class AsyncEnvClient:
         host = await self._host_pool.host(episode.host, timeout=timeout)
         async with forwarded(host.connection, episode.episode_id, port, local_port=local_port) as forward:
             yield forward
+
+
+def _require_count(name: str, count: int) -> None:
+    if count < 1:
+        raise ValueError(f"{name}={count}: no episodes; give at least 1")
 
 
 @asynccontextmanager

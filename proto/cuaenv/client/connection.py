@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import random
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
@@ -15,7 +16,6 @@ from cuaenv.client.placement import RetryPolicy, retry_pause_s
 from cuaenv.client.targets import Address
 from cuaenv.client.tracing import trace_headers
 from cuaenv.v1 import env_pb2_grpc
-from cuaenv.wire import require_durations
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES: Final = 64 << 20
+_MAX_POLL_S: Final = 0.25
 #: The timeout of a shorter retry would replace the error of the attempt before it, which says more.
 _LEAST_ATTEMPT_S: Final = 0.1
 _CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
@@ -49,6 +50,24 @@ _HINTS: Final = (
 )
 
 
+#: The process that opened the first channel.
+_channel_pid: int | None = None
+
+
+def require_own_process(targets: str, pid: int | None) -> None:
+    """Check that this process was not forked from `pid`, which has used a client: its gRPC would hang or crash.
+
+    Raises: ClientClosed.
+    """
+    if pid not in (None, os.getpid()):
+        raise ClientClosed(
+            f"client of {targets}: process {pid} had used a client before this process was forked from it, and gRPC"
+            " does not work after a fork; start child processes with the method `spawn` or `forkserver` of"
+            " multiprocessing, or use no client before the fork",
+            host=targets,
+        )
+
+
 class Connection:
     """The channel to one daemon, bound to the event loop it was created in."""
 
@@ -59,8 +78,12 @@ class Connection:
             ValueError: The token would travel to another host in clear text.
             OSError: A TLS file cannot be read.
         """
+        require_own_process(address.target, _channel_pid)
+        globals()["_channel_pid"] = os.getpid()
         self.target = address.target
         self.retry = retry
+        self.was_reached = False
+        """Whether there has been a connection."""
         self._closed = False
         self._loop = asyncio.get_running_loop()
         name = address.authority
@@ -88,8 +111,9 @@ class Connection:
 
         Raises:
             RuntimeError: Called in another event loop.
-            ClientClosed: It was closed.
+            ClientClosed: It was closed, or this process was forked since.
         """
+        require_own_process(self.target, _channel_pid)
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError(
                 f"an episode at {self.target} was opened in another event loop; use it there, or open one here"
@@ -98,13 +122,13 @@ class Connection:
         if self._closed:
             raise self._closed_error()
         if self._connecting is None:
-            self._connecting = asyncio.create_task(self._channel.channel_ready(), name=f"connect:{self.target}")
+            self._connecting = asyncio.create_task(self._connect(), name=f"connect:{self.target}")
         return self._stub  # type: ignore[no-any-return]
 
     async def attempt(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """Call once. Raises: EnvError."""
         try:
-            return await getattr(self.stub(), method)(request, timeout=timeout_s, metadata=trace_headers())
+            response = await getattr(self.stub(), method)(request, timeout=timeout_s, metadata=trace_headers())
         except grpc.aio.AioRpcError as failure:
             raise self.error_of(failure) from None
         except asyncio.CancelledError:
@@ -113,10 +137,20 @@ class Connection:
             if self._closed and task is not None and not task.cancelling():
                 raise self._closed_error() from None
             raise
+        self.was_reached = True
+        return response
 
-    @property
-    def was_reached(self) -> bool:
-        return self._connecting is not None and self._connecting.done() and not self._connecting.cancelled()
+    async def _connect(self) -> None:
+        """Note the first connection.
+
+        Not `channel_ready`: gRPC reports its end also after a cancellation, up to seconds later, and logs a traceback
+        in any other event loop if this one is closed by then.
+        """
+        pause_s = 0.01
+        while self._channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.READY:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_POLL_S)
+        self.was_reached = True
 
     def error_of(self, failure: grpc.aio.AioRpcError) -> EnvError:
         """Return the typed error of a failed call; `Unreachable` with a remedy if no connection was ever made."""
@@ -138,7 +172,6 @@ class Connection:
 
     async def call(self, method: str, request: Any, timeout: timedelta, *, retry: bool = True) -> Any:
         """Call until there is a response, an error that a retry cannot fix, or no time left. Raises: EnvError."""
-        require_durations(timeout=timeout)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         deadline_s = began_s + timeout.total_seconds()

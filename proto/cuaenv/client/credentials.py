@@ -12,12 +12,14 @@ from typing import Any, Final
 
 import grpc
 
+from cuaenv.argument_types import Checked
+
 #: Environment variable that holds the default token.
 TOKEN_VARIABLE: Final = "ENVD_TOKEN"  # noqa: S105 -- the name of a variable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
+class Tls(Checked):
     """PEM files for an encrypted connection; read when a client connects."""
 
     ca: Path
@@ -28,7 +30,8 @@ class Tls:
     """Its private key."""
 
     def __post_init__(self) -> None:
-        """Raises: ValueError: Only one of `cert` and `key` is given."""
+        """Raises: TypeError: A field is not a path. ValueError: Only one of `cert` and `key` is given."""
+        Checked.__post_init__(self)
         if (self.cert is None) != (self.key is None):
             raise ValueError("Tls: only one of cert and key is given; give both or neither")
 

@@ -11,6 +11,7 @@ import grpc
 
 from cuaenv.action_codec import from_proto, to_proto
 from cuaenv.actions import Action, longest
+from cuaenv.argument_types import checks_arguments
 from cuaenv.client.errors import EnvError
 from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.leases import Lease
@@ -102,6 +103,7 @@ class AsyncEpisode:
         self.perturbations = tuple(info.perturbations)
         """Kinds of the perturbations of its world, as of the last response."""
 
+    @checks_arguments
     async def step(
         self,
         *actions: Action,
@@ -155,6 +157,7 @@ class AsyncEpisode:
                 unrecorded_requests=tuple(map(read_unrecorded, response.unrecorded_requests)),
             )
 
+    @checks_arguments
     async def observe(
         self,
         view: View | None = None,
@@ -192,6 +195,7 @@ class AsyncEpisode:
             self.observation = await self.host.decode(response.observation, base)
         return response
 
+    @checks_arguments
     async def handed_back(self, view: View | None = None, *, timeout: timedelta = timedelta(minutes=1)) -> Handover:
         """Wait until no person controls the episode; return the observation then, and what people did.
 
@@ -239,6 +243,7 @@ class AsyncEpisode:
         finally:
             call.cancel()
 
+    @checks_arguments
     async def evaluate(self, *, timeout: timedelta = timedelta(minutes=10)) -> Evaluation:
         """Score the episode on the current state of its machine, and end it. Raises: EnvError."""
         request = env_pb2.EvaluateRequest(request_id=new_id(), episode_id=self.episode_id, epoch=self.epoch)
@@ -262,6 +267,7 @@ class AsyncEpisode:
             if block is not None:
                 await block.__aexit__(None, None, None)
 
+    @checks_arguments
     async def checkpoint(
         self,
         label: str = "",
@@ -297,6 +303,7 @@ class AsyncEpisode:
         response = await self._call("CreateCheckpoint", request, timeout)
         return read_checkpoint(response.checkpoint, self.host.target, response.timings_ms)
 
+    @checks_arguments
     async def rollback(
         self, checkpoint: Checkpoint, *, view: View | None = None, timeout: timedelta = timedelta(minutes=2)
     ) -> Observation:
@@ -330,17 +337,20 @@ class AsyncEpisode:
             self.observation = await self.host.decode(response.observation, base)
             return self.observation
 
+    @checks_arguments
     async def read_file(self, path: str, *, timeout: timedelta = timedelta(minutes=1)) -> bytes:
         """Return a guest file's bytes, if the pool allows it. Raises: EnvError."""
         request = env_pb2.ReadGuestFileRequest(episode_id=self.episode_id, path=path)
         data: bytes = (await self._call("ReadGuestFile", request, timeout)).data
         return data
 
+    @checks_arguments
     async def write_file(self, path: str, data: bytes, *, timeout: timedelta = timedelta(minutes=1)) -> None:
         """Write a whole guest file, if the pool allows it. Raises: EnvError."""
         request = env_pb2.WriteGuestFileRequest(episode_id=self.episode_id, path=path, data=data)
         await self._call("WriteGuestFile", request, timeout)
 
+    @checks_arguments
     async def run_command(
         self,
         argv: Sequence[str],

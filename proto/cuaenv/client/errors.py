@@ -148,7 +148,7 @@ class NotForkable(EnvError, causes=["NOT_FORKABLE"]):
     """The episode's machine has state that cannot be copied; the episode continues."""
 
 
-class StepIndexMismatch(EnvError, causes=["ABORTED"]):
+class StepIndexMismatch(EnvError, causes=["STEP_INDEX_MISMATCH"]):
     """The episode is at another step than this client assumes; abandon it."""
 
 
@@ -179,7 +179,7 @@ class NotSupported(EnvError, causes=["UNIMPLEMENTED"]):
         return cls(f"{host}: its release does not know {what}; update envd there", code="UNIMPLEMENTED", host=host)
 
 
-class MessageTooLarge(EnvError, causes=["RESOURCE_EXHAUSTED"]):
+class MessageTooLarge(EnvError):
     """A message of more than 64 MiB."""
 
 
@@ -217,11 +217,11 @@ class PoolFailing(Unavailable, causes=["POOL_FAILING"]):
 
 
 class ClientClosed(EnvError):
-    """The client was closed, and its connections with it."""
+    """The client was closed, and its connections with it; or this process was forked from one that uses a client."""
 
 
 class DeadlineExceeded(EnvError, causes=["DEADLINE_EXCEEDED"]):
-    """No response before the deadline. The call continues at the service."""
+    """No response before the deadline. The call continues at the service; a reset or fork is ended there."""
 
 
 class SampleVoid(EnvError, causes=["DATA_LOSS"]):
@@ -280,6 +280,8 @@ def error_of(failure: grpc.aio.AioRpcError, *, host: str) -> EnvError:
     if code is grpc.StatusCode.UNIMPLEMENTED and not reason:
         return NotSupported.by_release("this call", host=host)
     kind = _BY_CAUSE.get(reason) or _BY_CAUSE.get(code.name, EnvError)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not reason:
+        kind = MessageTooLarge  # gRPC's own limit
     return kind(
         # Its remedy is for callers of the contract; this client retries by itself.
         _GRPC_PREFIX.sub("", failure.details() or code.name).removesuffix("; retry with the same request_id"),

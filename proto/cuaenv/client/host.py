@@ -178,6 +178,7 @@ class Host:
     def _note_pools(self, pools: Sequence[Pool]) -> None:
         if self.state is HostState.DOWN:
             logger.info("host %s is available again", self.target)
+        self.connection.was_reached = True
         self._pools, self._reported_s = pools, asyncio.get_running_loop().time()
         self.state, self.problem = HostState.UP, None
         self._changed()

@@ -21,7 +21,6 @@ from cuaenv.client.limiter import EpisodeLimiter
 from cuaenv.client.place import HostTable, OpenRequest, Place, Placement
 from cuaenv.client.placement import NextAttempt, RetryPolicy, next_attempt, retry_pause_s
 from cuaenv.client.targets import is_ray
-from cuaenv.wire import require_durations
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class HostPool:
                     await self._table.changed.wait()
 
     async def aclose(self) -> None:
-        """Wait at most 20 s for abandoned openings, then disconnect. Idempotent."""
+        """Wait at most 20 s until abandoned openings have ended, then disconnect. Idempotent."""
         await self._placement.aclose()
         await asyncio.gather(*(host.aclose(_CLOSE_TIMEOUT_S) for host in self._table))
 
@@ -146,7 +145,6 @@ class HostPool:
         raise Unavailable(f"host {target}: not among this client's hosts that are up", host=target)
 
     async def _hosts(self, timeout: timedelta) -> Sequence[Host]:
-        require_durations(timeout=timeout)
         return await self._placement.hosts(asyncio.get_running_loop().time() + timeout.total_seconds())
 
     async def call_all(self, call: Callable[[Host], Awaitable[Result]], *, timeout: timedelta) -> list[Result]:

@@ -1,8 +1,8 @@
 """Open episodes on one host exactly once, and close those that their caller abandons.
 
 `Reset` and `Fork` are retried under one request id until their outcome is known: the service joins a retry to the
-running call, or repeats its response. If the caller is cancelled or times out, a task here waits for the response and
-closes the episodes. If the host never responds, their ids stay unknown; their leases are not renewed and end them.
+running call, or repeats its response. If the caller is cancelled or times out, a task here closes the opening by its
+request id. If the host cannot be reached, it ends the opening by itself.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Final, Literal
 
 from cuaenv.client.connection import Connection
@@ -21,8 +22,7 @@ from cuaenv.v1 import env_pb2
 
 logger = logging.getLogger(__name__)
 
-#: How long the response to an abandoned call may take, beyond the time limit given to the service.
-_ANSWER_S: Final = 5.0
+_CLOSE_TIMEOUT: Final = timedelta(seconds=5)
 
 OpeningRequest = env_pb2.ResetRequest | env_pb2.ForkRequest
 
@@ -97,7 +97,7 @@ class Opener:
                         raise error
                     attempt += 1
             except (asyncio.CancelledError, DeadlineExceeded):
-                self._abandon(method, request, running)
+                self._abandon(request.request_id, running)
                 raise
 
     async def aclose(self, timeout_s: float) -> None:
@@ -126,40 +126,19 @@ class Opener:
                 self._logging = None
             self._changed()
 
-    def _abandon(self, method: str, request: OpeningRequest, running: asyncio.Task[Any] | None) -> None:
-        task = asyncio.create_task(self._collect(method, request, running), name=f"leftover:{request.request_id}")
+    def _abandon(self, request_id: str, running: asyncio.Task[Any] | None) -> None:
+        if running is not None:
+            running.cancel()
+        task = asyncio.create_task(self._close(request_id), name=f"leftover:{request_id}")
         self._leftovers.add(task)
         task.add_done_callback(self._leftovers.discard)
 
-    async def _collect(self, method: str, request: OpeningRequest, running: asyncio.Task[Any] | None) -> None:
-        loop = asyncio.get_running_loop()
-        # The service itself times out after that.
-        asked = request.ready_timeout if isinstance(request, env_pb2.ResetRequest) else None
-        wait = asked.ToTimedelta() if asked is not None else self._connection.retry.attempt_timeout
-        until_s = loop.time() + wait.total_seconds() + _ANSWER_S
+    async def _close(self, request_id: str) -> None:
+        """End a call at the service, whatever it has done by now."""
         try:
-            while True:
-                if running is None:
-                    attempt_s = max(until_s - loop.time(), 0.0)
-                    running = asyncio.create_task(self._connection.attempt(method, request, timeout_s=attempt_s))
-                await asyncio.wait({running})
-                # The end of a loop cancels the tasks that it finds, but not this newer one; and a slow call continues
-                # at the service. A retry joins either.
-                if running.cancelled() or (isinstance(running.exception(), DeadlineExceeded) and loop.time() < until_s):
-                    running = None
-                    continue
-                break
-        except asyncio.CancelledError:
-            if running is not None:
-                running.cancel()
-            raise
-        error = running.exception()
-        if error is None:
-            ttl = request.lease_ttl.ToTimedelta()
-            leases = [self._leases.take(episode.episode_id, ttl) for episode in running.result().episodes]
-            await asyncio.gather(*(lease.close() for lease in leases))
-        elif not isinstance(error, EnvError) or next_attempt(error) is NextAttempt.UNKNOWN:
-            logger.warning("%s %s: its episodes are left to their leases: %s", method, request.request_id, error)
+            await self._connection.call("Close", env_pb2.CloseRequest(opening_id=request_id), _CLOSE_TIMEOUT)
+        except EnvError as error:
+            logger.warning("opening %s: not closed, leases end its episodes: %s", request_id, error)
 
 
 _INTERVAL_S: Final = 5.0
@@ -169,7 +148,8 @@ _REPEATED_AFTER: Final = 6
 async def log_waits(connection: Connection) -> None:
     """Log every 5 s which of a host's pools have no machine to give, and why, until cancelled; the same every 30 s.
 
-    A pool without machines is a warning, so it is visible without a configuration of logging. Queues are normal.
+    A pool without machines is a warning, and so is every 30 s the first report of a busy pool: both are visible without
+    a configuration of logging. A queue that moves is normal.
     """
     logged: set[str] = set()
     for count in itertools.count():
@@ -186,8 +166,8 @@ async def log_waits(connection: Connection) -> None:
             reason = wait_reason(pool)
             message = f"waiting for pool {pool.name} at {connection.target}: {reason}"
             if reason and message not in logged:
-                logged.add(message)
-                logger.log(logging.WARNING if is_empty else logging.INFO, message)
+                logger.log(logging.WARNING if is_empty or pool.name not in logged else logging.INFO, message)
+                logged |= {message, pool.name}
 
 
 def wait_reason(pool: env_pb2.Pool) -> str:

@@ -12,6 +12,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import TypeVar
 
+from cuaenv.argument_types import Checked
 from cuaenv.client.errors import (
     DeadlineExceeded,
     EnvError,
@@ -108,7 +109,7 @@ def next_attempt(error: EnvError) -> NextAttempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
+class RetryPolicy(Checked):
     """How calls are retried, within their deadline and under the same request id."""
 
     attempt_timeout: timedelta = timedelta(seconds=60)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Final
 
+from cuaenv.argument_types import Checked
 from cuaenv.client.async_client import AsyncEnvClient
 from cuaenv.client.credentials import Tls
 from cuaenv.client.placement import RetryPolicy
@@ -22,7 +23,7 @@ _closers: dict[tuple[asyncio.AbstractEventLoop, AsyncEnvClient], asyncio.Task[No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientSettings:
+class ClientSettings(Checked):
     """Arguments of `AsyncEnvClient`; equal settings share a client."""
 
     targets: tuple[str, ...]

@@ -1,23 +1,28 @@
 """The synchronous client: runs the asyncio client on a loop in its own thread."""
 
 import asyncio
+import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
+from operator import attrgetter
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
 from cuaenv.client.async_client import AsyncEnvClient
+from cuaenv.client.connection import require_own_process
 from cuaenv.client.credentials import Tls
 from cuaenv.client.episode import AsyncEpisode
-from cuaenv.client.errors import EnvError
+from cuaenv.client.errors import ClientClosed, EnvError
 from cuaenv.client.forwarding import PortForward
+from cuaenv.client.host import Host
 from cuaenv.client.host_pool import ClientStatistics
 from cuaenv.client.observation import Observation
 from cuaenv.client.placement import RetryPolicy
-from cuaenv.client.results import Checkpoint, EpisodeInfo, State
+from cuaenv.client.results import Checkpoint, EpisodeInfo, Origin, State
 from cuaenv.client.signatures import takes_options_of
 from cuaenv.client.view import ForkOptions, ResetOptions
 
@@ -30,10 +35,10 @@ class _Blocking(Generic[Inner]):
     """Runs methods of an asyncio object on its client's loop."""
 
     _inner: Inner
-    _loop: asyncio.AbstractEventLoop
+    _client: "EnvClient"
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._client._start(work)
         try:
             return future.result()
         except EnvError as error:
@@ -87,6 +92,8 @@ class EnvClient(_Blocking[AsyncEnvClient]):
     ) -> None:
         """Create a client; the first call connects."""
         self._inner = AsyncEnvClient(targets, run=run, max_episodes=max_episodes, retry=retry, token=token, tls=tls)
+        self._client = self
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"EnvClient:{targets}", daemon=True)
         self._thread.start()
@@ -98,13 +105,18 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         self.close()
 
     def close(self) -> None:
-        """Disconnect and end the thread. Idempotent."""
-        if self._loop.is_closed():
+        """Disconnect and end the thread. Idempotent; later calls raise `ClientClosed`."""
+        if self._loop.is_closed() or self._pid != os.getpid():
             return
         self._wait(self._inner.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The addresses that it was given."""
+        return self._inner.targets
 
     @takes_options_of(AsyncEnvClient.reset)
     def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AbstractContextManager["Episode"]:
@@ -157,60 +169,56 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         return _Block(self, self._inner.forward(episode, port, local_port=local_port, timeout=timeout), lambda it: it)
 
     def _episode(self, episode: AsyncEpisode) -> "Episode":
-        return Episode(episode, self._loop)
+        return Episode(episode, self)
 
     def _episodes(self, episodes: Sequence[AsyncEpisode]) -> Sequence["Episode"]:
         return [self._episode(episode) for episode in episodes]
+
+    def _start(self, work: Coroutine[Any, Any, Result]) -> "Future[Result]":
+        """Start a coroutine on the loop. Raises: ClientClosed."""
+        try:
+            self._require_open()
+        except ClientClosed:
+            work.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _require_open(self) -> None:
+        targets = ", ".join(self.targets)
+        require_own_process(targets, self._pid)
+        if self._loop.is_closed():
+            raise ClientClosed(f"client of {targets}: it was closed; open another one", host=targets)
 
 
 class Episode(_Blocking[AsyncEpisode]):
     """`AsyncEpisode` for code without an event loop."""
 
-    def __init__(self, episode: AsyncEpisode, loop: asyncio.AbstractEventLoop) -> None:
+    host: Host
+    episode_id: str
+    group_id: str
+    parent_episode_id: str
+    checkpoint_id: str
+    perturbations: tuple[str, ...]
+    origin: Origin
+    task_id: str
+    pool: str
+    max_steps: int
+    tools: tuple[str, ...]
+    instruction: str
+    observation: Observation
+    opening_timings_ms: Mapping[str, float]
+    state: State
+    end_reason: str
+    guest_end_cause: str
+    step_count: int
+    epoch: int
+
+    def __init__(self, episode: AsyncEpisode, client: EnvClient) -> None:
         self._inner = episode
-        self._loop = loop
-        self.episode_id = episode.episode_id
-        self.group_id = episode.group_id
-        self.parent_episode_id = episode.parent_episode_id
-        """The episode that it was forked from; empty if none."""
-        self.checkpoint_id = episode.checkpoint_id
-        """The checkpoint that it was opened from; empty if none."""
-        self.origin = episode.origin
-        """Origin of its first state."""
-        self.task_id = episode.task_id
-        self.pool = episode.pool
-        self.tools = episode.tools
-        """Tools that the agent may use: `shell`, `files`, `ask_user`, and `mcp:NAME` for each MCP server."""
-        self.instruction = episode.instruction
-        """The task's instruction for the agent."""
+        self._client = client
 
     def __repr__(self) -> str:
-        return repr(self._inner)
-
-    @property
-    def observation(self) -> Observation:
-        """The latest observation."""
-        return self._inner.observation
-
-    @property
-    def state(self) -> State:
-        """State of the episode, as of the last response."""
-        return self._inner.state
-
-    @property
-    def step_count(self) -> int:
-        """Steps performed, as of the last response."""
-        return self._inner.step_count
-
-    @property
-    def epoch(self) -> int:
-        """1 at first; increases with each rollback, as of the last response."""
-        return self._inner.epoch
-
-    @property
-    def perturbations(self) -> tuple[str, ...]:
-        """Kinds of the perturbations of its world, as of the last response."""
-        return self._inner.perturbations
+        return repr(self._inner).replace("AsyncEpisode", "Episode", 1)
 
     step = _blocking(AsyncEpisode.step)
     observe = _blocking(AsyncEpisode.observe)
@@ -227,3 +235,8 @@ class Episode(_Blocking[AsyncEpisode]):
     def forward(self, port: int, *, local_port: int = 0) -> AbstractContextManager[PortForward]:
         """Listen on 127.0.0.1 during a block; each connection leads to a TCP port of the guest's 127.0.0.1."""
         return _Block(self, self._inner.forward(port, local_port=local_port), lambda forward: forward)
+
+
+# Each declared attribute is that of the asyncio episode.
+for _name in Episode.__annotations__:
+    setattr(Episode, _name, property(attrgetter(f"_inner.{_name}")))

@@ -29,7 +29,7 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
             `ray://auto` or `ray://HOST:PORT`, alone.
 
     Raises:
-        ValueError: There is none, one has white space or no port, or a Ray cluster is not alone.
+        ValueError: There is none, one has white space or no valid port, or a Ray cluster is not alone.
     """
     texts = [targets] if isinstance(targets, str) else targets
     parsed = [part.strip() for text in texts for part in text.split(",")]
@@ -83,4 +83,6 @@ def _split(target: str) -> tuple[str, int]:
     if not host or not port.isdecimal():
         missing = "host" if port.isdecimal() else "port"
         raise ValueError(f"no {missing} in {target!r}; give HOST:PORT, unix:PATH or {_DNS}NAME:PORT")
+    if not 0 < int(port) < 1 << 16:
+        raise ValueError(f"port {port} of {target!r} is outside [1, 65535]; give HOST:PORT")
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypedDict
 
+from cuaenv.argument_types import Checked
 from cuaenv.client.observation import Observation
 from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
@@ -12,7 +13,7 @@ from cuaenv.wire import wire_duration, wire_rect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settle:
+class Settle(Checked):
     """When a screen counts as settled after input. Replaces the pool's policy, which waits less for an idle guest."""
 
     quiet: timedelta = timedelta(milliseconds=300)
@@ -26,7 +27,7 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(Checked):
     """Contents of an observation."""
 
     encoding: Literal["raw", "png", "jpeg", "webp", "none"] = "raw"
@@ -126,7 +127,7 @@ def wire_triggers(triggers: Collection[CheckpointTrigger]) -> list["env_pb2.Chec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Perturb:
+class Perturb(Checked):
     """What a desktop in use has and a clean one does not: pop-ups, another theme, windows in other places."""
 
     seed: int
