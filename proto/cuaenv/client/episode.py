@@ -34,7 +34,7 @@ from cuaenv.client.results import (
 from cuaenv.client.view import Settle, StepOptions, View, wire_settle, wire_view
 from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
-from cuaenv.wire import new_id, require_durations, wire_duration
+from cuaenv.wire import new_id, wire_duration
 
 _HANDOVER_POLL_S = 1.0
 
@@ -130,7 +130,6 @@ class AsyncEpisode:
         Raises:
             EnvError: See the module's tree.
         """
-        require_durations(timeout=timeout)
         space = coordinate_space or self.defaults["coordinate_space"]
         request = env_pb2.StepRequest(
             request_id=new_id(),
