@@ -313,9 +313,10 @@ class CheckpointsConfig(_Section):
     """Stored states of episodes, in `cache_dir`, which several daemons of a host may share."""
 
     limit_gib: float = Field(default=20.0, gt=0, le=1_048_576)
-    """Most disk space in GiB for all checkpoints; those that were not used for longest are removed first."""
+    """Most disk space in GiB for all checkpoints, in equal shares of the tokens. Of the token that holds most,
+    those that were not used for longest are removed first."""
     run_limit_gib: float = Field(default=10.0, gt=0, le=1_048_576)
-    """Most disk space in GiB for the checkpoints of one run."""
+    """Most disk space in GiB for the checkpoints of one run of a token."""
     ttl_s: float = Field(default=86_400.0, ge=10, le=31_536_000)
     """How long a checkpoint is kept, in seconds, unless its request says otherwise."""
 

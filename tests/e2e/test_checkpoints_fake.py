@@ -461,11 +461,13 @@ async def test_automatic_checkpoints_of_one_owner_are_bounded(
         assert failures == 5
         assert caplog.text.count("no automatic checkpoint: the daemon: 3 of them are being written") == 1
         gate.opened.set()
-        await gate.entering(3)
-        while len(await client.list_checkpoints()) < 3:
+        while server.hypervisor.host.captures:
             await asyncio.sleep(0.01)
+        assert len(await client.list_checkpoints()) == 3
         await typed(episode, "i")
-        await gate.entering()
+        while server.hypervisor.host.captures:
+            await asyncio.sleep(0.01)
+        assert len(await client.list_checkpoints()) == 4
 
 
 async def test_a_daemon_that_stops_does_not_wait_for_all_automatic_checkpoints(

@@ -39,5 +39,7 @@ def test_a_minute_of_random_episodes_under_faults_passes(soak: SoakRun) -> None:
     assert report["faults"]["hostile_guests"] > 0
     assert min(report["checkpoints"], report["rollbacks"]) > 0
     assert report["longest_stall_ms"] >= 0
+    calls = report["conditions"]["neighbour_calls"]
+    assert min(calls["lists"], calls["exports"], calls["imports"], calls["unread"]) > 0
     assert report["conditions"]["seed"] == "ci"
     assert report["conditions"]["played_s"] >= 60

@@ -247,9 +247,13 @@ async def soak(
         lag.listen(lambda lag_s: lags_s.append(max(lags_s.pop(), lag_s)))
         measuring = asyncio.create_task(lag.run(), name="soak:lag")
         try:
-            await running.run(
-                client_count=client_count, machine_count=machine_count, duration_s=duration_s, report=report
-            )
+            command = (sys.executable, "-m", "tests.soak.neighbour", bench.daemon.address)
+            async with run_program(*command) as neighbour:
+                await running.run(
+                    client_count=client_count, machine_count=machine_count, duration_s=duration_s, report=report
+                )
+                neighbour.stdin.close()
+                neighbour_calls = json.loads(await neighbour.stdout.readline() or b"{}")
         finally:
             measuring.cancel()
             await asyncio.wait({measuring})
@@ -262,6 +266,7 @@ async def soak(
             client_count=client_count,
             ready_after_s=round(ready_s - begin_s, 1),
             played_s=round(played_s, 1),
+            neighbour_calls=neighbour_calls,
         )
     leftovers += await asyncio.to_thread(daemon_leftovers, config.state_dir)
     leftovers += await asyncio.to_thread(_damaged_checkpoints, config)

@@ -58,7 +58,7 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LOCK_S: Final = 10.0
 _LOCK_POLL_S: Final = 0.02
 #: Sweeps at which a checkpoint must have expired before it is removed: the clock may be wrong for some minutes.
-EXPIRED_SWEEPS: Final = 10
+EXPIRED_SWEEPS: Final = 5
 #: A directory may change again without another time stamp for as long as the resolution of a file system's.
 _STAMP_NS: Final = 1_000_000_000
 

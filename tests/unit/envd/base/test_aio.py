@@ -63,3 +63,28 @@ async def test_shielded_work_ends_before_the_cancellation_is_delivered() -> None
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert done.is_set()
+
+
+async def test_what_a_cancelled_caller_does_not_get_is_undone() -> None:
+    gate = asyncio.Event()
+    undone: list[str] = []
+
+    async def work() -> str:
+        await gate.wait()
+        return "file"
+
+    async def undo(result: str) -> None:
+        undone.append(result)
+
+    gate.set()
+    assert await shielded(work(), undo=undo) == "file"
+    assert undone == []
+    gate.clear()
+    caller = asyncio.create_task(shielded(work(), undo=undo))
+    await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert undone == ["file"]
