@@ -180,8 +180,9 @@ class TestEveryPlacement:
             await until(lambda: "reset" in host.calls)
             opening.cancel()
             await asyncio.wait({opening})
+            await until(lambda: "close_opening" in host.calls)
             host.reset_gate.set()
-            await until(lambda: len(host.closed) == 1)
+            await until(lambda: host.list_episodes() == [])
             await until(world.is_all_freed)
 
     async def test_tasks_and_pools_are_listed_of_all_hosts(self, world_of: Callable[..., object]) -> None:

@@ -45,6 +45,7 @@ _RECORDED = (
     "observe",
     "evaluate",
     "close",
+    "close_opening",
     "keep_alive",
     "read_file",
     "write_file",
