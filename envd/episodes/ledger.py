@@ -154,6 +154,7 @@ class Ledger(Generic[T]):
         await self._endings.join()
 
     def _begin(self, request_id: str, fingerprint: bytes, start: Callable[[], Coroutine[Any, Any, T]]) -> _Entry[T]:
+        entry: _Entry[T]
         context = copy_context()
         if self._undo is not None:
             context.run(has_caller.set, lambda: entry.caller_count > 0)
