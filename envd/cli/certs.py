@@ -93,5 +93,6 @@ def write_certs(directory: Path, certs: DevelopmentCerts) -> dict[str, Path]:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
     except OSError as error:
-        raise ConfigError(f"{directory}: cannot write certificates: {error.strerror}") from error
+        reason = "not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigError(f"{directory}: cannot write certificates: {reason}; use another directory") from error
     return files

@@ -31,7 +31,7 @@ def top(
     run: RunFilter = None,
     sort: Sort = SortKey.AGE,
     reverse: Reverse = False,
-    interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between updates.")] = 1.0,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.2, max=3600, help="Seconds between updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the present state and exit.")] = False,
     as_json: Json = False,
 ) -> None:

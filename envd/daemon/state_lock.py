@@ -24,7 +24,8 @@ def locked(state_dir: Path) -> Iterator[None]:
         state_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
         file = os.open(state_dir / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise ConfigError(f"state_dir {state_dir}: {error.strerror}; choose another with --state-dir") from error
+        reason = "not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigError(f"state_dir {state_dir}: {reason}; choose another with --state-dir") from error
     try:
         try:
             while not _try_lock(file, fcntl.LOCK_EX):

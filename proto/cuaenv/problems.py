@@ -35,6 +35,8 @@ def without_path(error: Exception) -> str:
     """Return the text of an error that occurred while a file was read, in one line and without its name."""
     if mark := getattr(error, "problem_mark", None):
         return f"line {mark.line + 1}: {getattr(error, 'problem', '')}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not a text in UTF-8 (byte {error.start})"
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -48,6 +50,8 @@ def plain(message: str) -> str:
 def problem_of(error: Mapping[str, Any]) -> str:
     if error["type"] == "string_type" and isinstance(error.get("input"), int | float):
         return f"must be a text; write {json.dumps(str(error['input']).lower())}"
+    if error["type"] == "union_tag_not_found":
+        return f"{error['ctx']['discriminator'].strip(chr(39))} is missing"
     if error["type"] != "union_tag_invalid":
         return plain(error["msg"])
     tag, field = error["ctx"]["tag"], error["ctx"]["discriminator"].strip("'")

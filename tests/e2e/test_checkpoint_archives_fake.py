@@ -102,6 +102,13 @@ async def test_a_damaged_archive_is_refused_and_stores_nothing(tmp_path: Path) -
         assert await client.import_checkpoint(file)
 
 
+async def test_a_path_that_cannot_be_read_is_an_error_of_its_own(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client):
+        for path, error in ((tmp_path, IsADirectoryError), (tmp_path / "none", FileNotFoundError)):
+            with pytest.raises(error):
+                await client.import_checkpoint(path)
+
+
 async def test_a_checkpoint_that_is_deleted_before_its_files_are_open_is_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,9 @@ def up_command(
     ca_file: Annotated[str, typer.Option(help="File on each host with the daemon's certificate authority.")] = "",
     directory: Annotated[str, typer.Option(help="Directory on each host for the daemon's pid, output and log.")] = "",
     node: Annotated[str, typer.Option(help="Only end the drain of this host.")] = "",
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait until all hosts are up.")] = 900.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, max=86400, help="Seconds to wait until all hosts are up.")
+    ] = 900.0,
     as_json: Json = False,
 ) -> None:
     """Start the daemons of all hosts, also of those that join later, and wait until they are up.
@@ -85,7 +87,9 @@ def drain_command(
     restart: Annotated[
         bool, typer.Option("--restart", help="Start the daemon again at the end, for an upgrade.")
     ] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the episodes to end.")] = 3600.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, max=86400, help="Seconds to wait for the episodes to end.")
+    ] = 3600.0,
     as_json: Json = False,
 ) -> None:
     """Let no new episodes begin on a host, and stop its daemon when the last one has ended.

@@ -48,8 +48,9 @@ class _Console(Console):
         self.file.flush()
 
 
-out = _Console(highlight=False)
-err = _Console(stderr=True, highlight=False)
+# No emoji: rich would take `:abc:` in addresses and paths for one.
+out = _Console(highlight=False, emoji=False)
+err = _Console(stderr=True, highlight=False, emoji=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 

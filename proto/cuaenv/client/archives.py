@@ -39,15 +39,15 @@ async def import_from(connection: Connection, path: Path, *, timeout: timedelta)
     """Send an archive, and return the checkpoint that the host stored. Raises: EnvError, OSError."""
 
     async def pieces() -> AsyncIterator[env_pb2.ImportCheckpointRequest]:
-        with path.open("rb") as archive:
-            while data := await asyncio.to_thread(archive.read, _CHUNK_BYTES):
-                yield env_pb2.ImportCheckpointRequest(data=data)
+        while data := await asyncio.to_thread(archive.read, _CHUNK_BYTES):
+            yield env_pb2.ImportCheckpointRequest(data=data)
 
-    path.stat()  # a missing file is an error of its own, not one of the stream
-    call: Any = connection.stub().ImportCheckpoint(pieces(), timeout=timeout.total_seconds())
-    sent = sent_status(call)
-    try:
-        response = await call
-    except grpc.aio.AioRpcError as failure:
-        raise connection.error_of(sent(failure)) from None
+    # Opened before the call: a file that cannot be read is an error of its own, not one of the stream.
+    with path.open("rb") as archive:
+        call: Any = connection.stub().ImportCheckpoint(pieces(), timeout=timeout.total_seconds())
+        sent = sent_status(call)
+        try:
+            response = await call
+        except grpc.aio.AioRpcError as failure:
+            raise connection.error_of(sent(failure)) from None
     return response.checkpoint  # type: ignore[no-any-return]

@@ -2,8 +2,10 @@
 
 import re
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -43,6 +45,28 @@ def test_a_wrong_setting_is_described_in_plain_words(tmp_path: Path, toml: str, 
         load(file=file)
     assert words in str(caught.value)
     assert not PYDANTIC.search(str(caught.value))
+
+
+def test_a_binary_file_is_described_without_a_codec(tmp_path: Path) -> None:
+    file = tmp_path / "envd.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"cannot be read: not a text in UTF-8 \(byte 0\); check --config"):
+        load(file=file)
+
+
+def test_a_missing_kind_is_described_in_plain_words() -> None:
+    kinds: TypeAdapter[_First | _Second] = TypeAdapter(Annotated[_First | _Second, Field(discriminator="kind")])
+    with pytest.raises(ValidationError) as caught:
+        kinds.validate_python({})
+    assert problem_of(caught.value.errors()[0]) == "kind is missing"
+
+
+class _First(BaseModel):
+    kind: Literal["first"]
+
+
+class _Second(BaseModel):
+    kind: Literal["second"]
 
 
 @pytest.mark.parametrize(

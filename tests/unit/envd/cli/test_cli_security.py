@@ -69,6 +69,13 @@ def test_no_file_is_ever_overwritten(tmp_path: Path, existing: str) -> None:
     assert (tmp_path / existing).read_text() == "mine"
 
 
+def test_a_file_in_place_of_the_directory_is_described(tmp_path: Path) -> None:
+    (tmp_path / "c").touch()
+    assert "cannot write certificates: not a directory; use another directory" in run(
+        "certs", str(tmp_path / "c"), status=2
+    )
+
+
 @pytest.mark.parametrize("host", ["", "a b", "x/y", "-", "a..b", "ä.example"])
 def test_an_invalid_host_name_is_refused(tmp_path: Path, host: str) -> None:
     assert "neither a DNS name nor an IP address" in run("certs", str(tmp_path / "c"), "--host", host, status=2)

@@ -124,6 +124,9 @@ def test_compare_of_a_missing_file_names_the_command_that_writes_it(tmp_path: Pa
         (["play", "fake/enable", "--agent", "a.yaml"], 2, "set the key agent in a file: trainer play TASK run.toml"),
         (["play", "fake/enable", "--no-report"], 2, "--no-report is not a flag; set the key report"),
         (["play", "fake/enable", "--by", "null", "--envd", "gpu.example.org:1"], 2, "clear text"),
+        (["mcp", "--envd", "nowhere"], 2, "--envd nowhere: no port in 'nowhere'; give HOST:PORT"),
+        (["mcp", "--http", "127.0.0.1:99999"], 2, "--http 127.0.0.1:99999: not a loopback address"),
+        (["mcp", "--http", "127.0.0.1:a:abc:"], 2, "--http 127.0.0.1:a:abc:: not a loopback address"),
     ],
 )
 def test_wrong_arguments_are_reported_in_one_line(
