@@ -6,14 +6,14 @@ with the new one and the response. So a retry repeats a rollback that was not do
 
 import logging
 
-from envd.base.errors import EnvdError, InvalidRequest, MachineLost, SetupFailed
+from envd.base.errors import EnvdError, InvalidRequest, MachineLost
 from envd.episodes.checkpoints.calls import Checkpointing
 from envd.episodes.checkpoints.store import Checkpoint
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.controlling import Controlling
 from envd.episodes.episode import Episode
-from envd.episodes.members import Member, observe_all
-from envd.episodes.perform import check_region, with_pixels
+from envd.episodes.members import Member
+from envd.episodes.perform import with_pixels
 from envd.episodes.persistence.journal import ROLLBACK, Request
 from envd.episodes.types import RollbackCommand, RollbackResult
 from envd.pool.pool import Pool
@@ -88,27 +88,9 @@ class RollingBack:
         """Return a machine with the checkpoint's state. On failure and on cancellation there is none."""
         subject = f"rollback of episode {episode.episode_id}"
         async with pool.replacing(run=episode.run) as reservation:
-            frozen = await self._checkpoints.read(checkpoint, pool)
-            watch.lap("restore")
-            try:
-                check_region(command.observe, frozen.view.size_px)
-                machine = await pool.fork(reservation, frozen)
-                watch.lap("fork")
-                (member,) = await observe_all(
-                    [machine],
-                    frozen=frozen,
-                    view=frozen.view,
-                    settle=None,
-                    options=command.observe,
-                    always_running=pool.settings.always_running,
-                    subject=subject,
-                )
-                watch.lap("observe")
-            except MachineLost as error:
-                # The new machine died: do not blame the episode.
-                raise SetupFailed(f"{subject}: {error}") from error
-            finally:
-                self._checkpoints.discard(frozen)
+            (member,) = await self._checkpoints.start_from(
+                checkpoint, pool, [reservation], options=command.observe, subject=subject, watch=watch
+            )
             # Without an await from here on, so that a machine is always released by one of the two.
             if episode.closed.is_set() or episode.machine.lost.is_set():
                 raise MachineLost(f"{subject}: its machine was lost meanwhile")
