@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cuaenv.actions import Done, Fail
 from envd.base.clock import Clock
 from envd.base.errors import (
     HypervisorError,
@@ -30,7 +29,6 @@ from envd.guest.observation import SettleResult
 from envd.guest.view import DesktopView
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
-from envd.tasks.checkers.evaluate import Evaluation
 from envd.tasks.model import Task, missing_needs
 
 logger = logging.getLogger(__name__)
@@ -44,15 +42,6 @@ class RunSetup(Protocol):
 
     async def __call__(self, task: Task, desktop: Desktop, *, timeout_s: float) -> None:
         """Return when the guest is at the task's start. Raises: SetupFailed, MachineLost."""
-
-
-class RunCheckers(Protocol):
-    """Scores a task."""
-
-    async def __call__(
-        self, task: Task, desktop: Desktop, *, last_action: Done | Fail | None, timeout_s: float
-    ) -> Evaluation:
-        """Return the score of the guest's state. Raises: EvaluatorFailed, MachineLost."""
 
 
 def choose_pool(task: Task, requested: str, pools: Mapping[str, Pool]) -> Pool:

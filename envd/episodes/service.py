@@ -23,14 +23,14 @@ from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.context import EpisodeContext
 from envd.episodes.controlling import Controlling
 from envd.episodes.episode import Episode
-from envd.episodes.evaluating import Evaluating
+from envd.episodes.evaluating import Evaluating, RunCheckers
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.guest_access import GuestAccess
 from envd.episodes.opening import Opening
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.persistence.recovery import PersistedState, Recovery
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.resetting import RunCheckers, RunSetup
+from envd.episodes.resetting import RunSetup
 from envd.episodes.stepping import Stepping
 from envd.episodes.types import EpisodeInfo
 from envd.hypervisor.machine import Machine

@@ -5,9 +5,9 @@ from dataclasses import replace
 from envd.base.errors import EnvdError, EvaluatorFailed, RequestIdReused
 from envd.episodes.checkpoints.calls import Checkpointing
 from envd.episodes.context import EpisodeContext, draining_error
+from envd.episodes.evaluating import RunCheckers, judge
 from envd.episodes.ledger import Ledger
 from envd.episodes.quotas import MachineQuotas
-from envd.episodes.resetting import RunCheckers
 from envd.episodes.types import ResetCommand, ScoreCommand, ScoreResult
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.pool.leased import LeasedMachine
@@ -101,20 +101,19 @@ class Scoring:
         """Run the checkers; returns their result and the milliseconds of resuming. Raises: EvaluatorFailed."""
         try:
             async with machine.running() as resume_ms:
-                evaluation = await self._run_checkers(
-                    task, machine.desktop, last_action=None, timeout_s=self._context.limits.evaluate_timeout_s
+                evaluation = await judge(
+                    task,
+                    machine,
+                    run_checkers=self._run_checkers,
+                    last_action=None,
+                    timeout_s=self._context.limits.evaluate_timeout_s,
+                    subject=subject,
                 )
         except EvaluatorFailed:
             raise
         except EnvdError as error:
-            raise EvaluatorFailed(f"{subject}: not scored: {error}") from error
-        except Exception as error:
-            raise EvaluatorFailed(f"{subject}: a checker failed: {error!r}") from error
-        # A score on a lost machine says nothing about the state.
-        if machine.lost.is_set():
-            raise EvaluatorFailed(f"{subject}: machine lost during its evaluation: {machine.machine.lost_reason}")
-        if not 0 <= evaluation.score <= 1:
-            raise EvaluatorFailed(f"{subject}: score {evaluation.score} is outside [0, 1]")
+            problem = f"machine lost: {machine.machine.lost_reason}" if machine.lost.is_set() else error
+            raise EvaluatorFailed(f"{subject}: not scored: {problem}") from error
         return evaluation, resume_ms
 
 
