@@ -13,8 +13,8 @@ from envd.base.telemetry import traces
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
+from envd.episodes.ledger import EVALUATE, Request
 from envd.episodes.losing import find_loss
-from envd.episodes.persistence.journal import EVALUATE, Request
 from envd.episodes.types import EpisodeState, EvaluateResult
 from envd.guest.desktop import Desktop
 from envd.pool.leased import LeasedMachine
@@ -53,12 +53,8 @@ class Evaluating:
             EvaluatorFailed: A checker failed; later calls raise it too.
             MachineLost: The machine is gone, and no score was recorded.
         """
-        episode = self._context.registry.get(episode_id)
-        episode.lease.renew(self._context.clock.monotonic())
         request = Request(EVALUATE, episode_id, request_id, fingerprint)
-        answer = await episode.evaluations.answer(
-            request_id, fingerprint, lambda: self._evaluate(episode, request, epoch)
-        )
+        answer = await self._context.once(request, lambda episode: self._evaluate(episode, request, epoch))
         return replace(answer.value, cached=True) if answer.replayed else answer.value
 
     async def _evaluate(self, episode: Episode, request: Request, epoch: int) -> EvaluateResult:
@@ -87,7 +83,7 @@ class Evaluating:
                     episode.verdict = error
                     context.registry.events.scored(episode)
                     context.journal.save(episode)
-                    context.journal.forget_answer(EVALUATE, episode.episode_id, request.request_id)
+                    context.journal.forget_answer(request)
                 context.count_failure(episode, "evaluate", error)
                 raise
             finally:

@@ -45,6 +45,7 @@ from envd.episodes.checkpoints.views import read_view, write_view
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.forking import freeze_at
+from envd.episodes.ledger import CHECKPOINT, Request
 from envd.episodes.members import Group, Member, start_from
 from envd.episodes.task_states import TaskStates
 from envd.episodes.types import CheckpointCommand, CheckpointTrigger, ResetCommand
@@ -104,11 +105,8 @@ class Checkpointing:
             CheckpointStoreFull: No space, and nothing that may be removed. The episode continues.
             HypervisorError, StoreError: The state could not be copied or written. The episode continues.
         """
-        episode = self._context.registry.get(command.episode_id)
-        episode.lease.renew(self._context.clock.monotonic())
-        answer = await episode.checkpoints.answer(
-            command.request_id, command.fingerprint, lambda: self._create(episode, command)
-        )
+        request = Request(CHECKPOINT, command.episode_id, command.request_id, command.fingerprint)
+        answer = await self._context.once(request, lambda episode: self._create(episode, command))
         return answer.value
 
     async def list(self, is_visible: Callable[[str], bool]) -> tuple[Checkpoint, ...]:
