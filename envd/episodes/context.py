@@ -1,8 +1,9 @@
 """What the calls of an episode service share: its collaborators, and how they resume a guest and report failures."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy
@@ -10,12 +11,15 @@ from envd.base.errors import Draining, EnvdError
 from envd.base.telemetry import traces
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.episode import Episode
+from envd.episodes.ledger import Answer, Ledger, Request
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.registry import EpisodeRegistry
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.checkers.base import Judge, judge_directly
 from envd.tasks.user_model import UserModel
+
+T = TypeVar("T")
 
 
 def draining_error() -> Draining:
@@ -53,10 +57,21 @@ class EpisodeContext:
     limits: LimitsConfig
     clock: Clock
     metrics: Metrics
+    requests: Ledger
+    """Resets and scores; those to an episode are in its own."""
     user_model: UserModel | None = None
     """Answers for users of tasks that have a persona; None if no endpoint is set."""
     judge: Judge = judge_directly
     """Matches questions of agents with the facts that users know."""
+
+    async def once(self, request: Request, work: Callable[[Episode], Coroutine[Any, Any, T]]) -> Answer[T]:
+        """Perform a request on an episode once, in a task of its own, and renew the episode's lease; see `Ledger`.
+
+        Raises: EpisodeNotFound, RequestIdReused, and what `work` raises.
+        """
+        episode = self.registry.get(request.scope)
+        episode.lease.renew(self.clock.monotonic())
+        return await episode.requests.answer(request, lambda: work(episode))
 
     @asynccontextmanager
     async def awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[LeasedMachine]:

@@ -18,21 +18,11 @@ from envd.base.errors import (
     StepIndexMismatch,
 )
 from envd.base.losses import ENDS_MACHINE
-from envd.episodes.checkpoints.store import Checkpoint, CheckpointResult
+from envd.episodes.checkpoints.store import Checkpoint
 from envd.episodes.control import HumanControl
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
-from envd.episodes.types import (
-    NO_CHECKPOINTS,
-    AutomaticCheckpoints,
-    EpisodeInfo,
-    EpisodeState,
-    EvaluateResult,
-    GroupResult,
-    Origin,
-    RollbackResult,
-    StepResult,
-)
+from envd.episodes.types import NO_CHECKPOINTS, AutomaticCheckpoints, EpisodeInfo, EpisodeState, EvaluateResult, Origin
 from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task, offered_tools
 from envd.tasks.user import Exchange
@@ -63,15 +53,12 @@ class Episode:
     machine: LeasedMachine
     lease: Lease
     create_time: datetime
-    steps: Ledger[StepResult]
-    evaluations: Ledger[EvaluateResult]
-    forks: Ledger[GroupResult]
-    checkpoints: Ledger[CheckpointResult]
+    requests: Ledger
+    """Its mutating requests, each of which is performed once."""
     pool_tools: tuple[Tool, ...] = ()
     """What its pool allows in any task."""
     asked: tuple[Exchange, ...] = ()
     """What the agent has asked the task's user."""
-    rollbacks: Ledger[RollbackResult]
     automatic: AutomaticCheckpoints = NO_CHECKPOINTS
     step_count: int = 0
     """Number of steps performed, which is the index of the next step."""

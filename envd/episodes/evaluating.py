@@ -4,22 +4,34 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+from cuaenv.actions import Done, Fail
 from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
 from envd.base.losses import ENDS_MACHINE, Loss, Owner
 from envd.base.telemetry import traces
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
+from envd.episodes.ledger import EVALUATE, Request
 from envd.episodes.losing import find_loss
-from envd.episodes.persistence.journal import EVALUATE, Request
-from envd.episodes.resetting import RunCheckers
 from envd.episodes.types import EpisodeState, EvaluateResult
+from envd.guest.desktop import Desktop
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
 from envd.tasks.checkers.evaluate import Evaluation, judge_ended
+from envd.tasks.model import Task
 
 logger = logging.getLogger(__name__)
+
+
+class RunCheckers(Protocol):
+    """Scores a task."""
+
+    async def __call__(
+        self, task: Task, desktop: Desktop, *, last_action: Done | Fail | None, timeout_s: float
+    ) -> Evaluation:
+        """Return the score of the guest's state. Raises: EvaluatorFailed, MachineLost."""
 
 
 @dataclass(eq=False)
@@ -41,12 +53,8 @@ class Evaluating:
             EvaluatorFailed: A checker failed; later calls raise it too.
             MachineLost: The machine is gone, and no score was recorded.
         """
-        episode = self._context.registry.get(episode_id)
-        episode.lease.renew(self._context.clock.monotonic())
         request = Request(EVALUATE, episode_id, request_id, fingerprint)
-        answer = await episode.evaluations.answer(
-            request_id, fingerprint, lambda: self._evaluate(episode, request, epoch)
-        )
+        answer = await self._context.once(request, lambda episode: self._evaluate(episode, request, epoch))
         return replace(answer.value, cached=True) if answer.replayed else answer.value
 
     async def _evaluate(self, episode: Episode, request: Request, epoch: int) -> EvaluateResult:
@@ -75,7 +83,7 @@ class Evaluating:
                     episode.verdict = error
                     context.registry.events.scored(episode)
                     context.journal.save(episode)
-                    context.journal.forget_answer(EVALUATE, episode.episode_id, request.request_id)
+                    context.journal.forget_answer(request)
                 context.count_failure(episode, "evaluate", error)
                 raise
             finally:
@@ -101,13 +109,13 @@ class Evaluating:
         """Run the checkers; if they cannot run because the guest ended itself or its session, see `judge_ended`.
 
         Raises:
-            EvaluatorFailed, MachineLost: See `_score`.
+            EvaluatorFailed, MachineLost: See `judge`.
         """
         reason, is_compared = "", False
         while episode.guest_end_cause not in ENDS_MACHINE:
             try:
                 async with self._context.awake(episode, watch):
-                    return await self._score(episode)
+                    return await self._judge(episode, episode.machine)
             except EvaluatorFailed as error:
                 loss = await find_loss(episode, error)
                 # Whatever failed, a judge that a file ended included: what the agent left may be the cause.
@@ -138,40 +146,54 @@ class Evaluating:
         """
         try:
             async with self._at_start(episode) as machine, machine.running():
-                await self._check(episode, machine)
+                await self._judge(episode, machine)
         except Exception as error:
             logger.warning("episode %s: the start of its task was not checked either: %r", episode.episode_id, error)
             return False
         return True
 
-    async def _check(self, episode: Episode, machine: LeasedMachine) -> Evaluation:
-        limit_s = self._context.limits.evaluate_timeout_s
-        return await self._run_checkers(
-            episode.task, machine.desktop, last_action=episode.last_action, timeout_s=limit_s
+    async def _judge(self, episode: Episode, machine: LeasedMachine) -> Evaluation:
+        return await judge(
+            episode.task,
+            machine,
+            run_checkers=self._run_checkers,
+            last_action=episode.last_action,
+            timeout_s=self._context.limits.evaluate_timeout_s,
+            subject=f"episode {episode.episode_id}",
         )
 
-    async def _score(self, episode: Episode) -> Evaluation:
-        """Run the checkers on a running machine.
 
-        Raises:
-            EvaluatorFailed: A checker failed, or its score is out of range.
-            MachineLost: The machine is gone.
-        """
-        failure: Exception | None = None
-        try:
-            evaluation = await self._check(episode, episode.machine)
-        except (EvaluatorFailed, MachineLost) as error:
-            failure = error
-        except Exception as error:
-            failure = EvaluatorFailed(f"episode {episode.episode_id}: a checker failed: {error!r}")
-            failure.__cause__ = error
-        # Checked first: a score on a lost machine, above all 0, says nothing about the agent.
-        if episode.machine.lost.is_set():
-            raise MachineLost(
-                f"episode {episode.episode_id}: machine lost during Evaluate: {episode.machine.machine.lost_reason}"
-            ) from failure
-        if failure is not None:
-            raise failure
-        if not 0 <= evaluation.score <= 1:
-            raise EvaluatorFailed(f"episode {episode.episode_id}: score {evaluation.score} is outside [0, 1]")
-        return evaluation
+async def judge(
+    task: Task,
+    machine: LeasedMachine,
+    *,
+    run_checkers: RunCheckers,
+    last_action: Done | Fail | None,
+    timeout_s: float,
+    subject: str,
+) -> Evaluation:
+    """Run a task's checkers on a running machine.
+
+    Args:
+        subject: What is scored, as `<thing> <id>`, for messages.
+
+    Raises:
+        EvaluatorFailed: A checker failed, or its score is out of range.
+        MachineLost: The machine is gone.
+    """
+    failure: Exception | None = None
+    try:
+        evaluation = await run_checkers(task, machine.desktop, last_action=last_action, timeout_s=timeout_s)
+    except (EvaluatorFailed, MachineLost) as error:
+        failure = error
+    except Exception as error:
+        failure = EvaluatorFailed(f"{subject}: a checker failed: {error!r}")
+        failure.__cause__ = error
+    # Checked first: a score on a lost machine, above all 0, says nothing about the agent.
+    if machine.lost.is_set():
+        raise MachineLost(f"{subject}: machine lost during Evaluate: {machine.machine.lost_reason}") from failure
+    if failure is not None:
+        raise failure
+    if not 0 <= evaluation.score <= 1:
+        raise EvaluatorFailed(f"{subject}: score {evaluation.score} is outside [0, 1]")
+    return evaluation

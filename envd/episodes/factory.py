@@ -3,18 +3,17 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from cuaenv.copying import copied
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
-from envd.base.errors import EpisodeEnded, HumanInControl, InvalidRequest, StaleEpoch, StepIndexMismatch, StoreError
 from envd.base.store.statements import EpisodeRow
 from envd.episodes.episode import Episode
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
 from envd.episodes.members import Group, Member
-from envd.episodes.persistence.journal import CHECKPOINT, EVALUATE, FORK, ROLLBACK, STEP, Journal
+from envd.episodes.persistence.journal import Journal
 from envd.episodes.persistence.records import EpisodeSnapshot
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import AutomaticCheckpoints
@@ -51,10 +50,6 @@ class EpisodeParams:
         return copied(cls, parent, parent_episode_id=parent.episode_id, step_count=step_count, lease_ttl_s=lease_ttl_s)
 
 
-#: Most responses kept per episode and kind of request; each holds a frame of several hundred KiB.
-_ANSWER_COUNT = 8
-
-
 class EpisodeFactory:
     """Creates episodes and adds them to a registry."""
 
@@ -85,7 +80,7 @@ class EpisodeFactory:
             machine=member.machine,
             lease=Lease(ttl_s=params.lease_ttl_s, now_s=self._clock.monotonic()),
             create_time=self._clock.now(),
-            **self._new_ledgers(episode_id),
+            requests=self._new_ledger(episode_id),
         )
         self._registry.add(episode, pool)
         logger.info(
@@ -116,32 +111,15 @@ class EpisodeFactory:
             pool_tools=pool.settings.tools,
             machine=machine,
             lease=lease,
-            **self._new_ledgers(row.episode_id),
+            requests=self._new_ledger(row.episode_id),
         )
         self._registry.add(episode, pool)
         return episode
 
-    def _new_ledgers(self, episode_id: str) -> dict[str, Ledger[Any]]:
-        return {
-            "steps": self._new_ledger(
-                episode_id,
-                STEP,
-                (StaleEpoch, StepIndexMismatch, EpisodeEnded, HumanInControl, InvalidRequest, StoreError),
-            ),
-            "evaluations": self._new_ledger(episode_id, EVALUATE, (StaleEpoch, HumanInControl, StoreError)),
-            # If they failed, they opened, stored or changed nothing: a retry may run them again.
-            "forks": self._new_ledger(episode_id, FORK, (Exception,)),
-            "checkpoints": self._new_ledger(episode_id, CHECKPOINT, (Exception,)),
-            "rollbacks": self._new_ledger(episode_id, ROLLBACK, (Exception,)),
-        }
-
-    def _new_ledger(self, episode_id: str, kind: str, without_effect: tuple[type[Exception], ...]) -> Ledger[Any]:
+    def _new_ledger(self, episode_id: str) -> Ledger:
         return Ledger(
-            f"{kind}:{episode_id}",
             clock=self._clock,
-            keep_count=_ANSWER_COUNT,
-            without_effect=without_effect,
             abandoned=lambda: self._registry.not_found(episode_id),
-            on_dropped=lambda request_id: self._journal.forget_answer(kind, episode_id, request_id),
-            undo=self._registry.close_group if kind == FORK else None,
+            on_dropped=self._journal.forget_answer,
+            close_group=self._registry.close_group,
         )

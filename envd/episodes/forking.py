@@ -3,7 +3,6 @@
 The parent is paused only while it is frozen, and does not queue during that time. Knows no ledger; creates no episodes.
 """
 
-import asyncio
 from collections.abc import Callable
 
 from envd.base.clock import Clock
@@ -11,11 +10,11 @@ from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, SetupFa
 from envd.base.telemetry import traces
 from envd.episodes.context import Stopwatch
 from envd.episodes.episode import Episode
-from envd.episodes.members import Group, fork_all, observe_all
+from envd.episodes.members import Group, start_from
 from envd.episodes.perform import check_region
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import ForkCommand
-from envd.pool.leased import FrozenDesktop, Reservation
+from envd.pool.leased import FrozenDesktop
 from envd.pool.pool import Pool
 
 
@@ -56,16 +55,29 @@ async def fork_group(
             pool, parent, command.step_index, registry=registry, check=lambda: _check(parent, command)
         )
         release = last_use(frozen)
+        subject, starting = f"fork of episode {command.episode_id}", Stopwatch(clock)
         try:
-            return await _start_copies(pool, command, granted.reservations, frozen, watch=watch, clock=clock)
+            with traces.timed("start"):
+                members = await start_from(
+                    pool, frozen, granted.reservations, options=command.observe, subject=subject, watch=starting
+                )
         except MachineLost as error:
             # A copy died, which the caller does not know yet: do not blame the parent.
-            raise SetupFailed(f"fork of episode {command.episode_id}: {error}") from error
+            raise SetupFailed(f"{subject}: {error}") from error
         finally:
             release()
     except BaseException:
         await pool.release(granted.reservations)
         raise
+    report = frozen.snapshot.report
+    timings_ms = {
+        **watch.timings_ms,
+        "pause": report.paused_ms,
+        "copy": report.total_ms,
+        "start": starting.timings_ms["fork"],
+        "total": watch.total_ms,
+    }
+    return Group(members=members, timings_ms=timings_ms)
 
 
 def _check(parent: Episode, command: ForkCommand) -> None:
@@ -92,40 +104,3 @@ async def freeze_at(
                 return await pool.freeze(episode.machine)
         except (GuestUnresponsive, GuestError) as error:
             raise await registry.lose(episode, error) from error
-
-
-async def _start_copies(
-    pool: Pool,
-    command: ForkCommand,
-    reservations: tuple[Reservation, ...],
-    frozen: FrozenDesktop,
-    *,
-    watch: Stopwatch,
-    clock: Clock,
-) -> Group:
-    # Encode while QEMU starts: both take 0.1 s or more.
-    encoding = asyncio.create_task(frozen.view.encode(command.observe), name="fork:encode")
-    try:
-        with traces.timed("start"):
-            forks = await fork_all(pool, reservations, frozen, clock=clock)
-    finally:
-        # If the encoding fails, observe_all below raises the same error.
-        await asyncio.gather(encoding, return_exceptions=True)
-    members = await observe_all(
-        forks.machines,
-        frozen=frozen,
-        view=frozen.view,
-        settle=None,
-        options=command.observe,
-        always_running=pool.settings.always_running,
-        subject=f"fork of episode {command.episode_id}",
-    )
-    report = frozen.snapshot.report
-    timings_ms = {
-        **watch.timings_ms,
-        "pause": report.paused_ms,
-        "copy": report.total_ms,
-        "start": forks.slowest_ms,
-        "total": watch.total_ms,
-    }
-    return Group(members=members, timings_ms=timings_ms)

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from envd.base.clock import Clock
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, NotForkable, SetupFailed
+from envd.episodes.context import Stopwatch
+from envd.episodes.perform import check_region
 from envd.episodes.types import Origin
 from envd.guest.display.marks import marks_of
 from envd.guest.observation import Encoding, Observation, ObservationOptions, SettleResult
@@ -43,74 +44,75 @@ class Group:
         return replace(self, members=tuple(members)) if kinds else self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forks:
-    """Machines that were forked from one state."""
-
-    machines: tuple[LeasedMachine, ...]
-    slowest_ms: float
-    """Duration of the slowest fork; 0 if there are none."""
-
-
-async def fork_all(pool: Pool, reservations: Sequence[Reservation], frozen: FrozenDesktop, *, clock: Clock) -> Forks:
-    """Fork a machine for every reservation, concurrently. The first failure cancels the rest.
-
-    The caller owns the reservations.
-    """
-
-    slowest_ms = 0.0
-
-    async def fork(reservation: Reservation) -> LeasedMachine:
-        nonlocal slowest_ms
-        begin_s = clock.monotonic()
-        machine = await pool.fork(reservation, frozen)
-        slowest_ms = max(slowest_ms, (clock.monotonic() - begin_s) * 1000)
-        return machine
-
-    machines = await _gather(fork(reservation) for reservation in reservations)
-    return Forks(machines=tuple(machines), slowest_ms=slowest_ms)
-
-
-async def observe_all(
-    machines: Sequence[LeasedMachine],
-    *,
+async def start_from(
+    pool: Pool,
     frozen: FrozenDesktop,
-    view: DesktopView,
-    settle: SettleResult | None,
+    reservations: Sequence[Reservation],
+    *,
+    machines: Sequence[LeasedMachine] = (),
+    view: DesktopView | None = None,
+    settle: SettleResult | None = None,
     options: ObservationOptions,
-    always_running: bool,
     subject: str,
+    watch: Stopwatch,
 ) -> tuple[Member, ...]:
-    """Return each agent's first observation. All see the same frame, which is encoded once.
+    """Fork a machine for every reservation from a frozen state, and return each agent's first observation.
 
-    A guest runs only if the options ask for more than pixels, or if it always runs from here on.
+    All or none: the first failure cancels the rest. The caller keeps the state until this returns, and releases
+    reservations and machines if it fails. Phases of `watch`: `fork` (of the slowest machine), `observe`.
 
     Args:
-        frozen: The state that their disks and memory are based on, for their origin.
+        machines: Machines that are in this state already; they come first.
+        view: What all screens show; the view of the state by default.
         settle: How the screen settled; None if nothing waited for that.
         subject: The request, as `<thing> <id>`, for messages.
+
+    Raises:
+        InvalidRequest: The observation is impossible on this screen.
+        MachineLost: A machine died.
+        SetupFailed: A guest failed when it was observed.
+        HypervisorError: The state could not be forked.
     """
-    encoded = await view.encode(options)
+    view = view or frozen.view
+    check_region(options, view.size_px)
+    # Encode while QEMU starts: both take 0.1 s or more.
+    encoding = asyncio.create_task(view.encode(options), name="start:encode")
+    started = list(machines)
+    try:
+        if reservations:
+            started += await _gather(pool.fork(reservation, frozen) for reservation in reservations)
+            watch.lap("fork")
+    finally:
+        await asyncio.gather(encoding, return_exceptions=True)
+    shared = Observation(frame=encoding.result(), settle=settle)
+    observations = [shared] * len(started)
+    # A guest runs only if the options ask for more than pixels, or if it always runs from here on.
+    if options.asks_guest or pool.settings.always_running:
+        observations = await _gather(_observe(machine, view, shared, options, subject) for machine in started)
+    watch.lap("observe")
     origin = Origin(
         template_digest=frozen.snapshot.digest,
         overlay_parent=frozen.snapshot.disk_digest,
         first_frame_id=view.frame.frame_id,
     )
-    shared = Observation(frame=encoded, settle=settle)
+    return tuple(
+        Member(machine=machine, observation=observation, origin=origin)
+        for machine, observation in zip(started, observations, strict=True)
+    )
 
-    async def observe(machine: LeasedMachine) -> Member:
-        observation = shared
-        if always_running or options.asks_guest:
-            with map_errors(machine, subject):
-                async with machine.running():
-                    if options.asks_guest:
-                        own = await machine.desktop.observe(replace(options, encoding=Encoding.NONE))
-                        marks = marks_of(own.a11y_elements)
-                        frame = await view.encode(options, marks=marks) if marks else encoded
-                        observation = replace(own, frame=frame, settle=settle)
-        return Member(machine=machine, observation=observation, origin=origin)
 
-    return tuple(await _gather(observe(machine) for machine in machines))
+async def _observe(
+    machine: LeasedMachine, view: DesktopView, shared: Observation, options: ObservationOptions, subject: str
+) -> Observation:
+    """Run a guest and return its agent's first observation, with the frame that all share unless it has marks."""
+    with map_errors(machine, subject):
+        async with machine.running():
+            if not options.asks_guest:
+                return shared
+            own = await machine.desktop.observe(replace(options, encoding=Encoding.NONE))
+            marks = marks_of(own.a11y_elements)
+            frame = await view.encode(options, marks=marks) if marks else shared.frame
+            return replace(own, frame=frame, settle=shared.settle)
 
 
 @contextmanager

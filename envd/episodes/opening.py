@@ -10,7 +10,6 @@ from envd.base.errors import (
     EnvdError,
     EpisodeEnded,
     InvalidRequest,
-    RequestIdReused,
     SetupFailed,
     StaleEpoch,
     StepIndexMismatch,
@@ -23,10 +22,9 @@ from envd.episodes.context import EpisodeContext, draining_error
 from envd.episodes.episode import Episode
 from envd.episodes.factory import EpisodeFactory, EpisodeParams
 from envd.episodes.forking import fork_group
-from envd.episodes.ledger import Answer, Ledger
+from envd.episodes.ledger import FORK, RESET, Answer, Request
 from envd.episodes.members import Group
 from envd.episodes.perform import with_pixels
-from envd.episodes.persistence.journal import FORK, RESET, Request
 from envd.episodes.quotas import MachineQuotas
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
 from envd.episodes.task_states import TaskStates
@@ -40,8 +38,6 @@ from envd.tasks.perturbations import own_perturb, perturb
 
 #: How long an evaluation waits for a machine to compare its own with, in seconds. Its setup has its own limit.
 _COMPARISON_ADMISSION_S = 120.0
-#: Most responses of resets kept.
-_RESET_COUNT = 128
 
 
 class Opening:
@@ -71,16 +67,6 @@ class Opening:
         """Whether new resets and forks are refused."""
         self.resetting_count = 0
         """Resets that are running."""
-        self.resets: Ledger[GroupResult] = Ledger(
-            "reset",
-            clock=context.clock,
-            keep_count=_RESET_COUNT,
-            # A failed reset opened no episode, so a retry may run it again.
-            without_effect=(Exception,),
-            abandoned=draining_error,
-            on_dropped=lambda request_id: context.journal.forget_answer(RESET, "", request_id),
-            undo=context.registry.close_group,
-        )
 
     async def aclose(self) -> None:
         """Discard every cached task state. No reset or fork may be running."""
@@ -111,12 +97,7 @@ class Opening:
         """
         # Owners have separate id spaces, so no caller can guess another's response. Token names contain no slash.
         request = Request(RESET, "", f"{command.owner}/{command.request_id}", command.fingerprint)
-        try:
-            answer = await self.resets.answer(
-                request.request_id, request.fingerprint, lambda: self._reset(command, request)
-            )
-        except RequestIdReused:
-            raise RequestIdReused(command.request_id) from None
+        answer = await self._context.requests.answer(request, lambda: self._reset(command, request))
         return await self._with_pixels(answer, command.observe)
 
     async def _reset(self, command: ResetCommand, request: Request) -> GroupResult:
@@ -251,13 +232,8 @@ class Opening:
             MachineLost: The parent's machine is gone; the parent is void.
             GuestUnresponsive, GuestError: The parent's guest failed; the parent is void.
         """
-        context = self._context
-        episode = context.registry.get(command.episode_id)
-        episode.lease.renew(context.clock.monotonic())
-        request = Request(FORK, episode.episode_id, command.request_id, command.fingerprint)
-        answer = await episode.forks.answer(
-            command.request_id, command.fingerprint, lambda: self._fork(episode, command, request)
-        )
+        request = Request(FORK, command.episode_id, command.request_id, command.fingerprint)
+        answer = await self._context.once(request, lambda episode: self._fork(episode, command, request))
         return await self._with_pixels(answer, command.observe)
 
     async def _fork(self, episode: Episode, command: ForkCommand, request: Request) -> GroupResult:
@@ -317,15 +293,16 @@ class Opening:
         try:
             await context.journal.opened(request, result, episodes)
         except (StoreError, asyncio.CancelledError):
-            context.journal.forget_answer(request.kind, request.scope, request.request_id)
+            context.journal.forget_answer(request)
             await shielded(context.registry.close_group(result))
             raise
         return result
 
     async def close_opening(self, request_id: str, *, owner: str) -> None:
         """End the owner's reset or forks with this id, and close the episodes that they opened. Idempotent."""
-        forks = (episode.forks.end(request_id) for episode in self._context.registry if episode.owner == owner)
-        await asyncio.gather(self.resets.end(f"{owner}/{request_id}"), *forks)
+        context = self._context
+        forks = (episode.requests.end(FORK, request_id) for episode in context.registry if episode.owner == owner)
+        await asyncio.gather(context.requests.end(RESET, f"{owner}/{request_id}"), *forks)
 
     async def _with_pixels(self, answer: Answer[GroupResult], options: ObservationOptions) -> GroupResult:
         """Return the response; re-attach pixels if a previous daemon recorded it."""

@@ -270,11 +270,7 @@ class EpisodeRegistry:
 
     async def _finish_close(self, episode: Episode) -> None:
         try:
-            await episode.steps.close()
-            await episode.evaluations.close()
-            await episode.forks.close()
-            await episode.checkpoints.close()
-            await episode.rollbacks.close()
+            await episode.requests.close()
         finally:
             try:
                 await self._release(episode)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cuaenv.actions import Done, Fail
 from envd.base.clock import Clock
 from envd.base.errors import (
     HypervisorError,
@@ -21,7 +20,7 @@ from envd.base.errors import (
     TemplateCorrupt,
 )
 from envd.episodes.context import Stopwatch
-from envd.episodes.members import ALREADY_SETTLED, Group, Member, fork_all, map_errors, observe_all
+from envd.episodes.members import ALREADY_SETTLED, Group, Member, map_errors, start_from
 from envd.episodes.perform import check_region
 from envd.episodes.task_states import StateKey, TaskState, TaskStates
 from envd.episodes.types import ResetCommand
@@ -30,7 +29,6 @@ from envd.guest.observation import SettleResult
 from envd.guest.view import DesktopView
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
-from envd.tasks.checkers.evaluate import Evaluation
 from envd.tasks.model import Task, missing_needs
 
 logger = logging.getLogger(__name__)
@@ -44,15 +42,6 @@ class RunSetup(Protocol):
 
     async def __call__(self, task: Task, desktop: Desktop, *, timeout_s: float) -> None:
         """Return when the guest is at the task's start. Raises: SetupFailed, MachineLost."""
-
-
-class RunCheckers(Protocol):
-    """Scores a task."""
-
-    async def __call__(
-        self, task: Task, desktop: Desktop, *, last_action: Done | Fail | None, timeout_s: float
-    ) -> Evaluation:
-        """Return the score of the guest's state. Raises: EvaluatorFailed, MachineLost."""
 
 
 def choose_pool(task: Task, requested: str, pools: Mapping[str, Pool]) -> Pool:
@@ -142,17 +131,6 @@ def _state_key(pool: Pool, task: Task, template: FrozenDesktop) -> StateKey | No
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Start:
-    """Machines at the start of the task."""
-
-    machines: Sequence[LeasedMachine]
-    frozen: FrozenDesktop
-    """The state on which they are based."""
-    view: DesktopView
-    settle: SettleResult
-
-
 @dataclass(frozen=True, slots=True)
 class _Reset:
     """What all attempts of a reset share."""
@@ -181,26 +159,17 @@ class _Reset:
         self.watch.lap("acquire")
         try:
             if state is not None:
-                members = await self._start_from(state, granted.reservations)
+                settle = SettleResult(settled=state.settle.settled, settle_ms=0.0, change_count=0)
+                members = await self._start_from(state.frozen, (), granted.reservations, settle=settle)
             elif self.task.has_start:
                 members = await self._set_up(granted.machines[0], granted.reservations, deadline_s=deadline_s)
             else:
                 frozen = granted.machines[0].frozen
-                members = await self._observe(
-                    _Start(machines=granted.machines, frozen=frozen, view=frozen.view, settle=ALREADY_SETTLED)
-                )
+                members = await self._start_from(frozen, granted.machines, (), settle=ALREADY_SETTLED)
         except BaseException:
             await self.pool.release([*granted.machines, *granted.reservations])
             raise
         return Group(members=members, timings_ms={**self.watch.timings_ms, "total": self.watch.total_ms})
-
-    async def _start_from(self, state: TaskState, reservations: Sequence[Reservation]) -> tuple[Member, ...]:
-        """Fork every machine from a cached state."""
-        frozen = state.frozen
-        check_region(self.command.observe, frozen.view.size_px)
-        machines = await self._fork(reservations, frozen)
-        settle = SettleResult(settled=state.settle.settled, settle_ms=0.0, change_count=0)
-        return await self._observe(_Start(machines=machines, frozen=frozen, view=frozen.view, settle=settle))
 
     async def _set_up(
         self, first: LeasedMachine, reservations: Sequence[Reservation], *, deadline_s: float
@@ -218,14 +187,13 @@ class _Reset:
             key = _state_key(self.pool, self.task, first.frozen)
             if not reservations and key is None:
                 # The guest is paused again, so this view is the state in which the first step starts.
-                start = _Start(machines=[first], frozen=first.frozen, view=await first.desktop.view(), settle=settle)
-                return await self._observe(start)
+                view = await first.desktop.view()
+                return await self._start_from(first.frozen, [first], (), settle=settle, view=view)
             frozen = await self.pool.freeze(first)
         self.watch.lap("freeze")
         cached = False
         try:
-            machines = [first, *await self._fork(reservations, frozen)]
-            members = await self._observe(_Start(machines=machines, frozen=frozen, view=frozen.view, settle=settle))
+            members = await self._start_from(frozen, [first], reservations, settle=settle)
             # Do not start later episodes on a screen that was still changing.
             if key is not None and settle.settled:
                 self.states.add(key, TaskState(frozen=frozen, settle=settle), limit=self.pool.settings.task_templates)
@@ -235,26 +203,26 @@ class _Reset:
             if not cached:
                 self.states.discard(frozen)
 
-    async def _fork(self, reservations: Sequence[Reservation], frozen: FrozenDesktop) -> tuple[LeasedMachine, ...]:
-        if not reservations:
-            return ()
-        forks = await fork_all(self.pool, reservations, frozen, clock=self.clock)
-        self.watch.lap("fork")
-        return forks.machines
-
-    async def _observe(self, start: _Start) -> tuple[Member, ...]:
-        check_region(self.command.observe, start.view.size_px)
-        members = await observe_all(
-            start.machines,
-            frozen=start.frozen,
-            view=start.view,
-            settle=start.settle,
+    async def _start_from(
+        self,
+        frozen: FrozenDesktop,
+        machines: Sequence[LeasedMachine],
+        reservations: Sequence[Reservation],
+        *,
+        settle: SettleResult,
+        view: DesktopView | None = None,
+    ) -> tuple[Member, ...]:
+        return await start_from(
+            self.pool,
+            frozen,
+            reservations,
+            machines=machines,
+            view=view,
+            settle=settle,
             options=self.command.observe,
-            always_running=self.pool.settings.always_running,
             subject=f"task {self.task.task_id}",
+            watch=self.watch,
         )
-        self.watch.lap("observe")
-        return members
 
 
 def _names(pools: Mapping[str, Pool]) -> str:

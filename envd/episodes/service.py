@@ -20,17 +20,18 @@ from envd.base.telemetry.metrics import Metrics
 from envd.episodes.checkpoints.rollback import RollingBack
 from envd.episodes.checkpoints.scoring import Scoring
 from envd.episodes.checkpoints.store import CheckpointStore
-from envd.episodes.context import EpisodeContext
+from envd.episodes.context import EpisodeContext, draining_error
 from envd.episodes.controlling import Controlling
 from envd.episodes.episode import Episode
-from envd.episodes.evaluating import Evaluating
+from envd.episodes.evaluating import Evaluating, RunCheckers
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.guest_access import GuestAccess
+from envd.episodes.ledger import Ledger
 from envd.episodes.opening import Opening
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.persistence.recovery import PersistedState, Recovery
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.resetting import RunCheckers, RunSetup
+from envd.episodes.resetting import RunSetup
 from envd.episodes.stepping import Stepping
 from envd.episodes.types import EpisodeInfo
 from envd.hypervisor.machine import Machine
@@ -90,6 +91,12 @@ class EpisodeService:
         self._registry = EpisodeRegistry(clock=self._clock, metrics=self._metrics, journal=self.journal)
         self.events = self._registry.events
         """Reports what happens to its episodes."""
+        self._requests = Ledger(
+            clock=self._clock,
+            abandoned=draining_error,
+            on_dropped=self.journal.forget_answer,
+            close_group=self._registry.close_group,
+        )
         context = EpisodeContext(
             registry=self._registry,
             journal=self.journal,
@@ -97,6 +104,7 @@ class EpisodeService:
             limits=self._limits,
             clock=self._clock,
             metrics=self._metrics,
+            requests=self._requests,
             user_model=user_model,
             judge=judge,
         )
@@ -108,8 +116,7 @@ class EpisodeService:
         stepping, guest_access = Stepping(context, automatic), GuestAccess(context)
         self._controlling = Controlling(context)
         self.rollback = RollingBack(context, self.checkpoints, self._controlling).rollback
-        self._scoring = Scoring(context, self.checkpoints, self._opening.quotas, run_checkers=run_checkers)
-        self.score = self._scoring.score
+        self.score = Scoring(context, self.checkpoints, self._opening.quotas, run_checkers=run_checkers).score
         self.reset, self.fork = self._opening.reset, self._opening.fork
         self.close_opening = self._opening.close_opening
         self.step, self.observe = stepping.step, stepping.observe
@@ -147,7 +154,7 @@ class EpisodeService:
             journal=self.journal,
             pools=self._pools,
             tasks=self.tasks,
-            resets=self._opening.resets,
+            requests=self._requests,
             clock=self._clock,
         )
         await recovery.restore(state, machines)
@@ -170,8 +177,7 @@ class EpisodeService:
         deadline_s = self._clock.monotonic() + timeout_s
         while (self._registry.has_unfailed or self._opening.resetting_count) and self._clock.monotonic() < deadline_s:
             await wait_until(self._clock, deadline_s, or_event=self._registry.changes.next)
-        await self._opening.resets.close()
-        await self._scoring.aclose()
+        await self._requests.close()
         await self._registry.close_all("DRAINED")
 
     async def aclose(self) -> None:

@@ -15,8 +15,8 @@ from envd.base.telemetry import traces
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
+from envd.episodes.ledger import STEP, Request
 from envd.episodes.perform import Performed, check_region, observe, perform, with_pixels
-from envd.episodes.persistence.journal import STEP, Request
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import StepCommand, StepResult
 from envd.guest.desktop import ScreenView
@@ -54,20 +54,17 @@ class Stepping:
             MachineLost: The machine is gone; the episode is void.
             GuestUnresponsive, GuestError: The guest failed; the episode is void.
         """
-        episode = self._context.registry.get(command.episode_id)
-        episode.lease.renew(self._context.clock.monotonic())
-        answer = await episode.steps.answer(
-            command.request_id, command.fingerprint, lambda: self._step(episode, command)
-        )
+        request = Request(STEP, command.episode_id, command.request_id, command.fingerprint)
+        answer = await self._context.once(request, lambda episode: self._step(episode, command, request))
         result = answer.value
         if answer.restored:
+            episode = self._context.registry.find(command.episode_id)
             result = replace(result, observation=await with_pixels(result.observation, episode, command.observe))
         return replace(result, replayed=True) if answer.replayed else result
 
-    async def _step(self, episode: Episode, command: StepCommand) -> StepResult:
+    async def _step(self, episode: Episode, command: StepCommand, request: Request) -> StepResult:
         context = self._context
         watch = Stopwatch(context.clock)
-        request = Request(STEP, episode.episode_id, command.request_id, command.fingerprint)
         async with context.registry.call(episode, renews=True), episode.turn:
             watch.lap("queue")
             episode.require_step(command.step_index, epoch=command.epoch)

@@ -206,12 +206,12 @@ async def test_a_repeated_request_returns_the_same_checkpoint(tmp_path: Path) ->
             await create(replace(command, fingerprint=b"2"))
         # As after a restart, which loses the recorded response.
         (found,) = server.service.episodes
-        found.checkpoints._entries.clear()
-        found.checkpoints._done_s.clear()
+        found.requests._entries.clear()
+        found.requests._done_s.clear()
         await episode.step(EDITOR)
         assert (await create(command)).checkpoint == first.checkpoint
-        found.checkpoints._entries.clear()
-        found.checkpoints._done_s.clear()
+        found.requests._entries.clear()
+        found.requests._done_s.clear()
         with pytest.raises(RequestIdReused):
             await create(replace(command, fingerprint=b"2"))
         assert len(await client.list_checkpoints()) == 1

@@ -45,11 +45,12 @@ from envd.episodes.checkpoints.views import read_view, write_view
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.forking import freeze_at
-from envd.episodes.members import Group, Member, fork_all, observe_all
-from envd.episodes.perform import check_region
+from envd.episodes.ledger import CHECKPOINT, Request
+from envd.episodes.members import Group, Member, start_from
 from envd.episodes.task_states import TaskStates
 from envd.episodes.types import CheckpointCommand, CheckpointTrigger, ResetCommand
-from envd.pool.leased import FrozenDesktop
+from envd.guest.observation import ObservationOptions
+from envd.pool.leased import FrozenDesktop, Reservation
 from envd.pool.pool import Pool
 from envd.tasks.basis import task_digest
 from envd.tasks.catalogue import TaskCatalogue
@@ -104,11 +105,8 @@ class Checkpointing:
             CheckpointStoreFull: No space, and nothing that may be removed. The episode continues.
             HypervisorError, StoreError: The state could not be copied or written. The episode continues.
         """
-        episode = self._context.registry.get(command.episode_id)
-        episode.lease.renew(self._context.clock.monotonic())
-        answer = await episode.checkpoints.answer(
-            command.request_id, command.fingerprint, lambda: self._create(episode, command)
-        )
+        request = Request(CHECKPOINT, command.episode_id, command.request_id, command.fingerprint)
+        answer = await self._context.once(request, lambda episode: self._create(episode, command))
         return answer.value
 
     async def list(self, is_visible: Callable[[str], bool]) -> tuple[Checkpoint, ...]:
@@ -271,26 +269,14 @@ class Checkpointing:
         )
         watch.lap("acquire")
         try:
-            frozen = await self.read(checkpoint, pool)
-            watch.lap("restore")
-            try:
-                check_region(command.observe, frozen.view.size_px)
-                forks = await fork_all(pool, granted.reservations, frozen, clock=self._context.clock)
-                watch.lap("fork")
-                members = await observe_all(
-                    forks.machines,
-                    frozen=frozen,
-                    view=frozen.view,
-                    settle=None,
-                    options=command.observe,
-                    always_running=pool.settings.always_running,
-                    subject=f"checkpoint {checkpoint.checkpoint_id}",
-                )
-                watch.lap("observe")
-            except MachineLost as error:
-                raise SetupFailed(f"checkpoint {checkpoint.checkpoint_id}: {error}") from error
-            finally:
-                self.discard(frozen)
+            members = await self.start_from(
+                checkpoint,
+                pool,
+                granted.reservations,
+                options=command.observe,
+                subject=f"checkpoint {checkpoint.checkpoint_id}",
+                watch=watch,
+            )
         except BaseException:
             await pool.release(granted.reservations)
             raise
@@ -299,8 +285,32 @@ class Checkpointing:
             timings_ms={**watch.timings_ms, "total": watch.total_ms},
         )
 
-    async def read(self, checkpoint: Checkpoint, pool: Pool) -> FrozenDesktop:
-        """Return the state of a checkpoint; `discard` it after its last fork. Raises: as `restore`."""
+    async def start_from(
+        self,
+        checkpoint: Checkpoint,
+        pool: Pool,
+        reservations: Sequence[Reservation],
+        *,
+        options: ObservationOptions,
+        subject: str,
+        watch: Stopwatch,
+    ) -> tuple[Member, ...]:
+        """Bring a machine for every reservation to the state of a checkpoint; see `members.start_from`.
+
+        Phases of `watch`: `restore`, `fork`, `observe`.
+        """
+        frozen = await self._read(checkpoint, pool)
+        watch.lap("restore")
+        try:
+            return await start_from(pool, frozen, reservations, options=options, subject=subject, watch=watch)
+        except MachineLost as error:
+            # The new machine died: do not blame the episode that is rolled back.
+            raise SetupFailed(f"{subject}: {error}") from error
+        finally:
+            self.discard(frozen)
+
+    async def _read(self, checkpoint: Checkpoint, pool: Pool) -> FrozenDesktop:
+        """Return the state of a checkpoint; `discard` it after its last fork."""
         clock = self._context.clock
         deadline_s = clock.monotonic() + _TEMPLATE_S
         while (template := pool.template) is None:

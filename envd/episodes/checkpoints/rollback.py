@@ -5,16 +5,17 @@ with the new one and the response. So a retry repeats a rollback that was not do
 """
 
 import logging
+from dataclasses import replace
 
-from envd.base.errors import EnvdError, InvalidRequest, MachineLost, SetupFailed
+from envd.base.errors import EnvdError, InvalidRequest, MachineLost
 from envd.episodes.checkpoints.calls import Checkpointing
 from envd.episodes.checkpoints.store import Checkpoint
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.controlling import Controlling
 from envd.episodes.episode import Episode
-from envd.episodes.members import Member, observe_all
-from envd.episodes.perform import check_region, with_pixels
-from envd.episodes.persistence.journal import ROLLBACK, Request
+from envd.episodes.ledger import ROLLBACK, Request
+from envd.episodes.members import Member
+from envd.episodes.perform import with_pixels
 from envd.episodes.types import RollbackCommand, RollbackResult
 from envd.pool.pool import Pool
 
@@ -43,22 +44,15 @@ class RollingBack:
             SetupFailed: The new machine did not start, or a requested part of the observation is unavailable.
             HypervisorError: The state could not be read or forked.
         """
-        context = self._context
-        episode = context.registry.get(command.episode_id)
-        episode.lease.renew(context.clock.monotonic())
-        answer = await episode.rollbacks.answer(
-            command.request_id, command.fingerprint, lambda: self._rollback(episode, command)
-        )
+        request = Request(ROLLBACK, command.episode_id, command.request_id, command.fingerprint)
+        answer = await self._context.once(request, lambda episode: self._rollback(episode, command, request))
         result = answer.value
         if not answer.restored:
             return result
-        return RollbackResult(
-            episode=result.episode,
-            observation=await with_pixels(result.observation, episode, command.observe),
-            timings_ms=result.timings_ms,
-        )
+        episode = self._context.registry.find(command.episode_id)
+        return replace(result, observation=await with_pixels(result.observation, episode, command.observe))
 
-    async def _rollback(self, episode: Episode, command: RollbackCommand) -> RollbackResult:
+    async def _rollback(self, episode: Episode, command: RollbackCommand, request: Request) -> RollbackResult:
         context, watch = self._context, Stopwatch(self._context.clock)
         async with context.registry.call(episode, renews=True):
             try:
@@ -77,7 +71,7 @@ class RollingBack:
                     episode.require_machine()
                     await self._controlling.before_rollback(episode, command.control_id)
                     member = await self._copy(episode, command, checkpoint, pool, watch)
-                    return await self._swap(episode, command, checkpoint, member, watch)
+                    return await self._swap(episode, request, checkpoint, member, watch)
             except EnvdError as error:
                 context.count_failure(episode, "rollback", error)
                 raise
@@ -88,27 +82,9 @@ class RollingBack:
         """Return a machine with the checkpoint's state. On failure and on cancellation there is none."""
         subject = f"rollback of episode {episode.episode_id}"
         async with pool.replacing(run=episode.run) as reservation:
-            frozen = await self._checkpoints.read(checkpoint, pool)
-            watch.lap("restore")
-            try:
-                check_region(command.observe, frozen.view.size_px)
-                machine = await pool.fork(reservation, frozen)
-                watch.lap("fork")
-                (member,) = await observe_all(
-                    [machine],
-                    frozen=frozen,
-                    view=frozen.view,
-                    settle=None,
-                    options=command.observe,
-                    always_running=pool.settings.always_running,
-                    subject=subject,
-                )
-                watch.lap("observe")
-            except MachineLost as error:
-                # The new machine died: do not blame the episode.
-                raise SetupFailed(f"{subject}: {error}") from error
-            finally:
-                self._checkpoints.discard(frozen)
+            (member,) = await self._checkpoints.start_from(
+                checkpoint, pool, [reservation], options=command.observe, subject=subject, watch=watch
+            )
             # Without an await from here on, so that a machine is always released by one of the two.
             if episode.closed.is_set() or episode.machine.lost.is_set():
                 raise MachineLost(f"{subject}: its machine was lost meanwhile")
@@ -117,7 +93,7 @@ class RollingBack:
             return member
 
     async def _swap(
-        self, episode: Episode, command: RollbackCommand, checkpoint: Checkpoint, member: Member, watch: Stopwatch
+        self, episode: Episode, request: Request, checkpoint: Checkpoint, member: Member, watch: Stopwatch
     ) -> RollbackResult:
         context, old = self._context, episode.machine
         episode.go_back(member.machine, checkpoint)
@@ -127,7 +103,6 @@ class RollingBack:
             observation=member.observation,
             timings_ms={**watch.timings_ms, "total": watch.total_ms},
         )
-        request = Request(ROLLBACK, episode.episode_id, command.request_id, command.fingerprint)
         try:
             await context.journal.answered(request, episode, result)
         finally:

@@ -2,21 +2,18 @@
 
 from dataclasses import replace
 
-from envd.base.errors import EnvdError, EvaluatorFailed, RequestIdReused
+from envd.base.errors import EnvdError, EvaluatorFailed
 from envd.episodes.checkpoints.calls import Checkpointing
-from envd.episodes.context import EpisodeContext, draining_error
-from envd.episodes.ledger import Ledger
+from envd.episodes.context import EpisodeContext
+from envd.episodes.evaluating import RunCheckers, judge
+from envd.episodes.ledger import SCORE, Request
 from envd.episodes.quotas import MachineQuotas
-from envd.episodes.resetting import RunCheckers
 from envd.episodes.types import ResetCommand, ScoreCommand, ScoreResult
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
 from envd.tasks.checkers.evaluate import Evaluation
 from envd.tasks.model import Task
-
-#: Most recorded scores.
-_SCORE_COUNT = 128
 
 
 class Scoring:
@@ -29,19 +26,6 @@ class Scoring:
         self._checkpoints = checkpoints
         self._quotas = quotas
         self._run_checkers = run_checkers
-        self._scores: Ledger[ScoreResult] = Ledger(
-            "score",
-            clock=context.clock,
-            keep_count=_SCORE_COUNT,
-            # Scoring changes nothing, so a retry may run again.
-            without_effect=(Exception,),
-            abandoned=draining_error,
-            undo=_discard,
-        )
-
-    async def aclose(self) -> None:
-        """Cancel running evaluations, and start no more."""
-        await self._scores.close()
 
     async def score(self, command: ScoreCommand) -> ScoreResult:
         """Score the state of a checkpoint; nothing else changes. Idempotent on `request_id`.
@@ -55,12 +39,8 @@ class Scoring:
             GroupTooLarge, PoolExhausted, TokenQuotaReached, PoolFailing, Draining: No machine for it.
             SetupFailed, HypervisorError: It did not start.
         """
-        try:
-            answer = await self._scores.answer(
-                f"{command.owner}/{command.request_id}", command.fingerprint, lambda: self._score(command)
-            )
-        except RequestIdReused:
-            raise RequestIdReused(command.request_id) from None
+        request = Request(SCORE, "", f"{command.owner}/{command.request_id}", command.fingerprint)
+        answer = await self._context.requests.answer(request, lambda: self._score(command))
         return replace(answer.value, cached=True) if answer.replayed else answer.value
 
     async def _score(self, command: ScoreCommand) -> ScoreResult:
@@ -101,22 +81,17 @@ class Scoring:
         """Run the checkers; returns their result and the milliseconds of resuming. Raises: EvaluatorFailed."""
         try:
             async with machine.running() as resume_ms:
-                evaluation = await self._run_checkers(
-                    task, machine.desktop, last_action=None, timeout_s=self._context.limits.evaluate_timeout_s
+                evaluation = await judge(
+                    task,
+                    machine,
+                    run_checkers=self._run_checkers,
+                    last_action=None,
+                    timeout_s=self._context.limits.evaluate_timeout_s,
+                    subject=subject,
                 )
         except EvaluatorFailed:
             raise
         except EnvdError as error:
-            raise EvaluatorFailed(f"{subject}: not scored: {error}") from error
-        except Exception as error:
-            raise EvaluatorFailed(f"{subject}: a checker failed: {error!r}") from error
-        # A score on a lost machine says nothing about the state.
-        if machine.lost.is_set():
-            raise EvaluatorFailed(f"{subject}: machine lost during its evaluation: {machine.machine.lost_reason}")
-        if not 0 <= evaluation.score <= 1:
-            raise EvaluatorFailed(f"{subject}: score {evaluation.score} is outside [0, 1]")
+            problem = f"machine lost: {machine.machine.lost_reason}" if machine.lost.is_set() else error
+            raise EvaluatorFailed(f"{subject}: not scored: {problem}") from error
         return evaluation, resume_ms
-
-
-async def _discard(_: ScoreResult) -> None:
-    """A score that no caller got changed nothing."""

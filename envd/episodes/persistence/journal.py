@@ -10,32 +10,17 @@ Always true, whenever the daemon dies:
 import asyncio
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from cuaenv.copying import copied
 from envd.base.clock import Clock
 from envd.base.errors import StoreError
 from envd.base.store.statements import AnswerRow, delete_answer, delete_episode, renew_lease, upsert
 from envd.base.store.store import Store
 from envd.episodes.episode import Episode
+from envd.episodes.ledger import Request
 from envd.episodes.persistence.records import dump, row_of, without_pixels
 from envd.episodes.types import EvaluateResult, GroupResult, RollbackResult, StepResult
 
 logger = logging.getLogger(__name__)
-
-RESET, STEP, EVALUATE, FORK = "reset", "step", "evaluate", "fork"
-CHECKPOINT, ROLLBACK = "checkpoint", "rollback"
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Identity of a mutating request."""
-
-    kind: str
-    scope: str
-    """The episode; empty for a reset."""
-    request_id: str
-    fingerprint: bytes
 
 
 class Journal:
@@ -110,10 +95,19 @@ class Journal:
         self._tracked.discard(episode_id)
         self._store.write_soon(*delete_episode(episode_id))
 
-    def forget_answer(self, kind: str, scope: str, request_id: str) -> None:
+    def forget_answer(self, request: Request) -> None:
         """Delete a response, or the record that a request began."""
-        if not scope or self.is_tracked(scope):
-            self._store.write_soon(delete_answer(kind=kind, scope=scope, request_id=request_id))
+        if not request.scope or self.is_tracked(request.scope):
+            self._store.write_soon(
+                delete_answer(kind=request.kind.name, scope=request.scope, request_id=request.request_id)
+            )
 
     def _answer_row(self, request: Request, answer: str) -> AnswerRow:
-        return copied(AnswerRow, request, answer=answer, time_s=self._clock.now().timestamp())
+        return AnswerRow(
+            kind=request.kind.name,
+            scope=request.scope,
+            request_id=request.request_id,
+            fingerprint=request.fingerprint,
+            answer=answer,
+            time_s=self._clock.now().timestamp(),
+        )

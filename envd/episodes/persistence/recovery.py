@@ -10,15 +10,15 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Any, Final
 
 from envd.base.clock import Clock
 from envd.base.errors import EnvdError, MachineLost
 from envd.base.store.statements import AnswerRow, EpisodeRow, is_well_typed
 from envd.base.store.store import Store
 from envd.episodes.factory import EpisodeFactory
-from envd.episodes.ledger import Ledger
-from envd.episodes.persistence.journal import EVALUATE, FORK, RESET, ROLLBACK, STEP, Journal
+from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, Ledger, Request, RequestKind
+from envd.episodes.persistence.journal import Journal
 from envd.episodes.persistence.records import EpisodeSnapshot, load, snapshot_of
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import EpisodeState, EvaluateResult, GroupResult, RollbackResult, StepResult
@@ -28,7 +28,17 @@ from envd.tasks.catalogue import TaskCatalogue
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+#: Requests whose responses are recorded, and the type of these.
+_RECORDED: Final[Mapping[str, tuple[RequestKind, type[Any]]]] = {
+    kind.name: (kind, result_type)
+    for kind, result_type in (
+        (RESET, GroupResult),
+        (STEP, StepResult),
+        (EVALUATE, EvaluateResult),
+        (FORK, GroupResult),
+        (ROLLBACK, RollbackResult),
+    )
+}
 
 
 class RecoveryOutcome(Enum):
@@ -135,18 +145,14 @@ class Recovery:
     journal: Journal
     pools: Mapping[str, Pool]
     tasks: TaskCatalogue
-    resets: Ledger[GroupResult]
+    requests: Ledger
     clock: Clock
 
     async def restore(self, state: PersistedState, machines: Mapping[str, Machine]) -> None:
         """Restore every episode that has not expired, with its responses."""
         await asyncio.gather(*(self._restore_episode(decision, machines) for decision in state.decisions))
         for answer in state.answers:
-            try:
-                self._restore_answer(answer)
-            except (ValueError, TypeError, KeyError) as error:
-                logger.warning("%s %s: its response cannot be read: %s", answer.kind, answer.request_id, error)
-                self.journal.forget_answer(answer.kind, answer.scope, answer.request_id)
+            self._restore_answer(answer)
 
     async def _restore_episode(self, decision: RecoveryDecision, machines: Mapping[str, Machine]) -> None:
         row, snapshot = decision.row, decision.snapshot
@@ -184,28 +190,27 @@ class Recovery:
         )
 
     def _restore_answer(self, row: AnswerRow) -> None:
-        age_s = max(0.0, self.clock.now().timestamp() - row.time_s)
+        if row.kind not in _RECORDED:
+            return
+        kind, result_type = _RECORDED[row.kind]
         episode = self.registry.find(row.scope)
-        if row.kind == RESET:
-            self._restore_group(self.resets, row, age_s=age_s)
-        elif episode is None:
+        if episode is None and kind is not RESET:
             return  # deleted with its episode
-        elif row.kind == STEP:
-            episode.steps.restore(row.request_id, row.fingerprint, load(StepResult, row.answer), age_s=age_s)
-        elif row.kind == EVALUATE:
-            result = load(EvaluateResult, row.answer)
-            episode.evaluations.restore(row.request_id, row.fingerprint, result, age_s=age_s)
-        elif row.kind == ROLLBACK:
-            rolled_back = load(RollbackResult, row.answer)
-            episode.rollbacks.restore(row.request_id, row.fingerprint, rolled_back, age_s=age_s)
-        elif row.kind == FORK:
-            self._restore_group(episode.forks, row, age_s=age_s)
+        request = Request(kind, row.scope, row.request_id, row.fingerprint)
+        try:
+            result = load(result_type, row.answer)
+        except (ValueError, TypeError, KeyError) as error:
+            logger.warning("%s %s: its response cannot be read: %s", row.kind, row.request_id, error)
+            self.journal.forget_answer(request)
+            return
+        if isinstance(result, GroupResult) and not self._is_left(result):
+            # A caller that retries, and so has no response yet, gets a new group.
+            self.journal.forget_answer(request)
+            return
+        ledger = self.requests if episode is None else episode.requests
+        ledger.restore(request, result, age_s=max(0.0, self.clock.now().timestamp() - row.time_s))
 
-    def _restore_group(self, ledger: Ledger[GroupResult], row: AnswerRow, *, age_s: float) -> None:
-        group = load(GroupResult, row.answer)
+    def _is_left(self, group: GroupResult) -> bool:
+        """Return whether an episode of a group still has its machine."""
         episodes = [self.registry.find(info.episode_id) for info in group.episodes]
-        if any(episode is not None and not episode.machine.lost.is_set() for episode in episodes):
-            ledger.restore(row.request_id, row.fingerprint, group, age_s=age_s)
-        else:
-            # None of its episodes is left: a caller that retries, and so has no response yet, gets a new group.
-            self.journal.forget_answer(row.kind, row.scope, row.request_id)
+        return any(episode is not None and not episode.machine.lost.is_set() for episode in episodes)

@@ -2,6 +2,7 @@
 
 import itertools
 from datetime import timedelta
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -22,16 +23,6 @@ ORIGIN = Origin(template_digest="1" * 32, overlay_parent="2" * 32, first_frame_i
 
 
 def make_episode(clock: ManualClock, *, max_steps: int = 3, step_count: int = 0, parent_id: str = "") -> Episode:
-    def new_ledger() -> Ledger:  # type: ignore[type-arg]
-        return Ledger(
-            "step",
-            clock=clock,
-            keep_s=600.0,
-            keep_count=8,
-            without_effect=(),
-            abandoned=lambda: EpisodeNotFound("gone"),
-        )
-
     hypervisor = StubHypervisor()
     spec = MachineSpec(machine_id="desktop-0a", image=IMAGE)
     snapshot = StubSnapshot(spec, frame_id="f1", notes={}, hypervisor=hypervisor)
@@ -51,11 +42,7 @@ def make_episode(clock: ManualClock, *, max_steps: int = 3, step_count: int = 0,
         machine=LeasedMachine(machine=machine, desktop=hypervisor.desktop(machine, view=frozen.view), frozen=frozen),
         lease=Lease(ttl_s=300.0, now_s=clock.monotonic()),
         create_time=clock.now(),
-        steps=new_ledger(),
-        evaluations=new_ledger(),
-        forks=new_ledger(),
-        checkpoints=new_ledger(),
-        rollbacks=new_ledger(),
+        requests=Ledger(clock=clock, abandoned=lambda: EpisodeNotFound("gone"), close_group=AsyncMock()),
         step_count=step_count,
     )
 

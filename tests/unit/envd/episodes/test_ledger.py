@@ -2,12 +2,19 @@
 
 import asyncio
 import gc
+from unittest.mock import AsyncMock
 
 import pytest
 
 from envd.base.errors import EpisodeNotFound, MachineLost, RequestIdReused, StepIndexMismatch
-from envd.episodes.ledger import Ledger
+from envd.episodes.ledger import Ledger, Request, RequestKind
 from tests.support.clock import ManualClock, begun, run_ready
+
+KIND = RequestKind("step", keep_count=3, without_effect=(StepIndexMismatch,))
+
+
+def request(request_id: str, fingerprint: bytes = b"f", kind: RequestKind = KIND) -> Request:
+    return Request(kind, "ep-1", request_id, fingerprint)
 
 
 class Work:
@@ -38,109 +45,104 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def ledger(clock: ManualClock) -> Ledger[str]:
+def ledger(clock: ManualClock) -> Ledger:
     return Ledger(
-        "step",
-        clock=clock,
-        keep_s=600.0,
-        keep_count=3,
-        without_effect=(StepIndexMismatch,),
-        abandoned=lambda: EpisodeNotFound("episode ep-1 was closed"),
+        clock=clock, keep_s=600.0, abandoned=lambda: EpisodeNotFound("episode ep-1 was closed"), close_group=AsyncMock()
     )
 
 
-async def test_a_retry_joins_the_running_call(ledger: Ledger[str], work: Work) -> None:
-    first = asyncio.create_task(ledger.answer("r1", b"f", work))
-    retry = await begun(ledger.answer("r1", b"f", work))
+async def test_a_retry_joins_the_running_call(ledger: Ledger, work: Work) -> None:
+    first = asyncio.create_task(ledger.answer(request("r1"), work))
+    retry = await begun(ledger.answer(request("r1"), work))
     work.may_end.set()
     assert (await first).value == (await retry).value == "answer 1"
     assert not (await retry).replayed
     assert work.begun == 1
 
 
-async def test_a_retry_after_the_end_gets_the_recorded_response(ledger: Ledger[str], work: Work) -> None:
+async def test_a_retry_after_the_end_gets_the_recorded_response(ledger: Ledger, work: Work) -> None:
     work.may_end.set()
-    assert not (await ledger.answer("r1", b"f", work)).replayed
-    replay = await ledger.answer("r1", b"f", work)
+    assert not (await ledger.answer(request("r1"), work)).replayed
+    replay = await ledger.answer(request("r1"), work)
     assert (replay.value, replay.replayed, work.begun) == ("answer 1", True, 1)
 
 
-async def test_a_cancelled_caller_leaves_the_call_running(ledger: Ledger[str], work: Work) -> None:
-    caller = await begun(ledger.answer("r1", b"f", work))
+async def test_a_cancelled_caller_leaves_the_call_running(ledger: Ledger, work: Work) -> None:
+    caller = await begun(ledger.answer(request("r1"), work))
     caller.cancel()
     await run_ready()
     assert caller.cancelled()
     work.may_end.set()
-    assert (await ledger.answer("r1", b"f", work)).value == "answer 1"
+    assert (await ledger.answer(request("r1"), work)).value == "answer 1"
     assert work.begun == 1
 
 
-async def test_the_same_id_with_another_body_is_refused_running_or_done(ledger: Ledger[str], work: Work) -> None:
-    first = await begun(ledger.answer("r1", b"f", work))
+async def test_the_same_id_with_another_body_is_refused_running_or_done(ledger: Ledger, work: Work) -> None:
+    first = await begun(ledger.answer(request("r1"), work))
     with pytest.raises(RequestIdReused, match="r1"):
-        await ledger.answer("r1", b"other", work)
+        await ledger.answer(request("r1", b"other"), work)
     work.may_end.set()
     await first
     with pytest.raises(RequestIdReused):
-        await ledger.answer("r1", b"other", work)
+        await ledger.answer(request("r1", b"other"), work)
     assert work.begun == 1
 
 
-async def test_a_failure_without_effect_is_not_recorded(ledger: Ledger[str], work: Work) -> None:
+async def test_a_failure_without_effect_is_not_recorded(ledger: Ledger, work: Work) -> None:
     work.may_end.set()
     work.error = StepIndexMismatch("not yet")
     with pytest.raises(StepIndexMismatch):
-        await ledger.answer("r1", b"f", work)
+        await ledger.answer(request("r1"), work)
     work.error = None
-    assert (await ledger.answer("r1", b"f", work)).value == "answer 2"
+    assert (await ledger.answer(request("r1"), work)).value == "answer 2"
 
 
-async def test_any_other_failure_is_recorded(ledger: Ledger[str], work: Work) -> None:
+async def test_any_other_failure_is_recorded(ledger: Ledger, work: Work) -> None:
     work.may_end.set()
     work.error = MachineLost("QEMU exited")
     for _ in range(2):
         with pytest.raises(MachineLost, match="QEMU exited"):
-            await ledger.answer("r1", b"f", work)
+            await ledger.answer(request("r1"), work)
     assert work.begun == 1
 
 
-async def test_responses_are_kept_for_a_limited_time(ledger: Ledger[str], work: Work, clock: ManualClock) -> None:
+async def test_responses_are_kept_for_a_limited_time(ledger: Ledger, work: Work, clock: ManualClock) -> None:
     work.may_end.set()
-    await ledger.answer("r1", b"f", work)
+    await ledger.answer(request("r1"), work)
     await clock.advance(599.0)
-    assert (await ledger.answer("r1", b"f", work)).replayed
+    assert (await ledger.answer(request("r1"), work)).replayed
     await clock.advance(1.0)
-    assert not (await ledger.answer("r1", b"f", work)).replayed
+    assert not (await ledger.answer(request("r1"), work)).replayed
 
 
-async def test_only_the_newest_responses_are_kept_and_all_running_calls(ledger: Ledger[str], work: Work) -> None:
+async def test_only_the_newest_responses_are_kept_and_all_running_calls(ledger: Ledger, work: Work) -> None:
     slow = Work()
-    running = await begun(ledger.answer("slow", b"f", slow))
+    running = await begun(ledger.answer(request("slow"), slow))
     work.may_end.set()
     for number in range(10):
-        await ledger.answer(f"r{number}", b"f", work)
+        await ledger.answer(request(f"r{number}"), work)
     await run_ready()
-    assert (await ledger.answer("r7", b"f", work)).replayed
+    assert (await ledger.answer(request("r7"), work)).replayed
     assert len(ledger) == 4
-    assert not (await ledger.answer("r6", b"f", work)).replayed
+    assert not (await ledger.answer(request("r6"), work)).replayed
     slow.may_end.set()
     assert (await running).value == "answer 1"
 
 
-async def test_closing_cancels_calls_and_raises_in_their_callers(ledger: Ledger[str], work: Work) -> None:
-    caller = await begun(ledger.answer("r1", b"f", work))
+async def test_closing_cancels_calls_and_raises_in_their_callers(ledger: Ledger, work: Work) -> None:
+    caller = await begun(ledger.answer(request("r1"), work))
     await ledger.close()
     with pytest.raises(EpisodeNotFound, match="was closed"):
         await caller
     with pytest.raises(EpisodeNotFound, match="was closed"):
-        await ledger.answer("r2", b"f", work)
+        await ledger.answer(request("r2"), work)
     assert work.begun == 1
 
 
 async def test_a_failure_without_a_waiting_caller_is_not_logged_by_asyncio(
-    ledger: Ledger[str], work: Work, caplog: pytest.LogCaptureFixture
+    ledger: Ledger, work: Work, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caller = await begun(ledger.answer("r1", b"f", work))
+    caller = await begun(ledger.answer(request("r1"), work))
     caller.cancel()
     work.error = StepIndexMismatch("not yet")
     work.may_end.set()
@@ -149,3 +151,16 @@ async def test_a_failure_without_a_waiting_caller_is_not_logged_by_asyncio(
     del caller
     gc.collect()  # asyncio complains about unseen exceptions when their tasks are collected
     assert caplog.text == ""
+
+
+async def test_the_same_id_of_another_kind_is_another_request(ledger: Ledger, work: Work) -> None:
+    other, slow = RequestKind("fork", keep_count=1), Work()
+    work.may_end.set()
+    running = await begun(ledger.answer(request("r1", kind=other), slow))
+    for number in range(1, 4):
+        assert not (await ledger.answer(request(f"r{number}", b"g"), work)).replayed
+    for number in range(2, 5):
+        await ledger.answer(request(f"r{number}", kind=other), work)
+    assert (await ledger.answer(request("r1", b"g"), work)).replayed, "each kind keeps its own number of responses"
+    slow.may_end.set()
+    assert (await running).value == "answer 1"
