@@ -10,10 +10,13 @@ network. `envd.integrations.web` has the exit that records and replays.
 import asyncio
 import logging
 import math
+import socket
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import partial
+from typing import Final, Literal, Protocol
 from urllib.parse import urlsplit
 
 from envd.base.errors import GuestUnresponsive
@@ -32,6 +35,8 @@ _CONNECT_TIMEOUT_S = 20.0
 _ERROR_INTERVAL_S = 60.0
 #: Limit on rejected destinations logged per pool.
 _MAX_LOGGED = 256
+#: Threads that look names up. Those of the event loop are for steps: guests choose names whose servers do not answer.
+_RESOLVERS: Final = ThreadPoolExecutor(16, thread_name_prefix="resolve")
 #: Header of responses that no web server sent (RFC 9209).
 PROXY_STATUS = "Proxy-Status"
 
@@ -82,8 +87,9 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 async def _resolve(host: str, port: int) -> list[str]:
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=1)  # SOCK_STREAM
+        found = await asyncio.get_running_loop().run_in_executor(_RESOLVERS, look_up)
     except ValueError as error:  # a label that is empty or has more than 63 characters, or NUL
         raise OSError(f"{host[:200]} is not a host name: {error}") from error
     return list(dict.fromkeys(str(address[0]) for *_, address in found))

@@ -92,6 +92,16 @@ async def test_a_conversation_grows_and_sends_its_images_without_loss() -> None:
     assert asked[0]["headers"]["Authorization"] == "Bearer secret"
 
 
+async def test_half_of_a_surrogate_pair_in_a_reply_does_not_end_its_conversation() -> None:
+    async with server(said("a \ud83d"), said("b")) as (url, asked), open_endpoint(url) as endpoint:
+        conversation = ChatConversation(endpoint, model="tiny-vl", sampling=Sampling())
+        await conversation.begin([user("first")])
+        assert (await conversation.generate()).text == "a ?"
+        await conversation.append(user("second"))
+        assert (await conversation.generate()).text == "b"
+    assert [message["content"] for message in asked[1]["messages"]] == ["first", "a ?", "second"]
+
+
 async def test_a_new_row_forgets_the_one_before() -> None:
     async with server(said("x")) as (url, asked), open_endpoint(url) as endpoint:
         conversation = ChatConversation(endpoint, model="m", sampling=Sampling())

@@ -10,7 +10,7 @@ import pytest
 
 from envd.base.config import PoolConfig
 from envd.guest.allow_list import AllowList, Destination
-from envd.guest.gateway import Gateway, HostExit, InvalidProxyRequest, parse_head
+from envd.guest.gateway import Gateway, HostExit, InvalidProxyRequest, _resolve, parse_head
 from envd.images.guestd import gateway as guest_gateway
 from envd.images.guestd import guest as guest_state
 from envd.images.guestd.server import Server
@@ -36,6 +36,28 @@ ALLOWED = AllowList(("example.org", "*.example.net", "api.test:8443", "192.0.2.7
 )
 def test_only_listed_addresses_are_allowed(host: str, port: int, expected: bool) -> None:
     assert ALLOWED.allows(Destination(host, port)) is expected
+
+
+async def test_names_whose_servers_do_not_answer_hold_no_thread_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, begun, answered = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def look_up(*_arguments: object, **_options: object) -> list[object]:
+        loop.call_soon_threadsafe(begun.set)
+        answered.wait()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    looking = [asyncio.create_task(_resolve(f"{number}.example.net", 80)) for number in range(64)]
+    try:
+        await begun.wait()
+        async with asyncio.timeout(10):
+            assert await asyncio.to_thread(threading.active_count)
+        assert not any(task.done() for task in looking)
+    finally:
+        answered.set()
+    assert await asyncio.gather(*looking) == [[]] * 64
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "192.168.0.1", "::1", "fd00::1"])

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from cuaenv.client import Done
+from envd.tasks import perturbations
+from envd.tasks.model import Task
 from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting
-from tests.support.server import serve_fake
+from tests.support.server import load_fake_tasks, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
 from trainer.slime import replay
 from trainer.slime.config import SlimeConfig
@@ -22,9 +24,9 @@ def give_up(prompt: str) -> str:
     return SAY([Done()])
 
 
-def group_of(count: int, *, group_index: int) -> list[Any]:
+def group_of(count: int, *, group_index: int, task: str = TASK) -> list[Any]:
     return [
-        Sample(group_index=group_index, index=group_index * 100 + member, metadata={"task_id": TASK})
+        Sample(group_index=group_index, index=group_index * 100 + member, metadata={"task_id": task})
         for member in range(count)
     ]
 
@@ -77,3 +79,22 @@ async def test_a_failed_group_gets_an_earlier_success(agent: dict[str, int], mon
         assert facts_of(row)["replay"] == "behaviour_log_probs"
         assert json.dumps(row.metadata)
     assert normal[0] < 0 < normal[-1]
+
+
+async def test_a_success_in_a_perturbed_world_is_not_kept_for_another_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_pools", {})
+    # Drawn desktops have no programs for the true ones.
+    verbs = [{"kind": "make_directory", "path": "/home/user/perturbed"}]
+    monkeypatch.setitem(perturbations._KINDS, "theme", (lambda _: verbs, True))
+    plain = load_fake_tasks().get(TASK).model_dump(exclude_unset=True, exclude={"oracle"})
+    task = Task.model_validate({**plain, "task_id": "fake/perturbed", "perturb": {"kinds": ["theme"]}})
+    async with serve_fake(size=2, capacity=4, extra_tasks=[task]) as server:
+        with stand_in_slime(ScriptedEngine(counting)):
+            envd = {"hosts": [server.address], "engine_timeout_s": 20.0, "replay": {"seed": 3}, "agent": AGENT}
+            args = stand_in_args(envd, n_samples_per_prompt=2)
+            settings = SlimeConfig.from_args(args).replay
+            assert settings
+            solved = await rolled_out(args, group_of(2, group_index=0, task=task.task_id))
+    facts = [facts_of(sample) for sample in solved]
+    assert [(known["task_score"], known["start"]) for known in facts] == [(1.0, "")] * 2
+    assert len(replay.pool_of(settings)) == 0

@@ -1,6 +1,6 @@
 """Where episodes start: at the beginning of a task, or in the state of a checkpoint that a row of data names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
@@ -33,16 +33,21 @@ def start_of(columns: Mapping[str, Any], task: str) -> str | Checkpoint:
     return checkpoint
 
 
-def start_name(start: str | Checkpoint, *, basis_digest: str, prompt_hash: str) -> str:
+def start_name(
+    start: str | Checkpoint, *, basis_digest: str, prompt_hash: str, perturbations: Sequence[str] = ()
+) -> str:
     """Return what identifies the state and the prompt that an episode begins with; empty if they are unknown.
 
     Args:
         start: Of `start_of`.
-        basis_digest: Of the episode's `Evaluation`: the task's definition, setup, image, screen and perturbations.
+        basis_digest: Of the episode's `Evaluation`: the task's definition, setup, image and screen.
         prompt_hash: `trainer.agent.prompts.prompt_hash`.
+        perturbations: Of the episode's world. Each reset draws its own, and its seed is not known.
     """
+    if not basis_digest or (perturbations and not isinstance(start, Checkpoint)):
+        return ""
     checkpoint_id = start.checkpoint_id if isinstance(start, Checkpoint) else ""
-    return f"{basis_digest}/{checkpoint_id}/{prompt_hash}" if basis_digest else ""
+    return f"{basis_digest}/{checkpoint_id}/{prompt_hash}"
 
 
 def step_limit(start: str | Checkpoint, max_steps: int) -> int:

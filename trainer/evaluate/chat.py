@@ -93,4 +93,6 @@ def read_completion(response: Mapping[str, Any], *, elapsed_s: float) -> Reply:
         raise ModelFailed(f"the endpoint's response has a {type(text).__name__} instead of text")
     if has_tool_calls:
         raise ModelFailed("the endpoint parsed a tool call out of the reply; start the server without a tool parser")
+    # JSON can hold half of a surrogate pair, which no later request of this conversation could.
+    text = text.encode(errors="replace").decode()
     return Reply(text=text, finish="length" if finish == "length" else "stop", elapsed_s=elapsed_s)

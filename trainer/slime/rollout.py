@@ -64,6 +64,7 @@ class Rollout:
         self._attempt_count = 0
         self._continued_count = 0
         self._parent_id = ""
+        self._perturbations: tuple[str, ...] = ()
 
     async def run(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
         """Run a task, also from a checkpoint of it. Returns None if slime aborted the rollout.
@@ -101,6 +102,7 @@ class Rollout:
         self._continued_count = len(environments.resumed.point.turns) if environments.resumed else 0
         member = environments.member
         self._parent_id = member.context.episode_id if member and member.context else ""
+        self._perturbations = environments.episode.perturbations if environments.episode else ()
         return trajectory
 
     def _member(self, start: str | Checkpoint, group_size: int) -> TracedMember:
@@ -167,7 +169,9 @@ class Rollout:
             "continued_turns": self._continued_count,
             "parent_episode_id": self._parent_id,
             "prompt_hash": digest,
-            "start": start_name(start, basis_digest=basis_digest, prompt_hash=digest),
+            "start": start_name(
+                start, basis_digest=basis_digest, prompt_hash=digest, perturbations=self._perturbations
+            ),
         }
         first_turn = trajectory.shared_turn_count + 1
         for sample, row in zip(samples, rows, strict=False):

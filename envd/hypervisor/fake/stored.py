@@ -20,6 +20,7 @@ from envd.hypervisor.fake.desktop.canvas import Colour, Framebuffer, Picture, Re
 from envd.hypervisor.fake.desktop.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX, DrawnDesktop
 from envd.hypervisor.fake.desktop.forms import Form, FormWindow
 from envd.hypervisor.fake.desktop.windows import Window
+from envd.hypervisor.fake.files import resolve
 from envd.hypervisor.fake.guest import Guest
 
 #: Many times as much as a drawn desktop has.
@@ -187,6 +188,12 @@ def _restore(guest: Guest, desktop: DrawnDesktop, stored: _Desktop) -> None:
     known: tuple[Window, ...] = (desktop.controls, desktop.editor, *forms)
     if sorted(stored.stack) != list(range(len(known))):
         raise ValueError(f"stack {stored.stack} of {len(known)} windows")
+    area = stored.editor.text_area
+    if area.column > len(area.lines[area.row]):
+        raise ValueError(f"a caret at column {area.column} of a line of {len(area.lines[area.row])} characters")
+    for path in (*stored.files.files, *stored.files.directories):
+        if path != resolve(path):
+            raise ValueError(f"a file or directory {path[:100]!r}, which is not the path of one")
     desktop._known, desktop._stack = known, [known[index] for index in stored.stack]
     desktop._dragged = None if stored.dragged is None else known[stored.dragged]
     _take(desktop._keyboard, stored.keyboard)

@@ -22,8 +22,8 @@ from trainer.agent.grammars.tool_calls import value_at
 
 DONE, INFEASIBLE = "[DONE]", "[INFEASIBLE]"
 _START = re.compile(r"^[ \t]*(\{|\[(?=\s*\{)|\[DONE\]|\[INFEASIBLE\])", re.MULTILINE)
-#: Types of blocks that are not calls.
-_SPOKEN = frozenset({"text", "thinking", "redacted_thinking", "reasoning", "output_text", "refusal"})
+#: Types of blocks that are not calls. Compared, not looked up: a reply may have a list in the place of its type.
+_SPOKEN = ("text", "thinking", "redacted_thinking", "reasoning", "output_text", "refusal")
 _NO_CALL = f"the reply has no call; end it with one, with {DONE}, or with {INFEASIBLE}"
 
 

@@ -153,6 +153,23 @@ def test_any_arguments_of_a_call_are_parsed_or_are_a_mistake(arguments: dict[str
         check_invariants(grammar(name).parse(f"<tool_call>{call}</tool_call>", PICTURE))
 
 
+@given(
+    call=st.dictionaries(
+        st.sampled_from(["type", "name", "input", "action", "actions", "arguments", "content", "output"]),
+        st.recursive(
+            st.none() | st.integers() | st.sampled_from(["message", "text", "tool_use", "computer", "computer_call"]),
+            lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "x"]), inner),
+            max_leaves=6,
+        ),
+    )
+)
+@example(call={"type": [], "name": "computer", "input": {}})
+@example(call={"type": {}, "actions": []})
+def test_any_block_of_an_api_is_parsed_or_is_a_mistake(call: dict[str, object]) -> None:
+    for name in ("anthropic", "openai"):
+        check_invariants(grammar(name).parse(json.dumps(call), PICTURE))
+
+
 def test_a_garbage_collection_that_parses_does_not_break_parsing_of_a_reply() -> None:
     parsed_count = 0
 

@@ -108,6 +108,27 @@ def test_a_file_with_any_other_value_is_a_desktop_or_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("editor", "text_area", "row"), 1 << 31),
+        (("editor", "text_area", "column"), 1 << 31),
+        (("files", "files"), {"../../etc/passwd": ""}),
+        (("files", "files"), {"relative": ""}),
+        (("files", "directories"), ["/home/user/.."]),
+    ],
+)
+def test_a_caret_outside_its_text_and_a_path_of_no_file_are_refused(
+    tmp_path: Path, path: tuple[str, ...], value: object
+) -> None:
+    file = tmp_path / "guest"
+    write_guest(guest_with_form(), file)
+    document = json.loads(zstandard.decompress(file.read_bytes()))
+    file.write_bytes(zstandard.compress(json.dumps(replaced(document, path, value)).encode()))
+    with pytest.raises(ValueError, match="its desktop cannot be drawn"):
+        read_guest(file)
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         (b"", "Invalid JSON: EOF"),
