@@ -4,9 +4,11 @@ Without it, protobuf and the standard library report internals, a call later. Pu
 """
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import cache, wraps
+from operator import index
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints, is_typeddict
@@ -16,6 +18,9 @@ Result = TypeVar("Result")
 
 _WORDS: Mapping[object, str] = {int: "an integer", float: "a number", str: "a text", bool: "True or False"}
 _MAX_SHOWN_CHARS = 80
+#: Every integer of a request is an `int32`, or an `int64` that the daemon limits to less.
+_MIN_INT, _MAX_INT = -(2**31), 2**31 - 1
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Checked:
@@ -53,7 +58,7 @@ def require_types(subject: str, hints: Mapping[str, Any], values: Mapping[str, A
 
     Raises:
         TypeError: One has another type.
-        ValueError: One is not among the texts that its annotation lists.
+        ValueError: One is not among the texts that its annotation lists, or no message of the contract can hold it.
     """
     for name, value in values.items():
         hint = hints.get(name, Any)
@@ -62,6 +67,8 @@ def require_types(subject: str, hints: Mapping[str, Any], values: Mapping[str, A
         elif not _fits(value, hint):
             shown = repr(value)
             shown = shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}..."
+            if unsendable := _unsendable(value):
+                raise ValueError(f"{subject}: {name} is {shown}; {unsendable}")
             is_text = isinstance(value, str) or (_is_collection(value) and all(isinstance(each, str) for each in value))
             kind = ValueError if is_text and "one of" in _named(hint) else TypeError
             raise kind(f"{subject}: {name} is {shown}, not {_named(hint)}{_remedy(name, value, hint)}")
@@ -85,12 +92,24 @@ def _fits(value: Any, hint: Any) -> bool:
         return _is_collection(value) and all(_fits(each, args[0]) for each in value)
     kind = origin or hint
     if kind is int:
-        return hasattr(value, "__index__") and not isinstance(value, bool)
+        return hasattr(value, "__index__") and not isinstance(value, bool) and not _unsendable(value)
+    if kind is str:
+        return isinstance(value, str) and not _unsendable(value)
     if kind is float:
         return hasattr(value, "__float__") and not isinstance(value, bool)
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False) or is_typeddict(kind):
         return True
     return isinstance(value, kind)
+
+
+def _unsendable(value: Any) -> str:
+    """Describe why protobuf would reject an integer or a text, or an item of a collection; empty if it takes it."""
+    if _is_collection(value):
+        return next(filter(None, map(_unsendable, value)), "")
+    if isinstance(value, str):
+        return "a text has no surrogates; remove or replace them" if _SURROGATE.search(value) else ""
+    is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
+    return f"an integer is {_MIN_INT} to {_MAX_INT}" if is_integer and not _MIN_INT <= index(value) <= _MAX_INT else ""
 
 
 def _is_collection(value: object) -> bool:
@@ -107,7 +126,8 @@ def _named(hint: Any) -> str:
         return f"{len(args)} values, {' and '.join(dict.fromkeys(map(_named, args)))} each"
     if origin is not None and args:
         return f"a sequence, with {_named(args[0])} for each item"
-    return "None" if hint is type(None) else _WORDS.get(hint, f"a {getattr(hint, '__name__', hint)}")
+    name = getattr(hint, "__name__", str(hint))
+    return "None" if hint is type(None) else _WORDS.get(hint, f"{'an' if name[0] in 'AE' else 'a'} {name}")
 
 
 def _remedy(name: str, value: object, hint: Any) -> str:

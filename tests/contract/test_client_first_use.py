@@ -86,6 +86,14 @@ async def test_the_synchronous_client_opens_without_a_block(server: ApiServer, e
     assert await asyncio.to_thread(work) == episodes.closed
 
 
+def test_a_block_that_was_not_entered_says_how_to_get_an_episode() -> None:
+    with EnvClient("127.0.0.1:1") as client:
+        with pytest.raises(AttributeError, match=r"no 'step' .*`with client\.reset\(\.\.\.\) as episode:`"):
+            cast("Any", client.reset(TASK)).step(Click(1, 2))
+        with pytest.raises(TypeError, match=r"EnvClient\.fork: parent is .*, not an Episode"):
+            client.fork(cast("Any", client.reset(TASK)), count=1)
+
+
 # -- help ---------------------------------------------------------------------------------------------------------
 
 

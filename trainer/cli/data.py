@@ -33,7 +33,7 @@ from trainer.data.atif import to_atif
 from trainer.data.corrections import Corrections, Unusable, read_episode
 from trainer.data.dataset import CannotWrite, Dataset, Source, join, statistics, write_rows
 from trainer.data.oracles import BadOracle, Oracle, read_oracles
-from trainer.data.prompts import describe_unrunnable, is_runnable, prompt_rows, variant_ids
+from trainer.data.prompts import TooManyVariants, describe_unrunnable, is_runnable, prompt_rows, variant_ids
 from trainer.data.record import PATIENCE_S, OracleFailed, record
 from trainer.data.sft import sft_row
 from trainer.data.split import CannotSplit, template_id
@@ -58,7 +58,7 @@ SuccessAt = Annotated[float, typer.Option(help="Minimum reward of a trajectory."
 
 
 @app.command("prompts")
-@reports_errors(CannotSplit, CannotWrite, OSError)
+@reports_errors(TooManyVariants, CannotSplit, CannotWrite, OSError)
 def prompts_command(
     *,
     envd: Target = DEFAULT_TARGET,

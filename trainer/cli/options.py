@@ -41,9 +41,14 @@ DEFAULT_SCREEN = "1280x800"
 def make_client(target: str, tls_ca: Path | None, *, run: str = DEFAULT_RUN) -> AsyncEnvClient:
     """Return a client of the daemon; its token comes from `ENVD_TOKEN`. Raises: UsageError."""
     try:
-        return AsyncEnvClient(target, run=run, tls=None if tls_ca is None else Tls(ca=tls_ca))
-    except (ValueError, OSError) as error:
+        tls = None if tls_ca is None else Tls(ca=tls_ca)
+        if tls is not None:
+            tls.credentials()
+        return AsyncEnvClient(target, run=run, tls=tls)
+    except ValueError as error:
         raise UsageError(f"--envd {target}: {error}") from error
+    except OSError as error:
+        raise UsageError(f"--tls-ca {tls_ca}: cannot be read: {error.strerror}") from error
 
 
 def read_settings(file: Path | None, **changes: Any) -> AgentSettings:

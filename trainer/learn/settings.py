@@ -159,7 +159,7 @@ class Settings(BaseModel):
         for path in paths:
             try:
                 changes = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-            except (OSError, yaml.YAMLError) as error:
+            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
                 raise LearnError(
                     f"{path}: cannot be read: {without_path(error)}; give a YAML file of settings"
                 ) from error

@@ -76,7 +76,7 @@ def fetch_slime(source: str, home: Path, *, report: ProgressReport) -> None:
 
 
 def _git(*arguments: str, report: ProgressReport) -> None:
-    """Run git. Raises: LearnError: It failed, with its last line."""
+    """Run git. Raises: LearnError: It failed, with its last line or its fatal error."""
     last, shown = "", ("", "")
     with subprocess.Popen(
         ["git", *arguments], env=os.environ | _ENVIRON, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -86,7 +86,7 @@ def _git(*arguments: str, report: ProgressReport) -> None:
                 if match.groups() != shown:
                     shown = (match[1], match[2])
                     report(match[1], int(match[2]) / 100)
-            elif line.strip():
+            elif line.strip() and not last.startswith("fatal:"):  # its explanation follows it
                 last = line.strip()
     if process.returncode:
         raise LearnError(last or f"git exited with status {process.returncode}")

@@ -36,9 +36,12 @@ class Tls(Checked):
             raise ValueError("Tls: only one of cert and key is given; give both or neither")
 
     def credentials(self, ca: str = "") -> grpc.ChannelCredentials:
-        """Read the files; `ca` replaces the authority. Raises: OSError: one cannot be read."""
+        """Read the files; `ca` replaces the authority. Raises: OSError: one cannot be read. ValueError: not PEM."""
+        authority = ca.encode() or self.ca.read_bytes()
+        if b"CERTIFICATE-----" not in authority:  # gRPC would only report it as an unreachable daemon
+            raise ValueError(f"Tls.ca {self.ca}: has no PEM certificate; give the authority's, such as ca.pem")
         return grpc.ssl_channel_credentials(
-            root_certificates=ca.encode() or self.ca.read_bytes(),
+            root_certificates=authority,
             private_key=self.key.read_bytes() if self.key else None,
             certificate_chain=self.cert.read_bytes() if self.cert else None,
         )

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from operator import attrgetter
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar, Unpack
 
+from cuaenv.argument_types import require_types
 from cuaenv.client.async_client import AsyncEnvClient
 from cuaenv.client.connection import require_own_process
 from cuaenv.client.credentials import Tls
@@ -74,6 +75,13 @@ class _Block(AbstractContextManager[Result], Generic[Result, Inner]):
 
     def __exit__(self, *_error: object) -> None:
         self._owner._wait(self._block.__aexit__(None, None, None))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # A first use is often `episode = client.reset(...)`.
+        raise AttributeError(
+            f"a block of EnvClient has no {name!r} before it is entered; write `with client.reset(...) as episode:`,"
+            " or use `EnvClient.open`"
+        )
 
 
 class EnvClient(_Blocking[AsyncEnvClient]):
@@ -140,6 +148,7 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         self, parent: "Episode", *, count: int, **options: Unpack[ForkOptions]
     ) -> AbstractContextManager[Sequence["Episode"]]:
         """Branch an active episode: open copies of its current state, all or none, and close them on exit."""
+        require_types("EnvClient.fork", {"parent": Episode}, {"parent": parent})
         return _Block(self, self._inner.fork(parent._inner, count=count, **options), self._episodes)
 
     list_tasks = _blocking(AsyncEnvClient.list_tasks)

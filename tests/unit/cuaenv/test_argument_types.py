@@ -76,6 +76,29 @@ def test_a_wrong_type_is_an_error_that_names_it(call: Callable[[], object], text
     assert isinstance(caught.value, ValueError) == ("one of" in text or "outside" in text)
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: Click(x=2**31, y=2), "Click: x is 2147483648; an integer is -2147483648 to 2147483647"),
+        (lambda: View(region=(0, 0, 10**30, 1)), f"View: region is (0, 0, {10**30}, 1); an integer is"),
+        (
+            lambda: CLIENT.reset("t", max_steps=-(10**10)),
+            "AsyncEnvClient.reset: max_steps is -10000000000; an integer is",
+        ),
+        (
+            lambda: client.TypeText("a\ud800"),
+            "TypeText: text is 'a\\ud800'; a text has no surrogates; remove or replace them",
+        ),
+        (lambda: client.PressKeys(["a", "\udfff"]), "PressKeys: keys is ('a', '\\udfff'); a text has no surrogates"),
+        (lambda: CLIENT.reset("\ud800"), "AsyncEnvClient.reset: task is '\\ud800'; a text has no surrogates"),
+    ],
+)
+def test_a_value_that_no_request_can_hold_is_an_error_that_names_it(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 -- the text is compared below
+        call()
+    assert str(caught.value).startswith(text)
+
+
 async def test_a_group_of_no_episodes_is_refused() -> None:
     with pytest.raises(ValueError, match="size=0: no episodes; give at least 1"):
         await CLIENT.reset_group("t", size=0).__aenter__()

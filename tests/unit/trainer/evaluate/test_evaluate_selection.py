@@ -15,7 +15,7 @@ from cuaenv.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scro
 from trainer.agent.grammars import grammar
 from trainer.agent.types import Message
 from trainer.cli.choice import SplitName, choose
-from trainer.data.prompts import describe_unrunnable, prompt_rows, variant_ids
+from trainer.data.prompts import TooManyVariants, describe_unrunnable, prompt_rows, variant_ids
 from trainer.data.split import CannotSplit, template_id
 from trainer.evaluate.players import BadCommand, NullPlayer, parse_command
 from trainer.evaluate.replay import RecordedConversation, directory_name
@@ -167,6 +167,10 @@ def test_each_template_yields_the_requested_number_of_variants_if_it_has_them() 
     assert [one for one in ids if "many" in one] == variant_ids([many], count=5), "others do not move the draw"
     assert variant_ids([many], count=5, seed=1) != variant_ids([many], count=5)
     assert variant_ids([many], count=1) == ["desktop/many"]
+    with pytest.raises(
+        TooManyVariants, match=r"2147483648 variants: \d{7,} tasks in all; ask for fewer, at most 1000000"
+    ):
+        variant_ids([many, replace(many, task_id="desktop/more", variant_count=2**31)], count=2**31)
 
 
 def test_levels_of_one_task_each_cannot_be_split() -> None:

@@ -43,6 +43,9 @@ def test_settings_are_read_strictly(tmp_path: Path) -> None:
         Settings().changed(path)
     with pytest.raises(LearnError, match="give a YAML file of settings"):
         Settings().changed(tmp_path / "missing.yaml")
+    path.write_bytes(b"\x7fELF\xd0")
+    with pytest.raises(LearnError, match="give a YAML file of settings"):
+        Settings().changed(path)
 
 
 def test_a_later_file_overrides_an_earlier_one_key_by_key(tmp_path: Path) -> None:

@@ -83,6 +83,13 @@ def test_a_host_without_a_network_is_reported(source: Path, cache: Path) -> None
     assert list(cache.iterdir()) == []
 
 
+def test_a_source_that_is_missing_is_named_as_such(cache: Path, tmp_path: Path) -> None:
+    result = run("--slime-source", str(tmp_path / "none"))
+    assert f"slime from {tmp_path / 'none'}: fatal: " in output(result).replace(" /", "/").replace("from/", "from /")
+    assert "and the repository exists" not in output(result)
+    assert list(cache.iterdir()) == []
+
+
 def test_a_directory_with_other_content_is_kept(source: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
