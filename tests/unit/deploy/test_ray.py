@@ -1,4 +1,4 @@
-"""The examples for hosts in a Ray cluster: what they offer is what clients reserve."""
+"""The examples for hosts in a Ray cluster: what they offer marks them as hosts."""
 
 import configparser
 import json
