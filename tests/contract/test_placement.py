@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from threading import Timer
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -67,7 +68,7 @@ class FakeRay:
             raise ValueError(f"Failed to look up actor with name '{name}'")
         answer: Future[HostReport] = Future()
         if (report := self.reports[node]) is not None:
-            answer.set_result(report)
+            Timer(0.02, answer.set_result, [report]).start()  # later, as from another process
         return SimpleNamespace(report=SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: answer)))
 
     def change(self, node: str, **fields: str) -> None:
@@ -125,7 +126,7 @@ async def in_ray(*capacities: int, states: Sequence[str] = (), retry: RetryPolic
             patch.dict(sys.modules, {"ray": ray}),
             patch("cuaenv.client.drawn_placement._RAY_INTERVAL_S", 0.01),
             patch("cuaenv.client.drawn_placement._UNRESOLVED_INTERVAL_S", 0.01),
-            patch("cuaenv.client.ray_cluster._REPORT_TIMEOUT_S", 0.1),
+            patch("cuaenv.client.ray_cluster._REPORT_TIMEOUT_S", 0.5),
         ):
             async with AsyncEnvClient("ray://auto", retry=retry, rng=random.Random(1)) as client:
                 if not states:
@@ -232,8 +233,9 @@ async def test_a_group_waits_for_the_first_host_for_longer_than_for_a_connection
     retry = replace(QUICK, connect_timeout=timedelta(milliseconds=100))
     async with in_ray(8, states=["starting"], retry=retry) as world:
         begin_s = asyncio.get_running_loop().time()
-        opening = asyncio.create_task(one_group(world, 2))
-        await until(lambda: asyncio.get_running_loop().time() > begin_s + 0.2)
+        with patch("cuaenv.client.drawn_placement._FIRST_REPORTS_S", 0.05):
+            opening = asyncio.create_task(one_group(world, 2))
+            await until(lambda: asyncio.get_running_loop().time() > begin_s + 0.3)
         assert not opening.done()
         world.ray.change("n0", state="up")
         assert await opening == world.hosts[0].address
