@@ -57,7 +57,7 @@ _DATA = {
     ],
 }
 #: Public for other modules of the client only.
-_INTERNAL = {"accept", "block", "chosen_view", "credentials", "defaults", "place"}
+_INTERNAL = {"accept", "block", "chosen_view", "credentials", "defaults"}
 
 
 def page() -> str:

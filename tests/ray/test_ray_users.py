@@ -48,7 +48,7 @@ async def test_groups_of_areal_share_a_client_of_the_cluster(hosts: "RayHosts") 
     results = await asyncio.gather(*(areal_group(hosts.target) for _ in range(4)))
     assert [result.metrics["reward"] for result in results] == [[1.0] * 6] * 4
     assert [result.metrics["void"] for result in results] == [[0.0] * 6] * 4
-    await asyncio.to_thread(hosts.wait, lambda: not hosts.reserved() and not hosts.leased())
+    await asyncio.to_thread(hosts.wait, lambda: not hosts.leased())
 
 
 def test_a_worker_that_ray_starts_opens_on_the_cluster_that_it_is_part_of(hosts: "RayHosts") -> None:
@@ -70,7 +70,7 @@ def test_a_worker_that_ray_starts_opens_on_the_cluster_that_it_is_part_of(hosts:
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([root, f"{root}/proto"])}}
     worker = ray.remote(rewards).options(num_cpus=1, runtime_env=environment)
     assert ray.get([worker.remote("ray://auto"), worker.remote(hosts.target)], timeout=240) == [[1.0] * 3] * 2
-    hosts.wait(lambda: not hosts.reserved() and not hosts.leased())
+    hosts.wait(lambda: not hosts.leased())
 
 
 async def test_trainer_eval_plays_on_the_cluster(hosts: "RayHosts", tmp_path: "Path") -> None:
@@ -89,4 +89,4 @@ async def test_trainer_eval_plays_on_the_cluster(hosts: "RayHosts", tmp_path: "P
     (results,) = tmp_path.rglob("*.jsonl")
     _, *attempts = map(json.loads, results.read_text().splitlines())
     assert [attempt["score"] for attempt in attempts] == [1.0] * 8
-    await asyncio.to_thread(hosts.wait, lambda: not hosts.reserved() and not hosts.leased())
+    await asyncio.to_thread(hosts.wait, lambda: not hosts.leased())

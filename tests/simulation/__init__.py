@@ -1,7 +1,7 @@
 """Simulate many hosts on a virtual clock, through the planner, fair share and choice of hosts that production uses.
 
 ```text
-workload ── groups ──► placement (drawn: the client's code | ray: a model of Ray's scheduler | ideal)
+workload ── groups ──► placement (drawn: the client's code | ideal)
                            │ a host
                            ▼
                        SimHost: AdmissionQueue and plan() of envd.pool; machines fork, are leased, are destroyed

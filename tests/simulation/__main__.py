@@ -27,9 +27,7 @@ def simulate_command(
     *,
     hosts: Annotated[str, typer.Option(metavar="N,...", help="Numbers of hosts.")] = "1,2,10",
     machines: Annotated[int, typer.Option(min=1, max=4096, help="Machines of each host.")] = 48,
-    placement: Annotated[
-        str, typer.Option(metavar="NAME,...", help=f"Of {', '.join(PLACEMENTS)}.")
-    ] = "drawn,ray,ideal",
+    placement: Annotated[str, typer.Option(metavar="NAME,...", help=f"Of {', '.join(PLACEMENTS)}.")] = "drawn,ideal",
     group: Annotated[str, typer.Option(metavar="N,...", help="Sizes of groups, drawn uniformly.")] = "8",
     run: Annotated[
         list[str] | None,

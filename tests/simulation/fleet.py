@@ -9,7 +9,7 @@ from envd.base.config import RunShare
 from envd.pool.fairness import RunShares
 from tests.simulation.clock import EventQueue
 from tests.simulation.host import Group, SimHost
-from tests.simulation.placements import Drawn, Ideal, Ray, SimPlacement
+from tests.simulation.placements import Drawn, Ideal, SimPlacement
 from tests.simulation.scenario import RunLoad, Scenario
 
 _SAMPLE_S = 5.0
@@ -66,12 +66,6 @@ class Fleet:
         match scenario.placement:
             case "drawn":
                 self._placement = Drawn(self._hosts, events=self._events, rng=self._rng)
-            case "ray":
-                self._placement = self._ray(gathers=True)
-            case "ray-no-gathering":
-                self._placement = self._ray()
-            case "ray-whole":
-                self._placement = self._ray(reuses=False)
             case _:
                 self._placement = Ideal(self._hosts, events=self._events, shares=shares)
         self._begin_s = 60.0 * scenario.warmup_minutes
@@ -84,9 +78,6 @@ class Fleet:
         self._lost_s = 0.0
         self._episode_count = 0
         self._fragments: list[float] = []
-
-    def _ray(self, *, reuses: bool = True, gathers: bool = False) -> Ray:
-        return Ray(self._hosts, events=self._events, rng=self._rng, reuses=reuses, gathers=gathers)
 
     def run(self) -> Outcome:
         """Simulate, and return what was measured."""

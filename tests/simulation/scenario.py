@@ -50,7 +50,7 @@ class RunLoad:
     """Its part of the load, relative to the other runs."""
 
 
-PLACEMENTS = ("drawn", "ray", "ray-no-gathering", "ray-whole", "ideal")
+PLACEMENTS = ("drawn", "ideal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,7 @@ class Scenario:
     """One simulation."""
 
     placement: str
-    """`drawn`, `ray`, `ray-no-gathering` (large groups are not helped), `ray-whole` (nor are slots of ended episodes
-    reused) or `ideal`."""
+    """`drawn` (by clients, as in production) or `ideal`."""
     host_count: int
     machines_per_host: int = 48
     runs: tuple[RunLoad, ...] = (RunLoad(name="run"),)

@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ os.environ.update(
 import ray
 from ray.cluster_utils import Cluster
 
-from cuaenv.client.ray_cluster import HostReport
+from cuaenv.client.ray_cluster import HostReport, NodeStatus, status
 from trainer.hosts.actor import HostSettings
-from trainer.hosts.supervisor import ClusterStatus, status, up
+from trainer.hosts.supervisor import up
 
 _TIMEOUT_S = 300.0
 _STORE_BYTES = 80 << 20
@@ -128,24 +128,19 @@ class RayHosts:
 
     def up_names(self) -> Sequence[str]:
         """Return the names of the hosts that are up."""
-        return [node.report.node for node in self.status().nodes if node.report.state == "up"]
+        return [node.report.node for node in self.status() if node.report.state == "up"]
 
-    def status(self) -> ClusterStatus:
-        """Return the cluster's state."""
+    def status(self) -> list[NodeStatus]:
+        """Return the state of all hosts."""
         return status(self.target)
 
     def report(self, name: str) -> HostReport:
         """Return a host's report."""
-        return next(node.report for node in self.status().nodes if node.report.node == name)
-
-    def reserved(self) -> Mapping[str, int]:
-        """Return the reserved machines by host, without hosts that have none."""
-        found = {node.report.node: node.reserved.get("desktop", 0) for node in self.status().nodes}
-        return {name: count for name, count in found.items() if count}
+        return next(node.report for node in self.status() if node.report.node == name)
 
     def leased(self) -> int:
         """Return the leased machines of all hosts."""
-        return sum(node.report.leased_count for node in self.status().nodes)
+        return sum(node.report.leased_count for node in self.status())
 
     def actor_pids(self) -> set[int]:
         """Return the processes of the hosts' actors and of their supervisor."""

@@ -3,17 +3,15 @@
 import time
 from dataclasses import asdict
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
+from cuaenv.client.ray_cluster import NodeStatus, status
 from cuaenv.client.targets import parse_targets
 from trainer.cli.output import UsageError, reports_errors
-
-if TYPE_CHECKING:
-    from trainer.hosts.supervisor import ClusterStatus, NodeStatus
 
 app = typer.Typer(no_args_is_help=True, help="Start, show and drain the KVM hosts of a Ray cluster.")
 
@@ -64,18 +62,15 @@ def up_command(
         up(target, HostSettings(command=tuple(command or ()), endpoint=endpoint, ca_file=ca_file, **chosen))
     current = _wait(target, node=node, wanted=_UP, timeout_s=timeout_s)
     _show(current, as_json=as_json)
-    if not current.nodes or any(each.report.state not in _UP for each in _chosen(current, node)):
+    if not current or any(each.report.state not in _UP for each in _chosen(current, node)):
         raise typer.Exit(EXIT_FAILED)
 
 
 @app.command("status")
 @reports_errors()
 def status_command(*, cluster: Cluster = "ray://auto", as_json: Json = False) -> None:
-    """Show each host with its machines, and the groups that wait."""
-    target = _target(cluster)
-    from trainer.hosts.supervisor import status  # noqa: PLC0415 -- imports Ray
-
-    _show(status(target), as_json=as_json)
+    """Show each host with its machines."""
+    _show(status(_target(cluster)), as_json=as_json)
 
 
 @app.command("drain")
@@ -123,14 +118,12 @@ def _target(cluster: str) -> str:
     return target
 
 
-def _chosen(current: "ClusterStatus", node: str) -> "list[NodeStatus]":
-    return [each for each in current.nodes if node in {"", each.node_id, each.report.node}]
+def _chosen(current: list[NodeStatus], node: str) -> list[NodeStatus]:
+    return [each for each in current if node in {"", each.node_id, each.report.node}]
 
 
-def _wait(target: str, *, node: str, wanted: set[str], timeout_s: float) -> "ClusterStatus":
+def _wait(target: str, *, node: str, wanted: set[str], timeout_s: float) -> list[NodeStatus]:
     """Wait until the chosen hosts are in a wanted state, or until the timeout; print changes to standard error."""
-    from trainer.hosts.supervisor import status  # noqa: PLC0415 -- imports Ray
-
     until_s = time.monotonic() + timeout_s
     printed: dict[str, str] = {}
     while True:
@@ -147,28 +140,21 @@ def _wait(target: str, *, node: str, wanted: set[str], timeout_s: float) -> "Clu
         time.sleep(_POLL_S)
 
 
-def _show(current: "ClusterStatus", *, as_json: bool) -> None:
+def _show(current: list[NodeStatus], *, as_json: bool) -> None:
     if as_json:
-        nodes = [{**asdict(each), "report": {**asdict(each.report), "ca": ""}} for each in current.nodes]
-        emit_json({"nodes": nodes, "waiting": list(map(dict, current.waiting))})
+        nodes = [{**asdict(each), "report": {**asdict(each.report), "ca": ""}} for each in current]
+        emit_json({"nodes": nodes})
         return
-    table = Table(
-        "node", "state", "pool", "capacity", "reserved", "leased", "queued", "endpoint", box=None, pad_edge=False
-    )
-    for each in sorted(current.nodes, key=lambda each: each.report.node):
+    table = Table("node", "state", "pool", "capacity", "leased", "queued", "endpoint", box=None, pad_edge=False)
+    for each in sorted(current, key=lambda each: each.report.node):
         report = each.report
         for index, (pool, capacity) in enumerate(sorted(each.capacity.items())):
             shown = (
                 [str(report.leased_count), str(report.waiting_count), report.endpoint] if index == 0 else ["", "", ""]
             )
             names = [report.node, report.state] if index == 0 else ["", ""]
-            table.add_row(*names, pool, str(capacity), str(each.reserved.get(pool, 0)), *shown)
+            table.add_row(*names, pool, str(capacity), *shown)
     out.print(table)
-    for each in current.nodes:
+    for each in current:
         if each.report.problem:
             out.print(f"{each.report.node}: {each.report.problem}", markup=False, soft_wrap=True)
-    if current.waiting:
-        sizes = ", ".join(
-            " ".join(f"{count} {pool}" for pool, count in wanted.items()) for wanted in current.waiting[:20]
-        )
-        out.print(f"{len(current.waiting)} groups wait for machines: {sizes}", soft_wrap=True)

@@ -3,7 +3,7 @@
 ```text
 trainer hosts up ──► Supervisor (one detached actor) ──► HostActor (one per node with a resource envd_POOL)
                                                             │ starts or adopts, probes, restarts, drains
-clients ── cuaenv.client.ray_placement: report() ──────────►│
+clients ── cuaenv.client.ray_cluster: report() ────────────►│
         ── gRPC: Reset, Step, ... ────────────────────────► envd serve (outlives the actor)
 ```
 """

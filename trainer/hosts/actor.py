@@ -63,23 +63,12 @@ class HostActor:
         self._pause_s = 0.0
         self._started_s = float("-inf")
         self._running: asyncio.Task[None] | None = None
-        self._gathered_by, self._gathered_until_s = "", 0.0
 
     async def report(self) -> HostReport:
         self._run()
-        report = replace(self._report, gathered_by=self._gatherer())
-        if self._drain_mark.exists() and report.state not in {"draining", "drained"}:
-            return replace(report, state="draining")
-        return report
-
-    async def gather(self, client: str, ttl_s: float) -> bool:
-        if self._gatherer() not in {"", client}:
-            return False
-        self._gathered_by, self._gathered_until_s = client, asyncio.get_running_loop().time() + ttl_s
-        return True
-
-    def _gatherer(self) -> str:
-        return self._gathered_by if asyncio.get_running_loop().time() < self._gathered_until_s else ""
+        if self._drain_mark.exists() and self._report.state not in {"draining", "drained"}:
+            return replace(self._report, state="draining")
+        return self._report
 
     async def configure(self, settings: HostSettings) -> None:
         """Use other settings from the next start of the daemon on."""
@@ -179,7 +168,6 @@ class HostActor:
         if pools is not None:
             self._report = replace(
                 self._report,
-                pools={pool.name: pool.os for pool in pools},
                 leased_count=sum(pool.leased_count for pool in pools),
                 waiting_count=sum(pool.waiting_count for pool in pools),
             )

@@ -1,24 +1,23 @@
-"""Start the actor of every KVM host of a Ray cluster, also of hosts that join later; look at all of them."""
+"""Start the actor of every KVM host of a Ray cluster, also of hosts that join later; drain and resume hosts."""
 
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 import ray
-from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cuaenv.client.errors import Unavailable
-from cuaenv.client.ray_cluster import NAMESPACE, HostReport, actor_of, capacities_of, connect, is_gathered
+from cuaenv.client.ray_cluster import NAMESPACE, actor_of, connect, host_nodes
 from trainer.hosts.actor import HostActor, HostSettings
 
 logger = logging.getLogger(__name__)
 
 _SUPERVISOR: Final = "envd_hosts"
+#: Of the process that an actor runs in, which is connected.
+_OWN_CLUSTER: Final = "ray://auto"
 _INTERVAL_S: Final = 2.0
 _CALL_TIMEOUT_S: Final = 10.0
 #: A new actor imports this package in a new process, which takes long on a busy node.
@@ -46,7 +45,7 @@ class Supervisor:
 
     def _ensure(self) -> None:
         """Start missing actors and those of new nodes; remove those of nodes that have left."""
-        nodes = {node["NodeID"]: node for node in host_nodes()}
+        nodes = {node["NodeID"]: node for node in host_nodes(_OWN_CLUSTER)}
         for node_id, node in nodes.items():
             actor = (
                 ray.remote(HostActor)
@@ -71,32 +70,6 @@ class Supervisor:
                 ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeStatus:
-    """A host in the cluster."""
-
-    node_id: str
-    capacity: Mapping[str, int]
-    """Machines by pool."""
-    reserved: Mapping[str, int]
-    """Machines reserved by groups, by pool."""
-    report: HostReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterStatus:
-    """All hosts, and the groups that wait for one."""
-
-    nodes: Sequence[NodeStatus]
-    waiting: Sequence[Mapping[str, int]]
-    """Machines by pool that each waiting group asks for; Ray's autoscaler sees the same."""
-
-
-def host_nodes() -> list[dict[str, Any]]:
-    """Return Ray's description of the live nodes that have machines."""
-    return [node for node in ray.nodes() if node["Alive"] and capacities_of(node["Resources"])]
-
-
 def up(target: str, settings: HostSettings) -> None:
     """Start the supervisor, or replace one with other settings, and resume drained hosts. Raises: Unavailable."""
     connect(target)
@@ -114,68 +87,28 @@ def up(target: str, settings: HostSettings) -> None:
             if time.monotonic() > until_s:
                 raise
         time.sleep(0.1)
-    for node in host_nodes():
+    for node in host_nodes(target):
         with suppress(Unavailable):  # its actor starts now
             _get(_actor(node["NodeID"]).resume.remote(), what=f"node {node['NodeName']}")
 
 
-def status(target: str) -> ClusterStatus:
-    """Return the state of all hosts. Raises: Unavailable."""
-    connect(target)
-    groups = [group for group in placement_group_table().values() if group["bundles"]]
-    reserved: dict[str, dict[str, int]] = {}
-    waiting = []
-    for group in groups:
-        for index, bundle in group["bundles"].items():
-            wanted = capacities_of(bundle)
-            if group["state"] == "CREATED":
-                held = reserved.setdefault(group["bundles_to_node_id"][index], {})
-                for pool, count in wanted.items():
-                    held[pool] = held.get(pool, 0) + count
-            elif group["state"] != "REMOVED" and wanted and not is_gathered(bundle):
-                waiting.append(wanted)
-    nodes = [
-        NodeStatus(
-            node_id=node["NodeID"],
-            capacity=capacities_of(node["Resources"]),
-            reserved=reserved.get(node["NodeID"], {}),
-            report=_report(node),
-        )
-        for node in host_nodes()
-    ]
-    return ClusterStatus(nodes=nodes, waiting=waiting)
+def drain(target: str, name: str) -> None:
+    """Begin to drain the host with this node name or id; its report says how far the drain is. Raises: Unavailable."""
+    _get(_actor(_node_id(target, name)).drain.remote(), what=f"node {name}")
 
 
-def drain(target: str, name: str) -> HostReport:
-    """Begin to drain the host with this node name or id, or return how far the drain is. Raises: Unavailable."""
-    node = _node(target, name)
-    _get(_actor(node["NodeID"]).drain.remote(), what=f"node {name}")
-    return _report(node)
-
-
-def resume(target: str, name: str) -> HostReport:
+def resume(target: str, name: str) -> None:
     """End the drain of a host. Raises: Unavailable."""
-    node = _node(target, name)
-    _get(_actor(node["NodeID"]).resume.remote(), what=f"node {name}")
-    return _report(node)
+    _get(_actor(_node_id(target, name)).resume.remote(), what=f"node {name}")
 
 
-def _node(target: str, name: str) -> dict[str, Any]:
-    connect(target)
-    nodes = host_nodes()
+def _node_id(target: str, name: str) -> str:
+    nodes = host_nodes(target)
     for node in nodes:
         if name in {node["NodeID"], node["NodeName"]}:
-            return node
+            return str(node["NodeID"])
     names = ", ".join(sorted(node["NodeName"] for node in nodes))
     raise Unavailable(f"node {name}: not found in the Ray cluster; its hosts are: {names or 'none'}")
-
-
-def _report(node: Mapping[str, Any]) -> HostReport:
-    try:
-        report: HostReport = _get(_actor(node["NodeID"]).report.remote(), what=f"node {node['NodeName']}")
-    except Unavailable as error:
-        return HostReport(node=node["NodeName"], state="down", problem=str(error))
-    return report
 
 
 def _actor(node_id: str) -> Any:

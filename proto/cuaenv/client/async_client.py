@@ -12,6 +12,7 @@ from typing import Any, Final, Self, Unpack
 from cuaenv.argument_types import checks_arguments
 from cuaenv.client.archives import export_to, import_from
 from cuaenv.client.credentials import Access, Tls
+from cuaenv.client.drawn_placement import OpenRequest
 from cuaenv.client.episode import AsyncEpisode
 from cuaenv.client.errors import EnvError, NotSupported
 from cuaenv.client.forwarding import PortForward, forwarded
@@ -19,7 +20,6 @@ from cuaenv.client.host import Host
 from cuaenv.client.host_pool import ClientStatistics, HostPool
 from cuaenv.client.limiter import EpisodeLimiter
 from cuaenv.client.observation import Observation
-from cuaenv.client.place import OpenRequest, Place
 from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import (
     Checkpoint,
@@ -181,8 +181,8 @@ class AsyncEnvClient:
         Args:
             task: Id of the task; or a checkpoint, to begin in that state, on its host.
             size: Number of episodes.
-            branches: Most machines that forks of the episodes will take at once: the host is chosen with room for them,
-                and a Ray cluster reserves them.
+            branches: Most machines that forks of the episodes will take at once; a host with room for them is
+                preferred.
             pool: Name of the pool; empty for the task's own.
             max_steps: Steps after which an episode is truncated, those before a checkpoint included; 0 for the limit of
                 the task or checkpoint.
@@ -240,15 +240,15 @@ class AsyncEnvClient:
                 host=await hosts.host(checkpoint.host, timeout=timeout) if checkpoint else None,
             )
             try:
-                place, response = await hosts.open(opening)
+                host, response = await hosts.open(opening)
             except EnvError as error:
                 raise error.with_traceback(None) from None  # the frames in between are of no use to the caller
-            place.host.note_pool(task_id, response.episodes[0].pool)
+            host.note_pool(task_id, response.episodes[0].pool)
             defaults = StepOptions(settle=settle, view=view, coordinate_space=coordinate_space)
-            opened = _held(place, response, lease_ttl, instruction=response.instruction, defaults=defaults)
+            opened = _held(host, response, lease_ttl, instruction=response.instruction, defaults=defaults)
             async with opened as episodes:
                 if perturb is not None and not episodes[0].perturbations:
-                    raise NotSupported.by_release("`perturb`", host=place.host.target)
+                    raise NotSupported.by_release("`perturb`", host=host.target)
                 yield episodes
 
     @takes_options_of(reset_group, without=["size"])
@@ -314,16 +314,11 @@ class AsyncEnvClient:
             host=parent.host,
         )
         seen = parent.observation
-        # The parent's place was reserved with its branches; it is held until the last of them is closed.
-        place = parent.place.share()
         try:
-            _, response = await self._host_pool.open(opening)
-        except BaseException as error:
-            place.release()
-            if isinstance(error, EnvError):
-                raise error.with_traceback(None) from None
-            raise
-        opened = _held(place, response, lease_ttl, instruction=parent.instruction, defaults=parent.defaults, seen=seen)
+            host, response = await self._host_pool.open(opening)
+        except EnvError as error:
+            raise error.with_traceback(None) from None
+        opened = _held(host, response, lease_ttl, instruction=parent.instruction, defaults=parent.defaults, seen=seen)
         async with opened as episodes:
             yield episodes
 
@@ -538,7 +533,7 @@ def _require_count(name: str, count: int) -> None:
 
 @asynccontextmanager
 async def _held(
-    place: Place,
+    host: Host,
     response: Any,
     lease_ttl: timedelta,
     *,
@@ -546,8 +541,7 @@ async def _held(
     defaults: StepOptions,
     seen: Observation | None = None,
 ) -> AsyncIterator[Sequence[AsyncEpisode]]:
-    """Renew the leases of opened episodes; on exit close them, and release their place."""
-    host = place.host
+    """Renew the leases of opened episodes; on exit close them."""
     leases = [host.leases.take(info.episode_id, lease_ttl) for info in response.episodes]
     try:
         episodes = []
@@ -556,15 +550,12 @@ async def _held(
             observation = await host.decode(message, shown.get(message.frame.unchanged.base_image_id, seen))
             if message.frame.WhichOneof("content"):
                 shown[observation.image_id] = observation
-            episode = AsyncEpisode(place, lease, info, observation, instruction=instruction, defaults=defaults)
+            episode = AsyncEpisode(host, lease, info, observation, instruction=instruction, defaults=defaults)
             episode.opening_timings_ms = dict(response.timings_ms)
             episodes.append(episode)
         yield episodes
     finally:
-        try:
-            await finish(asyncio.gather(*(lease.close() for lease in leases)))
-        finally:
-            place.release()
+        await finish(asyncio.gather(*(lease.close() for lease in leases)))
 
 
 async def finish(work: Awaitable[object]) -> None:

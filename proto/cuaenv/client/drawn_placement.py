@@ -1,7 +1,8 @@
-"""Choose among listed hosts by the load that each reports: for static lists, `dns:///` names and Kubernetes Services.
+"""Choose the host of each group among a client's hosts, by the load that each reports.
 
-Every client decides by itself. There is no queue, quota or host health across hosts; `ray_placement` has those.
-Choices need no lock: code between two awaits is atomic.
+Hosts are listed, or resolved from a `dns:///` name or a Ray cluster. Every client decides by itself: there is no queue,
+quota or host health across clients. A placement chooses hosts and nothing else: the daemon admits groups, and leases
+free the machines. Choices need no lock: code between two awaits is atomic.
 """
 
 import asyncio
@@ -9,32 +10,82 @@ import contextlib
 import itertools
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Final
 
-from cuaenv.client.errors import EnvError, Unavailable, Unreachable
+from cuaenv.client.connection import Connection
+from cuaenv.client.credentials import Access
+from cuaenv.client.errors import Draining, EnvError, PoolExhausted, RateLimited, SampleVoid, Unavailable, Unreachable
 from cuaenv.client.host import Host, HostState
-from cuaenv.client.place import HostTable, OpenRequest, Place, note_failure
-from cuaenv.client.placement import NextAttempt, choose, next_attempt
-from cuaenv.client.targets import Address, is_name, resolve
+from cuaenv.client.opening import OpeningRequest
+from cuaenv.client.placement import NextAttempt, RetryPolicy, choose, next_attempt
+from cuaenv.client.targets import Address, is_name, is_ray, resolve
 
 logger = logging.getLogger(__name__)
 
 #: The first choice waits this long for all hosts to report; else the first one to report would get everything.
 _FIRST_REPORTS_S: Final = 2.0
 _RESOLVE_INTERVAL_S: Final = 30.0
+#: Shorter for a Ray cluster: a host that drains gets new groups until its clients know.
+_RAY_INTERVAL_S: Final = 5.0
+_UNRESOLVED_INTERVAL_S: Final = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """Episodes to open together on one host, and what was tried so far."""
+
+    make_request: Callable[[], OpeningRequest]
+    """Makes the request for a host that got none yet."""
+    size: int
+    deadline_s: float
+    task: str = ""
+    pool: str = ""
+    """Empty for the task's own pool."""
+    branch_count: int = 0
+    """Further machines that forks of the episodes may take later."""
+    host: Host | None = None
+    """The only possible host; None for any."""
+    sent: dict[Host, OpeningRequest] = field(default_factory=dict)
+    """The request of each host: retries repeat it, so a host opens at most one group."""
+    excluded: dict[Host, EnvError] = field(default_factory=dict)
+    """Hosts that can never open them, with the error."""
+    error: EnvError | None = None
+    """The last error."""
+
+    @property
+    def machine_count(self) -> int:
+        """Machines that the host should have room for."""
+        return self.size + self.branch_count
 
 
 class DrawnPlacement:
-    """A `Placement` that draws two hosts and takes the one with the larger share of free machines."""
+    """Draws two hosts and takes the one with the larger share of free machines, for one client in one event loop."""
 
-    def __init__(self, targets: Sequence[str], *, table: HostTable, rng: random.Random) -> None:
+    def __init__(
+        self,
+        targets: Sequence[str],
+        *,
+        access: Access,
+        retry: RetryPolicy,
+        keep_alive_interval: timedelta | None,
+        rng: random.Random,
+    ) -> None:
         """Prepare; hosts are connected and watched from the first choice on."""
-        self._table = table
+        self._access = access
+        self._retry = retry
+        self._keep_alive_interval = keep_alive_interval
         self._rng = rng
+        self._known: dict[Address, Host] = {}
+        self._changed = asyncio.Event()
         self._static = [Address(target) for target in targets if not is_name(target)]
         self._names: dict[str, tuple[Address, ...]] = {target: () for target in targets if is_name(target)}
-        self._unresolved: dict[str, str] = dict.fromkeys(self._names, "not resolved yet")
+        self._unresolved: dict[str, str] = {name: f"{name} is not resolved yet" for name in self._names}
+        self._interval_s = _RAY_INTERVAL_S if any(map(is_ray, targets)) else _RESOLVE_INTERVAL_S
+        self._has_answered = False
+        """Whether a Ray cluster has ever answered that none of its hosts is up."""
         self._listed: list[Host] = []
         self._watched_since_s: float | None = None
         self._resolving: asyncio.Task[None] | None = None
@@ -45,14 +96,26 @@ class DrawnPlacement:
 
     @property
     def only_host(self) -> Host | None:
+        """The host of all episodes if there can only be one; it needs no choice."""
         return self._listed[0] if not self._names and len(self._static) == 1 else None
 
-    async def place(self, opening: OpenRequest) -> Place:
+    @property
+    def known(self) -> Sequence[Host]:
+        """All hosts that were ever listed: episodes may be open on those that no longer are."""
+        return list(self._known.values())
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change of any host. Take it before looking at the hosts, then wait for it."""
+        return self._changed
+
+    async def place(self, opening: OpenRequest) -> Host:
+        """Wait for a host that can open the episodes. Raises: EnvError: there will be none."""
         loop = asyncio.get_running_loop()
-        connect_s = loop.time() + self._table.retry.connect_timeout.total_seconds()
+        connect_s = loop.time() + self._retry.connect_timeout.total_seconds()
         await self._wait_for_reports(opening.deadline_s)
         while True:
-            changed, now_s = self._table.changed, loop.time()
+            changed, now_s = self._changed, loop.time()
             candidates = [host for host in self._listed if host not in opening.excluded]
             up = [host for host in candidates if host.state is HostState.UP]
             free_at_s = {host: host.backs_off_until_s(opening.task, opening.pool) for host in up}
@@ -61,9 +124,8 @@ class DrawnPlacement:
                 now_s < opening.deadline_s
                 and (chosen := choose(available, size=opening.machine_count, rng=self._rng)) is not None
             ):
-                return Place(chosen)
-            was_reached = any(host.connection.was_reached for host in self._listed)
-            until_s = opening.deadline_s if was_reached else min(connect_s, opening.deadline_s)
+                return chosen
+            until_s = opening.deadline_s if self._was_reached else min(connect_s, opening.deadline_s)
             is_over = now_s >= until_s
             if (error := self._final_error(opening, candidates, up, is_over=is_over)) is not None:
                 raise error
@@ -72,9 +134,29 @@ class DrawnPlacement:
                     await changed.wait()
 
     def failed(self, opening: OpenRequest, host: Host, error: EnvError) -> None:
-        note_failure(opening, host, error, policy=self._table.retry, rng=self._rng)
+        """Exclude a host for an opening, or avoid it for a while. Raises: EnvError: every host would fail alike."""
+        match next_attempt(error):
+            case NextAttempt.FINAL:
+                raise error
+            case NextAttempt.UNKNOWN:
+                host.back_off(self._retry.reconnect_timeout.total_seconds(), because=error)
+            case NextAttempt.ELSEWHERE:
+                opening.excluded[host] = error
+                if isinstance(error, SampleVoid):
+                    # A host that fails fast always has room, and would attract every opening.
+                    host.back_off(self._retry.max_pause.total_seconds(), because=error)
+            case NextAttempt.LATER:
+                pause = error.retry_after or self._retry.max_pause
+                if isinstance(error, PoolExhausted):
+                    # Only a queued request gets a machine; and the host reports by itself when it has room.
+                    pause = min(pause, self._retry.max_pause)
+                is_wide = isinstance(error, Draining | RateLimited)
+                only = None if is_wide else (opening.task, opening.pool)
+                jitter_s = self._rng.random() * self._retry.first_pause.total_seconds()
+                host.back_off(pause.total_seconds() + jitter_s, because=error, only=only)
 
     async def hosts(self, deadline_s: float) -> Sequence[Host]:
+        """Return the hosts to ask about tasks and pools. Raises: EnvError: none is available."""
         if self.only_host is None:
             await self._wait_for_reports(deadline_s)
         hosts = [host for host in self._listed if host.state is HostState.UP] or self._listed
@@ -83,9 +165,14 @@ class DrawnPlacement:
         return hosts
 
     async def aclose(self) -> None:
+        """Stop resolving names. Idempotent."""
         if self._resolving is not None:
             self._resolving.cancel()
             await asyncio.wait({self._resolving})
+
+    @property
+    def _was_reached(self) -> bool:
+        return self._has_answered or any(host.connection.was_reached for host in self._listed)
 
     def _final_error(
         self, opening: OpenRequest, candidates: Sequence[Host], up: Sequence[Host], *, is_over: bool
@@ -108,10 +195,9 @@ class DrawnPlacement:
             f"{host.target} {host.state.value}: {host.problem or host.last_error or 'it has not reported'}"
             for host in self._listed
         ]
-        problems += [f"{name} cannot be resolved: {problem}" for name, problem in self._unresolved.items()]
-        was_reached = any(host.connection.was_reached for host in self._listed)
-        kind = Unavailable if was_reached else Unreachable
-        return kind(f"no host is available for new episodes: {'; '.join(problems)}", code="UNAVAILABLE")
+        kind = Unavailable if self._was_reached else Unreachable
+        reasons = "; ".join([*problems, *self._unresolved.values()])
+        return kind(f"no host is available for new episodes: {reasons}", code="UNAVAILABLE")
 
     async def _wait_for_reports(self, deadline_s: float) -> None:
         """Watch the hosts, and return when all have reported, or 2 s after the start."""
@@ -126,28 +212,55 @@ class DrawnPlacement:
         while self._unresolved or any(host.state is HostState.UNKNOWN for host in self._listed):
             try:
                 async with asyncio.timeout_at(until_s):
-                    await self._table.changed.wait()
+                    await self._changed.wait()
             except TimeoutError:
                 return
 
     async def _resolve(self) -> None:
         while True:
             for name in self._names:
-                try:
-                    self._names[name] = await resolve(name)
-                    self._unresolved.pop(name, None)
-                except OSError as error:
-                    # Addresses found earlier may still be valid; each host reports its own state.
-                    logger.warning("%s cannot be resolved: %s", name, error)
-                    if not self._names[name]:
-                        self._unresolved[name] = str(error)
+                await self._resolve_one(name)
             self._list()
-            await asyncio.sleep(1.0 if self._unresolved else _RESOLVE_INTERVAL_S)
+            await asyncio.sleep(_UNRESOLVED_INTERVAL_S if self._unresolved else self._interval_s)
+
+    async def _resolve_one(self, name: str) -> None:
+        try:
+            found = await resolve(name)
+            for address in found:
+                self._host(address)
+        except (OSError, ValueError, Unreachable) as error:
+            # Addresses found earlier may still be valid; each host reports its own state.
+            problem = str(error) if is_ray(name) else f"{name} cannot be resolved: {error}"
+        except Unavailable as error:  # the Ray cluster knows that none is up
+            self._has_answered = True
+            self._names[name], problem = (), str(error)
+        else:
+            self._names[name], problem = found, ""
+        if problem and problem != self._unresolved.get(name):
+            logger.warning("%s", problem)
+        if problem and not self._names[name]:
+            self._unresolved[name] = problem
+        else:
+            self._unresolved.pop(name, None)
 
     def _list(self) -> None:
         addresses = dict.fromkeys([*self._static, *itertools.chain.from_iterable(self._names.values())])
-        self._listed = [self._table.host(address) for address in addresses]
+        self._listed = [self._host(address) for address in addresses]
         if self._watched_since_s is not None:
             for host in self._listed:
                 host.watch()
-        self._table.note_change()
+        self._note_change()
+
+    def _host(self, address: Address) -> Host:
+        """Return the host at an address; a new one is not connected yet. Raises: ValueError, OSError."""
+        if address not in self._known:
+            connection = Connection(address, access=self._access, retry=self._retry)
+            self._known[address] = Host(
+                connection, keep_alive_interval=self._keep_alive_interval, changed=self._note_change
+            )
+        return self._known[address]
+
+    def _note_change(self) -> None:
+        """Wake everyone who waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -14,9 +14,9 @@ from cuaenv.actions import Action, longest
 from cuaenv.argument_types import checks_arguments
 from cuaenv.client.errors import EnvError
 from cuaenv.client.forwarding import PortForward, forwarded
+from cuaenv.client.host import Host
 from cuaenv.client.leases import Lease
 from cuaenv.client.observation import Observation, read_frame
-from cuaenv.client.place import Place
 from cuaenv.client.results import (
     STATES,
     Checkpoint,
@@ -44,7 +44,7 @@ class AsyncEpisode:
 
     def __init__(
         self,
-        place: Place,
+        host: Host,
         lease: Lease,
         info: env_pb2.Episode,
         observation: Observation,
@@ -52,12 +52,9 @@ class AsyncEpisode:
         instruction: str,
         defaults: StepOptions,
     ) -> None:
-        self.place = place
-        """Held until the episodes that share it are closed."""
-        self._has_slot = not info.parent_episode_id
         self.block: AbstractAsyncContextManager[object] | None = None
         """The block to leave when it is closed; None if its owner leaves it."""
-        self.host = place.host
+        self.host = host
         """Its host; all its calls go there."""
         self._lease = lease
         self.defaults = defaults
@@ -260,9 +257,6 @@ class AsyncEpisode:
         try:
             await self._lease.close()
         finally:
-            if self._has_slot:
-                self._has_slot = False
-                self.place.give_back()
             if block is not None:
                 await block.__aexit__(None, None, None)
 

@@ -14,13 +14,11 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 from cuaenv.client.credentials import Access
-from cuaenv.client.drawn_placement import DrawnPlacement
+from cuaenv.client.drawn_placement import DrawnPlacement, OpenRequest
 from cuaenv.client.errors import DeadlineExceeded, EnvError, Unavailable
 from cuaenv.client.host import Host, HostStatistics
 from cuaenv.client.limiter import EpisodeLimiter
-from cuaenv.client.place import HostTable, OpenRequest, Place, Placement
 from cuaenv.client.placement import NextAttempt, RetryPolicy, next_attempt, retry_pause_s
-from cuaenv.client.targets import is_ray
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +53,11 @@ class HostPool:
         self.limiter = EpisodeLimiter(max_episodes)
         self.opened: weakref.WeakSet[Any] = weakref.WeakSet()
         """Each `AsyncEpisode` without a block; the client closes them at its end."""
-        self._table = HostTable(access=access, retry=retry, keep_alive_interval=keep_alive_interval)
         self._retry = retry
         self._rng = rng
-        self._placement: Placement
-        if is_ray(targets[0]):
-            from cuaenv.client.ray_cluster import RayCluster  # noqa: PLC0415 -- only users of ray:// need them
-            from cuaenv.client.ray_placement import RayPlacement  # noqa: PLC0415
-
-            self._placement = RayPlacement(RayCluster(targets[0]), table=self._table, rng=rng)
-        else:
-            self._placement = DrawnPlacement(targets, table=self._table, rng=rng)
+        self._placement = DrawnPlacement(
+            targets, access=access, retry=retry, keep_alive_interval=keep_alive_interval, rng=rng
+        )
 
     def __repr__(self) -> str:
         return f"<HostPool {self._placement}, {self.limiter}>"
@@ -76,41 +68,37 @@ class HostPool:
         return self._placement.only_host is None
 
     def statistics(self) -> ClientStatistics:
-        hosts = tuple(host.statistics() for host in self._table)
+        hosts = tuple(host.statistics() for host in self._placement.known)
         return ClientStatistics(hosts=hosts, gated_count=self.limiter.waiting_count)
 
     async def wait_until_idle(self, timeout: timedelta) -> None:
         """Return when no episode is open or being opened, or after `timeout`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout.total_seconds()):
-                while any(len(host.leases) or host.opener.open_count for host in self._table):
-                    await self._table.changed.wait()
+                while any(len(host.leases) or host.opener.open_count for host in self._placement.known):
+                    await self._placement.changed.wait()
 
     async def aclose(self) -> None:
         """Wait at most 20 s until abandoned openings have ended, then disconnect. Idempotent."""
         await self._placement.aclose()
-        await asyncio.gather(*(host.aclose(_CLOSE_TIMEOUT_S) for host in self._table))
+        await asyncio.gather(*(host.aclose(_CLOSE_TIMEOUT_S) for host in self._placement.known))
 
-    async def open(self, opening: OpenRequest) -> tuple[Place, Any]:
-        """Open episodes on one host; return its place, which the caller releases, and its response.
+    async def open(self, opening: OpenRequest) -> tuple[Host, Any]:
+        """Open episodes on one host; return it, and its response.
 
         Raises:
             EnvError: None were opened; or no response came, and leases end what was opened.
         """
         host = opening.host or self._placement.only_host
         if host is not None:
-            return Place(host), await self._open_there(opening, host)
+            return host, await self._open_there(opening, host)
         while True:
-            place = await self._placement.place(opening)
+            host = await self._placement.place(opening)
             try:
-                return place, await self._attempt(opening, place.host, may_abandon=True)
+                return host, await self._attempt(opening, host, may_abandon=True)
             except EnvError as error:
-                place.release()
                 _note(opening, error)
-                self._placement.failed(opening, place.host, error)
-            except BaseException:
-                place.release()
-                raise
+                self._placement.failed(opening, host, error)
 
     async def _open_there(self, opening: OpenRequest, host: Host) -> Any:
         """Open episodes on the only possible host. Raises: EnvError."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from cuaenv.client.errors import Unavailable
+
 _DNS: Final = "dns:///"
 _RAY: Final = "ray://"
 
@@ -58,17 +60,21 @@ def is_ray(target: str) -> bool:
 
 def is_name(target: str) -> bool:
     """Return whether a target is a name that may resolve to several daemons."""
-    return target.startswith(_DNS)
+    return target.startswith(_DNS) or is_ray(target)
 
 
 async def resolve(target: str) -> tuple[Address, ...]:
-    """Return the addresses of a target, in a fixed order; only a `dns:///` name may have several.
+    """Return the addresses of a target, in a fixed order; only a `dns:///` name or a Ray cluster may have several.
 
-    Addresses are of one family, IPv4 if there are any: a daemon with both would count twice.
+    Addresses of a name are of one family, IPv4 if there are any: a daemon with both would count twice.
 
     Raises:
         OSError: The name cannot be resolved now.
+        Unreachable: The Ray cluster cannot be reached, or Ray is not installed.
+        Unavailable: The Ray cluster has no host that is up.
     """
+    if is_ray(target):
+        return await asyncio.to_thread(_hosts_of, target)
     if not is_name(target):
         return (Address(target),)
     host, port = _split(target)
@@ -76,6 +82,22 @@ async def resolve(target: str) -> tuple[Address, ...]:
     addresses_v4 = sorted({str(address[0]) for family, _, _, _, address in found if family == socket.AF_INET})
     addresses_v6 = sorted({f"[{address[0]}]" for family, _, _, _, address in found if family == socket.AF_INET6})
     return tuple(Address(f"{ip}:{port}", f"{host}:{port}") for ip in addresses_v4 or addresses_v6)
+
+
+def _hosts_of(cluster: str) -> tuple[Address, ...]:
+    from cuaenv.client.ray_cluster import status  # noqa: PLC0415 -- only users of ray:// need it
+
+    reports = sorted((node.report for node in status(cluster)), key=lambda report: report.node)
+    up = tuple(Address(report.endpoint, ca=report.ca) for report in reports if report.state == "up")
+    if not up:
+        states = "; ".join(
+            f"{report.node} is {report.state}" + (f": {report.problem}" if report.problem else "") for report in reports
+        )
+        raise Unavailable(
+            f"{cluster}: no host is up: {states or 'none has joined the Ray cluster; run `trainer hosts up`'}",
+            host=cluster,
+        )
+    return up
 
 
 def _split(target: str) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""The examples for hosts in a Ray cluster: what they offer is what clients reserve."""
+"""The examples for hosts in a Ray cluster: what they offer marks them as hosts."""
 
 import configparser
 import json
@@ -31,7 +31,7 @@ def test_the_kuberay_group_offers_slots_and_has_the_rights_of_the_daemonset() ->
     offered = json.loads(json.loads(group["rayStartParams"]["resources"]))
     assert capacities_of(offered) == {"desktop": 48}
     assert group["rayStartParams"]["num-cpus"] == "0"
-    assert group["minReplicas"] >= 1
+    assert group["replicas"] >= 1
     daemonset = yaml.safe_load((DEPLOY / "kubernetes/base/daemonset.yaml").read_text())
     (ray,) = group["template"]["spec"]["containers"]
     (envd,) = daemonset["spec"]["template"]["spec"]["containers"]

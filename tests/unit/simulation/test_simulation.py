@@ -12,7 +12,7 @@ from tests.simulation.scenario import RunLoad, Scenario, Spread
 from tests.support.command import run_app
 
 SMALL = Scenario(placement="ideal", host_count=2, machines_per_host=16, minutes=10.0, warmup_minutes=5.0)
-PLACEMENTS = ["drawn", "ray", "ideal"]
+PLACEMENTS = ["drawn", "ideal"]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -30,10 +30,6 @@ def check_counts(host: SimHost) -> None:
     assert len(host._machines) <= host.capacity
     assert host.leased_count == sum(group.running_count for group in host.groups)
     assert host.leased_count == sum(host._held.values())
-
-
-def test_a_group_that_holds_all_slots_until_its_last_episode_ends_wastes_half_of_the_machines() -> None:
-    assert simulate(replace(SMALL, placement="ray-whole")).utilisation < 0.6
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -60,18 +56,6 @@ def test_runs_get_machines_by_weight_where_daemons_decide() -> None:
     runs = (RunLoad(name="a", weight=1.0, sizes=(1, 2)), RunLoad(name="b", weight=3.0, sizes=(1, 2)))
     outcome = simulate(replace(SMALL, placement="ideal", runs=runs, oversubscribed=2.5, minutes=20.0))
     assert outcome.unfairness < 0.15
-
-
-def test_gathered_slots_let_large_groups_begin_that_small_ones_would_pass() -> None:
-    runs = (RunLoad(name="small", sizes=(1, 2, 4)), RunLoad(name="large", sizes=(12,)))
-    scenario = replace(SMALL, host_count=4, runs=runs, oversubscribed=3.0)
-    used_s = {}
-    for name in ("ray", "ray-no-gathering"):
-        fleet = Fleet(replace(scenario, placement=name))
-        fleet.run()
-        used_s[name] = fleet._used_s["large"]
-    assert used_s["ray"] > 0.0
-    assert used_s["ray-no-gathering"] == 0.0
 
 
 def test_a_spread_has_its_median_and_95th_percentile() -> None:
