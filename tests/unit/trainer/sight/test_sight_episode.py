@@ -54,11 +54,12 @@ async def test_every_turn_shows_the_next_picture_to_a_model_that_cannot_act() ->
 
 
 def test_an_episode_has_as_many_turns_as_a_row_has_pictures() -> None:
-    def count(**changed: int) -> int:
-        return len(plan_of(replace(SETTINGS, a11y_tree=False, **changed)).words[0])
+    def count(max_turns: int, *, images_per_row: int = SETTINGS.images_per_row) -> int:
+        settings = replace(SETTINGS, a11y_tree=False, max_turns=max_turns, images_per_row=images_per_row)
+        return len(plan_of(settings).words[0])
 
-    assert (count(max_turns=1), count(max_turns=12), count(max_turns=30)) == (3, 12, MOST_TURNS)
-    assert count(max_turns=30, images_per_row=5) == 5
+    assert (count(1), count(12), count(30)) == (3, 12, MOST_TURNS)
+    assert count(30, images_per_row=5) == 5
 
 
 async def test_members_of_a_group_show_equal_pictures() -> None:
