@@ -165,7 +165,7 @@ async def test_the_actors_that_are_killed_start_again_and_keep_their_daemons(hos
     assert {node.report.node: node.report.pid for node in hosts.status()} == before
 
 
-def test_asking_all_hosts_is_cheap_next_to_a_reset(hosts: "RayHosts") -> None:
+def test_the_time_to_ask_all_hosts_is_measured(hosts: "RayHosts") -> None:
     """Print the figures; docs/scale.md quotes them."""
     asking_ms, reset_ms = [], []
     hosts.status()
