@@ -1,11 +1,12 @@
 """A drawn desktop as a file: JSON of a fixed schema, compressed.
 
 A file can come from another host, so it names no class and no code. What is read is checked before it is used, and the
-desktop is drawn once with it. The guest agent's open files and processes belong to running calls, and are not stored.
+desktop is drawn once with it.
 """
 
 import math
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -22,6 +23,8 @@ from envd.hypervisor.fake.desktop.forms import Form, FormWindow
 from envd.hypervisor.fake.desktop.windows import Window
 from envd.hypervisor.fake.files import resolve
 from envd.hypervisor.fake.guest import Guest
+from envd.hypervisor.fake.outcome import Outcome
+from envd.hypervisor.fake.wires import agent
 
 #: Many times as much as a drawn desktop has.
 MAX_BYTES = 256 << 20
@@ -32,6 +35,7 @@ _PICKLE = b"\x80"
 _Part = TypeVar("_Part", bound="_Model")
 _Number = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
 _Index = Annotated[int, Field(ge=0, le=1 << 31)]
+_Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 _Pixel = Annotated[int, Field(ge=-_MAX_SIDE_PX, le=_MAX_SIDE_PX)]
 
 
@@ -54,6 +58,30 @@ class _Files(_Model):
 class _Toolbox(_Model):
     directory: str
     variables: dict[str, str]
+
+
+class _Process(_Model):
+    exit_code: _Number
+    stdout: bytes
+    stderr: bytes
+    duration_s: _Seconds
+    end_time_s: _Seconds
+    has_output: bool
+
+
+class _OpenFile(_Model):
+    path: str
+    mode: str
+    data: bytes
+    position: _Index
+
+
+class _Agent(_Model):
+    """The guest agent's programs that run, and its open files, by their numbers."""
+
+    last_number: _Index
+    processes: dict[_Index, _Process]
+    handles: dict[_Index, _OpenFile]
 
 
 class _Keyboard(_Model):
@@ -109,6 +137,7 @@ class _Desktop(_Model):
     files: _Files
     clipboard: bytes
     toolbox: _Toolbox
+    agent: _Agent
     keyboard: _Keyboard
     pointer_position: tuple[_Index, _Index]
     buttons: Annotated[int, Field(ge=0, le=0xFF)]
@@ -137,6 +166,18 @@ def write_guest(guest: Guest, path: Path) -> None:
         files=_described(_Files, guest.files),
         clipboard=guest.programs._clipboard,
         toolbox=_described(_Toolbox, guest.programs.toolbox),
+        agent=_described(
+            _Agent,
+            guest.agent,
+            processes={
+                number: _Process(end_time_s=each.end_time_s, has_output=each.has_output, **asdict(each.outcome))
+                for number, each in guest.agent._processes.items()
+            },
+            handles={
+                number: _OpenFile(path=each.path, mode=each.mode, data=bytes(each.data), position=each.position)
+                for number, each in guest.agent._handles.items()
+            },
+        ),
         keyboard=_described(_Keyboard, desktop._keyboard),
         controls=_described(_Controls, desktop.controls),
         editor=_described(_Editor, desktop.editor, text_area=_described(_TextArea, desktop.editor.text_area)),
@@ -202,6 +243,19 @@ def _restore(guest: Guest, desktop: DrawnDesktop, stored: _Desktop) -> None:
     _take(guest.clock, stored.clock)
     _take(guest.programs.toolbox, stored.toolbox)
     guest.programs._clipboard = stored.clipboard
+    guest.agent._last_number = stored.agent.last_number
+    guest.agent._processes = {
+        number: agent.Process(
+            Outcome(exit_code=each.exit_code, stdout=each.stdout, stderr=each.stderr, duration_s=each.duration_s),
+            each.end_time_s,
+            each.has_output,
+        )
+        for number, each in stored.agent.processes.items()
+    }
+    guest.agent._handles = {
+        number: agent.OpenFile(each.path, each.mode, bytearray(each.data), each.position)
+        for number, each in stored.agent.handles.items()
+    }
     guest.files.entropy = stored.files.entropy
     guest.files._files, guest.files._directories = stored.files.files, stored.files.directories
     desktop.resize(Framebuffer(np.zeros_like(guest.framebuffer.pixels), shared=False))

@@ -16,7 +16,7 @@ _MAX_READ_BYTES = 48 << 20
 
 
 @dataclass(slots=True)
-class _OpenFile:
+class OpenFile:
     path: str
     mode: str
     data: bytearray
@@ -24,7 +24,7 @@ class _OpenFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
+class Process:
     outcome: Outcome
     end_time_s: float
     """End on the guest's clock, so that a sleep stops with the guest and continues in a copy."""
@@ -38,8 +38,8 @@ class GuestAgent:
         self._files = files
         self._programs = programs
         self._clock = clock
-        self._handles: dict[int, _OpenFile] = {}
-        self._processes: dict[int, _Process] = {}
+        self._handles: dict[int, OpenFile] = {}
+        self._processes: dict[int, Process] = {}
         self._last_number = 999
         self._commands: dict[str, Callable[..., JsonValue]] = {
             "guest-exec": self._exec,
@@ -79,7 +79,7 @@ class GuestAgent:
             ) from error
         pid = self._next_number()
         end_time_s = self._clock.monotonic_s() + outcome.duration_s
-        self._processes[pid] = _Process(outcome, end_time_s, bool(capture_output))
+        self._processes[pid] = Process(outcome, end_time_s, bool(capture_output))
         return {"pid": pid}
 
     def _exec_status(self, pid: int) -> JsonValue:
@@ -104,7 +104,7 @@ class GuestAgent:
         if mode.startswith("w") or not exists:
             self._files[path] = b""
         data = bytearray(self._files[path])
-        self._handles[handle] = _OpenFile(path, mode, data, len(data) if mode.startswith("a") else 0)
+        self._handles[handle] = OpenFile(path, mode, data, len(data) if mode.startswith("a") else 0)
         return handle
 
     def _file_read(self, handle: int, count: int = 4096) -> JsonValue:
@@ -133,7 +133,7 @@ class GuestAgent:
         del self._handles[handle]
         return {}
 
-    def _open_file(self, handle: int) -> _OpenFile:
+    def _open_file(self, handle: int) -> OpenFile:
         if handle not in self._handles:
             raise GuestError(f"guest agent: handle '{handle}' has not been found")
         return self._handles[handle]

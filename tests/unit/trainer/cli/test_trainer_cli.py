@@ -183,7 +183,7 @@ def test_the_page_about_evaluation_names_every_key() -> None:
 
 @pytest.mark.parametrize(
     ("text", "status", "message"),
-    [('agent = "agent.yaml"', 2, "max_tokens: unknown key"), ('tls_ca = "no-such-file"', 1, "no-such-file")],
+    [('agent = "agent.yaml"', 2, "max_tokens: unknown key"), ('tls_ca = "no-such-file"', 2, "no-such-file")],
 )
 def test_files_that_the_file_names_are_read(
     text: str, status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
