@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -261,18 +261,27 @@ async def test_a_key_that_no_keyboard_has_is_an_error_for_the_agent(client: Gues
     assert "0xffed" in await client.type_text("a", held=[0xFFED])
 
 
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process during the block; it would outlive a test that fails while it is stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 async def test_a_program_that_reads_late_gets_every_character(client: GuestdClient, session: Session) -> None:
     path = session.directory / "late"
     text = "".join(map(chr, range(0x4E00, 0x4F2C))) + "\n"  # 300 characters need most keycodes several times
     await open_terminal(client, "late", f"echo $PPID > {path}.pid; cat > {path}")
     await wait_until(path.exists)
     pid = int(Path(f"{path}.pid").read_text())
-    os.kill(pid, signal.SIGSTOP)
-    typing = asyncio.create_task(client.type_text(text))
-    with X11() as x:
-        await wait_until(lambda: any(0x01004E00 in row for row in x.keyboard_map().values()))
-    await asyncio.wait([typing], timeout=1)  # time in which it must not bind these keys again
-    os.kill(pid, signal.SIGCONT)
+    with stopped(pid):
+        typing = asyncio.create_task(client.type_text(text))
+        with X11() as x:
+            await wait_until(lambda: any(0x01004E00 in row for row in x.keyboard_map().values()))
+        await asyncio.wait([typing], timeout=1)  # time in which it must not bind these keys again
     assert await typing == ""
     await wait_until(lambda: path.exists() and path.stat().st_size >= len(text.encode()))
     assert path.read_text() == text
@@ -288,10 +297,8 @@ async def test_of_a_text_that_is_not_read_the_rest_is_not_typed(
     await open_terminal(client, "unread", f"echo $PPID > {path}.pid; cat > {path}")
     await wait_until(path.exists)
     pid = int(Path(f"{path}.pid").read_text())
-    os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(HttpError, match="did not read its keys") as raised:
+    with stopped(pid), pytest.raises(HttpError, match="did not read its keys") as raised:
         await asyncio.to_thread(keyboard.Keyboard().type, text, 0.0)
-    os.kill(pid, signal.SIGCONT)
     [typed_count, count, *_] = map(int, re.findall(r"\d+", str(raised.value)))
     assert 2 <= typed_count < count == len(text)
     await client.type_text("\n")
