@@ -122,6 +122,9 @@ class ForkServer:
                 message = await self._first_message(self._control, self._process.pid)
                 greeting = json.loads(message or b"{}")
             except (TimeoutError, OSError, ValueError) as error:
+                # One that is still preparing would else end by itself: its status would not say that it was ended.
+                with suppress(ProcessLookupError):
+                    self._process.kill()
                 raise SandboxError(f"{error} ({await self._last_words(log)})") from error
             if not greeting:
                 raise SandboxError(f"it ended ({await self._last_words(log)})")
