@@ -15,7 +15,6 @@ from typing import Any
 
 from aiohttp.typedefs import Middleware
 
-from cuaenv.copying import copied
 from envd.api.console.server import PUBLIC_PATHS, serve_console
 from envd.api.security.access import Scope
 from envd.api.security.http import (
@@ -163,7 +162,19 @@ async def open_daemon(config: Config, inputs: Inputs | None = None) -> AsyncIter
         open_endpoints(config, storage, episodes) as endpoints,
     ):
         await episodes.service.start()
-        yield copied(Daemon, storage, machines, episodes, endpoints, config=config)
+        yield Daemon(
+            config=config,
+            hypervisor=machines.hypervisor,
+            pools=machines.pools,
+            service=episodes.service,
+            server=endpoints.server,
+            address=endpoints.address,
+            metrics_address=storage.metrics_address,
+            console_address=endpoints.console_address,
+            compat_addresses=endpoints.compat_addresses,
+            reaped=machines.reaped,
+            known=episodes.known,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

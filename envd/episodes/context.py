@@ -94,8 +94,10 @@ class EpisodeContext:
 
     def settle_policy(self, episode: Episode, requested: SettlePolicy | None) -> SettlePolicy:
         """Return when the episode's screen counts as settled, with the regions that its pool ignores."""
-        return (requested or episode.settle).ignoring(self.pools[episode.pool].settings.settle.ignored_regions)
+        return (requested or episode.spec.settle).ignoring(
+            self.pools[episode.spec.pool].settings.settle.ignored_regions
+        )
 
     def count_failure(self, episode: Episode, operation: str, error: Exception) -> None:
         reason = error.reason if isinstance(error, EnvdError) else EnvdError.reason
-        self.metrics.episode_failed(pool=episode.pool, operation=operation, reason=reason)
+        self.metrics.episode_failed(pool=episode.spec.pool, operation=operation, reason=reason)

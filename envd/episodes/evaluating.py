@@ -15,7 +15,8 @@ from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import EVALUATE, Request
 from envd.episodes.losing import find_loss
-from envd.episodes.types import EpisodeState, EvaluateResult
+from envd.episodes.progress import EpisodeState, ScoreResult
+from envd.episodes.types import EvaluateResult
 from envd.guest.desktop import Desktop
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
@@ -63,15 +64,15 @@ class Evaluating:
         async with context.registry.call(episode, renews=True), episode.turn:
             watch.lap("queue")
             episode.require_epoch(epoch)
-            if isinstance(episode.verdict, EvaluatorFailed):
-                raise EvaluatorFailed(str(episode.verdict)) from episode.verdict
-            if episode.verdict is not None:
-                return replace(episode.verdict, cached=True)
-            if not episode.guest_end_cause:
+            if episode.progress.evaluator_error:
+                raise EvaluatorFailed(episode.progress.evaluator_error)
+            if episode.progress.score is not None:
+                return self._result(episode, replace(episode.progress.score, cached=True))
+            if not episode.progress.guest_end_cause:
                 episode.require_machine()
             episode.human.require_agent(episode.episode_id)
             await context.journal.begin(request)
-            if episode.state is EpisodeState.ACTIVE:
+            if episode.progress.state is EpisodeState.ACTIVE:
                 context.registry.end(episode, EpisodeState.TRUNCATED, "EVALUATED")
             end_copy, score = await self._automatic.before_evaluation(episode), None
             try:
@@ -80,7 +81,7 @@ class Evaluating:
                 watch.lap("evaluate")
             except EnvdError as error:
                 if isinstance(error, EvaluatorFailed):
-                    episode.verdict = error
+                    episode.progress = replace(episode.progress, evaluator_error=str(error) or type(error).__name__)
                     context.registry.events.scored(episode)
                     context.journal.save(episode)
                     context.journal.forget_answer(request)
@@ -89,21 +90,30 @@ class Evaluating:
             finally:
                 end_copy(score == 0)
             episode.lease.renew(context.clock.monotonic())
-            episode.verdict = EvaluateResult(
-                episode=episode.info(context.clock),
+            scored = ScoreResult(
                 score=evaluation.score,
                 checks=evaluation.checks,
                 timings_ms={**watch.timings_ms, "total": watch.total_ms},
-                basis_digest=basis.digest_of(episode.task, episode.machine.machine.spec, episode.settle),
+                basis_digest=basis.digest_of(episode.task, episode.machine.machine.spec, episode.spec.settle),
             )
+            episode.progress = replace(episode.progress, score=scored)
+            result = self._result(episode, scored)
         context.registry.events.scored(episode)
         logger.info("episode %s: scored %g", episode.episode_id, evaluation.score)
-        context.metrics.episode_evaluated(
-            pool=episode.pool, score=evaluation.score, timings_ms=episode.verdict.timings_ms
-        )
+        context.metrics.episode_evaluated(pool=episode.spec.pool, score=evaluation.score, timings_ms=scored.timings_ms)
         with traces.timed("store"):
-            await context.journal.answered(request, episode, episode.verdict)
-        return episode.verdict
+            await context.journal.answered(request, episode, result)
+        return result
+
+    def _result(self, episode: Episode, scored: ScoreResult) -> EvaluateResult:
+        return EvaluateResult(
+            episode=episode.info(self._context.clock),
+            score=scored.score,
+            checks=scored.checks,
+            timings_ms=scored.timings_ms,
+            basis_digest=scored.basis_digest,
+            cached=scored.cached,
+        )
 
     async def _score_or_zero(self, episode: Episode, watch: Stopwatch) -> Evaluation:
         """Run the checkers; if they cannot run because the guest ended itself or its session, see `judge_ended`.
@@ -112,14 +122,14 @@ class Evaluating:
             EvaluatorFailed, MachineLost: See `judge`.
         """
         reason, is_compared = "", False
-        while episode.guest_end_cause not in ENDS_MACHINE:
+        while episode.progress.guest_end_cause not in ENDS_MACHINE:
             try:
                 async with self._context.awake(episode, watch):
                     return await self._judge(episode, episode.machine)
             except EvaluatorFailed as error:
                 loss = await find_loss(episode, error)
                 # Whatever failed, a judge that a file ended included: what the agent left may be the cause.
-                if loss is None and not episode.guest_end_cause and error.__cause__ is not None:
+                if loss is None and not episode.progress.guest_end_cause and error.__cause__ is not None:
                     if is_compared:
                         reason = f"at the task's start the checkers work, but not here: {error}"
                         loss = Loss(Owner.GUEST, reason, "UNCHECKABLE")
@@ -127,17 +137,17 @@ class Evaluating:
                         continue
                 if loss is not None and loss.owner is not Owner.UNDECIDED:
                     self._context.registry.end_by(episode, error, loss)
-                if not episode.guest_end_cause:
+                if not episode.progress.guest_end_cause:
                     if loss is not None and loss.owner is Owner.HOST:
                         # What the host broke may work on another machine.
                         raise loss.error(f"episode {episode.episode_id}") from error
                     raise
             except EnvdError as error:
                 raised = await self._context.registry.lose(episode, error)
-                if not episode.guest_end_cause:
+                if not episode.progress.guest_end_cause:
                     raise raised from error
             break
-        return judge_ended(episode.task, episode.guest_end_cause, reason)
+        return judge_ended(episode.task, episode.progress.guest_end_cause, reason)
 
     async def _works_at_start(self, episode: Episode) -> bool:
         """Return whether the checkers give a score for the task's start, so that a failure is of the agent's making.
@@ -157,7 +167,7 @@ class Evaluating:
             episode.task,
             machine,
             run_checkers=self._run_checkers,
-            last_action=episode.last_action,
+            last_action=episode.progress.last_action,
             timeout_s=self._context.limits.evaluate_timeout_s,
             subject=f"episode {episode.episode_id}",
         )

@@ -44,8 +44,8 @@ async def fork_group(
     granted = await pool.lease(
         0,
         reserved=command.fork_count,
-        run=parent.run,
-        owner=parent.owner,
+        run=parent.spec.run,
+        owner=parent.spec.owner,
         retained_count=1,
         timeout_s=command.timeout_s,
     )
@@ -54,6 +54,7 @@ async def fork_group(
         frozen = await freeze_at(
             pool, parent, command.step_index, registry=registry, check=lambda: _check(parent, command)
         )
+        progress = parent.progress  # of the frozen state: the parent continues only at the next await
         release = last_use(frozen)
         subject, starting = f"fork of episode {command.episode_id}", Stopwatch(clock)
         try:
@@ -77,7 +78,7 @@ async def fork_group(
         "start": starting.timings_ms["fork"],
         "total": watch.total_ms,
     }
-    return Group(members=members, timings_ms=timings_ms)
+    return Group(members=members, progress=progress, timings_ms=timings_ms)
 
 
 def _check(parent: Episode, command: ForkCommand) -> None:

@@ -105,7 +105,7 @@ class GuestAccess:
 
     @contextmanager
     def _counted(self, episode: Episode) -> Iterator[None]:
-        counts, gauge = self._connection_counts, self._context.metrics.port_connections.labels(pool=episode.pool)
+        counts, gauge = self._connection_counts, self._context.metrics.port_connections.labels(pool=episode.spec.pool)
         counts[episode.episode_id] += 1
         gauge.inc()
         try:
@@ -119,9 +119,9 @@ class GuestAccess:
     def _accessible(self, episode_id: str) -> Episode:
         """Return an episode whose guest clients may access. Raises: EpisodeNotFound, AccessDenied."""
         episode = self._context.registry.get(episode_id)
-        if not self._context.pools[episode.pool].settings.allow_guest_access:
+        if not self._context.pools[episode.spec.pool].settings.allow_guest_access:
             raise AccessDenied(
-                f"pool {episode.pool!r}: clients have no access to its guests; ask the operator to set"
+                f"pool {episode.spec.pool!r}: clients have no access to its guests; ask the operator to set"
                 " allow_guest_access"
             )
         return episode

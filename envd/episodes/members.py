@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, NotForkable, SetupFailed
 from envd.episodes.context import Stopwatch
 from envd.episodes.perform import check_region
-from envd.episodes.types import Origin
+from envd.episodes.progress import Origin, Progress
 from envd.guest.display.marks import marks_of
 from envd.guest.observation import Encoding, Observation, ObservationOptions, SettleResult
 from envd.guest.view import DesktopView
@@ -36,12 +36,9 @@ class Group:
     """All machines of one reset or fork, ready to become episodes."""
 
     members: tuple[Member, ...]
+    progress: Progress
+    """The progress that belongs to their state."""
     timings_ms: dict[str, float]
-
-    def perturbed(self, kinds: tuple[str, ...]) -> "Group":
-        """Return the group with the perturbations of its world."""
-        members = (replace(each, origin=replace(each.origin, perturbations=kinds)) for each in self.members)
-        return replace(self, members=tuple(members)) if kinds else self
 
 
 async def start_from(

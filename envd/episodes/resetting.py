@@ -22,6 +22,7 @@ from envd.base.errors import (
 from envd.episodes.context import Stopwatch
 from envd.episodes.members import ALREADY_SETTLED, Group, Member, map_errors, start_from
 from envd.episodes.perform import check_region
+from envd.episodes.progress import Progress
 from envd.episodes.task_states import StateKey, TaskState, TaskStates
 from envd.episodes.types import ResetCommand
 from envd.guest.desktop import Desktop
@@ -169,7 +170,9 @@ class _Reset:
         except BaseException:
             await self.pool.release([*granted.machines, *granted.reservations])
             raise
-        return Group(members=members, timings_ms={**self.watch.timings_ms, "total": self.watch.total_ms})
+        return Group(
+            members=members, progress=Progress(), timings_ms={**self.watch.timings_ms, "total": self.watch.total_ms}
+        )
 
     async def _set_up(
         self, first: LeasedMachine, reservations: Sequence[Reservation], *, deadline_s: float

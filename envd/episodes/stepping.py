@@ -93,7 +93,7 @@ class Stepping:
                     context.count_failure(episode, "step", raised)
                     raise raised from error
                 performed = await self._performed_until_end(episode, command)
-                episode.step_count += 1
+                episode.progress = episode.progress.after_step(None)
             else:
                 if episode.count_step(performed.last_action):
                     context.registry.count_end(episode)
@@ -103,8 +103,7 @@ class Stepping:
                     timings_ms = {**timings_ms, "checkpoint": watch.total_ms - began_ms}
                 performed = replace(performed, timings_ms=timings_ms)
         timings_ms = {**watch.timings_ms, **performed.timings_ms, "total": watch.total_ms}
-        context.metrics.step_done(pool=episode.pool, timings_ms=timings_ms)
-        episode.human.actions.clear()
+        context.metrics.step_done(pool=episode.spec.pool, timings_ms=timings_ms)
         result = StepResult(
             episode=episode.info(context.clock),
             observation=performed.observation,
@@ -123,7 +122,7 @@ class Stepping:
         view = machine.desktop.view_nowait()
         frame = view.frame if view else machine.frozen.view.frame
         encoded = await machine.desktop.encode(frame, replace(command.observe, draw_marks=False))
-        failed = ActionOutcome(error=f"the machine ended during this step: {episode.guest_end_cause}")
+        failed = ActionOutcome(error=f"the machine ended during this step: {episode.progress.guest_end_cause}")
         return Performed(
             outcomes=(failed,) * len(command.actions),
             last_action=None,
@@ -219,7 +218,7 @@ async def use_tool(episode: Episode, action: ToolAction, *, context: EpisodeCont
     user = episode.task.user
     if user is None:
         return ActionOutcome(error="this task has no user to ask")
-    if len(episode.asked) >= user.max_questions:
+    if len(episode.progress.asked) >= user.max_questions:
         return ActionOutcome(error=f"the user answers no more than {user.max_questions} questions")
 
     async def ask(question: str, asked: Sequence[Exchange]) -> str:
@@ -232,8 +231,9 @@ async def use_tool(episode: Episode, action: ToolAction, *, context: EpisodeCont
         except (EvaluatorFailed, GuestError) as error:
             raise UserUnavailable(f"the user's facts: {error}") from error.__cause__
 
-    answer = await answer_or_nothing(ask, action.question, episode.asked) or user.unknown
-    episode.asked = (*episode.asked, Exchange(action.question, answer))
+    answer = await answer_or_nothing(ask, action.question, episode.progress.asked) or user.unknown
+    asked = (*episode.progress.asked, Exchange(action.question, answer))
+    episode.progress = replace(episode.progress, asked=asked)
     return ActionOutcome(output=answer)
 
 

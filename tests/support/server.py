@@ -78,6 +78,13 @@ def load_fake_tasks() -> TaskCatalogue:
     return TaskCatalogue.load([Path(fake.__file__).parent / "suite.yaml"], include_builtin=False)
 
 
+def with_user() -> Task:
+    """Return the task `fake/with-user`: its user knows the room and the date, and answers two questions."""
+    blank = load_fake_tasks().get("fake/save-note").model_dump(exclude_unset=True, exclude={"oracle"})
+    user = {"facts": [{"about": word, "answer": f"The {word}."} for word in ("room", "date")], "max_questions": 2}
+    return Task.model_validate({**blank, "task_id": "fake/with-user", "tools": ("ask_user",), "user": user})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeOptions:
     """How a `FakeServer` differs from the usual one."""

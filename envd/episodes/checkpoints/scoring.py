@@ -7,8 +7,9 @@ from envd.episodes.checkpoints.calls import Checkpointing
 from envd.episodes.context import EpisodeContext
 from envd.episodes.evaluating import RunCheckers, judge
 from envd.episodes.ledger import SCORE, Request
+from envd.episodes.progress import ScoreResult
 from envd.episodes.quotas import MachineQuotas
-from envd.episodes.types import ResetCommand, ScoreCommand, ScoreResult
+from envd.episodes.types import ResetCommand, ScoreCommand
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
@@ -49,7 +50,7 @@ class Scoring:
         )
         reset = ResetCommand(
             request_id=command.request_id,
-            task_id=found.task_id,
+            task_id=found.spec.task_id,
             checkpoint_id=found.checkpoint_id,
             owner=command.owner,
             observe=ObservationOptions(encoding=Encoding.NONE),
@@ -74,7 +75,7 @@ class Scoring:
                 "evaluate": evaluate_ms,
                 "total": group.timings_ms["total"] + resume_ms + evaluate_ms,
             },
-            basis_digest=basis.digest_of(task, member.machine.machine.spec, found.settle),
+            basis_digest=basis.digest_of(task, member.machine.machine.spec, found.spec.settle),
         )
 
     async def _judge(self, subject: str, task: Task, machine: LeasedMachine) -> tuple[Evaluation, float]:

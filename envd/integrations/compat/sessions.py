@@ -19,9 +19,10 @@ from cuaenv.agent_text.values import ParseError
 from envd.api.convert_requests import guest_path_of
 from envd.api.security.access import Caller
 from envd.base.errors import EpisodeEnded, GuestError, GuestRefused, InvalidRequest, PoolExhausted, TaskNotFound
+from envd.episodes.progress import EpisodeState
 from envd.episodes.registry import unknown_episode
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import EpisodeInfo, EpisodeState, GroupResult, ResetCommand, StepCommand
+from envd.episodes.types import EpisodeInfo, GroupResult, ResetCommand, StepCommand
 from envd.guest.observation import CursorMode, Encoding, Observation, ObservationOptions
 from envd.tasks.formats.osworld import osworld_name
 from envd.tasks.model import Task
@@ -50,7 +51,7 @@ class Acted:
 
     @property
     def done(self) -> bool:
-        return self.info.state is not EpisodeState.ACTIVE
+        return self.info.progress.state is not EpisodeState.ACTIVE
 
 
 class Owned(Protocol):
@@ -112,7 +113,7 @@ class Sessions:
 
     def episode_count(self, caller: Caller | None = None) -> int:
         """Return the number of open episodes, of all owners or of those that the caller may list."""
-        return sum(caller is None or caller.may_list(info.owner) for info in self._service.list_episodes())
+        return sum(caller is None or caller.may_list(info.spec.owner) for info in self._service.list_episodes())
 
     def task_of(self, config: dict[str, object]) -> Task:
         """Return the daemon's task for the configuration that a client sends with a reset.
@@ -186,10 +187,10 @@ class Sessions:
     async def is_active(self, episode_id: str) -> bool:
         """Return whether an episode takes steps, and renew its lease."""
         infos = await self._service.keep_alive([episode_id], None)
-        return any(info.state is EpisodeState.ACTIVE for info in infos)
+        return any(info.progress.state is EpisodeState.ACTIVE for info in infos)
 
     def instruction_of(self, info: EpisodeInfo) -> str:
-        return self._service.tasks.get(info.task_id).instruction
+        return self._service.tasks.get(info.spec.task_id).instruction
 
     async def step(self, episode_id: str, actions: Sequence[Action], *, observe: ObservationOptions) -> Acted:
         """Perform actions. Raises: see `Stepping.step`."""
@@ -197,7 +198,7 @@ class Sessions:
         command = StepCommand(
             request_id=uuid.uuid4().hex,
             episode_id=episode_id,
-            step_index=info.step_count,
+            step_index=info.progress.step_count,
             actions=tuple(actions),
             observe=observe,
         )
@@ -223,9 +224,11 @@ class Sessions:
         try:
             actions = _actions_of(action, pause_s=pause_s, pointer=await self._pointer(episode_id))
         except (ParseError, RecursionError, MemoryError) as mistake:
-            if info.state is not EpisodeState.ACTIVE:
+            if info.progress.state is not EpisodeState.ACTIVE:
+                progress = info.progress
                 raise EpisodeEnded(
-                    f"episode {episode_id}: ended after step {info.step_count} ({info.end_reason}); reset a new one"
+                    f"episode {episode_id}: ended after step {progress.step_count} ({progress.end_reason});"
+                    " reset a new one"
                 ) from mistake
             observation = await self.observe(episode_id, observe)
             return Acted(info=info, observation=observation, error=f"invalid action: {mistake}")

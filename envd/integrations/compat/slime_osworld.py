@@ -75,7 +75,7 @@ class SlimeOsworld:
                 **_observation(acted.observation, instruction=self._sessions.instruction_of(acted.info)),
                 "reward": 0.0,
                 "done": acted.done,
-                "step": acted.info.step_count,
+                "step": acted.info.progress.step_count,
                 "info": {"error": acted.error} if acted.error else {},
             }
         )

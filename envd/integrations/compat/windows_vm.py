@@ -15,7 +15,7 @@ from cuaenv.actions import Action, TypeText
 from cuaenv.agent_text.values import ParseError, monitor_chord, type_action
 from envd.api.security.access import Caller
 from envd.base.errors import InvalidRequest
-from envd.episodes.types import EpisodeState
+from envd.episodes.progress import EpisodeState
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.integrations.compat.protocols import Body, Routes, json_response, png_of, read_body
 from envd.integrations.compat.sessions import Sessions
@@ -87,11 +87,11 @@ class WindowsVm:
 
     async def _health(self, request: web.Request, _caller: Caller) -> web.Response:
         info = await self._sessions.info(request.match_info["episode_id"])
-        return json_response({"ok": info.state is not EpisodeState.FAILED})
+        return json_response({"ok": info.progress.state is not EpisodeState.FAILED})
 
     async def _status(self, request: web.Request, _caller: Caller) -> web.Response:
         info = await self._sessions.info(request.match_info["episode_id"])
-        running = info.state is not EpisodeState.FAILED
+        running = info.progress.state is not EpisodeState.FAILED
         return json_response({"qemu_running": running, "qemu_pid": None, "hmp_socket": False})
 
     async def _screenshot(self, request: web.Request, _caller: Caller) -> web.Response:

@@ -7,8 +7,8 @@ import pytest
 
 from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeNotFound, GuestError, GuestUnresponsive, LossUndecided, MachineLost
+from envd.episodes.progress import EpisodeState
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import EpisodeState
 from envd.guest.observation import A11yFormat, Encoding, ObservationOptions
 from envd.hypervisor.machine import MachineState
 from tests.support.clock import begun, run_ready
