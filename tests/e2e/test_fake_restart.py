@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from cuaenv import client as wire
+from cuaenv.action_codec import from_proto
 from cuaenv.actions import Action, AskUser, Click, Done, Fail, KeyDown, KeyUp, TypeText, Wait
 from cuaenv.client import AsyncEnvClient
 from cuaenv.v1 import env_pb2, env_pb2_grpc
@@ -22,6 +23,7 @@ from envd.base.clock import SystemClock
 from envd.base.errors import (
     EpisodeNotFound,
     EvaluatorFailed,
+    HumanInControl,
     MachineLost,
     RequestIdReused,
     StepIndexMismatch,
@@ -598,6 +600,25 @@ async def test_a_machine_is_recorded_before_it_is_created(embed: Home, monkeypat
     later = SqliteStore(embed.database)
     assert await later.rows(MachineRow) == [], "destroyed machines have no row"
     await later.aclose()
+
+
+async def test_what_a_person_did_survives_a_restart_and_the_agent_observes_it_first(system: Home) -> None:
+    async with system.daemon() as server:
+        episode_id = await open_one(server)
+        server.service.take_control(episode_id, control_id="page", holder="")
+        await server.service.act(episode_id, control_id="page", actions=[COUNT])
+        await server.service.release_control(episode_id, control_id="page")
+        await server.kill()
+    async with system.daemon() as server, grpc.aio.insecure_channel(server.address) as channel:
+        with pytest.raises(HumanInControl, match="a person has acted since the last observation"):
+            await server.service.step(step_command(episode_id, 0))
+        stub = env_pb2_grpc.CUAEnvStub(channel)
+        observed = await stub.Observe(env_pb2.ObserveRequest(episode_id=episode_id), timeout=60)
+        assert [from_proto(action) for action in observed.human_actions] == [COUNT]
+        await server.service.step(step_command(episode_id, 0))
+        assert await clicks(server, episode_id) == b"2"
+        observed = await stub.Observe(env_pb2.ObserveRequest(episode_id=episode_id), timeout=60)
+        assert not observed.human_actions
 
 
 # -- databases of earlier releases ---------------------------------------------------------------------------------

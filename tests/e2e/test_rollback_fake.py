@@ -109,7 +109,7 @@ async def answer_to(episode: AsyncEpisode, question: str) -> str:
 
 
 #: A value of each field that differs from the one before: of an active episode, and of one that has ended.
-DONE_BEFORE = {
+BEFORE = {
     "step_count": 1,
     "asked": (Exchange("Which room?", "The room."),),
     "people_actions": (Click(1, 2),),
@@ -144,7 +144,7 @@ WAYS = [
 async def test_a_stored_state_has_the_progress_that_the_episode_had(tmp_path: Path, way: str, field: str) -> None:
     host = FakeHost()
     options: dict[str, Any] = {"host": host, "database": tmp_path / "envd.db"}
-    progress = Progress(**{name: value for name, value in DONE_BEFORE.items() if name == field})  # type: ignore[arg-type]
+    progress = Progress(**{name: value for name, value in BEFORE.items() if name == field})  # type: ignore[arg-type]
     if way == "restart":
         progress = replace(progress, **{field: getattr(CHANGED, field)})
     async with AsyncExitStack() as stack:
