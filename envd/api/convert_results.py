@@ -10,10 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import wire_duration
-from envd.episodes.checkpoints.manifest import Checkpoint
-from envd.episodes.progress import CheckpointTrigger, EpisodeState, Origin, ScoreResult
-from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, RollbackResult, StepResult
-from envd.guest.observation import (
+from envd.desktop.observation import (
     Elements,
     EncodedFrame,
     Encoding,
@@ -23,6 +20,9 @@ from envd.guest.observation import (
     TileDelta,
     Unchanged,
 )
+from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.progress import CheckpointTrigger, EpisodeState, Origin, ScoreResult
+from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, RollbackResult, StepResult
 from envd.pool.queue_report import QueuedGroup
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task

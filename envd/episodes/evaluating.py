@@ -12,6 +12,8 @@ from cuaenv.actions import Done, Fail
 from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
 from envd.base.losses import ENDS_MACHINE, Loss, Owner
 from envd.base.telemetry import traces
+from envd.desktop.desktop import Desktop
+from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import EVALUATE, SCORE, Request
@@ -19,8 +21,6 @@ from envd.episodes.losing import find_loss
 from envd.episodes.opening import Opening
 from envd.episodes.progress import EpisodeState, ScoreResult
 from envd.episodes.types import EvaluateResult, ResetCommand, ScoreCommand
-from envd.guest.desktop import Desktop
-from envd.guest.observation import Encoding, ObservationOptions
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
 from envd.tasks.checkers.evaluate import Evaluation, judge_ended

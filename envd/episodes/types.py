@@ -6,9 +6,9 @@ from datetime import datetime
 
 from cuaenv.actions import Action
 from envd.base.config import SettlePolicy
+from envd.desktop.gateway import UnrecordedRequest
+from envd.desktop.observation import ActionOutcome, Observation, ObservationOptions
 from envd.episodes.progress import NO_CHECKPOINTS, AutomaticCheckpoints, EpisodeSpec, Progress, ScoreResult
-from envd.guest.gateway import UnrecordedRequest
-from envd.guest.observation import ActionOutcome, Observation, ObservationOptions
 from envd.tasks.perturbations import Perturb
 
 

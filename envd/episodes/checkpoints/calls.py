@@ -30,6 +30,7 @@ from envd.base.errors import (
     StoreError,
     Unimplemented,
 )
+from envd.desktop.observation import ObservationOptions
 from envd.episodes.checkpoints.archive import ArchiveReader, archived
 from envd.episodes.checkpoints.manifest import Checkpoint, CheckpointResult
 from envd.episodes.checkpoints.store import CheckpointStore, Draft, in_thread, not_found, store_error
@@ -42,7 +43,6 @@ from envd.episodes.members import Group, Member, start_from
 from envd.episodes.progress import CheckpointTrigger
 from envd.episodes.task_states import TaskStates
 from envd.episodes.types import CheckpointCommand, ResetCommand
-from envd.guest.observation import ObservationOptions
 from envd.pool.leased import FrozenDesktop, Reservation
 from envd.pool.pool import Pool
 from envd.tasks.basis import task_digest

@@ -14,11 +14,11 @@ from pydantic_core import PydanticSerializationError
 
 from envd.base.clock import Clock
 from envd.base.store.statements import EpisodeRow
+from envd.desktop.observation import Observation
+from envd.desktop.view import ConnectionState
 from envd.episodes.episode import Episode
 from envd.episodes.progress import EpisodeSpec, Progress
 from envd.episodes.types import GroupResult, RollbackResult, StepResult
-from envd.guest.observation import Observation
-from envd.guest.view import ConnectionState
 
 T = TypeVar("T")
 

@@ -25,10 +25,8 @@ from envd.api.convert_results import (
 )
 from envd.api.pages import page_of
 from envd.base.errors import InvalidRequest
-from envd.episodes.progress import EpisodeState, Origin, Progress
-from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, StepResult
-from envd.guest.gateway import UnrecordedRequest
-from envd.guest.observation import (
+from envd.desktop.gateway import UnrecordedRequest
+from envd.desktop.observation import (
     ActionOutcome,
     EncodedFrame,
     Encoding,
@@ -40,6 +38,8 @@ from envd.guest.observation import (
     TileDelta,
     Unchanged,
 )
+from envd.episodes.progress import EpisodeState, Origin, Progress
+from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, StepResult
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
 from envd.tasks.checkers.evaluate import CheckResult

@@ -11,11 +11,7 @@ from envd.base.clock import SystemClock
 from envd.base.config import SettlePolicy
 from envd.base.store.statements import AnswerRow, EpisodeRow, upsert
 from envd.base.store.store import SqliteStore
-from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, stored_in, without_pixels
-from envd.episodes.persistence.recovery import RecoveryOutcome, decide, load_persisted
-from envd.episodes.progress import AutomaticCheckpoints, EpisodeState, Progress, ScoreResult
-from envd.episodes.types import GroupResult, StepResult
-from envd.guest.observation import (
+from envd.desktop.observation import (
     ActionOutcome,
     EncodedFrame,
     Encoding,
@@ -25,7 +21,11 @@ from envd.guest.observation import (
     ScreenChange,
     SettleResult,
 )
-from envd.guest.view import ConnectionState
+from envd.desktop.view import ConnectionState
+from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, stored_in, without_pixels
+from envd.episodes.persistence.recovery import RecoveryOutcome, decide, load_persisted
+from envd.episodes.progress import AutomaticCheckpoints, EpisodeState, Progress, ScoreResult
+from envd.episodes.types import GroupResult, StepResult
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import CheckResult
 from envd.tasks.user import Exchange
