@@ -311,8 +311,8 @@ async def open_episodes(
         service = EpisodeService(
             machines.pools,
             tasks=inputs.tasks,
-            run_setup=partial(run_setup, resources=replace(inputs.resources, osworld=osworld, judge=judges)),
-            run_checkers=partial(evaluate, osworld=osworld, judge=judges),
+            run_setup=partial(run_setup, resources=replace(inputs.resources, bridge=osworld, judge=judges)),
+            run_checkers=partial(evaluate, bridge=osworld, judge=judges),
             limits=config.limits,
             metrics=metrics,
             store=store,

@@ -17,7 +17,7 @@ from pydantic import Field, PlainValidator, model_validator
 from cuaenv.actions import Done, Fail, Tool, ToolAction
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.programs import PoweredOff
-from envd.tasks.checkers.union import Checker, leaves
+from envd.tasks.checkers.union import AnyLeafChecker, Checker, leaves
 from envd.tasks.fields import Model, TaskPerturb
 from envd.tasks.oracle import OracleAction, WaitFor, parse_action
 from envd.tasks.user import TaskUser
@@ -85,7 +85,8 @@ class Task(Model):
         checks = tuple(leaves(self.checker)) if self.checker else ()
         if len(checks) > 1 and any(isinstance(check, PoweredOff) for check in checks):
             raise ValueError("powered_off: nothing else can be checked on a machine that is off; use it alone")
-        unsupported = [part.kind for part in (*self.setup, *checks) if self.os not in part.systems]
+        parts: tuple[SetupVerb | AnyLeafChecker, ...] = (*self.setup, *checks)
+        unsupported = [part.kind for part in parts if self.os not in part.systems]
         if unsupported:
             raise ValueError(f"{unsupported[0]}: not supported in {self.os.value} guests")
         if self.perturb and self.os is not GuestOs.LINUX:

@@ -173,8 +173,8 @@ async def address(
     service = EpisodeService(
         [Pool(settings, image=image, host=PoolHost(hypervisor=hypervisor))],
         tasks=TaskCatalogue([*osworld_tasks(environment.tasks), TWICE_READ], hidden=[desktop_task()]),
-        run_setup=partial(run_setup, resources=SetupResources(osworld=bridge)),
-        run_checkers=partial(evaluate, osworld=bridge),
+        run_setup=partial(run_setup, resources=SetupResources(bridge=bridge)),
+        run_checkers=partial(evaluate, bridge=bridge),
     )
     server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
     await service.start()
