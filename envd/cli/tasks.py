@@ -22,7 +22,7 @@ from envd.daemon.suites import inspect_tasks, load_tasks, optional_suites, with_
 from envd.hypervisor.backends import backend_of
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.images.recipe import OFFICE_APPLICATIONS
-from envd.tasks.assets import AssetCache, AssetMissing, assets_of
+from envd.tasks.assets import AssetCache, AssetMissing
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.formats.entries import Problem
 from envd.tasks.model import Task, missing_needs, split_by_needs
@@ -203,7 +203,7 @@ def fetch(
     """Download the files that tasks need into the cache, so that episodes need no network."""
     catalogue = load_tasks(with_suites(settings, task_ids or []))
     wanted = catalogue.select(task_ids) if task_ids else catalogue.list()
-    refs = sorted({ref for task in wanted for ref in assets_of(task)})
+    refs = sorted({ref for task in wanted for ref in task.downloads()})
     failures = asyncio.run(fetch_all(refs, AssetCache(settings.asset_dir), again=again))
     print_fetched(refs, failures, as_json=as_json)
     if failures:
@@ -213,7 +213,7 @@ def fetch(
 def missing_assets(tasks: Iterable[Task], cache: AssetCache) -> Iterator[Problem]:
     """Yield a problem for every file that a task needs and the cache lacks."""
     for task in tasks:
-        for ref in assets_of(task):
+        for ref in task.downloads():
             try:
                 cache.find(ref)
             except AssetMissing as error:

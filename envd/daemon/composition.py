@@ -75,7 +75,7 @@ from envd.pool.status import POOL_SERIES
 from envd.pool.template import TemplateCache
 from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.evaluate import evaluate
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
 from envd.tasks.user_model import UserModel

@@ -15,7 +15,7 @@ from typing import Any
 
 from envd.base.config import SettlePolicy
 from envd.hypervisor.machine import DiskImage, MachineSpec
-from envd.tasks.checkers.union import leaves
+from envd.tasks.checker_union import leaves
 from envd.tasks.model import Task
 from envd.tasks.systems import packages
 

@@ -8,7 +8,7 @@ A need is a word, such as `powershell`. A task whose need an image does not prov
 does, so it is refused.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -16,9 +16,9 @@ from pydantic import Field, PlainValidator, model_validator
 
 from cuaenv.actions import Done, Fail, Tool, ToolAction
 from envd.hypervisor.machine import GuestOs
+from envd.tasks.checker_union import AnyLeafChecker, Checker, leaves
 from envd.tasks.checkers.programs import PoweredOff
-from envd.tasks.checkers.union import AnyLeafChecker, Checker, leaves
-from envd.tasks.fields import Model, TaskPerturb
+from envd.tasks.fields import AssetRef, Model, TaskPerturb
 from envd.tasks.oracle import OracleAction, WaitFor, parse_action
 from envd.tasks.user import TaskUser
 from envd.tasks.verbs import SetupVerb, StartMcpServer
@@ -77,6 +77,12 @@ class Task(Model):
         """Whether something must be done in a guest before an agent gets it."""
         checks = leaves(self.checker) if self.checker else ()
         return bool(self.setup) or any(check.remembers_start for check in checks)
+
+    def downloads(self) -> Iterator[AssetRef]:
+        """Yield the files that its setup and its checkers need from the host's cache."""
+        parts: tuple[SetupVerb | AnyLeafChecker, ...] = (*self.setup, *(leaves(self.checker) if self.checker else ()))
+        for part in parts:
+            yield from part.downloads()
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

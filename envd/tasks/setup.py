@@ -9,7 +9,7 @@ import asyncio
 
 from envd.base.errors import GuestError, GuestUnresponsive, SetupFailed
 from envd.desktop.desktop import Desktop
-from envd.tasks.checkers.evaluate import remember_start, require_unsolved
+from envd.tasks.evaluate import remember_start, require_unsolved
 from envd.tasks.guest_setup import GuestSetup
 from envd.tasks.model import Task
 from envd.tasks.setup_resources import SetupResources

@@ -16,7 +16,7 @@ from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.bridge import WorkerBridge, parts_between_rests
 from envd.integrations.osworld.workers import Job, Workers
 from envd.tasks.assets import AssetCache
-from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.evaluate import evaluate
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources

@@ -36,7 +36,7 @@ from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.evaluate import evaluate
 from envd.tasks.fields import AssetRef
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup

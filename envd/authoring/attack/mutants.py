@@ -27,12 +27,12 @@ from envd.integrations.cua_gym.bundle import WORKSPACE, CuaGymCheck
 from envd.integrations.osworld.downloads import getter_configs
 from envd.integrations.osworld.tasks import OsworldEvaluator
 from envd.tasks.basis import judged_digest
+from envd.tasks.checker_union import AnyLeafChecker, leaves
 from envd.tasks.checkers.data import IniEntry, JsonValueAt
 from envd.tasks.checkers.files import FileCheck
 from envd.tasks.checkers.programs import Command, Window
 from envd.tasks.checkers.session import AgentAnswer, Clipboard
 from envd.tasks.checkers.unchanged import Unchanged
-from envd.tasks.checkers.union import AnyLeafChecker, leaves
 from envd.tasks.model import Task
 from envd.tasks.oracle import Aimed, OracleAction, OracleSteps, write_action
 from envd.tasks.text import TextExpectation

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from cuaenv.problems import problem_of
-from envd.tasks.checkers.union import leaves
+from envd.tasks.checker_union import leaves
 from envd.tasks.formats.documents import Location
 from envd.tasks.model import Task
 from envd.tasks.systems import kinds_of_loaders

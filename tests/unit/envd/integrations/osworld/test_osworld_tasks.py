@@ -12,7 +12,6 @@ from envd.integrations.osworld.catalogue import desktop_task, osworld_tasks
 from envd.integrations.osworld.downloads import asset_urls
 from envd.integrations.osworld.files import read_files
 from envd.integrations.osworld.tasks import OsworldEvaluator
-from envd.tasks.assets import assets_of
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.fields import AssetRef
 from envd.tasks.model import Task
@@ -152,4 +151,4 @@ def test_the_downloads_of_an_osworld_task_are_listed_as_assets(tmp_path: Path) -
     expected = {"type": "cloud_file", "path": "https://example.org/b", "dest": "b"}
     write(tmp_path, {**TASK, "config": [download], "evaluator": {**TASK["evaluator"], "expected": expected}})
     task = TaskCatalogue(osworld_tasks(tmp_path)).get("osworld/0001-a")
-    assert list(assets_of(task)) == [AssetRef("https://example.org/a"), AssetRef("https://example.org/b")]
+    assert list(task.downloads()) == [AssetRef("https://example.org/a"), AssetRef("https://example.org/b")]

@@ -14,9 +14,9 @@ from envd.base.clock import running_timeout
 from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive, SetupFailed, TooLarge
 from envd.desktop.desktop import Desktop
 from envd.tasks.bridge import TaskBridge
+from envd.tasks.checker_union import AllOf, AnyChecker, AnyLeafChecker, AnyOf, Weighted, combine, leaves, parts_of
 from envd.tasks.checkers.base import GuestInspector, Judge, judge_directly
 from envd.tasks.checkers.programs import PoweredOff
-from envd.tasks.checkers.union import AllOf, AnyChecker, AnyLeafChecker, AnyOf, Weighted, combine, leaves, parts_of
 from envd.tasks.model import Task
 from envd.tasks.text import CheckOutcome, CheckPart
 
