@@ -23,7 +23,7 @@ from envd.episodes.progress import EpisodeState, ScoreResult
 from envd.episodes.types import EvaluateResult, ResetCommand, ScoreCommand
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
-from envd.tasks.checkers.evaluate import Evaluation, judge_ended
+from envd.tasks.evaluate import Evaluation, judge_ended
 from envd.tasks.model import Task
 
 logger = logging.getLogger(__name__)

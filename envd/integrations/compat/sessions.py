@@ -24,7 +24,7 @@ from envd.episodes.progress import EpisodeState
 from envd.episodes.registry import unknown_episode
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo, GroupResult, ResetCommand, StepCommand
-from envd.tasks.formats.osworld import osworld_name
+from envd.tasks.formats.entries import task_name
 from envd.tasks.model import Task
 
 #: The longest pause between two calls: these clients cannot renew a lease while their model thinks.
@@ -140,7 +140,7 @@ class Sessions:
         tasks = self._service.tasks
         if "/" in given:
             return tasks.get(given)
-        ending = f"/{osworld_name(given)}"
+        ending = f"/{task_name(given)}"
         found = [task for task in tasks.list() if task.task_id.endswith(ending)]
         if not found:
             raise TaskNotFound(f"task {given!r}: not found; load it with --tasks or `envd osworld install --tasks`")

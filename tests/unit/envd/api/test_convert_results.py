@@ -42,7 +42,7 @@ from envd.episodes.progress import EpisodeState, Origin, Progress
 from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, StepResult
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
-from envd.tasks.checkers.evaluate import CheckResult
+from envd.tasks.evaluate import CheckResult
 from envd.tasks.model import Task
 from tests.support.episode_values import episode_spec
 from tests.support.stub_episodes import pool_info

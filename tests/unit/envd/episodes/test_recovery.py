@@ -27,7 +27,7 @@ from envd.episodes.persistence.recovery import RecoveryOutcome, decide, load_per
 from envd.episodes.progress import AutomaticCheckpoints, EpisodeState, Progress, ScoreResult
 from envd.episodes.types import GroupResult, StepResult
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers.evaluate import CheckResult
+from envd.tasks.evaluate import CheckResult
 from envd.tasks.user import Exchange
 from tests.support.episode_values import NOON, episode_info, episode_spec
 
