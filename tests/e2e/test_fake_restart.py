@@ -613,11 +613,11 @@ async def test_what_a_person_did_survives_a_restart_and_the_agent_observes_it_fi
         with pytest.raises(HumanInControl, match="a person has acted since the last observation"):
             await server.service.step(step_command(episode_id, 0))
         stub = env_pb2_grpc.CUAEnvStub(channel)
-        observed = await stub.Observe(env_pb2.ObserveRequest(episode_id=episode_id), timeout=60)
+        observed = await stub.Observe(env_pb2.ObserveRequest(episode_id=episode_id), timeout=60)  # type: ignore[misc]
         assert [from_proto(action) for action in observed.human_actions] == [COUNT]
         await server.service.step(step_command(episode_id, 0))
         assert await clicks(server, episode_id) == b"2"
-        observed = await stub.Observe(env_pb2.ObserveRequest(episode_id=episode_id), timeout=60)
+        observed = await stub.Observe(env_pb2.ObserveRequest(episode_id=episode_id), timeout=60)  # type: ignore[misc]
         assert not observed.human_actions
 
 
