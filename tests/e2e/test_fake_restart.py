@@ -616,7 +616,7 @@ async def test_what_a_person_did_survives_a_restart_and_the_agent_observes_it_fi
         observed = await stub.Observe(env_pb2.ObserveRequest(episode_id=episode_id), timeout=60)  # type: ignore[misc]
         assert [from_proto(action) for action in observed.human_actions] == [COUNT]
         await server.service.step(step_command(episode_id, 0))
-        assert await clicks(server, episode_id) == b"2"
+        assert (await clicks(server, episode_id)).strip() == b"2"
         observed = await stub.Observe(env_pb2.ObserveRequest(episode_id=episode_id), timeout=60)  # type: ignore[misc]
         assert not observed.human_actions
 
