@@ -14,11 +14,13 @@ import pytest
 from cuaenv import client as trainer
 from cuaenv.client import AsyncEnvClient, Click, EnvClient, EnvError, RetryPolicy, View
 from cuaenv.client import opening as client_opening
+from cuaenv.client.host import Host
 from cuaenv.v1 import env_pb2
 from envd.api.server import ApiServer
 from envd.base import errors
 from envd.base.telemetry.metrics import Metrics
 from tests.contract.test_client_hosts import unserved_address
+from tests.support.clock import until
 from tests.support.stub_episodes import StubEpisodes, pool_info
 
 TASK = "desktop/note"
@@ -67,6 +69,43 @@ async def test_an_episode_without_a_block_is_closed_although_its_closer_is_cance
             await closing
         await (await client.open(TASK)).close()  # the first no longer counts
     assert episode.episode_id in episodes.closed
+
+
+async def test_an_opening_cancelled_while_its_pictures_are_decoded_leaves_no_episode(
+    server: ApiServer, episodes: StubEpisodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding = asyncio.Event()
+
+    async def never(*_: object) -> None:
+        decoding.set()
+        await asyncio.Event().wait()
+
+    async with AsyncEnvClient(server.address, max_episodes=2) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(Host, "decode", never)
+            opening = asyncio.create_task(client.open_group(TASK, size=2))
+            await decoding.wait()
+            opening.cancel()
+            await asyncio.wait({opening})
+        assert (opening.cancelled(), client.episodes) == (True, [])
+        group = await asyncio.wait_for(client.open_group(TASK, size=2), 60)  # within `max_episodes`
+        await until(lambda: len(episodes.closed) == 2)
+    assert len(episodes.closed) == 4
+    assert {episode.episode_id for episode in group} == set(episodes.closed[2:])
+
+
+async def test_callbacks_of_an_episode_are_called_once_it_is_closed(server: ApiServer) -> None:
+    called: list[str] = []
+    async with AsyncEnvClient(server.address) as client:
+        episode = await client.open(TASK)
+        episode.when_closed(lambda: called.append("before"))
+        assert (called, episode.is_closed) == ([], False)
+        episode.begin_close()
+        episode.when_closed(lambda: called.append("meanwhile"))
+        assert (called, episode.is_closed) == ([], True)
+        await episode.close()
+        episode.when_closed(lambda: called.append("after"))
+        await until(lambda: called == ["before", "meanwhile", "after"])
 
 
 async def test_the_synchronous_client_opens_without_a_block(server: ApiServer, episodes: StubEpisodes) -> None:
