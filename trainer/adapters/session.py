@@ -38,7 +38,7 @@ from cuaenv.client import (
 )
 from cuaenv.copying import copied
 from trainer.agent.coordinates import points_of
-from trainer.agent.forks import group_member
+from trainer.agent.forks import GroupMember
 from trainer.agent.ownership import GUEST_ENDED, failure_of, is_fault, reward_of
 from trainer.agent.starts import start_of, step_limit
 
@@ -353,12 +353,14 @@ async def open_session(
         start = task
     if isinstance(task, Checkpoint):
         settings = replace(settings, group_size=1, pool="", max_steps=0)
-    episode = await group_member(
+    member = GroupMember(
         shared_client(settings.client),
-        start,
-        group=(start if group is None else group, start, settings.client),
+        group=(start if group is None else group, settings.client),
         size=settings.group_size,
         wait_s=settings.group_wait.total_seconds(),
+    )
+    episode = await member.reset(
+        start,
         pool=settings.pool,
         max_steps=step_limit(start, settings.max_steps),
         view=settings.view,

@@ -126,35 +126,32 @@ class _Group:
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Forks] = weakref.WeakKeyDictionary()
 
 
-async def group_member(
-    client: AsyncEnvClient,
-    start: str | Checkpoint,
-    *,
-    group: Hashable,
-    size: int,
-    wait_s: float,
-    **options: Unpack[ResetOptions],
-) -> AsyncEpisode:
-    """Open an episode of a task or checkpoint in the running loop's group of that key; see `Forks.member`."""
-    if size == 1:
-        return await client.reset(start, **options)
-    # A framework may run several loops, each in its own thread.
-    return await _by_loop.setdefault(asyncio.get_running_loop(), Forks()).member(
-        group, size=size, open_group=lambda count: client.open_group(start, size=count, **options), wait_s=wait_s
-    )
-
-
 class GroupMember:
     """`trainer.agent.attempts.Environments` of one member of a group: its first episode there, repeated ones alone."""
 
     def __init__(self, client: AsyncEnvClient, *, group: Hashable, size: int, wait_s: float) -> None:
-        """Prepare; opens nothing. See `group_member`."""
+        """Prepare; opens nothing.
+
+        Args:
+            client: Opens the episodes.
+            group: Key of the group among those of the running loop that start where this member does.
+            size: Members of the group; 1 to open each episode alone.
+            wait_s: How long the group keeps a slot for a missing member.
+        """
         self._client = client
         self._group = group
         self._size = size
         self._wait_s = wait_s
 
     async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncEpisode:
-        """Open an episode. Raises: EnvError."""
+        """Open an episode, as `Forks.member` does the first time. Raises: EnvError."""
         size, self._size = self._size, 1
-        return await group_member(self._client, task, group=self._group, size=size, wait_s=self._wait_s, **options)
+        if size == 1:
+            return await self._client.reset(task, **options)
+        # A framework may run several loops, each in its own thread.
+        return await _by_loop.setdefault(asyncio.get_running_loop(), Forks()).member(
+            (self._group, task),
+            size=size,
+            open_group=lambda count: self._client.open_group(task, size=count, **options),
+            wait_s=self._wait_s,
+        )

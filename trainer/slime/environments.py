@@ -17,7 +17,7 @@ from cuaenv.client import (
     View,
 )
 from cuaenv.client.view import ResetOptions
-from trainer.agent.forks import group_member
+from trainer.agent.forks import GroupMember
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.starts import task_id_of
 from trainer.agent.tree import Tree
@@ -77,8 +77,7 @@ class SampleEnvironments:
         """The latest episode."""
         self._client = client
         self._sample = sample
-        self._group_size = group_size
-        self._group_wait_s = group_wait_s
+        self._in_group = GroupMember(client, group=sample.group_index, size=group_size, wait_s=group_wait_s)
         self._lease_ttl = lease_ttl
 
     async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AgentEpisode:
@@ -106,9 +105,9 @@ class SampleEnvironments:
         """Open the episode at the sample's start. Raises: EnvError."""
         if self.member is not None:
             return await self.member.reset(start, **options)
-        size = self._group_size if self.reset_count == 1 else 1
-        key, wait_s = (self._sample.group_index, start), self._group_wait_s
-        return await group_member(self._client, start, group=key, size=size, wait_s=wait_s, **options)
+        if self.reset_count == 1:
+            return await self._in_group.reset(start, **options)
+        return await self._client.reset(start, **options)
 
 
 class WrappedEpisode:

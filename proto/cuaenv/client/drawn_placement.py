@@ -46,7 +46,7 @@ class OpenRequest:
     """Longest admission and setup."""
     lease_ttl: timedelta
     defaults: StepOptions
-    """Of the episodes' steps."""
+    """Defaults of the episodes' steps."""
     task: str = ""
     pool: str = ""
     """Empty for the task's own pool."""
@@ -61,7 +61,7 @@ class OpenRequest:
     seen: Observation | None = None
     """The observation that the request names as known."""
     deadline_s: float = field(default=0.0, init=False)
-    """By the loop's clock; set when it is sent."""
+    """Deadline by the loop's clock; set when it is sent."""
     sent: dict[Host, OpeningRequest] = field(default_factory=dict)
     """The request of each host: retries repeat it, so a host opens at most one group."""
     excluded: dict[Host, EnvError] = field(default_factory=dict)

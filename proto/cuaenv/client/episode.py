@@ -1,4 +1,4 @@
-"""An open episode, on the host that it was opened on: whoever opened it closes it.
+"""An open episode, on the host that it was opened on, until its opener closes it.
 
 No call leaves an episode open without an owner: a caller that is cancelled while it opens episodes gets none, and those
 that were opened by then are closed.
