@@ -11,6 +11,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from aiohttp.typedefs import Middleware
@@ -41,6 +43,7 @@ from envd.base.telemetry.host import HostCollector
 from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import exported_traces
 from envd.base.version import envd_version
+from envd.daemon.compat import serve_compat
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.daemon.state_lock import locked
 from envd.daemon.suites import load_tasks
@@ -56,8 +59,6 @@ from envd.guest.desktop import Desktop
 from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor, Machine
 from envd.images.catalogue import ImageCatalogue
-from envd.integrations.compat.server import serve_compat
-from envd.integrations.compat.sessions import Sessions
 from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE
 from envd.integrations.osworld.environment import Environment
@@ -372,7 +373,13 @@ async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -
     """Listen for clients. Raises: ConfigError: an address is taken, or a token or certificate file is invalid."""
     service, metrics = episodes.service, storage.metrics
     async with AsyncExitStack() as stack:
-        server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
+        local_socket = None
+        if config.compat_addresses:
+            # Not in the state directory, whose path may be longer than that of a socket may be.
+            local_socket = Path(stack.enter_context(TemporaryDirectory(prefix="envd-"))) / "api.sock"
+        server = ApiServer(
+            service, listen=config.listen, metrics=metrics, security=config.security, local_socket=local_socket
+        )
         stack.push_async_callback(server.stop, grace=_STOP_GRACE)
         tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
         is_open = config.security.tokens_file is None and tls is None
@@ -385,12 +392,9 @@ async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -
                 _serve_console(episodes, checks + local_only, tls, config)
             )
         address = await server.start()
-        # By the rules of `security`.
-        limits = config.limits
-        sessions = Sessions(service, max_lease_ttl_s=limits.lease_ttl_max_s, max_steps=limits.max_steps)
-        compat_addresses = await stack.enter_async_context(
-            serve_compat(config.compat_addresses, sessions, server.guard, tls=tls, middlewares=local_only)
-        )
+        compat_addresses: Mapping[str, str] = {}
+        if local_socket is not None:
+            compat_addresses = await stack.enter_async_context(serve_compat(config, f"unix:{local_socket}"))
         yield Endpoints(
             server=server, address=address, console_address=console_address, compat_addresses=compat_addresses
         )
