@@ -172,3 +172,9 @@ def test_setup_finds_the_drivers_by_any_letter() -> None:
         parsed(SETTINGS), "Microsoft-Windows-PnpCustomizationsWinPE", "DriverPaths/PathAndCredentials[]/Path"
     )
     assert found == [f"{letter}:\\$WinPEDriver$" for letter in "CDEFGHIJ"]
+
+
+@pytest.mark.parametrize(("name", "settings"), [("client", SETTINGS), ("server", WITH_KEY)])
+def test_the_file_is_byte_for_byte_the_recorded_one(name: str, settings: InstallSettings) -> None:
+    recorded = Path(__file__).parent / "answers" / f"{name}.xml"
+    assert answer_file(settings, password=PASSWORD) == recorded.read_bytes()
