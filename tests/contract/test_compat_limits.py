@@ -156,7 +156,8 @@ async def test_a_step_whose_client_left_is_counted_for_the_next(monkeypatch: pyt
 
         async def begin(*actions: Action, **options: Any) -> StepResult:
             begun.set()
-            return await step(*actions, **options)
+            result: StepResult = await step(*actions, **options)
+            return result
 
         monkeypatch.setattr(episode, "step", begin)
         await begun.wait()

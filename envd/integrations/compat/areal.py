@@ -8,13 +8,16 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 
-from cuaenv.client import AsyncEpisode, Observation, State
+from cuaenv.client import AsyncEpisode, State
 from envd.integrations.compat.callers import Caller, Session, not_found
-from envd.integrations.compat.osworld_env import EnvSettings, act
-from envd.integrations.compat.routes import Body, Routes, bad_field, base64_png, json_response, read_body
+from envd.integrations.compat.osworld_env import EnvSettings, act, shown
+from envd.integrations.compat.routes import Body, Routes, bad_field, json_response, read_body
+
+_shown = partial(shown, screenshot="screenshot_b64")
 
 
 class _Reset(Body):
@@ -110,12 +113,3 @@ def _episode(request: web.Request, caller: Caller[ArealSession]) -> Iterator[Asy
         if session.episode is None:
             raise bad_field("session", "has no episode; send its reset first")
         yield session.episode
-
-
-def _shown(episode: AsyncEpisode, observation: Observation) -> dict[str, object]:
-    return {
-        "screenshot_b64": base64_png(observation),
-        "accessibility_tree": observation.a11y_tree,
-        "terminal": observation.terminal,
-        "instruction": episode.instruction,
-    }

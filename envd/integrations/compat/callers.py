@@ -54,6 +54,8 @@ class Caller(Generic[S]):
     def __init__(self, client: AsyncEnvClient, *, max_steps: int) -> None:
         self.client = client
         self.sessions: dict[str, S] = {}
+        self.task_ids: tuple[str, ...] = ()
+        """Those of the daemon's tasks, when they were last listed."""
         self._max_steps = max_steps
         self._held_bytes = 0
 

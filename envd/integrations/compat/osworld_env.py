@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from cuaenv.actions import Action, Done, Fail, Wait
 from cuaenv.agent_text.pyautogui_calls import parse_calls
 from cuaenv.agent_text.values import ParseError
-from cuaenv.client import AsyncEnvClient, AsyncEpisode, Observation, State, Task, View
+from cuaenv.client import AsyncEpisode, Observation, State, Task, View
 from cuaenv.client.errors import EpisodeEnded, TaskNotFound
 from envd.base.aio import shielded
 from envd.integrations.compat.callers import Caller
-from envd.integrations.compat.routes import Body, bad_field
+from envd.integrations.compat.routes import Body, bad_field, base64_png
 from envd.tasks.formats.osworld import osworld_name
 
 _SYSTEMS = {"ubuntu": "linux", "linux": "linux", "windows": "windows"}
@@ -63,7 +63,7 @@ class EnvSettings(Body):
                 scales points to.
             EnvError: See `Caller.open`.
         """
-        task = await _task_of(caller.client, task_config)
+        task = await _task_of(caller, task_config)
         self.check(task)
         episode = await caller.open(task.task_id, view=self.view)
         actual = (episode.observation.screen_width_px, episode.observation.screen_height_px)
@@ -78,7 +78,7 @@ class EnvSettings(Body):
         return episode
 
 
-async def _task_of(client: AsyncEnvClient, config: dict[str, object]) -> Task:
+async def _task_of(caller: Caller[Any], config: dict[str, object]) -> Task:
     """Return the daemon's task for the configuration that a client sends with a reset.
 
     Only the daemon's own task files decide what an episode sets up and checks.
@@ -90,7 +90,7 @@ async def _task_of(client: AsyncEnvClient, config: dict[str, object]) -> Task:
     given = config.get("id")
     if not isinstance(given, str) or not given:
         raise bad_field("task_config.id", "is not a task's id; send the task's JSON with its id")
-    task = await _find(client, given)
+    task = await _find(caller, given)
     instruction = config.get("instruction")
     if instruction is not None and instruction != task.instruction:
         raise bad_field(
@@ -100,22 +100,39 @@ async def _task_of(client: AsyncEnvClient, config: dict[str, object]) -> Task:
     return task
 
 
-async def _find(client: AsyncEnvClient, given: str) -> Task:
-    if "/" in given:
-        found = await client.list_tasks(task_ids=[given])
-    else:
-        ending = f"/{osworld_name(given)}"
-        found = [task for task in await client.list_tasks() if task.task_id.endswith(ending)]
+async def _find(caller: Caller[Any], given: str) -> Task:
+    task_ids = [given] if "/" in given else await _named(caller, osworld_name(given))
+    if len(task_ids) > 1:
+        raise bad_field("task_config.id", f"{given!r} fits {', '.join(task_ids[:3])}; send one of these ids")
+    found = await caller.client.list_tasks(task_ids=task_ids) if task_ids else []
     if not found:
         raise TaskNotFound(
             f"task {given!r}: not found; load it with --tasks or `envd osworld install --tasks`",
             code="NOT_FOUND",
             reason="TASK_NOT_FOUND",
         )
-    if len(found) > 1:
-        several = ", ".join(task.task_id for task in found[:3])
-        raise bad_field("task_config.id", f"{given!r} fits {several}; send one of these ids")
     return found[0]
+
+
+async def _named(caller: Caller[Any], name: str) -> list[str]:
+    """Return the ids of the tasks with a name in any suite. All are listed only for a name that is not yet known."""
+
+    def known() -> list[str]:
+        return [task_id for task_id in caller.task_ids if task_id.endswith(f"/{name}")]
+
+    if not known():
+        caller.task_ids = tuple(task.task_id for task in await caller.client.list_tasks())
+    return known()
+
+
+def shown(episode: AsyncEpisode, observation: Observation, *, screenshot: str) -> dict[str, object]:
+    """Return an observation as these protocols send it, with its picture under the name `screenshot`."""
+    return {
+        screenshot: base64_png(observation),
+        "accessibility_tree": observation.a11y_tree,
+        "terminal": observation.terminal,
+        "instruction": episode.instruction,
+    }
 
 
 class Acted(NamedTuple):

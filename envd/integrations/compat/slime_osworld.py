@@ -4,12 +4,16 @@ Differences from that server, all in the client's favour: a full pool queues a r
 episode, a failed evaluation is an error instead of `{"reward": 0.0}`, and `/render` returns the present screen.
 """
 
+from functools import partial
+
 from aiohttp import web
 
-from cuaenv.client import AsyncEpisode, Observation, State
+from cuaenv.client import State
 from envd.integrations.compat.callers import Caller, Session
-from envd.integrations.compat.osworld_env import EnvSettings, act
-from envd.integrations.compat.routes import Body, Routes, base64_png, json_response, read_body
+from envd.integrations.compat.osworld_env import EnvSettings, act, shown
+from envd.integrations.compat.routes import Body, Routes, json_response, read_body
+
+_shown = partial(shown, screenshot="screenshot_base64")
 
 
 class _Reset(Body):
@@ -72,12 +76,3 @@ class SlimeOsworld:
         body = await read_body(request, _Episode)
         await caller.close(body.episode_id)
         return json_response({"status": "closed", "episode_id": body.episode_id})
-
-
-def _shown(episode: AsyncEpisode, observation: Observation) -> dict[str, object]:
-    return {
-        "screenshot_base64": base64_png(observation),
-        "accessibility_tree": observation.a11y_tree,
-        "terminal": observation.terminal,
-        "instruction": episode.instruction,
-    }
