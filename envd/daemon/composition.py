@@ -76,7 +76,7 @@ from envd.pool.status import POOL_SERIES
 from envd.pool.template import TemplateCache
 from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.evaluate import evaluate
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
 from envd.tasks.user_model import UserModel
@@ -312,8 +312,8 @@ async def open_episodes(
         service = EpisodeService(
             machines.pools,
             tasks=inputs.tasks,
-            run_setup=partial(run_setup, resources=replace(inputs.resources, osworld=osworld, judge=judges)),
-            run_checkers=partial(evaluate, osworld=osworld, judge=judges),
+            run_setup=partial(run_setup, resources=replace(inputs.resources, bridge=osworld, judge=judges)),
+            run_checkers=partial(evaluate, bridge=osworld, judge=judges),
             limits=config.limits,
             metrics=metrics,
             store=store,

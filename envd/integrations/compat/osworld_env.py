@@ -12,7 +12,7 @@ from cuaenv.client.errors import EpisodeEnded, TaskNotFound
 from envd.base.aio import shielded
 from envd.integrations.compat.callers import Caller
 from envd.integrations.compat.routes import Body, bad_field, base64_png
-from envd.tasks.formats.osworld import osworld_name
+from envd.tasks.formats.entries import task_name
 
 _SYSTEMS = {"ubuntu": "linux", "linux": "linux", "windows": "windows"}
 _MAX_PAUSE_S = 60.0
@@ -101,7 +101,7 @@ async def _task_of(caller: Caller[Any], config: dict[str, object]) -> Task:
 
 
 async def _find(caller: Caller[Any], given: str) -> Task:
-    task_ids = [given] if "/" in given else await _named(caller, osworld_name(given))
+    task_ids = [given] if "/" in given else await _named(caller, task_name(given))
     if len(task_ids) > 1:
         raise bad_field("task_config.id", f"{given!r} fits {', '.join(task_ids[:3])}; send one of these ids")
     found = await caller.client.list_tasks(task_ids=task_ids) if task_ids else []
