@@ -12,6 +12,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Final
 
 from envd.base.config import Config
@@ -19,10 +20,29 @@ from envd.base.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_START_TIMEOUT_S: Final = 60.0
+#: Linux's limit.
+_MAX_SOCKET_PATH_BYTES: Final = 107
+_START_TIMEOUT_S: Final = 120.0
 _END_TIMEOUT_S: Final = 10.0
 _FIRST_PAUSE_S: Final = 1.0
 _MAX_PAUSE_S: Final = 60.0
+
+
+def local_socket_of(config: Config) -> Path | None:
+    """Return the socket by which the processes reach the daemon; None without protocols.
+
+    Raises:
+        ConfigError: Its path is too long.
+    """
+    if not config.compat:
+        return None
+    path = config.state_dir / "compat.sock"
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"state_dir {config.state_dir}: too long for the socket of compat, whose path has at most"
+            f" {_MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one"
+        )
+    return path
 
 
 @asynccontextmanager

@@ -11,8 +11,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from aiohttp.typedefs import Middleware
@@ -43,7 +41,7 @@ from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import exported_traces
 from envd.base.version import envd_version
 from envd.console.server import PUBLIC_PATHS, serve_console
-from envd.daemon.compat import serve_compat
+from envd.daemon.compat import local_socket_of, serve_compat
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.daemon.state_lock import locked
 from envd.daemon.suites import load_tasks
@@ -373,10 +371,7 @@ async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -
     """Listen for clients. Raises: ConfigError: an address is taken, or a token or certificate file is invalid."""
     service, metrics = episodes.service, storage.metrics
     async with AsyncExitStack() as stack:
-        local_socket = None
-        if config.compat_addresses:
-            # Not in the state directory, whose path may be longer than that of a socket may be.
-            local_socket = Path(stack.enter_context(TemporaryDirectory(prefix="envd-"))) / "api.sock"
+        local_socket = local_socket_of(config)
         server = ApiServer(
             service, listen=config.listen, metrics=metrics, security=config.security, local_socket=local_socket
         )

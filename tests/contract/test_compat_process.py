@@ -152,12 +152,16 @@ def test_a_daemon_starts_a_protocol_again_that_ended_and_ends_it_with_itself(tmp
         assert not any(map(is_alive, [*first, *second]))
 
 
-def test_a_protocol_does_not_outlive_a_killed_daemon(tmp_path: Path) -> None:
-    with ServedDaemon(tmp_path / "s", 'compat = ["areal=127.0.0.1:0"]\n' + CONFIG) as daemon:
+def test_a_protocol_does_not_outlive_a_killed_daemon_and_the_next_one_serves_it(tmp_path: Path) -> None:
+    config = 'compat = ["areal=127.0.0.1:0"]\n' + CONFIG
+    with ServedDaemon(tmp_path / "s", config) as daemon:
         daemon.wait_for(r"^protocol areal on (\S+)$")
         (child,) = children_of(daemon.process.pid)
         assert daemon.end(signal.SIGKILL) == -signal.SIGKILL
         until(lambda: not is_alive(child))
+    with ServedDaemon(tmp_path / "s", config) as daemon:
+        url = daemon.wait_for(r"^protocol areal on (\S+)$")
+        assert post(f"{url}/envs", {})[0] == 200
 
 
 def test_a_daemon_whose_protocols_address_is_taken_does_not_start(tmp_path: Path) -> None:
