@@ -54,7 +54,7 @@ from envd.hypervisor.qemu.tpm import PROGRAM as SWTPM
 from envd.hypervisor.qemu.user import choose_qemu_user
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.integrations.osworld.environment import Environment
-from envd.pool.memory import booted_bytes, forked_bytes, read_available_bytes
+from envd.pool.room import booted_bytes, forked_bytes, read_available_bytes
 
 _GIB = 1 << 30
 #: The probe takes about 0.1 s if KVM works.

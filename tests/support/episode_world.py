@@ -21,9 +21,7 @@ from envd.episodes.types import EpisodeInfo, EpisodeState, ForkCommand, GroupRes
 from envd.guest.desktop import Desktop
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.pool.fairness import RunShares
-from envd.pool.parts import PoolHost
-from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import CheckResult, Evaluation
 from envd.tasks.fields import TaskPerturb
