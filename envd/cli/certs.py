@@ -9,11 +9,11 @@ import typer
 
 from cuaenv.cli.terminal import Json, emit_json, out
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors
 from envd.cli.certificates import VALID_DAYS, DevelopmentCerts, make_development_certs
+from envd.cli.command import command
 
 
-@reports_errors
+@command()
 def certs(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Output directory; created if missing.")],
     *,

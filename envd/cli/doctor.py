@@ -42,7 +42,8 @@ from envd.base.sandbox.cgroup import find_hierarchy, shortcoming
 from envd.base.sandbox.probe import sandbox_problem
 from envd.base.version import DISTRIBUTION, envd_version
 from envd.cli.certificates import expire_time_of, name_of
-from envd.cli.options import with_settings
+from envd.cli.command import command
+from envd.cli.options import config_options
 from envd.cli.remote import TlsCert, TlsKey
 from envd.daemon.state_lock import holder
 from envd.hypervisor.backends import backend_of, open_hypervisor
@@ -531,7 +532,7 @@ def _published(value: dict[str, Any]) -> Any:
 _COLOURS: Mapping[Status, str] = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
-@with_settings("listen", "state_dir", "cache_dir", "hypervisor", "accelerator")
+@command(config_options("listen", "state_dir", "cache_dir", "hypervisor", "accelerator"))
 def doctor(
     settings: Config,
     *,
