@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from envd.base.checks import Check, ok, warn
 from envd.base.clock import Clock
-from envd.base.config import PoolConfig
+from envd.base.config import Config, PoolConfig
 from envd.base.errors import ConfigError, HypervisorError
+from envd.hypervisor.backends import backend_of
 
 #: Memory of QEMU itself, in addition to the guest's.
 OVERHEAD_MIB = 128
@@ -91,6 +93,25 @@ def read_free_bytes(directory: Path) -> int:
 
 def host_memory_mib() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+
+
+def check_memory(config: Config, *, available_bytes: int, daemon_pid: int | None) -> Check:
+    """Check that the memory lets every pool have all of its machines, by the rule that pools start them by."""
+    detail = f"{available_bytes / (1 << 30):.1f} GiB available"
+    if not backend_of(config.hypervisor.uri).capabilities.runs_guests:
+        return ok("memory", f"{detail}; the fake hypervisor's machines take little")
+    if daemon_pid is not None:
+        # Its machines hold a part of what they need, and it reports a shortage itself.
+        return ok("memory", f"{detail} to what process {daemon_pid} has; see its pools below")
+    # One machine is booted for the template of each pool; the others are forked from it.
+    wanted_bytes = (config.limits.memory_reserve_mib << 20) + sum(
+        booted_bytes(pool) + pool.capacity * forked_bytes(pool) for pool in config.pools.values() or [PoolConfig()]
+    )
+    users = f"{len(config.pools)} pools" if config.pools else "a pool of one machine"
+    detail += f"; {users} may take {wanted_bytes / (1 << 30):.1f} GiB, limits.memory_reserve_mib included"
+    if wanted_bytes > available_bytes:
+        return warn("memory", detail, fix="lower the pools' capacity, or expected_memory_mib if machines stay smaller")
+    return ok("memory", detail)
 
 
 class HostClaims:

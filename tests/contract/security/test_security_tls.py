@@ -17,8 +17,7 @@ from envd.api.server import ApiServer
 from envd.base.config import SecurityConfig
 from envd.base.errors import ConfigError
 from envd.base.telemetry.metrics import Metrics
-from envd.cli.certificates import make_development_certs
-from envd.cli.certs import write_certs
+from envd.cli.certs import make_development_certs, write_certs
 from tests.support.callers import HASTY, Certs, Tokens, serving
 from tests.support.stub_episodes import StubEpisodes
 
@@ -134,15 +133,15 @@ async def test_a_new_certificate_is_used_without_a_restart_and_an_invalid_one_is
     files = write_certs(tmp_path, make_development_certs([], now=datetime.now(UTC)))
     async with serving(tls_of(files), metrics=metrics) as (_, address):
         before = await certificate_at(address)
-        renewed = make_development_certs([], now=datetime.now(UTC)).server
-        files["server"].write_bytes(renewed.cert_pem)
+        renewed = make_development_certs([], now=datetime.now(UTC))
+        files["server"].write_bytes(renewed["server"])
         # Only half of the pair is new: the old pair stays in use, and an error is logged.
         with caplog.at_level(logging.ERROR):
             assert await certificate_at(address) == before
         assert "are not a PEM certificate and its key" in caplog.text
         assert metrics.registry.get_sample_value("envd_security_files_stale", stale) == 1
-        files["server_key"].write_bytes(renewed.key_pem)
-        assert await certificate_at(address) == x509.load_pem_x509_certificate(renewed.cert_pem)
+        files["server_key"].write_bytes(renewed["server_key"])
+        assert await certificate_at(address) == x509.load_pem_x509_certificate(renewed["server"])
         assert metrics.registry.get_sample_value("envd_security_files_stale", stale) == 0
 
 

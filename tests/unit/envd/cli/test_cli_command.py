@@ -93,5 +93,5 @@ def test_a_table_shows_text_of_others_as_it_is_and_nothing_that_controls_a_termi
     assert capsys.readouterr().out.splitlines() == [
         "name    count  note",
         "[red]a      1  own",
-        "b\N{REPLACEMENT CHARACTER}[2J     20  c",
+        "b\N{REPLACEMENT CHARACTER}[2J      20  c",
     ]

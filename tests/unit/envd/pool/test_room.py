@@ -7,12 +7,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from envd.base.checks import Status
+from envd.base.config_sources import load
 from envd.base.errors import ConfigError, HypervisorError, PoolExhausted, PoolFailing
 from envd.pool.pool import Pool
-from envd.pool.room import HostClaims, HostRoom, MemoryClaim, machines_that_fit, read_available_bytes
+from envd.pool.room import HostClaims, HostRoom, MemoryClaim, check_memory, machines_that_fit, read_available_bytes
 from tests.support.clock import begun, run_ready
 from tests.support.pool_world import PoolWorld
 
@@ -353,3 +356,28 @@ def test_an_unbounded_host_has_room_for_the_whole_pool() -> None:
     assert not room.disk_is_short
     assert not room.disk_is_full
     assert room.disk_shortage == room.shortage(256 * MIB) == ""
+
+
+# -- the check of `envd doctor` ----------------------------------------------------------------------------------
+
+
+def status_of_memory(tmp_path: Path, available_bytes: int, *, daemon_pid: int | None = None, **flags: Any) -> Status:
+    pools = {"desktop": {"size": 16, "memory_mib": 4096, "expected_memory_mib": 700}}
+    config = load(flags={"state_dir": tmp_path, "pools": pools, **flags})
+    return check_memory(config, available_bytes=available_bytes, daemon_pid=daemon_pid).status
+
+
+def test_memory_is_enough_if_the_pools_would_start_all_machines(tmp_path: Path) -> None:
+    # 4 GiB of a template, 16 forks of 700 MiB, and 1 GiB that stays free.
+    enough_bytes = (4096 + 128 + 16 * 700 + 1024) << 20
+    assert status_of_memory(tmp_path, enough_bytes) is Status.OK
+    assert status_of_memory(tmp_path, enough_bytes - 1) is Status.WARN
+
+
+def test_the_memory_of_a_running_daemon_is_not_counted_twice(tmp_path: Path) -> None:
+    assert status_of_memory(tmp_path, 1 << 30, daemon_pid=42) is Status.OK
+
+
+def test_drawn_desktops_need_no_memory_of_guests(tmp_path: Path) -> None:
+    fake: dict[str, Any] = {"hypervisor.uri": "fake"}
+    assert status_of_memory(tmp_path, 1 << 30, **fake) is Status.OK
