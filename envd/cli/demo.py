@@ -14,11 +14,11 @@ import typer
 
 from cuaenv.cli.terminal import Json, out
 from cuaenv.client import AsyncEnvClient
+from envd.authoring.demo.group import play_group, print_progress
+from envd.authoring.demo.report import DemoDirectory, DemoReport
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
 from envd.bench.default_tasks import DEFAULT_TASKS
-from envd.bench.demo.group import play_group, print_progress
-from envd.bench.demo.report import DemoDirectory, DemoReport
 from envd.bench.session import maps_call_errors
 from envd.cli.command import command
 from envd.cli.own_daemon import ensure_image, own_daemon_options, run_until_signal

@@ -25,8 +25,8 @@ from envd.base.config import PoolConfig
 from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, TemplateCorrupt
 from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
-from envd.guest.desktop import Desktop
-from envd.guest.view import ConnectionState
+from envd.desktop.desktop import Desktop
+from envd.desktop.view import ConnectionState
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
 from envd.pool.backoff import Backoff
 from envd.pool.fairness import Demand, RunShares
