@@ -23,7 +23,7 @@ from envd.episodes.types import EpisodeInfo, EpisodeState, ForkCommand, GroupRes
 from envd.pool.fairness import RunShares
 from envd.pool.pool import Pool, PoolHost, PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers.evaluate import CheckResult, Evaluation
+from envd.tasks.evaluate import CheckResult, Evaluation
 from envd.tasks.fields import TaskPerturb
 from envd.tasks.model import Task
 from envd.tasks.verbs import MakeDirectory
