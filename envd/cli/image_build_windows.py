@@ -25,12 +25,9 @@ from envd.hypervisor.qemu.domain_xml import MachineFiles, MemoryFile, domain_xml
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.host import find_firmware
 from envd.images.catalogue import Image, ImageCatalogue
-from envd.images.windows.answers import USER
 from envd.images.windows.build import BuildLimits, build_windows
-from envd.images.windows.downloads import EVALUATIONS, VIRTIO_WIN, Download, download
-from envd.images.windows.editions import Release
-from envd.images.windows.media import Media, write_media
-from envd.images.windows.plan import BuildPlan, WindowsOptions, plan_build
+from envd.images.windows.media import EVALUATIONS, VIRTIO_WIN, Download, Release, download
+from envd.images.windows.plan import USER, BuildPlan, Media, WindowsOptions, plan_build, write_media
 
 _DOMAIN = "domain.xml"
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")

@@ -84,23 +84,29 @@ class Daemon:
     tls_cert: Path | None = None
     tls_key: Path | None = None
 
-    def client(self) -> AsyncEnvClient:
-        """Return a client. Raises: ConfigError."""
+    def tls(self) -> Tls | None:
+        """Return its TLS files, checked; None for clear text. Raises: ConfigError."""
+        if self.tls_ca is None:
+            if self.tls_cert is not None or self.tls_key is not None:
+                raise ConfigError("--tls-cert and --tls-key: no TLS without an authority; add --tls-ca FILE")
+            return None
         try:
-            if self.tls_ca is None:
-                if self.tls_cert is not None or self.tls_key is not None:
-                    raise ConfigError("--tls-cert and --tls-key: no TLS without an authority; add --tls-ca FILE")
-                tls = None
-            else:
-                tls = Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
-                tls.credentials()
-            return AsyncEnvClient(self.envd, tls=tls)
+            tls = Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
+            tls.credentials()
         except ValueError as error:
             raise ConfigError(f"--envd {self.envd}: {error}") from error
         except OSError as error:
             raise ConfigError(
                 f"{error.filename}: cannot be read: {error.strerror}; check --tls-ca and --tls-cert"
             ) from error
+        return tls
+
+    def client(self) -> AsyncEnvClient:
+        """Return a client. Raises: ConfigError."""
+        try:
+            return AsyncEnvClient(self.envd, tls=self.tls())
+        except ValueError as error:
+            raise ConfigError(f"--envd {self.envd}: {error}") from error
 
     def call(self, use: Callable[[AsyncEnvClient], Awaitable[T]]) -> T:
         """Use a client and close it. Raises: ConfigError, and what `use` raises."""

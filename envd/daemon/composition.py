@@ -32,6 +32,7 @@ from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import exported_traces
 from envd.base.version import envd_version
 from envd.console.server import PUBLIC_PATHS, serve_console
+from envd.daemon.compat import local_socket_of, serve_compat
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.daemon.state_lock import locked
 from envd.daemon.suites import load_tasks
@@ -47,8 +48,6 @@ from envd.episodes.types import EpisodeInfo
 from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor, Machine
 from envd.images.catalogue import ImageCatalogue
-from envd.integrations.compat.server import serve_compat
-from envd.integrations.compat.sessions import Sessions
 from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE
 from envd.integrations.osworld.environment import Environment
@@ -356,7 +355,10 @@ async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -
     """Listen for clients. Raises: ConfigError: an address is taken, or a token or certificate file is invalid."""
     service, metrics = episodes.service, storage.metrics
     async with AsyncExitStack() as stack:
-        server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
+        local_socket = local_socket_of(config)
+        server = ApiServer(
+            service, listen=config.listen, metrics=metrics, security=config.security, local_socket=local_socket
+        )
         stack.push_async_callback(server.stop, grace=_STOP_GRACE)
         tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
         is_open = config.security.tokens_file is None and tls is None
@@ -369,12 +371,9 @@ async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -
                 _serve_console(episodes, checks + local_only, tls, config)
             )
         address = await server.start()
-        # By the rules of `security`.
-        limits = config.limits
-        sessions = Sessions(service, max_lease_ttl_s=limits.lease_ttl_max_s, max_steps=limits.max_steps)
-        compat_addresses = await stack.enter_async_context(
-            serve_compat(config.compat_addresses, sessions, server.guard, tls=tls, middlewares=local_only)
-        )
+        compat_addresses: Mapping[str, str] = {}
+        if local_socket is not None:
+            compat_addresses = await stack.enter_async_context(serve_compat(config, f"unix:{local_socket}"))
         yield Endpoints(
             server=server, address=address, console_address=console_address, compat_addresses=compat_addresses
         )

@@ -108,6 +108,8 @@ class FakeOptions:
     user_model: UserModel | None = None
     """Plays the users of tasks with a persona."""
     listen: str = "127.0.0.1:0"
+    local_socket: Path | None = None
+    """See `ApiServer`."""
 
     def pool_settings(self) -> PoolSettings:
         """Return the settings of the only pool."""
@@ -158,7 +160,9 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
             user_model=chosen.user_model,
         )
         stack.push_async_callback(service.aclose)
-        server = ApiServer(service, listen=chosen.listen, metrics=metrics, security=chosen.security)
+        server = ApiServer(
+            service, listen=chosen.listen, metrics=metrics, security=chosen.security, local_socket=chosen.local_socket
+        )
         stack.push_async_callback(server.stop)
         await service.restore(persisted, machines)
         await service.start()
