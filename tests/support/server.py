@@ -9,7 +9,7 @@ async with serve_fake(size=4) as server:
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from envd.base.telemetry.metrics import Metrics
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.service import EpisodeService
+from envd.guest.desktop import Desktop
+from envd.guest.readiness import GuestPauses
 from envd.hypervisor import fake
 from envd.hypervisor.fake import fake_image
 from envd.pool.lifecycle import unregister_all
@@ -36,6 +38,8 @@ from tests.support.faulty import FakeHost, Faults, FaultyHypervisor
 
 #: A drawn desktop reacts before its input call returns, so a short quiet time suffices.
 QUICK_SETTLE = SettlePolicy(quiet_ms=20, max_ms=2000)
+#: For the same reason, a pool is ready in 0.1 s instead of 0.7 s, and typing after a click waits 0.02 s instead of 0.1 s.
+QUICK_PAUSES = GuestPauses(first_poll_s=0.01, boot_quiet_ms=20, input_settle=QUICK_SETTLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +148,9 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         await unregister_all(store or NullStore(), adopted=machines, reaped=reaped)
         settings = chosen.pool_settings()
         pool_host = PoolHost(hypervisor=hypervisor, memory=chosen.memory, store=store or NullStore())
-        pool = Pool(settings, image=fake_image(), host=pool_host)
+        pool = Pool(
+            settings, image=fake_image(), host=pool_host, make_desktop=partial(Desktop, pauses=QUICK_PAUSES)
+        )
         metrics = Metrics()
         security = chosen.security or SecurityConfig()
         if chosen.checkpoints is not None and (tokens := read_token_table(security, metrics)) is not None:
