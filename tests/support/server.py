@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from cuaenv.client import AsyncEnvClient
+from envd import drawn
 from envd.api.server import ApiServer, read_token_table
 from envd.base.clock import Clock, SystemClock
 from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
 from envd.base.store.store import NullStore, SqliteStore
 from envd.base.telemetry.metrics import Metrics
+from envd.desktop.desktop import Desktop
+from envd.desktop.readiness import GuestPauses
+from envd.drawn import fake_image
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.service import EpisodeService
-from envd.guest.desktop import Desktop
-from envd.guest.readiness import GuestPauses
-from envd.hypervisor import fake
-from envd.hypervisor.fake import fake_image
 from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostMemory
 from envd.pool.parts import PoolHost
@@ -79,7 +79,7 @@ class FakeServer:
 @cache
 def load_fake_tasks() -> TaskCatalogue:
     """Return the suite `fake` of the drawn desktop. Read once per test run."""
-    return TaskCatalogue.load([Path(fake.__file__).parent / "suite.yaml"], include_builtin=False)
+    return TaskCatalogue.load([Path(drawn.__file__).parent / "suite.yaml"], include_builtin=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +148,7 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         await unregister_all(store or NullStore(), adopted=machines, reaped=reaped)
         settings = chosen.pool_settings()
         pool_host = PoolHost(hypervisor=hypervisor, memory=chosen.memory, store=store or NullStore())
-        pool = Pool(
-            settings, image=fake_image(), host=pool_host, make_desktop=partial(Desktop, pauses=QUICK_PAUSES)
-        )
+        pool = Pool(settings, image=fake_image(), host=pool_host, make_desktop=partial(Desktop, pauses=QUICK_PAUSES))
         metrics = Metrics()
         security = chosen.security or SecurityConfig()
         if chosen.checkpoints is not None and (tokens := read_token_table(security, metrics)) is not None:
