@@ -159,7 +159,7 @@ async def new_judges() -> AsyncIterator[JudgeWorkers]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def judges() -> AsyncIterator[JudgeWorkers]:
-    """Judges of all tests that change none of their parts: the program that they fork needs 0.8 s of CPU time to start."""
+    """Judges for all tests that change no part of them: the program that they fork takes 0.8 s of CPU time to start."""
     async with new_judges() as made:
         yield made
 

@@ -38,7 +38,7 @@ from tests.support.faulty import FakeHost, Faults, FaultyHypervisor
 
 #: A drawn desktop reacts before its input call returns, so a short quiet time suffices.
 QUICK_SETTLE = SettlePolicy(quiet_ms=20, max_ms=2000)
-#: For the same reason, a pool is ready in 0.1 s instead of 0.7 s, and typing after a click waits 0.02 s instead of 0.1 s.
+#: For the same reason, shorter waits at the boot of a pool (0.1 instead of 0.7 s) and between a click and typing.
 QUICK_PAUSES = GuestPauses(first_poll_s=0.01, boot_quiet_ms=20, input_settle=QUICK_SETTLE)
 
 

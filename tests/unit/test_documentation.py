@@ -156,6 +156,7 @@ def test_decision_records_are_listed_dated_and_short() -> None:
         assert len(lines) <= 60
 
 
+@pytest.mark.long
 def test_the_site_has_no_dead_link_and_no_page_without_a_place(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(
