@@ -1,4 +1,4 @@
-"""The pages of docs: their links, tests and tasks exist. CONTRIBUTING.md names every package, and no path that is gone."""
+"""Links, tests and tasks that the docs name exist. CONTRIBUTING.md names every package and no path that is gone."""
 
 import os
 import re
