@@ -87,6 +87,7 @@ def test_of_other_templates_only_the_split_is_printed(tmp_path: Path) -> None:
         print_oracles(file, suite="drawn", seeds=range(3), templates=["drawn/none"])
 
 
+@pytest.mark.long
 def test_a_suite_without_oracles_is_named(tmp_path: Path) -> None:
     with pytest.raises(LearnError, match="drawing: no task of it has an oracle"):
         print_oracles(tmp_path / "oracles.jsonl", suite="drawing", seeds=range(2))
