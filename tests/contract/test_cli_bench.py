@@ -390,6 +390,7 @@ def test_a_signal_ends_a_benchmark_and_leaves_no_machine(tmp_path: Path, number:
     assert machine_count(database) == 0
 
 
+@pytest.mark.long
 def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path) -> None:
     """Measures drawn desktops, although no hypervisor is named."""
     directories = ("--state-dir", str(tmp_path / "state"), "--cache-dir", str(tmp_path / "cache"))
