@@ -88,7 +88,7 @@ def test_a_command_has_the_options_and_the_help_of_another_function() -> None:
 def test_a_table_shows_text_of_others_as_it_is_and_nothing_that_controls_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = [("[red]a", "1", Text("own")), ("b\x1b[2J", "20", "c")]
+    rows: list[tuple[str, str, str | Text]] = [("[red]a", "1", Text("own")), ("b\x1b[2J", "20", "c")]
     out.print(columns(("name", "count", "note"), rows, right=("count",)))
     assert capsys.readouterr().out.splitlines() == [
         "name    count  note",
