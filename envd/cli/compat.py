@@ -16,7 +16,8 @@ from envd.base.config_values import COMPAT_PORTS, compat_endpoint, is_local
 from envd.base.errors import ConfigError
 from envd.base.sandbox.enclosure import die_with_parent
 from envd.base.telemetry import logs
-from envd.cli.remote import Daemon, calls_daemon
+from envd.cli.command import command
+from envd.cli.remote import DAEMON_OPTIONS, Daemon
 from envd.integrations.compat.callers import Callers
 from envd.integrations.compat.server import serve_protocol
 
@@ -43,7 +44,7 @@ _LogLevel = Annotated[
 _Parent = Annotated[int, typer.Option(hidden=True)]
 
 
-@calls_daemon
+@command(DAEMON_OPTIONS)
 def compat(
     daemon: Daemon,
     *,

@@ -15,9 +15,10 @@ from lxml import etree
 from cuaenv.cli.terminal import Json, ProgressReport, emit_json, err, out, progress
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import stop_on_sigterm
+from envd.cli.command import command
 from envd.cli.image_output import give_to_sudo_user, parse_screen, print_image
-from envd.cli.options import with_settings
+from envd.cli.options import config_options
+from envd.cli.terminal import stop_on_sigterm
 from envd.daemon.state_lock import holder, locked
 from envd.hypervisor.machine import Accelerator, Drive, MachineSpec
 from envd.hypervisor.qemu.domain_xml import MachineFiles, MemoryFile, domain_xml
@@ -32,7 +33,7 @@ _DOMAIN = "domain.xml"
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
-@with_settings("cache_dir", "accelerator")
+@command(config_options("cache_dir", "accelerator"))
 def windows(
     settings: Config,
     *,

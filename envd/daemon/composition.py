@@ -54,15 +54,11 @@ from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.workers import Workers
 from envd.pool.audit import Audit, stray_rows
 from envd.pool.fairness import RunShares
-from envd.pool.host_room import HostDisk
 from envd.pool.leased import LINGER_S
-from envd.pool.lifecycle import unregister_all
-from envd.pool.memory import HostClaims, HostMemory, host_memory_mib, read_available_bytes
-from envd.pool.parts import PoolHost
-from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
+from envd.pool.machines import unregister_all
+from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.room import HostClaims, HostRoom, host_memory_mib, read_available_bytes
 from envd.pool.status import POOL_SERIES
-from envd.pool.template import TemplateCache
 from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.evaluate import evaluate
@@ -232,19 +228,16 @@ def _pools(
     claims: HostClaims,
     webs: Mapping[str, PoolWeb],
 ) -> Iterator[Pool]:
-    memory = disk = None
+    room = HostRoom()
     # Fake desktops have no guest whose memory could grow: a host of 24 GiB would get 87 of them.
     if hypervisor.capabilities.runs_guests:
-        memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20, host=claims)
-        disk = HostDisk(config.state_dir, reserve_bytes=config.limits.disk_reserve_mib << 20)
-    host = PoolHost(
-        hypervisor=hypervisor,
-        templates=TemplateCache(hypervisor),
-        memory=memory,
-        disk=disk,
-        metrics=storage.metrics,
-        store=storage.store,
-    )
+        room = HostRoom(
+            memory_reserve_bytes=config.limits.memory_reserve_mib << 20,
+            claims=claims,
+            directory=config.state_dir,
+            disk_reserve_bytes=config.limits.disk_reserve_mib << 20,
+        )
+    host = PoolHost(hypervisor=hypervisor, room=room, metrics=storage.metrics, store=storage.store)
     runs = config.limits.runs
     shares = RunShares(named=runs, others=runs.get(DEFAULT_RUN, RunShare()))
     for name, pool in config.pools.items():

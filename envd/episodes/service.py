@@ -36,7 +36,7 @@ from envd.episodes.stepping import Stepping
 from envd.episodes.types import EpisodeInfo
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
-from envd.pool.queue_report import QueuedGroup
+from envd.pool.queue import QueuedGroup
 from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.base import Judge, judge_directly

@@ -18,8 +18,7 @@ import pytest
 
 from cuaenv.client import EnvClient, Tls
 from envd.api.security.tokens import new_token
-from envd.cli.certificates import make_development_certs
-from envd.cli.certs import write_certs
+from envd.cli.certs import make_development_certs, write_certs
 from tests.support.program import Program
 from tests.support.served import ServedDaemon
 

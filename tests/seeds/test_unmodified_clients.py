@@ -23,8 +23,7 @@ import pytest
 
 from envd.api.security.tokens import new_token
 from envd.base.config import SecurityConfig
-from envd.cli.certificates import make_development_certs
-from envd.cli.certs import write_certs
+from envd.cli.certs import make_development_certs, write_certs
 from tests.support.compat import CompatWorld, compat_world
 from trainer.adapters.areal import pssdk
 
