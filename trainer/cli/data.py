@@ -39,7 +39,7 @@ from trainer.data.sft import sft_row
 from trainer.data.split import CannotSplit, template_id
 from trainer.data.states import REASONS, Selection, scores_of, state_rows
 from trainer.data.tables import DEMONSTRATION, PREFERENCE, demonstration, preferences
-from trainer.replay.pool import write_atomically
+from trainer.files import write_atomically
 from trainer.replay.reader import read_jsonl
 from trainer.replay.trajectory import MalformedRow, StoredTrajectory, canonical
 

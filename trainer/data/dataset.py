@@ -13,7 +13,7 @@ from typing import Any
 from trainer.agent.grammars import Grammar
 from trainer.data.split import SPLITS, Split, Splittable, split
 from trainer.data.transcripts import transcript_of, unparsable_turns
-from trainer.replay.pool import write_atomically
+from trainer.files import write_atomically
 from trainer.replay.reader import ReadResult
 from trainer.replay.trajectory import MalformedRow, StoredTrajectory, canonical
 
