@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cuaenv.plots import PlotsMissing, svg_plot
 from trainer.data.split import template_id
+from trainer.evaluate.statistics import ByTemplate, PooledRate, pooled_gain, pooled_rate
 from trainer.learn import LearnError
 from trainer.learn.metrics import read_metrics
 from trainer.learn.record import Evaluation, read_evaluations, read_record, run_directories
-from trainer.learn.statistics import ByTemplate, Rate, gain, rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -162,9 +162,9 @@ def _part(runs: Sequence[Run], kind: str, part: str) -> dict[str, Any]:
     before = _pooled(run.before(kind, part) for run in runs)
     after = _pooled(run.after(kind, part) for run in runs)
     return {
-        **rate(before).as_fields("held_out_before"),
-        **rate(after).as_fields("held_out_after"),
-        **gain(before, after).as_fields("held_out_gain"),
+        **pooled_rate(before).as_fields("held_out_before"),
+        **pooled_rate(after).as_fields("held_out_after"),
+        **pooled_gain(before, after).as_fields("held_out_gain"),
     }
 
 
@@ -245,7 +245,7 @@ def _compared(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
 def _differences(arms: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     after = {arm: _pooled(run.after("greedy") for run in runs) for arm, runs in arms.items()}
     return {
-        f"{second} - {first}": gain(after[first], after[second]).as_fields("held_out_difference")
+        f"{second} - {first}": pooled_gain(after[first], after[second]).as_fields("held_out_difference")
         for first, second in combinations([arm for arm in after if after[arm]], 2)
     }
 
@@ -327,5 +327,5 @@ def _x(update: Mapping[str, Any]) -> float:
 
 def _held_out(run: Run) -> list[tuple[float, float]]:
     greedy = [each for each in run.evaluations if each.temperature == 0]
-    rates: list[tuple[float, Rate]] = [(float(each.env_steps), rate(by_template(each))) for each in greedy]
+    rates: list[tuple[float, PooledRate]] = [(float(each.env_steps), pooled_rate(by_template(each))) for each in greedy]
     return [(x, found.mean) for x, found in rates if found.mean is not None]

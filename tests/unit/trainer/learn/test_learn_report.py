@@ -16,7 +16,6 @@ from trainer.learn.metrics import MetricsLog
 from trainer.learn.record import Evaluation, Score, read_record, recorded
 from trainer.learn.report import write_report
 from trainer.learn.settings import SMOKE, Settings
-from trainer.learn.statistics import gain, rate
 
 SPLITS = {"drawn/press": "train", "drawn/close": "held_out"}
 Results = dict[str, Sequence[float | None]]
@@ -202,25 +201,6 @@ def test_one_template_has_no_interval(tmp_path: Path) -> None:
     made_up_run(tmp_path, "rl-0", {"press": [1, 0]}, {"press": [1, 1]}, settings=named("colour", "more"))
     (arm,) = write_report([tmp_path], tmp_path / "report")["ablations"]["colour"]["arms"].values()
     assert (arm["held_out_after"], arm["held_out_after_ci"], arm["held_out_gain_ci"]) == (1.0, None, None)
-
-
-def test_an_interval_is_wide_where_templates_differ() -> None:
-    alike = rate({str(index): [1, 0] for index in range(20)})
-    different = rate({str(index): [index < 10] * 2 for index in range(20)})
-    assert (alike.mean, alike.interval, alike.count) == (0.5, (0.5, 0.5), 40)
-    assert different.interval is not None
-    assert different.interval[0] < 0.4
-    assert different.interval[1] > 0.6
-
-
-def test_a_gain_is_compared_template_by_template() -> None:
-    """Every template gains a half, so that the gain is certain although the rates differ."""
-    before = {str(index): [index < 10, 0] for index in range(20)}
-    after = {str(index): [index < 10, 1] for index in range(20)}
-    found = gain(before, {**after, "new": [1]})
-    assert (found.mean, found.count) == (0.5, 40)
-    assert found.interval == pytest.approx((0.5, 0.5))
-    assert gain(before, {}).mean is None
 
 
 def test_runs_without_an_update_have_an_empty_plot(tmp_path: Path) -> None:
