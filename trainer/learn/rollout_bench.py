@@ -13,7 +13,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -37,6 +37,7 @@ from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
 from trainer.slime.samples import facts_of, flatten, is_void
 from trainer.slime.workers import workers_of
+from trainer.workers import WorkerProcess
 
 _SCREEN_PX: Final = (1280, 800)
 _PIXELS: Final = _SCREEN_PX[0] * _SCREEN_PX[1]
@@ -44,6 +45,7 @@ _HOME: Final = "SLIME_HOME"
 _TASK: Final = "fake/count-to-five"
 #: Episodes that run one at a time, for the cost of each turn.
 _SINGLE_EPISODES: Final = 3
+_STOP_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -296,23 +298,16 @@ def _start(uri: str) -> bytes:
 @contextmanager
 def _engine(checkpoint: Path, count: int) -> Iterator[tuple[int, Any]]:
     """Yield the port of one engine in each of `count` processes, at least one, and their counters."""
-    context = get_context("spawn")
-    sent, pipes, port = context.Array("Q", 3), [], 0
-    for _ in range(max(1, count)):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(str(checkpoint), sent, theirs, port), daemon=True)
-        process.start()
-        pipes.append((process, ours))
-        port = ours.recv()
-    try:
+    sent, port = get_context("spawn").Array("Q", 3), 0
+    with ExitStack() as running:
+        for _ in range(max(1, count)):
+            process = WorkerProcess(_serve, str(checkpoint), sent, port, name="engine")
+            running.callback(process.stop, None, timeout_s=_STOP_S)
+            port = process.pipe.recv()
         yield port, sent
-    finally:
-        for process, pipe in pipes:
-            pipe.send(None)
-            process.join()
 
 
-def _serve(checkpoint: str, sent: Any, pipe: Any, port: int) -> None:
+def _serve(pipe: Any, checkpoint: str, sent: Any, port: int) -> None:
     with _Engine(checkpoint, sent, port) as engine:
         pipe.send(engine.ports[0])
         pipe.recv()
