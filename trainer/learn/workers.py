@@ -58,8 +58,6 @@ class WorkerSpec:
     """Directory of the files with patches."""
     settings: Settings
     seed: int
-    generate: str = ""
-    """Name of another generate function; empty for the settings' own."""
 
 
 def of_process(records: Sequence[Any], index: int, *, count: int) -> list[Any]:
@@ -236,37 +234,26 @@ class _Worker:
         use_slime(spec.slime_home)
         self._spec, settings = spec, spec.settings
         rl = settings.rl
-        changes_rollouts = rl.fault_share or rl.escapes_as_void or rl.group_start == "drawn"
-        self._rollouts = SlimeRollouts(
-            slime_args(
-                settings.plugin(spec.host),
-                hf_checkpoint=str(spec.checkpoint),
-                prompt_data=str(spec.directory / "train.jsonl"),
-                sglang_router_ip=spec.engine_host,
-                sglang_router_port=spec.engine_port,
-                rollout_batch_size=spec.groups,
-                over_sampling_batch_size=spec.groups,
-                n_samples_per_prompt=rl.members,
-                global_batch_size=spec.groups * rl.members,
-                rollout_max_response_len=settings.reply_tokens,
-                rollout_temperature=rl.temperature,
-                rollout_seed=spec.seed * 1000 + spec.index,
-                advantage_estimator=rl.estimator,
-                # Required by `credit: siblings`; here `trainer.learn.loss` reads the advantages from the rewards.
-                custom_advantage_function_path="trainer.slime.credit.advantages"
-                if rl.envd.get("credit") == "siblings"
-                else None,
-                save=str(spec.directory),
-                load=str(spec.directory),
-                fault_share=rl.fault_share,
-                faults_as_zero=rl.faults_as_zero,
-                escapes_as_void=rl.escapes_as_void,
-                group_start=rl.group_start,
-                train_seeds=rl.train_seeds,
-                custom_generate_function_path=spec.generate
-                or ("trainer.learn.ablations.generate" if changes_rollouts else "trainer.slime.generate.generate"),
-            )
-        )
+        given = {
+            "hf_checkpoint": str(spec.checkpoint),
+            "prompt_data": str(spec.directory / "train.jsonl"),
+            "sglang_router_ip": spec.engine_host,
+            "sglang_router_port": spec.engine_port,
+            "rollout_batch_size": spec.groups,
+            "over_sampling_batch_size": spec.groups,
+            "n_samples_per_prompt": rl.members,
+            "global_batch_size": spec.groups * rl.members,
+            "rollout_max_response_len": settings.reply_tokens,
+            "rollout_temperature": rl.temperature,
+            "rollout_seed": spec.seed * 1000 + spec.index,
+            "advantage_estimator": rl.estimator,
+            "save": str(spec.directory),
+            "load": str(spec.directory),
+        }
+        if rl.envd.get("credit") == "siblings":
+            # Required by it; here `trainer.learn.loss` reads the advantages from the rewards.
+            given["custom_advantage_function_path"] = "trainer.slime.credit.advantages"
+        self._rollouts = SlimeRollouts(slime_args(settings.plugin(spec.host), **{**given, **rl.slime}))
 
     def rollout(self, number: int) -> dict[str, Any]:
         """Roll out and write patches; returns slime's train data of the rows with an advantage."""

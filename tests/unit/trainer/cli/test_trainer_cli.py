@@ -193,7 +193,7 @@ def test_a_missing_torch_is_named_with_the_extra_that_has_it(tmp_path: Path) -> 
     (tmp_path / "slime/rollout").mkdir(parents=True)
     # None in `sys.modules` makes an import fail as if the package were not installed.
     program = "import sys; sys.modules['torch'] = None; from trainer.cli import main; main()"
-    command = [sys.executable, "-c", program, "bench", "rollout", "--slime-home", str(tmp_path)]
+    command = [sys.executable, "-c", program, "sight", "--slime-home", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     assert "the Python module torch is missing; run pip install 'envd-trainer[learn]'" in ended.stderr

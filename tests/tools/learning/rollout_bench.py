@@ -68,7 +68,7 @@ _measured = _Measured()
 
 
 def measure(slime_home: Path, *, episodes: int, turns: int, picture_dir: str = "", workers: int = 0) -> dict[str, Any]:
-    """Return the report of `trainer bench rollout --json`. Raises: LearnError.
+    """Return the report of `python -m tests.tools.learning rollout-bench --json`. Raises: LearnError.
 
     Args:
         workers: Compare so many `envd.workers` with slime's one process instead of measuring the turns.
@@ -209,7 +209,7 @@ class _MeasuredRollout(Rollout):
             _measured.resident_bytes.append(pages * resource.getpagesize())
         return await super()._call_engine(payload)
 
-    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002
+    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:
         return _BusyEpisode(episode) if _measured.is_busy else episode
 
 
@@ -226,7 +226,7 @@ class _BusyEpisode(WrappedEpisode):
 
 
 def _busy(observation: Any) -> Any:
-    import numpy as np  # noqa: PLC0415
+    import numpy as np
 
     started_s = time.thread_time()
     rgb_HWC = observation.tiles.rgb_HWC()
@@ -240,7 +240,7 @@ def _busy(observation: Any) -> Any:
 @cache
 def _photograph() -> Any:
     """Return smooth colours with the noise of a camera: about 1 MB as PNG."""
-    import numpy as np  # noqa: PLC0415
+    import numpy as np
 
     y, x = np.mgrid[: _SCREEN_PX[1], : _SCREEN_PX[0]]
     waves_HWC = np.stack([np.sin(x / 97 + y / 211), np.sin(y / 83), np.cos((x + y) / 150)], axis=-1)
@@ -259,7 +259,7 @@ class _Engine(GenerateServer):
 
     def __init__(self, checkpoint: str, sent: Any, port: int) -> None:
         super().__init__(shared_port=port)
-        from transformers import AutoTokenizer  # noqa: PLC0415 -- seconds
+        from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
         self._sent = sent
