@@ -60,18 +60,20 @@ class Run:
 
     def before(self, kind: str, part: str = "all") -> ByTemplate:
         """Return the results of its first evaluation, `greedy` or `sampled`; empty without one."""
-        return self._results(kind, part, 0)
+        found = self._evaluations(kind)
+        return self._results(found[0], part) if found else {}
 
     def after(self, kind: str, part: str = "all") -> ByTemplate:
         """Return the results of its last evaluation; empty if the run ended before that."""
-        return self._results(kind, part, 1)
+        found = self._evaluations(kind)
+        return self._results(found[-1], part) if len(found) > 1 else {}
 
-    def _results(self, kind: str, part: str, least_index: int) -> ByTemplate:
-        found = [each for each in self.evaluations if (each.temperature > 0) == (kind == "sampled")]
-        if len(found) <= least_index:
-            return {}
+    def _evaluations(self, kind: str) -> list[Evaluation]:
+        return [each for each in self.evaluations if (each.temperature > 0) == (kind == "sampled")]
+
+    def _results(self, evaluation: Evaluation, part: str) -> ByTemplate:
         split = _PARTS[part]
-        results = by_template(found[-1 if least_index else 0])
+        results = by_template(evaluation)
         return {name: each for name, each in results.items() if split is None or self.splits.get(name) == split}
 
     def shares(self) -> dict[str, list[float]]:

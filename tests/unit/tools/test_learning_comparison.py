@@ -1,11 +1,15 @@
 """Arms of ablations and the control, compared over made-up runs."""
 
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from cuaenv.cli import terminal
 from tests.support.learn_runs import AFTER, BEFORE, made_up_run, named
 from tests.tools.learning import comparison
+from tests.tools.learning.__main__ import app
 from tests.tools.learning.comparison import write_comparison
 
 
@@ -62,3 +66,15 @@ def test_one_template_has_no_interval(tmp_path: Path) -> None:
     made_up_run(tmp_path, "rl-0", {"press": [1, 0]}, {"press": [1, 1]}, settings=named("colour", "more"))
     (arm,) = write_comparison([tmp_path], tmp_path / "report")["ablations"]["colour"]["arms"].values()
     assert (arm["held_out_after"], arm["held_out_after_ci"], arm["held_out_gain_ci"]) == (1.0, None, None)
+
+
+@pytest.mark.usefixtures("without_shares")
+def test_the_command_writes_to_the_report_of_the_first_run(tmp_path: Path) -> None:
+    made_up_run(tmp_path, "tree-0", BEFORE, AFTER, settings=named("tree"))
+    done = CliRunner().invoke(app, ["compare", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "report" / "results.json").read_text())
+    assert (set(results["ablations"]), results["control"]) == ({"tree"}, None)
+    failed = CliRunner().invoke(app, ["compare", str(tmp_path / "none")])
+    assert failed.exit_code == terminal.EXIT_FAILED
+    assert "no demonstrations" in failed.stderr
