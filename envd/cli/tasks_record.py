@@ -16,16 +16,17 @@ from cuaenv.actions import Action
 from cuaenv.cli.terminal import err, out
 from cuaenv.client import AsyncEnvClient, AsyncEpisode
 from cuaenv.problems import without_path
+from envd.authoring.demonstration import Proposal, propose, task_text
+from envd.authoring.playing import play
+from envd.authoring.targets import TargetRecorder
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.bench.demonstration import Proposal, propose, task_text
-from envd.bench.playing import play
 from envd.bench.session import maps_call_errors
-from envd.bench.targets import TargetRecorder
-from envd.cli.options import runs_own_daemon
-from envd.cli.remote import printable
+from envd.cli.command import command
+from envd.cli.own_daemon import ensure_image, own_daemon_options, run_until_signal
+from envd.cli.terminal import printable
 from envd.daemon.composition import Daemon, open_daemon
-from envd.daemon.ephemeral import ensure_image, ephemeral_config, run_until_signal
+from envd.daemon.ephemeral import ephemeral_config
 from envd.daemon.suites import load_tasks
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
@@ -51,7 +52,7 @@ class _Demonstration(EpisodeObserver):
             self.stepped_now.set()
 
 
-@runs_own_daemon("console_listen")
+@command(own_daemon_options("console_listen"))
 def record(
     settings: Config,
     *,

@@ -19,15 +19,16 @@ from typing import Any
 
 from cuaenv.actions import RunShell
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, StepResult, View
+from envd.authoring.playing import ConditionNotMet, play
 from envd.base.config import Config, HypervisorConfig, LimitsConfig, TasksConfig
-from envd.bench.playing import ConditionNotMet, play
+from envd.cli.own_daemon import run_until_signal
 from envd.daemon.composition import open_daemon
-from envd.daemon.ephemeral import ephemeral_config, run_until_signal
+from envd.daemon.ephemeral import ephemeral_config
 from envd.daemon.suites import load_tasks
 from envd.images.catalogue import ImageCatalogue
-from envd.tasks.cua_gym import archive
+from envd.integrations.open_computer.verifiers import TASKS, OpenComputerCheck, parts
+from envd.tasks.archives import archive
 from envd.tasks.model import Task, split_by_needs
-from envd.tasks.open_computer import TASKS, OpenComputerCheck, parts
 from tests.opencomputer.oracles import ORACLES, SHARES
 
 IMAGE = "office"

@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from envd.base.errors import GuestError
-from envd.guest.agent import CommandResult
-from envd.guest.freezing import as_user
+from envd.desktop.agent import CommandResult
+from envd.desktop.freezing import as_user
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import QUERY_TIMEOUT_S, GuestInspector, LeafChecker
 from envd.tasks.fields import Argv, Timeout, WindowMatch
@@ -122,7 +122,7 @@ class PoweredOff(LeafChecker):
         return True
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:  # noqa: ARG002 -- it runs
-        """See `LeafChecker`. A machine that is off is scored by `envd.tasks.checkers.evaluate.judge_ended`."""
+        """See `LeafChecker`. A machine that is off is scored by `envd.tasks.evaluate.judge_ended`."""
         return CheckOutcome(0.0, "the machine runs")
 
 
