@@ -1,13 +1,18 @@
 """How envd's commands end: results and errors as output and exit status, SIGTERM like Ctrl-C."""
 
 import signal
+from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn, Protocol
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from cuaenv.cli import terminal
+from cuaenv.cli.messages import message_of
 from cuaenv.cli.terminal import EXIT_FAILED, emit_json, out
+from cuaenv.client import EnvError
 from envd.base.errors import ConfigError, EnvdError
 
 
@@ -17,15 +22,16 @@ def _message_of(error: Exception) -> str:
         return f"{error.filename}: permission denied; run as the owner, or choose another --cache-dir or --state-dir"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {str(error.strerror).lower()}"
-    return str(error)
+    return message_of(error)
 
 
 #: Decorator for commands; see `cuaenv.cli.terminal.reports_errors`.
 reports_errors = terminal.reports_errors(
     EnvdError,
+    EnvError,
     OSError,
     usage_errors=(ConfigError,),
-    reason_of=lambda error: getattr(error, "reason", ""),
+    reason_of=lambda error: str(getattr(error, "reason", "") or getattr(error, "code", "")),
     message_of=_message_of,
 )
 
@@ -61,3 +67,29 @@ def print_result(result: Result, *, as_json: bool) -> None:
         result.print(out)
     if not result.passed:
         raise typer.Exit(EXIT_FAILED)
+
+
+def columns(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    right: Collection[str] = (),
+    whole: Collection[str] = (),
+) -> Table:
+    """Return a table of a list command. Text that could control a terminal is made visible.
+
+    Args:
+        right: Headings of the columns that are aligned to the right.
+        whole: Headings of the columns whose cells are never wrapped: what is in them is copied to other commands.
+    """
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left", no_wrap=heading in whole)
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
+def printable(text: str) -> str:
+    """Return text of clients without characters that could control a terminal."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -1,4 +1,4 @@
-"""Reservations for forks of a caller's own state, and the host's memory as a bound on all machines."""
+"""Reservations, and the machines that fill them with forks of a caller's own state."""
 
 import asyncio
 
@@ -6,7 +6,6 @@ import pytest
 
 from envd.base.errors import Draining, GroupTooLarge, HypervisorError, MachineLost, PoolExhausted
 from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation
-from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from tests.support.clock import begun, cancelled_after, run_ready, run_turns
 from tests.support.pool_world import PoolWorld
@@ -304,78 +303,3 @@ async def test_a_machine_whose_state_does_not_load_is_lost_at_its_first_use(worl
 async def use(machine: LeasedMachine) -> None:
     async with machine.running():
         pass
-
-
-# Memory
-
-
-class Host:
-    """A host whose memory the test sets."""
-
-    def __init__(self, available_mib: int) -> None:
-        self.available_mib = available_mib
-        self.memory = HostMemory(reserve_bytes=1024 * MIB, read=lambda: self.available_mib * MIB)
-
-
-async def test_a_host_host_is_short_gets_no_more_machines_and_reports_it(world: PoolWorld) -> None:
-    host = Host(1024 + 2 * 256)
-    pool = await world.started(size=4, memory=host.memory)
-    assert counts(pool) == (2, 0, 0)
-    s = pool.statistics()
-    assert s.healthy
-    assert s.boot_failure_total == 0
-    assert "the host's memory is short: 1536 MiB are available" in s.problem
-    host.available_mib += 2 * 256
-    await world.clock.advance(1.0)
-    assert counts(pool) == (4, 0, 0)
-    assert pool.statistics().problem == ""
-
-
-async def test_a_timeout_reports_a_memory_shortage(world: PoolWorld) -> None:
-    pool = await world.started(size=0, memory=Host(1024 + 2 * 256).memory)
-    await pool.lease(1, timeout_s=1.0)
-    waiter = asyncio.create_task(pool.lease(2, timeout_s=30.0))
-    await world.clock.advance(30.0)
-    with pytest.raises(PoolExhausted, match="memory"):
-        await waiter
-
-
-async def test_reservations_hold_memory_like_machines(world: PoolWorld) -> None:
-    host = Host(1024 + 3 * 256)
-    pool = await world.started(size=0, memory=host.memory)
-    granted = await pool.lease(0, reserved=2, timeout_s=1.0)
-    waiter = asyncio.create_task(pool.lease(0, reserved=2, timeout_s=60.0))
-    await world.clock.advance(5.0)
-    assert not waiter.done()
-    await pool.release(granted.reservations)
-    assert len((await waiter).reservations) == 2
-
-
-async def test_the_template_is_not_booted_without_memory_for_a_machine(world: PoolWorld) -> None:
-    host = Host(1024)
-    pool = await world.started(memory=host.memory)
-    await world.clock.advance(30.0)
-    assert world.hypervisor.made == []
-    assert "the host's memory is short" in pool.statistics().problem
-    host.available_mib = 4096
-    await world.clock.advance(1.0)
-    assert counts(pool) == (1, 0, 0)
-    assert pool.statistics().problem == ""
-
-
-async def test_a_drained_pool_no_longer_waits_for_memory(world: PoolWorld) -> None:
-    host = Host(1024 + 256)
-    pool = await world.started(size=2, memory=host.memory)
-    assert pool.statistics().problem
-    pool.drain()
-    await world.clock.advance(60.0)
-    assert pool.statistics().problem == ""
-
-
-async def test_pools_leave_each_other_the_expected_growth_of_their_machines(world: PoolWorld) -> None:
-    host = Host(1024 + 3 * 256)
-    pools = [await world.started(name, capacity=2, size=2, memory=host.memory) for name in ("one", "other")]
-    assert sum(pool.statistics().idle_count for pool in pools) == 3
-    await pools[0].close()
-    await world.clock.advance(1.0)
-    assert pools[1].statistics().idle_count == 2

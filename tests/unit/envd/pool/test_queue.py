@@ -1,18 +1,22 @@
-"""How users share a pool's machines: by run, under quotas, in a bounded queue."""
+"""How users share a pool's machines: by run, under quotas, in a bounded queue that explains itself."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from envd.base.config import RunShare
 from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted
-from envd.pool.fairness import RunShares
+from envd.pool.fairness import Demand, RunShares
 from envd.pool.leased import MachineLease
 from envd.pool.pool import Pool
+from envd.pool.queue import AdmissionQueue, QueuedGroup, Turnover, WaitingGroup, queue_report
+from envd.pool.status import PoolStatus
 from tests.support.clock import begun, run_ready
 from tests.support.pool_world import PoolWorld
+from tests.support.stub_episodes import pool_info
 
 
 class Users:
@@ -267,3 +271,94 @@ async def test_refusals_by_draining_are_counted(world: PoolWorld, users: MakeUse
     with pytest.raises(Draining):
         await they.pool.lease(run="c", timeout_s=1.0)
     assert world.metrics.refused_runs == [("b", "draining"), ("c", "draining")]
+
+
+# -- why groups wait --------------------------------------------------------------------------------------------
+
+
+STATUS = pool_info(4)
+SHARES = RunShares(named={"small": RunShare(quota=2)})
+
+
+async def report(*groups: tuple[str, int], held: dict[str, int], status: PoolStatus) -> tuple[QueuedGroup, ...]:
+    queue = AdmissionQueue(limit=9, shares=SHARES, capacity=4)
+    for index, (run, count) in enumerate(groups):
+        demand = Demand(ready=count, run=run)
+        queue.enter(WaitingGroup(demand=demand, owner=f"token-{run}", enter_s=float(index), deadline_s=60.0))
+    return queue_report(queue, held=held, shares=SHARES, status=status, now_s=10.0)
+
+
+async def test_groups_come_in_the_order_of_their_turns_with_their_reasons() -> None:
+    status = replace(STATUS, leased_count=4, template_digest="t")
+    small, big, other = "small", "big", "other"
+    found = await report((small, 1), (big, 2), (other, 1), held={small: 2, big: 2}, status=status)
+    assert [(one.position, one.run, one.owner) for one in found] == [
+        (1, other, "token-other"),
+        (2, big, "token-big"),
+        (3, small, "token-small"),
+    ]
+    assert found[0].reason.startswith("next: 4 of 4 machines busy, ")
+    assert found[1].reason == "behind 1 group that wants 1 machine"
+    assert found[2].reason == "run 'small' holds 2 of its quota of 2"
+    assert (found[2].waited_s, found[2].left_s) == (10.0, 50.0)
+
+
+async def test_the_numbers_of_the_first_group_add_up() -> None:
+    status = replace(STATUS, capacity=16, leased_count=9, idle_count=1, starting_count=2, template_digest="t")
+    (only,) = await report(("a", 8), held={}, status=status)
+    assert only.reason == "next: 9 of 16 machines busy, 1 idle, 2 starting, 4 free, 1 more needed"
+
+
+async def test_a_pool_that_cannot_start_machines_is_the_reason() -> None:
+    failing = replace(STATUS, healthy=False, problem="libvirtd does not answer")
+    (only,) = await report(("a", 1), held={}, status=failing)
+    assert only.reason == "libvirtd does not answer"
+    (only,) = await report(("a", 1), held={}, status=STATUS)
+    assert only.reason == "the pool's template is not ready yet"
+    short = replace(STATUS, template_digest="t", problem="waits for memory")
+    (only,) = await report(("a", 1), held={}, status=short)
+    assert only.reason.endswith("; waits for memory")
+
+
+# -- when to retry ----------------------------------------------------------------------------------------------
+
+
+def retry_after_s(turnover: Turnover, now_s: float, *, machine_count: int = 1) -> float:
+    return turnover.retry_after_s(now_s, machine_count=machine_count, start_s=2.0, capacity=4)
+
+
+def returned(*times_s: float) -> Turnover:
+    turnover = Turnover()
+    for at_s in times_s:
+        turnover.returned(at_s)
+    return turnover
+
+
+def test_before_the_first_returns_a_turnover_is_assumed_to_cost_one_start() -> None:
+    assert retry_after_s(returned(), 0.0, machine_count=4) == 4.0
+    assert retry_after_s(returned(5.0), 5.0, machine_count=8) == 6.0
+
+
+def test_the_estimate_extrapolates_the_rate_of_returns() -> None:
+    turnover = returned(0.0, 10.0, 20.0, 30.0)
+    assert turnover.interval_s(30.0) == 10.0
+    assert retry_after_s(turnover, 30.0, machine_count=3) == 32.0
+
+
+def test_the_time_since_the_newest_return_counts() -> None:
+    assert returned(0.0, 10.0, 20.0).interval_s(60.0) == 30.0
+
+
+def test_the_estimate_is_bounded() -> None:
+    assert retry_after_s(returned(0.0, 100.0), 100.0, machine_count=50) == 120.0
+    turnover = returned(*[5.0] * 9)
+    assert turnover.retry_after_s(5.0, machine_count=1, start_s=0.0, capacity=4) == 1.0
+
+
+def test_old_returns_do_not_count() -> None:
+    assert returned(0.0, 10.0).interval_s(611.0) is None
+
+
+def test_only_the_newest_returns_count() -> None:
+    turnover = returned(*range(100), *[100.0 + 5.0 * i for i in range(32)])
+    assert turnover.interval_s(255.0) == 5.0

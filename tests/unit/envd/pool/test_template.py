@@ -9,8 +9,8 @@ import pytest
 
 from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, HypervisorUnavailable, PoolExhausted
 from envd.desktop.agent import CommandResult
-from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
+from envd.pool.room import HostRoom
 from tests.support.clock import begun, run_ready
 from tests.support.pool_world import PoolWorld, start
 from tests.support.stubs import StubDesktop
@@ -234,7 +234,7 @@ async def test_a_failure_to_read_the_hosts_memory_is_retried_too(world: PoolWorl
             raise readings.pop()
         return 64 << 30
 
-    pool = world.make(capacity=1, memory=HostMemory(reserve_bytes=0, read=read))
+    pool = world.make(capacity=1, room=HostRoom(memory_reserve_bytes=0, read_memory=read))
     await start(pool)
     assert "template not built: no claims" in pool.statistics().problem
     await world.clock.advance(1.0)
