@@ -23,7 +23,7 @@ from envd.desktop.observation import (
 from envd.episodes.checkpoints.manifest import Checkpoint
 from envd.episodes.progress import CheckpointTrigger, EpisodeState, Origin, ScoreResult
 from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, RollbackResult, StepResult
-from envd.pool.queue_report import QueuedGroup
+from envd.pool.queue import QueuedGroup
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task
 from envd.tasks.templates import split_of
