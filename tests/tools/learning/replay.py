@@ -1,4 +1,4 @@
-"""Stage `replay`: one held-out task before and after reinforcement, played on the real path and recorded."""
+"""One task before and after reinforcement, played on the real path, recorded, and drawn as a GIF."""
 
 import json
 import shutil
@@ -69,7 +69,7 @@ class _RecordedRollout(Rollout):
             _write(Path(self.args.save) / _DIRECTORY, trajectory, observations)
         return trajectory
 
-    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- only the episode
+    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:
         self._recorder = _Recorder(episode)
         return self._recorder
 
@@ -126,10 +126,10 @@ def play(
     Raises:
         LearnError: A policy is missing, or an episode is void.
     """
-    from trainer.learn.engine import Engine  # noqa: PLC0415 -- torch takes seconds
-    from trainer.learn.policy import Policy  # noqa: PLC0415
-    from trainer.learn.states import load_state  # noqa: PLC0415
-    from trainer.learn.workers import Workers, WorkerSpec, exchange_directory  # noqa: PLC0415
+    from trainer.learn.engine import Engine
+    from trainer.learn.policy import Policy
+    from trainer.learn.states import load_state
+    from trainer.learn.workers import Workers, WorkerSpec, exchange_directory
 
     states = []
     for stage, source in (("clone", run / "clone"), ("rl", run / name)):
@@ -139,6 +139,8 @@ def play(
     policy = Policy(run / "demos" / "model", device=settings.torch_device, image_px=settings.image_px)
     policy.model.eval()
     directory, exchange = run / name / "replay", exchange_directory()
+    recording = settings.rl.model_copy(update={"slime": {"custom_generate_function_path": f"{__name__}.generate"}})
+    settings = settings.model_copy(update={"rl": recording})
     for file in ("train.jsonl", "held_out.jsonl"):
         write_tasks(directory / file, [task])
     with ExitStack() as running:
@@ -157,7 +159,6 @@ def play(
             exchange=exchange,
             settings=settings,
             seed=seed,
-            generate="trainer.learn.replay.generate",
         )
         workers = running.enter_context(Workers([spec]))
         played = []

@@ -13,7 +13,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -37,6 +37,7 @@ from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
 from trainer.slime.samples import facts_of, flatten, is_void
 from trainer.slime.workers import workers_of
+from trainer.workers import WorkerProcess
 
 _SCREEN_PX: Final = (1280, 800)
 _PIXELS: Final = _SCREEN_PX[0] * _SCREEN_PX[1]
@@ -44,6 +45,7 @@ _HOME: Final = "SLIME_HOME"
 _TASK: Final = "fake/count-to-five"
 #: Episodes that run one at a time, for the cost of each turn.
 _SINGLE_EPISODES: Final = 3
+_STOP_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ _measured = _Measured()
 
 
 def measure(slime_home: Path, *, episodes: int, turns: int, picture_dir: str = "", workers: int = 0) -> dict[str, Any]:
-    """Return the report of `trainer bench rollout --json`. Raises: LearnError.
+    """Return the report of `python -m tests.tools.learning rollout-bench --json`. Raises: LearnError.
 
     Args:
         workers: Compare so many `envd.workers` with slime's one process instead of measuring the turns.
@@ -207,7 +209,7 @@ class _MeasuredRollout(Rollout):
             _measured.resident_bytes.append(pages * resource.getpagesize())
         return await super()._call_engine(payload)
 
-    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002
+    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:
         return _BusyEpisode(episode) if _measured.is_busy else episode
 
 
@@ -224,7 +226,7 @@ class _BusyEpisode(WrappedEpisode):
 
 
 def _busy(observation: Any) -> Any:
-    import numpy as np  # noqa: PLC0415
+    import numpy as np
 
     started_s = time.thread_time()
     rgb_HWC = observation.tiles.rgb_HWC()
@@ -238,7 +240,7 @@ def _busy(observation: Any) -> Any:
 @cache
 def _photograph() -> Any:
     """Return smooth colours with the noise of a camera: about 1 MB as PNG."""
-    import numpy as np  # noqa: PLC0415
+    import numpy as np
 
     y, x = np.mgrid[: _SCREEN_PX[1], : _SCREEN_PX[0]]
     waves_HWC = np.stack([np.sin(x / 97 + y / 211), np.sin(y / 83), np.cos((x + y) / 150)], axis=-1)
@@ -257,7 +259,7 @@ class _Engine(GenerateServer):
 
     def __init__(self, checkpoint: str, sent: Any, port: int) -> None:
         super().__init__(shared_port=port)
-        from transformers import AutoTokenizer  # noqa: PLC0415 -- seconds
+        from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
         self._sent = sent
@@ -296,23 +298,16 @@ def _start(uri: str) -> bytes:
 @contextmanager
 def _engine(checkpoint: Path, count: int) -> Iterator[tuple[int, Any]]:
     """Yield the port of one engine in each of `count` processes, at least one, and their counters."""
-    context = get_context("spawn")
-    sent, pipes, port = context.Array("Q", 3), [], 0
-    for _ in range(max(1, count)):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(str(checkpoint), sent, theirs, port), daemon=True)
-        process.start()
-        pipes.append((process, ours))
-        port = ours.recv()
-    try:
+    sent, port = get_context("spawn").Array("Q", 3), 0
+    with ExitStack() as running:
+        for _ in range(max(1, count)):
+            process = WorkerProcess(_serve, str(checkpoint), sent, port, name="engine")
+            running.callback(process.stop, None, timeout_s=_STOP_S)
+            port = process.pipe.recv()
         yield port, sent
-    finally:
-        for process, pipe in pipes:
-            pipe.send(None)
-            process.join()
 
 
-def _serve(checkpoint: str, sent: Any, pipe: Any, port: int) -> None:
+def _serve(pipe: Any, checkpoint: str, sent: Any, port: int) -> None:
     with _Engine(checkpoint, sent, port) as engine:
         pipe.send(engine.ports[0])
         pipe.recv()

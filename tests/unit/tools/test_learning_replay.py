@@ -1,4 +1,4 @@
-"""Replays of `trainer learn`: which task is chosen, and what is drawn."""
+"""Replays of learnt tasks: which task is chosen, and what is drawn."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
+from tests.tools.learning.replay import Played, PlayedTurn, choose_task, draw
 from trainer.learn import LearnError
 from trainer.learn.record import Evaluation, Score
-from trainer.learn.replay import Played, PlayedTurn, choose_task, draw
 
 RED, BLUE = (200, 0, 0), (0, 0, 200)
 

@@ -1,14 +1,17 @@
-"""What an ablation changes in a rollout: machines that are lost, and groups whose members start in other states.
+"""What an arm of an ablation changes in a rollout: machines that are lost, and members that start in other states.
 
-A machine is lost between two turns or before the evaluation, and the loop handles it as one that its host lost.
-`faults_as_zero` then counts the episode as a failure of the policy. `escapes_as_void` does the opposite: a guest that
-its agent ended counts as one that its host lost.
+An arm is a file of settings whose `rl.slime` names `generate`, and further arguments of slime that it reads:
+
+- `fault_share`: share of training episodes whose machine is lost, between two turns or before the evaluation. The loop
+  handles it as one that its host lost.
+- `faults_as_zero`: count those episodes as reward 0 instead of void: what this project refuses to do, to measure its
+  cost.
+- `escapes_as_void`: count a guest that its agent ended as one that its host lost: also to measure what that costs.
+- `drawn_seeds`: each member of a group starts with another of so many seeds of its template; needs `group: off`.
 """
 
 import random
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any, NoReturn
 
 from cuaenv.client import Action, AsyncEpisode, Checkpoint, Evaluation, GuestEnded, MachineLost, StepResult
@@ -19,51 +22,46 @@ from trainer.data.split import template_id
 from trainer.slime.environments import SampleEnvironments, WrappedEpisode
 from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
-
-__all__ = ["EscapeLost", "generate", "shares_of_all"]
+from trainer.slime.samples import facts_of, note
 
 #: A machine is lost before one of so many first steps, or before the evaluation.
 _STEPS = 3
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """Run a sample as the settings of the ablation say; evaluations run unchanged."""
+    """Run a sample as the arm says; evaluations run unchanged."""
     if evaluation:
         return await run_sample(args, sample, sampling_params, evaluation=True)
-    if args.group_start == "drawn":
-        seed = _rng(args, sample).randrange(args.train_seeds)
+    if seeds := getattr(args, "drawn_seeds", 0):
+        seed = _rng(args, sample).randrange(seeds)
         sample.metadata["task_id"] = f"{template_id(sample.metadata['task_id'])}?seed={seed}"
-    return await run_sample(args, sample, sampling_params, rollout_type=_FaultyRollout)
+    result = await run_sample(args, sample, sampling_params, rollout_type=_ArmRollout)
+    if facts_of(sample).get("void") == EscapeLost.__name__:
+        # `trainer learn` counts it as an escape.
+        note(sample, {"guest_end_cause": "escape"})
+    return result
 
 
 class EscapeLost(MachineLost):
     """The agent ended its guest, and the episode is void as if the host had lost it."""
 
 
-def shares_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the shares of all episodes, void ones included, that solved their task and that ended their guest."""
-    if not facts:
-        return {}
-    escapes = [bool(each.get("guest_end_cause")) or each.get("void") == EscapeLost.__name__ for each in facts]
-    return {"solved_frac": fmean(each.get("task_score", 0) >= 1 for each in facts), "escape_frac": fmean(escapes)}
-
-
-class _FaultyRollout(Rollout):
-    """A rollout whose machine is lost with a probability of `args.fault_share`."""
+class _ArmRollout(Rollout):
+    """A rollout whose machine may be lost."""
 
     async def run(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
         trajectory = await super().run(start, group_size=group_size)
         is_lost = trajectory is not None and isinstance(trajectory.error, MachineLost)
-        if trajectory is None or not is_lost or not self.args.faults_as_zero or not self.rows:
+        if trajectory is None or not is_lost or not getattr(self.args, "faults_as_zero", False) or not self.rows:
             return trajectory
         zero = Evaluation(score=0.0, checks=(), timings_ms={})
         return replace(trajectory, outcome=Outcome.TRUNCATED, reason="injected", error=None, evaluation=zero)
 
     def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:
-        if self.args.escapes_as_void:
+        if getattr(self.args, "escapes_as_void", False):
             episode = _VoidableEpisode(episode)
         rng = _rng(self.args, self.sample)
-        if rng.random() >= self.args.fault_share or environments.episode is None:
+        if rng.random() >= getattr(self.args, "fault_share", 0.0) or environments.episode is None:
             return episode
         return _LostEpisode(episode, environments.episode, steps=rng.randrange(_STEPS + 1))
 
@@ -95,7 +93,7 @@ class _LostEpisode(WrappedEpisode):
         self._steps_left -= 1
         return await super().step(*actions, **options)
 
-    async def evaluate(self, **options: Any) -> Evaluation:  # noqa: ARG002 - nothing is left to evaluate
+    async def evaluate(self, **options: Any) -> Evaluation:
         await self._lose()
 
     async def _lose(self) -> NoReturn:
@@ -105,4 +103,4 @@ class _LostEpisode(WrappedEpisode):
 
 def _rng(args: Any, sample: Any) -> random.Random:
     # Not a secret; the same samples fail in both ways of counting.
-    return random.Random(f"{args.rollout_seed}/{sample.index}")  # noqa: S311
+    return random.Random(f"{args.rollout_seed}/{sample.index}")

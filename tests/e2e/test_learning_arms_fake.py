@@ -1,4 +1,4 @@
-"""Rollouts of `trainer learn` on served drawn desktops: lost machines, groups of other seeds, and recorded episodes."""
+"""Rollouts of ablations on served drawn desktops: lost machines, groups of other seeds, and recorded episodes."""
 
 import asyncio
 import json
@@ -13,8 +13,9 @@ from cuaenv.client import Click, PressKeys
 from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting, turn_in
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
-from trainer.learn import replay
-from trainer.learn.ablations import generate, shares_of_all
+from tests.tools.learning import replay
+from tests.tools.learning.arms import generate
+from trainer.learn.metrics import shares_of_all
 from trainer.slime.group import normalize_rewards
 from trainer.slime.samples import facts_of, is_void
 
@@ -30,9 +31,7 @@ def args_of(server: FakeServer, **changed: Any) -> Any:
     envd = {"hosts": [server.address], "engine_timeout_s": 20.0, "engine_retries": 1, "attempts": 1, "agent": AGENT}
     envd["halt"] = {"above": {}}
     args = stand_in_args(envd, n_samples_per_prompt=1, rollout_seed=1)
-    options = {"group_start": "forked", "train_seeds": 1000, "fault_share": 0.0, "faults_as_zero": False}
-    options["escapes_as_void"] = False
-    for name, value in {**options, **changed}.items():
+    for name, value in changed.items():
         setattr(args, name, value)
     return args
 
@@ -91,7 +90,7 @@ async def test_an_evaluation_loses_no_machine() -> None:
 async def test_members_of_a_drawn_group_have_other_seeds_of_their_template() -> None:
     samples = samples_of(4, task="drawn/press?seed=7")
     async with world() as server:
-        args = args_of(server, group_start="drawn")
+        args = args_of(server, drawn_seeds=1000)
         await asyncio.gather(*(generate(args, sample, PARAMS) for sample in samples))
         first = [sample.metadata["task_id"] for sample in samples]
         await asyncio.gather(*(generate(args, sample, PARAMS) for sample in samples))
