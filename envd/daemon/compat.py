@@ -68,8 +68,13 @@ async def serve_compat(config: Config, target: str) -> AsyncIterator[dict[str, s
         servers = [_Server(name, listen, common) for name, listen in config.compat_addresses.items()]
         for server in servers:
             stack.push_async_callback(server.aclose)
-        # Each imports its modules for a second or two.
-        await asyncio.gather(*(server.start() for server in servers))
+        try:
+            # Each imports its modules for a second or two.
+            async with asyncio.TaskGroup() as starting:
+                for server in servers:
+                    starting.create_task(server.start(), name=f"compat:{server.name}:start")
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         yield {server.name: server.address for server in servers}
 
 

@@ -166,7 +166,7 @@ def test_a_protocol_does_not_outlive_a_killed_daemon_and_the_next_one_serves_it(
 def test_a_daemon_whose_protocols_address_is_taken_does_not_start(tmp_path: Path) -> None:
     with ServedDaemon(tmp_path / "s", CONFIG) as first:
         taken = first.wait_for(r"metrics on http://(\S+)/metrics")
-        config = f'compat = ["areal={taken}"]\n' + CONFIG
+        config = f'compat = ["slime-osworld=127.0.0.1:0", "areal={taken}"]\n' + CONFIG
         with ServedDaemon(tmp_path / "t", config) as second:
             assert second.wait() == 2
             log = " ".join(second.log_file.read_text(encoding="utf-8").split())

@@ -32,7 +32,7 @@ _CLOCK_TOLERANCE_S = 1.0
 
 
 class ForkContract(MachineFixtures):
-    """Tests of a machine's copies. At most one machine is booted; nearly all others are its descendants."""
+    """Tests of a machine's copies. One machine is booted; all others are its descendants."""
 
     # The template
 
