@@ -32,11 +32,14 @@ from trainer.learn.daemons import started_daemons
 from trainer.learn.server import GenerateServer, answer_of, file_of
 from trainer.learn.settings import Settings
 from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime, write_tasks
+from trainer.slime.engine import SlimeEngine
 from trainer.slime.environments import SampleEnvironments, WrappedEpisode
 from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
 from trainer.slime.samples import facts_of, flatten, is_void
 from trainer.slime.workers import workers_of
+from trainer.tokens.conversation import Sampled
+from trainer.tokens.rows import Row
 
 _SCREEN_PX: Final = (1280, 800)
 _PIXELS: Final = _SCREEN_PX[0] * _SCREEN_PX[1]
@@ -194,18 +197,22 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     return result
 
 
-class _MeasuredRollout(Rollout):
-    def __init__(self, *given: Any, **named: Any) -> None:
-        # A worker lacks slime.
-        use_slime(Path(os.environ[_HOME]))
-        super().__init__(*given, **named)
-
-    async def _call_engine(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
+class _MeasuredEngine(SlimeEngine):
+    async def sample(self, row: Row, *, limit: int) -> Sampled:
         if _measured.is_single:
             _measured.cpu_s.append(time.process_time() - _measured.composing_s)
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
             _measured.resident_bytes.append(pages * resource.getpagesize())
-        return await super()._call_engine(payload)
+        return await super().sample(row, limit=limit)
+
+
+class _MeasuredRollout(Rollout):
+    engine_type = _MeasuredEngine
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        # A worker lacks slime.
+        use_slime(Path(os.environ[_HOME]))
+        super().__init__(*given, **named)
 
     def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002
         return _BusyEpisode(episode) if _measured.is_busy else episode

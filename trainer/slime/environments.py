@@ -19,30 +19,15 @@ from cuaenv.client import (
     View,
 )
 from cuaenv.client.view import ResetOptions
+from trainer.agent.branching import TreeMember
 from trainer.agent.forks import group_member
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.pacing import pacer_of_loop
 from trainer.agent.starts import task_id_of
-from trainer.agent.tree import Tree
 from trainer.slime.partial import Partial
 from trainer.slime.slime_compat import Sample, span
-from trainer.tokens.branches import BranchContext, TreeMember
 
 logger = logging.getLogger(__name__)
-
-
-class TracedMember(TreeMember):
-    """A member of a tree whose branches appear in slime's traces."""
-
-    def __init__(self, client: AsyncEnvClient, tree: Tree[BranchContext], sample: Sample, **options: Any) -> None:
-        """Prepare, as `TreeMember` does."""
-        super().__init__(client, tree, **options)
-        self._sample = sample
-
-    async def branch(self, episode: AsyncEpisode, context: BranchContext) -> None:
-        """See `TreeMember`."""
-        with span(self._sample, "env_branch", {"waiting": self.tree.waiting_count}):
-            await super().branch(episode, context)
 
 
 class SampleEnvironments:

@@ -4,46 +4,43 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cuaenv.client import Checkpoint, shared_client
 from trainer.agent.attempts import run_task
+from trainer.agent.branching import TreeMember
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.starts import start_name, start_of
 from trainer.agent.tree import tree_of_loop
 from trainer.agent.turns import BranchPoint
-from trainer.agent.types import BudgetExhausted, ModelFailed, Trajectory, data_uri
+from trainer.agent.types import Trajectory
 from trainer.slime import slime_compat
 from trainer.slime.checks import warn_of_capacity
 from trainer.slime.config import SlimeConfig
-from trainer.slime.environments import SampleEnvironments, TracedMember
+from trainer.slime.engine import SlimeEngine
+from trainer.slime.environments import SampleEnvironments
 from trainer.slime.guard import Halted
 from trainer.slime.health import DaemonWatch, watch_of
 from trainer.slime.partial import Partial, partial_of, replace_partial, stored
-from trainer.slime.pictures import files_of, require_readable
-from trainer.slime.probe import warn_of_engine
+from trainer.slime.pictures import files_of
+from trainer.slime.probe import require_readable, warn_of_engine
 from trainer.slime.samples import fill, note, set_status
 from trainer.slime.slime_compat import GenerateState, Sample
 from trainer.tokens.chat import Chat
+from trainer.tokens.conversation import TokenConversation
 from trainer.tokens.rows import Row
-from trainer.tokens.sglang import SglangConversation, TokenBudget, is_context_full
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 logger = logging.getLogger(__name__)
 _ABORT_POLL_S = 0.5
-_ENGINE_PAUSE_S = 1.0
 #: For a step that is running when slime aborts, and the checkpoint after it.
 _KEEP_S = 60.0
-_SERVER_ERROR_ATTEMPTS = 3
-_TRANSIENT = {408, 409, 425, 429}
-_QUOTED_CHARS = 300
 
 
 class Rollout:
     """The rollout of one sample."""
+
+    engine_type = SlimeEngine
 
     def __init__(self, args: Any, sample: Sample, sampling_params: Mapping[str, Any], *, config: SlimeConfig) -> None:
         """Prepare; `args`, `sample` and `sampling_params` are those that slime passes to generate."""
@@ -54,8 +51,8 @@ class Rollout:
         self._state: GenerateState = slime_compat.generate_state(args)
         options = getattr(args, "apply_chat_template_kwargs", None)
         self._chat = Chat(self._state.tokenizer, self._state.processor, template_options=options)
-        self._written: list[bytes] = []
-        self._conversation: SglangConversation
+        self._engines: list[SlimeEngine] = []
+        self._conversation: TokenConversation
         """That of the latest attempt."""
         self._client = shared_client(config.client)
         self.keeps_partial = False
@@ -74,8 +71,9 @@ class Rollout:
         config = self.config
         client = self._client
         await warn_of_capacity(self.args, config, client)
-        await require_readable(self._call_engine, self._engine_url, self._chat, config.picture_dir)
-        await warn_of_engine(self._call_engine, self._engine_url, self._chat)
+        if config.picture_dir:
+            await require_readable(self.engine(), self.engine(in_files=False), self._chat, config.picture_dir)
+        await warn_of_engine(self.engine(in_files=False), self._chat)
         environments = SampleEnvironments(
             client,
             self.sample,
@@ -105,10 +103,15 @@ class Rollout:
         self._perturbations = environments.episode.perturbations if environments.episode else ()
         return trajectory
 
-    def _member(self, start: str | Checkpoint, group_size: int) -> TracedMember:
-        tree = tree_of_loop((self.sample.group_index, start), root_count=self.config.branch_roots)
-        options = {"config": self.config, "size": group_size, "lease_ttl": self.config.lease_ttl}
-        return TracedMember(self._client, tree, self.sample, **options)
+    def _member(self, start: str | Checkpoint, group_size: int) -> TreeMember:
+        return TreeMember(
+            self._client,
+            tree_of_loop((self.sample.group_index, start), root_count=self.config.branch_roots),
+            config=self.config,
+            size=group_size,
+            lease_ttl=self.config.lease_ttl,
+            traced=lambda waiting: slime_compat.span(self.sample, "env_branch", {"waiting": waiting}),
+        )
 
     async def _run_episode(self, environments: SampleEnvironments, episode: AgentEpisode) -> Trajectory:
         """Run an episode from its start, its branch point, or where it was interrupted."""
@@ -188,95 +191,40 @@ class Rollout:
             note(sample, {**record, "first_turn": first_turn}, raw_reward=facts.task_score)
             first_turn += row.reply_count
 
-    @property
-    def _engine_url(self) -> str:
-        return f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}/generate"
+    def engine(self, *, in_files: bool = True) -> SlimeEngine:
+        """Return the engine of an attempt, closed with the rollout.
 
-    def new_conversation(self) -> SglangConversation:
-        """Return a conversation for an attempt, whose rows `rows` returns from now on."""
-        agent, sampling_params = self.config.agent, self._sampling_params
-        self._conversation = SglangConversation(
-            self._chat,
-            self._call_engine,
-            budget=TokenBudget(
-                prompt=agent.prompt_tokens + agent.row_cost.image + agent.row_cost.tree,
-                reply=min(agent.reply_tokens, int(sampling_params["max_new_tokens"])),
-                total=agent.context_tokens,
-                images=agent.row_cost.images,
-            ),
-            sampling_params=sampling_params,
+        Args:
+            in_files: Write pictures to files if `envd.picture_dir` says so.
+        """
+        directory = self.config.picture_dir
+        made = self.engine_type(
+            self.args,
+            self.sample,
+            self._sampling_params,
+            config=self.config,
             is_aborted=lambda: self._state.aborted,
-            encode_image=self._encoded,
-            extras={"return_routed_experts": True} if getattr(self.args, "use_rollout_routing_replay", False) else {},
+            files=files_of(directory) if directory and in_files else None,
+        )
+        self._engines.append(made)
+        return made
+
+    def new_conversation(self) -> TokenConversation:
+        """Return a conversation for an attempt, whose rows `rows` returns from now on."""
+        budget = self.config.agent.token_budget
+        self._conversation = TokenConversation(
+            self._chat,
+            self.engine(),
+            budget=replace(budget, reply=min(budget.reply, int(self._sampling_params["max_new_tokens"]))),
+            is_aborted=lambda: self._state.aborted,
         )
         return self._conversation
 
-    def _encoded(self, image: "Image.Image") -> bytes:
-        # As bytes, the engine's client sends it as it is.
-        if not self.config.picture_dir:
-            return data_uri(image).encode("ascii")
-        self._written.append(files_of(self.config.picture_dir).add(image))
-        return self._written[-1]
-
     async def close(self) -> None:
         """Remove the files of its pictures."""
-        if self._written:
-            await asyncio.to_thread(files_of(self.config.picture_dir).remove, self._written)
-
-    async def _call_engine(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the engine by slime's client. Raises: BudgetExhausted, ModelFailed."""
-        args, sample, url = self.args, self.sample, self._engine_url
-        headers = None
-        if sample.session_id and getattr(args, "router_policy", None) == "consistent_hashing":
-            headers = {"X-SMG-Routing-Key": sample.session_id}
-        room = payload["sampling_params"]["max_new_tokens"]
-        try:
-            with slime_compat.span(sample, "sglang_generate", {"max_new_tokens": room}) as traced:
-                async with asyncio.timeout(self.config.engine_timeout_s):
-                    answer = await self._post(url, payload, headers)
-                traced.update(slime_compat.engine_attributes(answer["meta_info"]))
-        except (BudgetExhausted, ModelFailed):
-            raise
-        except Exception as error:
-            raise ModelFailed(f"engine {url}: no response: {type(error).__name__}: {error}") from error
-        return answer
-
-    async def _post(self, url: str, payload: Mapping[str, Any], headers: Mapping[str, str] | None) -> Mapping[str, Any]:
-        """Repeat a request that fails or that the engine aborts, as it does at a weight update.
-
-        Raises:
-            BudgetExhausted: The prompt does not fit into the model's context.
-            ModelFailed: The engine refuses the request, or `envd.engine_retries` attempts failed.
-        """
-        name, retries = self.sample.index, self.config.engine_retries
-        for attempt in range(1, retries + 1):
-            try:
-                answer: Mapping[str, Any] = await slime_compat.post(url, payload, max_retries=1, headers=headers)
-            except Exception as error:
-                _check_worth_retrying(error, attempt)
-                if attempt == retries:
-                    raise
-                logger.info("[envd] sample %s: attempt %d of a reply failed: %s", name, attempt, error)
-            else:
-                if answer["meta_info"]["finish_reason"]["type"] != "abort" or self._state.aborted:
-                    return answer
-                logger.info("[envd] sample %s: the engine aborted attempt %d of a reply", name, attempt)
-            await asyncio.sleep(_ENGINE_PAUSE_S)
-        raise ModelFailed(f"the engine aborted the request {retries} times (envd.engine_retries)")
-
-
-def _check_worth_retrying(error: Exception, attempt: int) -> None:
-    """Raise if repeating a request cannot help. Raises: BudgetExhausted, ModelFailed."""
-    response = getattr(error, "response", None)
-    status, text = getattr(response, "status_code", 0), str(getattr(response, "text", ""))
-    if is_context_full(status, text):
-        raise BudgetExhausted(f"the engine's context is full: {text[:_QUOTED_CHARS]}", budget="total") from error
-    is_refused = 400 <= status < 500 and status not in _TRANSIENT
-    # SGLang answers so to a request that it cannot process, such as a broken image. Its router answers 500 with another
-    # text while an engine restarts.
-    is_failing = status == 500 and text.strip() == "Internal Server Error"
-    if is_refused or (is_failing and attempt >= _SERVER_ERROR_ATTEMPTS):
-        raise ModelFailed(f"the engine refused the request, status {status}: {text[:_QUOTED_CHARS]}") from error
+        if self.config.picture_dir:
+            for engine in self._engines:
+                await asyncio.to_thread(engine.close)
 
 
 def summary_of(trajectory: Trajectory, task_score: float) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def fill(sample: Sample, row: Row, args: Any) -> None:
             tokens=list(piece.train_ids),
             log_probs=list(piece.log_probs) if piece.sampled and not piece.is_masked else None,
             trainable=piece.sampled and not piece.is_masked,
-            meta_info=dict(piece.meta_info) if piece.meta_info is not None else None,
+            meta_info=dict(piece.extra) if piece.extra is not None else None,
             text=piece.text,
         )
     offsets = sample.rollout_top_p_token_offsets

@@ -12,8 +12,8 @@ from aiohttp import web
 from tests.support.slime import ScriptedEngine, stand_in_slime
 from trainer.agent.types import BudgetExhausted, ModelFailed
 from trainer.slime import slime_compat
+from trainer.slime.engine import _check_worth_retrying
 from trainer.slime.engine_client import EngineClient, EngineError, _parts
-from trainer.slime.rollout import _check_worth_retrying
 
 PAYLOAD = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4, "stop": ['"']}, "return_logprob": True}
 

@@ -207,7 +207,7 @@ def lived(
     rows, samples = [], []
     for number in range(2):
         row = Row(Segment(text="", engine_ids=(9, IMAGE_ID), train_ids=(9, IMAGE_ID, IMAGE_ID), images=(shared,)))
-        row.reply([11, 12], [-0.25, -0.5], text="x", meta_info={})
+        row.reply([11, 12], [-0.25, -0.5], text="x", extra={})
         rows.append(row)
         sample = Sample(index=number, tokens=[9, IMAGE_ID, IMAGE_ID, 11, 12], response_length=2, reward=0.9)
         sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [1, 1], [-0.25, -0.5], ["3"]
