@@ -15,8 +15,8 @@ from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
 from trainer.learn import replay
 from trainer.learn.ablations import generate, shares_of_all
-from trainer.slime.group import normalize_rewards
-from trainer.slime.samples import facts_of, is_void
+from trainer.slime.hooks import normalize_rewards
+from trainer.slime.play.samples import facts_of, is_void
 
 
 @asynccontextmanager

@@ -16,9 +16,9 @@ from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import GUEST_ENDED
 from trainer.agent.types import Outcome, Trajectory
 from trainer.data.split import template_id
-from trainer.slime.environments import SampleEnvironments, WrappedEpisode
-from trainer.slime.generate import run_sample
-from trainer.slime.rollout import Rollout
+from trainer.slime.job import job_of
+from trainer.slime.play.environments import SampleEnvironments, WrappedEpisode
+from trainer.slime.play.rollout import Rollout
 
 __all__ = ["EscapeLost", "generate", "shares_of_all"]
 
@@ -29,11 +29,11 @@ _STEPS = 3
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Run a sample as the settings of the ablation say; evaluations run unchanged."""
     if evaluation:
-        return await run_sample(args, sample, sampling_params, evaluation=True)
+        return await job_of(args).run(args, sample, sampling_params, evaluation=True)
     if args.group_start == "drawn":
         seed = _rng(args, sample).randrange(args.train_seeds)
         sample.metadata["task_id"] = f"{template_id(sample.metadata['task_id'])}?seed={seed}"
-    return await run_sample(args, sample, sampling_params, rollout_type=_FaultyRollout)
+    return await job_of(args).run(args, sample, sampling_params, rollout_type=_FaultyRollout)
 
 
 class EscapeLost(MachineLost):

@@ -32,12 +32,11 @@ from trainer.learn.daemons import started_daemons
 from trainer.learn.server import GenerateServer, answer_of, file_of
 from trainer.learn.settings import Settings
 from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime, write_tasks
-from trainer.slime.engine import SlimeEngine
-from trainer.slime.environments import SampleEnvironments, WrappedEpisode
-from trainer.slime.generate import run_sample
-from trainer.slime.rollout import Rollout
-from trainer.slime.samples import facts_of, flatten, is_void
-from trainer.slime.workers import workers_of
+from trainer.slime.job import job_of
+from trainer.slime.play.engine import SlimeEngine
+from trainer.slime.play.environments import SampleEnvironments, WrappedEpisode
+from trainer.slime.play.rollout import Rollout
+from trainer.slime.play.samples import facts_of, flatten, is_void
 from trainer.tokens.conversation import Sampled
 from trainer.tokens.rows import Row
 
@@ -116,7 +115,7 @@ def _scaling(job: SlimeRollouts, count: int, *, episodes: int, turns: int) -> di
         job.args.envd = {**job.args.envd, "workers": workers}
         _roll_out(job, episodes, is_busy=False)
         gc.freeze()  # each rollout begins with a collection
-        pids = [os.getpid(), *(workers_of(job.args, workers).pids() if workers else ())]
+        pids = [os.getpid(), *(job_of(job.args).workers(job.args).pids() if workers else ())]
         before, started_s = [*map(_cpu_s, pids)], time.monotonic()
         _roll_out(job, episodes, is_busy=False)
         seconds = time.monotonic() - started_s
@@ -190,8 +189,8 @@ def _loop_s() -> float:
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """Run one sample as `trainer.slime.generate.generate`, measured."""
-    result = await run_sample(args, sample, sampling_params, evaluation=evaluation, rollout_type=_MeasuredRollout)
+    """Run one sample as `trainer.slime.hooks.generate`, measured."""
+    result = await job_of(args).run(args, sample, sampling_params, evaluation=evaluation, rollout_type=_MeasuredRollout)
     # slime gives them to the learner; kept, those of 256 episodes would not fit into memory.
     sample.multimodal_train_inputs = None
     return result

@@ -268,7 +268,7 @@ class _Worker:
                 rollout_seed=spec.seed * 1000 + spec.index,
                 advantage_estimator=rl.estimator,
                 # Required by `credit: siblings`; here `trainer.learn.loss` reads the advantages from the rewards.
-                custom_advantage_function_path="trainer.slime.credit.advantages"
+                custom_advantage_function_path="trainer.slime.hooks.advantages"
                 if rl.envd.get("credit") == "siblings"
                 else None,
                 save=str(spec.directory),
@@ -279,7 +279,7 @@ class _Worker:
                 group_start=rl.group_start,
                 train_seeds=rl.train_seeds,
                 custom_generate_function_path=spec.generate
-                or ("trainer.learn.ablations.generate" if changes_rollouts else "trainer.slime.generate.generate"),
+                or ("trainer.learn.ablations.generate" if changes_rollouts else "trainer.slime.hooks.generate"),
             )
         )
 
@@ -287,8 +287,8 @@ class _Worker:
         """Roll out and write patches; returns slime's train data of the rows with an advantage."""
         import torch  # noqa: PLC0415 -- imported before
 
+        from trainer.slime.play.samples import flatten  # noqa: PLC0415
         from trainer.slime.records import records_of  # noqa: PLC0415
-        from trainer.slime.samples import flatten  # noqa: PLC0415
 
         groups = self._rollouts.rollout(number).samples
         data = self._rollouts.train_data(groups)
@@ -310,7 +310,7 @@ class _Worker:
         """Play this process's held-out tasks."""
         from slime.utils.eval_config import EvalDatasetConfig  # noqa: PLC0415 -- from the user's checkout
 
-        from trainer.slime.samples import facts_of, is_void  # noqa: PLC0415
+        from trainer.slime.play.samples import facts_of, is_void  # noqa: PLC0415
 
         path = self._spec.directory / "held_out.jsonl"
         if not path.read_text(encoding="utf-8"):

@@ -13,9 +13,10 @@ from pydantic import BaseModel, Field
 from cuaenv.client import Tls
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, ConfigError, parse
-from trainer.slime.checks import capacity_warning, refusals, row_unit, warnings
-from trainer.slime.config import SlimeConfig
-from trainer.slime.guard import Halt
+from trainer.slime.checks import refusals, row_unit, warnings
+from trainer.slime.config import Halt, SlimeConfig
+from trainer.slime.job import job_of
+from trainer.slime.probes import capacity_warning
 
 HOSTS = {"hosts": ["127.0.0.1:50051"]}
 
@@ -115,9 +116,10 @@ def test_a_misspelt_key_below_a_list_or_a_mapping_is_named() -> None:
             parse(Settings, mapping)
 
 
-def test_equal_args_share_one_configuration() -> None:
-    args = Namespace(envd={**HOSTS})
-    assert SlimeConfig.from_args(args) is SlimeConfig.from_args(args)
+def test_equal_configurations_share_one_job_of_the_process() -> None:
+    job = job_of(Namespace(envd={**HOSTS}))
+    assert job_of(Namespace(envd={**HOSTS}, load="x")) is job
+    assert job_of(Namespace(envd={**HOSTS, "attempts": 3})) is not job
 
 
 @pytest.mark.parametrize(

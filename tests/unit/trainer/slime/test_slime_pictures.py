@@ -2,30 +2,19 @@
 
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from tests.support.slime import Processor, Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
+from tests.support.slime import Processor, ScriptedEngine, Tokenizer, slime_engine, stand_in_slime
 from trainer.learn.server import file_of, picture_of
-from trainer.slime import once, pictures
-from trainer.slime.config import SlimeConfig
-from trainer.slime.engine import SlimeEngine
-from trainer.slime.guard import Halted
-from trainer.slime.pictures import PictureFiles
-from trainer.slime.probe import require_readable
+from trainer.slime.config import Halted
+from trainer.slime.play.pictures import PictureFiles
+from trainer.slime.probes import require_readable
 from trainer.tokens.chat import Chat
-
-
-@pytest.fixture(autouse=True)
-def nothing_checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(once, "_done", set())
-    pictures.files_of.cache_clear()
-    yield
-    pictures.files_of.cache_clear()
 
 
 class Server(ScriptedEngine):
@@ -46,17 +35,10 @@ class Server(ScriptedEngine):
         return await super().post(url, payload, **options)
 
 
-async def check(server: Server, directory: Path, *, has_vision: bool = True) -> None:
-    config = SlimeConfig(hosts=("h:1",), engine_retries=1, picture_dir=str(directory))
-    args = stand_in_args({})
-
-    def engine(files: PictureFiles | None) -> SlimeEngine:
-        return SlimeEngine(args, Sample(), {}, config=config, is_aborted=lambda: False, files=files)
-
+async def check(server: Server, directory: Path) -> bool:
     with stand_in_slime(server):
-        files = pictures.files_of(str(directory))
-        chat = Chat(Tokenizer(), Processor() if has_vision else None)
-        await require_readable(engine(files), engine(None), chat, str(directory))
+        in_files, in_requests = slime_engine(files=PictureFiles(str(directory))), slime_engine()
+        return await require_readable(in_files, in_requests, Chat(Tokenizer(), Processor()), str(directory))
 
 
 def files_in(directory: Path) -> list[str]:
@@ -91,10 +73,9 @@ def test_only_what_killed_processes_of_this_host_left_is_removed(tmp_path: Path)
     assert kept < names
 
 
-async def test_an_engine_that_reads_files_is_asked_once(tmp_path: Path) -> None:
+async def test_the_file_that_an_engine_read_is_removed(tmp_path: Path) -> None:
     server = Server()
-    for _ in range(2):
-        await check(server, tmp_path)
+    assert await check(server, tmp_path)
     (uri,) = server.uris
     assert (path := file_of(uri)) is not None
     assert not path.exists()
@@ -106,13 +87,6 @@ async def test_an_engine_that_reads_no_files_halts_the_run(tmp_path: Path) -> No
     assert files_in(tmp_path) == []
 
 
-async def test_an_engine_that_fails_is_left_to_the_first_episode_and_asked_again(tmp_path: Path) -> None:
-    await check(Server(works=False), tmp_path)
-    with pytest.raises(Halted, match="does not read its files"):
-        await check(Server(reads_files=False), tmp_path)
-
-
-async def test_nothing_is_asked_for_a_model_without_images(tmp_path: Path) -> None:
-    server = Server()
-    await check(server, tmp_path, has_vision=False)
-    assert server.uris == []
+async def test_an_engine_that_fails_is_left_to_the_first_episode(tmp_path: Path) -> None:
+    assert not await check(Server(works=False), tmp_path)
+    assert files_in(tmp_path) == []

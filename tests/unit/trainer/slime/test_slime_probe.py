@@ -7,14 +7,14 @@ from PIL import Image
 
 from tests.support.slime import IMAGE, Processor, Tokenizer
 from trainer.agent.types import ModelFailed
-from trainer.slime import once, probe
-from trainer.slime.engine import SlimeEngine
-from trainer.slime.probe import warn_of_engine
+from trainer.slime import probes
+from trainer.slime.play.engine import SlimeEngine
+from trainer.slime.probes import warn_of_engine
 from trainer.tokens.chat import Chat
 from trainer.tokens.conversation import Sampled
 from trainer.tokens.rows import Row
 
-IMAGE_TOKENS = (probe._SIDE_PX // 32) ** 2
+IMAGE_TOKENS = (probes._SIDE_PX // 32) ** 2
 
 
 class MergingTokenizer(Tokenizer):
@@ -53,36 +53,25 @@ class Engine(SlimeEngine):
         return Sampled(ids=(5,), log_probs=(-1.0,), text="", finish="length", prompt_tokens=prompt_tokens)
 
 
-@pytest.fixture(autouse=True)
-def nothing_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "_done", set())
-
-
 async def test_an_engine_that_keeps_ids_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    engine, chat = Engine("u"), Chat(MergingTokenizer(), Processor())
-    await warn_of_engine(engine, chat)
-    await warn_of_engine(engine, chat)
+    engine = Engine("u")
+    assert await warn_of_engine(engine, Chat(MergingTokenizer(), Processor()))
     assert engine.asked_count == 1
     assert not caplog.records
 
 
 async def test_an_engine_that_tokenises_prompts_again_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    await warn_of_engine(Engine("http://engine", tokenises_again=True), Chat(MergingTokenizer(), Processor()))
+    engine = Engine("http://engine", tokenises_again=True)
+    assert await warn_of_engine(engine, Chat(MergingTokenizer(), Processor()))
     assert "[envd] engine http://engine: it tokenises prompts with images again" in caplog.text
 
 
-async def test_models_without_images_or_merged_tokens_are_not_probed() -> None:
+async def test_models_without_merged_tokens_are_not_probed() -> None:
     engine = Engine("u")
-    await warn_of_engine(engine, Chat(MergingTokenizer()))
-    await warn_of_engine(engine, Chat(Tokenizer(), Processor()))
+    assert await warn_of_engine(engine, Chat(Tokenizer(), Processor()))
     assert not engine.asked_count
 
 
-async def test_an_engine_that_fails_is_left_to_the_first_episode_and_probed_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    chat = Chat(MergingTokenizer(), Processor())
-    await warn_of_engine(Engine("u", works=False), chat)
+async def test_an_engine_that_fails_is_left_to_the_first_episode(caplog: pytest.LogCaptureFixture) -> None:
+    assert not await warn_of_engine(Engine("u", works=False), Chat(MergingTokenizer(), Processor()))
     assert not caplog.records
-    await warn_of_engine(Engine("u", tokenises_again=True), chat)
-    assert "it tokenises prompts with images again" in caplog.text

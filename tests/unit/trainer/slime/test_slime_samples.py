@@ -9,8 +9,17 @@ import pytest
 from tests.support.slime import Sample
 from trainer.config import ConfigError
 from trainer.slime.hooks import record_sample
-from trainer.slime.rows import start_of_row
-from trainer.slime.samples import by_rollout, facts_of, flatten, is_void, make_void, note, reset_sample, row_samples
+from trainer.slime.play.samples import (
+    by_rollout,
+    facts_of,
+    flatten,
+    is_void,
+    make_void,
+    note,
+    reset_sample,
+    row_samples,
+)
+from trainer.slime.probes import start_of_row
 
 BARE = SimpleNamespace()
 

@@ -14,7 +14,7 @@ from tests.support.slime import IMAGE, Processor, Sample, ScriptedEngine, Tokeni
 from trainer.agent.budget import TokenBudget
 from trainer.agent.prompts import tool_text
 from trainer.agent.types import BudgetExhausted, GenerationAborted, Message, ModelFailed
-from trainer.slime.samples import fill
+from trainer.slime.play.samples import fill
 from trainer.tokens.chat import Chat
 from trainer.tokens.conversation import TokenConversation
 from trainer.tokens.rows import Row, Segment

@@ -24,7 +24,7 @@ from trainer.agent.forks import group_member
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.pacing import pacer_of_loop
 from trainer.agent.starts import task_id_of
-from trainer.slime.partial import Partial
+from trainer.slime.play.partial import Partial
 from trainer.slime.slime_compat import Sample, span
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,15 @@ class SampleEnvironments:
         self._group_size = group_size
         self._group_wait_s = group_wait_s
         self._lease_ttl = lease_ttl
+
+    def facts(self) -> dict[str, object]:
+        """Return how the latest episode was opened, for the sample's facts."""
+        branched = self.member.context if self.member else None
+        return {
+            "attempts": self.reset_count,
+            "continued_turns": len(self.resumed.point.turns) if self.resumed else 0,
+            "parent_episode_id": branched.episode_id if branched else "",
+        }
 
     @asynccontextmanager
     async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncIterator[AgentEpisode]:

@@ -1,14 +1,23 @@
-"""slime's engine in one sample: requests that fail, or that a weight update aborts, are repeated and traced."""
+"""slime's engine: requests that fail, or that a weight update aborts, are repeated and traced.
+
+A request repeats all pictures of its row. As JSON in the rollout's event loop, 15 MB of them would stop all other
+episodes for 50 ms; a thread of its own sends them as they were encoded, once per picture.
+"""
 
 import asyncio
+import atexit
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import orjson
 
 from trainer.agent.types import BudgetExhausted, ModelFailed, data_uri
 from trainer.slime import slime_compat
 from trainer.slime.config import SlimeConfig
-from trainer.slime.pictures import PictureFiles
+from trainer.slime.play.pictures import PictureFiles
 from trainer.slime.slime_compat import Sample
 from trainer.tokens.conversation import Sampled
 from trainer.tokens.rows import Row
@@ -22,6 +31,10 @@ _PAUSE_S = 1.0
 _SERVER_ERROR_ATTEMPTS = 3
 _TRANSIENT = {408, 409, 425, 429}
 _QUOTED_CHARS = 300
+#: Longest part of a request that is copied to join it with others.
+_JOINED_BYTES: Final = 1 << 18
+#: Servers close a connection after 5 s; a request on one that is being closed fails.
+_KEEP_ALIVE_S: Final = 4.0
 
 
 class SlimeEngine:
@@ -35,6 +48,7 @@ class SlimeEngine:
         *,
         config: SlimeConfig,
         is_aborted: Callable[[], bool],
+        client: "EngineClient",
         files: PictureFiles | None = None,
     ) -> None:
         """Prepare.
@@ -45,13 +59,15 @@ class SlimeEngine:
             sampling_params: SGLang's.
             config: Its times and attempts.
             is_aborted: Whether slime needs no more samples.
+            client: Sends requests, unless slime's own client has to.
             files: Where pictures are written; None to send them in requests.
         """
-        self.url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+        self.url = engine_url(args)
         """Address of the router."""
         self._sample = sample
         self._config = config
         self._is_aborted = is_aborted
+        self._client = client
         self._files = files
         self._written: list[bytes] = []
         has_affinity = sample.session_id and getattr(args, "router_policy", None) == "consistent_hashing"
@@ -94,7 +110,14 @@ class SlimeEngine:
         return self._written[-1]
 
     async def _post(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        answer: Mapping[str, Any] = await slime_compat.post(self.url, request, max_retries=1, headers=self._headers)
+        answer: Mapping[str, Any]
+        theirs = slime_compat.other_client()
+        if theirs is None:
+            answer = await self._client.post(self.url, request, headers=self._headers)
+            return answer
+        if "image_data" in request:
+            request = {**request, "image_data": [image.decode("ascii") for image in request["image_data"]]}
+        answer = await theirs(self.url, request, max_retries=1, headers=self._headers)
         return answer
 
     async def _repeated(self, row: Row, limit: int) -> Sampled:
@@ -123,6 +146,11 @@ class SlimeEngine:
         raise ModelFailed(f"the engine aborted the request {retries} times (envd.engine_retries)")
 
 
+def engine_url(args: Any) -> str:
+    """Return the address of slime's router."""
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+
+
 def _check_worth_retrying(error: Exception, attempt: int) -> None:
     """Raise if repeating a request cannot help. Raises: BudgetExhausted, ModelFailed."""
     response = getattr(error, "response", None)
@@ -135,3 +163,90 @@ def _check_worth_retrying(error: Exception, attempt: int) -> None:
     is_failing = status == 500 and text.strip() == "Internal Server Error"
     if is_refused or (is_failing and attempt >= _SERVER_ERROR_ATTEMPTS):
         raise ModelFailed(f"the engine refused the request, status {status}: {text[:_QUOTED_CHARS]}") from error
+
+
+class EngineError(Exception):
+    """The engine refused a request."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"status {status}: {text}")
+        self.response = self
+        """The error itself: exceptions of slime's client have status and text there."""
+        self.status_code = status
+        self.text = text
+
+
+class EngineClient:
+    """Connections to engines, for all event loops of the process. It has no timeout."""
+
+    def __init__(self) -> None:
+        """Start the thread, which ends with the process."""
+        atexit.register(self.close)
+        self._loop = asyncio.new_event_loop()
+        self._session: aiohttp.ClientSession | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-client", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the connections and end the thread."""
+        atexit.unregister(self.close)
+        if self._session is not None:
+            asyncio.run_coroutine_threadsafe(self._session.close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def post(self, url: str, payload: Mapping[str, Any], *, headers: Mapping[str, str] | None) -> Any:
+        """Return the response to a request. If the caller is cancelled, the connection is closed.
+
+        Args:
+            url: Address of `/generate`.
+            payload: JSON values; `image_data` are encoded URIs of ASCII characters.
+            headers: More headers.
+
+        Raises:
+            EngineError: The engine refused the request.
+            aiohttp.ClientError: There was no response.
+            ValueError: The response is not JSON.
+        """
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._post(url, payload, headers or {}), self._loop)
+        )
+
+    async def _post(self, url: str, payload: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
+        if self._session is None:
+            # slime limits the number of requests.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        parts = _parts(payload)
+        size = str(sum(map(len, parts)))
+        more = {**headers, "Content-Type": "application/json", "Content-Length": size}
+        body: Any = parts[0] if len(parts) == 1 else _each(parts)
+        async with self._session.post(url, data=body, headers=more) as response:
+            if not response.ok:
+                raise EngineError(response.status, await response.text())
+            return orjson.loads(await response.read())
+
+
+def _parts(payload: Mapping[str, Any]) -> Sequence[bytes]:
+    """Return a request as JSON, in parts to send one after the other; large pictures are not copied."""
+    images: Sequence[bytes] = payload.get("image_data", ())
+    fields = {key: value for key, value in payload.items() if key != "image_data"}
+    rest = orjson.dumps(fields)
+    if not images:
+        return [rest]
+    parts, short = list[bytes](), [rest[:-1], b',"image_data":["']
+    for number, image in enumerate(images):
+        if number:
+            short.append(b'","')
+        if len(image) < _JOINED_BYTES:
+            short.append(image)
+        else:
+            parts += [b"".join(short), image]
+            short = []
+    return [*parts, b"".join([*short, b'"]}'])]
+
+
+async def _each(parts: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
