@@ -262,7 +262,6 @@ def slime_engine(*, client: EngineClient | None = None, files: PictureFiles | No
         Sample(index=0),
         {},
         config=SlimeConfig(hosts=("h:1",), engine_retries=1),
-        is_aborted=lambda: False,
         client=cast(EngineClient, client),
         files=files,
     )

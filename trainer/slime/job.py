@@ -176,26 +176,15 @@ class Job:
         return True
 
     async def _check_engine(self, args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> bool:
-        chat, state = slime_compat.chat(args), slime_compat.generate_state(args)
+        chat, config = slime_compat.chat(args), self.config
         if chat.image_id is None:
             return True
-
-        def engine(files: PictureFiles | None) -> SlimeEngine:
-            return SlimeEngine(
-                args,
-                sample,
-                sampling_params,
-                config=self.config,
-                is_aborted=lambda: state.aborted,
-                client=self.http,
-                files=files,
-            )
-
+        engine = partial(SlimeEngine, args, sample, sampling_params, config=config, client=self.http)
         if self.files is not None:
-            directory = self.config.picture_dir
-            if not await probes.require_readable(engine(self.files), engine(None), chat, directory):
+            in_files, in_requests = engine(files=self.files), engine()
+            if not await probes.require_readable(in_files, in_requests, chat, config.picture_dir):
                 return False
-        return await probes.warn_of_engine(engine(None), chat)
+        return await probes.warn_of_engine(engine(), chat)
 
     async def _once(self, key: Hashable, examine: Callable[[], Awaitable[bool]]) -> None:
         """Make a check unless it was made, or wait for it. The next sample repeats one that could not be made."""

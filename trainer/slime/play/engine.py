@@ -8,7 +8,7 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -47,7 +47,6 @@ class SlimeEngine:
         sampling_params: Mapping[str, Any],
         *,
         config: SlimeConfig,
-        is_aborted: Callable[[], bool],
         client: "EngineClient",
         files: PictureFiles | None = None,
     ) -> None:
@@ -58,7 +57,6 @@ class SlimeEngine:
             sample: The sample, for traces and the router.
             sampling_params: SGLang's.
             config: Its times and attempts.
-            is_aborted: Whether slime needs no more samples.
             client: Sends requests, unless slime's own client has to.
             files: Where pictures are written; None to send them in requests.
         """
@@ -66,7 +64,7 @@ class SlimeEngine:
         """Address of the router."""
         self._sample = sample
         self._config = config
-        self._is_aborted = is_aborted
+        self._state = slime_compat.generate_state(args)
         self._client = client
         self._files = files
         self._written: list[bytes] = []
@@ -139,7 +137,7 @@ class SlimeEngine:
                     raise
                 logger.info("[envd] sample %s: attempt %d of a reply failed: %s", name, attempt, error)
             else:
-                if sampled.finish != "abort" or self._is_aborted():
+                if sampled.finish != "abort" or self._state.aborted:
                     return sampled
                 logger.info("[envd] sample %s: the engine aborted attempt %d of a reply", name, attempt)
             await asyncio.sleep(_PAUSE_S)

@@ -147,23 +147,15 @@ class Rollout:
 
     def new_conversation(self) -> TokenConversation:
         """Return a conversation for an attempt, whose rows `rows` returns from now on."""
-        config, budget = self.config, self.config.agent.token_budget
-
-        def is_aborted() -> bool:
-            return self._state.aborted
-
+        params, here, budget = self._sampling_params, self.here, self.config.agent.token_budget
+        budget = replace(budget, reply=min(budget.reply, int(params["max_new_tokens"])))
         engine = self.engine_type(
-            self.args,
-            self.sample,
-            self._sampling_params,
-            config=config,
-            is_aborted=is_aborted,
-            client=self.here.http,
-            files=self.here.files,
+            self.args, self.sample, params, config=self.config, client=here.http, files=here.files
         )
         self._engines.append(engine)
-        budget = replace(budget, reply=min(budget.reply, int(self._sampling_params["max_new_tokens"])))
-        self._conversation = TokenConversation(self._chat, engine, budget=budget, is_aborted=is_aborted)
+        self._conversation = TokenConversation(
+            self._chat, engine, budget=budget, is_aborted=lambda: self._state.aborted
+        )
         return self._conversation
 
     @property

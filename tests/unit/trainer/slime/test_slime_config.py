@@ -15,7 +15,6 @@ from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, ConfigError, parse
 from trainer.slime.checks import refusals, row_unit, warnings
 from trainer.slime.config import Halt, SlimeConfig
-from trainer.slime.job import job_of
 from trainer.slime.probes import capacity_warning
 
 HOSTS = {"hosts": ["127.0.0.1:50051"]}
@@ -114,12 +113,6 @@ def test_a_misspelt_key_below_a_list_or_a_mapping_is_named() -> None:
     for mapping in ({"items": [{}, {"scores": 1.0}]}, {"by_id": {"x": {"scores": 1.0}}}):
         with pytest.raises(ConfigError, match=r"scores: unknown key; did you mean score"):
             parse(Settings, mapping)
-
-
-def test_equal_configurations_share_one_job_of_the_process() -> None:
-    job = job_of(Namespace(envd={**HOSTS}))
-    assert job_of(Namespace(envd={**HOSTS}, load="x")) is job
-    assert job_of(Namespace(envd={**HOSTS, "attempts": 3})) is not job
 
 
 @pytest.mark.parametrize(

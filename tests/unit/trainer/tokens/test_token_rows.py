@@ -16,7 +16,7 @@ from trainer.agent.prompts import tool_text
 from trainer.agent.types import BudgetExhausted, GenerationAborted, Message, ModelFailed
 from trainer.slime.play.samples import fill
 from trainer.tokens.chat import Chat
-from trainer.tokens.conversation import TokenConversation
+from trainer.tokens.conversation import Sampled, TokenConversation
 from trainer.tokens.rows import Row, Segment
 from trainer.tokens.sglang import SglangEngine
 
@@ -221,3 +221,38 @@ async def test_the_result_of_a_tool_is_read_and_not_trained() -> None:
     trained = [token for token, bit in zip(ids, sample.loss_mask or [], strict=True) if bit]
     assert "Result of run_shell:\n< |im_end|>42" in TOKENIZER.decode(read)
     assert TOKENIZER.decode(trained) == "run it<|im_end|>so it is 42<|im_end|>"
+
+
+async def test_tokens_after_the_prompt_have_a_limit_of_their_own() -> None:
+    budget = TokenBudget(prompt=1000, reply=50, total=2000, images=4, response=30)
+    talk = conversation(ScriptedEngine(lambda _: "x" * 20), budget=budget)
+    await talk.begin([Message("user", ("go",))])
+    await talk.generate()
+    used = len(talk.rows[0].prompt_ids) + 30
+    with pytest.raises(BudgetExhausted, match=f"of {used}") as ended:
+        await talk.append(Message("user", ("y" * 9,)))
+    assert ended.value.budget == "total"
+
+
+async def test_an_engine_that_counts_no_prompt_tokens_is_believed() -> None:
+    class Engine:
+        def encode(self, images: Sequence[Image.Image]) -> None:
+            pass
+
+        async def sample(self, row: Row, *, limit: int) -> Sampled:
+            return Sampled(ids=(7,), log_probs=(-1.0,), text="b", finish="stop")
+
+    talk = TokenConversation(chat(), Engine(), budget=BUDGET)
+    await talk.begin([Message("user", ("go",))])
+    assert await talk.generate() == talk.replies[0]
+
+
+@pytest.mark.parametrize("answer", [{}, {"meta_info": {}}, {"text": "x", "meta_info": {"finish_reason": {}}}, []])
+async def test_a_response_that_is_none_of_sglang_is_a_failure_of_the_engine(answer: Any) -> None:
+    async def ask(_: Mapping[str, Any]) -> Any:
+        return answer
+
+    talk = TokenConversation(chat(), SglangEngine(ask, sampling_params={}), budget=BUDGET)
+    await talk.begin([Message("user", ("go",))])
+    with pytest.raises(ModelFailed, match="response is malformed"):
+        await talk.generate()
