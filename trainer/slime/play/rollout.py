@@ -19,7 +19,7 @@ from trainer.agent.branching import TreeMember
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.ownership import ruling_of, ruling_on
 from trainer.agent.prompts import prompt_hash
-from trainer.agent.starts import start_name, start_of
+from trainer.agent.starts import start_name
 from trainer.agent.tree import tree_of_loop
 from trainer.agent.turns import BranchPoint
 from trainer.agent.types import Conversation, Outcome, Trajectory
@@ -75,6 +75,7 @@ class Rollout:
         self._engines: list[SlimeEngine] = []
         self._conversation: TokenConversation
         """That of the latest attempt."""
+        self._start: str | Checkpoint = ""
         self._environments: SampleEnvironments | None = None
         self._partial: Partial | None = None
 
@@ -83,7 +84,7 @@ class Rollout:
 
         Raises: Halted: No daemon answers.
         """
-        config, client = self.config, self.here.client
+        config, client, self._start = self.config, self.here.client, start
         environments = self._environments = SampleEnvironments(
             client,
             self.sample,
@@ -91,7 +92,7 @@ class Rollout:
             group_wait_s=config.group_wait_s,
             lease_ttl=config.lease_ttl,
             member=self._member(start, group_size) if config.group == "tree" and group_size > 1 else None,
-            partial=partial_of(self.sample),
+            partial=partial_of(self.sample) if self.keeps_partial else None,
         )
         episode = run_task(
             environments,
@@ -165,12 +166,13 @@ class Rollout:
 
     async def close(self) -> None:
         """Remove the files of its pictures."""
-        for engine in self._engines:
-            await asyncio.to_thread(engine.close)
+        if self.here.files is not None:
+            for engine in self._engines:
+                await asyncio.to_thread(engine.close)
 
     async def keep(self, *, is_aborted: bool) -> None:
         """Note where an aborted sample continues, or delete what an ended one no longer needs."""
-        partial = self._partial or partial_of(self.sample) if is_aborted and self.keeps_partial else None
+        partial = self._partial or partial_of(self.sample) if is_aborted else None
         await replace_partial(self.here.client, self.sample, partial)
 
     async def write(
@@ -186,17 +188,18 @@ class Rollout:
         facts = trajectory.facts(max_turns=config.agent.max_turns, metadata=self.sample.metadata)
         breakdown = config.breakdown_of(facts, evaluation=evaluation)
         digest = prompt_hash(config.agent)
-        start = start_of(self.sample.metadata, trajectory.task_id)
         environments = self._environments
         perturbations = environments.episode.perturbations if environments and environments.episode else ()
-        basis_digest = trajectory.evaluation.basis_digest if trajectory.evaluation else ""
+        basis = trajectory.evaluation.basis_digest if trajectory.evaluation else ""
         record = {
             **summary_of(trajectory, facts.task_score),
             "reward_parts": dict(breakdown.parts),
             "rows": len(rows),
             **(environments.facts() if environments else {}),
             "prompt_hash": digest,
-            "start": start_name(start, basis_digest=basis_digest, prompt_hash=digest, perturbations=perturbations),
+            "start": start_name(
+                self._start, basis_digest=basis_digest, prompt_hash=digest, perturbations=perturbations
+            ),
         }
         first_turn = trajectory.shared_turn_count + 1
         for sample, row in zip(samples, rows, strict=False):
@@ -249,7 +252,8 @@ async def play(
             rollout = rollout_type(args, sample, sampling_params, here=here())
             rollout.keeps_partial = not evaluation and getattr(args, "partial_rollout", False)
             result = await run_rollout(rollout, start, group_size=group_size, evaluation=evaluation)
-            await rollout.keep(is_aborted=sample.status.name == "ABORTED")
+            if rollout.keeps_partial:
+                await rollout.keep(is_aborted=sample.status.name == "ABORTED")
             return result
     except Halted:
         raise
