@@ -197,9 +197,7 @@ class Rollout:
             "rows": len(rows),
             **(environments.facts() if environments else {}),
             "prompt_hash": digest,
-            "start": start_name(
-                self._start, basis_digest=basis_digest, prompt_hash=digest, perturbations=perturbations
-            ),
+            "start": start_name(self._start, basis_digest=basis, prompt_hash=digest, perturbations=perturbations),
         }
         first_turn = trajectory.shared_turn_count + 1
         for sample, row in zip(samples, rows, strict=False):
