@@ -28,7 +28,7 @@ class Backend:
 _MODULES: Final[Mapping[str, str]] = {
     "qemu": "envd.hypervisor.qemu.backend",
     "qemu+unix": "envd.hypervisor.qemu.backend",
-    "fake": "envd.hypervisor.fake.backend",
+    "fake": "envd.drawn.backend",
 }
 _DEFAULT_SCHEME: Final = "qemu"
 

@@ -1,6 +1,6 @@
 """Protocols of a hypervisor backend: machines, the snapshots they are forked from, and the hypervisor that makes them.
 
-Implementations: `envd.hypervisor.qemu` (QEMU through libvirt) and `envd.hypervisor.fake` (drawn desktops,
+Implementations: `envd.hypervisor.qemu` (QEMU through libvirt) and `envd.drawn` (drawn desktops,
 for load and fault tests). Both pass the contract suite `tests.support.machine_contract.machine`.
 """
 

@@ -18,7 +18,7 @@ from envd.base.errors import (
     NotForkable,
     TemplateCorrupt,
 )
-from envd.guest.agent import GuestAgent, guest_machine_id, renew_identity
+from envd.desktop.agent import GuestAgent, guest_machine_id, renew_identity
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
 from tests.support.machine_contract.fixtures import NOTES, Frozen, MachineFixtures, new_machine_id
 
