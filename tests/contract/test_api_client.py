@@ -568,8 +568,8 @@ async def test_calls_of_a_closed_synchronous_client_raise_client_closed(server: 
         episode = client.open(TASK)
         client.close()
         client.close()
-        calls = (client.list_pools, client.statistics, episode.observe, episode.close, lambda: client.open(TASK))
-        for call in (*calls, client.reset(TASK).__enter__):
+        opening = (lambda: client.reset_group(TASK, size=1), lambda: client.open(TASK))
+        for call in (client.list_pools, client.statistics, episode.observe, episode.close, *opening):
             with pytest.raises(
                 trainer.ClientClosed, match=f"client of {server.address}: it was closed; open another one"
             ):
@@ -579,12 +579,14 @@ async def test_calls_of_a_closed_synchronous_client_raise_client_closed(server: 
 
 
 async def test_a_synchronous_episode_has_what_an_asyncio_one_documents(server: ApiServer) -> None:
-    internal = {"block", "chosen_view", "defaults", "place", "frames"}  # `frames` is an asyncio generator
+    internal = {"chosen_view", "defaults"}
+    of_asyncio = {"begin_close", "frames", "when_closed"}
 
     def use() -> None:
         with EnvClient(server.address) as client, client.reset(TASK) as episode:
             inner = episode._inner
-            names = {name for name in {*vars(inner), *dir(type(inner))} if not name.startswith("_")} - internal
+            names = {name for name in {*vars(inner), *dir(type(inner))} if not name.startswith("_")}
+            names -= internal | of_asyncio
             assert names == {name for name in dir(episode) if not name.startswith("_")}
             shared = {name for name in names if not callable(getattr(inner, name))}
             assert {name: getattr(episode, name) for name in shared} == {name: getattr(inner, name) for name in shared}

@@ -11,17 +11,16 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
-from cuaenv.client import AsyncEpisode, Checkpoint, EnvError, shared_client
+from cuaenv.client import Checkpoint, EnvError, shared_client
 from trainer.adapters.session import SessionVoid
 from trainer.agent.attempts import Environments, run_task
-from trainer.agent.forks import group_member
+from trainer.agent.forks import GroupMember
 from trainer.agent.ownership import is_fault
 from trainer.agent.starts import start_of
 from trainer.agent.training import TrainingConfig
@@ -99,7 +98,8 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
         return self._output(conversation.rows[-1], engine, trajectory, row)
 
     def _environments(self, group: "_Group") -> Environments:
-        return _Environments(self._config, group)
+        client = shared_client(self._config.client)
+        return GroupMember(client, group=group, size=group.size, wait_s=_GROUP_WAIT_S)
 
     def _output(self, made: Row, engine: "_Engine", trajectory: Trajectory, data: Mapping[str, Any]) -> AgentLoopOutput:
         facts = trajectory.facts(max_turns=self._config.agent.max_turns, metadata=data)
@@ -182,18 +182,6 @@ async def _group_of(key: tuple[Any, str | Checkpoint]) -> _Group:
     await asyncio.sleep(0)
     _arriving.pop(here, None)
     return group
-
-
-class _Environments:
-    """`trainer.agent.attempts.Environments` of one session: the first episode in its group, repeated ones alone."""
-
-    def __init__(self, config: TrainingConfig, group: _Group) -> None:
-        self._client = shared_client(config.client)
-        self._group: _Group | None = group
-
-    def reset(self, task: str | Checkpoint, **options: Any) -> AbstractAsyncContextManager[AsyncEpisode]:
-        group, self._group = self._group or _Group(1), None
-        return group_member(self._client, task, group=group, size=group.size, wait_s=_GROUP_WAIT_S, **options)
 
 
 class _Engine:

@@ -12,11 +12,10 @@ from areal.infra.utils.concurrent import register_loop_cleanup, unregister_loop_
 from areal.utils import stats_tracker
 from areal.utils.hf_utils import load_hf_processor_and_tokenizer, load_hf_tokenizer
 
-from cuaenv.client import close_shared_clients, shared_client
+from cuaenv.client import AsyncEnvClient, close_shared_clients, shared_client
 from trainer.adapters.areal.engine import Request
 from trainer.adapters.areal.group import ArealConfig, run_task_group
 from trainer.adapters.areal.rows import batch
-from trainer.agent.attempts import GroupEnvironments
 from trainer.config import ConfigError
 from trainer.sight.check import Turn, turns_of_row
 from trainer.sight.episode import PictureEnvironments, plan_of, settings_of, tokens_of
@@ -88,7 +87,7 @@ class DesktopWorkflow(RolloutWorkflow):  # type: ignore[misc] # AReaL is not ins
                 tracker.scalar(**{f"envd/{name}": value})
         return await asyncio.to_thread(batch, result.rows, self._chat) if result.rows else None
 
-    def _environments(self) -> GroupEnvironments:
+    def _environments(self) -> AsyncEnvClient | PictureEnvironments:
         return shared_client(self._config.client)
 
 
@@ -120,5 +119,5 @@ class SightWorkflow(DesktopWorkflow):
             turns += turns_of_row(tokens, mask, log_probs, inputs, **tokens_of(self._processor))
         return turns
 
-    def _environments(self) -> GroupEnvironments:
+    def _environments(self) -> PictureEnvironments:
         return PictureEnvironments(self.plan)
