@@ -26,8 +26,9 @@ _HEADER = """# Reference of the Python client
 All names are in `trainer.client`. [client.md](client.md) has examples, and explains placement and retries.
 
 The methods are those of `AsyncEnvClient` and `AsyncEpisode`. `EnvClient` and `Episode` have the same ones without
-`async` and `await`, except that `aclose` is `close`, and `Episode` has no `frames`, `begin_close` and `when_closed`. What
-`reset`, `reset_group`, `fork` and `attach` return is a block, too: `async with client.reset(task) as episode:`. Positions and sizes are in pixels of the screen, unless a `coordinate_space` is given.
+`async` and `await`, except that `aclose` is `close`, and `Episode` has no `frames`, `begin_close` and `when_closed`.
+What `reset`, `reset_group`, `fork` and `attach` return is a block, too: `async with client.reset(task) as episode:`.
+Positions and sizes are in pixels of the screen, unless a `coordinate_space` is given.
 
 """
 _CLASSES = {"Clients": [client.AsyncEnvClient, client.Tls, client.RetryPolicy], "Episodes": [client.AsyncEpisode]}

@@ -193,6 +193,14 @@ async def test_an_episode_continues_after_its_forks_are_closed(client: AsyncEnvC
     assert episodes.actions[1] == Click(640, 400), "the parent's defaults apply"
 
 
+async def test_a_fork_has_its_parents_instruction_also_if_that_is_empty(client: AsyncEnvClient) -> None:
+    async with client.reset(TASK) as episode:
+        for instruction in ("", "Write it in French."):
+            episode.instruction = instruction
+            async with client.fork(episode, count=1) as (copy,):
+                assert copy.instruction == instruction
+
+
 async def test_a_fork_lost_by_the_network_is_performed_once(server: ApiServer, episodes: StubEpisodes) -> None:
     async with AsyncEnvClient(server.address, retry=QUICK) as client, client.reset(TASK) as parent:
         episodes.gate.clear()

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import copy
+import gc
 import inspect
 import traceback
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -106,6 +108,19 @@ async def test_callbacks_of_an_episode_are_called_once_it_is_closed(server: ApiS
         await episode.close()
         episode.when_closed(lambda: called.append("after"))
         await until(lambda: called == ["before", "meanwhile", "after"])
+
+
+async def test_a_closed_episode_and_its_pixels_are_freed_without_the_garbage_collector(server: ApiServer) -> None:
+    gc.disable()
+    try:
+        async with AsyncEnvClient(server.address, max_episodes=1) as client:
+            episode = await client.open(TASK)
+            freed = weakref.ref(episode)
+            await episode.close()
+            del episode
+            await until(lambda: freed() is None)
+    finally:
+        gc.enable()
 
 
 async def test_the_synchronous_client_opens_without_a_block(server: ApiServer, episodes: StubEpisodes) -> None:

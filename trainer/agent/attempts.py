@@ -55,7 +55,8 @@ async def run_task(
     options = ResetOptions(pool=pool, max_steps=limit, view=settings.view, timeout=settings.reset_timeout)
     run = run or partial(run_episode, settings=settings)
     for attempt in range(1, attempts + 1):
-        trajectory = await _run_once(environments.reset(start, **options), task, new_conversation(), run)
+        conversation = new_conversation()
+        trajectory = await _run_once(environments.reset(start, **options), task, conversation, run)
         trajectory = replace(trajectory, attempt_count=attempt)
         if not ruling_on(trajectory).repeat:
             break

@@ -77,7 +77,8 @@ class Forks:
         for slot in group.left:
             episodes[slot].begin_close()
         if not group.is_full:
-            asyncio.get_running_loop().call_later(wait_s, self._release_free, key, group, wait_s)
+            loop = asyncio.get_running_loop()
+            group.waiting = loop.call_later(wait_s, self._release_free, key, group, wait_s)
         return episodes
 
     def _release_free(self, key: Hashable, group: "_Group", wait_s: float) -> None:
@@ -89,12 +90,16 @@ class Forks:
     def _forget(self, key: Hashable, group: "_Group") -> None:
         if self._open.get(key) is group:
             del self._open[key]
+        if group.waiting is not None:
+            group.waiting.cancel()
 
 
 class _Group:
     """Who has come to a group."""
 
     opening: "asyncio.Task[Sequence[AsyncEpisode]]"
+    waiting: asyncio.TimerHandle | None = None
+    """Ends the wait for missing members."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -11,7 +11,7 @@ from PIL import Image
 
 from cuaenv.client import Action, Checkpoint, Click, Evaluation, Observation, Origin, State, StepResult, View
 from cuaenv.frames import TiledImage
-from trainer.agent.grammars import Grammar
+from trainer.agent.grammars import Grammar, Intent, Parsed, Picture
 from trainer.agent.settings import AgentSettings
 from trainer.agent.starts import task_id_of
 from trainer.sight.check import MOST_TURNS, Plan
@@ -86,10 +86,30 @@ class _ActingSettings(AgentSettings):
     """
 
     def make_grammar(self, offered: Sequence[str] | None = None) -> Grammar:
-        made = AgentSettings.make_grammar(self, offered)
-        parse, action = made.parse, made.render([Click(1, 1)])
-        vars(made)["parse"] = lambda _, picture: parse(action, picture)
-        return made
+        return _acting(AgentSettings.make_grammar(self, offered))
+
+
+def _acting(inner: Grammar) -> Grammar:
+    """Return a grammar with the same prompt, by which every reply is a click."""
+    click = inner.render([Click(1, 1)])
+
+    class Acting(Grammar):
+        name, coordinates = inner.name, inner.coordinates
+        stop, takes_tools = inner.stop, inner.takes_tools
+
+        def instructions(self, picture: Picture) -> str:
+            return inner.instructions(picture)
+
+        def read(self, text: str, picture: Picture) -> Sequence[Intent]:
+            return inner.read(text, picture)
+
+        def write(self, actions: Sequence[Action]) -> str:
+            return inner.write(actions)
+
+        def parse(self, text: str, picture: Picture) -> Parsed:  # noqa: ARG002 -- whatever it says
+            return inner.parse(click, picture)
+
+    return Acting({})
 
 
 def settings_of(agent: AgentSettings) -> AgentSettings:

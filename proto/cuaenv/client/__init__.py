@@ -17,10 +17,10 @@ still open.
 
 `AsyncEnvClient` is the same with `async with` and `await`, for many episodes at once. `reset_group` opens a group of
 episodes in one state, `fork` branches an episode in its current state, and `attach` takes over an episode of an earlier
-process. What they return can be awaited, or entered as a block that closes the episodes. `checkpoint` stores a state on disk, in
-which `reset` opens episodes later. `forward` opens a local port that leads to a port of an episode's guest, such as a
-browser's DevTools. Both clients accept several hosts and open episodes on those with free machines; `shared_client`
-returns one client for all event loops of a process. See docs/client.md.
+process. What they return can be awaited, or entered as a block that closes the episodes. `checkpoint` stores a state on
+disk, in which `reset` opens episodes later. `forward` opens a local port that leads to a port of an episode's guest,
+such as a browser's DevTools. Both clients accept several hosts and open episodes on those with free machines;
+`shared_client` returns one client for all event loops of a process. See docs/client.md.
 
 Every call has a deadline. A lost call is retried until then under the same request id, so the service performs it once;
 actions are never repeated. If the daemon was never reached, a call fails after `RetryPolicy.connect_timeout` (10 s).

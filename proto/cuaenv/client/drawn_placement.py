@@ -56,8 +56,8 @@ class OpenRequest:
     """The only possible host; None for any."""
     target: str = ""
     """Its address if the host itself is not known; empty for any."""
-    instruction: str = ""
-    """The task's instruction; by default that of the response."""
+    instruction: str | None = None
+    """The task's instruction; None for that of the response."""
     seen: Observation | None = None
     """The observation that the request names as known."""
     deadline_s: float = field(default=0.0, init=False)

@@ -281,7 +281,9 @@ class AsyncEpisode:
         if closing is None:
             released = self.host.leases.begin_close(self.episode_id)
             closing = self._closing = asyncio.ensure_future(asyncio.wait({released}, timeout=_CLOSE_WAIT_S))
-            for callback in self._when_closed:
+            # Emptied, because callbacks refer to the episode: its pixels would wait for the garbage collector.
+            callbacks, self._when_closed = self._when_closed, []
+            for callback in callbacks:
                 self.when_closed(callback)
         return closing
 

@@ -133,13 +133,14 @@ class HostPool:
             for info in response.episodes:
                 host.leases.begin_close(info.episode_id)
             raise
+        instruction = response.instruction if opening.instruction is None else opening.instruction
         return [
             self._hold(
                 AsyncEpisode(
                     host,
                     info,
                     observation,
-                    instruction=opening.instruction or response.instruction,
+                    instruction=instruction,
                     defaults=opening.defaults,
                     opening_timings_ms=response.timings_ms,
                 )
