@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from envd.base.channels import GuestChannels
 from envd.guest.agent import GuestAgent
-from envd.hypervisor.qemu.agent_channel import AgentChannel
+from envd.hypervisor.agent_channel import AgentChannel
 from envd.images.wineagent.commands import Commands
 from envd.images.wineagent.drive import Drive, Files
 from envd.images.wineagent.processes import Processes

@@ -1,0 +1,121 @@
+"""The machine contract on containers: runc and the Debian desktop."""
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import pytest_asyncio
+
+from envd.base.errors import HypervisorError, MachineLost, NotForkable
+from envd.base.losses import Owner
+from envd.guest.desktop import Desktop
+from envd.guest.display.rfb import RfbClient
+from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, Snapshot
+from envd.hypervisor.oci.hypervisor import OciHypervisor
+from envd.hypervisor.oci.machine import OciMachine
+from envd.hypervisor.oci.templates import OciSnapshot
+from tests.support.containers import desktop_image, settings
+from tests.support.machine_contract.fixtures import read_screen
+from tests.support.machine_contract.machine import ContainerContract, new_machine_id
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
+
+
+def first_process(machine: Machine) -> int:
+    """Return the host's number of a container's first process."""
+    assert isinstance(machine, OciMachine)
+    assert machine.groups is not None
+    pids = [pid for pid in machine.groups.process_ids() if _is_first(pid)]
+    assert len(pids) == 1, pids
+    return pids[0]
+
+
+def _is_first(pid: int) -> bool:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    return next(line for line in lines if line.startswith("NSpid:")).split()[-1] == "1"
+
+
+class TestMachineContractOnContainers(ContainerContract):
+    fork_count: ClassVar[int] = 8
+    image: ClassVar[DiskImage]
+    state_dir: ClassVar[Path]
+
+    @pytest_asyncio.fixture(scope="class", loop_scope="class")
+    @classmethod
+    async def hypervisor(cls) -> AsyncIterator[Hypervisor]:
+        cls.image = desktop_image()
+        with tempfile.TemporaryDirectory(prefix="envd-oci-", dir="/var/tmp") as directory:  # noqa: S108
+            cls.state_dir = Path(directory)
+            hypervisor = await OciHypervisor.open(settings(cls.state_dir), [cls.image])
+            try:
+                yield hypervisor
+            finally:
+                await hypervisor.close()
+
+    @classmethod
+    def make_spec(cls, machine_id: str) -> MachineSpec:
+        return MachineSpec(machine_id=machine_id, image=cls.image)
+
+    @classmethod
+    async def wait_booted(cls, machine: Machine) -> None:
+        desktop = Desktop(machine)
+        await desktop.wait_ready(timeout_s=cls.boot_timeout_s)
+        await desktop.close()
+
+    @classmethod
+    async def kill(cls, machine: Machine) -> None:
+        os.kill(first_process(machine), signal.SIGKILL)
+
+    @classmethod
+    async def screendump(cls, machine: Machine) -> npt.NDArray[np.uint8]:
+        client = await RfbClient.connect(*await machine.open_display())
+        try:
+            pixels = await read_screen(client)
+        finally:
+            await client.close()
+        return np.stack([(pixels >> shift & 0xFF).astype(np.uint8) for shift in (16, 8, 0)], axis=-1)
+
+    @classmethod
+    @contextmanager
+    def removed(cls, hypervisor: Hypervisor, template: Snapshot) -> Iterator[None]:
+        assert isinstance(template, OciSnapshot)
+        away = template.directory.with_name("away")
+        template.directory.rename(away)
+        try:
+            yield
+        finally:
+            away.rename(template.directory)
+
+    @classmethod
+    def leftovers(cls, hypervisor: Hypervisor, machine_id: str) -> list[str]:
+        assert isinstance(hypervisor, OciHypervisor)
+        found = [str(path) for path in (cls.state_dir / "containers").glob(machine_id)]
+        found += [f"group {name}" for name in hypervisor._groups.machine_ids() if name == machine_id]
+        mounts = Path(f"/proc/{hypervisor._namespace._process.pid}/root/proc/self/mounts")
+        return found + [line for line in mounts.read_text().splitlines() if machine_id in line]
+
+    @classmethod
+    async def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]:
+        return []
+
+    async def test_a_running_machine_cannot_be_copied_and_says_what_can(
+        self, hypervisor: Hypervisor, machine: Machine, template: Snapshot, tmp_path: Path
+    ) -> None:
+        assert not hypervisor.capabilities.copies_running_machines
+        with pytest.raises(NotForkable, match="containers cannot be copied while they run; use --hypervisor qemu"):
+            await hypervisor.capture(machine)
+        for refused in (hypervisor.save(template, tmp_path), hypervisor.restore(template, tmp_path)):
+            with pytest.raises(HypervisorError, match="containers cannot be copied"):
+                await refused
+        assert await self.run(machine, "echo", "alive") == b"alive\n"
