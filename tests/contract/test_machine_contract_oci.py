@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import socket
+import struct
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -17,13 +19,11 @@ import pytest_asyncio
 from envd.base.errors import HypervisorError, MachineLost, NotForkable
 from envd.base.losses import Owner
 from envd.guest.desktop import Desktop
-from envd.guest.display.rfb import RfbClient
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, Snapshot
 from envd.hypervisor.oci.hypervisor import OciHypervisor
 from envd.hypervisor.oci.machine import OciMachine
 from envd.hypervisor.oci.templates import OciSnapshot
 from tests.support.containers import desktop_image, settings
-from tests.support.machine_contract.fixtures import read_screen
 from tests.support.machine_contract.machine import ContainerContract, new_machine_id
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
@@ -44,6 +44,25 @@ def _is_first(pid: int) -> bool:
     except OSError:
         return False
     return next(line for line in lines if line.startswith("NSpid:")).split()[-1] == "1"
+
+
+def read_framebuffer(root: Path) -> npt.NDArray[np.uint8]:
+    """Read the screen of display :0 from its X server (X11 protocol: a connection, then GetImage of the root window)."""
+    with socket.socket(socket.AF_UNIX) as x:
+        x.connect(str(root / "tmp/.X11-unix/X0"))
+        stream = x.makefile("rb")
+        x.sendall(struct.pack("<BxHHHHxx", ord("l"), 11, 0, 0, 0))
+        status, length = struct.unpack("<BxxxxxH", stream.read(8))
+        assert status == 1, "the X server refused the connection"
+        setup = stream.read(length * 4)
+        vendor_bytes, format_count = struct.unpack_from("<H", setup, 16)[0], setup[21]
+        screen = setup[32 + (vendor_bytes + 3) // 4 * 4 + 8 * format_count :]
+        window, width_px, height_px = struct.unpack_from("<I", screen)[0], *struct.unpack_from("<HH", screen, 20)
+        x.sendall(struct.pack("<BBHIhhHHI", 73, 2, 5, window, 0, 0, width_px, height_px, 0xFFFFFFFF))
+        kind, words = struct.unpack("<BxxxI24x", stream.read(32))
+        assert kind == 1, "the X server sent no image"
+        pixels_HWC = np.frombuffer(stream.read(words * 4), np.uint8).reshape(height_px, width_px, 4)
+        return pixels_HWC[..., 2::-1]
 
 
 class TestMachineContractOnContainers(ContainerContract):
@@ -79,12 +98,7 @@ class TestMachineContractOnContainers(ContainerContract):
 
     @classmethod
     async def screendump(cls, machine: Machine) -> npt.NDArray[np.uint8]:
-        client = await RfbClient.connect(*await machine.open_display())
-        try:
-            pixels = await read_screen(client)
-        finally:
-            await client.close()
-        return np.stack([(pixels >> shift & 0xFF).astype(np.uint8) for shift in (16, 8, 0)], axis=-1)
+        return await asyncio.to_thread(read_framebuffer, Path(f"/proc/{first_process(machine)}/root"))
 
     @classmethod
     @contextmanager
@@ -102,7 +116,7 @@ class TestMachineContractOnContainers(ContainerContract):
         assert isinstance(hypervisor, OciHypervisor)
         found = [str(path) for path in (cls.state_dir / "containers").glob(machine_id)]
         found += [f"group {name}" for name in hypervisor._groups.machine_ids() if name == machine_id]
-        mounts = Path(f"/proc/{hypervisor._namespace._process.pid}/root/proc/self/mounts")
+        mounts = Path(f"/proc/{hypervisor._namespace._process.pid}/mounts")
         return found + [line for line in mounts.read_text().splitlines() if machine_id in line]
 
     @classmethod

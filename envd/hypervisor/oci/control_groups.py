@@ -194,12 +194,13 @@ class ControlGroups:
         for root in self._roots():
             _remove_tree(root / machine_id)
 
-    def close(self) -> None:
-        """Remove the daemon's groups, if nothing is left in them."""
+    async def close(self) -> None:
+        """Remove the daemon's groups when the last process in them has ended, which was killed before. Never raises."""
+        deadline_s = time.monotonic() + _FREEZE_TIMEOUT_S
         with suppress(OSError):
             for root in self._roots():
-                with suppress(OSError):
-                    _remove_tree(root)
+                while not _is_removed(root) and time.monotonic() < deadline_s:
+                    await asyncio.sleep(_LAST_POLL_S)
 
     def _delegate(self, directory: Path, *, contents: bool = False) -> None:
         """Let the containers' root move processes here and, with `contents`, create groups here."""
@@ -304,6 +305,14 @@ def _write(path: Path, text: str) -> None:
         os.write(handle, text.encode())
     finally:
         os.close(handle)
+
+
+def _is_removed(group: Path) -> bool:
+    try:
+        _remove_tree(group)
+    except OSError:
+        return False
+    return True
 
 
 def _remove_tree(group: Path) -> None:

@@ -385,7 +385,7 @@ class OciHypervisor:
     async def close(self) -> None:
         """End the namespaces. Machines must have been destroyed before."""
         await self._namespace.aclose()
-        await asyncio.to_thread(self._groups.close)
+        await self._groups.close()
 
 
 def runtime_version(runtime: str) -> str:

@@ -112,6 +112,9 @@ class OciMachine:
         self._remove = remove
         self._tree: ProcessTree | None = None
         self._quota_check: asyncio.Task[None] | None = None
+        self._quota_bytes = 0
+        self._is_quota_checked = True
+        """Whether the disk was measured after the quota was last asked for."""
         self._destroying: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -347,14 +350,20 @@ class OciMachine:
             if os.fstat(handle).st_size > _MAX_LOG_BYTES:
                 os.ftruncate(handle, 0)
             os.close(handle)
+        self._quota_bytes = quota_bytes
+        self._is_quota_checked = False
         if self._quota_check is None or self._quota_check.done():
-            self._quota_check = asyncio.create_task(self._check_quota(quota_bytes), name=f"quota:{self.machine_id}")
+            self._quota_check = asyncio.create_task(self._check_quota(), name=f"quota:{self.machine_id}")
 
-    async def _check_quota(self, quota_bytes: int) -> None:
-        try:
-            used_bytes = await self._measure_disk()
-        except HypervisorError:
-            return
+    async def _check_quota(self) -> None:
+        used_bytes = 0
+        while not self._is_quota_checked:
+            self._is_quota_checked = True
+            try:
+                used_bytes = await self._measure_disk()
+            except HypervisorError:
+                return
+        quota_bytes = self._quota_bytes
         if used_bytes > quota_bytes:
             reason = f"it used {used_bytes >> 20} MiB of disk, over its quota of {quota_bytes >> 20} MiB"
             self._end_by(Loss(Owner.GUEST, reason, "DISK_FULL"))
