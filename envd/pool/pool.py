@@ -103,6 +103,11 @@ class Pool:
         return self.settings.capacity
 
     @property
+    def copies_running_machines(self) -> bool:
+        """Whether its machines can be forked in the state that they are in: see `Capabilities`."""
+        return self.factory.hypervisor.capabilities.copies_running_machines
+
+    @property
     def template(self) -> FrozenDesktop | None:
         """The state that its ready machines are forked from; None while there is none."""
         return self._template.frozen
