@@ -17,6 +17,7 @@ from envd.api.fields import int_in_range, limited, request_id_of, required, seco
 from envd.api.security.access import TRUSTED, Caller, Scope
 from envd.base.config import SettlePolicy
 from envd.base.errors import InvalidRequest, Unimplemented
+from envd.desktop.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
 from envd.episodes.types import (
     AutomaticCheckpoints,
     CheckpointCommand,
@@ -27,7 +28,6 @@ from envd.episodes.types import (
     ScoreCommand,
     StepCommand,
 )
-from envd.guest.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
 from envd.tasks.fields import MAX_PERTURBATIONS
 from envd.tasks.perturbations import Perturb
 from envd.tasks.templates import MAX_SEED

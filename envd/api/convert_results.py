@@ -11,6 +11,16 @@ from cuaenv.copying import copied
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import wire_duration
+from envd.desktop.observation import (
+    Elements,
+    EncodedFrame,
+    Encoding,
+    Keyframe,
+    Observation,
+    ScreenChange,
+    TileDelta,
+    Unchanged,
+)
 from envd.episodes.checkpoints.store import Checkpoint
 from envd.episodes.types import (
     CheckpointTrigger,
@@ -21,16 +31,6 @@ from envd.episodes.types import (
     RollbackResult,
     ScoreResult,
     StepResult,
-)
-from envd.guest.observation import (
-    Elements,
-    EncodedFrame,
-    Encoding,
-    Keyframe,
-    Observation,
-    ScreenChange,
-    TileDelta,
-    Unchanged,
 )
 from envd.pool.queue_report import QueuedGroup
 from envd.pool.status import PoolStatus

@@ -62,9 +62,9 @@ from envd.base.aio import race
 from envd.base.errors import EpisodeEnded, GuestError, GuestRefused, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
 from envd.base.telemetry.logs import bound
+from envd.desktop.observation import EncodedFrame, Encoding, ObservationOptions
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import GroupResult, listing_key
-from envd.guest.observation import EncodedFrame, Encoding, ObservationOptions
 from envd.tasks.model import Task
 
 #: Episodes whose screen size is cached; the oldest are dropped and queried again.

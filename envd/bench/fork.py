@@ -9,7 +9,7 @@ from statistics import median
 from envd.base.aio import shielded
 from envd.bench.report import BenchFailed, BenchReport, Value, exempt_without_guests, figures_of, mib
 from envd.bench.session import BenchSession, Steps, new_machine_id
-from envd.guest.desktop import Desktop
+from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import Accelerator, GuestOs
 from envd.hypervisor.qemu.processes import machine_pids, memory_of
 

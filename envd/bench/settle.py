@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from cuaenv.actions import Action, Done, Fail, Wait
+from envd.authoring.playing import wait_until_met
 from envd.base.config import SettlePolicy
-from envd.bench.playing import wait_until_met
 from envd.bench.report import BenchFailed, BenchReport, Value, figures_of, percentile
 from envd.bench.session import BenchSession, Steps
 from envd.bench.settle_recording import RecordedStep, Recorder, replay_settling

@@ -1,7 +1,7 @@
 """Record how a screen reacts to input, and replay settling over the recording. Knows no tasks and no reports.
 
 A recording continues long after the screen has settled, so every policy is judged on the same reaction. Replaying runs
-`envd.guest.display.settle.settle` itself on a clock that the recording drives.
+`envd.desktop.display.settle.settle` itself on a clock that the recording drives.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from cuaenv.actions import Action
 from cuaenv.frames import TiledImage
 from cuaenv.region import Region
 from envd.base.config import SettlePolicy
-from envd.guest.acting import may_act_late
-from envd.guest.desktop import Desktop
-from envd.guest.display.blinking import MAX_BLINK_PIXELS, Blinking
-from envd.guest.display.change import around, is_within
-from envd.guest.display.settle import settle
-from envd.guest.observation import SettleResult
+from envd.desktop.acting import may_act_late
+from envd.desktop.desktop import Desktop
+from envd.desktop.display.blinking import MAX_BLINK_PIXELS, Blinking
+from envd.desktop.display.change import around, is_within
+from envd.desktop.display.settle import settle
+from envd.desktop.observation import SettleResult
 from envd.hypervisor.machine import Machine
 
 #: Between two refreshes. QEMU compares the guest's screen at most every 30 ms.
@@ -63,7 +63,7 @@ class RecordedStep:
 
     input_s: float
     may_act_late: bool
-    """Result of `envd.guest.acting.may_act_late` for the input."""
+    """Result of `envd.desktop.acting.may_act_late` for the input."""
     refreshes: Sequence[Refresh]
     changes: Sequence[Change]
     content_s: Sequence[float] = ()

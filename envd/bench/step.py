@@ -25,7 +25,7 @@ from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id
 from envd.bench.report import BenchFailed, BenchReport, exempt_without_guests, figures_of, kib
 from envd.bench.session import BenchSession, Steps
-from envd.guest.guestd import GuestdClient
+from envd.desktop.guestd import GuestdClient
 from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task
 

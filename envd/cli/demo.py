@@ -14,12 +14,12 @@ import typer
 
 from cuaenv.cli.terminal import Json, out
 from cuaenv.client import AsyncEnvClient
+from envd.authoring.demo.group import play_group, print_progress
+from envd.authoring.demo.report import DemoDirectory, DemoReport
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import print_result
 from envd.bench.default_tasks import DEFAULT_TASKS
-from envd.bench.demo.group import play_group, print_progress
-from envd.bench.demo.report import DemoDirectory, DemoReport
 from envd.bench.session import maps_call_errors
 from envd.cli.options import runs_own_daemon
 from envd.cli.serve import is_ready, progress_line

@@ -9,9 +9,9 @@ import asyncio
 from cuaenv.actions import Action, action_text
 from cuaenv.cli.terminal import out, program
 from cuaenv.client import AsyncEnvClient, StepResult
+from envd.authoring.playing import play
 from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig
 from envd.bench.default_tasks import DEFAULT_TASKS
-from envd.bench.playing import play
 from envd.bench.session import maps_call_errors
 from envd.cli.options import runs_own_daemon
 from envd.daemon.composition import Daemon, open_daemon

@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from cuaenv.cli.terminal import Json, err
+from envd.authoring.attack.mutants import Family, Mutant
+from envd.authoring.attack.playing import Attack, attack, attack_config
+from envd.authoring.attack.report import Report, ResultsFile, read_verdicts, write_passed
 from envd.base.config import Config
 from envd.base.terminal import print_result
-from envd.bench.attack.mutants import Family, Mutant
-from envd.bench.attack.playing import Attack, attack, attack_config
-from envd.bench.attack.report import Report, ResultsFile, read_verdicts, write_passed
 from envd.cli.options import runs_own_daemon
 from envd.cli.tasks_oracles import read_oracles, with_oracle
 from envd.cli.tasks_verify import Suites, TaskIds, choose, names_of, on_image
@@ -62,7 +62,7 @@ def attack_command(
     catalogue = load_tasks(settings, include_osworld=bool(given))
     named = map(catalogue.get, given) if given and not wanted else choose(catalogue, wanted)
     chosen = [task for task in (with_oracle(each, given) for each in named) if task.oracle and task.checker]
-    reviewed = read_verdicts(files("envd.bench.attack") / "verdicts.yaml") | read_verdicts(verdicts)
+    reviewed = read_verdicts(files("envd.authoring.attack") / "verdicts.yaml") | read_verdicts(verdicts)
     image, playable, _ = on_image(settings, chosen, image)
     own = attack_config(settings, parallel_count=parallel_count, image=image)
     for written in filter(None, (html, passed)):

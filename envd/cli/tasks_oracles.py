@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from cuaenv.cli.terminal import err
 from cuaenv.problems import problem_of
+from envd.authoring.attack.playing import GUEST_TOOLS
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.bench.attack.playing import GUEST_TOOLS
 from envd.cli.options import with_settings
 from envd.daemon.suites import load_tasks
 from envd.tasks.model import Task

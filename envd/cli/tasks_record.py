@@ -16,12 +16,12 @@ from cuaenv.actions import Action
 from cuaenv.cli.terminal import err, out
 from cuaenv.client import AsyncEnvClient, AsyncEpisode
 from cuaenv.problems import without_path
+from envd.authoring.demonstration import Proposal, propose, task_text
+from envd.authoring.playing import play
+from envd.authoring.targets import TargetRecorder
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.bench.demonstration import Proposal, propose, task_text
-from envd.bench.playing import play
 from envd.bench.session import maps_call_errors
-from envd.bench.targets import TargetRecorder
 from envd.cli.options import runs_own_daemon
 from envd.cli.remote import printable
 from envd.daemon.composition import Daemon, open_daemon

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from cuaenv.cli.terminal import Json, err
+from envd.authoring.attack.mutants import attack_digest
+from envd.authoring.attack.report import read_passed
+from envd.authoring.verification import Policy, verify, verify_config
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import print_result
-from envd.bench.attack.mutants import attack_digest
-from envd.bench.attack.report import read_passed
-from envd.bench.verification import Policy, verify, verify_config
 from envd.cli.options import runs_own_daemon
 from envd.daemon.ephemeral import ensure_image, run_until_signal
 from envd.daemon.suites import load_tasks, with_suites
@@ -93,7 +93,7 @@ def on_image(settings: Config, tasks: Sequence[Task], image: str) -> tuple[str, 
 
 def not_attacked(tasks: Sequence[Task], *, runs_guests: bool) -> tuple[str, ...]:
     """Return the tasks of suites that passed an attack once and that changed since, or were added."""
-    passed = read_passed(files("envd.bench.attack") / "passed.yaml")
+    passed = read_passed(files("envd.authoring.attack") / "passed.yaml")
     suites = {task_id.partition("/")[0] for task_id in passed}
     held = (task for task in tasks if task.checker and task.task_id.partition("/")[0] in suites)
     return tuple(

@@ -16,7 +16,6 @@ from typing import Any
 from aiohttp.typedefs import Middleware
 
 from cuaenv.copying import copied
-from envd.api.console.server import PUBLIC_PATHS, serve_console
 from envd.api.security.access import Scope
 from envd.api.security.http import (
     caller_name,
@@ -41,10 +40,12 @@ from envd.base.telemetry.host import HostCollector
 from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import exported_traces
 from envd.base.version import envd_version
+from envd.console.server import PUBLIC_PATHS, serve_console
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.daemon.state_lock import locked
 from envd.daemon.suites import load_tasks
 from envd.daemon.web import PoolWeb, open_web
+from envd.desktop.desktop import Desktop
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.persistence.recovery import PersistedState, load_persisted
 from envd.episodes.recording.library import Library
@@ -52,7 +53,6 @@ from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
-from envd.guest.desktop import Desktop
 from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor, Machine
 from envd.images.catalogue import ImageCatalogue

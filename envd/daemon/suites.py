@@ -11,6 +11,7 @@ from pathlib import Path
 from envd.base.config import Config
 from envd.base.config_values import BUILTIN_TASKS, CUA_GYM_TASKS, OPENCOMPUTER_TASKS
 from envd.base.errors import ConfigError, ImageNotFound
+from envd.drawn.suite import DRAWN
 from envd.hypervisor.backends import backend_of
 from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
@@ -24,7 +25,6 @@ from envd.tasks.formats.entries import Found, Problem
 from envd.tasks.formats.open_computer import read_repository
 from envd.tasks.model import Offer
 from envd.tasks.suites.desktop import DESKTOP
-from envd.tasks.suites.drawn import DRAWN
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _sources(config: Config) -> Iterator[tuple[list[TaskFile], bool]]:
     with ExitStack() as packaged:
         files = [_task_file(each, packaged) for each in config.tasks.suites]
         if not runs_guests:
-            suite = resources("envd.hypervisor.fake") / "suite.yaml"
+            suite = resources("envd.drawn") / "suite.yaml"
             files.insert(0, TaskFile(packaged.enter_context(as_file(suite))))
         yield files, runs_guests
 

@@ -8,8 +8,8 @@ from functools import partial
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.telemetry.metrics import Metrics
-from envd.guest.allow_list import AllowList
-from envd.guest.gateway import Exit, HostExit
+from envd.desktop.allow_list import AllowList
+from envd.desktop.gateway import Exit, HostExit
 from envd.hypervisor.backends import backend_of
 from envd.hypervisor.machine import DiskImage
 from envd.integrations.web.environment import AUTHORITY_CERT, WebEnvironment

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from cuaenv.actions import Action, MouseDown, MouseUp
 from envd.base.aio import OwnedTasks
 from envd.base.errors import EnvdError, EpisodeEnded, HumanInControl
+from envd.desktop.observation import ActionOutcome
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.control import CONTROL_TTL_S, merged
 from envd.episodes.episode import Episode
 from envd.episodes.types import EpisodeState
-from envd.guest.observation import ActionOutcome
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from cuaenv.actions import Done, Fail
 from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
 from envd.base.losses import ENDS_MACHINE, Loss, Owner
 from envd.base.telemetry import traces
+from envd.desktop.desktop import Desktop
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import EVALUATE, Request
 from envd.episodes.losing import find_loss
 from envd.episodes.types import EpisodeState, EvaluateResult
-from envd.guest.desktop import Desktop
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
 from envd.tasks.checkers.evaluate import Evaluation, judge_ended

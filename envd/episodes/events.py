@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from cuaenv.actions import Action, action_text, shortened
+from envd.desktop.desktop import ScreenView
+from envd.desktop.observation import ActionOutcome
 from envd.episodes.episode import Episode
 from envd.episodes.types import StepCommand, StepResult
-from envd.guest.desktop import ScreenView
-from envd.guest.observation import ActionOutcome
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from envd.base.errors import AccessDenied, NotFound, RateLimited
 from envd.base.streams import close
+from envd.desktop.agent import CommandResult
+from envd.desktop.desktop import Desktop
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.port_connection import PortConnection
-from envd.guest.agent import CommandResult
-from envd.guest.desktop import Desktop
 
 #: Connections to ports of one episode's guest. Each takes two file descriptors of this process.
 MAX_CONNECTIONS = 32

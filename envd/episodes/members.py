@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, NotForkable, SetupFailed
+from envd.desktop.display.marks import marks_of
+from envd.desktop.observation import Encoding, Observation, ObservationOptions, SettleResult
+from envd.desktop.view import DesktopView
 from envd.episodes.context import Stopwatch
 from envd.episodes.perform import check_region
 from envd.episodes.types import Origin
-from envd.guest.display.marks import marks_of
-from envd.guest.observation import Encoding, Observation, ObservationOptions, SettleResult
-from envd.guest.view import DesktopView
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
 

@@ -15,6 +15,7 @@ from envd.base.errors import (
     StepIndexMismatch,
     StoreError,
 )
+from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.checkpoints.calls import Checkpointing
 from envd.episodes.checkpoints.store import CheckpointStore
@@ -29,7 +30,6 @@ from envd.episodes.quotas import MachineQuotas
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
 from envd.episodes.task_states import TaskStates
 from envd.episodes.types import CheckpointTrigger, ForkCommand, GroupResult, ResetCommand
-from envd.guest.observation import Encoding, ObservationOptions
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue

@@ -12,11 +12,11 @@ from envd.base.aio import LoopThrottle
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import EnvdError, InvalidRequest
+from envd.desktop.desktop import Desktop
+from envd.desktop.display.frames import Frame
+from envd.desktop.observation import ActionOutcome, Encoding, Observation, ObservationOptions
 from envd.episodes.context import Stopwatch
 from envd.episodes.episode import Episode
-from envd.guest.desktop import Desktop
-from envd.guest.display.frames import Frame
-from envd.guest.observation import ActionOutcome, Encoding, Observation, ObservationOptions
 
 _OUT_OF_TIME: Final = f"the actions of one step together take at most {MAX_STEP_S:g} s; send the rest in another step"
 #: Characters that are typed before the time is looked at again: 50 s by a paced keyboard.

@@ -19,14 +19,14 @@ from envd.base.errors import (
     SetupFailed,
     TemplateCorrupt,
 )
+from envd.desktop.desktop import Desktop
+from envd.desktop.observation import SettleResult
+from envd.desktop.view import DesktopView
 from envd.episodes.context import Stopwatch
 from envd.episodes.members import ALREADY_SETTLED, Group, Member, gather, map_errors, start_from
 from envd.episodes.perform import check_region
 from envd.episodes.task_states import StateKey, TaskState, TaskStates
 from envd.episodes.types import ResetCommand
-from envd.guest.desktop import Desktop
-from envd.guest.observation import SettleResult
-from envd.guest.view import DesktopView
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
 from envd.tasks.model import Task, missing_needs

@@ -12,6 +12,8 @@ from envd.base.clock import Clock, wait_until
 from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed, GuestEnded, GuestError, MachineLost, StoreError, UserUnavailable
 from envd.base.telemetry import traces
+from envd.desktop.desktop import ScreenView
+from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, Unchanged
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
@@ -19,8 +21,6 @@ from envd.episodes.ledger import STEP, Request
 from envd.episodes.perform import Performed, check_region, observe, perform, with_pixels
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import StepCommand, StepResult
-from envd.guest.desktop import ScreenView
-from envd.guest.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, Unchanged
 from envd.tasks.model import allowed_tools
 from envd.tasks.user import Exchange, answer_or_nothing
 

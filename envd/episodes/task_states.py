@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from envd.base.aio import OwnedTasks
-from envd.guest.observation import SettleResult
+from envd.desktop.observation import SettleResult
 from envd.pool.leased import FrozenDesktop
 
 

@@ -8,8 +8,8 @@ from typing import Final
 
 from cuaenv.actions import Action
 from envd.base.config import SettlePolicy
-from envd.guest.gateway import UnrecordedRequest
-from envd.guest.observation import ActionOutcome, Observation, ObservationOptions
+from envd.desktop.gateway import UnrecordedRequest
+from envd.desktop.observation import ActionOutcome, Observation, ObservationOptions
 from envd.tasks.checkers.evaluate import CheckResult
 from envd.tasks.perturbations import Perturb
 

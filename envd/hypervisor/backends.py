@@ -29,7 +29,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "qemu": "envd.hypervisor.qemu.backend",
     "qemu+unix": "envd.hypervisor.qemu.backend",
     "oci": "envd.hypervisor.oci.backend",
-    "fake": "envd.hypervisor.fake.backend",
+    "fake": "envd.drawn.backend",
 }
 _DEFAULT_SCHEME: Final = "qemu"
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from envd.base.errors import ImageError
 from envd.base.tools import run_tool
+from envd.guests.guestd import VERSION as GUESTD_VERSION
 from envd.hypervisor.machine import Firmware, GuestOs
 from envd.images.additions import Additions
 from envd.images.catalogue import PACKAGES_FILE, Image, ImageCatalogue, file_sha256
-from envd.images.guestd import VERSION as GUESTD_VERSION
 from envd.images.recipe import PYTHON_PACKAGES, WINDOWS_PROGRAMS, WINDOWS_SOURCES, Recipe, overlay_files, recipe_digest
 
 _run = partial(run_tool, error=ImageError, environment={"SOURCE_DATE_EPOCH": "1700000000", "LC_ALL": "C.UTF-8"})

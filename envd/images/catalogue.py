@@ -21,8 +21,8 @@ from pathlib import Path
 from cuaenv.problems import did_you_mean
 from envd.base.config import DEFAULT_IMAGE, check_image_name
 from envd.base.errors import ImageError, ImageNotFound
+from envd.guests.guestd import VERSION as GUESTD_VERSION
 from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
-from envd.images.guestd import VERSION as GUESTD_VERSION
 
 DIGEST_CHARS = 16
 #: Installed packages of an image that envd built: a name and version per line. In the image's directory.

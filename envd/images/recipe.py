@@ -123,8 +123,12 @@ def overlay_files(recipe: Recipe) -> dict[str, bytes]:
     images = files("envd.images")
     tree = dict(_walk(images / "rootfs", ""))
     if recipe.os is GuestOs.WINDOWS:
-        return tree | dict(_walk(images / "wine", "")) | dict(_walk(images / "wineagent", "usr/lib/envd/wineagent/"))
-    tree.update(_walk(images / "guestd", "usr/lib/envd/guestd/"))
+        return (
+            tree
+            | dict(_walk(images / "wine", ""))
+            | dict(_walk(files("envd.guests") / "wineagent", "usr/lib/envd/wineagent/"))
+        )
+    tree.update(_walk(files("envd.guests") / "guestd", "usr/lib/envd/guestd/"))
     for path, data in _walk(images / "desktop", ""):
         tree[_desktop_destination(path)] = data
     if recipe.layer:

@@ -19,8 +19,8 @@ from envd.base.clock import Clock, wait_until
 from envd.base.errors import EnvdError
 from envd.base.store.statements import MachineRow, delete_machine, upsert
 from envd.base.store.store import Store
-from envd.guest.desktop import Desktop
-from envd.guest.view import ConnectionState, DesktopView
+from envd.desktop.desktop import Desktop
+from envd.desktop.view import ConnectionState, DesktopView
 from envd.hypervisor.machine import Hypervisor, Machine, MachineUsage
 from envd.pool.leased import FrozenDesktop, Reservation
 from envd.pool.planner import LifecycleState

@@ -22,8 +22,8 @@ from functools import partial
 from envd.base.aio import Changes, shielded
 from envd.base.clock import wait_until
 from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, TemplateCorrupt
-from envd.guest.desktop import Desktop
-from envd.guest.view import ConnectionState
+from envd.desktop.desktop import Desktop
+from envd.desktop.view import ConnectionState
 from envd.hypervisor.machine import DiskImage, Machine
 from envd.pool.admission import WaitingGroup
 from envd.pool.fairness import Demand

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from envd.base.aio import shielded
 from envd.base.errors import Draining, EnvdError, GuestError, GuestUnresponsive, HypervisorUnavailable, TemplateCorrupt
-from envd.guest.agent import GuestAgent
-from envd.guest.desktop import Desktop
-from envd.guest.trust import trust
+from envd.desktop.agent import GuestAgent
+from envd.desktop.desktop import Desktop
+from envd.desktop.trust import trust
 from envd.hypervisor.machine import Hypervisor, MachineSpec, Snapshot
 from envd.pool.leased import FrozenDesktop
 from envd.pool.lifecycle import MachineFactory, MachineRecord, Work

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from envd.base.aio import shielded
 from envd.base.errors import EnvdError
-from envd.guest.allow_list import is_public
+from envd.desktop.allow_list import is_public
 from envd.tasks.checkers.union import leaves
 from envd.tasks.fields import AssetRef, Model, Sha256
 from envd.tasks.model import Task

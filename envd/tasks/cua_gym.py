@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar, Final, Literal
 
 from envd.base.errors import GuestError
-from envd.guest.agent import CommandResult
+from envd.desktop.agent import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
 from envd.tasks.fields import Timeout

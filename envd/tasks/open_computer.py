@@ -18,8 +18,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from envd.base.errors import GuestError
-from envd.guest.agent import CommandResult
-from envd.guest.desktop import Desktop
+from envd.desktop.agent import CommandResult
+from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
 from envd.tasks.cua_gym import archive

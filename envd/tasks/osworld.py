@@ -12,7 +12,7 @@ from envd.tasks.text import CheckOutcome
 
 if TYPE_CHECKING:
     # Importing it takes half a second, and task data is also read where no desktop exists.
-    from envd.guest.desktop import Desktop
+    from envd.desktop.desktop import Desktop
 
 #: A setup step or an evaluator, in OSWorld's form.
 OsworldObject = Mapping[str, JsonValue]

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from envd.base.errors import GuestError, TooLarge
-from envd.guest.powershell import Script, powershell
+from envd.guests.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.fields import WindowMatch
 
 if TYPE_CHECKING:
     # Importing it takes half a second, and task data is also read where no desktop exists.
-    from envd.guest.desktop import Desktop
+    from envd.desktop.desktop import Desktop
 
 # The kernel's files are not the guest's: some never end, and some only root can read.
 _PROBE = """

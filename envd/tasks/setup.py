@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envd.base.errors import GuestError, GuestUnresponsive, SetupFailed
-from envd.guest.desktop import Desktop
-from envd.guest.powershell import Script, powershell
+from envd.desktop.desktop import Desktop
+from envd.guests.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
 from envd.tasks import open_computer
 from envd.tasks.checkers.evaluate import remember_start, require_unsolved

@@ -13,7 +13,7 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from cuaenv.client import TaskNotFound, Unauthenticated
-from envd.guest.input.keysyms import named_key
+from envd.desktop.input.keysyms import named_key
 from tests.support.desktops import DrawnDesktops
 from trainer.adapters.actions import read_actions
 from trainer.adapters.gymnasium import KEYS, KINDS, MODIFIERS, DesktopEnv, form_of

@@ -6,7 +6,7 @@ import pytest
 
 from envd.api.server import ApiServer
 from envd.base.telemetry.metrics import Metrics
-from envd.hypervisor.fake import fake_image
+from envd.drawn import fake_image
 from envd.hypervisor.machine import MachineSpec
 from tests.support.faulty import FaultyHypervisor, FaultyMachine
 from tests.support.stub_episodes import StubEpisodes

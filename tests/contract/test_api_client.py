@@ -39,7 +39,7 @@ from envd.api import convert_requests
 from envd.api.server import ApiServer
 from envd.base import errors
 from envd.base.telemetry.metrics import Metrics
-from envd.guest.observation import CursorMode
+from envd.desktop.observation import CursorMode
 from envd.tasks.catalogue import TaskCatalogue
 from tests.support.stub_episodes import TASKS, StubEpisodes, pool_info
 

@@ -8,8 +8,8 @@ import pytest
 
 from envd.base.errors import HypervisorError
 from envd.base.store.statements import EpisodeRow, MachineRow, upsert
+from envd.drawn import fake_image
 from envd.episodes.types import ResetCommand
-from envd.hypervisor.fake import fake_image
 from envd.hypervisor.machine import Leftover, LeftoverKind, MachineSpec
 from envd.pool.audit import Audit, Audited, stray_rows
 from tests.support.clock import ManualClock

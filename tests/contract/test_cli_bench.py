@@ -29,7 +29,7 @@ from envd.bench.scale_daemon import LAG_INTERVAL_S
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
 from envd.bench.step import PEER_PAUSE_S, PeerTimes, StepTimes, script, step_report, xdotool_command
 from envd.daemon.ephemeral import run_until_signal
-from envd.hypervisor.fake import fake_image
+from envd.drawn import fake_image
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
 from envd.pool.memory import HostMemory

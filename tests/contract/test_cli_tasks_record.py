@@ -10,8 +10,8 @@ import yaml
 
 from cuaenv.actions import Action, Click, Drag, MouseDown, MouseUp, Move, Scroll, TypeText
 from cuaenv.client import AsyncEpisode, View
-from envd.bench.playing import play
-from envd.bench.targets import Screen, TargetRecorder, read_screen
+from envd.authoring.playing import play
+from envd.authoring.targets import Screen, TargetRecorder, read_screen
 from envd.episodes.control import merged
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.oracle import Aimed, OracleAction, Target
@@ -115,7 +115,7 @@ async def test_what_a_person_presses_is_recorded_with_its_targets(monkeypatch: p
         looks += 1
         return await read_screen(episode, os=os)
 
-    monkeypatch.setattr("envd.bench.targets.read_screen", counted)
+    monkeypatch.setattr("envd.authoring.targets.read_screen", counted)
     async with served_client(size=1) as (server, client), client.reset("fake/enable") as episode:
         service, recorder = server.service, TargetRecorder(episode, os=GuestOs.LINUX)
         found = service.find(episode.episode_id)

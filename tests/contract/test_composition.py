@@ -13,9 +13,9 @@ from envd.base.config import RunShare
 from envd.base.errors import ConfigError, EvaluatorFailed, GroupTooLarge, UserUnavailable
 from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.judging.workers import JudgeWorkers
+from envd.desktop.observation import Encoding, ObservationOptions
+from envd.drawn import FakeHypervisor
 from envd.episodes.types import ResetCommand, StepCommand
-from envd.guest.observation import Encoding, ObservationOptions
-from envd.hypervisor.fake import FakeHypervisor
 from envd.tasks.text import CheckOutcome
 from envd.tasks.user import TaskUser
 from tests.support.daemon import NO_PIXELS, fake_config

@@ -19,18 +19,18 @@ from PIL import Image
 
 from cuaenv.actions import Click, Move, TypeText
 from cuaenv.client import AsyncEnvClient, RateLimited
-from envd.api.console import pictures, replays, server
-from envd.api.console.pictures import Size
 from envd.api.security.tokens import new_token
 from envd.base.config_sources import load
 from envd.base.errors import ConfigError
+from envd.console import pictures, replays, server
+from envd.console.pictures import Size
 from envd.daemon.composition import Daemon, open_daemon
+from envd.desktop.desktop import Desktop
+from envd.desktop.display.frames import Frame
+from envd.desktop.gateway import UnrecordedRequest
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.lease import Lease
-from envd.guest.desktop import Desktop
-from envd.guest.display.frames import Frame
-from envd.guest.gateway import UnrecordedRequest
 from tests.support.daemon import WITH_CONSOLE, ConsoleDaemon, fake_config, write_tokens
 
 Message = tuple[str, dict[str, Any]]

@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
-from envd.guest.guestd import GuestdClient
-from envd.hypervisor.fake import fake_image
-from envd.hypervisor.fake.outcome import Outcome
+from envd.desktop.guestd import GuestdClient
+from envd.drawn import fake_image
+from envd.drawn.outcome import Outcome
 from envd.hypervisor.machine import MachineSpec
 from tests.support.faulty import FaultyHypervisor, FaultyMachine
 from tests.support.hostile import GuestdAttack, guestd_body

@@ -18,7 +18,7 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api.security.guard import MESSAGE_BURST
 from envd.base.errors import GuestError, GuestUnresponsive
 from envd.base.streams import copy
-from envd.guest.tunnel import open_port
+from envd.desktop.tunnel import open_port
 from envd.hypervisor.machine import MachineState
 from tests.support.local_guestd import LocalGuestd, serve_guestd
 from tests.support.server import FakeServer, serve_fake

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from envd.base.config import PoolConfig
-from envd.guest.allow_list import AllowList, Destination
-from envd.guest.gateway import Gateway, HostExit, InvalidProxyRequest, _resolve, parse_head
-from envd.images.guestd import gateway as guest_gateway
-from envd.images.guestd import guest as guest_state
-from envd.images.guestd.server import Server
+from envd.desktop.allow_list import AllowList, Destination
+from envd.desktop.gateway import Gateway, HostExit, InvalidProxyRequest, _resolve, parse_head
+from envd.guests.guestd import gateway as guest_gateway
+from envd.guests.guestd import guest as guest_state
+from envd.guests.guestd.server import Server
 
 ALLOWED = AllowList(("example.org", "*.example.net", "api.test:8443", "192.0.2.7:81"))
 

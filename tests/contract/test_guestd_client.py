@@ -13,9 +13,9 @@ from aiohttp import web
 
 from cuaenv.actions import RunShell, WriteFile
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
-from envd.guest.guestd import GuestdClient
-from envd.guest.toolbox import Toolbox
-from envd.images.guestd import VERSION
+from envd.desktop.guestd import GuestdClient
+from envd.desktop.toolbox import Toolbox
+from envd.guests.guestd import VERSION
 from tests.support.local_guestd import LocalGuestd, serve_guestd
 
 

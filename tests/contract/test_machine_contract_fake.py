@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest_asyncio
 
-from envd.hypervisor.fake import fake_image
+from envd.drawn import fake_image
 from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec, Snapshot
 from tests.support.faulty import Faults, FaultyHypervisor, FaultyMachine
 from tests.support.machine_contract.machine import MachineContract

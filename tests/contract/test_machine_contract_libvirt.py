@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from envd.base.errors import ConfigError, HypervisorError
-from envd.guest.desktop import Desktop
+from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.machine import MAX_LOG_BYTES, LibvirtMachine

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from envd.base.errors import HypervisorError, MachineLost, NotForkable
 from envd.base.losses import Owner
-from envd.guest.desktop import Desktop
+from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, Snapshot
 from envd.hypervisor.oci.hypervisor import OciHypervisor
 from envd.hypervisor.oci.machine import OciMachine

@@ -11,7 +11,7 @@ import pytest
 
 from cuaenv.actions import Done, Fail
 from envd.base.errors import EvaluatorFailed, MachineLost, SetupFailed
-from envd.guest.desktop import Desktop
+from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.bridge import WorkerBridge, parts_between_rests
 from envd.integrations.osworld.workers import Job, Workers

@@ -19,6 +19,9 @@ from PIL import Image
 from cuaenv.actions import Click, Done, Move, TypeText
 from envd.base.config import SettlePolicy
 from envd.base.errors import ConfigError
+from envd.desktop.desktop import Desktop
+from envd.desktop.gateway import UnrecordedRequest
+from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver
 from envd.episodes.recording.library import Library, Recording
@@ -28,9 +31,6 @@ from envd.episodes.recording.records import Kind, RecordingUnreadable, open_file
 from envd.episodes.recording.video import VideoFormat, export_video, shown_for_s
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.types import ResetCommand, StepCommand
-from envd.guest.desktop import Desktop
-from envd.guest.gateway import UnrecordedRequest
-from envd.guest.observation import Encoding, ObservationOptions
 from tests.support.command import CommandOutput, run_envd
 from tests.support.server import FakeServer, serve_fake
 

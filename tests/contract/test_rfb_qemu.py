@@ -21,7 +21,7 @@ from pydantic import JsonValue
 from cuaenv.actions import KeyDown, KeyUp, Move, PressKeys, TypeText
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, MachineLost
-from envd.guest.desktop import Desktop
+from envd.desktop.desktop import Desktop
 
 pytestmark = pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed")
 

@@ -10,9 +10,9 @@ import pytest
 
 from cuaenv.client import Action, Click, RunShell, State, TypeText
 from envd.base.config import LimitsConfig
-from envd.guest import acting, desktop, guestd, session, toolbox
-from envd.guest.display.screen import Screen
-from envd.guest.guestd import GuestdClient
+from envd.desktop import acting, desktop, guestd, session, toolbox
+from envd.desktop.display.screen import Screen
+from envd.desktop.guestd import GuestdClient
 from envd.tasks.checkers import evaluate
 from envd.tasks.model import Task
 from tests.support.server import load_fake_tasks, served_client

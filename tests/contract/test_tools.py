@@ -29,12 +29,12 @@ from cuaenv.client import (
 from cuaenv.v1 import env_pb2
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import MachineLost
+from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.records import Kind, read_records
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.types import ResetCommand, StepCommand
-from envd.guest.observation import Encoding, ObservationOptions
 from envd.tasks.model import Task
 from tests.support.faulty import FakeHost
 from tests.support.scripted_replies import ScriptedReplies

@@ -17,7 +17,7 @@ import pytest
 
 from envd.base.errors import MachineLost, NotForkable
 from envd.base.losses import Owner
-from envd.guest.agent import GuestAgent, renew_identity
+from envd.desktop.agent import GuestAgent, renew_identity
 from envd.hypervisor.machine import DiskImage, Drive, LeftoverKind, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.domain_xml import MachineFiles
 from envd.hypervisor.qemu.driver import LibvirtHypervisor

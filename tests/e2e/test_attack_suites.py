@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from envd.authoring.attack.mutants import playable
+from envd.authoring.attack.report import read_passed, read_verdicts
 from envd.base.config import Config
-from envd.bench.attack.mutants import playable
-from envd.bench.attack.report import read_passed, read_verdicts
 from envd.cli.tasks_verify import not_attacked
 from envd.daemon.suites import load_tasks, with_suites
+from envd.drawn.suite import DRAWN
 from envd.tasks.basis import judged_digest
 from envd.tasks.model import Task
-from envd.tasks.suites.drawn import DRAWN
 from tests.support.program import run_program
 
 
@@ -52,7 +52,7 @@ async def test_no_mutant_of_some_tasks_on_real_machines_survives(short_dir: Path
 
 def test_no_drawn_task_changed_since_its_attack() -> None:
     tasks = [task for task_id in DRAWN.by_id if (task := DRAWN.variant(task_id))]
-    passed = {task_id.partition("/")[0] for task_id in read_passed(files("envd.bench.attack") / "passed.yaml")}
+    passed = {task_id.partition("/")[0] for task_id in read_passed(files("envd.authoring.attack") / "passed.yaml")}
     assert {task.task_id.partition("/")[0] for task in tasks} <= passed
     assert not_attacked(tasks, runs_guests=False) == ()
 
@@ -71,7 +71,7 @@ def test_each_verdict_is_about_a_mutant_of_a_task_as_it_is() -> None:
         if task.oracle and task.checker
         for mutant in playable(task, runs_guests=True)
     }
-    verdicts = read_verdicts(files("envd.bench.attack") / "verdicts.yaml")
+    verdicts = read_verdicts(files("envd.authoring.attack") / "verdicts.yaml")
     ours = {digest for digest, verdict in verdicts.items() if verdict.task.partition("/")[0] in suites}
     assert len(ours) > 100
     assert ours <= digests

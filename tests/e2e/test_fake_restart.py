@@ -29,8 +29,8 @@ from envd.base.errors import (
 )
 from envd.base.store.statements import AnswerRow, EpisodeRow, MachineRow
 from envd.base.store.store import SqliteStore
+from envd.desktop.observation import Encoding, Keyframe, ObservationOptions
 from envd.episodes.types import EpisodeState, ForkCommand, ResetCommand, StepCommand, StepResult
-from envd.guest.observation import Encoding, Keyframe, ObservationOptions
 from tests.support.faulty import FakeHost
 from tests.support.server import FakeServer, serve_fake
 

@@ -264,7 +264,7 @@ async def test_a_screen_that_never_settles_is_reported_and_bounded() -> None:
 async def test_a_hung_guest_ends_its_episode_even_if_its_screen_is_quiet(
     starved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envd.guest.freezing._TIMEOUT_S", 1.0)
+    monkeypatch.setattr("envd.desktop.freezing._TIMEOUT_S", 1.0)
     limits = LimitsConfig(heartbeat_interval_s=0.0, hang_timeout_s=2.0, evaluate_timeout_s=5.0)
     async with served_client(size=1, limits=limits) as (server, client), client.reset("fake/count-to-five") as episode:
         await episode.step(COUNT)

@@ -6,7 +6,7 @@ import pytest
 
 from cuaenv.actions import Action, Click, Done, TypeText
 from cuaenv.client import StepResult
-from envd.bench.playing import ConditionNotMet, Steps, play
+from envd.authoring.playing import ConditionNotMet, Steps, play
 from envd.tasks.oracle import WaitFor
 from tests.support.server import served_client
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 #: What differs between a checkout and an installed package: bindings, recipes, launchers, suites and the console.
 FILES = (
     "cuaenv/v1/env_pb2.py",
-    "envd/api/console/static/index.html",
+    "envd/console/static/index.html",
     "envd/base/store/schema.sql",
     "envd/images/customize.sh",
     "envd/tasks/suites",

@@ -12,8 +12,8 @@ import pytest_asyncio
 
 from cuaenv.actions import Action, Done
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, StepResult, View
+from envd.authoring.playing import Steps, max_steps_of, play
 from envd.base.config import LimitsConfig
-from envd.bench.playing import Steps, max_steps_of, play
 from envd.images.catalogue import Image
 from envd.tasks.catalogue import TaskCatalogue
 from tests.support.real_desktops import real_desktops

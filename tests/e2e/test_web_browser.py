@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.config_values import default_cache_dir
-from envd.guest.trust import _INSTALL
+from envd.desktop.trust import _INSTALL
 from envd.integrations.web.environment import AUTHORITY_CERT, WebEnvironment
 from envd.integrations.web.recordings import WebRecordings
 from tests.contract.test_web_recordings import Running, running_proxy

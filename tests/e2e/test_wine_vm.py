@@ -17,9 +17,9 @@ import pytest_asyncio
 
 from cuaenv.actions import Action, Done, TypeText
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, StepResult, View
+from envd.authoring.playing import Steps, play
+from envd.authoring.verification import verify_config
 from envd.base.config_sources import load
-from envd.bench.playing import Steps, play
-from envd.bench.verification import verify_config
 from envd.daemon.composition import open_daemon
 from envd.daemon.suites import load_tasks
 from envd.hypervisor.machine import GuestOs

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from envd.base.errors import EnvdError, GuestError
-from envd.guest.agent import CommandResult, GuestAgent
+from envd.desktop.agent import CommandResult, GuestAgent
 from envd.hypervisor.agent_channel import AgentChannel
 from tests.support.fuzz import corpus, fuzzed, inputs, json_values
 from tests.support.stubs import StubChannels

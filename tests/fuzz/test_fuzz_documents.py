@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from envd.guest.a11y import MAX_ELEMENTS, MalformedTree, outline, parse_tree, with_marks
+from envd.desktop.a11y import MAX_ELEMENTS, MalformedTree, outline, parse_tree, with_marks
 from envd.tasks.checkers.base import FoundFile
 from envd.tasks.checkers.data import DataCheck, judge_data
 from envd.tasks.checkers.union import Checker

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from envd.base.errors import EnvdError, GuestError
-from envd.guest import guestd as guestd_module
-from envd.guest.guestd import GuestdClient
+from envd.desktop import guestd as guestd_module
+from envd.desktop.guestd import GuestdClient
 from tests.support.fuzz import fuzzed, inputs, json_values, with_corpus
 
 Guestd = GuestdClient

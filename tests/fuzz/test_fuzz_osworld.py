@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envd.base.errors import GuestError
-from envd.guest.gateway import InvalidProxyRequest, parse_head
+from envd.desktop.gateway import InvalidProxyRequest, parse_head
 from envd.integrations.osworld.bridge import outcome_of
 from envd.integrations.osworld.worker.traffic import incompleteness
 from envd.integrations.osworld.workers import Job, WorkerFailed, parse_result

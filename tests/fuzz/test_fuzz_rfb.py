@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from envd.base.errors import EnvdError
-from envd.guest.display.rfb import MAX_CURSOR_SIDE_PX, CursorShape, Encoding, PixelRect, Rect, Resize, RfbClient
+from envd.desktop.display.rfb import MAX_CURSOR_SIDE_PX, CursorShape, Encoding, PixelRect, Rect, Resize, RfbClient
 from tests.support.display import memory_streams
 from tests.support.fuzz import fuzzed, inputs, mutated, with_corpus
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from cuaenv.actions import RunShell
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, StepResult, View
+from envd.authoring.playing import ConditionNotMet, play
 from envd.base.config import Config, HypervisorConfig, LimitsConfig, TasksConfig
-from envd.bench.playing import ConditionNotMet, play
 from envd.daemon.composition import open_daemon
 from envd.daemon.ephemeral import ephemeral_config, run_until_signal
 from envd.daemon.suites import load_tasks

@@ -8,8 +8,8 @@ from envd.api.security.tokens import NewToken
 from envd.base.config import Config, SettlePolicy
 from envd.base.config_sources import load
 from envd.daemon.composition import Daemon
+from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
-from envd.guest.observation import Encoding, ObservationOptions
 
 NO_PIXELS = ObservationOptions(encoding=Encoding.NONE)
 #: Flag of a daemon that serves a console.

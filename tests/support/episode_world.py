@@ -16,10 +16,10 @@ from cuaenv.actions import Action, Click, Done, Fail
 from envd.base.errors import SetupFailed
 from envd.base.losses import ENDS_MACHINE
 from envd.base.telemetry.metrics import Metrics
+from envd.desktop.desktop import Desktop
+from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo, EpisodeState, ForkCommand, GroupResult, ResetCommand, StepCommand
-from envd.guest.desktop import Desktop
-from envd.guest.observation import Encoding, ObservationOptions
 from envd.pool.fairness import RunShares
 from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool

@@ -15,13 +15,14 @@ from envd.base.aio import race
 from envd.base.config import Config
 from envd.base.errors import GuestUnresponsive, HypervisorError, NotForkable
 from envd.base.losses import Loss, Silence, loss_by_silence
-from envd.hypervisor.fake import FakeHypervisor, FakeMachine, FakeSnapshot, backend
-from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture, Rect
-from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
-from envd.hypervisor.fake.guest import FrozenGuest
-from envd.hypervisor.fake.machine import check_screen
-from envd.hypervisor.fake.wires.guestd import Guestd
-from envd.hypervisor.fake.wires.rfb import RfbConnection
+from envd.drawn import FakeHypervisor, FakeMachine, FakeSnapshot, backend
+from envd.drawn.desktop.canvas import Framebuffer, Picture, Rect
+from envd.drawn.desktop.desktop import DrawnDesktop
+from envd.drawn.guest import FrozenGuest
+from envd.drawn.machine import check_screen
+from envd.drawn.wires.guestd import Guestd
+from envd.drawn.wires.rfb import RfbConnection
+from envd.guests.guestd import VERSION
 from envd.hypervisor.machine import (
     CaptureReport,
     DiskImage,
@@ -33,7 +34,6 @@ from envd.hypervisor.machine import (
     MachineState,
     Snapshot,
 )
-from envd.images.guestd import VERSION
 
 #: Answers a command of the guest agent, given its name, its arguments and the timeout in seconds.
 Agent = Callable[[str, Mapping[str, JsonValue] | None, float], Awaitable[JsonValue]]

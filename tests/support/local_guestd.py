@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-import envd.images.guestd
+import envd.guests.guestd
 
 
 class LocalGuestd(NamedTuple):
@@ -33,7 +33,7 @@ def serve_guestd(stack: ExitStack, home: Path, *, env: dict[str, str] | None = N
     """
     home.mkdir(parents=True, exist_ok=True)
     env = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **(env or {})}
-    package = Path(envd.images.guestd.__file__).parent
+    package = Path(envd.guests.guestd.__file__).parent
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package.parent), env.get("PYTHONPATH")]))
     command = (sys.executable, "-m", package.name, "--host", "127.0.0.1", "--port", "0")
     process = stack.enter_context(subprocess.Popen(command, env=env, stderr=subprocess.PIPE))

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from envd.base.errors import GuestError, GuestUnresponsive
-from envd.guest.desktop import CommandResult, Desktop
-from envd.hypervisor.fake.files import GuestFiles
-from envd.hypervisor.fake.programs import OpenWindow, Programs
+from envd.desktop.desktop import CommandResult, Desktop
+from envd.drawn.files import GuestFiles
+from envd.drawn.programs import OpenWindow, Programs
 
 
 class MemoryDesktop(Desktop):

@@ -9,8 +9,8 @@ from cuaenv.client import AsyncEnvClient
 from envd.api.server import ApiServer
 from envd.base.config import HypervisorConfig
 from envd.base.telemetry.metrics import Metrics
+from envd.desktop.desktop import Desktop
 from envd.episodes.service import EpisodeService
-from envd.guest.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.images.catalogue import Image, ImageCatalogue

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from cuaenv.client import AsyncEnvClient
+from envd import drawn
 from envd.api.server import ApiServer, read_token_table
 from envd.base.clock import Clock, SystemClock
 from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
 from envd.base.store.store import NullStore, SqliteStore
 from envd.base.telemetry.metrics import Metrics
+from envd.drawn import fake_image
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.service import EpisodeService
-from envd.hypervisor import fake
-from envd.hypervisor.fake import fake_image
 from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostMemory
 from envd.pool.parts import PoolHost
@@ -75,7 +75,7 @@ class FakeServer:
 @cache
 def load_fake_tasks() -> TaskCatalogue:
     """Return the suite `fake` of the drawn desktop. Read once per test run."""
-    return TaskCatalogue.load([Path(fake.__file__).parent / "suite.yaml"], include_builtin=False)
+    return TaskCatalogue.load([Path(drawn.__file__).parent / "suite.yaml"], include_builtin=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,13 @@ from cuaenv.actions import Action
 from envd.api.server import ApiServer
 from envd.base.aio import Changes
 from envd.base.telemetry.metrics import Metrics
+from envd.desktop.display.encoder import FrameEncoder
+from envd.desktop.display.frames import Frame
+from envd.desktop.display.marks import Mark
+from envd.desktop.observation import A11yFormat, EncodedFrame, Observation, ObservationOptions
+from envd.desktop.view import DesktopView, ScreenView
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
-from envd.guest.display.encoder import FrameEncoder
-from envd.guest.display.frames import Frame
-from envd.guest.display.marks import Mark
-from envd.guest.observation import A11yFormat, EncodedFrame, Observation, ObservationOptions
-from envd.guest.view import DesktopView, ScreenView
 from envd.hypervisor.machine import Machine
 from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool

@@ -24,14 +24,14 @@ from envd.base.aio import race
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
 from envd.base.losses import Loss, Owner, Silence, loss_by_silence
-from envd.guest.desktop import CommandResult, Desktop
-from envd.guest.display.frames import Frame
-from envd.guest.display.marks import Mark
-from envd.guest.gateway import UnrecordedRequest
-from envd.guest.input.plan import HeldInputs
-from envd.guest.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, SettleResult
-from envd.guest.view import ConnectionState, DesktopView
-from envd.hypervisor.fake.backend import CAPABILITIES
+from envd.desktop.desktop import CommandResult, Desktop
+from envd.desktop.display.frames import Frame
+from envd.desktop.display.marks import Mark
+from envd.desktop.gateway import UnrecordedRequest
+from envd.desktop.input.plan import HeldInputs
+from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, SettleResult
+from envd.desktop.view import ConnectionState, DesktopView
+from envd.drawn.backend import CAPABILITIES
 from envd.hypervisor.machine import (
     Accelerator,
     CaptureReport,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from envd.hypervisor import fake
+from envd import drawn
+from envd.drawn.suite import DRAWN
 from envd.tasks import suites
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.suites.drawn import DRAWN
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -99,7 +99,7 @@ def test_every_guarantee_and_every_defence_names_a_test() -> None:
 
 def test_named_tasks_exist() -> None:
     """Ids in pages, sources and deployments, such as `desktop/type-greeting`, are tasks of the suites that ship."""
-    files = [Path(fake.__file__).parent / "suite.yaml", Path(suites.__file__).parent / "windows"]
+    files = [Path(drawn.__file__).parent / "suite.yaml", Path(suites.__file__).parent / "windows"]
     known = (TaskCatalogue.load(), TaskCatalogue.load(files, include_builtin=False, templates=DRAWN))
     trees = ("docs", "envd", "trainer", "proto", "deploy", "docker")
     texts = [file for tree in trees for file in (ROOT / tree).rglob("*") if re.fullmatch(_TEXTS, file.name)]

@@ -42,7 +42,7 @@ def test_every_python_that_envd_and_the_trainer_start_ignores_the_working_direct
         if (start := STARTS_PYTHON.search(line)) and not re.search(r'"-[sS]*[IP]"', start["options"])
     }
     # It is started in the root directory of the guest.
-    assert {line.partition(":")[0] for line in found} == {"envd/images/guestd/a11y/client.py"}
+    assert {line.partition(":")[0] for line in found} == {"envd/guests/guestd/a11y/client.py"}
 
 
 def test_the_commands_of_the_trainers_own_daemons_ignore_the_working_directory(hostile: Path) -> None:

@@ -31,6 +31,7 @@ from envd.base.errors import (
     StoreError,
     Unimplemented,
 )
+from envd.desktop.observation import ObservationOptions
 from envd.episodes.checkpoints.archive import ArchiveReader, archived
 from envd.episodes.checkpoints.store import (
     Checkpoint,
@@ -49,7 +50,6 @@ from envd.episodes.ledger import CHECKPOINT, Request
 from envd.episodes.members import Group, Member, start_from
 from envd.episodes.task_states import TaskStates
 from envd.episodes.types import CheckpointCommand, CheckpointTrigger, ResetCommand
-from envd.guest.observation import ObservationOptions
 from envd.pool.leased import FrozenDesktop, Reservation
 from envd.pool.pool import Pool
 from envd.tasks.basis import task_digest

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from envd.base.errors import EnvdError, EvaluatorFailed
+from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.checkpoints.calls import Checkpointing
 from envd.episodes.context import EpisodeContext
 from envd.episodes.evaluating import RunCheckers, judge
 from envd.episodes.ledger import SCORE, Request
 from envd.episodes.quotas import MachineQuotas
 from envd.episodes.types import ResetCommand, ScoreCommand, ScoreResult
-from envd.guest.observation import Encoding, ObservationOptions
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
 from envd.tasks.checkers.evaluate import Evaluation

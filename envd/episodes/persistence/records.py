@@ -19,6 +19,8 @@ from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed
 from envd.base.store.statements import EpisodeRow
+from envd.desktop.observation import Observation
+from envd.desktop.view import ConnectionState
 from envd.episodes.episode import Episode
 from envd.episodes.types import (
     AutomaticCheckpoints,
@@ -29,8 +31,6 @@ from envd.episodes.types import (
     RollbackResult,
     StepResult,
 )
-from envd.guest.observation import Observation
-from envd.guest.view import ConnectionState
 from envd.tasks.user import Exchange
 
 T = TypeVar("T")

@@ -19,15 +19,15 @@ from cuaenv.action_codec import to_json
 from envd.base.aio import OwnedTasks
 from envd.base.clock import Clock, SystemClock
 from envd.base.errors import EnvdError
+from envd.desktop.desktop import ScreenView
+from envd.desktop.display.encoder import FrameEncoder
+from envd.desktop.observation import CursorMode, Encoding, Keyframe, ObservationOptions, TileDelta
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.recording.records import Kind, packed, packed_json
 from envd.episodes.recording.writer import RecordingDirectory, RecordingFile
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EvaluateResult
-from envd.guest.desktop import ScreenView
-from envd.guest.display.encoder import FrameEncoder
-from envd.guest.observation import CursorMode, Encoding, Keyframe, ObservationOptions, TileDelta
 
 logger = logging.getLogger(__name__)
 

@@ -116,7 +116,9 @@ def _bind(target: str, source: PurePosixPath) -> dict[str, Any]:
 
 
 def _seccomp() -> dict[str, JsonValue]:
-    def refuse(*names: str, errno: int = _EPERM, argument: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
+    def refuse(
+        *names: str, errno: int = _EPERM, argument: Mapping[str, JsonValue] | None = None
+    ) -> dict[str, JsonValue]:
         rule: dict[str, JsonValue] = {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": errno}
         return rule if argument is None else {**rule, "args": [dict(argument)]}
 

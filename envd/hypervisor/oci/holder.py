@@ -172,11 +172,17 @@ def launch(*, runtime: str, state: str, bundle: str, name: str, lower: str, join
 def stop(*, runtime: str, state: str, bundle: str, name: str) -> None:
     """End a container's processes and unmount its file system, whose files stay. Idempotent."""
     done = subprocess.run(
-        [runtime, "--root", state, "delete", "--force", name], stdin=subprocess.DEVNULL, capture_output=True, check=False
+        [runtime, "--root", state, "delete", "--force", name],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(f"{runtime}: exit code {done.returncode}: {done.stderr.decode(errors='replace')[-500:]}")
-    if _libc.umount2(f"{bundle}/root".encode(), _MNT_DETACH) and (number := ctypes.get_errno()) not in {_ENOENT, _EINVAL}:
+    if _libc.umount2(f"{bundle}/root".encode(), _MNT_DETACH) and (number := ctypes.get_errno()) not in {
+        _ENOENT,
+        _EINVAL,
+    }:
         raise OSError(number, f"unmount {bundle}/root: {os.strerror(number)}")
 
 

@@ -178,7 +178,9 @@ class OciMachine:
         Processes of the container cannot kill it (pid_namespaces(7)), so SIGKILL is the host's, unless the kernel sent
         it because the container's memory was full.
         """
-        self._end_by(_loss_by_exit(status, is_out_of_memory=self.groups is not None and self.groups.ran_out_of_memory()))
+        self._end_by(
+            _loss_by_exit(status, is_out_of_memory=self.groups is not None and self.groups.ran_out_of_memory())
+        )
 
     def _end_by(self, loss: Loss) -> None:
         if not self.lost.is_set():
@@ -416,4 +418,3 @@ def _loss_by_exit(status: int, *, is_out_of_memory: bool) -> Loss:
     if is_out_of_memory:
         return Loss(Owner.GUEST, "its memory was full, and the kernel ended its first process", "PANIC")
     return Loss(Owner.HOST, "its first process was killed by the host")
-

@@ -57,7 +57,13 @@ class Namespace:
         Raises:
             ConfigError: The kernel does not allow it, or a tool is missing.
         """
-        command = [sys.executable, "-I", "-S", holder.__file__, *(f"{name}={path}" for name, path in directories.items())]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            holder.__file__,
+            *(f"{name}={path}" for name, path in directories.items()),
+        ]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=_MAX_LINE_BYTES

@@ -21,7 +21,7 @@ from PIL import Image as PillowImage
 
 from envd.base.aio import race
 from envd.base.errors import EnvdError, GuestUnresponsive, ImageError, MachineLost
-from envd.guest.agent import GuestAgent
+from envd.desktop.agent import GuestAgent
 from envd.hypervisor.machine import Accelerator, DiskImage, Firmware, GuestOs, Hardware, MachineSpec
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.machine import LibvirtMachine

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from envd.api.security.access import Caller
 from envd.base.errors import EpisodeNotFound, InvalidRequest
-from envd.guest.observation import Observation
+from envd.desktop.observation import Observation
 from envd.integrations.compat.osworld_env import EnvSettings
 from envd.integrations.compat.protocols import Body, Routes, base64_png, json_response, read_body
 from envd.integrations.compat.sessions import Sessions, SessionTable

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from envd.api.security.access import Caller
 from envd.base.errors import EpisodeNotFound, GuestError, GuestRefused, GuestUnresponsive, InvalidRequest
-from envd.guest.observation import Encoding, ObservationOptions
+from envd.desktop.observation import Encoding, ObservationOptions
 from envd.integrations.compat.protocols import Body, Routes, json_response, read_body
 from envd.integrations.compat.sessions import Sessions, SessionTable
 

@@ -1,7 +1,7 @@
 """The settings of OSWorld's `DesktopEnv`, which two protocols carry: what applies, and what is refused. Pure."""
 
 from envd.base.errors import InvalidRequest
-from envd.guest.observation import A11yFormat, EncodedFrame, ObservationOptions
+from envd.desktop.observation import A11yFormat, EncodedFrame, ObservationOptions
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.compat.protocols import Body
 from envd.tasks.model import Task

@@ -20,7 +20,7 @@ from envd.api.security.http import peer_of
 from envd.api.status import code_of, reason_of
 from envd.base import untrusted_json
 from envd.base.errors import AccessDenied, EnvdError, InvalidRequest, RateLimited, RetryableError, Unauthenticated
-from envd.guest.observation import EncodedFrame, Keyframe
+from envd.desktop.observation import EncodedFrame, Keyframe
 
 logger = logging.getLogger(__name__)
 

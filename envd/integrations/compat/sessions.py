@@ -19,10 +19,10 @@ from cuaenv.agent_text.values import ParseError
 from envd.api.convert_requests import guest_path_of
 from envd.api.security.access import Caller
 from envd.base.errors import EpisodeEnded, GuestError, GuestRefused, InvalidRequest, PoolExhausted, TaskNotFound
+from envd.desktop.observation import CursorMode, Encoding, Observation, ObservationOptions
 from envd.episodes.registry import unknown_episode
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo, EpisodeState, GroupResult, ResetCommand, StepCommand
-from envd.guest.observation import CursorMode, Encoding, Observation, ObservationOptions
 from envd.tasks.formats.osworld import osworld_name
 from envd.tasks.model import Task
 

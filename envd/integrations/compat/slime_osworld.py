@@ -9,7 +9,7 @@ from collections import OrderedDict
 from aiohttp import web
 
 from envd.api.security.access import Caller
-from envd.guest.observation import Observation, ObservationOptions
+from envd.desktop.observation import Observation, ObservationOptions
 from envd.integrations.compat.osworld_env import EnvSettings
 from envd.integrations.compat.protocols import Body, Routes, base64_png, json_response, read_body
 from envd.integrations.compat.sessions import Sessions

@@ -15,8 +15,8 @@ from cuaenv.actions import Action, TypeText
 from cuaenv.agent_text.values import ParseError, monitor_chord, type_action
 from envd.api.security.access import Caller
 from envd.base.errors import InvalidRequest
+from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.types import EpisodeState
-from envd.guest.observation import Encoding, ObservationOptions
 from envd.integrations.compat.protocols import Body, Routes, json_response, png_of, read_body
 from envd.integrations.compat.sessions import Sessions
 from envd.tasks.fields import BOM

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from envd.base.errors import GuestError
-from envd.guest.desktop import Desktop
+from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.workers import Job, Workers
 from envd.tasks.assets import AssetCache, AssetMissing

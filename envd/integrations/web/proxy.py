@@ -18,7 +18,7 @@ from typing import IO, Any, Literal
 
 from envd.base.errors import ConfigError
 from envd.base.streams import close, copy, receive_descriptor
-from envd.guest.gateway import HostExit, UnrecordedRequest, send_error
+from envd.desktop.gateway import HostExit, UnrecordedRequest, send_error
 from envd.integrations.web.environment import AUTHORITY_KEY, PROGRAM, ROOT, WebEnvironment
 from envd.integrations.web.recordings import WebRecordings
 

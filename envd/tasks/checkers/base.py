@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from cuaenv.actions import Done
 from envd.base.errors import GuestError
-from envd.guest.agent import CommandResult
-from envd.guest.powershell import Script, powershell
+from envd.desktop.agent import CommandResult
+from envd.guests.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.fields import AssetRef, Model
 from envd.tasks.osworld import OsworldBridge
@@ -23,7 +23,7 @@ from envd.tasks.text import CheckOutcome, quote
 
 if TYPE_CHECKING:
     # Importing it takes half a second, and task data is also read where no desktop exists.
-    from envd.guest.desktop import Desktop
+    from envd.desktop.desktop import Desktop
 
 #: Limit of our own queries; each ends at once in a healthy guest.
 QUERY_TIMEOUT_S = 30.0

@@ -18,7 +18,7 @@ from lxml import etree
 from pydantic import Field, JsonValue, model_validator
 
 from envd.base.errors import GuestError
-from envd.guest.powershell import Script, powershell
+from envd.guests.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import FoundFile, GuestInspector, LeafChecker
 from envd.tasks.checkers.files import DEFAULT_ENCODINGS, FileCheck, not_a_file, text_of

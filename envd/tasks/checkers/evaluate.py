@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cuaenv.actions import Done, Fail
 from envd.base.clock import running_timeout
 from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive, SetupFailed, TooLarge
-from envd.guest.desktop import Desktop
+from envd.desktop.desktop import Desktop
 from envd.tasks.checkers.base import GuestInspector, Judge, judge_directly
 from envd.tasks.checkers.programs import PoweredOff
 from envd.tasks.checkers.union import AllOf, AnyChecker, AnyLeafChecker, AnyOf, Weighted, combine, leaves, parts_of

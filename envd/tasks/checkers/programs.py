@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from envd.base.errors import GuestError
-from envd.guest.agent import CommandResult
-from envd.guest.freezing import as_user
+from envd.desktop.agent import CommandResult
+from envd.desktop.freezing import as_user
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import QUERY_TIMEOUT_S, GuestInspector, LeafChecker
 from envd.tasks.fields import Argv, Timeout, WindowMatch

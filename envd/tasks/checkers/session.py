@@ -8,9 +8,9 @@ from pydantic import model_validator
 
 from cuaenv.actions import Done
 from envd.base.errors import GuestError
-from envd.guest.a11y import MAX_NAME_CHARS, MAX_VALUE_CHARS, is_cut
-from envd.guest.agent import CommandResult
-from envd.guest.observation import Element, Elements, Encoding, ObservationOptions
+from envd.desktop.a11y import MAX_NAME_CHARS, MAX_VALUE_CHARS, is_cut
+from envd.desktop.agent import CommandResult
+from envd.desktop.observation import Element, Elements, Encoding, ObservationOptions
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import QUERY_TIMEOUT_S, GuestInspector, LeafChecker
 from envd.tasks.fields import Regex

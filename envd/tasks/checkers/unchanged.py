@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from envd.base.errors import GuestError
-from envd.guest.desktop import Desktop
+from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import QUERY_TIMEOUT_S, GuestInspector, LeafChecker
 from envd.tasks.fields import Argv, GuestPath

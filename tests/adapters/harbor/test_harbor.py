@@ -16,9 +16,9 @@ import pytest
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
 from harbor.trial.trial import Trial
 
-from envd.hypervisor.fake.files import GuestFiles
-from envd.hypervisor.fake.outcome import Outcome
-from envd.hypervisor.fake.programs import Programs
+from envd.drawn.files import GuestFiles
+from envd.drawn.outcome import Outcome
+from envd.drawn.programs import Programs
 from tests.support.desktops import DrawnDesktops
 
 # Warnings of the framework are not ours.

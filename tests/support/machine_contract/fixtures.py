@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from envd.base.errors import GuestUnresponsive
-from envd.guest.display.rfb import PixelRect, Resize, RfbClient
+from envd.desktop.display.rfb import PixelRect, Resize, RfbClient
 from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec, Snapshot
 
 Screen = npt.NDArray[np.uint32]

@@ -18,7 +18,7 @@ from envd.base.errors import (
     NotForkable,
     TemplateCorrupt,
 )
-from envd.guest.agent import GuestAgent, guest_machine_id, renew_identity
+from envd.desktop.agent import GuestAgent, guest_machine_id, renew_identity
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
 from tests.support.machine_contract.fixtures import NOTES, Frozen, MachineFixtures, new_machine_id
 
@@ -425,9 +425,6 @@ class ForkContract(TemplateContract):
         self, hypervisor: Hypervisor, template: Snapshot
     ) -> None:
         async with self.running_fork(hypervisor, template) as machine:
-            with (
-                self.removed(hypervisor, template),
-                pytest.raises(NotForkable, match="removed or replaced"),
-            ):
+            with self.removed(hypervisor, template), pytest.raises(NotForkable, match="removed or replaced"):
                 await hypervisor.capture(machine)
             assert await self.run(machine, "echo", "alive") == b"alive\n"

@@ -33,8 +33,8 @@ import zstandard
 from cuaenv.actions import Click, Move, PressKeys, Wait
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
-from envd.guest.desktop import Desktop
-from envd.guest.observation import CursorMode, EncodedFrame, Encoding, Keyframe, ObservationOptions, TileDelta
+from envd.desktop.desktop import Desktop
+from envd.desktop.observation import CursorMode, EncodedFrame, Encoding, Keyframe, ObservationOptions, TileDelta
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
 from tests.support.machine_contract.fixtures import new_machine_id, read_to_end
 from tests.support.machine_contract.forks import ForkContract, TemplateContract

@@ -38,8 +38,8 @@ from cuaenv.actions import (
     action_text,
 )
 from cuaenv.v1 import env_pb2
-from envd.guest.input.plan import InputState, plan
-from envd.guest.observation import Point
+from envd.desktop.input.plan import InputState, plan
+from envd.desktop.observation import Point
 from envd.tasks.oracle import parse_action, write_action
 from trainer.adapters.actions import ActionForm
 

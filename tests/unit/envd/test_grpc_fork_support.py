@@ -25,9 +25,9 @@ importlib.import_module(sys.argv[1])
     [
         "envd.daemon.composition",
         "envd.bench.session",
-        "envd.bench.demo.group",
+        "envd.authoring.demo.group",
         "tests.soak.run",
-        "envd.bench.verification",
+        "envd.authoring.verification",
     ],
 )
 def test_fork_support_is_off_when_grpc_is_imported(module: str) -> None:

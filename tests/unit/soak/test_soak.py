@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cuaenv.actions import Wait
 from envd.base.config_sources import load
-from envd.hypervisor.fake import fake_image
+from envd.drawn import fake_image
 from envd.hypervisor.machine import MachineSpec
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.verbs import WriteFile

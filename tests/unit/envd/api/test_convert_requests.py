@@ -29,8 +29,8 @@ from envd.api.convert_requests import (
 )
 from envd.base.config import SettlePolicy
 from envd.base.errors import InvalidRequest, Unimplemented
+from envd.desktop.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
 from envd.episodes.types import ForkCommand, ResetCommand, ScoreCommand
-from envd.guest.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
 from envd.tasks.perturbations import Perturb
 
 

@@ -25,9 +25,8 @@ from envd.api.convert_results import (
 )
 from envd.api.pages import page_of
 from envd.base.errors import InvalidRequest
-from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
-from envd.guest.gateway import UnrecordedRequest
-from envd.guest.observation import (
+from envd.desktop.gateway import UnrecordedRequest
+from envd.desktop.observation import (
     ActionOutcome,
     EncodedFrame,
     Encoding,
@@ -39,6 +38,7 @@ from envd.guest.observation import (
     TileDelta,
     Unchanged,
 )
+from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
 from envd.tasks.checkers.evaluate import CheckResult

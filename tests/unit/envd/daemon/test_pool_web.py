@@ -8,7 +8,7 @@ from envd.base.config import Config, HypervisorConfig, PoolConfig
 from envd.base.errors import ConfigError
 from envd.base.telemetry.metrics import Metrics
 from envd.daemon.web import open_web
-from envd.guest.gateway import HostExit
+from envd.desktop.gateway import HostExit
 from tests.support.stubs import IMAGE
 
 

@@ -14,10 +14,7 @@ from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed
 from envd.base.store.statements import AnswerRow, EpisodeRow, upsert
 from envd.base.store.store import SqliteStore
-from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, snapshot_of, without_pixels
-from envd.episodes.persistence.recovery import RecoveryOutcome, decide, load_persisted
-from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
-from envd.guest.observation import (
+from envd.desktop.observation import (
     ActionOutcome,
     EncodedFrame,
     Encoding,
@@ -27,7 +24,10 @@ from envd.guest.observation import (
     ScreenChange,
     SettleResult,
 )
-from envd.guest.view import ConnectionState
+from envd.desktop.view import ConnectionState
+from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, snapshot_of, without_pixels
+from envd.episodes.persistence.recovery import RecoveryOutcome, decide, load_persisted
+from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import CheckResult
 

@@ -37,11 +37,11 @@ from envd.base.errors import (
     TokenQuotaReached,
 )
 from envd.base.losses import Loss, Owner, Silence
+from envd.desktop.gateway import UnrecordedRequest
+from envd.desktop.observation import A11yFormat, ObservationOptions
 from envd.episodes.lease import MAX_CALL_S
 from envd.episodes.resetting import choose_pool
 from envd.episodes.types import EpisodeState
-from envd.guest.gateway import UnrecordedRequest
-from envd.guest.observation import A11yFormat, ObservationOptions
 from envd.hypervisor.machine import DiskImage, GuestOs
 from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool

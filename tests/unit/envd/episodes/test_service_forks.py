@@ -24,8 +24,8 @@ from envd.base.errors import (
     SetupFailed,
     StepIndexMismatch,
 )
+from envd.desktop.observation import A11yFormat, Encoding, ObservationOptions
 from envd.episodes.types import EpisodeState, GroupResult
-from envd.guest.observation import A11yFormat, Encoding, ObservationOptions
 from envd.hypervisor.machine import MachineState
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import CAPACITY, FROZEN, PLAIN, TASK, World, running_world

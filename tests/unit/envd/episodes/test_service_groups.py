@@ -16,8 +16,8 @@ from envd.base.errors import (
     NotForkable,
     SetupFailed,
 )
+from envd.desktop.observation import A11yFormat, Encoding, Keyframe, ObservationOptions, SettleResult
 from envd.episodes.types import GroupResult
-from envd.guest.observation import A11yFormat, Encoding, Keyframe, ObservationOptions, SettleResult
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.tasks.perturbations import Perturb

@@ -19,7 +19,7 @@ from cuaenv.actions import (
     Wait,
     longest,
 )
-from envd.guest.observation import ActionOutcome
+from envd.desktop.observation import ActionOutcome
 from tests.support.episode_world import World
 
 MINUTE = timedelta(seconds=60)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from envd.base.errors import ImageError, ImageNotFound
+from envd.guests.guestd import VERSION
 from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
 from envd.images.build import build_image
 from envd.images.catalogue import Image, ImageCatalogue, ImportedDisk
-from envd.images.guestd import VERSION
 from envd.images.recipe import desktop_recipe, overlay_files, recipe_digest
 
 DISK = b"QFI\xfb" + bytes(100)

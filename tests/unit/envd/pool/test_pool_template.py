@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, HypervisorUnavailable, PoolExhausted
-from envd.guest.agent import CommandResult
+from envd.desktop.agent import CommandResult
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from tests.support.clock import begun, run_ready

@@ -11,8 +11,8 @@ import pytest
 
 from cuaenv.actions import Done, Fail
 from envd.base.errors import EvaluatorFailed, GuestError, MachineLost, TooLarge
-from envd.guest.desktop import CommandResult
-from envd.hypervisor.fake.programs import OpenWindow
+from envd.desktop.desktop import CommandResult
+from envd.drawn.programs import OpenWindow
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
 from envd.tasks.checkers.evaluate import Evaluation, evaluate, judge_ended
 from envd.tasks.checkers.programs import Process, Window, judge_processes, judge_windows

@@ -7,8 +7,8 @@ from PIL import Image
 
 from cuaenv.actions import Done
 from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive
-from envd.guest.agent import CommandResult
-from envd.guest.observation import EncodedFrame, Observation
+from envd.desktop.agent import CommandResult
+from envd.desktop.observation import EncodedFrame, Observation
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.images import read_pixels
 from envd.tasks.model import Task

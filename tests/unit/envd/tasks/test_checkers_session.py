@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from cuaenv.actions import Done
 from cuaenv.region import Region
 from envd.base.errors import EvaluatorFailed, GuestError
-from envd.guest.a11y import MAX_VALUE_CHARS
-from envd.guest.desktop import CommandResult
-from envd.guest.observation import Element, Elements
+from envd.desktop.a11y import MAX_VALUE_CHARS
+from envd.desktop.desktop import CommandResult
+from envd.desktop.observation import Element, Elements
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.images import MAX_PIXELS, read_pixels
 from envd.tasks.checkers.session import AgentAnswer, OnScreen, judge_answer, judge_screen

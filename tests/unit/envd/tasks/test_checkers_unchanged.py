@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from envd.base.errors import EvaluatorFailed, SetupFailed
-from envd.guest.desktop import CommandResult
+from envd.desktop.desktop import CommandResult
 from envd.tasks.checkers import unchanged
 from envd.tasks.checkers.evaluate import evaluate, remember_start
 from envd.tasks.model import Task

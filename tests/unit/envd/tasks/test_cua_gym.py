@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import GuestError
-from envd.guest.agent import CommandResult
+from envd.desktop.agent import CommandResult
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from envd.tasks.cua_gym import CHECK_PARTS, MAX_ARCHIVE_BYTES, SETUP_COMMANDS, CuaGymCheck, archive, judge_check
 from envd.tasks.formats.cua_gym import read_bundles

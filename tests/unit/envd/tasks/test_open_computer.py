@@ -12,7 +12,7 @@ import pytest
 from envd.base.errors import ConfigError, GuestError
 from envd.cli.tasks import images_that_run, unmet_needs
 from envd.daemon.judging.workers import JudgeWorkers
-from envd.guest.agent import CommandResult
+from envd.desktop.agent import CommandResult
 from envd.images.catalogue import Image
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from envd.tasks.cua_gym import archive

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
-from envd.guest.desktop import CommandResult
-from envd.hypervisor.fake.programs import OpenWindow
+from envd.desktop.desktop import CommandResult
+from envd.drawn.programs import OpenWindow
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.assets import AssetCache
 from envd.tasks.model import Task

@@ -1,8 +1,8 @@
 """The desktop suite: complete, consistent, and never solved by doing nothing."""
 
 from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, PressKeys, Scroll, Wait
-from envd.guest.agent import CommandResult
-from envd.hypervisor.fake.programs import OpenWindow
+from envd.desktop.agent import CommandResult
+from envd.drawn.programs import OpenWindow
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate, remember_start
 from envd.tasks.checkers.files import FileText

@@ -15,7 +15,7 @@ from envd.base.config_sources import load
 from envd.base.errors import ConfigError
 from envd.cli.tasks import app
 from envd.daemon.suites import load_tasks, with_suites
-from envd.guest.desktop import CommandResult
+from envd.desktop.desktop import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.graded_text import GradedText

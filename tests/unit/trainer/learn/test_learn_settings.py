@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.tasks.suites.drawn import DRAWN
+from envd.drawn.suite import DRAWN
 from envd.tasks.templates import split_of
 from trainer.config import ConfigError
 from trainer.learn import LearnError

@@ -1,0 +1,217 @@
+"""Results of attacks as JSON lines, reviewed verdicts, and a page for people."""
+
+import base64
+import fcntl
+import html
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from string import Template
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from envd.authoring.attack.mutants import attack_digest, playable
+from envd.authoring.attack.playing import Attack
+from envd.base.errors import ConfigError
+from envd.tasks.basis import judged_digest
+from envd.tasks.model import Task
+
+
+class Verdict(BaseModel):
+    """What a reviewer found about a mutant that a checker did not score as expected."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    task: str
+    mutant: str
+    digest: str
+    """See `Mutant.digest`: a verdict does not hold for another version of the task or the mutant."""
+    verdict: Literal["equivalent", "wrong", "undecided"]
+    """`equivalent`: it solves the task, too (or the oracle rightly fails). `wrong`: a fault of the checker."""
+    why: str
+
+
+_VERDICTS = TypeAdapter(list[Verdict])
+_PASSED = TypeAdapter(dict[str, str])
+_PAGE = Template((files("envd.authoring.attack") / "report.html").read_text(encoding="utf-8"))
+_PASSED_HEAD = """\
+# Tasks that passed `envd tasks attack`, written by its option --passed, with a digest of the task, its checkers' code
+# and its mutants. `envd tasks verify` refuses tasks of the suites named here that have changed since.
+"""
+
+
+def read_verdicts(path: Traversable) -> dict[str, Verdict]:
+    """Return the verdicts of a file by digest; none if there is no file. Raises: ConfigError: it is invalid."""
+    if not path.is_file():
+        return {}
+    try:
+        found = _VERDICTS.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")) or [])
+    except (OSError, yaml.YAMLError, ValidationError) as error:
+        raise ConfigError(f"verdicts {path} cannot be read: {error}") from error
+    return {each.digest: each for each in found}
+
+
+def read_passed(path: Traversable) -> dict[str, str]:
+    """Return the digests of the tasks that passed an attack, by id: see `attack_digest`. Raises: ConfigError."""
+    if not path.is_file():
+        return {}
+    try:
+        return _PASSED.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    except (OSError, yaml.YAMLError, ValidationError) as error:
+        raise ConfigError(f"passed tasks {path} cannot be read: {error}") from error
+
+
+def write_passed(path: Path, tasks: Iterable[Task], report: "Report", *, runs_guests: bool) -> None:
+    """Write down which of these tasks passed: all their mutants were played and none is open. Keeps other tasks."""
+    passed = read_passed(path)
+    played = {each.digest for each in report.results}
+    failed = {each.task_id for each in report.open}
+    for task in tasks:
+        own = judged_digest(task)
+        wanted = {mutant.digest(own) for mutant in playable(task, runs_guests=runs_guests)}
+        passed.pop(task.task_id, None)
+        if wanted <= played and task.task_id not in failed:
+            passed[task.task_id] = attack_digest(task, runs_guests=runs_guests)
+    path.write_text(_PASSED_HEAD + yaml.safe_dump(passed), encoding="utf-8")
+
+
+class ResultsFile:
+    """Results so far; a killed attack continues where it stopped. Use as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file.
+
+        Raises:
+            ConfigError: It cannot be written, is damaged, or is in use.
+        """
+        with ExitStack() as stack:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = stack.enter_context(path.open("a+", encoding="utf-8"))
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"results {path} are written by another process; wait for it or end it") from error
+            except OSError as error:
+                raise ConfigError(f"results {path} cannot be written: {error.strerror}; use another --out") from error
+            self._file.seek(0)
+            text = self._file.read()
+            # A kill may have cut off the text after the last newline.
+            whole = text[: text.rfind("\n") + 1]
+            self.results = {each.digest: each for each in (_read(path, line) for line in whole.splitlines())}
+            self._file.truncate(len(whole.encode()))
+            stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, result: Attack) -> None:
+        self._file.write(result.model_dump_json() + "\n")
+        self._file.flush()
+        self.results[result.digest] = result
+
+
+def _read(path: Path, line: str) -> Attack:
+    try:
+        return Attack.model_validate_json(line)
+    except ValidationError as error:
+        raise ConfigError(f"results {path} are damaged: {error}; remove the file") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The results of an attack with their verdicts."""
+
+    results: Sequence[Attack]
+    verdicts: Mapping[str, Verdict]
+
+    def state_of(self, result: Attack) -> str:
+        """Return `killed` or `impossible`, or the verdict on a survivor: `survivor` without one, `no score` if none."""
+        if result.is_killed:
+            return "impossible" if result.impossible else "killed"
+        verdict = self.verdicts.get(result.digest)
+        return verdict.verdict if verdict else "no score" if result.score is None else "survivor"
+
+    @property
+    def open(self) -> list[Attack]:
+        """Results that are neither killed nor equivalent."""
+        return [each for each in self.results if self.state_of(each) not in _SETTLED]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all mutants that are not equivalent were killed."""
+        return not self.open
+
+    def counts(self) -> dict[str, Counter[str]]:
+        counts: dict[str, Counter[str]] = {}
+        for each in self.results:
+            counts.setdefault(each.task_id.partition("/")[0], Counter())[self.state_of(each)] += 1
+        return counts
+
+    def as_json(self) -> dict[str, object]:
+        suites = {
+            suite: {"mutants": count.total(), "not_equivalent": _real(count), **count}
+            for suite, count in self.counts().items()
+        }
+        return {"suites": suites, "open": [_plain(each, self.state_of(each)) for each in self.open]}
+
+    def print(self, console: Console) -> None:
+        if self.open:
+            table = Table("task", "mutant", "score", "state", "evidence", box=None, pad_edge=False)
+            for each in self.open:
+                score = "-" if each.score is None else f"{each.score:g}"
+                table.add_row(*map(escape, (each.task_id, each.mutant, score, self.state_of(each), each.detail[:160])))
+            console.print(table)
+        for suite, count in self.counts().items():
+            console.print(
+                f"{suite}: {count['killed']} of {_real(count)} mutants killed, {count['equivalent']} equivalent,"
+                f" {count['impossible']} impossible",
+                markup=False,
+            )
+
+    def page(self) -> str:
+        """Return the report as one HTML page. It runs no script; texts of guests are escaped."""
+        counts = (
+            (suite, count["killed"], _real(count), count["equivalent"], count["impossible"])
+            for suite, count in self.counts().items()
+        )
+        rows = ["<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in counts]
+        return _PAGE.substitute(rows="\n".join(rows), found="\n".join(map(self._section, self._shown())))
+
+    def _shown(self) -> Iterable[Attack]:
+        return (each for each in self.results if not each.is_killed)
+
+    def _section(self, result: Attack) -> str:
+        verdict = self.verdicts.get(result.digest)
+        picture = base64.b64encode(result.picture).decode()
+        image = f'<img alt="final screen" src="data:image/png;base64,{picture}">' if picture else ""
+        script = html.escape("\n".join(result.script))
+        why = f"<p>{html.escape(verdict.why)}</p>" if verdict else ""
+        return (
+            f"<section><h2>{html.escape(result.task_id)}: {html.escape(result.mutant)}</h2>"
+            f"<p>{self.state_of(result)}; score {result.score}; digest <code>{result.digest}</code></p>{why}"
+            f"<pre>{script}</pre><p>{html.escape(result.detail)}</p>{image}</section>"
+        )
+
+
+def _real(count: Counter[str]) -> int:
+    """Return how many mutants a sound checker kills."""
+    return count.total() - count["equivalent"] - count["impossible"]
+
+
+def _plain(result: Attack, state: str) -> dict[str, Any]:
+    return {**result.model_dump(), "picture": len(result.picture), "state": state}
+
+
+_SETTLED = ("killed", "equivalent", "impossible")

@@ -1,0 +1,1 @@
+"""Everything that runs inside guests. Imports nothing of envd."""

@@ -1,0 +1,244 @@
+"""Mutants of an oracle: what they change, where they are forked off, and what they leave alone."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuaenv.actions import Click, Done, PressKeys, RunShell, TypeText
+from envd.authoring.attack.mutants import Family, Mutant, attack_digest, mutants_of
+from envd.authoring.attack.playing import Attack
+from envd.authoring.attack.report import Report, read_passed, write_passed
+from envd.base.errors import ConfigError
+from envd.tasks.basis import judged_digest
+from envd.tasks.model import Task
+
+PATH = "/home/user/note.txt"
+ORACLE = [[{"click": {"x": 100, "y": 50}}], [{"type": "Room 12"}, {"press": ["ctrl", "s"]}], ["done"]]
+
+
+def task(**changes: Any) -> Task:
+    fields = {
+        "task_id": "mine/note",
+        "instruction": "Write the room into the note.",
+        "level": 1,
+        "setup": [{"kind": "write_file", "path": "/home/user/rooms.txt", "text": "Room 12"}],
+        "checker": {"kind": "file_text", "path": PATH, "equals": "Room 12"},
+        "oracle": ORACLE,
+    }
+    return Task.model_validate(fields | changes)
+
+
+def named(one: Task) -> dict[str, Mutant]:
+    return {mutant.name: mutant for mutant in mutants_of(one)}
+
+
+def test_the_oracle_is_changed_in_one_place_at_a_time() -> None:
+    found = named(task())
+    click, save = Click(100, 50), PressKeys(("ctrl", "s"))
+    rest = ((TypeText("Room 12"), save), (Done(),))
+    assert found["step 1: left out"].steps == rest
+    assert found["step 1: twice"].steps == ((click,), (click,), *rest)
+    assert found["step 1: after the next one"].steps == (rest[0], (click,), (Done(),))
+    assert found["step 1: below, action 1"].steps == ((Click(100, 98),), *rest)
+    changed = {name: found[name].steps[0][0] for name in found if name.endswith("action 1") and "step 2" in name}
+    assert changed == {
+        "step 2: other case, action 1": TypeText("rOOM 12"),
+        "step 2: one character, action 1": TypeText("Rool 12"),
+        "step 2: one digit, action 1": TypeText("Room 11"),
+        "step 2: blank at the end, action 1": TypeText("Room 12 "),
+    }
+    assert all(found[name].shared_count == 1 for name in changed)
+    assert "step 3: left out" not in found
+
+
+def test_a_name_that_the_checker_looks_for_is_changed() -> None:
+    oracle = [[{"type": "note.txt\n"}], ["done"]]
+    assert named(task(oracle=oracle))["step 1: other name than note, action 1"].steps[0] == (TypeText("note2.txt\n"),)
+
+
+def test_a_command_of_the_shell_is_changed_like_a_typed_text() -> None:
+    found = named(task(tools=["shell"], oracle=[[{"run_shell": {"command": "echo Room 12"}}], ["done"]]))
+    assert found["step 1: one digit, action 1"].steps[0] == (RunShell("echo Room 11"),)
+
+
+def test_cheats_know_what_osworlds_evaluators_read_and_run() -> None:
+    checker = {
+        "kind": "osworld",
+        "func": ["same_text", "exact_match", "exact_match"],
+        "result": [
+            {"type": "vm_file", "path": PATH, "dest": "note.txt"},
+            {"type": "vm_command_line", "command": "export A=b\ngsettings get org.a b"},
+            {"type": "vm_command_line", "command": "[ $(date) ] && echo x"},
+        ],
+        "expected": [None, {"type": "rule", "rules": {"expected": "true\n"}}, None],
+    }
+    names = {name for name, each in named(task(checker=checker)).items() if each.family is Family.KNOWING}
+    assert {f"pipe in place of {PATH}", "own gsettings in PATH"} <= names
+    assert [name for name in names if name.startswith("own function")] == ["own function in place of gsettings"]
+
+
+def test_cheats_know_the_workspace_of_cua_gym() -> None:
+    found = named(task(checker={"kind": "cua_gym", "bundle": "/bundles/one"}))
+    assert "ln -s gt results" in found["results linked to the truth in /tmp_workspace"].commands[0]
+    assert not any("workspace" in name for name in named(task()))
+
+
+def test_answers_are_hedged() -> None:
+    one = task(checker={"kind": "answer", "equals": "42"}, oracle=[[{"done": "42"}]])
+    answers = {mutant.steps[-1][-1].answer for mutant in mutants_of(one) if mutant.family is Family.ALMOST}  # type: ignore[union-attr]
+    assert answers == {"41", "42 ", "42 or 24x", "24x, 42, x24", ""}
+
+
+def test_the_way_to_an_answer_is_free_if_nothing_else_is_judged() -> None:
+    answer, oracle = {"kind": "answer", "equals": "42"}, [*ORACLE[:2], [{"done": "42"}]]
+    both = {"kind": "all", "checks": [answer, {"kind": "file_text", "path": PATH, "equals": "Room 12"}]}
+    changed = [{name for name in named(task(checker=it, oracle=oracle)) if "step 1" in name} for it in (answer, both)]
+    assert changed[0] == set()
+    assert "step 1: left out" in changed[1]
+
+
+def test_a_click_with_a_target_misses_without_it() -> None:
+    click = {"click": {"x": 3, "y": 4, "target": {"name": "Save"}}}
+    found = named(task(oracle=[[click], ["done"]]))
+    assert found["step 1: below, action 1"].steps[0] == (Click(3, 4 + 48),)
+
+
+def test_a_text_without_letters_has_no_other_case() -> None:
+    found = named(task(oracle=[[{"press": ["ctrl", "a"]}], [{"type": "12"}], ["done"]]))
+    assert {name for name in found if "step 2" in name and "action 1" in name} == {
+        "step 2: one digit, action 1",
+        "step 2: blank at the end, action 1",
+    }
+
+
+def test_cheats_are_those_of_the_checker() -> None:
+    commands = {mutant.name: mutant.commands for mutant in mutants_of(task()) if mutant.commands}
+    assert commands[f"empty {PATH}"] == (f"mkdir -p /home/user; : > {PATH}",)
+    assert commands[f"/home/user/rooms.txt copied to {PATH}"] == (f"cp /home/user/rooms.txt {PATH}",)
+    assert commands[f"pipe in place of {PATH}"][0].endswith(f"mkfifo {PATH}")
+    assert not any("own" in name or "settings written" in name for name in commands)
+
+
+@pytest.mark.parametrize(
+    ("checker", "name", "words"),
+    [
+        (
+            {"kind": "command", "argv": ["gsettings", "get"], "stdout": {"equals": "dark"}},
+            "own gsettings in PATH",
+            "echo ZGFyaw== | base64 -d",
+        ),
+        (
+            {"kind": "command", "argv": ["python3", "x.py"], "stdout": {"equals": "dark"}},
+            "own module that python3 loads first",
+            "b64decode('ZGFyaw==')",
+        ),
+        (
+            {"kind": "ini_value", "path": "/home/user/a.ini", "section": "s", "key": "k", "equals": "v"},
+            "settings written into /home/user/a.ini",
+            "[s]\nk=v\n",
+        ),
+        (
+            {"kind": "json_value", "path": "/home/user/a.json", "at": ["s", "k"], "equals": 5},
+            "settings written into /home/user/a.json",
+            '{"s": {"k": 5}}',
+        ),
+    ],
+)
+def test_cheats_know_what_a_checker_expects(checker: dict[str, Any], name: str, words: str) -> None:
+    (command,) = named(task(checker=checker))[name].commands
+    assert words in command
+
+
+def test_a_search_for_a_leak_does_not_find_itself() -> None:
+    one = task(checker={"kind": "file_text", "path": PATH, "equals": "Room 12\nand more"})
+    (search,) = (command for mutant in mutants_of(one) for command in mutant.commands if "/proc/" in command)
+    assert "Room" not in search
+    assert "and more" not in search
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=6, max_size=12))
+def test_commands_survive_any_text(text: str) -> None:
+    path = f"/home/user/{text.replace('/', '_')}.txt"
+    one = task(checker={"kind": "file_text", "path": path, "equals": text})
+    script = "\n".join(command for mutant in mutants_of(one) for command in mutant.commands)
+    assert subprocess.run(["sh", "-n", "-c", script], check=False).returncode == 0
+
+
+def test_damage_is_done_after_the_oracle_has_solved_the_task() -> None:
+    damage = {mutant.name: mutant for mutant in mutants_of(task()) if mutant.family is Family.DAMAGE}
+    deleted = damage["/home/user/rooms.txt deleted"]
+    assert (deleted.shared_count, deleted.steps) == (2, ((Done(),),))
+    assert not deleted.expects_success
+
+
+def test_the_oracle_is_repeated_and_must_always_score() -> None:
+    repeated = [mutant for mutant in mutants_of(task()) if mutant.expects_success]
+    assert [(mutant.steps, mutant.shared_count, bool(mutant.commands)) for mutant in repeated] == [
+        (task().oracle, 0, False),
+        (task().oracle, 0, False),
+        (((Done(),),), 2, True),
+        (((Done(),),), 2, True),
+    ]
+
+
+def test_a_task_that_changed_since_it_passed_is_named(tmp_path: Path) -> None:
+    def report(one: Task, **changes: Any) -> Report:
+        digest = judged_digest(one)
+        results = [
+            Attack(
+                task_id=one.task_id,
+                mutant=mutant.name,
+                family=mutant.family.value,
+                digest=mutant.digest(digest),
+                script=tuple(mutant.script),
+                **({"expects_success": mutant.expects_success, "score": float(mutant.expects_success)} | changes),
+            )
+            for mutant in mutants_of(one)
+        ]
+        return Report(results=results, verdicts={})
+
+    one, file = task(), tmp_path / "passed.yaml"
+    write_passed(file, [one], report(one), runs_guests=True)
+    assert read_passed(file) == {"mine/note": attack_digest(one, runs_guests=True)}
+    changed = task(checker={"kind": "file_text", "path": PATH, "equals": "Room 13"})
+    assert read_passed(file)["mine/note"] != attack_digest(changed, runs_guests=True)
+    # Not all its mutants were played, or one survived.
+    write_passed(file, [changed], report(one), runs_guests=True)
+    assert read_passed(file) == {}
+    write_passed(file, [one], report(one, expects_success=False, score=1.0), runs_guests=True)
+    assert read_passed(file) == {}
+    # The checker is not at fault if a cheat cannot be made, but an oracle must be playable.
+    impossible = report(one, expects_success=False, score=None, impossible=True)
+    assert (impossible.passed, impossible.counts()["mine"]["impossible"]) == (True, len(impossible.results))
+    assert not report(one, expects_success=True, score=None, impossible=True).passed
+    file.write_text("- 1")
+    with pytest.raises(ConfigError, match=r"passed\.yaml cannot be read"):
+        read_passed(file)
+
+
+def test_a_verdict_does_not_outlive_its_task_or_mutant() -> None:
+    one, other = mutants_of(task())[:2]
+    assert len({one.digest("a"), one.digest("b"), other.digest("a")}) == 3
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
+
+
+@given(TEXTS)
+def test_no_mutant_is_the_oracle_and_no_two_are_equal(text: str) -> None:
+    one = task(oracle=[[{"type": text}], [{"press": ["enter"]}], ["done"]])
+    mutants = mutants_of(one)
+    assert len({mutant.name for mutant in mutants}) == len(mutants)
+    wrong = [tuple(mutant.script) for mutant in mutants if not mutant.expects_success]
+    assert len(set(wrong)) == len(wrong)
+    changed = [mutant for mutant in mutants if not mutant.expects_success]
+    assert all(mutant.commands or mutant.shared_count or mutant.steps != one.oracle for mutant in changed)
+
+
+@pytest.mark.parametrize("oracle", [[], [["done"]]])
+def test_a_task_without_actions_has_mutants_without_steps(oracle: list[Any]) -> None:
+    assert all(len(mutant.steps) <= 1 for mutant in mutants_of(task(oracle=oracle)))

@@ -1,0 +1,171 @@
+"""Drawn desktops as files: they continue as before, and a file of another host changes nothing but its own desktop."""
+
+import json
+import pickle
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from envd.base.errors import CheckpointUnusable
+from envd.drawn import stored
+from envd.drawn.desktop.canvas import Framebuffer, Picture
+from envd.drawn.desktop.desktop import DrawnDesktop
+from envd.drawn.desktop.windows import EditorWindow, Window
+from envd.drawn.guest import Guest, content_digest
+from envd.drawn.programs import Programs
+from envd.drawn.stored import read_guest, write_guest
+from tests.unit.envd.drawn.test_fake_form_windows import FORM, PATH
+
+WIDTH_PX, HEIGHT_PX = 512, 320
+#: Enter, Tab, Ctrl, Shift, Alt, Caps Lock, and letters.
+KEYS = (28, 15, 29, 42, 56, 58, *range(16, 26))
+
+
+def guest_with_form() -> Guest:
+    guest = Guest(width_px=WIDTH_PX, height_px=HEIGHT_PX)
+    guest.show_desktop(Picture(np.zeros((1, 1, 4), np.uint8)))
+    guest.files[PATH] = json.dumps(FORM | {"alone": False}).encode()
+    desktop_of(guest).launch("form", PATH)
+    return guest
+
+
+def desktop_of(guest: Guest) -> DrawnDesktop:
+    assert guest.desktop is not None
+    return guest.desktop
+
+
+def play(guest: Guest, dice: random.Random, count: int) -> None:
+    desktop = desktop_of(guest)
+    for _ in range(count):
+        match dice.randrange(6):
+            case 0:
+                desktop.key(dice.choice(KEYS), down=dice.random() < 0.7)
+            case 1:
+                desktop.type_text(dice.choice(("Oslo", "\n", "ß")))
+            case 2:
+                desktop.launch(dice.choice(("editor", "controls")))
+            case 3:
+                guest.programs.run(["xclip", "-selection", "clipboard"], stdin=dice.randbytes(4))
+            case _:
+                desktop.pointer(dice.randrange(WIDTH_PX), dice.randrange(HEIGHT_PX), dice.choice((0, 1, 1, 8)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stored_desktop_continues_as_it_was(tmp_path: Path, seed: int) -> None:
+    guest = guest_with_form()
+    play(guest, random.Random(seed), 40)
+    guest.clock.stop()
+    write_guest(guest, tmp_path / "guest")
+    read = read_guest(tmp_path / "guest")
+    assert content_digest(read) == content_digest(guest)
+    assert read.clock.date_ns() == guest.clock.date_ns()
+    for each in (guest, read):
+        play(each, random.Random(seed + 100), 40)
+    assert content_digest(read) == content_digest(guest)
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of all values of a document."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from leaves(inner, (*path, key))
+
+
+def replaced(document: Any, path: tuple[Any, ...], value: object) -> Any:
+    if not path:
+        return value
+    changed: Any = dict(document) if isinstance(document, dict) else list(document)
+    changed[path[0]] = replaced(document[path[0]], path[1:], value)
+    return changed
+
+
+def test_a_file_with_any_other_value_is_a_desktop_or_is_refused(tmp_path: Path) -> None:
+    guest = guest_with_form()
+    play(guest, random.Random(1), 60)
+    file = tmp_path / "guest"
+    write_guest(guest, file)
+    document = json.loads(zstandard.decompress(file.read_bytes()))
+    kinds = (Guest, Programs, DrawnDesktop, Window, EditorWindow, Framebuffer)
+    before = [dict(vars(kind)) for kind in kinds]
+    values: tuple[Any, ...] = (None, -1, 10**400, "__class__", [{}])
+    dice, refused = random.Random(2), 0
+    for path in leaves(document):
+        for value in dice.sample(values, 2):
+            text = json.dumps(replaced(document, path, value))
+            file.write_bytes(zstandard.compress(text.encode()))
+            try:
+                read_guest(file)
+            except ValueError:
+                refused += 1
+    assert refused > 100
+    assert [dict(vars(kind)) for kind in kinds] == before
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("editor", "text_area", "row"), 1 << 31),
+        (("editor", "text_area", "column"), 1 << 31),
+        (("files", "files"), {"../../etc/passwd": ""}),
+        (("files", "files"), {"relative": ""}),
+        (("files", "directories"), ["/home/user/.."]),
+    ],
+)
+def test_a_caret_outside_its_text_and_a_path_of_no_file_are_refused(
+    tmp_path: Path, path: tuple[str, ...], value: object
+) -> None:
+    file = tmp_path / "guest"
+    write_guest(guest_with_form(), file)
+    document = json.loads(zstandard.decompress(file.read_bytes()))
+    file.write_bytes(zstandard.compress(json.dumps(replaced(document, path, value)).encode()))
+    with pytest.raises(ValueError, match="its desktop cannot be drawn"):
+        read_guest(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"", "Invalid JSON: EOF"),
+        (b"[]", "must be an object"),
+        (b"[" * 100_000, "Invalid JSON: recursion limit exceeded"),
+        (b'{"format":2}', "format: must be 1"),
+        (b'{"format":1,"more":1}', "width_px: Field required"),
+        ("\N{BYTE ORDER MARK}{}".encode(), "Invalid JSON"),
+    ],
+)
+def test_something_else_is_refused(tmp_path: Path, text: bytes, problem: str) -> None:
+    file = tmp_path / "guest"
+    file.write_bytes(zstandard.compress(text))
+    with pytest.raises(ValueError, match=problem):
+        read_guest(file)
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "MAX_BYTES", 1 << 20)
+    file = tmp_path / "guest"
+    file.write_bytes(zstandard.compress(bytes(64 << 20)))
+    with pytest.raises(ValueError, match="more than 1048576 bytes"):
+        read_guest(file)
+    guest = guest_with_form()
+    guest.files["/home/user/large"] = bytes(1 << 20)
+    with pytest.raises(ValueError, match="at most 1048576 are stored"):
+        write_guest(guest, file)
+
+
+def test_a_pickled_desktop_of_an_earlier_release_is_refused_by_name(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    file = tmp_path / "ckpt-1" / "guest"
+    file.parent.mkdir()
+    file.write_bytes(zstandard.compress(pickle.dumps(Attack())))
+    with pytest.raises(CheckpointUnusable, match=r"checkpoint ckpt-1: envd 0\.2\.0 stored"):
+        read_guest(file)
+    assert not (tmp_path / "ran").exists()
