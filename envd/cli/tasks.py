@@ -22,12 +22,11 @@ from envd.daemon.suites import inspect_tasks, load_tasks, optional_suites, with_
 from envd.hypervisor.backends import backend_of
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.images.recipe import OFFICE_APPLICATIONS
-from envd.tasks.assets import AssetCache, AssetMissing, assets_of
+from envd.tasks.assets import AssetCache, AssetMissing
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.formats.cua_gym import SUITE as CUA_GYM_SUITE
 from envd.tasks.formats.entries import Problem
-from envd.tasks.formats.open_computer import SUITE as OPENCOMPUTER_SUITE
 from envd.tasks.model import Task, missing_needs, split_by_needs
+from envd.tasks.systems import task_systems
 from envd.tasks.templates import split_of, template_id_of
 
 # Playing tasks starts a daemon, which is slow to import.
@@ -204,7 +203,7 @@ def fetch(
     """Download the files that tasks need into the cache, so that episodes need no network."""
     catalogue = load_tasks(with_suites(settings, task_ids or []))
     wanted = catalogue.select(task_ids) if task_ids else catalogue.list()
-    refs = sorted({ref for task in wanted for ref in assets_of(task)})
+    refs = sorted({ref for task in wanted for ref in task.downloads()})
     failures = asyncio.run(fetch_all(refs, AssetCache(settings.asset_dir), again=again))
     print_fetched(refs, failures, as_json=as_json)
     if failures:
@@ -214,7 +213,7 @@ def fetch(
 def missing_assets(tasks: Iterable[Task], cache: AssetCache) -> Iterator[Problem]:
     """Yield a problem for every file that a task needs and the cache lacks."""
     for task in tasks:
-        for ref in assets_of(task):
+        for ref in task.downloads():
             try:
                 cache.find(ref)
             except AssetMissing as error:
@@ -226,7 +225,9 @@ def unmet_needs(tasks: Iterable[Task], images: Sequence[Image]) -> Iterator[Prob
     provided = frozenset(name for image in images for name in image.provides)
     for task in tasks:
         suite = _suite_of(task)
-        if suite not in {CUA_GYM_SUITE, OPENCOMPUTER_SUITE} or not (lacking := missing_needs(task, provided)):
+        if suite not in {system.suite for system in task_systems() if system.suite} or not (
+            lacking := missing_needs(task, provided)
+        ):
             continue
         # An image that is not built yet provides as much as one that has nothing.
         buildable = not missing_needs(task, provided | frozenset(OFFICE_APPLICATIONS))

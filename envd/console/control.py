@@ -14,7 +14,8 @@ from aiohttp.typedefs import Handler
 
 from cuaenv.action_codec import BadAction, from_json
 from cuaenv.actions import Action, Done, Fail, ToolAction, Wait
-from envd.api.security.access import Caller, Scope
+from envd.api.security.access import Scope
+from envd.api.security.http import caller_of
 from envd.base.errors import EnvdError, EpisodeNotFound, HumanInControl, InvalidRequest, RetryableError
 from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.service import EpisodeService
@@ -31,9 +32,8 @@ _MAX_STEPS = 200
 class ControlRoutes:
     """The routes that act."""
 
-    def __init__(self, episodes: EpisodeService, *, caller_of: Callable[[web.Request], Caller]) -> None:
+    def __init__(self, episodes: EpisodeService) -> None:
         self._episodes = episodes
-        self._caller_of = caller_of
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         router.add_get("/api/tasks", _answers(self._tasks))
@@ -50,7 +50,7 @@ class ControlRoutes:
         return {"tasks": [{"id": task.task_id, "instruction": task.instruction} for task in tasks[:_MAX_TASKS]]}
 
     async def _open(self, request: web.Request) -> dict[str, Any]:
-        caller, body = self._caller_of(request), await _body(request)
+        caller, body = caller_of(request), await _body(request)
         if caller.scope < Scope.RUN:
             raise web.HTTPForbidden(text=f"token {caller.name}: scope run is needed to open episodes\n")
         from_checkpoint = "checkpoint" in body
@@ -75,7 +75,7 @@ class ControlRoutes:
         """Take or renew control."""
         episode_id, body = self._own(request), await _body(request)
         ttl_s = self._episodes.take_control(
-            episode_id, control_id=_text(body, "control"), holder=self._caller_of(request).name
+            episode_id, control_id=_text(body, "control"), holder=caller_of(request).name
         )
         return {"ttl_s": ttl_s}
 
@@ -114,7 +114,7 @@ class ControlRoutes:
     def _own(self, request: web.Request) -> str:
         """Return the episode of a request whose caller may use it. Raises: EpisodeNotFound."""
         episode_id = request.match_info["id"]
-        caller = self._caller_of(request)
+        caller = caller_of(request)
         if caller.scope < Scope.RUN or not caller.may_use(self._episodes.owner_of(episode_id)):
             raise EpisodeNotFound(f"episode {episode_id}: not found, or your token may not control it")
         return episode_id

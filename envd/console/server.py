@@ -7,7 +7,7 @@ a token as a header; a token in a URL would appear in the logs of proxies.
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.resources import files
@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from pydantic_core import from_json
 
-from envd.api.security.access import TRUSTED, Caller
+from envd.api.security.http import caller_name, is_admitted, may_list
 from envd.base.clock import Clock, SystemClock
 from envd.base.errors import ConfigError, Unimplemented
 from envd.base.telemetry.endpoint import serve_app
@@ -36,9 +36,6 @@ from envd.episodes.recording.records import RecordingUnreadable
 from envd.episodes.service import EpisodeService
 
 logger = logging.getLogger(__name__)
-
-#: Returns whether a request's caller may see the episodes of an owner.
-MaySee = Callable[[web.Request, str], bool]
 
 #: Pages that are open at the same time: of all callers, and of one.
 MAX_VIEWERS = 64
@@ -83,10 +80,6 @@ async def serve_console(
     library: Library | None = None,
     tls: ssl.SSLContext | None = None,
     middlewares: Sequence[Middleware] = (),
-    is_admitted: Callable[[web.Request], bool] = lambda _request: True,
-    may_see: MaySee = lambda _request, _owner: True,
-    caller_name: Callable[[web.Request], str] = lambda _request: "",
-    caller_of: Callable[[web.Request], Caller] = lambda _request: TRUSTED,
     clock: Clock | None = None,
 ) -> AsyncIterator[str]:
     """Serve the console of an episode service and yield the bound address.
@@ -95,25 +88,15 @@ async def serve_console(
         episodes: Not yet started, or the timeline lacks the steps before this call.
         listen: HOST:PORT, port 0 for a free one.
         library: The recordings to replay; None if episodes are not recorded.
-        is_admitted: Whether a request that the middlewares admitted would be admitted now; a stream ends if not.
-        may_see: Which episodes a caller may see.
-        caller_name: Identifies the caller, whose open pages are limited; empty if callers have no names.
-        caller_of: The rights of a request's caller, for routes that act.
+        middlewares: Such as `require_token`; without it every caller is trusted.
 
     Raises:
         ConfigError: The address cannot be bound.
     """
-    console = Console(
-        episodes,
-        library,
-        is_admitted=is_admitted,
-        may_see=may_see,
-        caller_name=caller_name,
-        clock=clock or SystemClock(),
-    )
+    console = Console(episodes, library, clock=clock or SystemClock())
     app = web.Application(middlewares=[_with_headers, _own_page_only, *middlewares], client_max_size=_BODY_BYTES)
     console.add_routes(app.router)
-    ControlRoutes(episodes, caller_of=caller_of).add_to(app.router)
+    ControlRoutes(episodes).add_to(app.router)
     try:
         async with serve_app(app, listen, setting="console_listen", tls=tls) as address:
             try:
@@ -158,20 +141,8 @@ def _is_of_own_page(request: web.Request) -> bool:
 class Console:
     """The console's routes and what their viewers share."""
 
-    def __init__(
-        self,
-        episodes: EpisodeService,
-        library: Library | None,
-        *,
-        is_admitted: Callable[[web.Request], bool],
-        may_see: MaySee,
-        caller_name: Callable[[web.Request], str],
-        clock: Clock,
-    ) -> None:
+    def __init__(self, episodes: EpisodeService, library: Library | None, *, clock: Clock) -> None:
         self._episodes = episodes
-        self._is_admitted = is_admitted
-        self._may_see = may_see
-        self._caller_name = caller_name
         self._history = EpisodeHistory()
         episodes.events.add(self._history)
         self._replays = None if library is None else Replays(library)
@@ -215,7 +186,7 @@ class Console:
             await response.prepare(request)
             hello = {"view": viewer.view_id, "version": envd_version(), "records": self._replays is not None}
             await _write(request, response, event("hello", hello))
-            while not self._stopping.is_set() and self._is_admitted(request):
+            while not self._stopping.is_set() and is_admitted(request):
                 is_silent = True
                 for message in viewer.updates():
                     await _write(request, response, message)
@@ -232,7 +203,7 @@ class Console:
 
     def _open_viewer(self, request: web.Request) -> Viewer:
         """Register a page. Raises: HTTPServiceUnavailable, HTTPTooManyRequests: too many are open."""
-        caller = self._caller_name(request)
+        caller = caller_name(request)
         if len(self._viewers) >= MAX_VIEWERS:
             raise web.HTTPServiceUnavailable(
                 text=f"the console already has {MAX_VIEWERS} open pages, its maximum; close one\n"
@@ -242,7 +213,7 @@ class Console:
             raise web.HTTPTooManyRequests(
                 text=f"token {caller}: {MAX_VIEWERS_OF_CALLER} pages are open, the maximum; close one\n"
             )
-        viewer = Viewer(self._board, self._pictures, caller=caller, may_see=lambda owner: self._may_see(request, owner))
+        viewer = Viewer(self._board, self._pictures, caller=caller, may_see=lambda owner: may_list(request, owner))
         self._viewers[viewer.view_id] = viewer
         return viewer
 
@@ -259,10 +230,10 @@ class Console:
         self._board.refresh()
         facts = self._board.episodes.get(episode_id)
         episode = self._episodes.find(episode_id)
-        if facts is None or episode is None or not self._may_see(request, facts["owner"]):
+        if facts is None or episode is None or not may_list(request, facts["owner"]):
             raise _not_found(f"episode {episode_id}: not found; it was closed, or never opened here")
         try:
-            checkpoints = tree_of(episode, await self._episodes.checkpoints.list(partial(self._may_see, request)))
+            checkpoints = tree_of(episode, await self._episodes.checkpoints.list(partial(may_list, request)))
         except Unimplemented:
             checkpoints = []
         timeline = self._history.timeline_of(episode_id)
@@ -273,7 +244,7 @@ class Console:
         if self._replays is None:
             raise _not_found("recordings: this daemon does not record; set recording.directory")
         try:
-            page = await self._replays.page(request.query, may_see=lambda owner: self._may_see(request, owner))
+            page = await self._replays.page(request.query, may_see=lambda owner: may_list(request, owner))
         except ValueError as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
         return web.json_response(page)
@@ -327,7 +298,7 @@ class Console:
             owner = await self._replays.owner(episode_id)
         except RecordingUnreadable as error:
             raise _not_found(str(error)) from error
-        if not self._may_see(request, owner):
+        if not may_list(request, owner):
             raise _not_found(f"recording {episode_id}: not found")
         return self._replays, episode_id
 

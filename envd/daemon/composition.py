@@ -17,16 +17,7 @@ from aiohttp.typedefs import Middleware
 
 from cuaenv.copying import copied
 from envd.api.security.access import Scope
-from envd.api.security.http import (
-    caller_name,
-    caller_of,
-    is_admitted,
-    limit_rate,
-    may_list,
-    require_local_host_name,
-    require_token,
-    tls_context,
-)
+from envd.api.security.http import limit_rate, require_local_host_name, require_token, tls_context
 from envd.api.security.secret_files import read_secret
 from envd.api.server import ApiServer, read_token_table
 from envd.base.aio import run_unless
@@ -75,7 +66,7 @@ from envd.pool.status import POOL_SERIES
 from envd.pool.template import TemplateCache
 from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.evaluate import evaluate
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
 from envd.tasks.user_model import UserModel
@@ -311,8 +302,8 @@ async def open_episodes(
         service = EpisodeService(
             machines.pools,
             tasks=inputs.tasks,
-            run_setup=partial(run_setup, resources=replace(inputs.resources, osworld=osworld, judge=judges)),
-            run_checkers=partial(evaluate, osworld=osworld, judge=judges),
+            run_setup=partial(run_setup, resources=replace(inputs.resources, bridge=osworld, judge=judges)),
+            run_checkers=partial(evaluate, bridge=osworld, judge=judges),
             limits=config.limits,
             metrics=metrics,
             store=store,
@@ -410,17 +401,7 @@ def _serve_console(
     episodes: Episodes, checks: Sequence[Middleware], tls: ssl.SSLContext | None, config: Config
 ) -> AbstractAsyncContextManager[str]:
     """Serve the console by the rules of `security`, on loopback too."""
-    return serve_console(
-        episodes.service,
-        config.console_listen,
-        library=episodes.library,
-        tls=tls,
-        middlewares=checks,
-        is_admitted=is_admitted,
-        may_see=may_list,
-        caller_name=caller_name,
-        caller_of=caller_of,
-    )
+    return serve_console(episodes.service, config.console_listen, library=episodes.library, tls=tls, middlewares=checks)
 
 
 def _host_series(config: Config) -> HostCollector:

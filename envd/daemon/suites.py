@@ -9,7 +9,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from envd.base.config import Config
-from envd.base.config_values import BUILTIN_TASKS, CUA_GYM_TASKS, OPENCOMPUTER_TASKS
+from envd.base.config_values import BUILTIN_TASKS
 from envd.base.errors import ConfigError, ImageNotFound
 from envd.drawn.suite import DRAWN
 from envd.hypervisor.backends import backend_of
@@ -20,11 +20,10 @@ from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.files import read_files
 from envd.integrations.osworld.host import TaskObstacles, host_of
 from envd.tasks.catalogue import TaskCatalogue, TaskFile, read_all
-from envd.tasks.formats.cua_gym import read_bundles
 from envd.tasks.formats.entries import Found, Problem
-from envd.tasks.formats.open_computer import read_repository
 from envd.tasks.model import Offer
 from envd.tasks.suites.desktop import DESKTOP
+from envd.tasks.systems import task_systems
 
 logger = logging.getLogger(__name__)
 
@@ -110,10 +109,10 @@ def _task_file(setting: str, packaged: ExitStack) -> TaskFile:
         if name not in suites:
             raise ConfigError(f"tasks.suites: unknown built-in suite {name!r}; envd has {', '.join(sorted(suites))}")
         return TaskFile(packaged.enter_context(as_file(suites[name])))
-    if setting.startswith(CUA_GYM_TASKS):
-        return TaskFile(Path(setting.removeprefix(CUA_GYM_TASKS)), read=read_bundles)
-    if setting.startswith(OPENCOMPUTER_TASKS):
-        return TaskFile(Path(setting.removeprefix(OPENCOMPUTER_TASKS)), read=read_repository)
+    scheme, _, directory = setting.partition(":")
+    for system in task_systems():
+        if system.read_directory and scheme == system.suite:
+            return TaskFile(Path(directory), read=system.read_directory)
     suite, _, path = setting.partition("=") if not setting.startswith("/") else ("", "", setting)
     return TaskFile(Path(path), suite=suite) if suite else TaskFile(Path(path))
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from cuaenv.actions import Action, Done, Fail, ToolAction, TypeText, Wait
 from envd.base.config import SettlePolicy
 from envd.base.errors import DisplayError, GuestError, GuestUnresponsive, MachineLost
-from envd.desktop.display.connection import DisplayConnection
+from envd.desktop.connection import DisplayConnection
 from envd.desktop.display.screen import Screen
 from envd.desktop.guestd import GuestdClient
 from envd.desktop.input.keysyms import US, Key, Layout, layout_of

@@ -20,8 +20,8 @@ from envd.base.telemetry import traces
 from envd.desktop.a11y import MalformedTree, outline, parse_tree, with_marks
 from envd.desktop.acting import Actor
 from envd.desktop.agent import CommandResult, GuestAgent, renew_identity
+from envd.desktop.connection import DISPLAY_TIMEOUT_S, DisplayConnection
 from envd.desktop.display.change import screen_change
-from envd.desktop.display.connection import DISPLAY_TIMEOUT_S, DisplayConnection
 from envd.desktop.display.encoder import FrameEncoder
 from envd.desktop.display.frames import Frame, PointerImage
 from envd.desktop.display.marks import Mark, marks_of

@@ -150,7 +150,7 @@ class Programs:
 
     def _sh(self, arguments: list[str], stdin: bytes) -> Outcome:
         match arguments:
-            # The scripts of checkers, `envd.desktop.freezing` and `envd.authoring.demonstration`, by the names in their $0.
+            # The scripts of checkers, `desktop.freezing` and `authoring.demonstration`, by the names in their $0.
             case ["-c", _, "probe-file", path]:
                 return self._probe_file(path)
             case ["-c", _, "list-directory", path]:

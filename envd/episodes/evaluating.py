@@ -19,7 +19,7 @@ from envd.episodes.losing import find_loss
 from envd.episodes.types import EpisodeState, EvaluateResult
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
-from envd.tasks.checkers.evaluate import Evaluation, judge_ended
+from envd.tasks.evaluate import Evaluation, judge_ended
 from envd.tasks.model import Task
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from envd.pool.queue_report import QueuedGroup
 from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.base import Judge, judge_directly
-from envd.tasks.checkers.evaluate import evaluate as run_task_checkers
+from envd.tasks.evaluate import evaluate as run_task_checkers
 from envd.tasks.setup import run_setup as run_task_setup
 from envd.tasks.user_model import UserModel
 

@@ -10,7 +10,7 @@ from cuaenv.actions import Action
 from envd.base.config import SettlePolicy
 from envd.desktop.gateway import UnrecordedRequest
 from envd.desktop.observation import ActionOutcome, Observation, ObservationOptions
-from envd.tasks.checkers.evaluate import CheckResult
+from envd.tasks.evaluate import CheckResult
 from envd.tasks.perturbations import Perturb
 
 

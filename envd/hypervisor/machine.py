@@ -1,7 +1,7 @@
 """Protocols of a hypervisor backend: machines, the snapshots they are forked from, and the hypervisor that makes them.
 
-Implementations: `envd.hypervisor.qemu` (QEMU through libvirt), `envd.hypervisor.oci` (containers) and
-`envd.drawn` (drawn desktops, for load and fault tests). All pass the contract suite `tests.support.machine_contract.machine`.
+Implementations: `envd.hypervisor.qemu` (QEMU through libvirt), `envd.hypervisor.oci` (containers) and `envd.drawn`
+(drawn desktops, for load and fault tests). All pass the contract suite `tests.support.machine_contract.machine`.
 """
 
 from collections.abc import Collection, Mapping

@@ -21,9 +21,7 @@ from pydantic import ValidationError
 from envd.base.aio import shielded
 from envd.base.errors import EnvdError
 from envd.desktop.allow_list import is_public
-from envd.tasks.checkers.union import leaves
 from envd.tasks.fields import AssetRef, Model, Sha256
-from envd.tasks.model import Task
 
 if TYPE_CHECKING:
     import aiohttp
@@ -43,12 +41,6 @@ class _Entry(Model):
     url: str
     sha256: Sha256
     size_bytes: int
-
-
-def assets_of(task: Task) -> Iterator[AssetRef]:
-    """Yield the files that a task's setup and checkers need."""
-    for part in (*task.setup, *(leaves(task.checker) if task.checker else ())):
-        yield from part.downloads()
 
 
 class AssetCache:

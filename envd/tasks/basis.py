@@ -15,13 +15,16 @@ from typing import Any
 
 from envd.base.config import SettlePolicy
 from envd.hypervisor.machine import DiskImage, MachineSpec
-from envd.tasks.checkers.union import leaves
+from envd.tasks.checker_union import leaves
 from envd.tasks.model import Task
+from envd.tasks.systems import packages
 
 #: Code that builds no state and gives no score.
-_NOT_JUDGING = frozenset({"suites", "formats", "__pycache__", "catalogue.py", "basis.py", "oracle.py", "replay.py"})
+_NOT_JUDGING = frozenset(
+    {"suites", "formats", "__pycache__", "catalogue.py", "basis.py", "format.py", "oracle.py", "reader.py", "replay.py"}
+)
 #: Modules of all checkers.
-_SHARED = ("checkers.base", "fields")
+_SHARED = ("envd.tasks.checkers.base", "envd.tasks.fields")
 #: Fields that neither an episode nor its score depends on. Checkers' versions are in the code.
 _NOT_SCORED = {"oracle", "tags", "split", "domain", "level"}
 
@@ -49,15 +52,15 @@ def judged_digest(task: Task) -> str:
     """
     kinds = {type(check) for check in leaves(task.checker)} if task.checker else set()
     modules = {base.__module__ for kind in kinds for base in kind.__mro__}
-    names = sorted(name.removeprefix("envd.tasks.") for name in modules if name.startswith("envd.tasks."))
-    code = {name: _module_digest(name) for name in names if name not in _SHARED}
+    judging = sorted(name for name in modules if name.startswith(("envd.tasks.", *packages())))
+    code = {name.removeprefix("envd.tasks."): _module_digest(name) for name in judging if name not in _SHARED}
     return _digest({"task": task_digest(task), "code": code})
 
 
 @cache
 def _module_digest(name: str) -> str:
     """Return the digest of a module's code, to which neither comments nor bare strings such as docstrings belong."""
-    package, _, module = f"envd.tasks.{name}".rpartition(".")
+    package, _, module = name.rpartition(".")
     tree = ast.parse((files(package) / f"{module}.py").read_text("utf-8"))
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
@@ -69,8 +72,9 @@ def _module_digest(name: str) -> str:
 @cache
 def code_digest() -> str:
     """Return the digest of the code that sets tasks up and judges them."""
-    evaluators = files("envd.integrations.osworld") / "requirements.txt"
-    sources = [*_sources(files("envd.tasks"), ""), ("osworld", evaluators)]
+    sources = _sources(files("envd.tasks"), "")
+    for package in packages():
+        sources += _sources(files(package), f"{package}/")
     return _digest({path: file.read_text("utf-8") for path, file in sources})
 
 
@@ -94,7 +98,7 @@ def _sources(directory: Traversable, prefix: str) -> "list[tuple[str, Traversabl
             continue
         if entry.is_dir():
             found += _sources(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith(".py"):
+        elif entry.name.endswith(".py") or entry.name == "requirements.txt":
             found.append((prefix + entry.name, entry))
     return found
 

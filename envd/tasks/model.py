@@ -8,7 +8,7 @@ A need is a word, such as `powershell`. A task whose need an image does not prov
 does, so it is refused.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -16,9 +16,9 @@ from pydantic import Field, PlainValidator, model_validator
 
 from cuaenv.actions import Done, Fail, Tool, ToolAction
 from envd.hypervisor.machine import GuestOs
+from envd.tasks.checker_union import AnyLeafChecker, Checker, leaves
 from envd.tasks.checkers.programs import PoweredOff
-from envd.tasks.checkers.union import Checker, leaves
-from envd.tasks.fields import Model, TaskPerturb
+from envd.tasks.fields import AssetRef, Model, TaskPerturb
 from envd.tasks.oracle import OracleAction, WaitFor, parse_action
 from envd.tasks.user import TaskUser
 from envd.tasks.verbs import SetupVerb, StartMcpServer
@@ -78,6 +78,12 @@ class Task(Model):
         checks = leaves(self.checker) if self.checker else ()
         return bool(self.setup) or any(check.remembers_start for check in checks)
 
+    def downloads(self) -> Iterator[AssetRef]:
+        """Yield the files that its setup and its checkers need from the host's cache."""
+        parts: tuple[SetupVerb | AnyLeafChecker, ...] = (*self.setup, *(leaves(self.checker) if self.checker else ()))
+        for part in parts:
+            yield from part.downloads()
+
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.infeasible != (self.checker is None):
@@ -85,7 +91,8 @@ class Task(Model):
         checks = tuple(leaves(self.checker)) if self.checker else ()
         if len(checks) > 1 and any(isinstance(check, PoweredOff) for check in checks):
             raise ValueError("powered_off: nothing else can be checked on a machine that is off; use it alone")
-        unsupported = [part.kind for part in (*self.setup, *checks) if self.os not in part.systems]
+        parts: tuple[SetupVerb | AnyLeafChecker, ...] = (*self.setup, *checks)
+        unsupported = [part.kind for part in parts if self.os not in part.systems]
         if unsupported:
             raise ValueError(f"{unsupported[0]}: not supported in {self.os.value} guests")
         if self.perturb and self.os is not GuestOs.LINUX:

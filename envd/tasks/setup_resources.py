@@ -1,4 +1,4 @@
-"""What the host provides to setups: fetched files, the guest's password and OSWorld's code."""
+"""What the host provides to setups: fetched files, the guest's password and a foreign suite's code."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -6,9 +6,9 @@ from pathlib import Path
 
 from envd.base.errors import GuestError
 from envd.tasks.assets import AssetCache, AssetMissing, open_http
+from envd.tasks.bridge import TaskBridge
 from envd.tasks.checkers.base import Judge, judge_directly
 from envd.tasks.fields import AssetRef
-from envd.tasks.osworld import OsworldBridge
 
 #: Limit of a download while an episode waits.
 _FETCH_TIMEOUT_S = 300.0
@@ -26,8 +26,8 @@ class SetupResources:
     """Whether a file that was not fetched ahead of time is downloaded while an episode waits."""
     client_password: str = field(default="", repr=False)
     """Password of the guests' user."""
-    osworld: OsworldBridge | None = None
-    """Runs OSWorld's own setup; None if OSWorld is not installed."""
+    bridge: TaskBridge | None = None
+    """Runs the setup of a foreign suite (OSWorld); None if it is not installed."""
     judge: Judge = judge_directly
     """Runs the pure part of checkers, which show that the start is not already solved."""
 

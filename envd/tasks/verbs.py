@@ -1,41 +1,25 @@
-"""Setup verbs: what is done to a guest before an agent gets it. Data only; `envd.tasks.setup` performs it.
+"""Setup verbs: what is done to a guest before an agent gets it. Each performs itself, on a `GuestSetup`.
 
 Every verb may be performed twice: it leads to the same state, or a guard skips it the second time.
 """
 
+import asyncio
 import base64
 import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self, Union
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
-from envd.hypervisor.machine import GuestOs
-from envd.tasks.fields import Argv, AssetRef, Base64, Encoding, GuestPath, Model, Sha256, Timeout, WindowMatch
-from envd.tasks.osworld import asset_urls
+from envd.tasks.fields import Argv, AssetRef, Base64, Encoding, GuestPath, Model, Sha256, WindowMatch
+from envd.tasks.systems import task_systems
+from envd.tasks.verb_base import SessionVerb, SetupBase
+
+if TYPE_CHECKING:
+    # Importing it takes half a second, and task data is also read where no desktop exists.
+    from envd.tasks.guest_setup import GuestSetup
 
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$", max_length=8192)]
-
-
-class SetupBase(Model):
-    """Common fields of all setup verbs."""
-
-    #: Guests that support the verb. A task for another system is rejected before any machine boots.
-    systems: ClassVar[frozenset[GuestOs]] = frozenset(GuestOs)
-
-    # The first start of a program takes up to a minute in an emulated guest on a busy host.
-    timeout_s: Timeout = 180.0
-    """Seconds after which the verb, and with it the reset, fails."""
-
-    def downloads(self) -> Iterator[AssetRef]:
-        """Yield the files that it needs from the host's cache."""
-        yield from ()
-
-
-class SessionVerb(SetupBase):
-    """A verb that needs the windows of a user session, and so a guest with guestd."""
-
-    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.LINUX})
 
 
 class WriteFile(SetupBase):
@@ -66,6 +50,9 @@ class WriteFile(SetupBase):
         text = self.text.replace("\n", "\r\n") if self.newline == "crlf" else self.text
         return text.encode(self.encoding)
 
+    async def perform(self, guest: "GuestSetup") -> None:
+        await guest.write(self.path, self.data())
+
 
 class MakeDirectory(SetupBase):
     """Create a directory and its parents as the user. Idempotent: keeps an existing one."""
@@ -73,12 +60,18 @@ class MakeDirectory(SetupBase):
     kind: Literal["make_directory"]
     path: GuestPath
 
+    async def perform(self, guest: "GuestSetup") -> None:
+        await guest.make_directory(self.path)
+
 
 class Remove(SetupBase):
     """Remove a file, or a directory with its content. Idempotent: a missing path is not an error."""
 
     kind: Literal["remove"]
     path: GuestPath
+
+    async def perform(self, guest: "GuestSetup") -> None:
+        await guest.remove(self.path)
 
 
 class Asset(Model):
@@ -99,6 +92,10 @@ class Download(SetupBase):
     def downloads(self) -> Iterator[AssetRef]:
         yield from (AssetRef(file.url, file.sha256 or "") for file in self.files)
 
+    async def perform(self, guest: "GuestSetup") -> None:
+        for asset in self.files:
+            await guest.write(asset.path, await guest.resources.asset(AssetRef(asset.url, asset.sha256 or "")))
+
 
 class HostFile(Model):
     """A file that comes with a task file."""
@@ -114,6 +111,10 @@ class UploadFile(SetupBase):
     kind: Literal["upload_file"]
     files: Annotated[tuple[HostFile, ...], Field(min_length=1)]
 
+    async def perform(self, guest: "GuestSetup") -> None:
+        for file in self.files:
+            await guest.write(file.path, await guest.resources.host_file(file.local_path))
+
 
 class Launch(SessionVerb):
     """Start a program and wait for its window. Guarded: skipped if such a window is open."""
@@ -122,6 +123,9 @@ class Launch(SessionVerb):
     argv: Argv
     window: WindowMatch
 
+    async def perform(self, guest: "GuestSetup") -> None:
+        await guest.open_window(self.argv, self.window)
+
 
 class StartMcpServer(SessionVerb):
     """Start an MCP server (stdio) for the agent's tool `mcp`. Idempotent: one that runs is started again."""
@@ -129,6 +133,9 @@ class StartMcpServer(SessionVerb):
     kind: Literal["start_mcp_server"]
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,30}$")]
     argv: Argv
+
+    async def perform(self, guest: "GuestSetup") -> None:
+        await guest.desktop.start_mcp_server(self.name, self.argv)
 
 
 class Open(SessionVerb):
@@ -144,6 +151,9 @@ class Open(SessionVerb):
         name = re.split(r"[\\/]", self.path.rstrip("\\/"))[-1]
         return self.window or WindowMatch(title=re.escape(name))
 
+    async def perform(self, guest: "GuestSetup") -> None:
+        await guest.open_window((self.program, self.path), self.awaited_window())
+
 
 class Execute(SetupBase):
     """Run a command to its end. Guard it by `unless` if running it twice differs from once."""
@@ -155,6 +165,19 @@ class Execute(SetupBase):
     """None accepts any exit code."""
     unless: tuple[str, ...] = ()
     """A command that is run first, in the same way: exit code 0 means that the work is already done."""
+
+    async def perform(self, guest: "GuestSetup") -> None:
+        if self.unless:
+            unless = guest.filled_in(self.unless)
+            guard = await guest.desktop.run(unless, timeout_s=guest.limit_s, as_root=self.as_root)
+            if guard.exit_code == 0:
+                return
+        await guest.run(
+            guest.filled_in(self.argv),
+            as_root=self.as_root,
+            expect_exit_code=self.expect_exit_code,
+            shown=" ".join(self.argv),
+        )
 
 
 class WaitCommand(SetupBase):
@@ -174,12 +197,30 @@ class WaitCommand(SetupBase):
             raise ValueError("give exit_code, stdout or stderr")
         return self
 
+    async def perform(self, guest: "GuestSetup") -> None:
+        argv = guest.filled_in(self.argv)
+        while True:
+            result = await guest.desktop.run(argv, timeout_s=guest.limit_s, as_root=self.as_root)
+            stdout, stderr = (stream.decode(errors="replace") for stream in (result.stdout, result.stderr))
+            if (
+                result.exit_code == self.exit_code
+                or (self.stdout and self.stdout in stdout)
+                or (self.stderr and self.stderr in stderr)
+            ):
+                return
+            output = (stderr or stdout).strip()[-200:] or "no output"
+            guest.activity = f"running {' '.join(self.argv)}; last exit code {result.exit_code}: {output}"
+            await asyncio.sleep(guest.poll_s)
+
 
 class Sleep(SetupBase):
     """Let the guest run for a while. Prefer to wait for a window or a command if one shows the progress."""
 
     kind: Literal["sleep"]
     duration_s: Annotated[float, Field(ge=0, le=120, allow_inf_nan=False)]
+
+    async def perform(self, guest: "GuestSetup") -> None:  # noqa: ARG002 -- acts on no guest
+        await asyncio.sleep(self.duration_s)
 
 
 class WaitWindow(SetupBase):
@@ -188,12 +229,19 @@ class WaitWindow(SetupBase):
     kind: Literal["wait_window"]
     window: WindowMatch
 
+    async def perform(self, guest: "GuestSetup") -> None:
+        await guest.wait_window(self.window)
+
 
 class ActivateWindow(SessionVerb):
     """Wait until a window is open, then raise it and give it the keyboard focus."""
 
     kind: Literal["activate_window"]
     window: WindowMatch
+
+    async def perform(self, guest: "GuestSetup") -> None:
+        window = await guest.wait_window(self.window)
+        await guest.run(("wmctrl", "-i", "-a", window.window_id))
 
 
 class CloseWindow(SessionVerb):
@@ -202,12 +250,18 @@ class CloseWindow(SessionVerb):
     kind: Literal["close_window"]
     window: WindowMatch
 
+    async def perform(self, guest: "GuestSetup") -> None:
+        await guest.close_window(self.window)
+
 
 class ChangeWallpaper(SessionVerb):
     """Show a picture of the guest behind the windows. Idempotent."""
 
     kind: Literal["change_wallpaper"]
     path: GuestPath
+
+    async def perform(self, guest: "GuestSetup") -> None:
+        await guest.desktop.change_wallpaper(self.path, timeout_s=guest.limit_s)
 
 
 class SetClipboard(SessionVerb):
@@ -216,49 +270,13 @@ class SetClipboard(SessionVerb):
     kind: Literal["set_clipboard"]
     text: str
 
-
-class OsworldSetup(SetupBase):
-    """Perform setup steps in OSWorld's form with OSWorld's own code, which decides what a second run does."""
-
-    kind: Literal["osworld"]
-    steps: Annotated[tuple[dict[str, JsonValue], ...], Field(min_length=1)]
-    timeout_s: Timeout = 600.0
-
-    @model_validator(mode="after")
-    def _names_its_downloads(self) -> Self:
-        try:
-            asset_urls(self.steps, {})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"steps: a step has a type and parameters, a download has files: {error!r}") from error
-        return self
-
-    def downloads(self) -> Iterator[AssetRef]:
-        yield from map(AssetRef, asset_urls(self.steps, {}).values())
+    async def perform(self, guest: "GuestSetup") -> None:
+        # xclip keeps running to serve the text; with our pipes open, the command would seem never to end.
+        script = "exec xclip -selection clipboard >/dev/null 2>&1"
+        await guest.run(("sh", "-c", script), stdin=self.text.encode())
 
 
-class CuaGymSetup(SetupBase):
-    """Stage a CUA-Gym bundle and run its `setup.sh` as root; nothing hidden stays. Made by the loader of bundles."""
-
-    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.LINUX})
-
-    kind: Literal["cua_gym"]
-    bundle: str
-    """Its directory on the host."""
-    timeout_s: Timeout = 300.0
-
-
-class OpenComputerSetup(SetupBase):
-    """Set up a task of OpenComputer by its own code, and wait for its application. Made by the loader of its tasks."""
-
-    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.LINUX})
-
-    kind: Literal["opencomputer"]
-    root: str
-    """The repository on the host."""
-    task: str
-
-
-SetupVerb = Annotated[
+_OwnVerb = (
     WriteFile
     | MakeDirectory
     | Remove
@@ -275,8 +293,9 @@ SetupVerb = Annotated[
     | CloseWindow
     | ChangeWallpaper
     | SetClipboard
-    | OsworldSetup
-    | CuaGymSetup
-    | OpenComputerSetup,
-    Field(discriminator="kind"),
-]
+)
+if TYPE_CHECKING:
+    SetupVerb = SetupBase
+else:
+    _verbs = Union[_OwnVerb, *(system.verb for system in task_systems())]
+    SetupVerb = Annotated[_verbs, Field(discriminator="kind")]

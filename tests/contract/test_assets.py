@@ -12,7 +12,7 @@ from aiohttp import web
 
 from envd.base.errors import SetupFailed
 from envd.tasks import assets
-from envd.tasks.assets import AssetCache, AssetMissing, assets_of, open_http
+from envd.tasks.assets import AssetCache, AssetMissing, open_http
 from envd.tasks.fields import AssetRef
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
@@ -78,7 +78,7 @@ def files_in(cache: AssetCache) -> list[Path]:
 
 async def test_a_fetched_file_is_copied_into_the_guest_without_its_server(site: Site, cache: AssetCache) -> None:
     task = task_with(site.url, sha256=DIGEST)
-    [ref] = assets_of(task)
+    [ref] = task.downloads()
     await fetch(cache, ref)
     site.data = b"gone"
     desktop = MemoryDesktop()
@@ -169,7 +169,7 @@ def test_the_assets_of_an_evaluator_are_listed() -> None:
         ],
     }
     fields = {"task_id": "s/t", "instruction": "i", "level": 1, "checker": {"kind": "any", "checks": [evaluator]}}
-    names = [ref.url.rpartition("/")[2] for ref in assets_of(Task.model_validate(fields))]
+    names = [ref.url.rpartition("/")[2] for ref in Task.model_validate(fields).downloads()]
     assert names == ["gold.xlsx", "a", "b"]
 
 

@@ -16,7 +16,7 @@ from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.bridge import WorkerBridge, parts_between_rests
 from envd.integrations.osworld.workers import Job, Workers
 from envd.tasks.assets import AssetCache
-from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.evaluate import evaluate
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
@@ -62,9 +62,9 @@ def task(*steps: Mapping[str, Any], **evaluator: Any) -> Task:
 async def test_the_score_reflects_the_guests_state(
     bridge: WorkerBridge, desktop: Desktop, machine: FaultyMachine
 ) -> None:
-    assert (await evaluate(task(), desktop, last_action=Done(), timeout_s=60, osworld=bridge)).score == 0.0
+    assert (await evaluate(task(), desktop, last_action=Done(), timeout_s=60, bridge=bridge)).score == 0.0
     machine.files["/home/user/note.txt"] = b"done"
-    scored = await evaluate(task(), desktop, last_action=Done(), timeout_s=60, osworld=bridge)
+    scored = await evaluate(task(), desktop, last_action=Done(), timeout_s=60, bridge=bridge)
     assert scored.score == 1.0
     assert [(check.name, check.evidence) for check in scored.checks] == [
         ("osworld exact_match", "exact_match 1: 'done'")
@@ -86,20 +86,20 @@ async def test_a_session_that_only_files_are_read_of_is_stopped_after_postconfig
     monkeypatch.setattr(desktop, "frozen", frozen)
     fields = {"func": "text_is", "postconfig": [{"type": "execute", "parameters": {"command": ["rm", draft]}}]}
     of_file = task(**fields, result={"type": "vm_file", "path": path, "dest": "note.txt"})
-    assert (await evaluate(of_file, desktop, last_action=Done(), timeout_s=60, osworld=bridge)).score == 1.0
+    assert (await evaluate(of_file, desktop, last_action=Done(), timeout_s=60, bridge=bridge)).score == 1.0
     assert events == [False, "thawed"]
     # Its commands do without the X server, which is stopped, too.
     commands = task(result={"type": "vlc_config", "command": "done"})
-    assert (await evaluate(commands, desktop, last_action=Done(), timeout_s=60, osworld=bridge)).score == 1.0
+    assert (await evaluate(commands, desktop, last_action=Done(), timeout_s=60, bridge=bridge)).score == 1.0
     del events[2:]
     # A command may ask the session.
-    assert (await evaluate(task(), desktop, last_action=Done(), timeout_s=60, osworld=bridge)).score == 1.0
+    assert (await evaluate(task(), desktop, last_action=Done(), timeout_s=60, bridge=bridge)).score == 1.0
     assert events == [False, "thawed"]
 
 
 async def test_fail_scores_zero_without_running_osworld(bridge: WorkerBridge, desktop: Desktop) -> None:
     broken = task(func="die")
-    assert (await evaluate(broken, desktop, last_action=Fail(), timeout_s=60, osworld=bridge)).score == 0.0
+    assert (await evaluate(broken, desktop, last_action=Fail(), timeout_s=60, bridge=bridge)).score == 0.0
 
 
 async def test_a_step_that_fails_fails_the_setup(bridge: WorkerBridge, desktop: Desktop) -> None:
@@ -107,7 +107,7 @@ async def test_a_step_that_fails_fails_the_setup(bridge: WorkerBridge, desktop: 
     with pytest.raises(
         SetupFailed, match=r"setup\[0\] osworld failed: OSWorld.s code failed: config\[0\] launch: .*no-such-program"
     ):
-        await run_setup(task(*steps), desktop, timeout_s=60, resources=SetupResources(osworld=bridge))
+        await run_setup(task(*steps), desktop, timeout_s=60, resources=SetupResources(bridge=bridge))
 
 
 async def test_the_guest_is_idle_before_input_to_a_program_that_a_step_started(
@@ -149,7 +149,7 @@ async def test_a_setup_that_takes_too_long_fails(bridge: WorkerBridge, desktop: 
     # The step must start within the limit, and importing the package takes seconds on a busy host.
     await bridge._workers.start()
     with pytest.raises(SetupFailed, match=r"exceeded the setup limit of 5 s in config\[0\] sleep"):
-        await run_setup(task(*steps), desktop, timeout_s=5, resources=SetupResources(osworld=bridge))
+        await run_setup(task(*steps), desktop, timeout_s=5, resources=SetupResources(bridge=bridge))
 
 
 @pytest.mark.parametrize(("func", "message"), [("hang", "exceeded its limit of 1 s"), ("die", "killed by signal 11")])
@@ -158,7 +158,7 @@ async def test_an_evaluator_that_hangs_or_dies_fails_and_gives_no_score(
 ) -> None:
     limit_s = 1 if func == "hang" else 30
     with pytest.raises(EvaluatorFailed, match=message):
-        await evaluate(task(func=func), desktop, last_action=Done(), timeout_s=limit_s, osworld=bridge)
+        await evaluate(task(func=func), desktop, last_action=Done(), timeout_s=limit_s, bridge=bridge)
 
 
 async def test_a_machine_lost_during_an_evaluation_raises_machine_lost(
@@ -172,9 +172,7 @@ async def test_a_machine_lost_during_an_evaluation_raises_machine_lost(
         return await follow(workers, channel, job)
 
     monkeypatch.setattr(Workers, "_follow", note)
-    scoring = asyncio.create_task(
-        evaluate(task(func="hang"), desktop, last_action=Done(), timeout_s=50, osworld=bridge)
-    )
+    scoring = asyncio.create_task(evaluate(task(func="hang"), desktop, last_action=Done(), timeout_s=50, bridge=bridge))
     await submitted.wait()
     await machine.destroy()
     with pytest.raises(MachineLost):
@@ -184,7 +182,7 @@ async def test_a_machine_lost_during_an_evaluation_raises_machine_lost(
 async def test_a_missing_asset_is_reported_with_the_fetch_command(bridge: WorkerBridge, desktop: Desktop) -> None:
     steps = [{"type": "download", "parameters": {"files": [{"url": "https://example.org/x", "path": "/home/user/x"}]}}]
     with pytest.raises(SetupFailed, match=r"https://example\.org/x: not in the cache; run `envd tasks fetch`"):
-        await run_setup(task(*steps), desktop, timeout_s=60, resources=SetupResources(osworld=bridge))
+        await run_setup(task(*steps), desktop, timeout_s=60, resources=SetupResources(bridge=bridge))
 
 
 async def test_without_osworld_the_error_names_the_install_command(desktop: Desktop) -> None:

@@ -13,7 +13,7 @@ from envd.base.config import LimitsConfig
 from envd.desktop import acting, desktop, guestd, session, toolbox
 from envd.desktop.display.screen import Screen
 from envd.desktop.guestd import GuestdClient
-from envd.tasks.checkers import evaluate
+from envd.tasks import evaluate
 from envd.tasks.model import Task
 from tests.support.server import load_fake_tasks, served_client
 

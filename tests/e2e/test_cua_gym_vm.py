@@ -8,8 +8,8 @@ import pytest_asyncio
 
 from cuaenv.client import AsyncEnvClient, EvaluatorFailed, View
 from envd.images.catalogue import Image
+from envd.integrations.cua_gym.reader import read_bundles
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
-from envd.tasks.formats.cua_gym import read_bundles
 from tests.support.real_desktops import real_desktops
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]

@@ -11,8 +11,8 @@ import pytest_asyncio
 from cuaenv.actions import PressKeys, TypeText
 from cuaenv.client import AsyncEnvClient, EvaluatorFailed, View
 from envd.images.catalogue import Image
+from envd.integrations.open_computer.reader import read_repository
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
-from envd.tasks.formats.open_computer import read_repository
 from tests.support.open_computer import VERIFIER_WITH_TREE, make_repository
 from tests.support.real_desktops import real_desktops
 

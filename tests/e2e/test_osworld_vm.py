@@ -36,7 +36,7 @@ from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.evaluate import evaluate
 from envd.tasks.fields import AssetRef
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
@@ -173,8 +173,8 @@ async def address(
     service = EpisodeService(
         [Pool(settings, image=image, host=PoolHost(hypervisor=hypervisor))],
         tasks=TaskCatalogue([*osworld_tasks(environment.tasks), TWICE_READ], hidden=[desktop_task()]),
-        run_setup=partial(run_setup, resources=SetupResources(osworld=bridge)),
-        run_checkers=partial(evaluate, osworld=bridge),
+        run_setup=partial(run_setup, resources=SetupResources(bridge=bridge)),
+        run_checkers=partial(evaluate, bridge=bridge),
     )
     server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
     await service.start()

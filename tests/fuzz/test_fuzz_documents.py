@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from envd.desktop.a11y import MAX_ELEMENTS, MalformedTree, outline, parse_tree, with_marks
+from envd.tasks.checker_union import Checker
 from envd.tasks.checkers.base import FoundFile
 from envd.tasks.checkers.data import DataCheck, judge_data
-from envd.tasks.checkers.union import Checker
 from tests.support.fuzz import corpus, fuzzed, inputs, with_corpus
 
 #: By parser: checkers whose places exist in files of the corpus, or are likely to.

@@ -25,9 +25,9 @@ from envd.daemon.composition import open_daemon
 from envd.daemon.ephemeral import ephemeral_config, run_until_signal
 from envd.daemon.suites import load_tasks
 from envd.images.catalogue import ImageCatalogue
-from envd.tasks.cua_gym import archive
+from envd.integrations.open_computer.verifiers import TASKS, OpenComputerCheck, parts
+from envd.tasks.archives import archive
 from envd.tasks.model import Task, split_by_needs
-from envd.tasks.open_computer import TASKS, OpenComputerCheck, parts
 from tests.opencomputer.oracles import ORACLES, SHARES
 
 IMAGE = "office"

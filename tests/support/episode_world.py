@@ -25,7 +25,7 @@ from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers.evaluate import CheckResult, Evaluation
+from envd.tasks.evaluate import CheckResult, Evaluation
 from envd.tasks.fields import TaskPerturb
 from envd.tasks.model import Task
 from envd.tasks.verbs import MakeDirectory

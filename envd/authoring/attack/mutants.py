@@ -23,18 +23,18 @@ import yaml
 from cuaenv import actions
 from cuaenv.actions import Action, Click, Done, Drag, Fail, TypeText
 from envd.hypervisor.machine import GuestOs
+from envd.integrations.cua_gym.bundle import WORKSPACE, CuaGymCheck
+from envd.integrations.osworld.downloads import getter_configs
+from envd.integrations.osworld.tasks import OsworldEvaluator
 from envd.tasks.basis import judged_digest
+from envd.tasks.checker_union import AnyLeafChecker, leaves
 from envd.tasks.checkers.data import IniEntry, JsonValueAt
 from envd.tasks.checkers.files import FileCheck
-from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.checkers.programs import Command, Window
 from envd.tasks.checkers.session import AgentAnswer, Clipboard
 from envd.tasks.checkers.unchanged import Unchanged
-from envd.tasks.checkers.union import AnyLeafChecker, leaves
-from envd.tasks.cua_gym import WORKSPACE, CuaGymCheck
 from envd.tasks.model import Task
 from envd.tasks.oracle import Aimed, OracleAction, OracleSteps, write_action
-from envd.tasks.osworld import getter_configs
 from envd.tasks.text import TextExpectation
 from envd.tasks.verbs import UploadFile, WriteFile
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from PIL import Image
 
 import envd
-import envd.tasks.checkers.union
+import envd.tasks.checker_union
 from envd.base.errors import GuestError
 from envd.base.sandbox import cgroup, enclosure, fork_server
 from envd.base.sandbox.probe import sandbox_problem

@@ -12,7 +12,7 @@ from envd.episodes.quotas import MachineQuotas
 from envd.episodes.types import ResetCommand, ScoreCommand, ScoreResult
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
-from envd.tasks.checkers.evaluate import Evaluation
+from envd.tasks.evaluate import Evaluation
 from envd.tasks.model import Task
 
 

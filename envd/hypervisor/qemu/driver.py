@@ -27,6 +27,7 @@ from envd.base.errors import ConfigError, EnvdError, HypervisorError, MachineLos
 from envd.hypervisor.machine import Accelerator, DiskImage, Leftover, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.accelerator import AcceleratorChoice, choose_accelerator
 from envd.hypervisor.qemu.backend import CAPABILITIES
+from envd.hypervisor.qemu.capture import Freezer, capture, load_state
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import MachineFiles, Memory, MemoryFile, domain_name, domain_xml, read_confinement
 from envd.hypervisor.qemu.host import (
@@ -43,9 +44,8 @@ from envd.hypervisor.qemu.host import (
 )
 from envd.hypervisor.qemu.machine import DESTROYED, LibvirtMachine, destroy_domain
 from envd.hypervisor.qemu.reaper import BackingSnapshots, Reaper, adopt
-from envd.hypervisor.qemu.snapshots.capture import Freezer, capture, load_state
+from envd.hypervisor.qemu.saved import restore, save
 from envd.hypervisor.qemu.snapshots.files import copy_overlay, create_overlay
-from envd.hypervisor.qemu.snapshots.saved import restore, save
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 from envd.hypervisor.qemu.tpm import Tpm

@@ -17,11 +17,11 @@ import libvirt
 
 from envd.base.errors import HypervisorError
 from envd.hypervisor.machine import Leftover, LeftoverKind, MachineSpec
+from envd.hypervisor.qemu.capture import Freezer, captured_snapshot
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import MachineFiles, Mark, read_mark
 from envd.hypervisor.qemu.machine import Caller, LibvirtMachine, destroy_domain
 from envd.hypervisor.qemu.processes import marked_processes, tpm_processes
-from envd.hypervisor.qemu.snapshots.capture import Freezer, captured_snapshot
 from envd.hypervisor.qemu.snapshots.files import SnapshotFiles
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot, SnapshotRef, read_capture, read_machine
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore

@@ -23,7 +23,7 @@ from envd.desktop.observation import CursorMode, Encoding, Observation, Observat
 from envd.episodes.registry import unknown_episode
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo, EpisodeState, GroupResult, ResetCommand, StepCommand
-from envd.tasks.formats.osworld import osworld_name
+from envd.tasks.formats.entries import task_name
 from envd.tasks.model import Task
 
 #: The longest pause between two calls: these clients cannot renew a lease while their model thinks.
@@ -139,7 +139,7 @@ class Sessions:
         tasks = self._service.tasks
         if "/" in given:
             return tasks.get(given)
-        ending = f"/{osworld_name(given)}"
+        ending = f"/{task_name(given)}"
         found = [task for task in tasks.list() if task.task_id.endswith(ending)]
         if not found:
             raise TaskNotFound(f"task {given!r}: not found; load it with --tasks or `envd osworld install --tasks`")

@@ -1,4 +1,4 @@
-"""Applies OSWorld's setup and evaluators to our guests; implements `envd.tasks.osworld.OsworldBridge`."""
+"""Applies OSWorld's setup and evaluators to our guests; implements `envd.tasks.bridge.TaskBridge`."""
 
 import json
 import re
@@ -9,10 +9,10 @@ from typing import Any
 from envd.base.errors import GuestError
 from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
+from envd.integrations.osworld.downloads import asset_urls, getter_configs
 from envd.integrations.osworld.workers import Job, Workers
 from envd.tasks.assets import AssetCache, AssetMissing
 from envd.tasks.fields import AssetRef
-from envd.tasks.osworld import asset_urls, getter_configs
 from envd.tasks.text import CheckOutcome
 
 _PLATFORMS = {GuestOs.LINUX: "Linux", GuestOs.WINDOWS: "Windows"}
@@ -60,7 +60,7 @@ class WorkerBridge:
             await self._run(desktop, "set_up", part, {}, os, first_step=first, on_step=on_step)
 
     async def evaluate(self, desktop: Desktop, evaluator: Mapping[str, Any], *, os: GuestOs) -> CheckOutcome:
-        """See `OsworldBridge`. The session is stopped after `postconfig`, if only files are read."""
+        """See `TaskBridge`. The session is stopped after `postconfig`, if only files are read."""
         if not reads_only_files(evaluator):
             return outcome_of(await self._run(desktop, "evaluate", (), evaluator, os))
         if postconfig := evaluator.get("postconfig"):

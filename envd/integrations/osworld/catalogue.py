@@ -8,8 +8,8 @@ from cuaenv.problems import problem_of
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld import DESKTOP_TASK
 from envd.integrations.osworld.files import OsworldFile, read_files
+from envd.integrations.osworld.format import without_notes
 from envd.tasks.formats.entries import Found, Problem
-from envd.tasks.formats.osworld import without_notes
 from envd.tasks.model import Task
 
 #: The image with the applications that OSWorld's Linux tasks expect. A caller can name a pool with another image.

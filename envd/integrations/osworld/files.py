@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from envd.hypervisor.machine import GuestOs
+from envd.integrations.osworld.downloads import asset_urls
 from envd.tasks.formats.entries import Problem
-from envd.tasks.osworld import asset_urls
 
 #: Directories of a checkout's `evaluation_examples`, their suites, and their guests' operating systems.
 _DIRECTORIES = (("examples", "osworld", GuestOs.LINUX), ("examples_windows", "osworld-windows", GuestOs.WINDOWS))

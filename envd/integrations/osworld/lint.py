@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from envd.hypervisor.machine import GuestOs
+from envd.integrations.osworld.downloads import asset_urls, getter_configs
 from envd.integrations.osworld.files import OsworldFile
 from envd.integrations.osworld.workers import KnownNames
-from envd.tasks.osworld import asset_urls, getter_configs
 
 
 class Obstacle(Enum):

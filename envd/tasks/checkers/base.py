@@ -16,8 +16,8 @@ from envd.base.errors import GuestError
 from envd.desktop.agent import CommandResult
 from envd.guests.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
+from envd.tasks.bridge import TaskBridge
 from envd.tasks.fields import AssetRef, Model
-from envd.tasks.osworld import OsworldBridge
 from envd.tasks.queries import file_query
 from envd.tasks.text import CheckOutcome, quote
 
@@ -80,8 +80,8 @@ class GuestInspector:
     os: GuestOs
     last_action: Done | None = None
     """How the agent ended the episode; None if it did not."""
-    osworld: OsworldBridge | None = None
-    """Runs OSWorld's evaluators; None if OSWorld is not installed."""
+    bridge: TaskBridge | None = None
+    """Runs the evaluators of a foreign suite (OSWorld); None if it is not installed."""
     judge: Judge = judge_directly
     """Runs the `judge_*` function of a checker on what the guest returned."""
 
@@ -149,6 +149,9 @@ class CheckBase(Model):
 class LeafChecker(CheckBase, ABC):
     """A checker that inspects the guest itself. A pure `judge_*` function next to it scores what it finds, by way of
     `GuestInspector.judge`: what a guest made is never parsed in the daemon's own process."""
+
+    if TYPE_CHECKING:
+        kind: str
 
     #: Guests that it can inspect. A task for another system is rejected before any machine boots.
     systems: ClassVar[frozenset[GuestOs]] = frozenset(GuestOs)

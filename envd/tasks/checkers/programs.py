@@ -122,7 +122,7 @@ class PoweredOff(LeafChecker):
         return True
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:  # noqa: ARG002 -- it runs
-        """See `LeafChecker`. A machine that is off is scored by `envd.tasks.checkers.evaluate.judge_ended`."""
+        """See `LeafChecker`. A machine that is off is scored by `envd.tasks.evaluate.judge_ended`."""
         return CheckOutcome(0.0, "the machine runs")
 
 

@@ -1,5 +1,6 @@
 """Turn the entries of a task file into tasks, or into problems with their locations."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,14 +8,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from cuaenv.problems import problem_of
-from envd.tasks.checkers.union import leaves
+from envd.tasks.checker_union import leaves
 from envd.tasks.formats.documents import Location
 from envd.tasks.model import Task
+from envd.tasks.systems import kinds_of_loaders
 from envd.tasks.verbs import HostFile, UploadFile
 
 _OSWORLD_TASKS = "evaluation_examples"
-#: Verbs and checkers that name directories of the host.
-_OF_LOADERS = frozenset({"cua_gym", "opencomputer"})
 
 
 class TaskFormatError(ValueError):
@@ -41,6 +41,8 @@ class Problem:
         return ": ".join(filter(None, (self.where, task, self.field, self.message)))
 
 
+#: A task before validation, without its id.
+Fields = dict[str, object]
 #: The tasks of a file, and its problems.
 Found = Iterator[Task | Problem]
 
@@ -67,6 +69,11 @@ class Source:
     """Whether it is a loader of bundles, whose tasks name directories of the host."""
 
 
+def task_name(foreign_id: str) -> str:
+    """Return an id of a foreign suite as the second part of a task's id."""
+    return re.sub(r"[^a-z0-9_-]+", "-", foreign_id.lower()).strip("-_") or "unnamed"
+
+
 def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callable[[Location], str]) -> Found:
     """Yield the task of an entry, or its problems.
 
@@ -80,7 +87,7 @@ def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callab
         task_id = f"{source.suite}/{named.name}"
         task = Task.model_validate({**named.fields(), "task_id": task_id})
         parts = (*task.setup, *(leaves(task.checker) if task.checker else ()))
-        if not source.makes_bundles and (kinds := _OF_LOADERS & {part.kind for part in parts}):
+        if not source.makes_bundles and (kinds := kinds_of_loaders() & {part.kind for part in parts}):
             message = (
                 f"{min(kinds)} is for a loader alone; load its tasks by `--tasks cua-gym:DIR` or `opencomputer:DIR`"
             )

@@ -11,8 +11,8 @@ from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.graded_text import GradedKind
 from envd.tasks.fields import Model
 from envd.tasks.formats.documents import parse_json
-from envd.tasks.formats.entries import NamedFields, TaskFormatError
-from envd.tasks.formats.osworld import Fields, osworld_name, read_osworld
+from envd.tasks.formats.entries import Fields, NamedFields, TaskFormatError, task_name
+from envd.tasks.systems import task_systems
 
 _SYSTEMS = {"ubuntu": GuestOs.LINUX, "linux": GuestOs.LINUX, "windows": GuestOs.WINDOWS}
 
@@ -49,8 +49,10 @@ def _levels(row: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
 
 
 def _read_config(config: Mapping[str, object], level: Mapping[str, object]) -> NamedFields:
-    name = osworld_name(str(config.get("id", "")))
-    return NamedFields(name=name, fields=lambda: read_osworld(config, os=_os(level)))
+    read = next((system.read_task for system in task_systems() if system.read_task), None)
+    if read is None:
+        raise TaskFormatError("a task of OSWorld; this installation lacks envd.integrations.osworld")
+    return NamedFields(name=task_name(str(config.get("id", ""))), fields=lambda: read(config, _os(level)))
 
 
 def _read_own(task: Mapping[str, object]) -> NamedFields:

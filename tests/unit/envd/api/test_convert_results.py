@@ -41,7 +41,7 @@ from envd.desktop.observation import (
 from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
-from envd.tasks.checkers.evaluate import CheckResult
+from envd.tasks.evaluate import CheckResult
 from envd.tasks.model import Task
 from tests.support.stub_episodes import pool_info
 

@@ -3,14 +3,14 @@
 import subprocess
 from pathlib import Path
 
-import envd.desktop
+import envd.guests
 
 GROUPS = ("user.slice", "system.slice/envd-guestd.service", "system.slice/qemu-guest-agent.service")
 STATUS = "Name:\t{name}\nState:\tS (sleeping)\nUid:\t{uid}\t1000\t{uid}\t1000\n"
 
 
 def run(name: str, kernel: Path) -> None:
-    directory = Path(envd.desktop.__file__).parent / "shell"
+    directory = Path(envd.guests.__file__).parent / "shell"
     script = "".join((directory / f"{each}.sh").read_text() for each in ("groups", name))
     script = script.replace("/sys/fs/cgroup", f"{kernel}/cgroup").replace("|/proc/", f"|{kernel}/proc/")
     script = script.replace("#/proc/", f"#{kernel}/proc/")

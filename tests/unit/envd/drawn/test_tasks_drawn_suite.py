@@ -16,8 +16,8 @@ from envd.drawn.desktop.forms import read_form
 from envd.drawn.files import GuestFiles
 from envd.drawn.suite import DRAWN
 from envd.drawn.suite.desk import WORDS
+from envd.tasks.checker_union import leaves
 from envd.tasks.checkers.files import FileText
-from envd.tasks.checkers.union import leaves
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step, without_target
 from envd.tasks.templates import Template, split_of

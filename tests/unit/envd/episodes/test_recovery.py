@@ -29,7 +29,7 @@ from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, snapsh
 from envd.episodes.persistence.recovery import RecoveryOutcome, decide, load_persisted
 from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers.evaluate import CheckResult
+from envd.tasks.evaluate import CheckResult
 
 NOW_S = 1_900_000_000.0
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)

@@ -18,7 +18,7 @@ from envd.guests.powershell import Script, powershell, source
 from tests.support.powershell_tree import nodes, parse, text
 
 ENVD = Path(__file__).parents[4] / "envd"
-SCRIPTS = ENVD / "guest" / "powershell"
+SCRIPTS = ENVD / "guests" / "powershell"
 #: The wrapper of scripts that need the desktop is part of their commands.
 each_file = pytest.mark.parametrize("script", [*Script, "in-session", "run-command"])
 each_script = pytest.mark.parametrize("script", Script)
@@ -176,7 +176,7 @@ def test_values_are_literals() -> None:
 
 def test_no_other_powershell_is_sent() -> None:
     # Commands that tasks name themselves are theirs; answer files of image builds are not sent to a running guest.
-    paths = [path for path in modules("") if "images" not in path.parts and path.parent != SCRIPTS]
+    paths = [path for path in modules("") if not {"images", "guests"} & set(path.parts)]
     paths = [path for path in paths if LOOKS_LIKE_POWERSHELL.search(path.read_text())]
     found = [(path.name, value) for path in paths for value in strings(path) if LOOKS_LIKE_POWERSHELL.search(value)]
     assert found == []

@@ -13,10 +13,10 @@ from cuaenv.actions import Done, Fail
 from envd.base.errors import EvaluatorFailed, GuestError, MachineLost, TooLarge
 from envd.desktop.desktop import CommandResult
 from envd.drawn.programs import OpenWindow
+from envd.tasks.checker_union import AnyLeafChecker
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
-from envd.tasks.checkers.evaluate import Evaluation, evaluate, judge_ended
 from envd.tasks.checkers.programs import Process, Window, judge_processes, judge_windows
-from envd.tasks.checkers.union import AnyLeafChecker
+from envd.tasks.evaluate import Evaluation, evaluate, judge_ended
 from envd.tasks.model import Task
 from envd.tasks.queries import OpenWindow as ListedWindow
 from envd.tasks.queries import parse_windows

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from envd.tasks.checker_union import Checker
 from envd.tasks.checkers.base import FoundFile
 from envd.tasks.checkers.data import DataCheck, judge_data
-from envd.tasks.checkers.union import Checker
 from envd.tasks.text import CheckOutcome
 from envd.tasks.values import ValueExpectation, judge_value
 

@@ -9,8 +9,8 @@ from cuaenv.actions import Done
 from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive
 from envd.desktop.agent import CommandResult
 from envd.desktop.observation import EncodedFrame, Observation
-from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.images import read_pixels
+from envd.tasks.evaluate import evaluate
 from envd.tasks.model import Task
 from tests.support.memory_desktop import MemoryDesktop
 

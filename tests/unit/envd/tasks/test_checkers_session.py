@@ -16,9 +16,9 @@ from envd.base.errors import EvaluatorFailed, GuestError
 from envd.desktop.a11y import MAX_VALUE_CHARS
 from envd.desktop.desktop import CommandResult
 from envd.desktop.observation import Element, Elements
-from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.images import MAX_PIXELS, read_pixels
 from envd.tasks.checkers.session import AgentAnswer, OnScreen, judge_answer, judge_screen
+from envd.tasks.evaluate import evaluate
 from envd.tasks.model import Task
 from envd.tasks.text import CheckOutcome
 from tests.support.memory_desktop import MemoryDesktop

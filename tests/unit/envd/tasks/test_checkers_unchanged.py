@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from envd.base.errors import EvaluatorFailed, SetupFailed
 from envd.desktop.desktop import CommandResult
 from envd.tasks.checkers import unchanged
-from envd.tasks.checkers.evaluate import evaluate, remember_start
+from envd.tasks.evaluate import evaluate, remember_start
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
 from tests.support.memory_desktop import MemoryDesktop

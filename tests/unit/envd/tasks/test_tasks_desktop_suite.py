@@ -4,11 +4,11 @@ from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, Pre
 from envd.desktop.agent import CommandResult
 from envd.drawn.programs import OpenWindow
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers.evaluate import evaluate, remember_start
+from envd.tasks.checker_union import AnyLeafChecker, leaves
 from envd.tasks.checkers.files import FileText
 from envd.tasks.checkers.session import AgentAnswer
 from envd.tasks.checkers.unchanged import Unchanged
-from envd.tasks.checkers.union import AnyLeafChecker, leaves
+from envd.tasks.evaluate import evaluate, remember_start
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step, without_target
 from envd.tasks.verbs import Launch, Open, WriteFile

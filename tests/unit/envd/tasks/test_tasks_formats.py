@@ -10,13 +10,12 @@ import pyarrow.parquet
 import pytest
 
 from envd.hypervisor.machine import GuestOs
+from envd.integrations.osworld.tasks import OsworldEvaluator, OsworldSetup
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
-from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.formats.entries import Problem
 from envd.tasks.formats.files import files_in, read_tasks
 from envd.tasks.formats.rows import read_row
 from envd.tasks.model import Task
-from envd.tasks.verbs import OsworldSetup
 
 INSTRUCTION = "Open Notepad, write the line Good morning and save it as C:\\Users\\user\\morning.txt."
 PATH = "C:\\Users\\user\\morning.txt"

@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from cuaenv.actions import Done, Fail, PressKeys, TypeText
+from envd.tasks.checker_union import leaves
 from envd.tasks.checkers.files import FileText
 from envd.tasks.checkers.session import AgentAnswer
-from envd.tasks.checkers.union import leaves
 from envd.tasks.model import Task
 from envd.tasks.oracle import parse_action
 from envd.tasks.verbs import Launch, WriteFile

@@ -17,9 +17,9 @@ from envd.cli.tasks import app
 from envd.daemon.suites import load_tasks, with_suites
 from envd.desktop.desktop import CommandResult
 from envd.hypervisor.machine import GuestOs
-from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.graded_text import GradedText
 from envd.tasks.checkers.programs import Command
+from envd.tasks.evaluate import evaluate
 from envd.tasks.model import Task
 from envd.tasks.oracle import WaitFor, split_step, without_target
 from tests.support.memory_desktop import MemoryDesktop

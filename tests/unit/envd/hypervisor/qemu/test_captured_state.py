@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import HypervisorError
+from envd.hypervisor.qemu.capture import HEADER_BYTES, state_prefix
 from envd.hypervisor.qemu.monitor import overlay_node
-from envd.hypervisor.qemu.snapshots.capture import HEADER_BYTES, state_prefix
 
 CONFIGURATION = (
     b"QEVM\0\0\0\x03\x07\0\0\0\npc-q35-7.2\x05\x1aconfiguration/capabilities\0\0\0\x01\0\0\0\x01\x0fx-ignore-shared"

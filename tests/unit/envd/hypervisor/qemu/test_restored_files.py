@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from envd.hypervisor.qemu.snapshots import saved
+from envd.hypervisor.qemu import saved
 from envd.hypervisor.qemu.snapshots.files import disk_size_bytes, require_like
 
 MIB = 1 << 20

@@ -12,8 +12,8 @@ import pytest
 
 from envd.base.errors import TemplateCorrupt
 from envd.hypervisor.machine import Accelerator, DiskImage, MachineSpec
+from envd.hypervisor.qemu.capture import Freezer
 from envd.hypervisor.qemu.monitor import parse_memory_blocks
-from envd.hypervisor.qemu.snapshots.capture import Freezer
 from envd.hypervisor.qemu.snapshots.files import Manifest, SnapshotFiles, digest_file, read_manifest
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 

@@ -9,12 +9,12 @@ import pytest
 from envd.base.errors import TaskNotFound
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.catalogue import desktop_task, osworld_tasks
+from envd.integrations.osworld.downloads import asset_urls
 from envd.integrations.osworld.files import read_files
-from envd.tasks.assets import assets_of
+from envd.integrations.osworld.tasks import OsworldEvaluator
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.fields import AssetRef
 from envd.tasks.model import Task
-from envd.tasks.osworld import asset_urls
 
 TASK: dict[str, Any] = {
     "id": "0001-a",
@@ -44,8 +44,7 @@ def test_a_task_keeps_osworlds_setup_and_evaluator(tmp_path: Path) -> None:
     assert [verb.model_dump(include={"kind", "steps"}) for verb in task.setup] == [
         {"kind": "osworld", "steps": tuple(TASK["config"])}
     ]
-    assert task.checker is not None
-    assert task.checker.kind == "osworld"
+    assert isinstance(task.checker, OsworldEvaluator)
     assert task.checker.to_osworld() == {
         "func": "exact_match",
         "conj": "and",
@@ -152,4 +151,4 @@ def test_the_downloads_of_an_osworld_task_are_listed_as_assets(tmp_path: Path) -
     expected = {"type": "cloud_file", "path": "https://example.org/b", "dest": "b"}
     write(tmp_path, {**TASK, "config": [download], "evaluator": {**TASK["evaluator"], "expected": expected}})
     task = TaskCatalogue(osworld_tasks(tmp_path)).get("osworld/0001-a")
-    assert list(assets_of(task)) == [AssetRef("https://example.org/a"), AssetRef("https://example.org/b")]
+    assert list(task.downloads()) == [AssetRef("https://example.org/a"), AssetRef("https://example.org/b")]

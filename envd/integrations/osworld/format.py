@@ -9,9 +9,7 @@ from pydantic import Field, JsonValue
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.graded_text import GradedKind
 from envd.tasks.fields import Model
-from envd.tasks.formats.entries import TaskFormatError
-
-Fields = dict[str, object]
+from envd.tasks.formats.entries import Fields, TaskFormatError
 
 #: OSWorld does not grade its tasks.
 _LEVEL = 3
@@ -78,11 +76,6 @@ def read_osworld(content: Mapping[str, object], *, os: GuestOs | None = None) ->
     if task.evaluator.get("func") == "infeasible":
         return {**fields, "infeasible": True}
     return {**fields, "checker": _checker(task.evaluator)}
-
-
-def osworld_name(osworld_id: str) -> str:
-    """Return an OSWorld id as the second part of a task's id."""
-    return re.sub(r"[^a-z0-9_-]+", "-", osworld_id.lower()).strip("-_") or "unnamed"
 
 
 def without_notes(evaluator: Mapping[str, JsonValue]) -> Fields:

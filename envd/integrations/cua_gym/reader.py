@@ -5,9 +5,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from envd.tasks.cua_gym import CHECK_PARTS, SETUP_COMMANDS, entries
-from envd.tasks.formats.entries import Found, NamedFields, Problem, Source, TaskFormatError, make_task
-from envd.tasks.formats.osworld import Fields, osworld_name
+from envd.integrations.cua_gym.bundle import CHECK_PARTS, SETUP_COMMANDS
+from envd.tasks.archives import entries
+from envd.tasks.formats.entries import (
+    Fields,
+    Found,
+    NamedFields,
+    Problem,
+    Source,
+    TaskFormatError,
+    make_task,
+    task_name,
+)
 
 SUITE = "cua-gym"
 
@@ -48,7 +57,7 @@ def read_bundles(directory: Path) -> Found:
 
 def _read_bundle(bundle: Path) -> Found:
     source = Source(file=str(bundle), directory=None, suite=SUITE, makes_bundles=True)
-    named = NamedFields(name=osworld_name(bundle.name), fields=lambda: _fields(bundle))
+    named = NamedFields(name=task_name(bundle.name), fields=lambda: _fields(bundle))
     yield from make_task(source, lambda: named, locate=lambda _: source.file)
 
 
@@ -87,7 +96,7 @@ def _needs(bundle: Path) -> Iterator[str]:
     if names.is_file():
         for name in _text(names).split():
             if name != "CUA_GYM_ADMIN_TOKEN":
-                yield osworld_name(name)[:31]
+                yield task_name(name)[:31]
 
 
 def _text(path: Path) -> str:

@@ -14,13 +14,13 @@ from envd.cli.tasks import images_that_run, unmet_needs
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.desktop.agent import CommandResult
 from envd.images.catalogue import Image
+from envd.integrations.open_computer.reader import read_repository
+from envd.integrations.open_computer.verifiers import Check, OpenComputerCheck, judge_checks, parts
+from envd.tasks.archives import archive
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
-from envd.tasks.cua_gym import archive
 from envd.tasks.formats.entries import Problem
 from envd.tasks.formats.files import read_tasks
-from envd.tasks.formats.open_computer import read_repository
 from envd.tasks.model import Task
-from envd.tasks.open_computer import Check, OpenComputerCheck, judge_checks, parts
 from tests.support.open_computer import CHECKS, make_repository
 
 

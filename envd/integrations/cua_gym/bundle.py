@@ -7,25 +7,26 @@ bus.
 """
 
 import asyncio
-import io
 import json
-import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Final, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from envd.base.errors import GuestError
 from envd.desktop.agent import CommandResult
 from envd.hypervisor.machine import GuestOs
+from envd.tasks.archives import archive
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
 from envd.tasks.fields import Timeout
 from envd.tasks.text import CheckOutcome, quote
+from envd.tasks.verb_base import SetupBase
+
+if TYPE_CHECKING:
+    # Importing it takes half a second, and task data is also read where no desktop exists.
+    from envd.tasks.guest_setup import GuestSetup
 
 _STAGE_TIMEOUT_S: Final = 60.0
 WORKSPACE: Final = "/tmp_workspace"  # noqa: S108 -- a path in guests
-#: Largest archive of one directory: it is the standard input of one command in the guest.
-MAX_ARCHIVE_BYTES: Final = 16 << 20
-MAX_FILE_COUNT: Final = 2000
 #: The environment of `setup.sh`.
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "DISPLAY": ":0",
@@ -38,7 +39,6 @@ _CHECK_ENVIRONMENT: Final = {name: ENVIRONMENT[name] for name in ("HOME", "UDA_G
 
 # The agent's user can neither enter nor replace it.
 _PRIVATE = "/root/.uda_private"
-_NOTHING: Mapping[str, bytes] = {}
 _SETUP, _CHECK = "setup.sh", "check.sh"
 _BASH = ("bash", "-c")
 # Every step replaces what an earlier attempt left.
@@ -81,56 +81,6 @@ RUN_CHECK: Final = (
 )
 
 
-def archive(bundle: Path, parts: Sequence[tuple[str, str]], *, extra: Mapping[str, bytes] = _NOTHING) -> bytes:
-    """Return a tar archive of a bundle's parts, and of `extra` files. Raises: see `entries`."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for path, name in entries(bundle, parts):
-            tar.add(path, arcname=name, recursive=False, filter=_owned_by_root)
-        for name, data in extra.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(data), 0o644
-            tar.addfile(entry, io.BytesIO(data))
-    return buffer.getvalue()
-
-
-def entries(bundle: Path, parts: Sequence[tuple[str, str]]) -> Iterator[tuple[Path, str]]:
-    """Yield the paths of a bundle's parts and their names in an archive.
-
-    Args:
-        parts: Files and directories, each with its name in the archive; one that does not exist is left out.
-
-    Raises:
-        ValueError: A link or special file is among them, or they are too many or too large.
-    """
-    size_bytes = count = 0
-    for part, name in parts:
-        for path in _files(bundle / part):
-            size_bytes, count = size_bytes + path.stat().st_size, count + 1
-            if size_bytes > MAX_ARCHIVE_BYTES or count > MAX_FILE_COUNT:
-                raise ValueError(f"{part} has more than {MAX_ARCHIVE_BYTES >> 20} MiB or {MAX_FILE_COUNT} files")
-            yield path, str(Path(name) / path.relative_to(bundle / part))
-
-
-def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    entry.uid = entry.gid = 0
-    entry.uname = entry.gname = "root"
-    return entry
-
-
-def _files(path: Path) -> Iterator[Path]:
-    """Yield a file itself, or everything below a directory. Raises: ValueError: A link or special file is among it."""
-    if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
-        raise ValueError(f"{path.name} is a link or no ordinary file")
-    if path.is_file():
-        yield path
-    elif path.is_dir():
-        for each in sorted(path.rglob("*")):
-            if each.is_symlink() or not (each.is_file() or each.is_dir()):
-                raise ValueError(f"{each.relative_to(path.parent)} is a link or no ordinary file")
-            yield each
-
-
 def judge_check(result: CommandResult) -> CheckOutcome:
     """Return the score that `check.sh` printed: the last JSON object, with `overall_score` in [0, 1].
 
@@ -151,6 +101,32 @@ def judge_check(result: CommandResult) -> CheckOutcome:
             raise GuestError(f"check.sh printed no overall_score of 0 to 1: {quote(line)}")
         return CheckOutcome(float(score), quote(line))
     raise GuestError(f"check.sh printed no JSON object with its score: {quote(result.stdout)}")
+
+
+class CuaGymSetup(SetupBase):
+    """Stage a CUA-Gym bundle and run its `setup.sh` as root; nothing hidden stays. Made by the loader of bundles."""
+
+    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.LINUX})
+
+    kind: Literal["cua_gym"]
+    bundle: str
+    """Its directory on the host."""
+    timeout_s: Timeout = 300.0
+
+    async def perform(self, guest: "GuestSetup") -> None:
+        bundle = Path(self.bundle)
+        for argv, parts in SETUP_COMMANDS:
+            try:
+                content = await asyncio.to_thread(archive, bundle, parts)
+            except (ValueError, OSError) as error:
+                raise GuestError(f"bundle {bundle.name}: {error}") from error
+            await guest.run(argv, as_root=True, stdin=content)
+        guest.activity = "in setup.sh"
+        env = {**ENVIRONMENT, "TASK_ID": bundle.name}
+        result = await guest.desktop.run(RUN_SETUP, timeout_s=guest.limit_s, as_root=True, env=env)
+        if result.exit_code:
+            output = quote(result.stderr or result.stdout)
+            raise GuestError(f"bundle {bundle.name}: setup.sh failed with exit code {result.exit_code}: {output}")
 
 
 class CuaGymCheck(LeafChecker):

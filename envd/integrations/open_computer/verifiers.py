@@ -13,18 +13,22 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
 from envd.base.errors import GuestError
 from envd.desktop.agent import CommandResult
-from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
+from envd.tasks.archives import archive
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
-from envd.tasks.cua_gym import archive
 from envd.tasks.fields import Model, Timeout
 from envd.tasks.text import CheckOutcome, CheckPart, quote
+from envd.tasks.verb_base import SetupBase
+
+if TYPE_CHECKING:
+    # Importing it takes half a second, and task data is also read where no desktop exists.
+    from envd.tasks.guest_setup import GuestSetup
 
 _STAGE_TIMEOUT_S: Final = 60.0
 #: Directories of the repository.
@@ -99,23 +103,12 @@ def parts(task: str, app: str, *, with_verifier: bool) -> list[tuple[str, str]]:
 
 
 async def _content(root: Path, named: Sequence[tuple[str, str]], request: Mapping[str, object]) -> bytes:
-    driver = (files("envd.tasks") / "open_computer_guest.py").read_bytes()
+    driver = (files("envd.integrations.open_computer") / "driver.py").read_bytes()
     extra = {_DRIVER: driver, "request.json": json.dumps(request).encode()}
     try:
         return await asyncio.to_thread(archive, root, named, extra=extra)
     except (ValueError, OSError, tarfile.TarError) as error:
         raise GuestError(f"{root}: {error}") from error
-
-
-async def set_up(desktop: Desktop, task: str, *, root: Path, timeout_s: float) -> None:
-    """Bring a guest to the start of a task. Raises: GuestError, GuestUnresponsive, MachineLost."""
-    definition = _definition(root, task)
-    request = {"task": definition, "screen": desktop.screen_size, "timeout_s": timeout_s - _STAGE_TIMEOUT_S}
-    content = await _content(root, parts(task, str(definition["app"]), with_verifier=False), request)
-    for script, as_root, stdin in ((_STAGE, True, content), (_SET_UP, False, b""), (_FINISH, True, b"")):
-        result = await desktop.run(("bash", "-c", script), timeout_s=timeout_s, as_root=as_root, stdin=stdin)
-        if result.exit_code:
-            raise GuestError(f"task {task}: {(result.stderr or result.stdout)[-500:].decode(errors='replace').strip()}")
 
 
 def _definition(root: Path, task: str) -> dict[str, Any]:
@@ -174,6 +167,28 @@ def _evaluates(expression: str, found: object) -> tuple[bool, str]:
         raise GuestError(f"eval {expression}: {error}") from error
     except Exception as error:
         return False, f"{error!r}; "
+
+
+class OpenComputerSetup(SetupBase):
+    """Set up a task of OpenComputer by its own code, and wait for its application. Made by the loader of its tasks."""
+
+    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.LINUX})
+
+    kind: Literal["opencomputer"]
+    root: str
+    """The repository on the host."""
+    task: str
+
+    async def perform(self, guest: "GuestSetup") -> None:
+        root, desktop, limit_s = Path(self.root), guest.desktop, guest.limit_s
+        definition = _definition(root, self.task)
+        request = {"task": definition, "screen": desktop.screen_size, "timeout_s": limit_s - _STAGE_TIMEOUT_S}
+        content = await _content(root, parts(self.task, str(definition["app"]), with_verifier=False), request)
+        for script, as_root, stdin in ((_STAGE, True, content), (_SET_UP, False, b""), (_FINISH, True, b"")):
+            result = await desktop.run(("bash", "-c", script), timeout_s=limit_s, as_root=as_root, stdin=stdin)
+            if result.exit_code:
+                output = (result.stderr or result.stdout)[-500:].decode(errors="replace").strip()
+                raise GuestError(f"task {self.task}: {output}")
 
 
 class OpenComputerCheck(LeafChecker):

@@ -1,22 +1,20 @@
 """The union of all checkers, discriminated by `kind`, and their combinations: all, any, weighted."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Union
 
 from pydantic import Field
 
-from envd.tasks.checkers.base import CheckBase
+from envd.tasks.checkers.base import CheckBase, LeafChecker
 from envd.tasks.checkers.data import CsvCell, IniEntry, JsonValueAt, Registry, XmlNode
 from envd.tasks.checkers.files import Directory, FileAbsent, FileBytes, FileText
 from envd.tasks.checkers.graded_text import GradedText
 from envd.tasks.checkers.images import ImageLike
-from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.checkers.programs import Command, PoweredOff, Process, Window
 from envd.tasks.checkers.session import AgentAnswer, Clipboard, OnScreen
 from envd.tasks.checkers.unchanged import Unchanged
-from envd.tasks.cua_gym import CuaGymCheck
 from envd.tasks.fields import Model
-from envd.tasks.open_computer import OpenComputerCheck
+from envd.tasks.systems import task_systems
 
 
 class AllOf(CheckBase):
@@ -47,7 +45,7 @@ class Weighted(CheckBase):
     checks: Annotated[tuple[WeightedPart, ...], Field(min_length=1)]
 
 
-AnyLeafChecker = (
+_OwnLeafChecker = (
     FileText
     | FileBytes
     | FileAbsent
@@ -67,10 +65,11 @@ AnyLeafChecker = (
     | Registry
     | AgentAnswer
     | GradedText
-    | OsworldEvaluator
-    | CuaGymCheck
-    | OpenComputerCheck
 )
+if TYPE_CHECKING:
+    AnyLeafChecker = LeafChecker
+else:
+    AnyLeafChecker = Union[_OwnLeafChecker, *(system.checker for system in task_systems())]
 AnyChecker = AnyLeafChecker | AllOf | AnyOf | Weighted
 Checker = Annotated[AnyChecker, Field(discriminator="kind")]
 

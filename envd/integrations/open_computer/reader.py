@@ -7,11 +7,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from envd.tasks.cua_gym import entries
+from envd.integrations.open_computer.verifiers import COMMON, TASKS, VERIFIERS, parts
+from envd.tasks.archives import entries
 from envd.tasks.fields import checked_path
-from envd.tasks.formats.entries import Found, NamedFields, Problem, Source, TaskFormatError, make_task
-from envd.tasks.formats.osworld import Fields, osworld_name
-from envd.tasks.open_computer import COMMON, TASKS, VERIFIERS, parts
+from envd.tasks.formats.entries import (
+    Fields,
+    Found,
+    NamedFields,
+    Problem,
+    Source,
+    TaskFormatError,
+    make_task,
+    task_name,
+)
 
 SUITE = "opencomputer"
 
@@ -42,7 +50,7 @@ def read_repository(root: Path) -> Found:
 
 def _read_task(file: Path, root: Path) -> Found:
     source = Source(file=str(file), directory=None, suite=SUITE, makes_bundles=True)
-    named = NamedFields(name=osworld_name(file.parent.name), fields=lambda: _fields(file, root))
+    named = NamedFields(name=task_name(file.parent.name), fields=lambda: _fields(file, root))
     yield from make_task(source, lambda: named, locate=lambda _: source.file)
 
 

@@ -1,18 +1,53 @@
-"""The evaluator of an OSWorld task, as data. OSWorld's own code scores it, in a sandboxed process."""
+"""The setup and the evaluator of an OSWorld task, as data. OSWorld's own code performs them, in a sandboxed process."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from envd.base.errors import GuestError
 from envd.hypervisor.machine import GuestOs
+from envd.integrations.osworld.downloads import asset_urls
+from envd.tasks.bridge import ForeignObject
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
-from envd.tasks.fields import AssetRef
-from envd.tasks.osworld import NOT_INSTALLED, OsworldObject, asset_urls
+from envd.tasks.fields import AssetRef, Timeout
 from envd.tasks.text import CheckOutcome
+from envd.tasks.verb_base import SetupBase
+
+if TYPE_CHECKING:
+    # Importing it takes half a second, and task data is also read where no desktop exists.
+    from envd.tasks.guest_setup import GuestSetup
+
+_NOT_INSTALLED = "OSWorld is not installed on this host; run `envd osworld install` and restart the daemon"
 
 Parameters = dict[str, JsonValue]
+
+
+class OsworldSetup(SetupBase):
+    """Perform setup steps in OSWorld's form with OSWorld's own code, which decides what a second run does."""
+
+    kind: Literal["osworld"]
+    steps: Annotated[tuple[dict[str, JsonValue], ...], Field(min_length=1)]
+    timeout_s: Timeout = 600.0
+
+    @model_validator(mode="after")
+    def _names_its_downloads(self) -> Self:
+        try:
+            asset_urls(self.steps, {})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"steps: a step has a type and parameters, a download has files: {error!r}") from error
+        return self
+
+    def downloads(self) -> Iterator[AssetRef]:
+        yield from map(AssetRef, asset_urls(self.steps, {}).values())
+
+    async def perform(self, guest: "GuestSetup") -> None:
+        def note(step: str) -> None:
+            guest.activity = f"in {step}"
+
+        if guest.resources.bridge is None:
+            raise GuestError(_NOT_INSTALLED)
+        await guest.resources.bridge.set_up(guest.desktop, self.steps, os=guest.os, on_step=note)
 
 
 class OsworldEvaluator(LeafChecker):
@@ -54,11 +89,11 @@ class OsworldEvaluator(LeafChecker):
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         """Run OSWorld's evaluator in its own process. Raises: GuestError, MachineLost."""
-        if inspector.osworld is None:
-            raise GuestError(NOT_INSTALLED)
-        return await inspector.osworld.evaluate(inspector.desktop, self.to_osworld(), os=inspector.os)
+        if inspector.bridge is None:
+            raise GuestError(_NOT_INSTALLED)
+        return await inspector.bridge.evaluate(inspector.desktop, self.to_osworld(), os=inspector.os)
 
-    def to_osworld(self) -> OsworldObject:
+    def to_osworld(self) -> ForeignObject:
         """Return it in the form of OSWorld's task files."""
         fields = self.model_dump(mode="json", exclude={"kind", "name"})
         return {key: value for key, value in fields.items() if value is not None}

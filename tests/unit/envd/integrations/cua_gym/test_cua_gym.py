@@ -10,13 +10,13 @@ import pytest
 
 from envd.base.errors import GuestError
 from envd.desktop.agent import CommandResult
+from envd.integrations.cua_gym.bundle import CHECK_PARTS, SETUP_COMMANDS, CuaGymCheck, CuaGymSetup, judge_check
+from envd.integrations.cua_gym.reader import read_bundles
+from envd.tasks.archives import MAX_ARCHIVE_BYTES, archive
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
-from envd.tasks.cua_gym import CHECK_PARTS, MAX_ARCHIVE_BYTES, SETUP_COMMANDS, CuaGymCheck, archive, judge_check
-from envd.tasks.formats.cua_gym import read_bundles
 from envd.tasks.formats.entries import Problem
 from envd.tasks.formats.files import read_tasks
 from envd.tasks.model import Task
-from envd.tasks.verbs import CuaGymSetup
 
 SCORE = b'{"overall_score": 0.5, "subscores": {"total": 0.5}, "errors": []}\n'
 

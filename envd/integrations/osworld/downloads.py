@@ -1,35 +1,9 @@
-"""OSWorld tasks as data: the bridge that runs OSWorld's code, and the files that its code would download."""
+"""The files that OSWorld's code would download, by its task files."""
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, Protocol
-
-from pydantic import JsonValue
-
-from envd.hypervisor.machine import GuestOs
-from envd.tasks.text import CheckOutcome
-
-if TYPE_CHECKING:
-    # Importing it takes half a second, and task data is also read where no desktop exists.
-    from envd.desktop.desktop import Desktop
-
-#: A setup step or an evaluator, in OSWorld's form.
-OsworldObject = Mapping[str, JsonValue]
-
-NOT_INSTALLED = "OSWorld is not installed on this host; run `envd osworld install` and restart the daemon"
-
-
-class OsworldBridge(Protocol):
-    """Runs OSWorld's setup and evaluators."""
-
-    async def set_up(
-        self, desktop: "Desktop", steps: Sequence[OsworldObject], *, os: GuestOs, on_step: Callable[[str], None]
-    ) -> None:
-        """Perform setup steps; call `on_step` with the name of each as it starts. Raises: GuestError, MachineLost."""
-
-    async def evaluate(self, desktop: "Desktop", evaluator: OsworldObject, *, os: GuestOs) -> CheckOutcome:
-        """Score the guest's current state. Raises: GuestError, MachineLost."""
+from typing import Any
 
 
 def getter_configs(evaluator: Mapping[str, Any], key: str) -> Iterator[Mapping[str, Any]]:

@@ -13,11 +13,11 @@ from cuaenv.actions import Done, Fail
 from envd.base.clock import running_timeout
 from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive, SetupFailed, TooLarge
 from envd.desktop.desktop import Desktop
+from envd.tasks.bridge import TaskBridge
+from envd.tasks.checker_union import AllOf, AnyChecker, AnyLeafChecker, AnyOf, Weighted, combine, leaves, parts_of
 from envd.tasks.checkers.base import GuestInspector, Judge, judge_directly
 from envd.tasks.checkers.programs import PoweredOff
-from envd.tasks.checkers.union import AllOf, AnyChecker, AnyLeafChecker, AnyOf, Weighted, combine, leaves, parts_of
 from envd.tasks.model import Task
-from envd.tasks.osworld import OsworldBridge
 from envd.tasks.text import CheckOutcome, CheckPart
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ async def evaluate(
     *,
     last_action: Done | Fail | None,
     timeout_s: float,
-    osworld: OsworldBridge | None = None,
+    bridge: TaskBridge | None = None,
     judge: Judge = judge_directly,
     freezes: bool = True,
 ) -> Evaluation:
@@ -66,7 +66,7 @@ async def evaluate(
     Args:
         last_action: How the agent ended the episode; None if it did not.
         timeout_s: Limit for all checkers together, in seconds.
-        osworld: Runs OSWorld's evaluators; None if OSWorld is not installed.
+        bridge: Runs the evaluators of a foreign suite (OSWorld); None if it is not installed.
         judge: Runs the pure part of each checker on what the guest returned; a daemon passes `JudgeWorkers`.
         freezes: Whether the agent has acted and may still act: only then its processes are stopped.
 
@@ -77,7 +77,7 @@ async def evaluate(
         return judge_infeasible(last_action)
     if isinstance(last_action, Fail):
         return _single("feasible", CheckOutcome(0.0, "the agent declared the task infeasible, but it is feasible"))
-    inspector = GuestInspector(desktop=desktop, os=task.os, last_action=last_action, osworld=osworld, judge=judge)
+    inspector = GuestInspector(desktop=desktop, os=task.os, last_action=last_action, bridge=bridge, judge=judge)
     try:
         async with running_timeout(timeout_s):
             return _combined(task.checker, await _check_all(task.checker, inspector, freezes=freezes))

@@ -19,7 +19,7 @@ from cuaenv.problems import without_path
 from envd.base.errors import CheckpointCorrupt, HypervisorError
 from envd.base.tools import run_tool
 from envd.hypervisor.machine import Firmware
-from envd.hypervisor.qemu.snapshots.capture import captured_snapshot
+from envd.hypervisor.qemu.capture import captured_snapshot
 from envd.hypervisor.qemu.snapshots.files import (
     SnapshotFiles,
     copy_file,

@@ -1,0 +1,1 @@
+"""Bundles of CUA-Gym as tasks."""
