@@ -47,6 +47,7 @@ from envd.cli.remote import TlsCert, TlsKey
 from envd.daemon.state_lock import holder
 from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import Firmware, Hardware
+from envd.hypervisor.oci.backend import is_oci
 from envd.hypervisor.qemu.accelerator import probe_kvm
 from envd.hypervisor.qemu.backend import is_embedded
 from envd.hypervisor.qemu.host import NAME_FIX, find_firmware, required_access, slow_name
@@ -68,6 +69,9 @@ _CERT_WARN_DAYS = 14
 _EVALUATION_WARN_DAYS = 15
 #: A desktop image takes about 1 GiB, its build 4 GiB of scratch space, an episode's overlay about 100 MiB.
 _DISK_FAIL_BYTES, _DISK_WARN_BYTES = 1 * _GIB, 8 * _GIB
+_INOTIFY_INSTANCES = Path("/proc/sys/fs/inotify/max_user_instances")
+#: Message buses, panel and file dialogs of one desktop.
+_INOTIFY_PER_DESKTOP, _MANY_DESKTOPS = 6, 200
 
 
 class Status(Enum):
@@ -378,6 +382,8 @@ async def check_daemon(
 
 async def check_kvm(config: Config) -> Check:
     """Run guest code with KVM: the device file alone does not prove that KVM works."""
+    if is_oci(config.hypervisor.uri):
+        return _ok("kvm", "not used by containers")
     probe = await probe_kvm(timeout_s=_KVM_PROBE_TIMEOUT_S)
     if probe.usable:
         return _ok("kvm", probe.detail)
@@ -398,6 +404,8 @@ async def check_libvirt(config: Config) -> Check:
     binding = f"libvirt-python {importlib.metadata.version('libvirt-python')}"
     if not backend_of(config.hypervisor.uri).capabilities.runs_guests:
         return _ok("libvirt", f"{binding}; not used by the fake hypervisor")
+    if is_oci(config.hypervisor.uri):
+        return _ok("libvirt", f"{binding}; not used by containers")
     with tempfile.TemporaryDirectory(prefix="envd-doctor-") as scratch:
         uri = config.hypervisor.uri
         hypervisor_config = HypervisorConfig(uri=backend_of(uri).private_uri(uri), accelerator="tcg")
@@ -414,6 +422,50 @@ async def check_libvirt(config: Config) -> Check:
                 fix=f"{_install('libvirt-daemon-driver-qemu')}; for qemu:///system, start libvirtd",
             )
     return _ok("libvirt", f"{library}, {binding}; {uri or 'the embedded driver'} can be opened")
+
+
+async def check_containers(config: Config) -> _Found:
+    """Create the namespaces of containers as the daemon does, in a temporary state directory."""
+    name, is_used = "containers", is_oci(config.hypervisor.uri)
+    uri = config.hypervisor.uri if is_used else "oci:"
+    with tempfile.TemporaryDirectory(prefix="envd-doctor-") as scratch:
+        # Others may enter it, as a daemon's own: it is the state directory of users without privileges.
+        Path(scratch).chmod(0o711)
+        scratch_config = config.model_copy(
+            update={"state_dir": Path(scratch), "hypervisor": HypervisorConfig(uri=uri)}
+        )
+        try:
+            hypervisor = await asyncio.wait_for(open_hypervisor(scratch_config), _OPEN_TIMEOUT_S)
+            found = hypervisor.description
+            await hypervisor.close()
+        except (EnvdError, TimeoutError) as error:
+            detail = f"cannot be used: {error or 'no response'}"
+            if not is_used:
+                return _ok(name, f"not used, and {detail}")
+            return _fail(name, detail, fix="see the message, and docs/hosts.md for the other backends")
+    if not is_used:
+        return _ok(name, f"not used; --hypervisor {uri} can be: {found}")
+    checks = [_ok(name, found)]
+    if "control groups cannot" in found or "no hierarchy" in found:
+        checks = [
+            _warn(
+                name,
+                f"{found}; memory has no limit, and signals instead of the freezer pause machines",
+                fix="run envd in a systemd unit with Delegate=yes, or as root",
+            )
+        ]
+    elif "without limits of memory" in found:
+        checks = [_warn(name, found, fix="run envd in a systemd unit with Delegate=yes, or as root")]
+    return [*checks, check_inotify(int(_INOTIFY_INSTANCES.read_text()))]
+
+
+def check_inotify(instance_count: int) -> Check:
+    """Check the host's limit of inotify instances, which the programs of all containers of a user share."""
+    desktop_count = instance_count // _INOTIFY_PER_DESKTOP
+    detail = f"fs.inotify.max_user_instances={instance_count}: enough for about {desktop_count} desktops in containers"
+    if desktop_count >= _MANY_DESKTOPS:
+        return _ok("inotify", detail)
+    return _warn("inotify", detail, fix=f"`{_as_root('sysctl fs.inotify.max_user_instances=8192')}`")
 
 
 def check_qemu_user(config: Config) -> Check:
@@ -460,10 +512,17 @@ async def examine(config: Config, *, tls: Tls | None = None) -> list[Check]:
     checks: dict[str, Callable[[], _Found | Awaitable[_Found]]] = {
         "python": lambda: _ok("python", f"{platform.python_version()}, envd {envd_version()}"),
         "qemu-system-x86_64": lambda: check_qemu_version(
-            check_tool("qemu-system-x86_64", package="qemu-system-x86", purpose=qemu, version_of=tool)
+            check_tool(
+                "qemu-system-x86_64",
+                package="qemu-system-x86",
+                purpose=qemu,
+                version_of=tool,
+                needed=not is_oci(config.hypervisor.uri),
+            )
         ),
         "qemu-img": lambda: check_tool("qemu-img", package="qemu-utils", purpose=img, version_of=tool),
         "libvirt": lambda: check_libvirt(config),
+        "containers": lambda: check_containers(config),
         "kvm": lambda: check_kvm(config),
         "qemu_user": lambda: check_qemu_user(config),
         "firmware": lambda: check_firmware(config),

@@ -31,6 +31,3 @@ def settings(state_dir: Path) -> Config:
     return Config(state_dir=state_dir, hypervisor={"uri": "oci:"})
 
 
-def processes_below(directory: Path) -> list[str]:
-    """Return the control groups of this test's machines that exist."""
-    return [str(path) for path in directory.glob("*")]

@@ -17,6 +17,11 @@ DEFAULT_RUNTIME: Final = "runc"
 _URI = re.compile(r"oci(:[A-Za-z0-9._/+-]*)?")
 
 
+def is_oci(uri: str) -> bool:
+    """Return whether machines are containers."""
+    return _URI.fullmatch(uri) is not None
+
+
 async def _open(config: Config, images: Iterable[DiskImage]) -> Hypervisor:
     if config.hypervisor.reaction_ms:
         raise ConfigError("hypervisor.reaction_ms: only drawn desktops have it; remove it, or use --hypervisor fake")
@@ -25,6 +30,4 @@ async def _open(config: Config, images: Iterable[DiskImage]) -> Hypervisor:
     return await OciHypervisor.open(config, images, runtime=config.hypervisor.uri.partition(":")[2])
 
 
-BACKEND = Backend(
-    capabilities=CAPABILITIES, open=_open, uris="oci:[RUNTIME]", supports=lambda uri: _URI.fullmatch(uri) is not None
-)
+BACKEND = Backend(capabilities=CAPABILITIES, open=_open, uris="oci:[RUNTIME]", supports=is_oci)

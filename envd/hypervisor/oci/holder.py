@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -141,6 +142,17 @@ def run(*, argv: Sequence[str], timeout_s: float) -> None:
         raise RuntimeError(f"{argv[0]}: exit code {done.returncode}: {text[-_MAX_MESSAGE_CHARS:] or 'no message'}")
 
 
+def try_overlay(*, directory: str) -> None:
+    """Mount an overlay in a directory, and remove it again. Raises: OSError: the kernel or file system cannot."""
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        Path(scratch, "lower").mkdir()
+        mount_overlay(Path(scratch), lower=f"{scratch}/lower")
+        try:
+            Path(scratch, "root/written").touch()
+        finally:
+            unmount(f"{scratch}/root")
+
+
 def launch(*, runtime: str, state: str, bundle: str, name: str, lower: str, join: Sequence[str]) -> int:
     """Mount a container's file system and start it; return its first process.
 
@@ -149,10 +161,7 @@ def launch(*, runtime: str, state: str, bundle: str, name: str, lower: str, join
         join: Files `cgroup.procs` of the control groups to enter.
     """
     root = Path(bundle)
-    for directory in ("upper", "work", "root"):
-        (root / directory).mkdir()
-    mount("overlay", f"{root}/root", "overlay", _MS_NODEV,
-          f"lowerdir={lower},upperdir={root}/upper,workdir={root}/work,userxattr")  # fmt: skip
+    mount_overlay(root, lower=lower)
     for group in join:
         Path(group).write_text("0")
     with (root / "runtime.log").open("ab") as log:
@@ -217,6 +226,7 @@ def disk_usage(*, path: str) -> int:
 
 _REQUESTS: Mapping[str, Callable[..., Any]] = {
     "run": run,
+    "try_overlay": try_overlay,
     "launch": launch,
     "stop": stop,
     "empty": empty,
@@ -237,6 +247,20 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
     status = _libc.mount(encoded(source), target.encode(), encoded(kind), ctypes.c_ulong(flags), options.encode())
     check(status, f"mount {kind or 'privately'} on {target}")
+
+
+def mount_overlay(directory: Path, *, lower: str) -> None:
+    """Mount an overlay at `root` in a directory, whose own files are in `upper`."""
+    for name in ("upper", "work", "root"):
+        (directory / name).mkdir()
+    options = f"lowerdir={lower},upperdir={directory}/upper,workdir={directory}/work,userxattr"
+    mount("overlay", f"{directory}/root", "overlay", _MS_NODEV, options)
+
+
+def unmount(path: str) -> None:
+    """Unmount a file system, if one is mounted there."""
+    if _libc.umount2(path.encode(), _MNT_DETACH) and (number := ctypes.get_errno()) not in {_ENOENT, _EINVAL}:
+        raise OSError(number, f"unmount {path}: {os.strerror(number)}")
 
 
 def die_with_parent() -> None:

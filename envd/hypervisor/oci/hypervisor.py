@@ -117,6 +117,15 @@ class OciHypervisor:
             on_start=groups.open,
             on_exit=lambda pid, status: opened[0]._on_exit(pid, status) if opened else None,
         )
+        try:
+            await namespace.call("try_overlay", directory=str(Namespace.inside(_RUNTIME)))
+        except HypervisorError as error:
+            await namespace.aclose()
+            await groups.close()
+            raise ConfigError(
+                f"hypervisor oci: state_dir {config.state_dir}: overlayfs cannot be used there in a user namespace: {error};"
+                " it needs Linux 5.11, and a state_dir that is not itself on an overlay"
+            ) from error
         hypervisor = cls(
             namespace,
             runtime=runtime,
@@ -283,13 +292,16 @@ class OciHypervisor:
         self._machines.pop(machine.machine_id, None)
 
     async def _remove_container(self, machine_id: str, *, groups: MachineGroups | None) -> None:
-        if not self._namespace.problem:
-            if groups is not None:
-                # A frozen process of version 1 does not end before it is thawed.
-                with suppress(OSError):
-                    groups.thaw()
+        if groups is not None:
+            # A frozen process of version 1 does not end before it is thawed.
+            with suppress(OSError):
+                groups.thaw()
+        try:
             await self._namespace.call("stop", **self._container(machine_id))
             await self._namespace.call("empty", path=str(self._bundle(machine_id)))
+        except HypervisorError:
+            if not self._namespace.problem:
+                raise  # otherwise all containers have ended with their namespaces
         await asyncio.to_thread(shutil.rmtree, self._directory / machine_id, True)
         await self._remove_groups(machine_id)
 
