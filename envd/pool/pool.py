@@ -21,7 +21,7 @@ from functools import partial
 
 from envd.base.aio import Changes, shielded
 from envd.base.clock import wait_until
-from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, TemplateCorrupt
+from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, NotForkable, TemplateCorrupt
 from envd.desktop.desktop import Desktop
 from envd.desktop.view import ConnectionState
 from envd.hypervisor.machine import DiskImage, Machine
@@ -105,7 +105,12 @@ class Pool:
     @property
     def copies_running_machines(self) -> bool:
         """Whether its machines can be forked in the state that they are in: see `Capabilities`."""
-        return self.factory.hypervisor.capabilities.copies_running_machines
+        return not self.hypervisor.capabilities.not_forkable
+
+    def require_copies(self) -> None:
+        """Raises: NotForkable: No machine of this pool can be forked in the state that it is in."""
+        if reason := self.hypervisor.capabilities.not_forkable:
+            raise NotForkable(f"pool {self.name}: {reason}")
 
     @property
     def template(self) -> FrozenDesktop | None:

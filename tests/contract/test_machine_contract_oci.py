@@ -126,7 +126,7 @@ class TestMachineContractOnContainers(ContainerContract):
     async def test_a_running_machine_cannot_be_copied_and_says_what_can(
         self, hypervisor: Hypervisor, machine: Machine, template: Snapshot, tmp_path: Path
     ) -> None:
-        assert not hypervisor.capabilities.copies_running_machines
+        assert hypervisor.capabilities.not_forkable
         with pytest.raises(NotForkable, match="containers cannot be copied while they run; use --hypervisor qemu"):
             await hypervisor.capture(machine)
         for refused in (hypervisor.save(template, tmp_path), hypervisor.restore(template, tmp_path)):

@@ -9,7 +9,14 @@ from envd.base.errors import ConfigError
 from envd.hypervisor.backends import Backend
 from envd.hypervisor.machine import Capabilities, DiskImage, Hypervisor
 
-CAPABILITIES = Capabilities(runs_guests=True, task_suite="desktop", copies_running_machines=False)
+CAPABILITIES = Capabilities(
+    runs_guests=True,
+    task_suite="desktop",
+    not_forkable=(
+        "containers cannot be copied while they run; use --hypervisor qemu for forks, branches and checkpoints, or reset a"
+        " group, whose members each run the task's setup"
+    ),
+)
 #: The runtime of `oci:` and `oci`.
 DEFAULT_RUNTIME: Final = "runc"
 

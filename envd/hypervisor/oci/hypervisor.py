@@ -49,10 +49,6 @@ _MACHINES, _RUNTIME = "machines", "runtime"
 _MAX_SOCKET_PATH: Final = 107
 _LONGEST_SOCKET: Final = len("/containers/") + 32 + len("/envd/guestd.sock")
 _MAX_OPEN_FILES: Final = 65536
-NOT_FORKABLE: Final = (
-    "containers cannot be copied while they run; use --hypervisor qemu for forks, branches and checkpoints, or reset a"
-    " group, whose members each run the task's setup"
-)
 
 
 class OciHypervisor:
@@ -353,15 +349,15 @@ class OciHypervisor:
         own = _own_machine(machine)
         if own.state is MachineState.GONE:
             raise MachineLost(f"machine {own.machine_id} is gone: {own.lost_reason}")
-        raise NotForkable(f"machine {own.machine_id}: {NOT_FORKABLE}")
+        raise NotForkable(f"machine {own.machine_id}: {CAPABILITIES.not_forkable}")
 
     async def save(self, snapshot: Snapshot, directory: Path) -> None:  # noqa: ARG002
         """Raises: HypervisorError: always."""
-        raise HypervisorError(f"{snapshot!r}: {NOT_FORKABLE}")
+        raise HypervisorError(f"{snapshot!r}: {CAPABILITIES.not_forkable}")
 
     async def restore(self, template: Snapshot, directory: Path) -> OciSnapshot:  # noqa: ARG002
         """Raises: HypervisorError: always."""
-        raise HypervisorError(f"stored state {directory}: {NOT_FORKABLE}")
+        raise HypervisorError(f"stored state {directory}: {CAPABILITIES.not_forkable}")
 
     # What earlier daemons left
 

@@ -121,6 +121,14 @@ def test_a_directory_needs_free_space_and_write_permission(free_bytes: int, writ
     assert doctor.check_disk("state_dir", Path("/x"), free_bytes=free_bytes, writable=writable).status is status
 
 
+@pytest.mark.parametrize(("count", "status"), [(128, Status.WARN), (8192, Status.OK)])
+def test_few_inotify_instances_limit_the_desktops_in_containers(count: int, status: Status) -> None:
+    check = doctor.check_inotify(count)
+    assert check.status is status
+    assert f"about {count // 6} desktops" in check.detail
+    assert ("sysctl" in check.fix) == (status is Status.WARN)
+
+
 def test_less_free_disk_than_the_reserve_is_a_failure() -> None:
     check = doctor.check_disk("state_dir", Path("/x"), free_bytes=9 << 30, writable=True, reserve_bytes=10 << 30)
     assert check.status is doctor.Status.FAIL
