@@ -431,9 +431,7 @@ async def check_containers(config: Config) -> _Found:
     with tempfile.TemporaryDirectory(prefix="envd-doctor-") as scratch:
         # Others may enter it, as a daemon's own: it is the state directory of users without privileges.
         Path(scratch).chmod(0o711)
-        scratch_config = config.model_copy(
-            update={"state_dir": Path(scratch), "hypervisor": HypervisorConfig(uri=uri)}
-        )
+        scratch_config = config.model_copy(update={"state_dir": Path(scratch), "hypervisor": HypervisorConfig(uri=uri)})
         try:
             hypervisor = await asyncio.wait_for(open_hypervisor(scratch_config), _OPEN_TIMEOUT_S)
             found = hypervisor.description

@@ -12,7 +12,7 @@ from envd.desktop.observation import Encoding, Observation, ObservationOptions, 
 from envd.desktop.view import DesktopView
 from envd.episodes.context import Stopwatch
 from envd.episodes.perform import check_region
-from envd.episodes.types import Origin, OriginKind
+from envd.episodes.types import Origin
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
 
@@ -94,7 +94,7 @@ async def start_from(
         template_digest=frozen.snapshot.digest,
         overlay_parent=frozen.snapshot.disk_digest,
         first_frame_id=view.frame.frame_id,
-        kind=OriginKind.COPY if pool.copies_running_machines else OriginKind.SETUP,
+        is_new_session=not pool.copies_running_machines,
     )
     return tuple(
         Member(machine=machine, observation=observation, origin=origin)

@@ -61,16 +61,6 @@ class AutomaticCheckpoints:
 NO_CHECKPOINTS: Final = AutomaticCheckpoints()
 
 
-class OriginKind(Enum):
-    """How an episode's machine came to its first state."""
-
-    #: A copy of the frozen machine, with its memory.
-    COPY = "copy"
-    #: A new session on the files of the frozen machine, then the task's setup: equal by construction to the others of
-    #: its group, and no copy.
-    SETUP = "setup"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """Source of an episode's first state. Equal origins prove that episodes began in the same state."""
@@ -87,7 +77,9 @@ class Origin:
     """When that checkpoint was made."""
     perturbations: tuple[str, ...] = ()
     """Kinds of the perturbations of its world."""
-    kind: OriginKind = OriginKind.COPY
+    is_new_session: bool = False
+    """Whether its machine is no copy of the frozen one, but a new session in which the task's setup ran by itself:
+    equal to the others of its group by construction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

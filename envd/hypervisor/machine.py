@@ -151,8 +151,8 @@ class Capabilities:
     """Guest code runs: programs take time to react and memory grows. Otherwise envd draws the desktops, and a desktop
     has reacted before its input call returns."""
     not_forkable: str = ""
-    """Why no machine can be captured while it runs, and what can; empty if machines can be. Without captures a fork of a
-    template is a new session on its files, there are no forks of episodes and no checkpoints, and each member of a
+    """Why no machine can be captured while it runs, and what can; empty if machines can be. Without captures a fork of
+    a template is a new session on its files, there are no forks of episodes and no checkpoints, and each member of a
     group runs the task's setup."""
     stand_in_image: DiskImage | None = None
     """Image used by every pool in place of one from the image catalogue; None if the backend boots real images."""

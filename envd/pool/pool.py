@@ -139,6 +139,7 @@ class Pool:
             capacity=self.capacity,
             always_running=self.settings.always_running,
             tools=self.settings.tools,
+            not_forkable=self.hypervisor.capabilities.not_forkable,
             idle_count=states[LifecycleState.IDLE],
             leased_count=states[LifecycleState.LEASED],
             starting_count=states[LifecycleState.STARTING],

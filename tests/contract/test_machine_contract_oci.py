@@ -16,15 +16,14 @@ import numpy.typing as npt
 import pytest
 import pytest_asyncio
 
-from envd.base.errors import HypervisorError, MachineLost, NotForkable
-from envd.base.losses import Owner
+from envd.base.errors import HypervisorError, NotForkable
 from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, Snapshot
 from envd.hypervisor.oci.hypervisor import OciHypervisor
 from envd.hypervisor.oci.machine import OciMachine
 from envd.hypervisor.oci.templates import OciSnapshot
 from tests.support.containers import desktop_image, settings
-from tests.support.machine_contract.machine import ContainerContract, new_machine_id
+from tests.support.machine_contract.machine import ContainerContract
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
@@ -47,7 +46,7 @@ def _is_first(pid: int) -> bool:
 
 
 def read_framebuffer(root: Path) -> npt.NDArray[np.uint8]:
-    """Read the screen of display :0 from its X server (X11 protocol: a connection, then GetImage of the root window)."""
+    """Read the screen of display :0 from its X server: X11's connection setup, then GetImage of the root window."""
     with socket.socket(socket.AF_UNIX) as x:
         x.connect(str(root / "tmp/.X11-unix/X0"))
         stream = x.makefile("rb")
@@ -74,7 +73,7 @@ class TestMachineContractOnContainers(ContainerContract):
     @classmethod
     async def hypervisor(cls) -> AsyncIterator[Hypervisor]:
         cls.image = desktop_image()
-        with tempfile.TemporaryDirectory(prefix="envd-oci-", dir="/var/tmp") as directory:  # noqa: S108
+        with tempfile.TemporaryDirectory(prefix="envd-oci-", dir="/var/tmp") as directory:
             cls.state_dir = Path(directory)
             hypervisor = await OciHypervisor.open(settings(cls.state_dir), [cls.image])
             try:

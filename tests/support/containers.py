@@ -29,5 +29,3 @@ def desktop_image() -> DiskImage:
 def settings(state_dir: Path) -> Config:
     """Return the settings of a daemon with containers."""
     return Config(state_dir=state_dir, hypervisor={"uri": "oci:"})
-
-

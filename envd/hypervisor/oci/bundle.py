@@ -93,7 +93,7 @@ def _mounts(settings: ContainerSettings) -> Sequence[Mapping[str, Any]]:
         _mount("/proc", "proc", "nosuid", "noexec", "nodev"),
         _mount("/dev", "tmpfs", "nosuid", "strictatime", "mode=755", "size=64k"),
         _mount("/dev/pts", "devpts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"),
-        _mount("/dev/shm", "tmpfs", *_TMPFS, "noexec", "mode=1777", half),
+        _mount("/dev/shm", "tmpfs", *_TMPFS, "noexec", "mode=1777", half),  # noqa: S108 -- in the container
         _mount("/run", "tmpfs", *_TMPFS, "mode=755", half),
         _bind("/envd", settings.envd_directory),
         # Nothing of the host's devices. The image's own scripts expect the directory of control groups.

@@ -7,8 +7,8 @@
     /guest                                     everything but the X server: frozen while the machine is paused
     /display                                   the X server
 ```
-The container's root may create groups below `guest` and move processes there. It cannot thaw or leave `guest`, nor change
-a limit: those files belong to the host's root.
+The container's root may create groups below `guest` and move processes there. It cannot thaw or leave `guest`, nor
+change a limit: those files belong to the host's root.
 """
 
 import asyncio
@@ -199,7 +199,7 @@ class ControlGroups:
         deadline_s = time.monotonic() + _FREEZE_TIMEOUT_S
         with suppress(OSError):
             for root in self._roots():
-                while not _is_removed(root) and time.monotonic() < deadline_s:
+                while not _is_removed(root) and time.monotonic() < deadline_s:  # noqa: ASYNC110 -- no event tells it
                     await asyncio.sleep(_LAST_POLL_S)
 
     def _delegate(self, directory: Path, *, contents: bool = False) -> None:

@@ -124,7 +124,7 @@ def start(request: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         result = {"result": _REQUESTS[request["do"]](**request["arguments"])}
-    except BaseException as error:  # noqa: BLE001 -- every failure is an answer
+    except BaseException as error:
         known = isinstance(error, OSError | RuntimeError | subprocess.TimeoutExpired)
         result = {"error": (str(error) if known else traceback.format_exc())[-_MAX_MESSAGE_CHARS:]}
     answer({"event": "answer", "id": request["id"], **result})

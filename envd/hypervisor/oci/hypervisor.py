@@ -119,8 +119,8 @@ class OciHypervisor:
             await namespace.aclose()
             await groups.close()
             raise ConfigError(
-                f"hypervisor oci: state_dir {config.state_dir}: overlayfs cannot be used there in a user namespace: {error};"
-                " it needs Linux 5.11, and a state_dir that is not itself on an overlay"
+                f"hypervisor oci: state_dir {config.state_dir}: overlayfs cannot be used there in a user namespace:"
+                f" {error}; it needs Linux 5.11, and a state_dir that is not itself on an overlay"
             ) from error
         hypervisor = cls(
             namespace,
@@ -165,7 +165,7 @@ class OciHypervisor:
             own = self._forkable(snapshot, waiting.machine_id)
             if waiting.lost.is_set():
                 raise MachineLost(f"machine {waiting.machine_id} is gone: {waiting.lost_reason}")
-            if waiting.is_loaded or waiting.template is not own and waiting.template.digest != own.digest:
+            if waiting.is_loaded or (waiting.template is not own and waiting.template.digest != own.digest):
                 raise HypervisorError(f"machine {waiting.machine_id}: not waiting for a state of {own!r}")
         except EnvdError as error:
             waiting.mark_lost(f"its state could not be loaded: {error}")

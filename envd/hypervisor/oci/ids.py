@@ -1,4 +1,4 @@
-"""Which user ids of the host the users of containers have: those subordinate to the daemon's user, none of them root's."""
+"""The user ids on the host of a container's users: those subordinate to the daemon's user, never root's."""
 
 import os
 import pwd

@@ -136,7 +136,7 @@ class OciMachine:
             ) from error
 
     async def _wait_session(self) -> None:
-        while not await self._is_session_ready():
+        while not await self._is_session_ready():  # noqa: ASYNC110 -- another process decides
             await asyncio.sleep(_POLL_S)
         loop = asyncio.get_running_loop()
         began_s = loop.time()

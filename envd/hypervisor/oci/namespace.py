@@ -67,7 +67,7 @@ class Namespace:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=_MAX_LINE_BYTES,
-            start_new_session=True,  # a signal to the daemon's terminal ends the daemon alone, which then destroys machines
+            start_new_session=True,  # Ctrl-C ends the daemon alone, which then destroys its machines
         )  # fmt: skip
         namespace = cls(process, on_exit=on_exit)
         try:

@@ -25,6 +25,7 @@ from envd.base.errors import (
     StepIndexMismatch,
 )
 from envd.desktop.observation import A11yFormat, Encoding, ObservationOptions
+from envd.drawn.backend import CAPABILITIES
 from envd.episodes.types import EpisodeState, GroupResult
 from envd.hypervisor.machine import MachineState
 from tests.support.clock import begun, run_ready, run_turns
@@ -378,7 +379,7 @@ async def test_a_fork_where_machines_cannot_be_copied_is_refused_without_waiting
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     episode_id = await opened(world)
-    monkeypatch.setattr(world.hypervisor, "capabilities", replace(world.hypervisor.capabilities, not_forkable="no copies"))
+    monkeypatch.setattr(world.hypervisor, "capabilities", replace(CAPABILITIES, not_forkable="no copies"))
     leases = world.hypervisor.counts["capture"]
     with pytest.raises(NotForkable, match="no copies"):
         await world.service.fork(world.fork_command(episode_id, 1))

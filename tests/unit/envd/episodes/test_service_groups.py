@@ -18,7 +18,8 @@ from envd.base.errors import (
     SetupFailed,
 )
 from envd.desktop.observation import A11yFormat, Encoding, Keyframe, ObservationOptions, SettleResult
-from envd.episodes.types import AutomaticCheckpoints, GroupResult, OriginKind
+from envd.drawn.backend import CAPABILITIES
+from envd.episodes.types import AutomaticCheckpoints, GroupResult
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.tasks.perturbations import Perturb
@@ -338,13 +339,13 @@ async def test_an_unknown_perturbation_takes_no_machine(world: World) -> None:
 async def test_where_machines_cannot_be_copied_each_member_runs_the_setup(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world.hypervisor, "capabilities", replace(world.hypervisor.capabilities, not_forkable="no copies"))
+    monkeypatch.setattr(world.hypervisor, "capabilities", replace(CAPABILITIES, not_forkable="no copies"))
     result = await world.reset(group_size=3)
     assert world.tasks.setups == 3
     assert world.captured() == []
     template = world.hypervisor.snapshots[0]
     assert {info.origin.template_digest for info in result.episodes} == {template.digest}
-    assert {info.origin.kind for info in result.episodes} == {OriginKind.SETUP}
+    assert {info.origin.is_new_session for info in result.episodes} == {True}
     assert all(observation.settle is not None for observation in result.observations)
     assert set(result.timings_ms) == {"acquire", "setup", "settle", "observe", "total"}
     for info in result.episodes:
@@ -354,7 +355,7 @@ async def test_where_machines_cannot_be_copied_each_member_runs_the_setup(
 async def test_where_machines_cannot_be_copied_a_state_after_setup_is_not_kept(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world.hypervisor, "capabilities", replace(world.hypervisor.capabilities, not_forkable="no copies"))
+    monkeypatch.setattr(world.hypervisor, "capabilities", replace(CAPABILITIES, not_forkable="no copies"))
     for _ in range(2):
         await world.open(task_id=FROZEN[0].task_id)
     assert world.tasks.setups == 2
@@ -364,7 +365,7 @@ async def test_where_machines_cannot_be_copied_a_state_after_setup_is_not_kept(
 async def test_automatic_checkpoints_are_refused_before_any_machine_is_leased(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world.hypervisor, "capabilities", replace(world.hypervisor.capabilities, not_forkable="no copies"))
+    monkeypatch.setattr(world.hypervisor, "capabilities", replace(CAPABILITIES, not_forkable="no copies"))
     with pytest.raises(NotForkable, match="no copies"):
         await world.reset(automatic=AutomaticCheckpoints(every_steps=1))
     assert world.tasks.setups == 0

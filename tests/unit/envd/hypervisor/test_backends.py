@@ -15,8 +15,16 @@ ROOT = Path(qemu.__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "uri", ["", "fake", "qemu:///system", "qemu+unix:///system?socket=/run/a/sock", "qemu:///embed?root=/srv/envd", "oci:",
-     "oci:/opt/runsc"],
+    "uri",
+    [
+        "",
+        "fake",
+        "qemu:///system",
+        "qemu+unix:///system?socket=/run/a/sock",
+        "qemu:///embed?root=/srv/envd",
+        "oci:",
+        "oci:/opt/runsc",
+    ],
 )
 def test_known_hypervisors_are_accepted(uri: str) -> None:
     config = load(flags={"hypervisor.uri": uri}, check_uri=backend_of)
