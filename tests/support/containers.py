@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.base.config import Config
+from envd.base.config import Config, HypervisorConfig
 from envd.base.errors import ImageError, ImageNotFound
 from envd.hypervisor.machine import DiskImage
 from envd.hypervisor.oci.images import obstacle
@@ -28,4 +28,4 @@ def desktop_image() -> DiskImage:
 
 def settings(state_dir: Path) -> Config:
     """Return the settings of a daemon with containers."""
-    return Config(state_dir=state_dir, hypervisor={"uri": "oci:"})
+    return Config(state_dir=state_dir, hypervisor=HypervisorConfig(uri="oci:"))

@@ -3,11 +3,11 @@
 The runtime runs in the user namespace of the daemon's containers already, so a container needs none of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Final
 
 from pydantic import JsonValue
 
@@ -77,7 +77,7 @@ def container_config(settings: ContainerSettings) -> dict[str, JsonValue]:
             "rlimits": [{"type": "RLIMIT_NOFILE", "soft": 1024, "hard": settings.max_open_files}],
         },
         "root": {"path": "root", "readonly": False},
-        "mounts": list(_mounts(settings)),
+        "mounts": _mounts(settings),
         "linux": {
             "namespaces": [{"type": kind} for kind in namespaces],
             "maskedPaths": list(_MASKED),
@@ -87,9 +87,9 @@ def container_config(settings: ContainerSettings) -> dict[str, JsonValue]:
     }
 
 
-def _mounts(settings: ContainerSettings) -> Sequence[Mapping[str, Any]]:
+def _mounts(settings: ContainerSettings) -> list[JsonValue]:
     half = f"size={settings.memory_mib // 2}m"
-    mounts = [
+    mounts: list[JsonValue] = [
         _mount("/proc", "proc", "nosuid", "noexec", "nodev"),
         _mount("/dev", "tmpfs", "nosuid", "strictatime", "mode=755", "size=64k"),
         _mount("/dev/pts", "devpts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"),
@@ -106,12 +106,12 @@ def _mounts(settings: ContainerSettings) -> Sequence[Mapping[str, Any]]:
     return mounts
 
 
-def _mount(target: str, kind: str, *options: str) -> dict[str, Any]:
+def _mount(target: str, kind: str, *options: str) -> JsonValue:
     return {"destination": target, "type": kind, "source": kind, "options": list(options)}
 
 
-def _bind(target: str, source: PurePosixPath) -> dict[str, Any]:
-    options = ["bind", "rw", "nosuid", "nodev", "noexec"]
+def _bind(target: str, source: PurePosixPath) -> JsonValue:
+    options: list[JsonValue] = ["bind", "rw", "nosuid", "nodev", "noexec"]
     return {"destination": target, "type": "bind", "source": str(source), "options": options}
 
 
@@ -127,7 +127,7 @@ def _seccomp() -> dict[str, JsonValue]:
         refuse("clone", argument={"index": 0, "value": flag, "valueTwo": flag, "op": "SCMP_CMP_MASKED_EQ"})
         for flag in flags
     ]
-    family = {"index": 0, "value": _FIRST_REFUSED_FAMILY, "op": "SCMP_CMP_GE"}
+    family: dict[str, JsonValue] = {"index": 0, "value": _FIRST_REFUSED_FAMILY, "op": "SCMP_CMP_GE"}
     return {
         "defaultAction": "SCMP_ACT_ALLOW",
         "architectures": ["SCMP_ARCH_X86_64", "SCMP_ARCH_X86", "SCMP_ARCH_X32"],

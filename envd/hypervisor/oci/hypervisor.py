@@ -165,7 +165,8 @@ class OciHypervisor:
             own = self._forkable(snapshot, waiting.machine_id)
             if waiting.lost.is_set():
                 raise MachineLost(f"machine {waiting.machine_id} is gone: {waiting.lost_reason}")
-            if waiting.is_loaded or (waiting.template is not own and waiting.template.digest != own.digest):
+            template = waiting.template
+            if waiting.is_loaded or template is None or template.digest != own.digest:
                 raise HypervisorError(f"machine {waiting.machine_id}: not waiting for a state of {own!r}")
         except EnvdError as error:
             waiting.mark_lost(f"its state could not be loaded: {error}")

@@ -27,7 +27,7 @@ set +a
 x_server() {
 	[ ! -e /envd/display/cgroup.procs ] || echo 0 >/envd/display/cgroup.procs
 	exec Xtigervnc :0 -geometry "${width}x$height" -depth 24 -rfbunixpath /envd/vnc.sock -rfbunixmode 0600 -rfbport -1 \
-		-SecurityTypes None -AlwaysShared -AcceptSetDesktopSize=0 -SendCutText=0 -AcceptCutText=0 \
+		-SecurityTypes None -AlwaysShared -AcceptSetDesktopSize=0 -SendCutText=0 -AcceptCutText=0 -RawKeyboard=1 \
 		-nolisten tcp -noreset -ac -s 0 -dpms -desktop TigerVNC
 }
 

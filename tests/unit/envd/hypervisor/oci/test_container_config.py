@@ -1,5 +1,6 @@
 """The configuration of a container, its users' ids, and whose fault its end is. No container runs."""
 
+import os
 import signal
 from pathlib import Path, PurePosixPath
 
@@ -116,7 +117,7 @@ def test_the_groups_of_this_host_are_found() -> None:
 
 
 def test_a_user_without_subordinate_ids_is_told_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids.os, "geteuid", lambda: 4_000_001)
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_001)
     with pytest.raises(ConfigError, match="usermod --add-subuids 100000-165535"):
         ids.own_ids()
 
