@@ -78,7 +78,7 @@ class Origin:
     perturbations: tuple[str, ...] = ()
     """Kinds of the perturbations of its world."""
     is_new_session: bool = False
-    """Whether its machine is no copy of the frozen one, but a new session in which the task's setup ran by itself:
+    """Whether its machine is a new session on the template's files, in which the task's setup ran, instead of a copy:
     equal to the others of its group by construction."""
 
 

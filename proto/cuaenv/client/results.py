@@ -204,7 +204,7 @@ class Origin:
     first_frame_id: str
     """The first frame."""
     is_new_session: bool = False
-    """Whether its machine is no copy of the template's, but a new session in which the task's setup ran by itself:
+    """Whether its machine is a new session on the template's files, in which the task's setup ran, instead of a copy:
     equal to the others of its group by construction."""
 
 

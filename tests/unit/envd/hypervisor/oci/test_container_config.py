@@ -116,7 +116,7 @@ def test_the_groups_of_this_host_are_found() -> None:
         assert (directory / "cgroup.procs").exists()
 
 
-def test_a_user_without_subordinate_ids_is_told_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_subordinate_ids_gets_the_command_that_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_001)
     with pytest.raises(ConfigError, match="usermod --add-subuids 100000-165535"):
         ids.own_ids()
