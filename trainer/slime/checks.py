@@ -4,12 +4,12 @@ Missing arguments pass: slime's contract tests give only a few.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
-from cuaenv.client import AsyncEnvClient, EnvError
+from cuaenv.client import AsyncEnvClient, EnvError, Pool
 from trainer.config import ConfigError
 from trainer.slime.config import SlimeConfig
 from trainer.slime.group import CENTRED
@@ -193,8 +193,19 @@ def capacity_warning(*, concurrency: int, group_size: int, capacity: int, is_for
     return None
 
 
+def tree_obstacle(pools: Iterable[Pool]) -> str | None:
+    """Return why a tree cannot grow in these pools, of which one would get its branches; None if it can."""
+    for pool in pools:
+        if pool.not_forkable:
+            return f"envd.group is tree, but pool {pool.name} of {pool.host} has no branches: {pool.not_forkable}"
+    return None
+
+
 async def warn_of_capacity(args: Any, config: SlimeConfig, client: AsyncEnvClient) -> None:
-    """Ask the daemons once for their capacity, and warn if slime runs more episodes."""
+    """Ask the daemons once for their capacity, and warn if slime runs more episodes.
+
+    Raises: ConfigError: The group is a tree, and a pool cannot copy running machines.
+    """
     await once(("capacity", config.hosts), lambda: _compared(args, config, client))
 
 
@@ -204,10 +215,13 @@ async def _compared(args: Any, config: SlimeConfig, client: AsyncEnvClient) -> b
         pools = await client.list_pools(timeout=timedelta(seconds=10))
     except EnvError:
         return False  # the first reset reports the error
+    used = [pool for pool in pools if config.pool in ("", pool.name)]
+    if config.group == "tree" and (problem := tree_obstacle(used)):
+        raise ConfigError(f"{problem}; set envd.group to fork")
     warning = capacity_warning(
         concurrency=args.sglang_server_concurrency * engine_count(args),
         group_size=args.n_samples_per_prompt,
-        capacity=sum(pool.capacity for pool in pools if config.pool in ("", pool.name)),
+        capacity=sum(pool.capacity for pool in used),
         is_forked=config.group == "fork",
     )
     if warning:
