@@ -19,7 +19,7 @@ MYPY := $(BIN)/mypy envd trainer proto/cuaenv tests
 # slime and torch have their own environment: nothing else here needs them.
 SLIME_VENV := .venv-slime
 SLIME_STAMP := $(SLIME_VENV)/.installed
-# slime's code: where `trainer learn setup` puts it and `trainer bench rollout` looks for it, unless SLIME_HOME is set.
+# slime's code: where `trainer learn setup` puts it and the programs of tests/tools look for it, unless SLIME_HOME is set.
 SLIME_CHECKOUT = $(or $(SLIME_HOME),$(lastword $(sort $(wildcard $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainer/slime-*))))
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed

@@ -32,7 +32,7 @@ from envd.episodes.types import (
     ScoreResult,
     StepResult,
 )
-from envd.pool.queue_report import QueuedGroup
+from envd.pool.queue import QueuedGroup
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task
 from envd.tasks.templates import split_of

@@ -128,11 +128,14 @@ class ApiServer:
         metrics: Metrics,
         security: SecurityConfig | None = None,
         renewals: RateLimiter | None = None,
+        local_socket: Path | None = None,
     ) -> None:
         """Check the address and read tokens and certificates; nothing listens before `start`.
 
         Args:
             security: Authentication and TLS; by default every caller that can reach the address is trusted.
+            local_socket: A Unix socket of the daemon's own user to serve too, without TLS and by the same tokens: for
+                the processes that the daemon starts. None for none.
             renewals: Limits renewals of each caller; by default `RENEWALS_PER_S`.
 
         Raises:
@@ -142,6 +145,7 @@ class ApiServer:
         if renewals is None:
             renewals = RateLimiter(calls_per_second=RENEWALS_PER_S, burst=RENEWAL_BURST)
         self._listen = parse_listen(listen, exposable=security.is_exposable)
+        self._local_socket = local_socket
         self._credentials = _credentials(security, metrics)
         self._options = (
             *_OPTIONS,
@@ -186,6 +190,8 @@ class ApiServer:
             # Access to the socket is access to every desktop: only the daemon's own user, from its creation on.
             with _private_files():
                 port = self._bind(server)
+                if self._local_socket is not None:
+                    server.add_insecure_port(f"unix:{self._local_socket}")
             if self._listen.path:
                 self._listen.path.chmod(0o600)
         except (RuntimeError, OSError) as error:

@@ -64,7 +64,8 @@ def _host_port(value: str) -> str:
     return value
 
 
-def _compat(value: str) -> str:
+def compat_endpoint(value: str) -> str:
+    """Return `NAME=HOST:PORT` for `NAME` or `NAME=HOST:PORT` of a protocol. Raises: ValueError."""
     name, equals, address = value.partition("=")
     if name not in COMPAT_PORTS:
         raise ValueError(f"{name!r} is not a protocol; use {', '.join(COMPAT_PORTS)}, each NAME or NAME=HOST:PORT")
@@ -141,7 +142,7 @@ def _http_url(value: str) -> str:
 Listen = Annotated[str, AfterValidator(_listen)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 ConsoleListen = Annotated[str, AfterValidator(lambda value: value and _host_port(value))]
-CompatEndpoint = Annotated[str, AfterValidator(_compat)]
+CompatEndpoint = Annotated[str, AfterValidator(compat_endpoint)]
 Directory = Annotated[Path, AfterValidator(_expanded)]
 TaskFile = Annotated[str, AfterValidator(_task_file)]
 #: (width, height) in pixels.

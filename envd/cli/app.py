@@ -35,6 +35,7 @@ _COMMANDS = {
         "List, open, delete, export and import checkpoints: states of episodes that outlive them.",
     ),
     "forward": ("envd.cli.forward:forward", "Forward a local port to a port of an episode's guest."),
+    "compat": ("envd.cli.compat:compat", "Serve a protocol of another system on the desktops of a daemon."),
     "web": ("envd.cli.web:app", "Recordings of the web pages that guests open, to replay without a network."),
     "osworld": ("envd.cli.osworld:app", "OSWorld's tasks, with its own setup and evaluators."),
     "deploy": ("envd.cli.deploy:app", "Show or copy units, alert rules, dashboards, manifests and settings."),

@@ -1,7 +1,6 @@
 """The commands of `envd bench`."""
 
 import functools
-import inspect
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,6 @@ import typer
 from cuaenv.cli.terminal import Json, emit_json, out, progress
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import print_result, reports_errors
 from envd.bench import branch, checkpoint, episodes, fork, host_report, scale, settle, step
 from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
@@ -19,9 +17,10 @@ from envd.bench.episodes_peer import PeerPauses
 from envd.bench.plot import write_plots
 from envd.bench.report import BenchReport
 from envd.bench.session import Steps, bench_config, open_bench
-from envd.cli.options import runs_own_daemon
+from envd.cli.command import command
+from envd.cli.own_daemon import ensure_image, own_daemon_options, run_until_signal
 from envd.cli.tasks_verify import choose
-from envd.daemon.ephemeral import ensure_image, run_until_signal
+from envd.cli.terminal import print_result
 from envd.daemon.suites import load_tasks, with_suites
 from envd.hypervisor.backends import backend_of
 from envd.hypervisor.machine import GuestOs
@@ -51,8 +50,9 @@ def bench(name: str, *, is_drawn: bool = False) -> Callable[[Measure], Measure]:
     """
 
     def decorate(measure: Measure) -> Measure:
-        @functools.wraps(measure)
-        def command(settings: Config, *, as_json: Json = False, **options: Any) -> None:
+        @app.command(name)
+        @command(own_daemon_options(is_drawn=is_drawn), options_of=measure)
+        def run(settings: Config, *, as_json: Json = False, **options: Any) -> None:
             if is_drawn:
                 settings = _drawn(settings)
             if not options.get("image"):
@@ -61,11 +61,6 @@ def bench(name: str, *, is_drawn: bool = False) -> Callable[[Measure], Measure]:
                 found = run_until_signal(measure(settings, report, **options))
             print_result(found, as_json=as_json)
 
-        own = inspect.signature(measure)
-        as_json = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
-        shown = [*(p for p in own.parameters.values() if p.kind is p.KEYWORD_ONLY), as_json]
-        command.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
-        app.command(name)(runs_own_daemon(is_drawn=is_drawn)(command))
         return measure
 
     return decorate
@@ -245,7 +240,7 @@ async def bench_settle(
 
 
 @app.command("report")
-@runs_own_daemon()
+@command(own_daemon_options())
 def report(
     settings: Config,
     *,
@@ -273,7 +268,7 @@ def report(
 
 
 @app.command("plot")
-@reports_errors
+@command()
 def bench_plot(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Directory of reports NAME.json.")

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from cuaenv.cli.terminal import Json, emit, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Checkpoint
 from envd.base.errors import CheckpointNotFound, ConfigError
-from envd.cli.remote import CALL_TIMEOUT, Daemon, calls_daemon, printable, since
+from envd.cli.command import command
+from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, Daemon, since
+from envd.cli.terminal import columns, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,7 +24,7 @@ app = typer.Typer(
 
 
 @app.command("list")
-@calls_daemon
+@command(DAEMON_OPTIONS)
 def list_(
     daemon: Daemon,
     *,
@@ -43,7 +44,7 @@ def list_(
 
 
 @app.command("show")
-@calls_daemon
+@command(DAEMON_OPTIONS)
 def show(
     daemon: Daemon,
     *,
@@ -63,7 +64,7 @@ def show(
 
 
 @app.command("open")
-@calls_daemon
+@command(DAEMON_OPTIONS)
 def open_(
     daemon: Daemon, *, checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")]
 ) -> None:
@@ -88,7 +89,7 @@ def open_(
 
 
 @app.command("delete")
-@calls_daemon
+@command(DAEMON_OPTIONS)
 def delete(
     daemon: Daemon,
     *,
@@ -107,7 +108,7 @@ def delete(
 
 
 @app.command("export")
-@calls_daemon
+@command(DAEMON_OPTIONS)
 def export(
     daemon: Daemon,
     *,
@@ -126,7 +127,7 @@ def export(
 
 
 @app.command("import")
-@calls_daemon
+@command(DAEMON_OPTIONS)
 def import_(
     daemon: Daemon,
     *,
@@ -175,12 +176,8 @@ def _fields(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def table(checkpoints: Sequence[Checkpoint], *, now: datetime) -> Table:
     """Return a table of checkpoints."""
-    shown = Table("checkpoint", "label", "task", "episode", "step", "MiB", "age", "expires", box=None, pad_edge=False)
-    shown.columns[0].no_wrap = True
-    for column in shown.columns[4:]:
-        column.justify = "right"
-    for each in checkpoints:
-        cells = (
+    rows = (
+        (
             each.checkpoint_id,
             each.label or "-",
             each.task_id,
@@ -190,5 +187,7 @@ def table(checkpoints: Sequence[Checkpoint], *, now: datetime) -> Table:
             since(each.create_time, now),
             since(now, each.expire_time) + (" pinned" if each.pinned else f" {each.trigger}" if each.trigger else ""),
         )
-        shown.add_row(*(Text(printable(cell)) for cell in cells))
-    return shown
+        for each in checkpoints
+    )
+    headings = ("checkpoint", "label", "task", "episode", "step", "MiB", "age", "expires")
+    return columns(headings, rows, right=("step", "MiB", "age", "expires"), whole=("checkpoint",))

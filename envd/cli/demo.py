@@ -18,13 +18,14 @@ from envd.authoring.demo.group import play_group, print_progress
 from envd.authoring.demo.report import DemoDirectory, DemoReport
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import print_result
 from envd.bench.default_tasks import DEFAULT_TASKS
 from envd.bench.session import maps_call_errors
-from envd.cli.options import runs_own_daemon
+from envd.cli.command import command
+from envd.cli.own_daemon import ensure_image, own_daemon_options, run_until_signal
 from envd.cli.serve import is_ready, progress_line
+from envd.cli.terminal import print_result
 from envd.daemon.composition import Daemon, open_daemon
-from envd.daemon.ephemeral import ensure_image, ephemeral_config, run_until_signal
+from envd.daemon.ephemeral import ephemeral_config
 from envd.daemon.suites import load_tasks
 from envd.hypervisor.backends import backend_of
 from envd.tasks.model import Task
@@ -35,7 +36,7 @@ _POOL_SIZE = 1
 _CAPACITY = 7
 
 
-@runs_own_daemon()
+@command(own_daemon_options())
 def demo(
     settings: Config,
     *,

@@ -13,7 +13,7 @@ import typer
 from cuaenv.cli.terminal import Json, emit, out
 from cuaenv.problems import did_you_mean
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors
+from envd.cli.command import command
 
 _PACKAGE = Path(__file__).parents[1]
 #: Directories by the name that their files have here: of the wheel, or of a checkout.
@@ -36,7 +36,7 @@ def deploy_files() -> Mapping[str, Path]:
 
 
 @app.command("list")
-@reports_errors
+@command()
 def list_(*, as_json: Json = False) -> None:
     """List the files."""
     names = list(deploy_files())
@@ -44,7 +44,7 @@ def list_(*, as_json: Json = False) -> None:
 
 
 @app.command("show")
-@reports_errors
+@command()
 def show(name: Annotated[str, typer.Argument(metavar="NAME", help="A file that `envd deploy list` names.")]) -> None:
     """Print a file."""
     files = deploy_files()
@@ -54,7 +54,7 @@ def show(name: Annotated[str, typer.Argument(metavar="NAME", help="A file that `
 
 
 @app.command("copy")
-@reports_errors
+@command()
 def copy(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.")],
 ) -> None:

@@ -11,21 +11,22 @@ from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import Json, emit, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, EpisodeInfo
 from envd.base.errors import ConfigError, EpisodeNotFound
+from envd.cli.command import command
 from envd.cli.remote import (
     CALL_TIMEOUT,
+    DAEMON_OPTIONS,
     Daemon,
     PoolFilter,
     Reverse,
     RunFilter,
     Sort,
     SortKey,
-    calls_daemon,
     episode_fields,
     episode_table,
-    printable,
     selected,
     since,
 )
+from envd.cli.terminal import printable
 
 _COMMANDS = {"export": ("envd.cli.episodes_export:export", "Write a recorded episode as a video, page or JSON lines.")}
 
@@ -37,7 +38,7 @@ app = typer.Typer(
 
 
 @app.command("list")
-@calls_daemon
+@command(DAEMON_OPTIONS)
 def list_(
     daemon: Daemon,
     *,
@@ -60,7 +61,7 @@ def list_(
 
 
 @app.command("show")
-@calls_daemon
+@command(DAEMON_OPTIONS)
 def show(
     daemon: Daemon,
     *,
@@ -81,7 +82,7 @@ def show(
 
 
 @app.command("close")
-@calls_daemon
+@command(DAEMON_OPTIONS)
 def close(
     daemon: Daemon,
     *,

@@ -10,8 +10,8 @@ import typer
 from cuaenv.cli.terminal import Json, emit_json, out, progress
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.cli.options import with_settings
-from envd.cli.remote import reports_errors
+from envd.cli.command import command
+from envd.cli.options import config_options
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.page import write_page
 from envd.episodes.recording.steps import write_steps
@@ -31,8 +31,7 @@ class ExportFormat(Enum):
 _WRITERS = {ExportFormat.HTML: write_page, ExportFormat.JSONL: write_steps}
 
 
-@reports_errors
-@with_settings()
+@command(config_options())
 def export(
     settings: Config,
     *,

@@ -8,8 +8,9 @@ import typer
 
 from cuaenv.cli.terminal import err, out
 from envd.base.errors import ConfigError
+from envd.cli.command import command
 from envd.cli.episodes import find_episodes
-from envd.cli.remote import CALL_TIMEOUT, Daemon, calls_daemon
+from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, Daemon
 
 _Port = Annotated[int, typer.Argument(metavar="PORT", min=1, max=65_535, help="A TCP port of the guest.")]
 _LocalPort = Annotated[
@@ -17,7 +18,7 @@ _LocalPort = Annotated[
 ]
 
 
-@calls_daemon
+@command(DAEMON_OPTIONS)
 def forward(
     daemon: Daemon,
     *,

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from cuaenv.cli.terminal import Json, emit, emit_json, err, out, progress
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import stop_on_sigterm
+from envd.cli.command import command
 from envd.cli.image_build import app as build_app
 from envd.cli.image_output import give_to_sudo_user, parse_screen, print_image
-from envd.cli.options import with_settings
+from envd.cli.options import config_options
 from envd.cli.templates import app as templates_app
+from envd.cli.terminal import columns, stop_on_sigterm
 from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
 from envd.images.catalogue import ImageCatalogue, ImportedDisk, disk_format_of
 
@@ -27,7 +27,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="An image, by NAME or 
 
 
 @app.command("import")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def import_(
     settings: Config,
     *,
@@ -95,7 +95,7 @@ def import_(
 
 
 @app.command("list")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def list_(settings: Config, *, as_json: Json = False) -> None:
     """List the images of this host, each by the shortest name that other commands take for it."""
     catalogue = ImageCatalogue(settings.cache_dir)
@@ -106,27 +106,31 @@ def list_(settings: Config, *, as_json: Json = False) -> None:
     if not images:
         err.print(f"no images in {catalogue.root}; build one with `envd image build desktop`", soft_wrap=True)
         return
-    table = Table("name", "digest", "os", "firmware", "screen", "created", "", box=None, pad_edge=False)
-    # What commands take is never cut off, however narrow the terminal is.
-    table.columns[0].no_wrap = table.columns[1].no_wrap = True
-    for image in images:
-        screen = f"{image.screen_width_px}x{image.screen_height_px}"
-        name = image.name if catalogue.is_current(image) else f"{image.name}@{image.digest[:8]}"
-        created = image.created[:16].replace("T", " ")
-        missing = "" if catalogue.disk_of(image).exists() else f"{catalogue.disk_of(image)} is missing"
-        table.add_row(name, image.digest[:12], image.os, image.firmware, screen, created, missing)
-    out.print(table)
+    rows = (
+        (
+            image.name if catalogue.is_current(image) else f"{image.name}@{image.digest[:8]}",
+            image.digest[:12],
+            image.os,
+            image.firmware,
+            f"{image.screen_width_px}x{image.screen_height_px}",
+            image.created[:16].replace("T", " "),
+            "" if catalogue.disk_of(image).exists() else f"{catalogue.disk_of(image)} is missing",
+        )
+        for image in images
+    )
+    headings = ("name", "digest", "os", "firmware", "screen", "created", "")
+    out.print(columns(headings, rows, whole=("name", "digest")))
 
 
 @app.command("show")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def show(settings: Config, *, name: Name, as_json: Json = False) -> None:
     """Show one image."""
     print_image(ImageCatalogue(settings.cache_dir).get(name), as_json=as_json)
 
 
 @app.command("rm")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def remove(settings: Config, *, name: Name, as_json: Json = False) -> None:
     """Remove one image (NAME@DIGEST) or all with a NAME. A disk that was imported in place is kept."""
     removed = ImageCatalogue(settings.cache_dir).remove(name)

@@ -10,9 +10,10 @@ from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import Json, progress
 from envd.base.config import Config, check_image_name
 from envd.base.errors import ConfigError
-from envd.base.terminal import stop_on_sigterm
+from envd.cli.command import command
 from envd.cli.image_output import give_to_sudo_user, print_image
-from envd.cli.options import with_settings
+from envd.cli.options import config_options
+from envd.cli.terminal import stop_on_sigterm
 from envd.images.additions import Additions
 from envd.images.build import build_image
 from envd.images.catalogue import ImageCatalogue
@@ -47,7 +48,7 @@ _RESERVED = frozenset({"desktop", "desktop-ubuntu", "office", "osworld", "wine"}
 
 
 @app.command("desktop")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def desktop(
     settings: Config,
     *,
@@ -71,7 +72,7 @@ def desktop(
 
 
 @app.command("office")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def office(
     settings: Config,
     *,
@@ -89,14 +90,14 @@ def office(
 
 
 @app.command("osworld")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def osworld(settings: Config, *, mirror: Mirror = "", rebuild: Rebuild = False, as_json: Json = False) -> None:
     """Build the desktop of OSWorld's tasks: Debian with LibreOffice, Chromium, GIMP and VLC."""
     _build(settings, osworld_recipe(mirror=mirror), Additions(), rebuild=rebuild, as_json=as_json)
 
 
 @app.command("wine")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def wine(settings: Config, *, mirror: Mirror = "", rebuild: Rebuild = False, as_json: Json = False) -> None:
     """Build a free stand-in for Windows: Debian with Wine, for tasks that need no Microsoft program."""
     _build(settings, wine_recipe(mirror=mirror), Additions(), rebuild=rebuild, as_json=as_json)

@@ -15,27 +15,25 @@ from lxml import etree
 from cuaenv.cli.terminal import Json, ProgressReport, emit_json, err, out, progress
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import stop_on_sigterm
+from envd.cli.command import command
 from envd.cli.image_output import give_to_sudo_user, parse_screen, print_image
-from envd.cli.options import with_settings
+from envd.cli.options import config_options
+from envd.cli.terminal import stop_on_sigterm
 from envd.daemon.state_lock import holder, locked
 from envd.hypervisor.machine import Accelerator, Drive, MachineSpec
 from envd.hypervisor.qemu.domain_xml import MachineFiles, MemoryFile, domain_xml
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.host import find_firmware
 from envd.images.catalogue import Image, ImageCatalogue
-from envd.images.windows.answers import USER
 from envd.images.windows.build import BuildLimits, build_windows
-from envd.images.windows.downloads import EVALUATIONS, VIRTIO_WIN, Download, download
-from envd.images.windows.editions import Release
-from envd.images.windows.media import Media, write_media
-from envd.images.windows.plan import BuildPlan, WindowsOptions, plan_build
+from envd.images.windows.media import EVALUATIONS, VIRTIO_WIN, Download, Release, download
+from envd.images.windows.plan import USER, BuildPlan, Media, WindowsOptions, plan_build, write_media
 
 _DOMAIN = "domain.xml"
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
-@with_settings("cache_dir", "accelerator")
+@command(config_options("cache_dir", "accelerator"))
 def windows(
     settings: Config,
     *,

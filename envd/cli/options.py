@@ -1,9 +1,8 @@
 """The options of commands that set a `Config`."""
 
 import functools
-import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,12 +12,9 @@ import typer
 from envd.base.config import Config
 from envd.base.config_sources import load, parse_pool_flags
 from envd.base.config_values import COMPAT_PORTS
-from envd.base.errors import ConfigError
-from envd.base.telemetry import logs
-from envd.base.terminal import reports_errors
+from envd.cli.command import Argument
 from envd.hypervisor.backends import backend_of
 
-Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 _CONFIG = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", envvar="ENVD_CONFIG", help="TOML file with settings.")
 ]
@@ -66,7 +62,6 @@ _OPTIONS: Mapping[str, tuple[str, Any]] = {
     "log_format": _option("log_format", str, "Log format: text or json."),
     "log_level": _option("log_level", str, "Log level: debug, info, warning or error."),
 }
-_DRAWN_HYPERVISOR = Annotated[str, typer.Option(metavar="URI", hidden=True)]
 #: All options, of `envd serve`.
 EVERY_SETTING = tuple(_OPTIONS)
 
@@ -91,64 +86,7 @@ def load_config(config: Path | None, given: Mapping[str, Any]) -> Config:
     return loaded(flags=flags)
 
 
-def with_settings(*names: str) -> Decorator:
-    """Return a decorator for commands that take a `Config` as their only positional argument; it reports errors.
-
-    On the command line they have `--config` and these options instead.
-    """
-    annotations = {**{name: _OPTIONS[name][1] for name in names}, "config": _CONFIG}
-    options = with_options(annotations, lambda given: load_config(given.pop("config"), given))
-    return lambda command: reports_errors(options(command))
-
-
-def with_options(annotations: Mapping[str, Any], join: Callable[[dict[str, Any]], object]) -> Decorator:
-    """Return a decorator for commands whose only positional argument is made of several options."""
-    shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in annotations.items()
-    ]
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def wrapper(**arguments: Any) -> None:
-            command(join({name: arguments.pop(name) for name in annotations}), **arguments)
-
-        own = [p for p in inspect.signature(command).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        # A stable sort: `as_json` is last.
-        parameters = sorted([*own, *shared], key=lambda parameter: parameter.name == "as_json")
-        # typer reads both.
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return wrapper
-
-    return decorate
-
-
-def runs_own_daemon(*names: str, log_level: str = "warning", is_drawn: bool = False) -> Decorator:
-    """Return a decorator like `with_settings` for commands that start a daemon of their own; it also sets up logging.
-
-    Args:
-        log_level: Replaces the default level `info`, whose records would disturb the command's output and timing.
-        is_drawn: Whether it always serves drawn desktops, so that no other hypervisor can be chosen.
-    """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def wrapper(settings: Config, *, hypervisor: str = "fake", **arguments: Any) -> None:
-            if hypervisor != "fake":
-                raise ConfigError(f"--hypervisor {hypervisor}: this command draws its desktops; leave it out")
-            level = log_level if settings.log_level == "info" else settings.log_level
-            logs.setup(log_format=settings.log_format, level=level)
-            command(settings, **arguments)
-
-        if is_drawn:
-            # As for other commands with drawn desktops.
-            own = inspect.signature(command)
-            option = inspect.Parameter(
-                "hypervisor", inspect.Parameter.KEYWORD_ONLY, default="fake", annotation=_DRAWN_HYPERVISOR
-            )
-            wrapper.__signature__ = own.replace(parameters=[*own.parameters.values(), option])  # type: ignore[attr-defined]
-        hypervisor = () if is_drawn else ("hypervisor", "accelerator")
-        return with_settings("state_dir", "cache_dir", *hypervisor, *names)(wrapper)
-
-    return decorate
+def config_options(*names: str) -> Argument:
+    """Return the argument of commands that take a `Config`: of `--config`, and of the options of these parameters."""
+    options = {**{name: _OPTIONS[name][1] for name in names}, "config": _CONFIG}
+    return Argument(options=options, make=lambda given: load_config(given.pop("config"), given))

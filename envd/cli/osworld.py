@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from cuaenv.cli.terminal import Json, emit_json, err, out, progress
 from envd.base.config import Config
 from envd.base.errors import OsworldError
-from envd.base.terminal import stop_on_sigterm
-from envd.cli.options import with_settings
+from envd.cli.command import command
+from envd.cli.options import config_options
+from envd.cli.terminal import columns, stop_on_sigterm
 from envd.integrations.osworld.environment import PACKAGE, Environment, examples_of
 from envd.integrations.osworld.files import OsworldFile, read_files
 from envd.integrations.osworld.host import host_of
@@ -23,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, help="OSWorld's tasks, with its own setu
 
 
 @app.command("install")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def install(
     settings: Config,
     *,
@@ -57,7 +57,7 @@ def install(
 
 
 @app.command("lint")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def lint(
     settings: Config,
     *,
@@ -78,11 +78,11 @@ def lint(
             }
         )
         return
-    table = Table("task", "domain", "can run", "why not", box=None, pad_edge=False)
-    for file in files:
-        why = "; ".join(map(str, found[file.task_id]))
-        table.add_row(file.task_id, file.domain, "no" if why else "yes", why)
-    out.print(table, markup=False)
+    rows = (
+        (file.task_id, file.domain, "no" if found[file.task_id] else "yes", "; ".join(map(str, found[file.task_id])))
+        for file in files
+    )
+    out.print(columns(("task", "domain", "can run", "why not"), rows))
     for row in cover(files, found):
         out.print(f"{row.suite} {row.domain}: {row.runnable} of {row.total} can run", markup=False)
     out.print(f"{runnable} of {len(files)} can run")

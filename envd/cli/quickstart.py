@@ -13,9 +13,9 @@ from envd.authoring.playing import play
 from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig
 from envd.bench.default_tasks import DEFAULT_TASKS
 from envd.bench.session import maps_call_errors
-from envd.cli.options import runs_own_daemon
+from envd.cli.command import command
+from envd.cli.own_daemon import own_daemon_options, run_until_signal
 from envd.daemon.composition import Daemon, open_daemon
-from envd.daemon.ephemeral import run_until_signal
 from envd.daemon.suites import load_tasks
 from envd.tasks.model import Task
 
@@ -33,7 +33,7 @@ play:   {trainer} play {task_id} --envd {address}
 Ctrl-C ends it."""
 
 
-@runs_own_daemon("listen", "console_listen", log_level="error", is_drawn=True)
+@command(own_daemon_options("listen", "console_listen", log_level="error", is_drawn=True))
 def quickstart(settings: Config) -> None:
     """Serve drawn desktops, play one episode, and show what to do next: a minute, without root or an image."""
     pool = PoolConfig(image=DEFAULT_IMAGE, size=4, allow_guest_access=True)

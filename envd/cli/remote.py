@@ -1,4 +1,4 @@
-"""What the commands that call a running daemon share: its address, TLS and token, errors, and columns of episodes."""
+"""What the commands that call a running daemon share: its address, TLS and token, and columns of episodes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -11,13 +11,11 @@ from typing import Annotated, Any, Final, TypeVar
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
-from cuaenv.cli import terminal
-from cuaenv.cli.messages import message_of
-from cuaenv.client import AsyncEnvClient, EnvError, EpisodeInfo, Tls
-from envd.base.errors import ConfigError, EnvdError
-from envd.cli.options import with_options
+from cuaenv.client import AsyncEnvClient, EpisodeInfo, Tls
+from envd.base.errors import ConfigError
+from envd.cli.command import Argument
+from envd.cli.terminal import columns
 
 T = TypeVar("T")
 
@@ -49,15 +47,6 @@ PoolFilter = Annotated[str | None, typer.Option("--pool", help="Only episodes of
 RunFilter = Annotated[str | None, typer.Option("--run", help="Only episodes of this training run.")]
 #: Timeout of calls: short, so that a missing daemon is reported soon.
 CALL_TIMEOUT: Final = timedelta(seconds=10)
-
-#: Decorator for commands; see `cuaenv.cli.terminal.reports_errors`.
-reports_errors = terminal.reports_errors(
-    EnvdError,
-    EnvError,
-    usage_errors=(ConfigError,),
-    reason_of=lambda error: str(getattr(error, "reason", "") or getattr(error, "code", "")),
-    message_of=message_of,
-)
 
 
 class SortKey(StrEnum):
@@ -95,23 +84,29 @@ class Daemon:
     tls_cert: Path | None = None
     tls_key: Path | None = None
 
-    def client(self) -> AsyncEnvClient:
-        """Return a client. Raises: ConfigError."""
+    def tls(self) -> Tls | None:
+        """Return its TLS files, checked; None for clear text. Raises: ConfigError."""
+        if self.tls_ca is None:
+            if self.tls_cert is not None or self.tls_key is not None:
+                raise ConfigError("--tls-cert and --tls-key: no TLS without an authority; add --tls-ca FILE")
+            return None
         try:
-            if self.tls_ca is None:
-                if self.tls_cert is not None or self.tls_key is not None:
-                    raise ConfigError("--tls-cert and --tls-key: no TLS without an authority; add --tls-ca FILE")
-                tls = None
-            else:
-                tls = Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
-                tls.credentials()
-            return AsyncEnvClient(self.envd, tls=tls)
+            tls = Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
+            tls.credentials()
         except ValueError as error:
             raise ConfigError(f"--envd {self.envd}: {error}") from error
         except OSError as error:
             raise ConfigError(
                 f"{error.filename}: cannot be read: {error.strerror}; check --tls-ca and --tls-cert"
             ) from error
+        return tls
+
+    def client(self) -> AsyncEnvClient:
+        """Return a client. Raises: ConfigError."""
+        try:
+            return AsyncEnvClient(self.envd, tls=self.tls())
+        except ValueError as error:
+            raise ConfigError(f"--envd {self.envd}: {error}") from error
 
     def call(self, use: Callable[[AsyncEnvClient], Awaitable[T]]) -> T:
         """Use a client and close it. Raises: ConfigError, and what `use` raises."""
@@ -123,15 +118,11 @@ class Daemon:
         return asyncio.run(run())
 
 
-_with_daemon = with_options(
-    {"envd": Target, "tls_ca": TlsCa, "tls_cert": TlsCert, "tls_key": TlsKey},
-    lambda given: Daemon(**{**given, "envd": given["envd"] or DEFAULT_TARGET}),
+DAEMON_OPTIONS: Final = Argument(
+    options={"envd": Target, "tls_ca": TlsCa, "tls_cert": TlsCert, "tls_key": TlsKey},
+    make=lambda given: Daemon(**{**given, "envd": given["envd"] or DEFAULT_TARGET}),
 )
-
-
-def calls_daemon(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command whose positional argument is a `Daemon`: it has its options instead, and reports errors."""
-    return reports_errors(_with_daemon(command))
+"""The argument of commands that take a `Daemon`."""
 
 
 def selected(
@@ -164,13 +155,9 @@ def episode_fields(episode: EpisodeInfo) -> dict[str, object]:
 def episode_table(episodes: Sequence[EpisodeInfo], *, now: datetime) -> Table:
     """Return a table of episodes, with a column for hosts if there are several."""
     has_hosts = len({episode.host for episode in episodes}) > 1
-    columns = ("episode", "state", "task", "pool", "run", "step", "epoch", "age", "lease", *(["host"] * has_hosts))
-    table = Table(*columns, box=None, pad_edge=False)
-    for column in table.columns[5:9]:
-        column.justify = "right"
-    table.columns[0].no_wrap = True
-    for episode in episodes:
-        row = (
+    headings = ("episode", "state", "task", "pool", "run", "step", "epoch", "age", "lease", *(["host"] * has_hosts))
+    rows = (
+        (
             episode.episode_id,
             f"{episode.state.value} {episode.end_reason}".strip(),
             episode.task_id,
@@ -182,8 +169,9 @@ def episode_table(episodes: Sequence[EpisodeInfo], *, now: datetime) -> Table:
             since(now, episode.expire_time),
             *([episode.host] * has_hosts),
         )
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    return table
+        for episode in episodes
+    )
+    return columns(headings, rows, right=("step", "epoch", "age", "lease"), whole=("episode",))
 
 
 def duration_text(seconds: float) -> str:
@@ -201,8 +189,3 @@ def duration_text(seconds: float) -> str:
 def since(moment: datetime, now: datetime) -> str:
     """Return the time from `moment` to `now`; see `duration_text`."""
     return duration_text((now - moment).total_seconds())
-
-
-def printable(text: str) -> str:
-    """Return text of clients without characters that could control a terminal."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

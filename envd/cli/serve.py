@@ -17,7 +17,8 @@ from envd.base.aio import race
 from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig
 from envd.base.telemetry import logs
 from envd.base.version import envd_version
-from envd.cli.options import EVERY_SETTING, with_settings
+from envd.cli.command import command
+from envd.cli.options import EVERY_SETTING, config_options
 from envd.daemon.composition import Daemon, open_daemon, read_inputs
 from envd.daemon.process import prepare_process
 from envd.daemon.service_manager import ServiceManager
@@ -32,7 +33,7 @@ _PROBLEM_CHARS = 240
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-@with_settings(*EVERY_SETTING)
+@command(config_options(*EVERY_SETTING))
 def serve(settings: Config) -> None:
     """Serve pools of desktops over gRPC. SIGTERM or Ctrl-C drains; a second signal ends all episodes."""
     logs.setup(log_format=settings.log_format, level=settings.log_level)

@@ -11,8 +11,8 @@ import typer
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, out
 from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig
 from envd.base.errors import ConfigError
-from envd.cli.options import with_settings
-from envd.cli.remote import reports_errors
+from envd.cli.command import command
+from envd.cli.options import config_options
 from envd.cli.tasks_verify import image_of
 from envd.daemon.suites import load_tasks, with_suites
 from envd.hypervisor.backends import backend_of
@@ -38,8 +38,7 @@ ImageName = Annotated[str, typer.Option("--image", metavar="NAME", help="The ima
 
 
 @app.command("lock")
-@reports_errors
-@with_settings("tasks", "cache_dir", "hypervisor")
+@command(config_options("tasks", "cache_dir", "hypervisor"))
 def lock(
     settings: Config, *, suite: Suite, file: LockFile = None, image: ImageName = "", as_json: Json = False
 ) -> None:
@@ -57,8 +56,7 @@ def lock(
 
 
 @app.command("check")
-@reports_errors
-@with_settings("tasks", "cache_dir", "hypervisor")
+@command(config_options("tasks", "cache_dir", "hypervisor"))
 def check(
     settings: Config,
     *,

@@ -6,18 +6,18 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, out
 from envd.base.config import Config
 from envd.base.config_values import BUILTIN_TASKS
-from envd.cli.options import with_settings
-from envd.cli.remote import CALL_TIMEOUT, Daemon, TlsCa, TlsCert, TlsKey, reports_errors
+from envd.cli.command import command
+from envd.cli.options import config_options
+from envd.cli.remote import CALL_TIMEOUT, Daemon, TlsCa, TlsCert, TlsKey
 from envd.cli.tasks_fetch import fetch_all, print_fetched
 from envd.cli.tasks_oracles import oracles
+from envd.cli.terminal import columns, printable
 from envd.daemon.suites import inspect_tasks, load_tasks, optional_suites, with_suites
 from envd.hypervisor.backends import backend_of
 from envd.images.catalogue import Image, ImageCatalogue
@@ -50,8 +50,7 @@ app.command("oracles")(oracles)
 
 
 @app.command("list")
-@reports_errors
-@with_settings("tasks", "hypervisor")
+@command(config_options("tasks", "hypervisor"))
 def list_(
     settings: Config,
     *,
@@ -88,20 +87,21 @@ def list_(
     if as_json:
         emit_json({"tasks": summaries})
         return
-    table = Table("task", box=None, pad_edge=False)
+    rows: Iterable[Sequence[str | Text]] = (
+        (
+            *(str(task[key]) for key in ("task_id", "level", "split", "variant_count")),
+            Text(printable(" ".join(str(task["instruction"]).split())), no_wrap=True, overflow="ellipsis"),
+        )
+        for task in summaries
+    )
+    table = columns(("task", "level", "split", "variants", "instruction"), rows, whole=("level", "split", "variants"))
     table.columns[0].overflow = "fold"  # Ids are copied, so none is shortened.
-    for heading in ("level", "split", "variants"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("instruction", min_width=16)
-    for task in summaries:
-        instruction = Text(" ".join(str(task["instruction"]).split()), no_wrap=True, overflow="ellipsis")
-        table.add_row(*(str(task[key]) for key in ("task_id", "level", "split", "variant_count")), instruction)
-    out.print(table, markup=False)
+    table.columns[-1].min_width = 16
+    out.print(table)
 
 
 @app.command("suites")
-@reports_errors
-@with_settings("tasks", "hypervisor")
+@command(config_options("tasks", "hypervisor"))
 def suites(settings: Config, *, as_json: Json = False) -> None:
     """List the suites: those of the configuration, and the built-in ones that are loaded on request."""
     served = {_suite_of(task) for task in load_tasks(settings).list()}
@@ -122,16 +122,18 @@ def suites(settings: Config, *, as_json: Json = False) -> None:
     if as_json:
         emit_json({"suites": found})
         return
-    table = Table("suite", "tasks", "held out", "os", "", box=None, pad_edge=False)
-    for each in found:
-        note = "" if each["served"] else f"on request: --tasks {BUILTIN_TASKS}{each['suite']}"
-        table.add_row(*(str(each[key]) for key in ("suite", "tasks", "held_out", "os")), note)
-    out.print(table, markup=False)
+    rows = (
+        (
+            *(str(each[key]) for key in ("suite", "tasks", "held_out", "os")),
+            "" if each["served"] else f"on request: --tasks {BUILTIN_TASKS}{each['suite']}",
+        )
+        for each in found
+    )
+    out.print(columns(("suite", "tasks", "held out", "os", ""), rows))
 
 
 @app.command("show")
-@reports_errors
-@with_settings("tasks", "hypervisor")
+@command(config_options("tasks", "hypervisor"))
 def show(
     settings: Config,
     *,
@@ -158,8 +160,7 @@ def show(
 
 
 @app.command("lint")
-@reports_errors
-@with_settings("tasks", "cache_dir", "hypervisor")
+@command(config_options("tasks", "cache_dir", "hypervisor"))
 def lint(settings: Config, *, as_json: Json = False) -> None:
     """Validate all tasks without booting anything; report the location, field and cause of every problem."""
     found = list(inspect_tasks(settings))
@@ -174,10 +175,8 @@ def lint(settings: Config, *, as_json: Json = False) -> None:
         by_image = {name: [task.task_id for task in tasks] for name, tasks in runnable.items()}
         emit_json({"tasks": count, "runnable": by_image, "problems": [asdict(problem) for problem in problems]})
     elif problems:
-        table = Table("where", "task", "field", "problem", box=None, pad_edge=False)
-        for problem in problems:
-            table.add_row(*map(escape, (problem.where, problem.task_id, problem.field, problem.message)))
-        out.print(table)
+        rows = ((each.where, each.task_id, each.field, Text(each.message)) for each in problems)
+        out.print(columns(("where", "task", "field", "problem"), rows))
     if not as_json:
         for name, tasks in runnable.items():
             out.print(f"image {name} has what {len(tasks)} tasks need", markup=False)
@@ -188,8 +187,7 @@ def lint(settings: Config, *, as_json: Json = False) -> None:
 
 
 @app.command("fetch")
-@reports_errors
-@with_settings("tasks", "cache_dir", "hypervisor")
+@command(config_options("tasks", "cache_dir", "hypervisor"))
 def fetch(
     settings: Config,
     *,

@@ -11,16 +11,16 @@ from envd.authoring.attack.mutants import Family, Mutant
 from envd.authoring.attack.playing import Attack, attack, attack_config
 from envd.authoring.attack.report import Report, ResultsFile, read_verdicts, write_passed
 from envd.base.config import Config
-from envd.base.terminal import print_result
-from envd.cli.options import runs_own_daemon
+from envd.cli.command import command
+from envd.cli.own_daemon import own_daemon_options, run_until_signal
 from envd.cli.tasks_oracles import read_oracles, with_oracle
 from envd.cli.tasks_verify import Suites, TaskIds, choose, names_of, on_image
-from envd.daemon.ephemeral import run_until_signal
+from envd.cli.terminal import print_result
 from envd.daemon.suites import load_tasks, with_suites
 from envd.hypervisor.backends import backend_of
 
 
-@runs_own_daemon("tasks")
+@command(own_daemon_options("tasks"))
 def attack_command(
     settings: Config,
     *,

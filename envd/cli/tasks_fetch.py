@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Sequence
 
 import aiohttp
-from rich.table import Table
+from rich.text import Text
 
 from cuaenv.cli.terminal import emit_json, out, progress
+from envd.cli.terminal import columns
 from envd.tasks.assets import AssetCache, AssetMissing, open_http
 from envd.tasks.fields import AssetRef
 
@@ -47,8 +48,6 @@ def print_fetched(refs: Sequence[AssetRef], failures: dict[AssetRef, str], *, as
         emit_json({"assets": len(refs), "ready": len(refs) - len(failures), "failures": problems})
         return
     if failures:
-        table = Table("url", "problem", box=None, pad_edge=False)
-        for ref, message in failures.items():
-            table.add_row(ref.url, message.removeprefix(f"{ref.url}: "))
-        out.print(table, markup=False)
+        rows = ((ref.url, Text(message.removeprefix(f"{ref.url}: "))) for ref, message in failures.items())
+        out.print(columns(("url", "problem"), rows))
     out.print(f"{len(refs) - len(failures)} of {len(refs)} files are in the cache", markup=False)

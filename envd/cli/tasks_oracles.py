@@ -13,14 +13,15 @@ from cuaenv.problems import problem_of
 from envd.authoring.attack.playing import GUEST_TOOLS
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.cli.options import with_settings
+from envd.cli.command import command
+from envd.cli.options import config_options
 from envd.daemon.suites import load_tasks
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step, without_target, write_action
 from envd.tasks.templates import MAX_SEED, split_of
 
 
-@with_settings("tasks", "hypervisor")
+@command(config_options("tasks", "hypervisor"))
 def oracles(
     settings: Config,
     *,

@@ -22,10 +22,11 @@ from envd.authoring.targets import TargetRecorder
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.bench.session import maps_call_errors
-from envd.cli.options import runs_own_daemon
-from envd.cli.remote import printable
+from envd.cli.command import command
+from envd.cli.own_daemon import ensure_image, own_daemon_options, run_until_signal
+from envd.cli.terminal import printable
 from envd.daemon.composition import Daemon, open_daemon
-from envd.daemon.ephemeral import ensure_image, ephemeral_config, run_until_signal
+from envd.daemon.ephemeral import ephemeral_config
 from envd.daemon.suites import load_tasks
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
@@ -51,7 +52,7 @@ class _Demonstration(EpisodeObserver):
             self.stepped_now.set()
 
 
-@runs_own_daemon("console_listen")
+@command(own_daemon_options("console_listen"))
 def record(
     settings: Config,
     *,

@@ -13,9 +13,9 @@ from envd.authoring.attack.report import read_passed
 from envd.authoring.verification import Policy, verify, verify_config
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import print_result
-from envd.cli.options import runs_own_daemon
-from envd.daemon.ephemeral import ensure_image, run_until_signal
+from envd.cli.command import command
+from envd.cli.own_daemon import ensure_image, own_daemon_options, run_until_signal
+from envd.cli.terminal import print_result
 from envd.daemon.suites import load_tasks, with_suites
 from envd.hypervisor.backends import backend_of
 from envd.hypervisor.machine import GuestOs
@@ -33,7 +33,7 @@ Suites = Annotated[
 ]
 
 
-@runs_own_daemon("tasks")
+@command(own_daemon_options("tasks"))
 def verify_command(
     settings: Config,
     *,

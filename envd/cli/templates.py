@@ -4,12 +4,13 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from cuaenv.cli.terminal import Json, emit_json, err, out
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.cli.options import with_settings
+from envd.cli.command import command
+from envd.cli.options import config_options
+from envd.cli.terminal import columns
 from envd.daemon.state_lock import locked
 from envd.hypervisor.qemu.snapshots.templates import StoredTemplate, TemplateStore
 
@@ -19,7 +20,7 @@ _GIB = 1 << 30
 
 
 @app.command("list")
-@with_settings("state_dir")
+@command(config_options("state_dir"))
 def list_(settings: Config, *, as_json: Json = False) -> None:
     """List the stored templates, the least recently used first."""
     # Listing must not create the directory.
@@ -30,24 +31,12 @@ def list_(settings: Config, *, as_json: Json = False) -> None:
     if not templates:
         err.print(f"no templates in {settings.template_dir}; the first pool of an image creates one", soft_wrap=True)
         return
-    table = Table("key", "image", "memory", "vcpus", "screen", "accel", "size", "last used", box=None, pad_edge=False)
-    for template in templates:
-        manifest = template.manifest
-        table.add_row(
-            manifest.key,
-            f"{manifest.image}@{manifest.image_digest[:8]}",
-            f"{manifest.memory_mib} MiB",
-            str(manifest.vcpu_count),
-            manifest.screen,
-            manifest.accelerator,
-            f"{template.size_bytes / (1 << 20):.0f} MiB",
-            _time(template.use_time_s).replace("T", " ")[:16],
-        )
-    out.print(table)
+    rows = map(_row, templates)
+    out.print(columns(("key", "image", "memory", "vcpus", "screen", "accel", "size", "last used"), rows))
 
 
 @app.command("prune")
-@with_settings("state_dir")
+@command(config_options("state_dir"))
 def prune(
     settings: Config,
     *,
@@ -83,6 +72,20 @@ def prune(
 
 def _store(settings: Config) -> TemplateStore:
     return TemplateStore(settings.template_dir, limit_bytes=settings.hypervisor.template_limit_bytes)
+
+
+def _row(template: StoredTemplate) -> tuple[str, ...]:
+    manifest = template.manifest
+    return (
+        manifest.key,
+        f"{manifest.image}@{manifest.image_digest[:8]}",
+        f"{manifest.memory_mib} MiB",
+        str(manifest.vcpu_count),
+        manifest.screen,
+        manifest.accelerator,
+        f"{template.size_bytes / (1 << 20):.0f} MiB",
+        _time(template.use_time_s).replace("T", " ")[:16],
+    )
 
 
 def _fields(template: StoredTemplate) -> dict[str, object]:

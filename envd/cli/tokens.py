@@ -6,7 +6,7 @@ import typer
 
 from cuaenv.cli.terminal import Json, emit_json, out
 from envd.api.security.tokens import new_token
-from envd.base.terminal import reports_errors
+from envd.cli.command import command
 
 app = typer.Typer(no_args_is_help=True, help="Create tokens that clients authenticate with.")
 
@@ -17,7 +17,7 @@ def root() -> None:
 
 
 @app.command("new")
-@reports_errors
+@command()
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the client; episodes belong to it.")],
     *,

@@ -17,13 +17,14 @@ from rich.live import Live
 
 from cuaenv.cli.terminal import Json, emit_json, out
 from cuaenv.client import AsyncEnvClient, EnvError
-from envd.cli.remote import CALL_TIMEOUT, Daemon, PoolFilter, Reverse, RunFilter, Sort, SortKey, calls_daemon
+from envd.cli.command import command
+from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, Daemon, PoolFilter, Reverse, RunFilter, Sort, SortKey
 from envd.cli.top_view import Facts, Options, fitted, render
 
 _KEYS = "q quit   s sort   r reverse"
 
 
-@calls_daemon
+@command(DAEMON_OPTIONS)
 def top(
     daemon: Daemon,
     *,

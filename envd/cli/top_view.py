@@ -1,6 +1,6 @@
 """What `envd top` shows: pools, the queue and episodes, as rich renderables and as plain data. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 
@@ -11,7 +11,8 @@ from rich.text import Text
 from cuaenv.client import EpisodeInfo, Pool, QueuedGroup
 from cuaenv.problems import did_you_mean
 from envd.base.errors import ConfigError
-from envd.cli.remote import SortKey, duration_text, episode_fields, episode_table, printable, selected
+from envd.cli.remote import SortKey, duration_text, episode_fields, episode_table, selected
+from envd.cli.terminal import columns, printable
 
 _BAR_WIDTH = 24
 #: Lines besides rows of tables: the title, and a blank line and a header per table.
@@ -111,25 +112,20 @@ def _title(facts: Facts, *, options: Options, targets: str) -> Text:
 
 
 def _pool_table(pools: Sequence[Pool], *, has_hosts: bool) -> Table:
-    table = Table(
-        "pool", "image", "", "leased", "idle", "starting", "ending", "of", "waiting", "memory", box=None, pad_edge=False
-    )
-    for column in table.columns[3:10]:
-        column.justify = "right"
-    if has_hosts:
-        table.add_column("host")
-    for pool in pools:
-        counts = (pool.leased_count, pool.idle_count, pool.starting_count, pool.dying_count, pool.capacity)
-        table.add_row(
+    numbers = ("leased", "idle", "starting", "ending", "of", "waiting", "memory")
+    rows: Iterable[Sequence[str | Text]] = (
+        (
             Text(printable(pool.name), style="bold red" if pool.is_failing else "bold"),
-            Text(printable(pool.image)),
+            pool.image,
             _bar(pool),
-            *map(str, counts),
+            *map(str, (pool.leased_count, pool.idle_count, pool.starting_count, pool.dying_count, pool.capacity)),
             Text(str(pool.waiting_count), style="bold yellow" if pool.waiting_count else ""),
             f"{pool.memory_bytes / (1 << 30):.1f}G",
-            *([Text(pool.host)] * has_hosts),
+            *([pool.host] * has_hosts),
         )
-    return table
+        for pool in pools
+    )
+    return columns(("pool", "image", "", *numbers, *(["host"] * has_hosts)), rows, right=numbers)
 
 
 def _bar(pool: Pool) -> Text:
@@ -152,11 +148,8 @@ def _bar(pool: Pool) -> Text:
 
 
 def _queue_table(waiting: Sequence[tuple[Pool, QueuedGroup]]) -> Table:
-    table = Table("queue", "pool", "run", "wants", "waited", "left", "why", box=None, pad_edge=False)
-    for index in (0, 3, 4, 5):
-        table.columns[index].justify = "right"
-    for pool, group in waiting:
-        cells = (
+    rows = (
+        (
             str(group.position),
             pool.name,
             group.run or "-",
@@ -165,8 +158,10 @@ def _queue_table(waiting: Sequence[tuple[Pool, QueuedGroup]]) -> Table:
             duration_text(group.left.total_seconds()),
             group.reason,
         )
-        table.add_row(*(Text(printable(cell)) for cell in cells))
-    return table
+        for pool, group in waiting
+    )
+    headings = ("queue", "pool", "run", "wants", "waited", "left", "why")
+    return columns(headings, rows, right=("queue", "wants", "waited", "left"))
 
 
 def _pool_fields(pool: Pool) -> dict[str, object]:

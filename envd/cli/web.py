@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from cuaenv.cli.terminal import Json, emit_json, err, out, progress
 from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import stop_on_sigterm
-from envd.cli.options import with_settings
-from envd.cli.remote import printable
+from envd.cli.command import command
+from envd.cli.options import config_options
+from envd.cli.terminal import columns, printable, stop_on_sigterm
 from envd.integrations.web.environment import WebEnvironment
 from envd.integrations.web.recordings import WebRecordings, read_entries
 
@@ -25,7 +24,7 @@ _Name = Annotated[str, typer.Argument(metavar="RECORDING", help="Name of a recor
 
 
 @app.command("install")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def install(settings: Config) -> None:
     """Install mitmproxy and warcio into a separate virtual environment."""
     stop_on_sigterm()
@@ -37,7 +36,7 @@ def install(settings: Config) -> None:
 
 
 @app.command("list")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def list_(settings: Config, *, as_json: Json = False) -> None:
     """List the recordings of this host."""
     found = [
@@ -46,16 +45,14 @@ def list_(settings: Config, *, as_json: Json = False) -> None:
     if as_json:
         emit_json({"recordings": [{"name": name, "bytes": size, "time": time} for name, size, time in found]})
     elif found:
-        table = Table("recording", "KiB", "last recorded", box=None, pad_edge=False)
-        for name, size, time in found:
-            table.add_row(name, f"{size / 1024:.0f}", time)
-        out.print(table)
+        rows = ((name, f"{size / 1024:.0f}", time) for name, size, time in found)
+        out.print(columns(("recording", "KiB", "last recorded"), rows))
     else:
         err.print("no recordings; record one with `envd serve --web record --web-recording NAME`")
 
 
 @app.command("show")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def show(settings: Config, *, name: _Name, as_json: Json = False) -> None:
     """List the exchanges of a recording: method, status, URL, and size of the response. Reads and checks all of it."""
     entries = read_entries(WebRecordings(settings.asset_dir).path(name), WebEnvironment(settings.cache_dir))
@@ -69,7 +66,7 @@ def show(settings: Config, *, name: _Name, as_json: Json = False) -> None:
 
 
 @app.command("export")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def export(
     settings: Config, *, name: _Name, file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file.")]
 ) -> None:
@@ -80,7 +77,7 @@ def export(
 
 
 @app.command("import")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def import_(
     settings: Config, *, name: _Name, file: Annotated[Path, typer.Argument(metavar="FILE", help="A .warc.gz file.")]
 ) -> None:
@@ -90,7 +87,7 @@ def import_(
 
 
 @app.command("rm")
-@with_settings("cache_dir")
+@command(config_options("cache_dir"))
 def remove(settings: Config, *, name: _Name) -> None:
     """Remove a recording, unless a daemon uses it."""
     WebRecordings(settings.asset_dir).remove(name)

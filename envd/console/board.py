@@ -17,7 +17,7 @@ from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EvaluateResult
-from envd.pool.queue_report import QueuedGroup
+from envd.pool.queue import QueuedGroup
 from envd.pool.status import PoolStatus
 
 #: Reading 256 episodes takes about 3 ms of the event loop.

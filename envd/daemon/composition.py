@@ -32,6 +32,7 @@ from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import exported_traces
 from envd.base.version import envd_version
 from envd.console.server import PUBLIC_PATHS, serve_console
+from envd.daemon.compat import local_socket_of, serve_compat
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.daemon.state_lock import locked
 from envd.daemon.suites import load_tasks
@@ -47,23 +48,17 @@ from envd.episodes.types import EpisodeInfo
 from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor, Machine
 from envd.images.catalogue import ImageCatalogue
-from envd.integrations.compat.server import serve_compat
-from envd.integrations.compat.sessions import Sessions
 from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE
 from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.workers import Workers
 from envd.pool.audit import Audit, stray_rows
 from envd.pool.fairness import RunShares
-from envd.pool.host_room import HostDisk
 from envd.pool.leased import LINGER_S
-from envd.pool.lifecycle import unregister_all
-from envd.pool.memory import HostClaims, HostMemory, host_memory_mib, read_available_bytes
-from envd.pool.parts import PoolHost
-from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
+from envd.pool.machines import unregister_all
+from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.room import HostClaims, HostRoom, host_memory_mib, read_available_bytes
 from envd.pool.status import POOL_SERIES
-from envd.pool.template import TemplateCache
 from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.evaluate import evaluate
@@ -233,19 +228,16 @@ def _pools(
     claims: HostClaims,
     webs: Mapping[str, PoolWeb],
 ) -> Iterator[Pool]:
-    memory = disk = None
+    room = HostRoom()
     # Fake desktops have no guest whose memory could grow: a host of 24 GiB would get 87 of them.
     if hypervisor.capabilities.runs_guests:
-        memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20, host=claims)
-        disk = HostDisk(config.state_dir, reserve_bytes=config.limits.disk_reserve_mib << 20)
-    host = PoolHost(
-        hypervisor=hypervisor,
-        templates=TemplateCache(hypervisor),
-        memory=memory,
-        disk=disk,
-        metrics=storage.metrics,
-        store=storage.store,
-    )
+        room = HostRoom(
+            memory_reserve_bytes=config.limits.memory_reserve_mib << 20,
+            claims=claims,
+            directory=config.state_dir,
+            disk_reserve_bytes=config.limits.disk_reserve_mib << 20,
+        )
+    host = PoolHost(hypervisor=hypervisor, room=room, metrics=storage.metrics, store=storage.store)
     runs = config.limits.runs
     shares = RunShares(named=runs, others=runs.get(DEFAULT_RUN, RunShare()))
     for name, pool in config.pools.items():
@@ -363,7 +355,10 @@ async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -
     """Listen for clients. Raises: ConfigError: an address is taken, or a token or certificate file is invalid."""
     service, metrics = episodes.service, storage.metrics
     async with AsyncExitStack() as stack:
-        server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
+        local_socket = local_socket_of(config)
+        server = ApiServer(
+            service, listen=config.listen, metrics=metrics, security=config.security, local_socket=local_socket
+        )
         stack.push_async_callback(server.stop, grace=_STOP_GRACE)
         tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
         is_open = config.security.tokens_file is None and tls is None
@@ -376,12 +371,9 @@ async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -
                 _serve_console(episodes, checks + local_only, tls, config)
             )
         address = await server.start()
-        # By the rules of `security`.
-        limits = config.limits
-        sessions = Sessions(service, max_lease_ttl_s=limits.lease_ttl_max_s, max_steps=limits.max_steps)
-        compat_addresses = await stack.enter_async_context(
-            serve_compat(config.compat_addresses, sessions, server.guard, tls=tls, middlewares=local_only)
-        )
+        compat_addresses: Mapping[str, str] = {}
+        if local_socket is not None:
+            compat_addresses = await stack.enter_async_context(serve_compat(config, f"unix:{local_socket}"))
         yield Endpoints(
             server=server, address=address, console_address=console_address, compat_addresses=compat_addresses
         )

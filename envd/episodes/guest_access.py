@@ -1,9 +1,8 @@
 """Read files, write files, run commands and connect to ports in an episode's guest, if its pool allows it."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import Any, TypeVar
 
 from envd.base.errors import AccessDenied, NotFound, RateLimited
 from envd.base.streams import close
@@ -15,8 +14,6 @@ from envd.episodes.port_connection import PortConnection
 
 #: Connections to ports of one episode's guest. Each takes two file descriptors of this process.
 MAX_CONNECTIONS = 32
-
-T = TypeVar("T")
 
 
 class GuestAccess:
@@ -58,16 +55,6 @@ class GuestAccess:
         """
         async with self._desktop(episode_id) as desktop:
             return await desktop.run(argv, timeout_s=timeout_s, as_root=as_root, stdin=stdin)
-
-    async def with_guest_service(self, episode_id: str, work: Callable[[str], Coroutine[Any, Any, T]]) -> T:
-        """Run work that calls the guest's HTTP service itself, given its URL on the host's loopback. Renews the lease.
-
-        Raises:
-            EpisodeNotFound, MachineLost, AccessDenied: See `read_file`.
-            GuestError: The image has no such service.
-        """
-        async with self._desktop(episode_id) as desktop:
-            return await desktop.with_guestd(work)
 
     @asynccontextmanager
     async def connect_port(self, episode_id: str, port: int, *, idle_timeout_s: float) -> AsyncIterator[PortConnection]:

@@ -27,7 +27,7 @@ from envd.base.errors import (
     StoreError,
 )
 from envd.episodes.types import GroupResult
-from envd.pool.admission import GRACE_S, has_caller
+from envd.pool.queue import GRACE_S, has_caller
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from envd.episodes.stepping import Stepping
 from envd.episodes.types import EpisodeInfo
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
-from envd.pool.queue_report import QueuedGroup
+from envd.pool.queue import QueuedGroup
 from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.base import Judge, judge_directly
@@ -50,8 +50,8 @@ class EpisodeService:
 
     Its calls are those of its parts, which document them: `Opening.reset`, `fork` and `close_opening`; `Checkpointing`;
     `RollingBack.rollback`; `Scoring.score`; `Stepping.step`, `observe`, `watch_frames` and `watch_screen`;
-    `Evaluating.evaluate`; `GuestAccess.read_file`, `write_file`, `run_command`, `connect_port` and
-    `with_guest_service`; `Controlling.take`, `act` and `release`; `EpisodeRegistry.find`, `owner_of` and `close`.
+    `Evaluating.evaluate`; `GuestAccess.read_file`, `write_file`, `run_command` and `connect_port`;
+    `Controlling.take`, `act` and `release`; `EpisodeRegistry.find`, `owner_of` and `close`.
     """
 
     def __init__(
@@ -125,7 +125,6 @@ class EpisodeService:
         self.evaluate = self._evaluating.evaluate
         self.read_file, self.write_file = guest_access.read_file, guest_access.write_file
         self.run_command, self.connect_port = guest_access.run_command, guest_access.connect_port
-        self.with_guest_service = guest_access.with_guest_service
         self.take_control, self.act = self._controlling.take, self._controlling.act
         self.release_control = self._controlling.release
         self.find, self.owner_of, self.close = self._registry.find, self._registry.owner_of, self._registry.close

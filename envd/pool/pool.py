@@ -3,12 +3,12 @@
 Invariants, which hold because one event loop is atomic between awaits:
 
 * Every machine that exists, or may exist, has a record in the pool, created before the hypervisor is asked for it.
-* Every record has one task (see `lifecycle`), and only that task creates, watches and destroys the machine.
+* Every record has one task (see `machines`), and only that task creates, watches and destroys the machine.
 * A machine is used once. After it was leased it never becomes idle again.
 
-`planner` picks the next group, `admission` keeps the queue, `refusals` refuses groups, `backoff` sets the pauses after
-failures, `template_keeper` provides the state to fork from, `host_room` bounds the machines of the host. `parts` builds
-them.
+`planner` picks the next group, `queue` keeps and refuses the groups that wait, `machines` runs the life of each
+machine, `backoff` sets the pauses after failures, `template` provides the state to fork from, and `room` bounds the
+machines of the host.
 """
 
 import asyncio
@@ -16,32 +16,86 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from envd.base.aio import Changes, shielded
-from envd.base.clock import wait_until
+from envd.base.aio import Changes, OwnedTasks, shielded
+from envd.base.clock import Clock, SystemClock, wait_until
+from envd.base.config import PoolConfig
 from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, NotForkable, TemplateCorrupt
+from envd.base.store.store import NullStore, Store
+from envd.base.telemetry.metrics import Metrics
 from envd.desktop.desktop import Desktop
 from envd.desktop.view import ConnectionState
-from envd.hypervisor.machine import DiskImage, Machine
-from envd.pool.admission import WaitingGroup
-from envd.pool.fairness import Demand
-from envd.pool.host_room import HOST_POLL_S
+from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
+from envd.pool.backoff import Backoff
+from envd.pool.fairness import Demand, RunShares
 from envd.pool.leased import FrozenDesktop, LeasedMachine, LostMachine, MachineLease, Reservation, freeze
-from envd.pool.lifecycle import MachineRecord, MakeDesktop, Work, adopted, load, prepared
-from envd.pool.parts import PoolHost, build_parts
+from envd.pool.machines import MachineFactory, MachineRecord, MachineTable, Work
 from envd.pool.planner import LifecycleState, plan
-from envd.pool.queue_report import QueuedGroup, queue_report
-from envd.pool.settings import PoolSettings
+from envd.pool.queue import AdmissionQueue, QueuedGroup, Refusals, WaitingGroup, queue_report
+from envd.pool.room import HOST_POLL_S, HostRoom, PoolRoom, booted_bytes, forked_bytes
 from envd.pool.status import PoolStatus
+from envd.pool.template import TemplateCache, TemplateKeeper
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT_SCREEN_PX = (1280, 800)
 #: How often the machines' disk quotas are enforced: a stat of two files per machine.
 _QUOTA_INTERVAL_S = 2.0
 #: Machines that may exceed the capacity, for as long as loading a state takes.
 _MAX_REPLACING = 4
+
+
+class PoolSettings(PoolConfig):
+    """Capacity, machine size and behaviour of one pool."""
+
+    name: str
+    """Unique in the daemon; 1 to 24 of [a-z0-9-], because machine ids begin with it and have at most 32 characters."""
+    shares: RunShares = RunShares()
+    max_idle_s: float = 600.0
+    """Age at which an idle machine beyond `size` is destroyed."""
+    backoff_min_s: float = 1.0
+    """Pause after a machine that failed to start; doubles with each further failure."""
+    backoff_max_s: float = 60.0
+    """Longest such pause."""
+    measure_interval_s: float = 15.0
+    """Time between two measurements of the machines' memory."""
+    trusted_authority: str = ""
+    """See `MachineSpec`."""
+    linger_s: float = 0.0
+    """How long a guest keeps running after each use, unless it always runs."""
+
+    def machine_spec(self, image: DiskImage) -> MachineSpec:
+        """Return the pool's machines, with the pool's name as their id."""
+        width_px, height_px = self.screen or _DEFAULT_SCREEN_PX
+        return MachineSpec(
+            machine_id=self.name,
+            image=image,
+            memory_mib=self.memory_mib,
+            vcpu_count=self.vcpu_count,
+            screen_width_px=width_px,
+            screen_height_px=height_px,
+            keyboard_layout=self.keyboard_layout,
+            trusted_authority=self.trusted_authority,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolHost:
+    """What the pools of one daemon share."""
+
+    hypervisor: Hypervisor
+    """Creates the machines. Its owner closes it, after the pools."""
+    templates: TemplateCache = field(default_factory=TemplateCache)
+    """Their templates."""
+    room: HostRoom = field(default_factory=HostRoom)
+    """The host's memory and disk; by default unbounded."""
+    metrics: Metrics = field(default_factory=Metrics)
+    """Counts admissions and refusals; by default not exported."""
+    clock: Clock = field(default_factory=SystemClock)
+    store: Store = field(default_factory=NullStore)
+    """Database for the machines; by default none."""
 
 
 class Pool:
@@ -53,44 +107,79 @@ class Pool:
         *,
         image: DiskImage,
         host: PoolHost,
-        make_desktop: MakeDesktop = Desktop,
+        make_desktop: Callable[..., Desktop] = Desktop,
         make_suffix: Callable[[], str] = lambda: secrets.token_hex(3),
     ) -> None:
         """Set up an empty pool; nothing runs before `start`.
 
         Args:
+            make_desktop: See `MachineFactory`.
             make_suffix: Returns the part of a machine id after the pool's name: at most 7 of [a-z0-9].
         """
         self.settings = settings
         self.image = image
         self.changes = Changes()
         """Notified whenever `statistics` change."""
-        parts = build_parts(
-            settings,
-            image=image,
-            host=host,
-            make_desktop=make_desktop,
-            make_suffix=make_suffix,
-            changed=self._reconcile,
-            notify=self._measured,
-        )
         self.hypervisor = host.hypervisor
         self._clock = host.clock
         self._metrics = host.metrics
-        self.factory = parts.factory
-        self._spec = parts.spec
-        self._queue = parts.queue
-        self._backoff = parts.backoff
-        self._tasks = parts.tasks
-        self._machines = parts.machines
-        self._room = parts.room
-        self._template = parts.template
-        self._refusals = parts.refusals
+        self._tasks = OwnedTasks()
+        self._closing = asyncio.Event()
+        self._spec = settings.machine_spec(image)
+        self._queue = AdmissionQueue(limit=settings.queue_limit, shares=settings.shares, capacity=settings.capacity)
+        self._backoff = Backoff(
+            min_s=settings.backoff_min_s, max_s=settings.backoff_max_s, failing_after=settings.failing_after
+        )
+        self._factory = MachineFactory(
+            pool=settings.name,
+            hypervisor=host.hypervisor,
+            make_desktop=make_desktop,
+            forking=asyncio.Semaphore(settings.max_starting),
+            boot_timeout_s=settings.boot_timeout_s,
+            clock=host.clock,
+            store=host.store,
+        )
+        self._machines = MachineTable(
+            factory=self._factory,
+            backoff=self._backoff,
+            tasks=self._tasks,
+            closing=self._closing,
+            destroy_retry_min_s=settings.backoff_min_s,
+            destroy_retry_max_s=settings.backoff_max_s,
+            always_running=settings.always_running,
+            linger_s=settings.linger_s,
+            make_id=lambda: f"{settings.name}-{make_suffix()}",
+            changed=self._reconcile,
+            notify=self._measured,
+        )
+        expected_bytes = forked_bytes(settings)
+        self._room = PoolRoom(
+            host=host.room,
+            claims=partial(self._machines.claims, expected_bytes=expected_bytes, booted_bytes=booted_bytes(settings)),
+            expected_bytes=expected_bytes,
+            capacity=settings.capacity,
+            clock=host.clock,
+        )
+        self._template = TemplateKeeper(
+            spec=self._spec,
+            machines=self._machines,
+            templates=host.templates,
+            check_interval_s=settings.measure_interval_s,
+            make=self._make,
+            wait_for_room=self._wait_for_room,
+            changed=self._reconcile,
+        )
+        self._refusals = Refusals(
+            pool=settings.name,
+            capacity=settings.capacity,
+            shares=settings.shares,
+            queue=self._queue,
+            turnover=self._machines.turnover,
+            metrics=host.metrics,
+        )
         self._replacing = asyncio.Semaphore(_MAX_REPLACING)
-        self._leased_total = 0
         self._is_started = False
         self._draining = False
-        self._closing = parts.closing
         self._close_task: asyncio.Task[None] | None = None
 
     @property
@@ -151,12 +240,12 @@ class Pool:
             memory_bytes=sum(usage.private_dirty_bytes for usage in usages),
             pss_bytes=sum(usage.pss_bytes for usage in usages),
             healthy=not failure,
-            problem=failure or self._room.shortage or self._room.disk_shortage,
+            problem=failure or self._room.shortage or self._room.host.disk_shortage,
             breaker=self._backoff.breaker(self._clock.monotonic()),
             booted_total=totals["booted"],
             boot_failure_total=totals["boot_failed"],
             lost_total=totals["lost"],
-            leased_total=self._leased_total,
+            leased_total=totals["leased"],
             template_boot_total=totals["template_booted"],
             template_digest="" if self.template is None else self.template.snapshot.digest,
             last_start_s=self._machines.last_start_s,
@@ -176,7 +265,7 @@ class Pool:
         if self._is_started:
             raise RuntimeError(f"{self!r} was started before; create a new pool")
         self._is_started = True
-        self._room.join()
+        self._room.host.join(self._room.claims)
         self._tasks.spawn(self._keep_time(), name=f"pool:{self.name}:time")
         self._tasks.spawn(
             self._machines.measure(interval_s=self.settings.measure_interval_s), name=f"pool:{self.name}:measure"
@@ -185,7 +274,7 @@ class Pool:
             self._machines.enforce_disk_quota(self.settings.disk_quota_mib << 20, interval_s=_QUOTA_INTERVAL_S),
             name=f"pool:{self.name}:quota",
         )
-        self._template.start(self)
+        self._template.start()
         self._reconcile()
 
     async def lease(
@@ -257,11 +346,7 @@ class Pool:
         if self._closing.is_set():
             raise self._refusals.draining().error
         try:
-            record = await self._machines.fill(
-                reservation,
-                prepared(frozen, factory=self.factory),
-                load=partial(load, frozen=frozen, factory=self.factory),
-            )
+            record = await self._machines.fill(reservation, frozen)
         except MachineLost:
             if self._closing.is_set():
                 raise self._refusals.draining().error from None
@@ -269,7 +354,7 @@ class Pool:
         except TemplateCorrupt:
             await self._template.check()
             raise
-        return self._hand_out(record, run=reservation.run)
+        return self._machines.hand_out(record, run=reservation.run)
 
     @asynccontextmanager
     async def replacing(self, *, run: str) -> AsyncIterator[Reservation]:
@@ -295,13 +380,13 @@ class Pool:
             GuestUnresponsive, GuestError: Its display does not work.
             StoreError: It could not be registered.
         """
-        work = adopted(machine, state, factory=self.factory)
+        work = self._factory.adopted(machine, state)
         try:
             record = await self._machines.make(work, becomes=LifecycleState.LEASED, machine_id=machine.machine_id)
         except BaseException:
             await shielded(machine.destroy())
             raise
-        return self._hand_out(record, run=run)
+        return self._machines.hand_out(record, run=run)
 
     def gone(self, machine_id: str, *, reason: str) -> LeasedMachine:
         """Return a stand-in for a machine of a previous daemon that is lost."""
@@ -358,7 +443,7 @@ class Pool:
         for record in records:
             await record.gone.wait()
         await self._tasks.cancel()
-        self._room.leave()
+        self._room.host.leave(self._room.claims)
         await self._template.release()
 
     # -- reconciling --------------------------------------------------------------------------------------------
@@ -374,8 +459,8 @@ class Pool:
                 if is_starting or record.state is LifecycleState.IDLE:
                     record.retire()
         else:
-            if self._room.disk_is_full:
-                self._refusals.refuse_disk_full(self._queue, self._room.disk_shortage)
+            if self._room.host.disk_is_full:
+                self._refusals.refuse_disk_full(self._queue, self._room.host.disk_shortage)
             self._follow_plan()
             self._refuse_if_failing()
             # A group that times out may have blocked those behind it. No group times out that could be served now.
@@ -457,28 +542,12 @@ class Pool:
 
     def _grant(self, demand: Demand, machine_ids: Iterable[str]) -> MachineLease:
         return MachineLease(
-            machines=tuple(self._hand_out(self._machines[machine_id], run=demand.run) for machine_id in machine_ids),
+            machines=tuple(
+                self._machines.hand_out(self._machines[machine_id], run=demand.run) for machine_id in machine_ids
+            ),
             reservations=self._machines.reserve(
                 demand.reserved, pool=self.name, run=demand.run, is_urgent=not demand.ready
             ),
-        )
-
-    def _hand_out(self, record: MachineRecord, *, run: str) -> LeasedMachine:
-        machine, frozen = record.machine, record.frozen
-        if machine is None:
-            raise RuntimeError(f"machine {record.machine_id} is {record.state.value} but was never created")
-        if record.desktop is None:
-            record.desktop = self.factory.make_desktop(machine, view=None if frozen is None else frozen.view)
-        record.state = LifecycleState.LEASED
-        record.run = run
-        self._leased_total += 1
-        return LeasedMachine(
-            machine=machine,
-            desktop=record.desktop,
-            frozen=frozen,
-            always_running=self.settings.always_running,
-            linger_s=self.settings.linger_s,
-            load=partial(load, record, frozen, factory=self.factory) if record.is_waiting and frozen else None,
         )
 
     def _take_back(self, group: WaitingGroup) -> None:
@@ -486,16 +555,7 @@ class Pool:
         self._queue.leave(group)
         admitted = group.admitted
         if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
-            granted = admitted.result()
-            for reservation in granted.reservations:
-                if (promised := self._machines.withdraw(reservation)) is not None:
-                    promised.retire()
-            for machine in granted.machines:
-                record = self._machines.withdraw(machine)
-                if record is not None and record.state is LifecycleState.LEASED:
-                    record.state = LifecycleState.IDLE
-                    record.run = None
-                    self._leased_total -= 1
+            self._machines.take_back(admitted.result())
         self._reconcile()
 
     async def _keep_time(self) -> None:
@@ -509,23 +569,17 @@ class Pool:
 
     def _next_wake_s(self) -> float | None:
         now_s = self._clock.monotonic()
-        # An idle machine that is wanted may be older than `max_idle_s`; only the instant of reaching it matters.
-        ages_s = (
-            record.idle_since_s + self.settings.max_idle_s
-            for record in self._machines
-            if record.state is LifecycleState.IDLE and now_s - record.idle_since_s < self.settings.max_idle_s
-        )
         times_s = (
             self._queue.next_deadline_s,
             self._backoff.retry_at_s(now_s),
             self._room.poll_at_s if self.template is not None else None,
-            min(ages_s, default=None),
+            self._machines.next_surplus_s(now_s, max_idle_s=self.settings.max_idle_s),
         )
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
-    # -- TemplateUser -------------------------------------------------------------------------------------------
+    # -- the template -------------------------------------------------------------------------------------------
 
-    async def make(self, work: Work, *, becomes: LifecycleState) -> MachineRecord:
+    async def _make(self, work: Work, becomes: LifecycleState) -> MachineRecord:
         if self._draining:
             raise self._refusals.draining().error
         try:
@@ -535,11 +589,8 @@ class Pool:
                 raise self._refusals.draining().error from None
             raise
 
-    def _measured(self) -> None:
-        self._room.publish()
-        self.changes.notify()
-
-    async def wait_for_room(self) -> None:
+    async def _wait_for_room(self) -> None:
+        """Return when there is room for a machine, in the pool and on the host."""
         while True:
             if len(self._machines) + self._machines.reserved_count >= self.capacity:
                 await self.changes.next.wait()
@@ -550,11 +601,6 @@ class Pool:
             self.changes.notify()
             await self._clock.sleep(HOST_POLL_S)
 
-    def template_changed(self) -> None:
-        self._reconcile()
-
-    def template_removed(self) -> None:
-        for record in self._machines:
-            if record.becomes is LifecycleState.IDLE and record.run is None:
-                record.retire()
-        self._reconcile()
+    def _measured(self) -> None:
+        self._room.host.publish()
+        self.changes.notify()

@@ -44,7 +44,7 @@ class Engine:
 async def test_planted_faults_are_found(fault: Fault, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     from areal.api.cli_args import GenerationHyperparameters
 
-    from trainer.adapters.areal.workflow import SightWorkflow
+    from tests.areal.areal_sight import SightWorkflow
 
     plant(fault, monkeypatch)
     workflow = SightWorkflow(

@@ -28,14 +28,12 @@ from envd.bench.scale import scale_configs, scale_report
 from envd.bench.scale_daemon import LAG_INTERVAL_S
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
 from envd.bench.step import PEER_PAUSE_S, PeerTimes, StepTimes, script, step_report, xdotool_command
-from envd.daemon.ephemeral import run_until_signal
+from envd.cli.own_daemon import run_until_signal
 from envd.drawn import fake_image
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
-from envd.pool.memory import HostMemory
-from envd.pool.parts import PoolHost
-from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.room import HostRoom
 from tests.support.command import CommandOutput, run_envd
 from tests.support.faulty import FaultyHypervisor
 
@@ -392,6 +390,7 @@ def test_a_signal_ends_a_benchmark_and_leaves_no_machine(tmp_path: Path, number:
     assert machine_count(database) == 0
 
 
+@pytest.mark.long
 def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path) -> None:
     """Measures drawn desktops, although no hypervisor is named."""
     directories = ("--state-dir", str(tmp_path / "state"), "--cache-dir", str(tmp_path / "cache"))
@@ -437,11 +436,10 @@ async def test_the_clients_of_a_load_use_all_daemons_from_several_processes(tmp_
 
 async def test_a_benchmark_without_room_on_its_host_says_so() -> None:
     hypervisor = FaultyHypervisor()
-    memory = HostMemory(reserve_bytes=1 << 60)
     pool = Pool(
         PoolSettings(name="p", capacity=2, size=1),
         image=fake_image(),
-        host=PoolHost(hypervisor=hypervisor, memory=memory),
+        host=PoolHost(hypervisor=hypervisor, room=HostRoom(memory_reserve_bytes=1 << 60)),
     )
     bench = BenchSession(daemon=Mock(), client=Mock(), pool=pool)
     try:

@@ -5,13 +5,15 @@ import io
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from envd.api.security import in_flight
+from cuaenv.actions import Action
+from cuaenv.client import StepResult
 from envd.api.security.tokens import NewToken
-from envd.integrations.compat import sessions
-from envd.integrations.compat.protocols import MAX_BODY_BYTES
+from envd.integrations.compat import callers
+from envd.integrations.compat.routes import MAX_BODY_BYTES
 from tests.support.compat import CompatWorld, compat_world, guarded_world
 
 SLIME, AREAL, SANDBOX = "slime-osworld", "areal", "areal-sandbox"
@@ -62,7 +64,7 @@ async def test_the_bytes_that_a_callers_bodies_hold_are_bounded(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, alice, bob = guarded
-    monkeypatch.setattr(in_flight, "MAX_BYTES", 100)
+    monkeypatch.setattr(callers, "_MAX_HELD_BYTES", 100)
     arrived = asyncio.Event()
 
     async def slow(byte_count: int) -> AsyncIterator[bytes]:
@@ -89,7 +91,7 @@ async def _is_refused(world: CompatWorld, token: NewToken, body: bytes) -> bool:
 
 async def test_a_body_of_unknown_size_counts_as_the_largest(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     world, alice, _ = guarded
-    monkeypatch.setattr(in_flight, "MAX_BYTES", MAX_BODY_BYTES - 1)
+    monkeypatch.setattr(callers, "_MAX_HELD_BYTES", MAX_BODY_BYTES - 1)
 
     async def chunked() -> AsyncIterator[bytes]:
         yield b"{}"
@@ -100,7 +102,7 @@ async def test_a_body_of_unknown_size_counts_as_the_largest(guarded: Guarded, mo
 
 async def test_one_token_cannot_take_the_sessions_of_another(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     world, alice, bob = guarded
-    monkeypatch.setattr(sessions, "_MAX_SESSIONS", 2)
+    monkeypatch.setattr(callers, "_MAX_SESSIONS", 2)
     ids = [(await world.ok(AREAL, f"/token/{alice.secret}/envs", {}))["session_id"] for _ in range(2)]
     assert await world.refused(AREAL, f"/token/{alice.secret}/envs", {}) == (429, "POOL_EXHAUSTED")
     assert "session_id" in await world.ok(AREAL, f"/token/{bob.secret}/envs", {})
@@ -108,14 +110,75 @@ async def test_one_token_cannot_take_the_sessions_of_another(guarded: Guarded, m
     assert "session_id" in await world.ok(AREAL, f"/token/{alice.secret}/envs", {})
 
 
-async def test_an_idle_session_makes_place_for_another(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
-    world, alice, _ = guarded
-    monkeypatch.setattr(sessions, "_MAX_SESSIONS", 1)
-    old = (await world.ok(AREAL, f"/token/{alice.secret}/envs", {}))["session_id"]
-    monkeypatch.setattr(sessions, "_IDLE_S", -1.0)
-    assert "session_id" in await world.ok(AREAL, f"/token/{alice.secret}/envs", {})
-    refusal = await world.refused(AREAL, f"/token/{alice.secret}/envs/{old}/reset", {"task_config": TASK})
-    assert refusal == (404, "EPISODE_NOT_FOUND")
+async def test_an_idle_session_loses_its_episode_and_then_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with compat_world() as world:
+        session_id = (await world.ok(AREAL, "/envs", {}))["session_id"]
+        await world.ok(AREAL, f"/envs/{session_id}/reset", {"task_config": TASK})
+        await world.callers[AREAL].sweep()
+        assert len(world.server.service.list_episodes()) == 1
+        monkeypatch.setattr(callers, "_EPISODE_IDLE_S", 0.0)
+        await world.callers[AREAL].sweep()
+        assert world.server.service.list_episodes() == []
+        assert await world.refused(AREAL, f"/envs/{session_id}/evaluate", {}) == (400, "BAD_FIELD")
+        await world.ok(AREAL, f"/envs/{session_id}/reset", {"task_config": TASK})
+        monkeypatch.setattr(callers, "_SESSION_IDLE_S", 0.0)
+        await world.callers[AREAL].sweep()
+        assert world.server.service.list_episodes() == []
+        refusal = await world.refused(AREAL, f"/envs/{session_id}/reset", {"task_config": TASK})
+        assert refusal == (404, "EPISODE_NOT_FOUND")
+
+
+async def test_a_session_whose_call_runs_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "_EPISODE_IDLE_S", 0.0)
+    async with compat_world() as world:
+        episode_id = (await world.ok(SLIME, "/reset", {"task_config": TASK}))["episode_id"]
+        body = {"episode_id": episode_id, "action": "WAIT", "pause": 0.5}
+        stepping = asyncio.create_task(world.ok(SLIME, "/step", body))
+        caller = await world.callers[SLIME].identify([])
+        while not caller.sessions[episode_id].call_count:
+            await asyncio.sleep(0)
+        await world.callers[SLIME].sweep()
+        assert (await stepping)["step"] == 1
+        await world.callers[SLIME].sweep()
+        assert world.server.service.list_episodes() == []
+
+
+async def test_a_step_whose_client_left_is_counted_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with compat_world() as world:
+        episode_id = (await world.ok(SLIME, "/reset", {"task_config": TASK}))["episode_id"]
+        caller = await world.callers[SLIME].identify([])
+        session = caller.sessions[episode_id]
+        body = {"episode_id": episode_id, "action": "WAIT", "pause": 0.5}
+        leaving = asyncio.create_task(world.call(SLIME, "/step", body))
+        episode = session.episode
+        assert episode is not None
+        step, begun = episode.step, asyncio.Event()
+
+        async def begin(*actions: Action, **options: Any) -> StepResult:
+            begun.set()
+            result: StepResult = await step(*actions, **options)
+            return result
+
+        monkeypatch.setattr(episode, "step", begin)
+        await begun.wait()
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        while session.call_count:
+            await asyncio.sleep(0.01)
+        assert (await world.ok(SLIME, "/step", body | {"pause": 0}))["step"] == 2
+
+
+async def test_a_revoked_token_loses_its_sessions(tmp_path: Path) -> None:
+    async with guarded_world(tmp_path) as (world, alice, bob):
+        session_id = (await world.ok(AREAL, f"/token/{alice.secret}/envs", {}))["session_id"]
+        path = tmp_path / "tokens"
+        path.write_text(f"{bob.line}\n", encoding="utf-8")
+        reset = f"/token/{alice.secret}/envs/{session_id}/reset"
+        while (refusal := await world.call(AREAL, reset, {"task_config": TASK}))[0] == 200:
+            await asyncio.sleep(0.1)  # the file is looked at once a second
+        assert (refusal[0], refusal[1]["reason"]) == (401, "UNAUTHENTICATED")
+        assert await world.refused(AREAL, f"/token/{alice.secret}/envs", {}) == (401, "UNAUTHENTICATED")
+        assert (await world.ok(AREAL, "/health"))["active_sessions"] == 0
 
 
 async def test_sessions_with_long_ids_of_equal_ends_are_different_episodes() -> None:

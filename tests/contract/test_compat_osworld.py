@@ -166,6 +166,14 @@ async def test_a_failed_evaluation_is_an_error_without_a_score() -> None:
             assert await world.refused("slime-osworld", "/evaluate", body) == (500, "EVALUATOR_FAILED")
 
 
+async def test_a_task_is_found_by_its_name_in_any_suite_unless_several_have_it() -> None:
+    other = BROKEN.model_copy(update={"task_id": "other/unreadable"})
+    async with compat_world(extra_tasks=[BROKEN, other]) as world:
+        body = {"task_config": {"id": "unreadable"}}
+        assert await world.refused("slime-osworld", "/reset", body) == (400, "BAD_FIELD")
+        assert (await world.ok("slime-osworld", "/reset", {"task_config": {"id": "count-to-five"}}))["episode_id"]
+
+
 async def test_a_reset_waits_for_a_machine_and_no_live_episode_is_closed_for_it() -> None:
     async with compat_world(capacity=1) as world:
         first = (await slime_reset(world))["episode_id"]

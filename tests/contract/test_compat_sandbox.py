@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from envd.integrations.compat import areal_sandbox
 from tests.support.compat import CompatWorld, compat_world
 from trainer.adapters.areal.pssdk import BaseSandboxClusterTool, SandboxError, with_retry
 
@@ -61,12 +62,39 @@ async def test_a_start_after_the_episode_was_lost_opens_another(world: CompatWor
     sandbox = tool(world, "session-1")
     first = await asyncio.to_thread(sandbox.sandbox_start, TASK)
     await world.server.service.close(first["sandboxId"])
+    status, content = await call(world, sandbox.session_id, "/execute", {"command": ["true"]})
+    assert (status, content["reason"]) == (404, "EPISODE_NOT_FOUND")
     starts = [asyncio.to_thread(sandbox.sandbox_start) for _ in range(3)]
     (second,) = {each["sandboxId"] for each in await asyncio.gather(*starts)}
     assert second != first["sandboxId"]
     assert [each.episode_id for each in world.server.service.list_episodes()] == [second]
     status, _ = await call(world, sandbox.session_id, "/execute", {"command": ["true"]})
     assert status == 200
+
+
+async def test_a_stop_during_a_start_leaves_no_episode() -> None:
+    async with compat_world(capacity=1) as world:
+        first = (await call(world, "first", "/sandbox/start", TASK))[1]["sandboxId"]
+        starting = asyncio.create_task(call(world, "second", "/sandbox/start", TASK))
+        async for pools in world.server.service.watch_pools():
+            if pools[0].waiting_count:
+                break
+        assert (await call(world, "second", "/sandbox/stop", {}))[0] == 200
+        await world.server.service.close(first)
+        status, content = await starting
+        assert (status, content["reason"]) == (404, "EPISODE_NOT_FOUND")
+        assert world.server.service.list_episodes() == []
+
+
+async def test_a_guest_whose_service_does_not_answer_is_an_error(
+    world: CompatWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = tool(world)
+    await asyncio.to_thread(sandbox.sandbox_start, TASK)
+    monkeypatch.setattr(areal_sandbox, "_GUEST_PORT", 81)
+    status, content = await call(world, sandbox.session_id, "/execute", {"command": ["true"]})
+    assert (status, content["reason"]) == (409, "GUEST_REFUSED")
+    assert "port 81 of the guest: Connection refused" in content["error"]
 
 
 async def test_a_drawn_desktop_answers_what_controllers_ask_first_and_gives_files_back(world: CompatWorld) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from cuaenv.client import Tls
+from envd.base.checks import Check, Status
 from envd.base.config import Config, SecurityConfig
 from envd.base.config_sources import load
 from envd.cli import doctor
-from envd.cli.certificates import make_development_certs
-from envd.cli.certs import write_certs
-from envd.cli.doctor import Check, Status
+from envd.cli.certs import make_development_certs, write_certs
 from tests.support.callers import Tokens
 from tests.support.command import run_envd
 from tests.support.faulty import Faults

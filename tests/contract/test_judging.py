@@ -10,10 +10,11 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from PIL import Image
 
 from envd.base.errors import EvaluatorFailed, GuestError
@@ -27,6 +28,8 @@ from envd.tasks.checkers.files import Directory, FileText, judge_directory, judg
 from envd.tasks.checkers.images import ImageLike, judge_image
 from envd.tasks.checkers.programs import Process, Window, judge_processes, judge_windows
 from envd.tasks.text import CheckOutcome
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 #: A worker on a host that lets its user create no namespaces.
 UNCONFINED = """
@@ -147,11 +150,24 @@ def fail() -> CheckOutcome:
     raise ZeroDivisionError("a checker's bug")
 
 
-@pytest.fixture
-async def judges() -> AsyncIterator[JudgeWorkers]:
+@asynccontextmanager
+async def new_judges() -> AsyncIterator[JudgeWorkers]:
     made = JudgeWorkers(limit=2, cpu_s=1, quick_s=60.0, visible=[ROOT])
     yield made
     await made.aclose()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def judges() -> AsyncIterator[JudgeWorkers]:
+    """Judges for all tests that change no part of them: the program that they fork takes 0.8 s of CPU time to start."""
+    async with new_judges() as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def unstarted() -> AsyncIterator[JudgeWorkers]:
+    async with new_judges() as made:
+        yield made
 
 
 async def test_an_outcome_is_that_of_the_function_and_no_process_is_left(judges: JudgeWorkers) -> None:
@@ -281,12 +297,12 @@ async def test_hostile_inputs_in_all_slots_do_not_delay_other_evaluations_to_the
 
 
 async def test_a_start_may_take_any_time_while_the_worker_runs(
-    judges: JudgeWorkers, monkeypatch: pytest.MonkeyPatch
+    unstarted: JudgeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = itertools.count()
     monkeypatch.setattr(fork_server, "_STALL_S", 0.01)
     monkeypatch.setattr(fork_server, "_cpu_s", lambda _: next(used) / 1000)
-    assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
+    assert (await unstarted(judge_file_text, found(b"axb"), TEXT)).score == 1.0
     assert next(used) > 2
 
 
@@ -295,13 +311,13 @@ async def test_a_start_may_take_any_time_while_the_worker_runs(
     [(lambda _: 0.5, r"it did not run for 0\.01 s"), (lambda _: 121.0, r"it used 121 s of CPU time")],
 )
 async def test_a_worker_that_is_stuck_or_busy_while_it_starts_is_ended(
-    used_s: Callable[[int], float], message: str, judges: JudgeWorkers, monkeypatch: pytest.MonkeyPatch
+    used_s: Callable[[int], float], message: str, unstarted: JudgeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fork_server, "_STALL_S", 0.01)
     monkeypatch.setattr(fork_server, "_cpu_s", used_s)
     with pytest.raises(RuntimeError, match=rf"judge worker did not start: {message} \(status -9; "):
-        await judges(judge_file_text, found(b"axb"), TEXT)
-    assert repr(judges) == "<JudgeWorkers not running>"
+        await unstarted(judge_file_text, found(b"axb"), TEXT)
+    assert repr(unstarted) == "<JudgeWorkers not running>"
 
 
 async def test_a_worker_that_fails_to_start_is_reported_with_its_error(
@@ -315,16 +331,16 @@ async def test_a_worker_that_fails_to_start_is_reported_with_its_error(
         await JudgeWorkers()(judge_file_text, found(b"axb"), TEXT)
 
 
-async def test_concurrent_jobs_start_one_program(judges: JudgeWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, count = judges._server._start, 0
+async def test_concurrent_jobs_start_one_program(unstarted: JudgeWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, count = unstarted._server._start, 0
 
     async def start() -> None:
         nonlocal count
         count += 1
         await begin()
 
-    monkeypatch.setattr(judges._server, "_start", start)
-    outcomes = await asyncio.gather(*(judges(judge_file_text, found(b"axb"), TEXT) for _ in range(4)))
+    monkeypatch.setattr(unstarted._server, "_start", start)
+    outcomes = await asyncio.gather(*(unstarted(judge_file_text, found(b"axb"), TEXT) for _ in range(4)))
     assert [outcome.score for outcome in outcomes] == [1.0] * 4
     assert count == 1
 

@@ -34,6 +34,10 @@ class TestMachineContractOnLibvirt(LibvirtFixtures, MachineContract):
         await desktop.wait_ready(timeout_s=cls.boot_timeout_s)
         await desktop.close()
 
+    @classmethod
+    async def wait_freezable(cls, machine: Machine) -> None:
+        """Return at once: QEMU freezes a machine at any point of its boot, which takes a minute under emulation."""
+
     async def test_the_description_has_the_accelerator_and_its_reason(self, hypervisor: Hypervisor) -> None:
         assert f"accelerator {hypervisor.accelerator.value} (" in hypervisor.description
 
@@ -83,11 +87,11 @@ class TestMachineContractOnLibvirt(LibvirtFixtures, MachineContract):
             "machines/ghost/disk.qcow2",
             "machines/dead/agent.sock",
             "captures/old/devices",
-            f"templates/memory/{owner_of(self.state_dir)}/a.ram",
+            self.template_dir / "memory" / owner_of(self.state_dir) / "a.ram",
         )
-        for file in files:
-            (self.state_dir / file).parent.mkdir(parents=True, exist_ok=True)
-            (self.state_dir / file).write_text("x")
+        for file in (self.state_dir / name for name in files):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("x")
         found = await hypervisor.leftovers()
         assert {(leftover.kind.value, leftover.name) for leftover in found} == {
             ("domain", lost.machine_id),

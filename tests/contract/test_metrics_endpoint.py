@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,14 +20,14 @@ from envd.base.errors import ConfigError
 from envd.base.telemetry import endpoint
 from envd.base.telemetry.endpoint import serve_metrics
 from envd.base.telemetry.metrics import Metrics
-from envd.cli.certificates import DevelopmentCerts, make_development_certs
+from envd.cli.certs import make_development_certs
 
 CERTS = make_development_certs(["localhost"], now=datetime.now(UTC))
 
 
-def write(directory: Path, certs: DevelopmentCerts, **more: Any) -> SecurityConfig:
+def write(directory: Path, certs: Mapping[str, bytes], **more: Any) -> SecurityConfig:
     """Write a server's certificate, and the CA."""
-    files = {"server.pem": certs.server.cert_pem, "server.key": certs.server.key_pem, "ca.pem": certs.ca.cert_pem}
+    files = {"server.pem": certs["server"], "server.key": certs["server_key"], "ca.pem": certs["ca"]}
     for name, content in files.items():
         (directory / name).write_bytes(content)
         (directory / name).chmod(0o600)
@@ -44,9 +44,7 @@ async def served(security: SecurityConfig) -> AsyncIterator[str]:
         yield f"https://localhost:{address.rpartition(':')[2]}"
 
 
-async def get(
-    url: str, *, ca: bytes = CERTS.ca.cert_pem, token: str = "", cert: tuple[Path, Path] | None = None
-) -> int:
+async def get(url: str, *, ca: bytes = CERTS["ca"], token: str = "", cert: tuple[Path, Path] | None = None) -> int:
     """Return the status of a request on a connection of its own."""
     context = ssl.create_default_context(cadata=ca.decode())
     if cert is not None:
@@ -73,8 +71,8 @@ async def test_a_scrape_needs_a_valid_token_of_sufficient_scope(tmp_path: Path) 
 async def test_a_client_certificate_is_required_where_an_authority_is_set(tmp_path: Path) -> None:
     security = write(tmp_path, CERTS, client_ca=tmp_path / "ca.pem")
     cert, key = tmp_path / "client.pem", tmp_path / "client.key"
-    cert.write_bytes(CERTS.client.cert_pem)
-    key.write_bytes(CERTS.client.key_pem)
+    cert.write_bytes(CERTS["client"])
+    key.write_bytes(CERTS["client_key"])
     async with served(security) as url:
         assert await get(f"{url}/metrics", cert=(cert, key)) == 200
         with pytest.raises(aiohttp.ClientError):
@@ -86,14 +84,14 @@ async def test_a_new_certificate_applies_to_the_next_connection(tmp_path: Path) 
         assert await get(f"{url}/metrics") == 200
         newer = make_development_certs(["localhost"], now=datetime.now(UTC) + timedelta(minutes=1))
         write(tmp_path, newer)
-        assert await get(f"{url}/metrics", ca=newer.ca.cert_pem) == 200
+        assert await get(f"{url}/metrics", ca=newer["ca"]) == 200
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await get(f"{url}/metrics")
 
 
 def test_a_key_of_another_certificate_is_a_configuration_error(tmp_path: Path) -> None:
     security = write(tmp_path, CERTS)
-    (tmp_path / "server.key").write_bytes(CERTS.client.key_pem)
+    (tmp_path / "server.key").write_bytes(CERTS["client_key"])
     with pytest.raises(ConfigError, match="are not a PEM certificate and its key"):
         tls_context(security, on_stale=lambda _: None)
 

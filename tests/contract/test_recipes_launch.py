@@ -89,8 +89,8 @@ def slime_flags(name: str, stage: str) -> dict[str, str]:
 
 
 def _stages(*names: str) -> list[Any]:
-    """Return stages for a test; those between the first and the last one, which they resemble, are long."""
-    return [pytest.param(name, marks=pytest.mark.long) if name in {"smoke-text", "smoke"} else name for name in names]
+    """Return stages for a test; those before the last one, which resemble it, are long."""
+    return [*(pytest.param(name, marks=pytest.mark.long) for name in names[:-1]), names[-1]]
 
 
 @pytest.mark.parametrize("name", names())

@@ -81,6 +81,7 @@ def test_a_sound_checker_kills_all_mutants_that_are_not_equivalent(suite: Path) 
     assert counts["equivalent"] == len(verdicts)
 
 
+@pytest.mark.long
 def test_a_second_run_plays_only_what_is_missing(suite: Path) -> None:
     attack(suite)
     results = suite.parent / "out" / "results.jsonl"

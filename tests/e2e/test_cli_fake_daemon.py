@@ -138,14 +138,6 @@ def test_a_second_daemon_on_the_same_state_directory_is_rejected(daemon: ServedD
     assert "Traceback" not in err
 
 
-def test_the_state_directory_of_a_killed_daemon_can_be_reused(daemon: ServedDaemon, state_dir: Path) -> None:
-    daemon.wait_for(r"listening on (\S+)")
-    daemon.end(signal.SIGKILL)
-    with serve(state_dir, "--pool", "1") as successor:
-        successor.wait_for(r"pool desktop: (ready)")
-        assert successor.end() == 0
-
-
 def started_steps(state_dir: Path) -> list[str]:
     """Return the request ids of steps that a crash would interrupt now."""
     connection = sqlite3.connect(state_dir / "envd.db")

@@ -18,7 +18,7 @@ from tests.support.server import serve_fake, served_client
 from tests.support.stub_episodes import TASKS, StubEpisodes
 from trainer.agent.settings import AgentSettings
 from trainer.cli.app import app
-from trainer.data.dataset import Source, join
+from trainer.data.dataset import join
 from trainer.data.oracles import Oracle, read_oracles
 from trainer.data.prompts import prompt_rows
 from trainer.data.record import OracleFailed, record
@@ -67,7 +67,7 @@ async def test_every_oracle_becomes_a_conversation_that_the_grammar_parses(oracl
         again = StoredTrajectory.from_row(json.loads(json.dumps(trajectory.as_row())))
         assert again == trajectory
     result = ReadResult(trajectories=tuple(trajectories), failed_count=0, surplus_count=0, problems=())
-    joined = join([Source(name="oracles", read=result)], grammar=SETTINGS.make_grammar(), share=0)
+    joined = join({"oracles": result}, grammar=SETTINGS.make_grammar(), share=0)
     assert len(joined.items) == len(oracles)
     assert {item.platform for item in joined.items} == {"linux"}
 

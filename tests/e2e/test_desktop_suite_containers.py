@@ -16,7 +16,7 @@ TASKS = ("desktop/type-unicode", "desktop/new-folder", "desktop/drag-into-folder
 
 def test_oracles_score_one_and_nothing_scores_zero() -> None:
     desktop_image()
-    with tempfile.TemporaryDirectory(prefix="envd-oci-", dir="/var/tmp") as state_dir:  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="envd-oci-", dir="/var/tmp") as state_dir:
         done = run_envd("tasks", "verify", *TASKS, "--hypervisor", "oci:", "--state-dir", state_dir, "--json")
     report = json.loads(done.out)
     assert report["accelerator"] == "native"

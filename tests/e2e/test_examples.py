@@ -87,34 +87,40 @@ async def test_the_loop_of_gymnasium(target: str, tmp_path: Path) -> None:
     assert "reward: " in await run("gymnasium_loop.py", target, tmp_path)
 
 
-async def test_the_dry_run_of_slime(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(name, marks=pytest.mark.long) for name in ("smoke-env", "smoke-text")), "full"]
+)
+async def test_the_dry_run_of_slime(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
-    for stage in ("smoke-env", "smoke-text", "full"):
-        assert target in await run("train_slime.sh", target, tmp_path, stage)
+    assert target in await run("train_slime.sh", target, tmp_path, stage)
 
 
 async def test_the_first_stage_of_slime_plays_a_drawn_desktop(target: str, tmp_path: Path) -> None:
     assert "score 0.00 after 1 turn" in await run("train_slime.sh", target, tmp_path)
 
 
-async def test_the_evaluation_of_a_model(target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model_name", [(), pytest.param(("scripted",), marks=pytest.mark.long)], ids=["served", "named"]
+)
+async def test_the_evaluation_of_a_model(target: str, tmp_path: Path, model_name: tuple[str, ...]) -> None:
     async with AsyncEnvClient(target) as client:
         tasks = await client.list_tasks(task_ids=["fake/enable", "fake/save-note"])
     solution = say_steps([[Click(x=822, y=167)], [Done()]], AgentSettings().make_grammar())
     model = ScriptedModel({task.instruction: solution for task in tasks})
     async with served(model) as url:
-        for words in [(url,), (url, "scripted")]:
-            report = json.loads(await run("evaluate_model.py", target, tmp_path / words[-1].replace("/", ""), *words))
-            row = report["runs"][0]["rows"][0]
-            assert (row["task_count"], row["success"]["mean"]) == (2, 0.5)
-    assert model.asked_count == 8
+        report = json.loads(await run("evaluate_model.py", target, tmp_path, url, *model_name))
+    row = report["runs"][0]["rows"][0]
+    assert (row["task_count"], row["success"]["mean"]) == (2, 0.5)
+    assert model.asked_count == 4
 
 
+@pytest.mark.long
 async def test_the_evaluation_of_the_built_in_stand_in(target: str, tmp_path: Path) -> None:
     report = json.loads(await run("evaluate_model.py", target, tmp_path))
     assert (report["runs"][0]["label"], report["runs"][0]["rows"][0]["success"]["mean"]) == ("null", 0)
 
 
+@pytest.mark.long
 async def test_wrong_arguments_of_the_evaluation_show_its_usage(target: str, tmp_path: Path) -> None:
     done = await run_program(sys.executable, EXAMPLES / "evaluate_model.py", "--help", cwd=tmp_path)
     assert done.status == 1

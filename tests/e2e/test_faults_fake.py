@@ -17,7 +17,7 @@ from cuaenv import client as wire
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api import convert_requests
 from envd.base.clock import SystemClock
-from envd.pool.memory import HostMemory
+from envd.pool.room import HostRoom
 from tests.support.clock import HastyClock
 from tests.support.faulty import Faults
 from tests.support.server import FakeServer, serve_fake, served_client
@@ -159,9 +159,9 @@ async def test_a_full_disk_rejects_new_machines_spares_existing_ones_and_recover
 
 async def test_a_host_without_memory_starts_no_machine_reports_it_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     available_mib = 64 << 10
-    memory = HostMemory(reserve_bytes=1 << 30, read=lambda: available_mib << 20)
+    room = HostRoom(memory_reserve_bytes=1 << 30, read_memory=lambda: available_mib << 20)
     async with (
-        served_client(size=1, capacity=4, memory=memory) as (server, client),
+        served_client(size=1, capacity=4, room=room) as (server, client),
         raw(server.address) as stub,
         client.reset(TASK, view=NOTHING) as episode,
     ):

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Done, EnvError, GuestEnded, PressKeys, TypeText, View, Wait
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.images.catalogue import ImageCatalogue
-from envd.pool.settings import PoolSettings
+from envd.pool.pool import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from tests.support.real_desktops import served_machines

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from cuaenv.client import (
     AsyncEnvClient,
@@ -25,7 +26,7 @@ from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from tests.support.real_desktops import real_desktops
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 #: Commands of root by the cause that they end the guest with. In the background: the machine ends before they do.
 ACTS = [
@@ -38,7 +39,7 @@ ACTS = [
 CHORDS = [["alt", "printscreen", "o"], ["alt", "printscreen", "b"], ["ctrl", "alt", "delete"], ["ctrl", "alt", "f2"]]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(cache_dir: Path, template_dir: Path, vm_state_dir: Path) -> AsyncIterator[AsyncEnvClient]:
     task = Task(task_id="test/nothing", instruction="Nothing.", level=1, infeasible=True)
     directories = {"cache_dir": cache_dir, "template_dir": template_dir, "state_dir": vm_state_dir}

@@ -28,6 +28,7 @@ with started_daemons(Path(sys.argv[1]), SMOKE) as addresses:
 """
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_can_be_started_again_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", START, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
@@ -42,7 +43,8 @@ def test_a_run_that_was_killed_can_be_started_again_at_once(tmp_path: Path) -> N
                 grpc.channel_ready_future(channel).result(timeout=30)
 
 
-@pytest.mark.parametrize("suite", ["drawn", pytest.param("desktop", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("suite", ["drawn", "desktop"])
 def test_oracles_are_printed_for_suites_of_drawn_and_of_real_desktops(suite: str, tmp_path: Path) -> None:
     print_oracles(tmp_path / "oracles.jsonl", suite=suite, seeds=range(2))
     tasks = {oracle.task_id for oracle in read_oracles(tmp_path / "oracles.jsonl")}
@@ -71,6 +73,7 @@ def test_variants_are_played_without_listing_them(tmp_path: Path, monkeypatch: p
     assert listed == [()]
 
 
+@pytest.mark.long
 def test_of_other_templates_only_the_split_is_printed(tmp_path: Path) -> None:
     file = tmp_path / "oracles.jsonl"
     print_oracles(file, suite="drawn", seeds=range(3), templates=["drawn/press"])
@@ -84,6 +87,7 @@ def test_of_other_templates_only_the_split_is_printed(tmp_path: Path) -> None:
         print_oracles(file, suite="drawn", seeds=range(3), templates=["drawn/none"])
 
 
+@pytest.mark.long
 def test_a_suite_without_oracles_is_named(tmp_path: Path) -> None:
     with pytest.raises(LearnError, match="drawing: no task of it has an oracle"):
         print_oracles(tmp_path / "oracles.jsonl", suite="drawing", seeds=range(2))

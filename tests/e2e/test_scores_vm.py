@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from pydantic import TypeAdapter
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, View
@@ -13,7 +14,7 @@ from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from tests.support.real_desktops import real_desktops
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 REPLY = "/home/user/reply.txt"
 RIGHT = {"equals": "42"}
@@ -68,7 +69,7 @@ for count in itertools.count():
 """
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(cache_dir: Path, template_dir: Path, vm_state_dir: Path) -> AsyncIterator[AsyncEnvClient]:
     tasks = TypeAdapter(list[Task]).validate_python(
         [

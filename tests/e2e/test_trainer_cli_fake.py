@@ -147,6 +147,7 @@ async def test_an_episode_is_played_by_hand(tmp_path: Path) -> None:
     assert "click 822,167" in html.parse(played["page"]).getroot().text_content()
 
 
+@pytest.mark.long
 async def test_the_null_player_scores_0_and_a_person_who_leaves_has_no_score(tmp_path: Path) -> None:
     async with desktops() as (address, client, _):
         file = tmp_path / "run.toml"
@@ -160,6 +161,7 @@ async def test_the_null_player_scores_0_and_a_person_who_leaves_has_no_score(tmp
     assert left[:2] == (0, "stopped: aborted\n")
 
 
+@pytest.mark.long
 async def test_an_oracle_is_played_in_the_models_grammar(tmp_path: Path) -> None:
     oracles = tmp_path / "oracles.jsonl"
     oracles.write_text(
@@ -175,6 +177,7 @@ async def test_an_oracle_is_played_in_the_models_grammar(tmp_path: Path) -> None
     assert (await run("play", "fake/enable", "--by", "oracle"))[0] == 2
 
 
+@pytest.mark.long
 async def test_a_model_can_be_watched(tmp_path: Path) -> None:
     async with (
         desktops() as (address, _, instructions),

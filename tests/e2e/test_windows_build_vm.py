@@ -24,8 +24,7 @@ from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.images.catalogue import ImageCatalogue
 from envd.images.windows.build import BuildLimits, WindowsBuild
-from envd.images.windows.media import write_media
-from envd.images.windows.plan import WindowsOptions, plan_build
+from envd.images.windows.plan import WindowsOptions, plan_build, write_media
 from tests.support.windows_installer import make_installer
 from tests.support.windows_media import make_virtio_iso, virtio_files
 

@@ -21,8 +21,9 @@ from cuaenv.actions import RunShell
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, StepResult, View
 from envd.authoring.playing import ConditionNotMet, play
 from envd.base.config import Config, HypervisorConfig, LimitsConfig, TasksConfig
+from envd.cli.own_daemon import run_until_signal
 from envd.daemon.composition import open_daemon
-from envd.daemon.ephemeral import ephemeral_config, run_until_signal
+from envd.daemon.ephemeral import ephemeral_config
 from envd.daemon.suites import load_tasks
 from envd.images.catalogue import ImageCatalogue
 from envd.integrations.open_computer.verifiers import TASKS, OpenComputerCheck, parts

@@ -23,8 +23,7 @@ import pytest
 
 from envd.api.security.tokens import new_token
 from envd.base.config import SecurityConfig
-from envd.cli.certificates import make_development_certs
-from envd.cli.certs import write_certs
+from envd.cli.certs import make_development_certs, write_certs
 from tests.support.compat import CompatWorld, compat_world
 from trainer.adapters.areal import pssdk
 
@@ -78,7 +77,7 @@ async def played(episode: Callable[[int], float]) -> Counter[float]:
 
 @pytest.fixture
 async def world() -> AsyncIterator[CompatWorld]:
-    async with compat_world(size=2, capacity=4) as world:
+    async with compat_world(size=2, capacity=4, as_processes=True) as world:
         yield world
 
 
@@ -175,7 +174,7 @@ async def test_windows_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     # Only its pauses are left out.
     monkeypatch.setattr(env_windows, "time", types.SimpleNamespace(sleep=lambda _: None))
     security = SecurityConfig(tls_cert=certs["server"], tls_key=certs["server_key"], tokens_file=tokens)
-    async with compat_world(size=2, capacity=4, security=security) as world:
+    async with compat_world(size=2, capacity=4, security=security, names=["windows-vm"], as_processes=True) as world:
         base = f"{world.addresses['windows-vm']}/token/{token.secret}"
 
         def episode(index: int) -> float:

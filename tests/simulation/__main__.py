@@ -10,7 +10,7 @@ from rich.table import Table
 
 from cuaenv.cli.terminal import Json, emit_json, err, out
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors
+from envd.cli.command import command
 from tests.simulation.fleet import Outcome, simulate
 from tests.simulation.report import as_json_row, mermaid, waits
 from tests.simulation.scenario import PLACEMENTS, RunLoad, Scenario
@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@reports_errors
+@command()
 def simulate_command(
     *,
     hosts: Annotated[str, typer.Option(metavar="N,...", help="Numbers of hosts.")] = "1,2,10",

@@ -5,9 +5,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from envd.pool.admission import AdmissionQueue, WaitingGroup
 from envd.pool.fairness import Demand, RunShares
 from envd.pool.planner import LifecycleState, PlannedMachine, plan
+from envd.pool.queue import AdmissionQueue, WaitingGroup
 from tests.simulation.clock import EventQueue
 from tests.simulation.scenario import Durations
 

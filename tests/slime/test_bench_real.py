@@ -1,4 +1,4 @@
-"""`trainer bench rollout` on slime's real rollout code, small."""
+"""The benchmark of rollouts on slime's real rollout code, small."""
 
 import json
 import os
@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.slime, pytest.mark.timeout(600)]
 
 
 def test_a_small_benchmark_reports_all_figures() -> None:
-    command = [sys.executable, "-m", "trainer", "bench", "rollout", "--episodes", "2", "--turns", "6", "--json"]
+    command = [sys.executable, "-m", "tests.tools.learning", "rollout-bench"]
+    command += ["--episodes", "2", "--turns", "6", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-2000:]
     results = json.loads(done.stdout)["results"]

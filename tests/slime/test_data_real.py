@@ -11,7 +11,7 @@ from PIL import Image
 
 from cuaenv.client import Click, Done, Task
 from trainer.agent.grammars import grammar
-from trainer.data.dataset import write_rows
+from trainer.data.files import write_rows
 from trainer.data.prompts import prompt_rows
 from trainer.data.sft import sft_row
 from trainer.replay.trajectory import StoredTrajectory

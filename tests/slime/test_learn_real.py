@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -541,6 +541,25 @@ def test_a_state_is_continued_only_with_equal_settings_and_on_request(policy: An
         load_state(tmp_path, SMOKE, stage="clone")
 
 
+def test_a_state_of_release_0_2_0_is_continued_unless_its_rollouts_were_those_of_an_arm(
+    policy: Any, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    from trainer.learn import LearnError
+    from trainer.learn.settings import SMOKE
+    from trainer.learn.states import RunState, load_state, make_optimizer, save_state
+
+    now = RunState.of(policy.model, make_optimizer(policy.model, learning_rate=1e-3), SMOKE, stage="rl", done=7)
+    options = {name: value for name, value in now.settings["rl"].items() if name != "slime"}
+    options |= {"group_start": "forked", "fault_share": 0.0, "faults_as_zero": False, "escapes_as_void": False}
+    save_state(tmp_path, replace(now, settings={**now.settings, "rl": options}))
+    assert load_state(tmp_path, SMOKE, stage="rl") is not None
+    save_state(tmp_path, replace(now, settings={**now.settings, "rl": {**options, "fault_share": 0.1}}))
+    with pytest.raises(LearnError, match=r"rl.fault_share was 0.1 and is null"):
+        load_state(tmp_path, SMOKE, stage="rl")
+
+
 def test_a_gradient_that_is_not_finite_changes_no_weight(policy: Any) -> None:
     import torch
 
@@ -681,12 +700,11 @@ def test_a_failed_engine_is_reported_and_not_the_episodes_that_it_left() -> None
 @pytest.mark.long
 def test_every_stage_runs_and_a_second_start_resumes(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "trainer", "learn"]
 
-    def learn(*words: str) -> "subprocess.CompletedProcess[str]":
+    def learn(*words: str, program: Sequence[str] = ("trainer", "learn")) -> "subprocess.CompletedProcess[str]":
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         return subprocess.run(
-            [*command, *words, "--smoke", "--run", str(run)],
+            [sys.executable, "-m", *program, *words, "--smoke", "--run", str(run)],
             capture_output=True,
             text=True,
             env=environment,
@@ -706,10 +724,11 @@ def test_every_stage_runs_and_a_second_start_resumes(tmp_path: Path) -> None:
     updates = [json.loads(line)["update"] for line in (run / "rl-0" / "evaluations.jsonl").read_text().splitlines()]
     assert updates == [0, 0, 2, 2, 2, 2]
     assert json.loads((run / "rl-0" / "run.json").read_text())["status"] == "ended"
-    replay = learn("replay", "--task", "drawn/press?seed=1000000000")
+    tools = ["tests.tools.learning"]
+    replay = learn("replay", "--task", "drawn/press?seed=1000000000", program=tools)
     assert replay.returncode == 0, replay.stderr[-3000:]
     assert (run / "report" / "replay-drawn-press-seed-1000000000.gif").read_bytes().startswith(b"GIF")
-    unknown = learn("replay", "--task", "drawn/nothing")
+    unknown = learn("replay", "--task", "drawn/nothing", program=tools)
     assert (unknown.returncode, "task drawn/nothing: its episode is void" in unknown.stderr) == (1, True)
     other = run.parent / "other.yaml"
     other.write_text("rl: {learning_rate: 1.0}\n")

@@ -11,9 +11,9 @@ import uvloop
 
 from cuaenv.cli.terminal import Json, progress
 from envd.base.config import Config
-from envd.base.terminal import print_result, reports_errors
-from envd.cli.options import runs_own_daemon
-from envd.daemon.ephemeral import ensure_image
+from envd.cli.command import command
+from envd.cli.own_daemon import ensure_image, own_daemon_options
+from envd.cli.terminal import print_result
 from tests.soak.report import SoakReport
 from tests.soak.run import soak, soak_config
 
@@ -21,8 +21,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 # Warnings are about injected faults; all others are in the report.
-@reports_errors
-@runs_own_daemon(log_level="error")
+@command(own_daemon_options(log_level="error"))
 def soak_command(
     settings: Config,
     *,

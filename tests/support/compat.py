@@ -1,23 +1,27 @@
 """Other systems' protocols on drawn desktops in this process, and a client that speaks JSON."""
 
+import asyncio
 import base64
 import io
+import sys
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
 from PIL import Image
 
-from envd.api.security.http import require_local_host_name, tls_context
+from envd.api.security.http import tls_context
 from envd.api.security.tokens import NewToken, new_token
 from envd.base.config import SecurityConfig
-from envd.integrations.compat.server import PROTOCOLS, serve_compat
-from envd.integrations.compat.sessions import Sessions
+from envd.integrations.compat.callers import Callers
+from envd.integrations.compat.server import PROTOCOLS, serve_protocol
 from envd.tasks.model import Task
 from tests.support.faulty import Faults
+from tests.support.program import Program
 from tests.support.server import FakeServer, serve_fake
 
 
@@ -27,6 +31,7 @@ class CompatWorld:
 
     server: FakeServer
     addresses: dict[str, str]
+    callers: dict[str, Callers[Any]]
     http: aiohttp.ClientSession
 
     async def call(
@@ -60,20 +65,50 @@ async def compat_world(
     faults: Faults | None = None,
     security: SecurityConfig | None = None,
     extra_tasks: Iterable[Task] = (),
+    names: Iterable[str] = tuple(PROTOCOLS),
+    as_processes: bool = False,
 ) -> AsyncIterator[CompatWorld]:
-    """Serve every protocol on free ports."""
-    async with serve_fake(
-        size=size, capacity=capacity, faults=faults, security=security, extra_tasks=extra_tasks
-    ) as server:
-        sessions = Sessions(server.service, max_lease_ttl_s=3600.0, max_steps=1000)
-        checks = [require_local_host_name()] if security is None else []
+    """Serve protocols on free ports, as clients of a server over its socket for processes.
+
+    Args:
+        as_processes: By `envd compat` instead of in this process.
+    """
+    async with AsyncExitStack() as stack:
+        local = Path(stack.enter_context(TemporaryDirectory(prefix="envd-"))) / "api.sock"
+        server = await stack.enter_async_context(
+            serve_fake(
+                size=size,
+                capacity=capacity,
+                faults=faults,
+                security=security,
+                extra_tasks=extra_tasks,
+                local_socket=local,
+            )
+        )
         tls = None if security is None else tls_context(security, on_stale=lambda _: None)
-        free = dict.fromkeys(PROTOCOLS, "127.0.0.1:0")
-        async with (
-            serve_compat(free, sessions, server.server.guard, tls=tls, middlewares=checks) as addresses,
-            aiohttp.ClientSession() as http,
-        ):
-            yield CompatWorld(server=server, addresses=addresses, http=http)
+        addresses, callers = {}, {}
+        for name in names:
+            if as_processes:
+                addresses[name] = await _start(name, f"unix:{local}", security, stack)
+                continue
+            callers[name] = Callers[Any](f"unix:{local}")
+            await callers[name].start()
+            addresses[name] = await stack.enter_async_context(
+                serve_protocol(name, "127.0.0.1:0", callers[name], tls=tls)
+            )
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        yield CompatWorld(server=server, addresses=addresses, callers=callers, http=http)
+
+
+async def _start(name: str, target: str, security: SecurityConfig | None, stack: AsyncExitStack) -> str:
+    """Start `envd compat` until the stack ends, and return its address."""
+    files = [] if security is None else [("--serve-cert", security.tls_cert), ("--serve-key", security.tls_key)]
+    options = [word for option, file in files if file is not None for word in (option, str(file))]
+    command = (sys.executable, "-m", "envd", "compat", f"{name}=127.0.0.1:0", "--envd", target, *options)
+    server = Program(*command)
+    # In a thread: its episodes are closed by the server of this loop.
+    stack.push_async_callback(asyncio.to_thread, server.end)
+    return await asyncio.to_thread(server.wait_for, rf"^protocol {name} on https?://(\S+)$")
 
 
 @asynccontextmanager

@@ -21,9 +21,7 @@ from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo, EpisodeState, ForkCommand, GroupResult, ResetCommand, StepCommand
 from envd.pool.fairness import RunShares
-from envd.pool.parts import PoolHost
-from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.evaluate import CheckResult, Evaluation
 from envd.tasks.fields import TaskPerturb

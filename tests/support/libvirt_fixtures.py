@@ -1,5 +1,6 @@
 """Fixtures of the machine contract on real machines: libvirt's embedded driver and QEMU."""
 
+import fcntl
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -8,8 +9,10 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import pytest_asyncio
 
+from envd.base.config import HypervisorConfig
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.machine import LibvirtMachine
@@ -26,6 +29,7 @@ class LibvirtFixtures(MachineFixtures):
     boot_timeout_s: ClassVar[float] = 300.0
     cancel_after_s: ClassVar[tuple[float, ...]] = (0.0, 0.05, 0.5)
     state_dir: ClassVar[Path]
+    template_dir: ClassVar[Path]
     image: ClassVar[DiskImage]
 
     @classmethod
@@ -36,17 +40,23 @@ class LibvirtFixtures(MachineFixtures):
     @pytest_asyncio.fixture(scope="class", loop_scope="class")
     @classmethod
     async def hypervisor(  # type: ignore[override]  # fixtures depend on other fixtures
-        cls, vm_state_dir: Path, cache_dir: Path
+        cls, vm_state_dir: Path, cache_dir: Path, request: pytest.FixtureRequest
     ) -> AsyncIterator[LibvirtHypervisor]:
         """Yield a hypervisor without machines, and check that its machines left nothing and changed no image."""
         cls.state_dir = vm_state_dir
         cls.image = cls.find_image(cache_dir)
         bases = {drive.path: drive.path.stat() for drive in (*cls.image.disks, *cls.image.cdroms)}
-        hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, images=[cls.image])
-        assert await hypervisor.reap() == []
-        yield hypervisor
-        assert machine_leftovers(vm_state_dir) == []
-        await hypervisor.close()
+        own_dir = vm_state_dir / "templates"
+        kept_dir = own_dir if request.config.getoption("--long") else cache_dir / "contract-templates"
+        with _unused(kept_dir, own_dir) as cls.template_dir:
+            settings = HypervisorConfig(template_dir=cls.template_dir)
+            hypervisor = await LibvirtHypervisor.open(
+                settings, state_dir=vm_state_dir, cache_dir=cache_dir, images=[cls.image]
+            )
+            assert await hypervisor.reap() == []
+            yield hypervisor
+            assert machine_leftovers(vm_state_dir) == []
+            await hypervisor.close()
         for path, before in bases.items():
             after = path.stat()
             assert (after.st_mtime_ns, after.st_ino) == (before.st_mtime_ns, before.st_ino), (
@@ -88,3 +98,21 @@ class LibvirtFixtures(MachineFixtures):
     async def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]:
         """List the directories of captures."""
         return [str(path) for path in (cls.state_dir / "captures").glob("*")]
+
+
+@contextmanager
+def _unused(kept_dir: Path, own_dir: Path) -> Iterator[Path]:
+    """Yield the directory of a template that is kept between runs, or `own_dir` if another run uses that now.
+
+    A kept template saves a boot. Two runs cannot share it: one of the tests moves it away for a moment.
+    """
+    kept_dir.mkdir(parents=True, exist_ok=True)
+    lock = os.open(kept_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield own_dir
+    else:
+        yield kept_dir
+    finally:
+        os.close(lock)

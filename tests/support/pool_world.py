@@ -12,11 +12,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from envd.base.telemetry.metrics import Metrics
-from envd.pool.host_room import HostDisk
-from envd.pool.memory import HostMemory
-from envd.pool.parts import PoolHost
-from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.room import HostRoom
 from envd.pool.template import TemplateCache
 from tests.support.clock import ManualClock, run_ready
 from tests.support.stubs import IMAGE, StubHypervisor
@@ -54,7 +51,7 @@ class PoolWorld:
         self.hypervisor = StubHypervisor()
         self.clock = ManualClock()
         self.metrics = RecordingMetrics()
-        self.templates = TemplateCache(self.hypervisor)
+        self.templates = TemplateCache()
         self._defaults = {"name": "desktop", "capacity": 2, **(defaults or {})}
         self._stack = AsyncExitStack()
 
@@ -68,14 +65,7 @@ class PoolWorld:
         assert self.hypervisor.machines == {}, "a closed pool leaves nothing"
         assert all(snapshot.discarded for snapshot in self.hypervisor.snapshots), "closed pools discard their templates"
 
-    def make(
-        self,
-        name: str | None = None,
-        *,
-        memory: HostMemory | None = None,
-        disk: HostDisk | None = None,
-        **settings: Any,
-    ) -> Pool:
+    def make(self, name: str | None = None, *, room: HostRoom | None = None, **settings: Any) -> Pool:
         """Return a new pool with these settings; by default it keeps its whole capacity ready."""
         values: dict[str, Any] = self._defaults | settings | ({} if name is None else {"name": name})
         values = {"size": values["capacity"], "max_starting": values["capacity"]} | values
@@ -85,8 +75,7 @@ class PoolWorld:
             host=PoolHost(
                 hypervisor=self.hypervisor,
                 templates=self.templates,
-                memory=memory,
-                disk=disk,
+                room=room or HostRoom(),
                 metrics=self.metrics,
                 clock=self.clock,
             ),

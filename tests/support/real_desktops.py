@@ -15,9 +15,7 @@ from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task
-from envd.pool.parts import PoolHost
-from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from tests.support.leftovers import machine_leftovers
 

@@ -8,8 +8,8 @@ async with serve_fake(size=4) as server:
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,15 @@ from envd.base.clock import Clock, SystemClock
 from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
 from envd.base.store.store import NullStore, SqliteStore
 from envd.base.telemetry.metrics import Metrics
+from envd.desktop.desktop import Desktop
+from envd.desktop.readiness import GuestPauses
 from envd.drawn import fake_image
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.service import EpisodeService
-from envd.pool.lifecycle import unregister_all
-from envd.pool.memory import HostMemory
-from envd.pool.parts import PoolHost
-from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
+from envd.pool.machines import unregister_all
+from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.room import HostRoom
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from envd.tasks.user_model import UserModel
@@ -36,6 +36,8 @@ from tests.support.faulty import FakeHost, Faults, FaultyHypervisor
 
 #: A drawn desktop reacts before its input call returns, so a short quiet time suffices.
 QUICK_SETTLE = SettlePolicy(quiet_ms=20, max_ms=2000)
+#: For the same reason, shorter waits at the boot of a pool (0.1 instead of 0.7 s) and between a click and typing.
+QUICK_PAUSES = GuestPauses(first_poll_s=0.01, boot_quiet_ms=20, input_settle=QUICK_SETTLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +103,8 @@ class FakeOptions:
     """Access rules; by default none."""
     host: FakeHost | None = None
     """Host with machines of an earlier server, to be adopted or reaped."""
-    memory: HostMemory | None = None
-    """Host memory; by default unlimited."""
+    room: HostRoom = field(default_factory=HostRoom)
+    """Memory and disk of the host; by default unbounded."""
     database: Path | None = None
     """File of the episode database; None for no database."""
     checkpoints: CheckpointStore | None = None
@@ -110,6 +112,8 @@ class FakeOptions:
     user_model: UserModel | None = None
     """Plays the users of tasks with a persona."""
     listen: str = "127.0.0.1:0"
+    local_socket: Path | None = None
+    """See `ApiServer`."""
 
     def pool_settings(self) -> PoolSettings:
         """Return the settings of the only pool."""
@@ -143,8 +147,8 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         reaped = await hypervisor.reap()
         await unregister_all(store or NullStore(), adopted=machines, reaped=reaped)
         settings = chosen.pool_settings()
-        pool_host = PoolHost(hypervisor=hypervisor, memory=chosen.memory, store=store or NullStore())
-        pool = Pool(settings, image=fake_image(), host=pool_host)
+        pool_host = PoolHost(hypervisor=hypervisor, room=chosen.room, store=store or NullStore())
+        pool = Pool(settings, image=fake_image(), host=pool_host, make_desktop=partial(Desktop, pauses=QUICK_PAUSES))
         metrics = Metrics()
         security = chosen.security or SecurityConfig()
         if chosen.checkpoints is not None and (tokens := read_token_table(security, metrics)) is not None:
@@ -160,7 +164,9 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
             user_model=chosen.user_model,
         )
         stack.push_async_callback(service.aclose)
-        server = ApiServer(service, listen=chosen.listen, metrics=metrics, security=chosen.security)
+        server = ApiServer(
+            service, listen=chosen.listen, metrics=metrics, security=chosen.security, local_socket=chosen.local_socket
+        )
         stack.push_async_callback(server.stop)
         await service.restore(persisted, machines)
         await service.start()

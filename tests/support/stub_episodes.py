@@ -26,10 +26,8 @@ from envd.desktop.view import DesktopView, ScreenView
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.hypervisor.machine import Machine
-from envd.pool.parts import PoolHost
-from envd.pool.pool import Pool
-from envd.pool.queue_report import QueuedGroup
-from envd.pool.settings import PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.queue import QueuedGroup
 from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from envd.cli.certificates import make_development_certs
+from envd.cli.certs import make_development_certs
 
 DOWNLOAD = bytes(range(256)) * 2048
 #: An hour after a recording whose dates the test sets to that morning.
@@ -59,8 +59,8 @@ class _Site(http.server.BaseHTTPRequestHandler):
 def serve_site(directory: Path) -> Iterator[int]:
     """Serve the site during the block; yield its port. `ca.pem` in the directory is its authority."""
     certs = make_development_certs([], now=datetime.now(UTC))
-    (directory / "ca.pem").write_bytes(certs.ca.cert_pem)
-    (directory / "site.pem").write_bytes(certs.server.cert_pem + certs.server.key_pem)
+    (directory / "ca.pem").write_bytes(certs["ca"])
+    (directory / "site.pem").write_bytes(certs["server"] + certs["server_key"])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(directory / "site.pem")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Site) as server:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from envd.images.windows.disc import NO_PROMPT_IMAGE
+from envd.images.windows.media import NO_PROMPT_IMAGE
 
 PROMPT_IMAGE = "efi/microsoft/boot/efisys.bin"
 _BIOS_IMAGE = "boot/etfsboot.com"

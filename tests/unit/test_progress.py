@@ -1,4 +1,4 @@
-"""`pytest --progress FILE`: what has passed is not run again."""
+"""`pytest --progress FILE`, which `make test-long` uses: what has passed is not run again."""
 
 import subprocess
 import sys
@@ -48,9 +48,8 @@ def test_ends_badly(bad_end):
 """
 
 
-@pytest.mark.parametrize(
-    "processes", [[], pytest.param(["-n", "2"], marks=pytest.mark.long)], ids=["one process", "two workers"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one process", "two workers"])
 def test_what_passed_is_left_out_and_what_failed_or_was_skipped_runs_again(
     tmp_path: Path, processes: list[str]
 ) -> None:
@@ -74,6 +73,7 @@ def test_what_passed_is_left_out_and_what_failed_or_was_skipped_runs_again(
     assert run() == (0, ["skipped"])
 
 
+@pytest.mark.long
 def test_a_test_whose_process_ended_counts_as_failed(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text("import os\n\ndef test_crash():\n    os._exit(1)\n")
@@ -83,6 +83,7 @@ def test_a_test_whose_process_ended_counts_as_failed(tmp_path: Path) -> None:
     assert progress.read(tmp_path / "out" / "progress.txt") == {"test_it.py::test_crash": False}
 
 
+@pytest.mark.long
 def test_a_run_in_which_everything_had_passed_ends_well(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text("def test_good():\n    pass\n")

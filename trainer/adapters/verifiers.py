@@ -6,15 +6,12 @@ grammars as training with slime (`trainer.agent`), so all screenshots stay in th
 A fault of ours raises `SandboxError`: verifiers records it, and the episode has no reward.
 """
 
-import base64
-import io
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
 import verifiers.v1 as vf
-from PIL import Image
 from pydantic import Field
 
 from cuaenv.client import EnvError, shared_client
@@ -24,9 +21,6 @@ from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.ownership import is_fault, reward_of
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed, Reply
-from trainer.sight.check import Turn, turns_of_row
-from trainer.sight.episode import PictureEnvironments, plan_of, settings_of, tokens_of
-from trainer.tokens.patches import image_tensors
 
 __all__ = ["DesktopConfig", "DesktopData", "DesktopEnv", "DesktopEnvConfig", "DesktopTask", "DesktopTaskset"]
 
@@ -134,39 +128,6 @@ class DesktopEnv(vf.Env[DesktopEnvConfig]):
     async def _opened(self, task_id: str) -> AsyncIterator[AgentEpisode]:
         async with session(task_id, settings=self._settings) as one:
             yield one.episode
-
-
-class SightEnv(DesktopEnv):
-    """Checks that engine and traces have the pixels of every turn; see `trainer.sight.check`.
-
-    The taskset names a task `sight/N` for each of `plan.episodes`, which play their pictures without a daemon.
-    verifiers' client for training records the tokens; sample with temperature 0. `turns_of` returns the turns of each
-    trace.
-    """
-
-    def __init__(self, config: DesktopEnvConfig) -> None:
-        """Check the settings, as `DesktopEnv` does. Raises: ConfigError."""
-        super().__init__(config)
-        self.plan = plan_of(self._agent)
-        """The pictures."""
-        self._agent = settings_of(self._agent)
-
-    @asynccontextmanager
-    async def _opened(self, task_id: str) -> AsyncIterator[AgentEpisode]:
-        async with PictureEnvironments(self.plan).reset(task_id) as episode:
-            yield episode
-
-
-def turns_of(trace: Any, processor: Any) -> list[Turn]:
-    """Return the turns of a trace, with tensors of the pictures in its messages, as a learner makes them."""
-    (branch,) = trace.branches
-    contents = [message.content for message in branch.messages]
-    parts = [part for content in contents if not isinstance(content, str) for part in content or ()]
-    urls = [part.image_url.url for part in parts if part.type == "image_url"]
-    images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB") for url in urls]
-    inputs = image_tensors(processor.image_processor, images) if images else None
-    mask = [int(each) for each in branch.sampled_mask]
-    return turns_of_row(branch.token_ids, mask, branch.logprobs, inputs, **tokens_of(processor))
 
 
 class _Conversation:

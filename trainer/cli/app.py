@@ -23,7 +23,6 @@ _COMMANDS = {
     "mcp": ("trainer.cli.mcp:mcp_command", "Serve desktops as MCP tools: reset, step, observe, evaluate, close."),
     "recipe": ("trainer.cli.recipe:app", "List the training recipes and show their configuration."),
     "data": ("trainer.cli.data:app", "Create training data: prompts, demonstrations, data sets."),
-    "bench": ("trainer.cli.bench:app", "Measure the trainer's own cost: a turn of a rollout."),
     "sight": (
         "trainer.cli.sight:sight_command",
         "Check by drawn code words that engine and learner see the pixels of every turn. Exits with 1 if they do not.",

@@ -31,16 +31,17 @@ from trainer.cli.options import (
 from trainer.cli.output import UsageError, reports_errors
 from trainer.data.atif import to_atif
 from trainer.data.corrections import Corrections, Unusable, read_episode
-from trainer.data.dataset import CannotWrite, Dataset, Source, join, statistics, write_rows
+from trainer.data.dataset import Dataset, join, statistics
+from trainer.data.files import CannotWrite, write_rows
 from trainer.data.oracles import BadOracle, Oracle, read_oracles
 from trainer.data.prompts import TooManyVariants, describe_unrunnable, is_runnable, prompt_rows, variant_ids
 from trainer.data.record import PATIENCE_S, OracleFailed, record
 from trainer.data.sft import sft_row
 from trainer.data.split import CannotSplit, template_id
-from trainer.data.states import REASONS, Selection, scores_of, state_rows
+from trainer.data.states import REASONS, find_checkpoints, scores_of, state_rows
 from trainer.data.tables import DEMONSTRATION, PREFERENCE, demonstration, preferences
-from trainer.replay.pool import write_atomically
-from trainer.replay.reader import read_jsonl
+from trainer.files import write_atomically
+from trainer.replay.reader import ReadResult, read_jsonl
 from trainer.replay.trajectory import MalformedRow, StoredTrajectory, canonical
 
 app = typer.Typer(no_args_is_help=True, help="Create training data: prompts, demonstrations, data sets.")
@@ -125,11 +126,11 @@ def states_command(
     """Write checkpoints as rows for slime's --prompt-data: each group starts in the state of one."""
     if unknown := sorted(set(reason or ()) - set(REASONS)):
         raise UsageError(f"--reason: {unknown[0]} is not one of {', '.join(REASONS)}")
-    selection = Selection(run=run, task=task, label=label, reasons=reason or ())
 
     async def rows_of_states() -> tuple[list[dict[str, Any]], int]:
         async with make_client(envd, tls_ca, run="data") as client:
-            if not (found := await selection.of(client)):
+            found = await find_checkpoints(client, run=run, task=task, label=label, reasons=reason or ())
+            if not found:
                 raise UsageError("no checkpoint fits; `envd checkpoints list` shows those of a daemon")
             ids = sorted({each.task_id for each in found})
             tasks = {each.task_id: each for each in await client.list_tasks(task_ids=ids, timeout=LIST_TIMEOUT)}
@@ -291,7 +292,7 @@ def build_command(
 
 
 @app.command("export-sft")
-@reports_errors(CannotWrite, OSError)
+@reports_errors(CannotWrite, MalformedRow, OSError)
 def export_command(
     *,
     files: Sources,
@@ -307,8 +308,8 @@ def export_command(
     """
     trained_grammar = _grammar(grammar_name)
     rows = []
-    for source in _read(files, success_at):
-        ordered = sorted(source.read.trajectories, key=lambda each: (each.task_id, each.digest))
+    for read in _read(files, success_at).values():
+        ordered = sorted(read.trajectories, key=lambda each: (each.task_id, each.digest))
         rows += [sft_row(trajectory, grammar=trained_grammar, last_turns=last_turns) for trajectory in ordered]
     kept = [row for row in rows if row is not None]
     write_rows(file, kept)
@@ -339,8 +340,7 @@ def export_parquet_command(
     """Write successes as a table that `datasets` and TRL read by load_dataset("parquet", ...), images as bytes."""
     if file.suffix != ".parquet":
         raise CannotWrite(f"{file}: not a table; use a name that ends in .parquet")
-    sources = _read(files, -math.inf if pairs else success_at)
-    trajectories = [each for source in sources for each in source.read.trajectories]
+    trajectories = _trajectories(files, -math.inf if pairs else success_at)
     if pairs:
         rows, features = list(preferences(trajectories, success_at=success_at)), PREFERENCE
     else:
@@ -364,7 +364,7 @@ def export_atif_command(
 ) -> None:
     """Write trajectories in Harbor's format (ATIF): trajectory.json, and its pictures in images/."""
     parsing = _grammar(grammar_name)
-    trajectories = [each for source in _read(files, success_at) for each in source.read.trajectories]
+    trajectories = _trajectories(files, success_at)
     images = 0
     for number, trajectory in enumerate(trajectories, 1):
         document = to_atif(trajectory, grammar=parsing)
@@ -392,11 +392,16 @@ def _joined(files: Sequence[Path], name: str, *, share: float, seed: int, succes
     return join(_read(files, success_at), grammar=_grammar(name), share=share, seed=seed)
 
 
-def _read(files: Sequence[Path], success_at: float) -> list[Source]:
+def _read(files: Sequence[Path], success_at: float) -> dict[str, ReadResult]:
+    """Return what was read, by the name of each file, in their order."""
     names = [file.stem for file in files]
     if len(set(names)) < len(names):
         raise UsageError(f"two files have the same name ({', '.join(sorted(names))}); rename one")
-    return [Source(name=file.stem, read=read_jsonl(file, success_at=success_at, max_per_task=None)) for file in files]
+    return {file.stem: read_jsonl(file, success_at=success_at, max_per_task=None) for file in files}
+
+
+def _trajectories(files: Sequence[Path], success_at: float) -> list[StoredTrajectory]:
+    return [each for read in _read(files, success_at).values() for each in read.trajectories]
 
 
 def _grammar(name: str) -> Grammar:

@@ -17,7 +17,6 @@ from cuaenv.client import AsyncEnvClient, Task
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation
-from trainer.cli.choice import SplitName, choose, served_tasks
 from trainer.cli.compare import print_comparison, print_summary
 from trainer.cli.options import LIST_TIMEOUT, Target, TlsCa, make_client
 from trainer.cli.output import UsageError, reports_errors
@@ -32,7 +31,7 @@ from trainer.evaluate.play import ConversationFactory, EvaluationStopped, evalua
 from trainer.evaluate.players import NullPlayer, Player
 from trainer.evaluate.report import write_report
 from trainer.evaluate.results import Results, ResultsError, ResultsFile, Run
-from trainer.evaluate.selection import Selection, SelectionError
+from trainer.evaluate.selection import Selection, SelectionError, SplitName, choose, served_tasks
 from trainer.evaluate.summary import summarise
 from trainer.tokens.chat import Chat
 
@@ -71,8 +70,7 @@ class _Plan:
 @reports_errors(CannotSplit, EndpointError, EvaluationStopped, ResultsError, SelectionError, OSError)
 def eval_command(
     *,
-    # Flags of earlier releases are among them, so that `read_run` can name their keys.
-    words: Annotated[list[str] | None, typer.Argument(metavar="RUN.toml", help="File with settings.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="File with settings.")] = None,
     endpoint: Annotated[
         str, typer.Option(help="Base URL of an OpenAI-compatible API, such as http://127.0.0.1:8000/v1.")
     ] = "",
@@ -122,7 +120,7 @@ def eval_command(
         "split": split,
         "perturb": perturb or None,
     }
-    config = read_run(words or [], flags, command="trainer eval")
+    config = read_run(file, flags)
     candidates, settings = _candidates(config, by), config.settings()
     plan = _Plan(
         config=config,
@@ -143,16 +141,13 @@ def eval_command(
         raise typer.Exit(status)
 
 
-eval_command.context_settings = {"ignore_unknown_options": True}  # type: ignore[attr-defined]
-
-
 async def _evaluate_all(client: AsyncEnvClient, candidates: list[_Candidate], plan: _Plan) -> list[Path]:
     """Evaluate one after the other, so that they do not compete for machines. Returns the results files."""
     config = plan.config
     async with client:
         if config.split is SplitName.ALL:
             err.print("[yellow]note:[/] all tasks are played, training tasks too; see --split held_out")
-        served = await served_tasks(client, named=plan.selection.task_ids)
+        served = await served_tasks(client, named=plan.selection.task_ids, timeout=LIST_TIMEOUT)
         tasks, left_out = choose(
             served, plan.selection, split=config.split, include_unrunnable=config.include_unrunnable
         )

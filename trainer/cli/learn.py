@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import sys
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from trainer.slime.guard import Halted
 
 
 class Stage(StrEnum):
-    """The stages; `setup` and `replay` are not part of `all`."""
+    """The stages; `setup` is not part of `all`."""
 
     SETUP = "setup"
     DEMOS = "demos"
@@ -33,7 +32,6 @@ class Stage(StrEnum):
     RL = "rl"
     REPORT = "report"
     ALL = "all"
-    REPLAY = "replay"
 
 
 _ALL = (Stage.DEMOS, Stage.CLONE, Stage.RL, Stage.REPORT)
@@ -43,8 +41,7 @@ _ALL = (Stage.DEMOS, Stage.CLONE, Stage.RL, Stage.REPORT)
 def learn_command(
     *,
     stage: Annotated[
-        Stage,
-        typer.Argument(metavar="STAGE", show_choices=False, help="setup, demos, clone, rl, report, all, or replay."),
+        Stage, typer.Argument(metavar="STAGE", show_choices=False, help="setup, demos, clone, rl, report, or all.")
     ],
     run: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("out/learn"),
     config: Annotated[
@@ -65,9 +62,6 @@ def learn_command(
     runs: Annotated[
         list[Path] | None, typer.Option(help="Further run directories for the stage report; repeat it.")
     ] = None,
-    task: Annotated[
-        str, typer.Option(help="Task of the stage replay; default: one that the run failed first and solved last.")
-    ] = "",
     slime_home: SlimeHome = None,
     slime_source: Annotated[
         str, typer.Option(metavar="URL|DIR", help="Repository from which the stage setup takes slime's code.")
@@ -79,11 +73,9 @@ def learn_command(
         return
     settings = (SMOKE if smoke else Settings()).changed(*config or [])
     settings.plugin("127.0.0.1:1")
-    if stage is Stage.REPLAY:
-        settings = settings.model_copy(update={"workers": 1, "machines": 2})
     if envd and settings.desktops.model_fields_set:
         raise UsageError("--envd: `desktops` is for daemons that this command starts; leave out one of them")
-    slime = slime_checkout(slime_home) if stage in (Stage.RL, Stage.ALL, Stage.REPLAY) else Path()
+    slime = slime_checkout(slime_home) if stage in (Stage.RL, Stage.ALL) else Path()
     # Bars of slime and transformers would hide the lines of progress.
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
     default = f"{'-'.join(filter(None, (settings.ablation, settings.arm))) or 'rl'}-{seed}"
@@ -92,7 +84,7 @@ def learn_command(
     with ExitStack() as running:
         # As Ctrl-C: a process that is killed at once would leave its daemons.
         running.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-        needs_hosts = any(each in (Stage.DEMOS, Stage.RL, Stage.REPLAY) for each in wanted)
+        needs_hosts = any(each in (Stage.DEMOS, Stage.RL) for each in wanted)
         hosts = envd or []
         if needs_hosts and not hosts:
             # Each run has its own, because several may share the demonstrations and the cloned policy.
@@ -108,8 +100,6 @@ def learn_command(
                     work.reinforce(hosts, slime)
                 case Stage.REPORT:
                     work.report(runs or [])
-                case Stage.REPLAY:
-                    work.replay(hosts[0], slime, task)
 
 
 def _setup(source: str, home: Path) -> None:
@@ -193,15 +183,3 @@ class _Work:
         solved = {"solved_frac": {name: run["solved_frac"] for name, run in named if "solved_frac" in run}}
         out.print_json(json.dumps(shown if grpo["seeds"] else solved))
         err.print(f"{self.run / 'report'} has results.json and plots", markup=False, soft_wrap=True)
-
-    def replay(self, host: str, slime_home: Path, task: str) -> None:
-        """Play one task before and after reinforcement, and draw it."""
-        from trainer.learn.replay import choose_task, draw, play  # noqa: PLC0415
-
-        task = task or choose_task(self.run / self.name)
-        before, after = play(
-            self.settings, run=self.run, name=self.name, task=task, host=host, slime_home=slime_home, seed=self.seed
-        )
-        path = self.run / "report" / f"replay-{re.sub('[^a-z0-9]+', '-', task)}.gif"
-        draw(path, [("cloned", before), ("after reinforcement", after)])
-        out.print(str(path), markup=False, soft_wrap=True)

@@ -15,8 +15,7 @@ from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome
-from trainer.cli.choice import served_tasks
-from trainer.cli.options import DEFAULT_SCREEN, Screen, Target, make_client, read_screen
+from trainer.cli.options import DEFAULT_SCREEN, LIST_TIMEOUT, Screen, Target, make_client, read_screen
 from trainer.cli.output import UsageError, reports_errors
 from trainer.cli.run_file import RunConfig, read_run
 from trainer.data.oracles import BadOracle, Oracle, read_oracles
@@ -28,16 +27,14 @@ from trainer.evaluate.players import HELP, EchoConversation, HumanPlayer, NullPl
 from trainer.evaluate.replay import directory_name
 from trainer.evaluate.report import write_report
 from trainer.evaluate.results import Results, Run
-from trainer.evaluate.selection import Selection, SelectionError, select
+from trainer.evaluate.selection import Selection, SelectionError, select, served_tasks
 
 
 @reports_errors(BadOracle, EndpointError, SelectionError, OSError)
 def play_command(
     *,
-    # Flags of earlier releases are among them, so that `read_run` can name their keys.
-    words: Annotated[
-        list[str], typer.Argument(metavar="TASK [RUN.toml]", help="A task's id, SUITE/NAME; a file with settings.")
-    ],
+    task: Annotated[str, typer.Argument(metavar="TASK", help="A task's id, SUITE/NAME.")],
+    file: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="File with settings.")] = None,
     by: Annotated[Player, typer.Option(metavar="PLAYER", help="Player: hand, null, oracle or model.")] = Player.HAND,
     oracles: Annotated[
         Path | None, typer.Option(help="For --by oracle: output of `envd tasks oracles` on the daemon's host.")
@@ -55,8 +52,7 @@ def play_command(
 
     docs/evaluation.md lists the keys of RUN.toml; flags override them.
     """
-    task, *more = words
-    config = read_run(more, {"endpoint": endpoint, "model": model, "envd": envd}, command="trainer play TASK")
+    config = read_run(file, {"endpoint": endpoint, "model": model, "envd": envd})
     if (by is not Player.MODEL and endpoint) or (by is Player.MODEL and not config.endpoint):
         raise UsageError("--by model requires --endpoint URL, and only --by model accepts it")
     if (by is Player.ORACLE) != (oracles is not None):
@@ -69,7 +65,7 @@ def play_command(
 
     async def play() -> PlayedAttempt:
         async with make_client(config.envd, config.tls_ca, run=config.run) as client:
-            (one,) = select(await served_tasks(client, named=[task]), Selection(task_ids=[task]))
+            (one,) = select(await served_tasks(client, named=[task], timeout=LIST_TIMEOUT), Selection(task_ids=[task]))
             player = _player(by, settings, config, oracle=solution, screen_px=read_screen(screen), place=place)
             async with player as new_conversation:
                 return await play_task(client, one, new_conversation, settings=settings, pool=config.pool, replay=place)
@@ -86,9 +82,6 @@ def play_command(
         _print_result(played, page if config.report else None)
     if played.trajectory.outcome is Outcome.FAILED:
         raise typer.Exit(EXIT_FAILED)
-
-
-play_command.context_settings = {"ignore_unknown_options": True}  # type: ignore[attr-defined]
 
 
 @asynccontextmanager

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
@@ -11,23 +11,16 @@ from pydantic import ConfigDict, Field, JsonValue
 
 from cuaenv.problems import without_path
 from trainer.agent.settings import AgentSettings
-from trainer.cli.choice import SplitName
 from trainer.cli.options import DEFAULT_RUN, DEFAULT_TARGET, read_settings
 from trainer.cli.output import UsageError
 from trainer.config import STRICT, ConfigError, parse
 from trainer.evaluate.chat import Sampling
 from trainer.evaluate.endpoint import read_key
-from trainer.evaluate.selection import Selection, read_task_ids
+from trainer.evaluate.selection import Selection, SplitName, read_task_ids
 
 KEY_VARIABLE: Final = "TRAINER_API_KEY"
 #: Flags with the URL of a model replace all such keys of a file.
 _ENDPOINTS: Final = frozenset({"endpoint", "before", "after"})
-#: Keys whose flags had another name.
-_KEY_OF_FLAG: Final = {
-    "tasks": "tasks_file",
-    **{name: f"select.{name}s" for name in ("suite", "level", "tag")},
-    **{"without_tag": "select.without_tags", "limit": "select.limit", "no_replays": "replays", "no_report": "report"},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,29 +118,18 @@ class RunConfig:
         return replace(self.select, task_ids=task_ids)
 
 
-def read_run(words: Sequence[str], flags: Mapping[str, object], *, command: str) -> RunConfig:
+def read_run(file: Path | None, flags: Mapping[str, object]) -> RunConfig:
     """Return the settings of a file, overridden by flags.
 
     Args:
-        words: The file, if there is one, and unknown flags, so that the key of a former flag can be named.
+        file: The file; None for the defaults.
         flags: By key, such as `model` and `select.limit`; None and empty texts are not given.
-        command: What to write before the file.
 
     Raises:
-        UsageError: A flag or key is unknown, a value is invalid, or the file cannot be read.
+        UsageError: A key is unknown, a value is invalid, or the file cannot be read.
     """
-    for flag in (word.partition("=")[0] for word in words if word.startswith("-")):
-        name = flag.lstrip("-").replace("-", "_")
-        key = _KEY_OF_FLAG.get(name, name)
-        if key.partition(".")[0] not in {one.name for one in fields(RunConfig)}:
-            raise UsageError(f"no such option: {flag}; see --help")
-        raise UsageError(f"{flag} is not a flag; set the key {key} in a file: {command} run.toml")
-    if len(words) > 1:
-        raise UsageError(f"{len(words)} files are given; {command} takes one")
-    held: dict[str, Any] = {}
     try:
-        for file in words:
-            held = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        held: dict[str, Any] = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {without_path(error)}") from error
     # The words of choices, as a file has them.
@@ -165,4 +147,4 @@ def read_run(words: Sequence[str], flags: Mapping[str, object], *, command: str)
     try:
         return parse(RunConfig, held | given)
     except ConfigError as error:
-        raise UsageError(" ".join([*words, str(error)])) from error
+        raise UsageError(str(error) if file is None else f"{file} {error}") from error

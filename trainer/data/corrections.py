@@ -1,13 +1,13 @@
 """What people did in recorded episodes, as training data: demonstrations, and preferences over what the agent did.
 
 Input are files of `envd episodes export --format jsonl`. An episode that a person opened from a checkpoint continues
-the agent's: the turns before the checkpoint are its context, and the person's half is preferred to the agent's. Each
-turn says who acted in it (`source`), and only the turns of one half are trained.
+the agent's: the steps before the checkpoint are its context, and the person's half is preferred to the agent's. Each
+step says who acted in it (`source`), and only the replies of one half are trained.
 """
 
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from trainer.agent.coordinates import CoordinateSpace, to_model_points
 from trainer.agent.grammars import Parsed, UnsupportedAction, split_actions
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message
-from trainer.data.record import Row
+from trainer.data.transcripts import Transcript
 from trainer.replay.trajectory import MalformedRow, StoredTrajectory, image_bytes
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class Unusable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """A recorded step."""
+class RecordedStep:
+    """A recorded step of an episode."""
 
     index: int
     source: str
@@ -54,7 +54,7 @@ class RecordedEpisode:
     """A recorded episode."""
 
     facts: Mapping[str, Any]
-    turns: tuple[Turn, ...]
+    steps: tuple[RecordedStep, ...]
 
     @property
     def score(self) -> float | None:
@@ -66,29 +66,29 @@ class RecordedEpisode:
         """The number of steps before its checkpoint; 0 without one."""
         return int(self.facts.get("first_step", 0))
 
-    def continues(self, turn: Turn) -> bool:
-        """Whether a turn of the episode of its checkpoint was before that checkpoint.
+    def continues(self, step: RecordedStep) -> bool:
+        """Whether a step of the episode of its checkpoint was before that checkpoint.
 
-        A person's turn has the index of the agent's next one.
+        A person's step has the index of the agent's next one.
         """
         checkpoint_s = float(self.facts.get("checkpoint_time") or 0.0)
-        is_persons = turn.source == HUMAN and turn.index == self.first_step and turn.time_s <= checkpoint_s
-        return not turn.is_rolled_back and (turn.index < self.first_step or is_persons)
+        is_persons = step.source == HUMAN and step.index == self.first_step and step.time_s <= checkpoint_s
+        return not step.is_rolled_back and (step.index < self.first_step or is_persons)
 
 
 def read_episode(path: Path) -> RecordedEpisode:
     """Read an exported episode. Raises: MalformedRow: The file is not one. OSError: It cannot be read."""
     try:
         facts, *steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        turns = tuple(_turn(step) for step in steps)
+        recorded = tuple(_step(step) for step in steps)
         facts |= {name: str(facts[name]) for name in ("episode_id", "task_id", "instruction", "screen")}
     except (ValueError, TypeError, LookupError, BadAction) as error:
         raise MalformedRow(f"{path}: not an export of `envd episodes export --format jsonl`: {error}") from error
-    return RecordedEpisode(facts=facts, turns=turns)
+    return RecordedEpisode(facts=facts, steps=recorded)
 
 
-def _turn(step: Mapping[str, Any]) -> Turn:
-    return Turn(
+def _step(step: Mapping[str, Any]) -> RecordedStep:
+    return RecordedStep(
         index=int(step["index"]),
         source=str(step["source"]),
         actions=tuple(from_json(action) for action in step["performed"]),
@@ -109,16 +109,16 @@ class Corrections:
         self._grammar = settings.make_grammar()
 
     def demonstration(self, episode: RecordedEpisode) -> StoredTrajectory:
-        """Return an episode in which a person acted; the person's turns are trained. Raises: Unusable."""
+        """Return an episode in which a person acted; the person's replies are trained. Raises: Unusable."""
         start, before = self._before(episode)
-        own = [turn for turn in episode.turns if not turn.is_rolled_back]
-        if not any(turn.source == HUMAN for turn in own):
+        own = [step for step in episode.steps if not step.is_rolled_back]
+        if not any(step.source == HUMAN for step in own):
             raise Unusable("no person acted in it")
         if episode.score is None:
             raise Unusable("it has no score")
         if own[-1].source == HUMAN:
-            own.append(Turn(own[-1].index, HUMAN, (Done(),), (), own[-1].screen, is_rolled_back=False))
-        return self._trajectory(episode, start, [*before, *own], {HUMAN}, first=0)
+            own.append(RecordedStep(own[-1].index, HUMAN, (Done(),), (), own[-1].screen, is_rolled_back=False))
+        return self._trajectory(episode, start, [*before, *own], HUMAN, first=0)
 
     def preference(self, episode: RecordedEpisode) -> dict[str, Any]:
         """Return a person's half and the agent's from one checkpoint, as two trajectories that begin alike.
@@ -135,11 +135,11 @@ class Corrections:
         if rival.score is not None and (episode.score or 0.0) <= rival.score:
             raise Unusable(f"it scored {episode.score:g}, the agent {rival.score:g}")
         start, before = self._before(episode)
-        later = [turn for turn in rival.turns if turn.index >= episode.first_step and turn.source == AGENT]
-        kept = [turn for turn in later if not turn.is_rolled_back] or later
+        later = [step for step in rival.steps if step.index >= episode.first_step and step.source == AGENT]
+        kept = [step for step in later if not step.is_rolled_back] or later
         if not kept:
             raise Unusable("the agent did nothing after the checkpoint")
-        rejected = self._trajectory(rival, start, [*before, *kept], {AGENT}, first=len(before))
+        rejected = self._trajectory(rival, start, [*before, *kept], AGENT, first=len(before))
         return {
             "task_id": chosen.task_id,
             "shared_messages": 2 + 2 * len(before),
@@ -147,69 +147,59 @@ class Corrections:
             "rejected": rejected.as_row(),
         }
 
-    def _before(self, episode: RecordedEpisode) -> tuple[str, list[Turn]]:
-        """Return the first screen, and the turns of earlier episodes up to the checkpoint that it began in."""
+    def _before(self, episode: RecordedEpisode) -> tuple[str, list[RecordedStep]]:
+        """Return the first screen, and the steps of earlier episodes up to the checkpoint that it began in."""
         parent = self._episodes.get(str(episode.facts.get("checkpoint_episode_id") or ""))
         if parent is None:
             return episode.facts["screen"], []
         start, before = self._before(parent)
-        return start, before + [turn for turn in parent.turns if episode.continues(turn)]
+        return start, before + [step for step in parent.steps if episode.continues(step)]
 
     def _trajectory(
-        self, episode: RecordedEpisode, start: str, turns: Sequence[Turn], trained: set[str], *, first: int
+        self, episode: RecordedEpisode, start: str, steps: Sequence[RecordedStep], trained: str, *, first: int
     ) -> StoredTrajectory:
-        """Return a conversation in which the turns of some sources are trained, from a first one on."""
+        """Return a conversation in which the replies of one source are trained, from a first step on."""
         settings, facts = self._settings, episode.facts
-        screens = [_scaled(screen, settings) for screen in (start, *(turn.screen for turn in turns[:-1]))]
+        screens = [_scaled(screen, settings) for screen in (start, *(step.screen for step in steps[:-1]))]
         offered = tuple(map(str, facts.get("tools", ())))
         picture, screen_px = screens[0]
         space = CoordinateSpace.of(settings.units, image_px=picture.size, screen_px=screen_px)
-        row = Row([prompts.system_message(settings, space.picture(), offered=offered)])
-        row.messages.append(prompts.task_message(facts["instruction"], _observed(picture)))
-        sources: list[str] = []
-        for number, turn in enumerate(turns):
+        transcript = Transcript()
+        transcript.add(prompts.system_message(settings, space.picture(), offered=offered))
+        transcript.add(prompts.task_message(facts["instruction"], _observed(picture)))
+        for number, step in enumerate(steps):
             if number:
-                reply = self._grammar.parse(str(row.messages[-1].parts[0]), space.picture())
-                result, (picture, _) = _result(turns[number - 1], reply, settings), screens[number]
-                row.messages.append(prompts.observation_message(result, _observed(picture)))
-            if turn.source in trained and number >= first:
-                row.trained.add(len(row.messages))
-            sources.append(turn.source)
-            row.messages.append(Message("assistant", (self._reply(turn, space),)))
-        return StoredTrajectory(
-            task_id=facts["task_id"],
-            messages=tuple(_with_sources(row, sources)),
-            images=row.images(),
+                reply = self._grammar.parse(transcript.messages[-1].content, space.picture())
+                result, (picture, _) = _result(steps[number - 1], reply, settings), screens[number]
+                transcript.add(prompts.observation_message(result, _observed(picture)))
+            is_trained = step.source == trained and number >= first
+            transcript.add(Message("assistant", (self._reply(step, space),)), trained=is_trained, source=step.source)
+        return transcript.stored(
+            facts["task_id"],
             reward=0.0 if episode.score is None else episode.score,
             metadata={
                 "instruction": facts["instruction"],
                 "episode_id": facts["episode_id"],
-                "source": HUMAN if HUMAN in trained else AGENT,
+                "source": trained,
                 "grammar": settings.grammar,
                 "prompt_hash": prompts.prompt_hash(settings),
             },
         )
 
-    def _reply(self, turn: Turn, space: CoordinateSpace) -> str:
-        actions = [to_model_points(action, space) for action in turn.actions]
+    def _reply(self, step: RecordedStep, space: CoordinateSpace) -> str:
+        actions = [to_model_points(action, space) for action in step.actions]
         try:
             return self._grammar.render(actions)
         except UnsupportedAction:
             try:
                 return self._grammar.render([part for action in actions for part in split_actions(action)])
             except UnsupportedAction as error:
-                raise Unusable(f"step {turn.index}: {error}") from error
+                raise Unusable(f"step {step.index}: {error}") from error
 
 
-def _with_sources(row: Row, sources: Sequence[str]) -> Iterator[dict[str, Any]]:
-    left = iter(sources)
-    for message in row.as_json():
-        yield {**message, "source": next(left)} if message["role"] == "assistant" else message
-
-
-def _result(turn: Turn, reply: Parsed, settings: AgentSettings) -> str:
+def _result(step: RecordedStep, reply: Parsed, settings: AgentSettings) -> str:
     # Results are those of all actions; actions that were refused were not performed.
-    outputs = turn.outputs if len(turn.outputs) == len(turn.actions) else ()
+    outputs = step.outputs if len(step.outputs) == len(step.actions) else ()
     results = [None if output is None else ToolResult(output=output) for output in outputs]
     tools = prompts.tool_text([each.facts.kind for each in reply.intents], results, max_chars=settings.tool_chars)
     text = prompts.result_text()

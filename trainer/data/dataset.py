@@ -3,30 +3,19 @@
 Pure. The same files give the same bytes, in any order of their lines.
 """
 
-import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from trainer.agent.grammars import Grammar
 from trainer.data.split import SPLITS, Split, Splittable, split
 from trainer.data.transcripts import transcript_of, unparsable_turns
-from trainer.replay.pool import write_atomically
 from trainer.replay.reader import ReadResult
-from trainer.replay.trajectory import MalformedRow, StoredTrajectory, canonical
+from trainer.replay.trajectory import MalformedRow, StoredTrajectory
 
 _PLATFORMS = {"linux": "linux", "ubuntu": "linux", "windows": "windows"}
 _UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A source of trajectories. Sources are ordered from best to worst."""
-
-    name: str
-    read: ReadResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +51,13 @@ class Dataset:
         return parts
 
 
-def join(sources: Sequence[Source], *, grammar: Grammar, share: float = 0.2, seed: int = 42) -> Dataset:
+def join(sources: Mapping[str, ReadResult], *, grammar: Grammar, share: float = 0.2, seed: int = 42) -> Dataset:
     """Join sources: drop unusable trajectories and duplicates, then split by task.
 
     Two trajectories are duplicates if their base tasks and messages are equal; the one of the better source is kept.
 
     Args:
-        sources: From best to worst.
+        sources: What was read, by the name of its source, from best to worst.
         grammar: Trajectories with a turn that does not follow it strictly are dropped.
         share: Share of each level's tasks to hold out; 0 for none.
 
@@ -76,13 +65,14 @@ def join(sources: Sequence[Source], *, grammar: Grammar, share: float = 0.2, see
         CannotSplit: A level cannot be in both splits.
     """
     kept: dict[tuple[str, str], tuple[int, StoredTrajectory]] = {}
-    dropped = {source.name: Counter[str]() for source in sources}
-    for rank, source in enumerate(sources):
-        counts = dropped[source.name]
-        counts["failed"] += source.read.failed_count
-        counts["surplus"] += source.read.surplus_count
-        counts["malformed"] += len(source.read.problems)
-        for trajectory in sorted(source.read.trajectories, key=lambda each: (-each.reward, each.digest)):
+    dropped = {name: Counter[str]() for name in sources}
+    names = list(sources)
+    for rank, (name, read) in enumerate(sources.items()):
+        counts = dropped[name]
+        counts["failed"] += read.failed_count
+        counts["surplus"] += read.surplus_count
+        counts["malformed"] += len(read.problems)
+        for trajectory in sorted(read.trajectories, key=lambda each: (-each.reward, each.digest)):
             key = (trajectory.base_id, trajectory.messages_sha1)
             problem = "duplicate" if key in kept else _problem(trajectory, grammar)
             if problem:
@@ -94,7 +84,7 @@ def join(sources: Sequence[Source], *, grammar: Grammar, share: float = 0.2, see
     items = tuple(
         Item(
             trajectory=trajectory,
-            source=sources[rank].name,
+            source=names[rank],
             platform=platform_of(trajectory),
             split=splits[trajectory.base_id],
         )
@@ -157,56 +147,3 @@ def _spread(values: Sequence[int]) -> dict[str, float]:
     if not values:
         return {}
     return {"least": min(values), "mean": round(sum(values) / len(values), 2), "most": max(values)}
-
-
-SUFFIXES = (".jsonl", ".parquet")
-
-
-class CannotWrite(Exception):
-    """The file's suffix names no known format, or pyarrow is not installed."""
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, Any]], features: Mapping[str, Any] | None = None) -> None:
-    """Write rows in the format of the file's suffix; missing directories are created.
-
-    Args:
-        features: Columns of a table by their features, as `datasets` stores them; None to infer them.
-
-    Raises:
-        CannotWrite: The suffix is neither `.jsonl` nor `.parquet`, or parquet is requested without pyarrow.
-    """
-    if path.suffix not in SUFFIXES:
-        raise CannotWrite(f"{path}: unknown format; use a name that ends in {' or '.join(SUFFIXES)}")
-    data = (
-        "".join(canonical(row) + "\n" for row in rows).encode() if path.suffix == ".jsonl" else _parquet(rows, features)
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, data)
-
-
-def _parquet(rows: Sequence[dict[str, Any]], features: Mapping[str, Any] | None) -> bytes:
-    try:
-        import pyarrow as pa  # noqa: PLC0415 -- large, and needed for parquet only
-        import pyarrow.parquet as pq  # noqa: PLC0415
-    except ImportError as error:
-        raise CannotWrite("parquet needs pyarrow: pip install 'envd-trainer[trainer]', or write .jsonl") from error
-
-    def kind(feature: Any) -> Any:
-        match feature:
-            case [item]:
-                return pa.list_(kind(item))
-            case {"_type": "Image"}:
-                return pa.struct({"bytes": pa.binary(), "path": pa.string()})
-            case {"_type": "Value", "dtype": dtype}:
-                return pa.type_for_alias(dtype)
-            case _:
-                return pa.struct({name: kind(each) for name, each in feature.items()})
-
-    schema = None
-    if features is not None:
-        metadata = {"huggingface": canonical({"info": {"features": features}})}
-        schema = pa.schema({name: kind(each) for name, each in features.items()}, metadata)
-    buffer = io.BytesIO()
-    # Small row groups: slime reads in batches, and one row holds many screenshots.
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), buffer, row_group_size=64, compression="zstd")
-    return buffer.getvalue()

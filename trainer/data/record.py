@@ -4,10 +4,8 @@ An oracle replaces the model in the agent's own loop, so prompts and screenshots
 `render` writes its replies, so they parse by construction.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from cuaenv.client import Action, Done, Fail, Task, Wait
 from trainer.agent.attempts import Environments, run_task
@@ -15,10 +13,11 @@ from trainer.agent.coordinates import CoordinateSpace, to_model_points
 from trainer.agent.grammars import UnsupportedAction, split_actions
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
-from trainer.agent.types import Message, ModelFailed, Outcome, Reply, data_uri
+from trainer.agent.types import Message, ModelFailed, Outcome, Reply
 from trainer.data.oracles import Oracle
 from trainer.data.prompts import task_metadata
-from trainer.replay.trajectory import IMAGE_PLACEHOLDER, StoredTrajectory
+from trainer.data.transcripts import Transcript
+from trainer.replay.trajectory import StoredTrajectory
 
 #: Successive waits, in seconds, while an input has not changed the screen: an emulated guest may take 30 s to open a
 #: window, and the next keys would go to the wrong one.
@@ -42,10 +41,10 @@ async def record(
     patience_s: Sequence[float] = PATIENCE_S,
     must_succeed: bool = True,
 ) -> list[StoredTrajectory]:
-    """Play an oracle and return its conversation: a trajectory per row, named `_chunkN` if there are several.
+    """Play an oracle and return its conversation: a trajectory per context, named `_chunkN` if there are several.
 
-    Untrained (`step_loss_mask` 0) are turns that only wait for the screen, and in later rows the turns of earlier rows,
-    which were sampled with more screenshots.
+    Untrained (`step_loss_mask` 0) are turns that only wait for the screen, and in later contexts the turns of earlier
+    ones, which were sampled with more screenshots.
 
     Args:
         task: The oracle's task, or the template of it.
@@ -79,38 +78,15 @@ async def record(
         "grammar": settings.grammar,
         "prompt_hash": prompt_hash(settings),
     }
-    rows = conversations[-1].rows
+    contexts = conversations[-1].contexts
     return [
-        StoredTrajectory(
-            task_id=task_id if len(rows) == 1 else f"{task_id}_chunk{number}",
-            messages=tuple(row.as_json()),
-            images=row.images(),
+        context.stored(
+            task_id if len(contexts) == 1 else f"{task_id}_chunk{number}",
             reward=trajectory.evaluation.score,
             metadata=metadata,
         )
-        for number, row in enumerate(rows)
+        for number, context in enumerate(contexts)
     ]
-
-
-@dataclass(slots=True)
-class Row:
-    """One context, and the indices of its trained turns."""
-
-    messages: list[Message]
-    trained: set[int] = field(default_factory=set)
-
-    def images(self) -> tuple[str, ...]:
-        parts = (part for message in self.messages for part in message.parts)
-        return tuple(data_uri(part, compress_level=6) for part in parts if not isinstance(part, str))
-
-    def as_json(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages, with a placeholder for each image."""
-        for index, message in enumerate(self.messages):
-            content = "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in message.parts)
-            entry: dict[str, Any] = {"role": message.role, "content": content}
-            if message.role == "assistant" and index not in self.trained:
-                entry["step_loss_mask"] = 0
-            yield entry
 
 
 class OracleConversation:
@@ -135,15 +111,19 @@ class OracleConversation:
         self._is_waiting = False
         self._screen: object = None
         self._has_changed = True
-        self.rows: list[Row] = []
+        self._image_px = screen_px
+        self.contexts: list[Transcript] = []
         """The messages so far."""
 
     async def begin(self, messages: Sequence[Message]) -> None:
-        self.rows.append(Row(list(messages)))
+        self.contexts.append(Transcript())
+        self._image_px = self._screen_px
+        for message in messages:
+            self._add(message)
         self._observe(messages[-1])
 
     async def append(self, message: Message) -> None:
-        self.rows[-1].messages.append(message)
+        self._add(message)
         self._observe(message)
 
     async def generate(self) -> Reply:
@@ -171,6 +151,11 @@ class OracleConversation:
         self._still_waits, self._is_waiting = list(_STILL_S) if is_slow and self._patience_s else [], False
         return self._reply(actions, is_trained=True)
 
+    def _add(self, message: Message) -> None:
+        self.contexts[-1].add(message)
+        sizes = [part.size for part in message.parts if not isinstance(part, str)]
+        self._image_px = sizes[-1] if sizes else self._image_px
+
     def _observe(self, message: Message) -> None:
         images = [part.tobytes() for part in message.parts if not isinstance(part, str)]
         # A message without an image means an unchanged screen, except for text-only agents, which compare the text.
@@ -178,14 +163,11 @@ class OracleConversation:
         self._has_changed, self._screen = screen != self._screen, screen
 
     def _reply(self, actions: Sequence[Action], *, is_trained: bool) -> Reply:
-        row = self.rows[-1]
         try:
             text = self._render(actions)
         except UnsupportedAction as error:
             raise ModelFailed(f"{self._settings.grammar}: {error}") from error
-        if is_trained:
-            row.trained.add(len(row.messages))
-        row.messages.append(Message("assistant", (text,)))
+        self.contexts[-1].add(Message("assistant", (text,)), trained=is_trained)
         return Reply(text=text)
 
     def _can_render(self, actions: Sequence[Action]) -> bool:
@@ -196,7 +178,5 @@ class OracleConversation:
         return True
 
     def _render(self, actions: Sequence[Action]) -> str:
-        parts = (part for message in reversed(self.rows[-1].messages) for part in message.parts)
-        image_px = next((part.size for part in parts if not isinstance(part, str)), self._screen_px)
-        space = CoordinateSpace.of(self._settings.units, image_px=image_px, screen_px=self._screen_px)
+        space = CoordinateSpace.of(self._settings.units, image_px=self._image_px, screen_px=self._screen_px)
         return self._grammar.render([to_model_points(action, space) for action in actions])

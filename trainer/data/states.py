@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -18,24 +17,22 @@ ASKED: Final = "request"
 REASONS: Final = ("steps", "branch_point", "done", "failure", ASKED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """Which checkpoints; empty fields select all."""
+async def find_checkpoints(
+    client: AsyncEnvClient, *, run: str = "", task: str = "", label: str = "", reasons: Collection[str] = ()
+) -> list[Checkpoint]:
+    """Return checkpoints of all hosts, oldest first. Raises: EnvError.
 
-    run: str = ""
-    task: str = ""
-    label: str = ""
-    """Shell pattern, such as `before *`."""
-    reasons: Collection[str] = ()
-    """Some of `REASONS`."""
-
-    async def of(self, client: AsyncEnvClient) -> list[Checkpoint]:
-        """Return them from all hosts, oldest first. Raises: EnvError."""
-        return [
-            each
-            for each in await client.list_checkpoints(run=self.run, task=self.task)
-            if fnmatchcase(each.label, self.label or "*") and (each.trigger or ASKED) in (self.reasons or REASONS)
-        ]
+    Args:
+        run: Only those of this run; empty for all, as for the other arguments.
+        task: Only those of this task.
+        label: Shell pattern, such as `before *`.
+        reasons: Some of `REASONS`.
+    """
+    return [
+        each
+        for each in await client.list_checkpoints(run=run, task=task)
+        if fnmatchcase(each.label, label or "*") and (each.trigger or ASKED) in (reasons or REASONS)
+    ]
 
 
 async def scores_of(

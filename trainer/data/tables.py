@@ -74,7 +74,7 @@ def _shared_count(one: Transcript, other: Transcript) -> int:
     return count if differ else 0
 
 
-def _with_images(transcript: Transcript) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def _with_images(transcript: Transcript) -> Iterator[tuple[str, str, list[str]]]:
     first = 0
     for message in transcript.messages:
         after = first + message.content.count(IMAGE_PLACEHOLDER)

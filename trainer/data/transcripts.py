@@ -1,12 +1,13 @@
-"""Trajectories as plain texts with a placeholder for each image, in the form of slime's reader."""
+"""Conversations as plain texts with a placeholder for each image: what recordings write, and what exports read."""
 
 import base64
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.agent.coordinates import NORMALISED, Picture
 from trainer.agent.grammars import Grammar
+from trainer.agent.types import Message, data_uri
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER, MalformedRow, StoredTrajectory, image_bytes
 
 #: Magic numbers of the image formats of screenshots.
@@ -20,17 +21,39 @@ class ChatMessage:
     role: str
     content: str
     """Text with `<image>` for each image."""
-    trained: bool
-    """Whether the model wrote it and it is to be trained."""
+    trained: bool = False
+    """Whether it is a reply that is to be trained."""
+    source: str = ""
+    """Who acted in a reply, `agent` or `human`; empty if that is not recorded."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Transcript:
-    """The messages and images of a trajectory."""
+    """One context: its messages and images."""
 
-    messages: tuple[ChatMessage, ...]
-    images: tuple[str, ...]
+    messages: list[ChatMessage] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
     """Data URIs, in order of appearance."""
+
+    def add(self, message: Message, *, trained: bool = False, source: str = "") -> None:
+        """Add a message of the agent's loop."""
+        content = "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in message.parts)
+        self.messages.append(ChatMessage(message.role, content, trained, source))
+        self.images += [data_uri(part, compress_level=6) for part in message.parts if not isinstance(part, str)]
+
+    def stored(self, task_id: str, *, reward: float, metadata: Mapping[str, Any]) -> StoredTrajectory:
+        """Return it as a trajectory."""
+        messages = []
+        for message in self.messages:
+            entry: dict[str, Any] = {"role": message.role, "content": message.content}
+            if message.role == "assistant" and not message.trained:
+                entry["step_loss_mask"] = 0
+            if message.source:
+                entry["source"] = message.source
+            messages.append(entry)
+        return StoredTrajectory(
+            task_id=task_id, messages=tuple(messages), images=tuple(self.images), reward=reward, metadata=metadata
+        )
 
 
 def transcript_of(trajectory: StoredTrajectory) -> Transcript:
@@ -40,16 +63,15 @@ def transcript_of(trajectory: StoredTrajectory) -> Transcript:
         MalformedRow: The numbers of images and placeholders differ, or an image has an unknown format.
     """
     given = iter(trajectory.images)
-    images: list[str] = []
-    messages: list[ChatMessage] = []
+    transcript = Transcript()
     for message in trajectory.messages:
-        content = "".join(_texts(message["content"], given, images))
+        content = "".join(_texts(message["content"], given, transcript.images))
         trained = message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1
-        messages.append(ChatMessage(message["role"], content, trained))
+        transcript.messages.append(ChatMessage(message["role"], content, trained, message.get("source") or ""))
     surplus = len(list(given))
     if surplus:
         raise MalformedRow(f"{surplus} of {len(trajectory.images)} images have no placeholder in the messages")
-    return Transcript(tuple(messages), tuple(images))
+    return transcript
 
 
 def _texts(content: str | Sequence[Any], given: Iterator[str], images: list[str]) -> Iterator[str]:

@@ -1,13 +1,19 @@
-"""Selection of tasks, and their domains. Pure."""
+"""The tasks of an evaluation: those that match a filter, on one side of the training split. And their domains."""
 
 import difflib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
-from cuaenv.client import Task
+from cuaenv.client import AsyncEnvClient, Task
 from cuaenv.problems import without_path
+from trainer.data.prompts import describe_unrunnable, is_runnable, splittable
+from trainer.data.split import split as split_tasks
+from trainer.data.split import template_id
 
 _INFEASIBLE = "infeasible"
 _DOMAIN = "domain:"
@@ -15,6 +21,17 @@ _DOMAIN = "domain:"
 
 class SelectionError(Exception):
     """No task is selected, or a named one is missing."""
+
+
+class SplitName(Enum):
+    """Side of the train/held-out split."""
+
+    #: Both sides.
+    ALL = "all"
+    #: Tasks that training may use.
+    TRAIN = "train"
+    #: Tasks that training may not use.
+    HELD_OUT = "held_out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +47,54 @@ class Selection:
     """A task must have none of these."""
     limit: int = 0
     """Number of tasks to sample uniformly with a fixed seed; 0 for all."""
+
+
+async def served_tasks(client: AsyncEnvClient, *, named: Sequence[str] = (), timeout: timedelta) -> list[Task]:
+    """Return all served tasks and the named variants. Raises: EnvError."""
+    tasks = await client.list_tasks(timeout=timeout)
+    variants = [task_id for task_id in named if template_id(task_id) != task_id]
+    return tasks + (await client.list_tasks(task_ids=variants, timeout=timeout) if variants else [])
+
+
+class Choice(NamedTuple):
+    """The tasks of an evaluation, in id order."""
+
+    tasks: list[Task]
+    left_out: list[Task]
+    """Tasks that match and that no host can run."""
+
+
+def choose(
+    tasks: Sequence[Task], selection: Selection, *, split: SplitName, include_unrunnable: bool = False
+) -> Choice:
+    """Choose tasks.
+
+    The split is that of `trainer data`, over all tasks of the chosen suites; other flags do not change it.
+
+    Raises:
+        SelectionError: No task remains, or a named one is not served.
+        CannotSplit: A level has too few tasks.
+    """
+    matching = select(_on_side(tasks, selection, split), replace(selection, limit=0))
+    named = set(selection.task_ids)
+    runnable = [task for task in matching if include_unrunnable or is_runnable(task) or task.task_id in named]
+    ids = {task.task_id for task in runnable}
+    left_out = [task for task in matching if task.task_id not in ids]
+    if not runnable:
+        raise SelectionError(f"no task remains: {describe_unrunnable(left_out)}")
+    return Choice(select(runnable, selection), left_out)
+
+
+def _on_side(tasks: Sequence[Task], selection: Selection, split: SplitName) -> Sequence[Task]:
+    """Return the tasks of the chosen suites on one side of the split. Raises: SelectionError: A named one is not."""
+    in_suites = [task for task in tasks if not selection.suites or task.suite in selection.suites]
+    if split is SplitName.ALL or not in_suites:
+        return tasks
+    splits = split_tasks([splittable(task) for task in in_suites])
+    for task_id in selection.task_ids:
+        if splits.get(task_id, split.value) != split.value:
+            raise SelectionError(f"{task_id} is in the split {splits[task_id]}; use --split {splits[task_id]} or all")
+    return [task for task in in_suites if splits[task.task_id] == split.value]
 
 
 def select(tasks: Sequence[Task], selection: Selection) -> list[Task]:

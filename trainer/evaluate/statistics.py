@@ -1,16 +1,18 @@
 """Rates with intervals. Pure and deterministic: random draws have a fixed seed.
 
 Attempts at one task are correlated, so they are never treated as independent: with several per task, tasks are
-resampled.
+resampled. Variants of a template are alike, too: `pooled_rate` resamples templates, each with all its episodes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+ByTemplate = Mapping[str, Sequence[float]]
+"""1 or 0 for each valid episode, by template."""
 #: The 97.5 % quantile of the standard normal distribution, for 95 % intervals.
 _Z = 1.959963984540054
 _DRAWS = 10_000
@@ -141,3 +143,51 @@ def paired_difference(before_N: npt.NDArray[np.float64], after_N: npt.NDArray[np
 
 def _root(a: float, b: float, phi: float) -> float:
     return math.sqrt(max(0.0, a * a - 2 * phi * a * b + b * b))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledRate:
+    """The mean of all episodes, and its 95 % interval."""
+
+    mean: float | None
+    """None without an episode."""
+    interval: tuple[float, float] | None
+    """None with fewer than two templates."""
+    count: int
+    """Valid episodes."""
+
+    def as_fields(self, name: str) -> dict[str, object]:
+        """Return the fields `NAME`, `NAME_ci` and `NAME_count` of a report."""
+        interval = None if self.interval is None else list(self.interval)
+        return {name: self.mean, f"{name}_ci": interval, f"{name}_count": self.count}
+
+
+def pooled_rate(found: ByTemplate) -> PooledRate:
+    """Return the mean over all episodes."""
+    return _difference({}, found)
+
+
+def pooled_gain(before: ByTemplate, after: ByTemplate) -> PooledRate:
+    """Return the mean of `after` minus that of `before`, over the templates of both; these are resampled together."""
+    both = [name for name in before if before[name] and after.get(name)]
+    return _difference({name: before[name] for name in both}, {name: after[name] for name in both})
+
+
+def _difference(before: ByTemplate, after: ByTemplate) -> PooledRate:
+    names = [name for name in after if after[name]]
+    if not names:
+        return PooledRate(mean=None, interval=None, count=0)
+    sums_N4 = np.array([[*_sum(before.get(name, ())), *_sum(after[name])] for name in names])
+
+    def means(picks_RN: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        first_sum, first_count, last_sum, last_count = sums_N4[picks_RN].sum(axis=1).T
+        mean: npt.NDArray[np.float64] = last_sum / last_count - first_sum / np.maximum(first_count, 1)
+        return mean
+
+    (mean,) = means(np.arange(len(names))[None, :])
+    interval = bootstrap(len(names), means) if len(names) > 1 else None
+    return PooledRate(mean=float(mean), interval=interval, count=int(sums_N4[:, 3].sum()))
+
+
+def _sum(values: Sequence[float]) -> tuple[float, float]:
+    return sum(values), len(values)

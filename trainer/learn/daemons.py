@@ -36,8 +36,6 @@ def started_daemons(directory: Path, settings: Settings) -> Iterator[list[str]]:
             height=height,
             size=max(1, settings.machines // 3),
             machines=settings.machines,
-            # Only faults need it.
-            guest_access=str(settings.rl.fault_share > 0).lower(),
         )
     )
     with ExitStack() as running:

@@ -13,9 +13,8 @@ import queue
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from multiprocessing import get_context
+from collections.abc import Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
@@ -28,6 +27,7 @@ from trainer.learn.front import Reads, Reply, Request, serve
 from trainer.learn.policy import Policy
 from trainer.learn.sampler import Prompt, Sampled, Sampler
 from trainer.learn.workers import exchange_directory
+from trainer.workers import WorkerProcess
 
 logger = logging.getLogger(__name__)
 #: How long an idle engine waits for more requests: those of one batch of steps come together.
@@ -73,7 +73,11 @@ class Engine:
             files = [directory / f"{index}.bin" for index in range(self._port_count)]
             # Each file is as large as all its pictures, and takes memory for those that it had at one time.
             pictures = [_pictures(file, self._reads.pictures_shape) for file in files]
-            fronts = [running.enter_context(_front(self._reads, file)) for file in files]
+            fronts = []
+            for file in files:
+                front = WorkerProcess(serve, self._reads, file, name="engine-front")
+                running.callback(front.stop, None, timeout_s=_STOP_S)
+                fronts.append(front.pipe)
             try:
                 self.ports = [pipe.recv() for pipe in fronts]
             except EOFError as error:
@@ -182,23 +186,3 @@ class Engine:
 def _pictures(file: Path, shape: tuple[int, ...]) -> torch.Tensor:
     """Make a file of so many bytes, and return it as a tensor."""
     return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=torch.uint8).view(shape)
-
-
-@contextmanager
-def _front(reads: Reads, pictures: Path) -> Iterator[Connection]:
-    """Start a process that serves, and yield the pipe to it. The first message is its port."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(reads, theirs, pictures), name="engine-front", daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        with contextlib.suppress(OSError):
-            ours.send(None)
-        process.join(_STOP_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        ours.close()

@@ -149,7 +149,7 @@ def _frame(uri: str) -> tuple[npt.NDArray[np.uint8], bytes]:
     return frame_HW3, hashlib.blake2b(uri.encode(), digest_size=16).digest()
 
 
-def serve(reads: Reads, pipe: Connection, pictures: Path) -> None:
+def serve(pipe: Connection, reads: Reads, pictures: Path) -> None:
     """Serve until the engine ends: send the port, then requests."""
     with Front(reads, pipe, pictures) as front:
         pipe.send(front.ports[0])

@@ -3,8 +3,9 @@
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 from cuaenv.cli.terminal import err
@@ -49,3 +50,13 @@ class MetricsLog:
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     path = directory / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def shares_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the shares of all episodes, void ones included, that solved their task and that ended their guest."""
+    if not facts:
+        return {}
+    return {
+        "solved_frac": fmean(each.get("task_score", 0) >= 1 for each in facts),
+        "escape_frac": fmean(bool(each.get("guest_end_cause")) for each in facts),
+    }

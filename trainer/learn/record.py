@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from trainer.files import write_atomically
 from trainer.learn.settings import Settings
-from trainer.replay.pool import write_atomically
 
 _FILE = "run.json"
 _EVALUATIONS = "evaluations.jsonl"

@@ -13,10 +13,9 @@ from statistics import fmean
 import torch
 
 from trainer.learn import LearnError
-from trainer.learn.ablations import shares_of_all
 from trainer.learn.engine import Engine
 from trainer.learn.loss import TrainRow, policy_loss
-from trainer.learn.metrics import MetricsLog
+from trainer.learn.metrics import MetricsLog, shares_of_all
 from trainer.learn.policy import Policy
 from trainer.learn.record import Evaluation, Score, recorded
 from trainer.learn.settings import Reinforce, Settings

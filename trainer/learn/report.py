@@ -4,28 +4,26 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 from cuaenv.plots import PlotsMissing, svg_plot
 from trainer.data.split import template_id
+from trainer.evaluate.statistics import ByTemplate, PooledRate, pooled_gain, pooled_rate
 from trainer.learn import LearnError
 from trainer.learn.metrics import read_metrics
 from trainer.learn.record import Evaluation, read_evaluations, read_record, run_directories
-from trainer.learn.statistics import ByTemplate, Rate, gain, rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BASELINE, _CONTROL = "baseline", "control"
 #: Evaluations by the temperature of their replies.
 _KINDS = ("greedy", "sampled")
 _PARTS = {"all": None, "unseen_seeds": "train", "unseen_templates": "held_out"}
 _CURVES = {"success_frac": "success", "sampled_entropy": "entropy (nats)", "void_frac": "share of void episodes"}
-#: Shares of all training episodes, void ones included, of which each arm has the first and last updates and a curve.
-_SHARES = {"solved_frac": "share of all episodes that solve their task", "escape_frac": "share that end their guest"}
+#: Shares of all training episodes, void ones included.
+SHARES = ("solved_frac", "escape_frac")
 #: Updates whose mean is one point of a long curve: one update has few episodes.
 _WINDOW = 5
 
@@ -56,34 +54,32 @@ class Run:
         return str(self.record["ablation"])
 
     @property
-    def arm(self) -> str:
-        return str(self.record["arm"] or self.ablation or "rl")
-
-    @property
     def is_complete(self) -> bool:
         """Whether it was evaluated at its end."""
         return bool(self.after("greedy"))
 
     def before(self, kind: str, part: str = "all") -> ByTemplate:
-        """Return the results of its first evaluation; empty for a control, which is evaluated once."""
-        return {} if self.ablation == _CONTROL else self._results(kind, part, first=True)
+        """Return the results of its first evaluation, `greedy` or `sampled`; empty without one."""
+        found = self._evaluations(kind)
+        return self._results(found[0], part) if found else {}
 
     def after(self, kind: str, part: str = "all") -> ByTemplate:
         """Return the results of its last evaluation; empty if the run ended before that."""
-        return self._results(kind, part, first=False)
+        found = self._evaluations(kind)
+        return self._results(found[-1], part) if len(found) > 1 else {}
 
-    def _results(self, kind: str, part: str, *, first: bool) -> ByTemplate:
-        found = [each for each in self.evaluations if (each.temperature > 0) == (kind == "sampled")]
-        if not found or (not first and len(found) < 2 and self.ablation != _CONTROL):
-            return {}
+    def _evaluations(self, kind: str) -> list[Evaluation]:
+        return [each for each in self.evaluations if (each.temperature > 0) == (kind == "sampled")]
+
+    def _results(self, evaluation: Evaluation, part: str) -> ByTemplate:
         split = _PARTS[part]
-        results = by_template(found[0 if first else -1])
+        results = by_template(evaluation)
         return {name: each for name, each in results.items() if split is None or self.splits.get(name) == split}
 
     def shares(self) -> dict[str, list[float]]:
-        """Return the means of `_SHARES` over its first and over its last updates; nothing for runs without them."""
+        """Return the means of `SHARES` over its first and over its last updates; nothing for runs without them."""
         ends = (self.updates[:_WINDOW], self.updates[-_WINDOW:])
-        names = [name for name in _SHARES if self.updates and name in self.updates[0]]
+        names = [name for name in SHARES if self.updates and name in self.updates[0]]
         return {name: [fmean(each[name] for each in end) for end in ends] for name in names}
 
     def as_json(self) -> dict[str, Any]:
@@ -117,40 +113,46 @@ def write_report(runs: Sequence[Path], directory: Path) -> dict[str, Any]:
         LearnError: There is no run, a run has no demonstrations, or matplotlib is not installed; in this last case
             `results.json` is written.
     """
-    found = [run for path in runs for run in _read_runs(path, prefix=f"{path.name}/" if len(runs) > 1 else "")]
+    found = read_runs(runs)
     if not any(run.updates or run.evaluations for run in found):
         names = ", ".join(map(str, runs))
         raise LearnError(f"run {names}: it has no updates and no evaluations; run the stage `rl` first")
-    plain = [run for run in found if not run.ablation] or [run for run in found if run.ablation == _BASELINE]
+    plain = [run for run in found if not run.ablation] or [run for run in found if run.ablation == "baseline"]
     results = {
         "grpo": {**_grpo(plain), "by_template": _templates(plain)},
-        "control": _arm([run for run in found if run.ablation == _CONTROL]),
-        "ablations": _ablations(found),
         "runs": {run.name: run.as_json() for run in found},
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_results(directory, results)
     try:
         _draw(directory, plain, results)
-        for ablation, arms in _compared(found).items():
-            _draw_shares(directory, ablation, arms)
     except PlotsMissing as error:
         raise LearnError(f"report {directory}: results.json is written, but {error}") from error
     return results
 
 
-def _read_runs(path: Path, *, prefix: str) -> list[Run]:
-    try:
-        splits = json.loads((path / "demos" / "splits.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LearnError(f"run {path}: no demonstrations: {error}; name a directory of `trainer learn`") from error
-    return [Run.read(each, name=f"{prefix}{each.name}", splits=splits) for each in run_directories(path)]
+def write_results(directory: Path, results: Mapping[str, Any]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Return the runs of the stage `rl` in run directories. Raises: LearnError: One has no demonstrations."""
+    found = []
+    for path in paths:
+        try:
+            splits = json.loads((path / "demos" / "splits.json").read_text(encoding="utf-8"))
+        except OSError as error:
+            raise LearnError(f"run {path}: no demonstrations: {error}; name a directory of `trainer learn`") from error
+        prefix = f"{path.name}/" if len(paths) > 1 else ""
+        found += [Run.read(each, name=f"{prefix}{each.name}", splits=splits) for each in run_directories(path)]
+    return found
 
 
 # Sums
 
 
-def _pooled(runs: Iterable[ByTemplate]) -> dict[str, list[float]]:
+def pooled(runs: Iterable[ByTemplate]) -> dict[str, list[float]]:
+    """Return the results of several runs as those of one."""
     found: dict[str, list[float]] = defaultdict(list)
     for run in runs:
         for name, values in run.items():
@@ -158,18 +160,22 @@ def _pooled(runs: Iterable[ByTemplate]) -> dict[str, list[float]]:
     return dict(found)
 
 
-def _part(runs: Sequence[Run], kind: str, part: str) -> dict[str, Any]:
-    before = _pooled(run.before(kind, part) for run in runs)
-    after = _pooled(run.after(kind, part) for run in runs)
+def before_and_after(before: ByTemplate, after: ByTemplate) -> dict[str, Any]:
+    """Return both rates and the gain, with their intervals, as fields of a report."""
     return {
-        **rate(before).as_fields("held_out_before"),
-        **rate(after).as_fields("held_out_after"),
-        **gain(before, after).as_fields("held_out_gain"),
+        **pooled_rate(before).as_fields("held_out_before"),
+        **pooled_rate(after).as_fields("held_out_after"),
+        **pooled_gain(before, after).as_fields("held_out_gain"),
     }
 
 
 def _summary(runs: Sequence[Run], kind: str) -> dict[str, Any]:
-    return {part: _part(runs, kind, part) for part in _PARTS}
+    return {
+        part: before_and_after(
+            pooled(run.before(kind, part) for run in runs), pooled(run.after(kind, part) for run in runs)
+        )
+        for part in _PARTS
+    }
 
 
 def _grpo(runs: Sequence[Run]) -> dict[str, Any]:
@@ -186,8 +192,8 @@ def _grpo(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _templates(runs: Sequence[Run]) -> dict[str, Any]:
     complete = [run for run in runs if run.is_complete]
-    before = {kind: _pooled(run.before(kind) for run in complete) for kind in _KINDS}
-    after = {kind: _pooled(run.after(kind) for run in complete) for kind in _KINDS}
+    before = {kind: pooled(run.before(kind) for run in complete) for kind in _KINDS}
+    after = {kind: pooled(run.after(kind) for run in complete) for kind in _KINDS}
     splits = {name: split for run in complete for name, split in run.splits.items()}
     return {
         name: {
@@ -209,57 +215,16 @@ def _mean(values: Sequence[float] | None) -> float | None:
     return fmean(values) if values else None
 
 
-def _arm(runs: Sequence[Run]) -> dict[str, Any] | None:
-    if not runs:
-        return None
-    complete = [run for run in runs if run.is_complete]
-    return {
-        "runs": [run.name for run in runs],
-        "complete": len(complete),
-        "env_steps": [run.as_json()["env_steps"] for run in complete],
-        "shares": {name: [run.shares()[name] for run in runs if name in run.shares()] for name in _SHARES},
-        **_part(complete, "greedy", "all"),
-        "sampled": _part(complete, "sampled", "all"),
-    }
-
-
-def _ablations(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the arms of each comparison, and the differences between them."""
-    return {
-        name: {"arms": {arm: _arm(each) for arm, each in arms.items()}, "differences": _differences(arms)}
-        for name, arms in _compared(runs).items()
-    }
-
-
-def _compared(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
-    """Return the runs of each arm of each comparison; the baseline is an arm of all."""
-    named: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        if run.ablation not in ("", _BASELINE, _CONTROL):
-            named[run.ablation][run.arm].append(run)
-    baseline = [run for run in runs if run.ablation == _BASELINE]
-    shared = {_BASELINE: baseline} if baseline else {}
-    return {name: {**shared, **arms} for name, arms in sorted(named.items())}
-
-
-def _differences(arms: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    after = {arm: _pooled(run.after("greedy") for run in runs) for arm, runs in arms.items()}
-    return {
-        f"{second} - {first}": gain(after[first], after[second]).as_fields("held_out_difference")
-        for first, second in combinations([arm for arm in after if after[arm]], 2)
-    }
-
-
 # Plots
 
 
 def _draw(directory: Path, runs: Sequence[Run], results: Mapping[str, Any]) -> None:
     for name, title in _CURVES.items():
-        curves = {run.name: [(_x(each), each[name]) for each in run.updates if name in each] for run in runs}
-        _draw_curves(directory / f"{name}.svg", curves, title=f"Training: {title}")
+        curves = {run.name: [(steps_of(each), each[name]) for each in run.updates if name in each] for run in runs}
+        draw_curves(directory / f"{name}.svg", curves, title=f"Training: {title}")
     held_out = {run.name: _held_out(run) for run in runs}
     if any(held_out.values()):
-        _draw_curves(directory / "held_out.svg", held_out, title="Held-out tasks: greedy success")
+        draw_curves(directory / "held_out.svg", held_out, title="Held-out tasks: greedy success")
         templates = {name: each["greedy"] for name, each in results["grpo"]["by_template"].items()}
         title = "Greedy success on held-out tasks by template"
         with svg_plot(directory / "templates.svg", title=title, height_in=1.2 + 0.4 * len(templates)) as axes:
@@ -267,36 +232,10 @@ def _draw(directory: Path, runs: Sequence[Run], results: Mapping[str, Any]) -> N
                 rows = [row + 0.4 * index - 0.2 for row in range(len(templates))]
                 axes.barh(rows, [each[when] or 0.0 for each in templates.values()], height=0.36, label=when)
             axes.legend()
-            _set_rows(axes, list(templates), x_max=1.0)
-    arms = {
-        f"{name}: {arm}": each
-        for name, found in results["ablations"].items()
-        for arm, each in found["arms"].items()
-        if each["held_out_after_ci"] is not None
-    }
-    if arms:
-        title = "Greedy success on held-out tasks at equal environment steps, 95 % intervals"
-        with svg_plot(directory / "ablations.svg", title=title, height_in=1.2 + 0.26 * len(arms)) as axes:
-            for row, each in enumerate(arms.values()):
-                axes.plot(each["held_out_after_ci"], [row, row], color="C0", alpha=0.5, linewidth=3)
-                axes.plot(each["held_out_after"], row, "o", color="C0")
-            _set_rows(
-                axes, list(arms), x_max=min(1.0, 0.05 + max(each["held_out_after_ci"][1] for each in arms.values()))
-            )
+            set_rows(axes, list(templates), x_max=1.0)
 
 
-def _draw_shares(directory: Path, ablation: str, arms: Mapping[str, Sequence[Run]]) -> None:
-    """Draw the mean curve of each arm's runs, as far as all of them go, if they have such metrics."""
-    for name, title in _SHARES.items():
-        curves = {}
-        for arm, runs in arms.items():
-            steps = zip(*(run.updates for run in runs if name in run.shares()), strict=False)
-            curves[arm] = [(fmean(map(_x, each)), fmean(one[name] for one in each)) for each in steps]
-        if any(curves.values()):
-            _draw_curves(directory / f"{ablation}-{name}.svg", curves, title=f"{ablation}: {title}")
-
-
-def _draw_curves(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str) -> None:
+def draw_curves(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str) -> None:
     """Draw curves, smoothed if they are long. Those without points are left out."""
     with svg_plot(path, title=title) as axes:
         for name, points in curves.items():
@@ -307,7 +246,7 @@ def _draw_curves(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]]
             axes.legend()
 
 
-def _set_rows(axes: "Axes", names: Sequence[str], *, x_max: float) -> None:
+def set_rows(axes: "Axes", names: Sequence[str], *, x_max: float) -> None:
     """Name the rows of a plot of success, the first one at the top."""
     axes.set(xlabel="success", xlim=(0, x_max))
     axes.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.4, -0.6))
@@ -321,11 +260,12 @@ def _smoothed(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, fl
     return [(window[-1][0], fmean(y for _, y in window)) for window in windows]
 
 
-def _x(update: Mapping[str, Any]) -> float:
+def steps_of(update: Mapping[str, Any]) -> float:
+    """Return the environment steps of training until an update."""
     return float(update.get("env_steps", update["step"]))
 
 
 def _held_out(run: Run) -> list[tuple[float, float]]:
     greedy = [each for each in run.evaluations if each.temperature == 0]
-    rates: list[tuple[float, Rate]] = [(float(each.env_steps), rate(by_template(each))) for each in greedy]
+    rates: list[tuple[float, PooledRate]] = [(float(each.env_steps), pooled_rate(by_template(each))) for each in greedy]
     return [(x, found.mean) for x, found in rates if found.mean is not None]

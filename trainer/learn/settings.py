@@ -102,16 +102,10 @@ class Reinforce(BaseModel):
     """Rows of one forward pass; halved while no GPU memory is left."""
     save_every: int = Field(default=25, ge=1)
     evaluate_every: int = Field(default=50, ge=1)
-    group_start: Literal["forked", "drawn"] = "forked"
-    """`forked`: as `envd.group` says. `drawn`: each member starts alone, with another seed of its template."""
-    fault_share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of training episodes whose machine is lost."""
-    faults_as_zero: bool = False
-    """Count those episodes as reward 0 instead of void: what this project refuses to do, to measure its cost."""
-    escapes_as_void: bool = False
-    """Count a guest that ended itself as a machine that its host lost: also to measure what that costs."""
     envd: dict[str, Any] = Field(default_factory=dict)
     """Further keys of `trainer.slime.config.SlimeConfig`, such as `group`, `reward` or `halt`."""
+    slime: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of slime, such as `custom_generate_function_path` and those that this function reads."""
 
 
 class Settings(BaseModel):
@@ -204,8 +198,6 @@ class Settings(BaseModel):
             **self.rl.envd,
             "agent": self.agent_mapping,
         }
-        if self.rl.group_start == "drawn":
-            mapping["group"] = "off"
         SlimeConfig.from_mapping(mapping)
         return mapping
 

@@ -13,7 +13,7 @@ from trainer.agent.settings import AgentSettings
 from trainer.learn.checkpoint import write_checkpoint
 from trainer.learn.server import GenerateServer, answer_of, picture_of
 from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime, write_tasks
-from trainer.sight.check import Episode, Patches, Report, Turn, compare, given_pictures, turns_of_row
+from trainer.sight.check import Episode, Patches, Report, SampledReply, compare, given_pictures, turns_of_row
 from trainer.sight.episode import plan_of
 from trainer.sight.model import Model
 
@@ -85,7 +85,7 @@ def rolled_out(job: SlimeRollouts, model: Model) -> list[Episode]:
     data = job.train_data(job.rollout().samples)
     names = ("sample_indices", "tokens", "loss_masks", "rollout_log_probs")
     images = data.get("multimodal_train_inputs") or [None] * len(data["tokens"])
-    episodes: dict[int, list[Turn]] = defaultdict(list)
+    episodes: dict[int, list[SampledReply]] = defaultdict(list)
     rows = zip(*(data[name] for name in names), images, strict=True)
     for index, tokens, mask, log_probs, inputs in rows:
         episodes[index] += turns_of_row(

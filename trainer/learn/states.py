@@ -15,6 +15,8 @@ from trainer.learn.settings import Settings, fingerprint
 _FILE = "state.pt"
 _MAX_GRAD_NORM = 1.0
 _LOWEST_RATE_SHARE = 0.1
+#: Settings that a state of release 0.2.0 has in addition, with the values that change nothing.
+_FORMER = {"group_start": "forked", "fault_share": 0.0, "faults_as_zero": False, "escapes_as_void": False}
 
 
 def make_optimizer(model: Any, *, learning_rate: float) -> torch.optim.AdamW:
@@ -109,6 +111,11 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -
         before, after = old.get(key), new.get(key)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             found += filter(None, [_changes(before, after, f"{prefix}{key}.")])
-        elif before != after:
+        elif before != after and not _is_same(key, before, after):
             found.append(f"{prefix}{key} was {json.dumps(before)} and is {json.dumps(after)}")
     return ", ".join(found)
+
+
+def _is_same(key: str, before: object, after: object) -> bool:
+    """Return whether a setting that only one of two releases has changes nothing."""
+    return not after if before is None else after is None and _FORMER.get(key) == before

@@ -4,7 +4,6 @@ Most of a turn is encoding and tokenising on one core, so several processes feed
 through files, because a pipe would carry two megabytes for every row.
 """
 
-import contextlib
 import hashlib
 import logging
 import math
@@ -13,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +22,7 @@ from trainer.learn import LearnError
 from trainer.learn.loss import TrainRow, rows_of, trained_rows
 from trainer.learn.record import Score
 from trainer.learn.settings import HELD_OUT_SEED, Settings
+from trainer.workers import WorkerProcess
 
 logger = logging.getLogger(__name__)
 _STOP_S = 30.0
@@ -59,8 +58,6 @@ class WorkerSpec:
     """Directory of the files with patches."""
     settings: Settings
     seed: int
-    generate: str = ""
-    """Name of another generate function; empty for the settings' own."""
 
 
 def of_process(records: Sequence[Any], index: int, *, count: int) -> list[Any]:
@@ -126,31 +123,17 @@ class Workers:
     def __init__(self, specs: Sequence[WorkerSpec]) -> None:
         """Entering starts the processes."""
         self._specs = specs
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
+        self._processes: list[WorkerProcess] = []
 
     def __enter__(self) -> Self:
-        context = get_context("spawn")
-        for spec in self._specs:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, spec), name=f"rollout-{spec.index}", daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+        self._processes = [WorkerProcess(_work, spec, name=f"rollout-{spec.index}") for spec in self._specs]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            with contextlib.suppress(OSError):
-                pipe.send(("stop",))
-            process.join(_STOP_S if kind is None else 1.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            pipe.close()
+        for process in self._processes:
+            process.stop(("stop",), timeout_s=_STOP_S if kind is None else 1.0)
 
     def rollout(self, number: int, *, device: Any) -> Batch:
         """Roll out once; the patches are on `device`. Raises: LearnError: A process failed."""
@@ -181,15 +164,15 @@ class Workers:
         self._ask(("load", number))
 
     def _ask(self, command: tuple[Any, ...]) -> list[Any]:
-        for pipe, spec in zip(self._pipes, self._specs, strict=True):
+        for process, spec in zip(self._processes, self._specs, strict=True):
             try:
-                pipe.send(command)
+                process.pipe.send(command)
             except OSError as error:
                 raise LearnError(_ended(spec)) from error
         answers = []
-        for pipe, spec in zip(self._pipes, self._specs, strict=True):
+        for process, spec in zip(self._processes, self._specs, strict=True):
             try:
-                is_good, answer = pipe.recv()
+                is_good, answer = process.pipe.recv()
             except (EOFError, OSError) as error:
                 raise LearnError(_ended(spec)) from error
             if not is_good:
@@ -251,37 +234,26 @@ class _Worker:
         use_slime(spec.slime_home)
         self._spec, settings = spec, spec.settings
         rl = settings.rl
-        changes_rollouts = rl.fault_share or rl.escapes_as_void or rl.group_start == "drawn"
-        self._rollouts = SlimeRollouts(
-            slime_args(
-                settings.plugin(spec.host),
-                hf_checkpoint=str(spec.checkpoint),
-                prompt_data=str(spec.directory / "train.jsonl"),
-                sglang_router_ip=spec.engine_host,
-                sglang_router_port=spec.engine_port,
-                rollout_batch_size=spec.groups,
-                over_sampling_batch_size=spec.groups,
-                n_samples_per_prompt=rl.members,
-                global_batch_size=spec.groups * rl.members,
-                rollout_max_response_len=settings.reply_tokens,
-                rollout_temperature=rl.temperature,
-                rollout_seed=spec.seed * 1000 + spec.index,
-                advantage_estimator=rl.estimator,
-                # Required by `credit: siblings`; here `trainer.learn.loss` reads the advantages from the rewards.
-                custom_advantage_function_path="trainer.slime.credit.advantages"
-                if rl.envd.get("credit") == "siblings"
-                else None,
-                save=str(spec.directory),
-                load=str(spec.directory),
-                fault_share=rl.fault_share,
-                faults_as_zero=rl.faults_as_zero,
-                escapes_as_void=rl.escapes_as_void,
-                group_start=rl.group_start,
-                train_seeds=rl.train_seeds,
-                custom_generate_function_path=spec.generate
-                or ("trainer.learn.ablations.generate" if changes_rollouts else "trainer.slime.generate.generate"),
-            )
-        )
+        given = {
+            "hf_checkpoint": str(spec.checkpoint),
+            "prompt_data": str(spec.directory / "train.jsonl"),
+            "sglang_router_ip": spec.engine_host,
+            "sglang_router_port": spec.engine_port,
+            "rollout_batch_size": spec.groups,
+            "over_sampling_batch_size": spec.groups,
+            "n_samples_per_prompt": rl.members,
+            "global_batch_size": spec.groups * rl.members,
+            "rollout_max_response_len": settings.reply_tokens,
+            "rollout_temperature": rl.temperature,
+            "rollout_seed": spec.seed * 1000 + spec.index,
+            "advantage_estimator": rl.estimator,
+            "save": str(spec.directory),
+            "load": str(spec.directory),
+        }
+        if rl.envd.get("credit") == "siblings":
+            # Required by it; here `trainer.learn.loss` reads the advantages from the rewards.
+            given["custom_advantage_function_path"] = "trainer.slime.credit.advantages"
+        self._rollouts = SlimeRollouts(slime_args(settings.plugin(spec.host), **{**given, **rl.slime}))
 
     def rollout(self, number: int) -> dict[str, Any]:
         """Roll out and write patches; returns slime's train data of the rows with an advantage."""

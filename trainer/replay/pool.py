@@ -11,7 +11,6 @@ lock, so `add` never waits for a disk.
 """
 
 import json
-import os
 import random
 import threading
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from typing import Any, Self
 from pydantic import BaseModel, Field
 
 from trainer.config import STRICT
+from trainer.files import write_atomically
 from trainer.replay.trajectory import StoredTrajectory, base_id, canonical
 
 _FORMAT = 1
@@ -218,16 +218,6 @@ class ReplayPool:
                 trajectory = _read(directory / "trajectories" / f"{entry['digest']}.json")
                 by_start.setdefault(_start_of(trajectory), []).append(_Stored(trajectory, entry["online"]))
         return cls(settings, Counters(**state["counters"]), by_start, dict(state["picks"]))
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file atomically: after a crash it has either its previous or its new content."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _start_of(trajectory: StoredTrajectory) -> _Start:

@@ -12,7 +12,7 @@ pictures in another order. Only the log-probabilities of the same tokens by othe
 
 ```python
 plan = Plan.draw(turns=3, size_px=(640, 384))
-episodes = [play(pictures) for pictures in plan.episodes]    # the framework's rollout: a `Turn` for each reply
+episodes = [play(pictures) for pictures in plan.episodes]    # the framework's rollout: a `SampledReply` for each reply
 print(compare(plan, episodes, learner, patches := Patches.of(processor.image_processor)))
 given_pictures(plan, episodes, patches).save("sight.png")
 ```
@@ -49,7 +49,7 @@ MOST_TURNS = len(_LETTERS) - 4
 
 
 @dataclass(frozen=True)
-class Turn:
+class SampledReply:
     """One reply of an episode, as engine and learner have it."""
 
     tokens: Sequence[int]
@@ -74,7 +74,7 @@ def turns_of_row(
     *,
     image_id: int,
     decode: Callable[[Sequence[int]], str],
-) -> list[Turn]:
+) -> list[SampledReply]:
     """Return the turns of a row.
 
     Args:
@@ -85,19 +85,19 @@ def turns_of_row(
         image_id: The placeholder.
         decode: Returns the text of tokens.
     """
-    turns, at, first = list[Turn](), 0, len(tokens) - len(mask)
+    turns, at, first = list[SampledReply](), 0, len(tokens) - len(mask)
     for is_reply, run in groupby(mask):
         start, end = first + at, at + len(list(run))
         if is_reply:
             sampled = [each for each in takewhile(lambda each: each is not None, log_probs[at:end]) if each is not None]
             image = sum(token == image_id for token, _ in groupby(tokens[:start])) - 1
             text = decode(tokens[start : start + len(sampled)])
-            turns.append(Turn(tokens, start, sampled, inputs or {}, image, text))
+            turns.append(SampledReply(tokens, start, sampled, inputs or {}, image, text))
         at = end
     return turns
 
 
-Episode = Sequence[Turn]
+Episode = Sequence[SampledReply]
 Learner = Callable[[Sequence[int], Mapping[str, Any]], Sequence[float]]
 """The learner's forward pass on a row and its image inputs: entry i is the log-probability of token i given those
 before it; the first entry has no meaning."""
@@ -246,7 +246,7 @@ def compare(plan: Plan, episodes: Sequence[Episode], learner: Learner | None, pa
     return report
 
 
-def _engine(report: Report, turn: int, base: Turn, exchanged: Turn | None) -> None:
+def _engine(report: Report, turn: int, base: SampledReply, exchanged: SampledReply | None) -> None:
     change = _difference(base, exchanged) if exchanged else None
     report.engine_change.append(change)
     limit = max(_LEAST_CHANGE, _NOISE_FACTOR * report.noise)
@@ -259,7 +259,7 @@ def _engine(report: Report, turn: int, base: Turn, exchanged: Turn | None) -> No
         report.add(turn, "engine", what, "the images of its request, placeholders in its prompt, and its prefix cache")
 
 
-def _answer(report: Report, plan: Plan, turn: int, base: Turn) -> None:
+def _answer(report: Report, plan: Plan, turn: int, base: SampledReply) -> None:
     own, text = plan.words[0][turn], base.text.upper()
     if own in text:
         report.read_count += 1
@@ -270,7 +270,7 @@ def _answer(report: Report, plan: Plan, turn: int, base: Turn) -> None:
             report.add(turn, "engine", what, "which pictures the request of this turn has, and their order")
 
 
-def _batch(report: Report, plan: Plan, turn: int, base: Turn, patches: Patches) -> None:
+def _batch(report: Report, plan: Plan, turn: int, base: SampledReply, patches: Patches) -> None:
     """Compare the pictures in the learner's batch with those that were drawn."""
     given = patches.pictures(base.inputs)
     if not 0 <= base.image < len(given):
@@ -288,7 +288,9 @@ def _batch(report: Report, plan: Plan, turn: int, base: Turn, patches: Patches) 
         report.add(turn, "learner", what, "colour channels, scaling and compression before its image processor")
 
 
-def _learner(report: Report, turn: int, base: Turn, exchanged: Turn | None, learner: Learner | None) -> None:
+def _learner(
+    report: Report, turn: int, base: SampledReply, exchanged: SampledReply | None, learner: Learner | None
+) -> None:
     change = gap = None
     if learner is not None and exchanged is not None:
         mine = _of_reply(learner(base.tokens, base.inputs), base)
@@ -327,7 +329,7 @@ def _patches_of(inputs: Mapping[str, Any], image: int) -> slice:
     return slice(sum(counts[:image]), sum(counts[: image + 1]))
 
 
-def _difference(one: Turn, other: Turn) -> float | None:
+def _difference(one: SampledReply, other: SampledReply) -> float | None:
     """Return the greatest difference of greedy log-probabilities; None if the replies followed different ones."""
     if list(one.tokens[: one.start]) != list(other.tokens[: other.start]):
         return None
@@ -339,7 +341,7 @@ def _difference(one: Turn, other: Turn) -> float | None:
     return greatest
 
 
-def _of_reply(log_probs: Sequence[float], turn: Turn) -> Sequence[float]:
+def _of_reply(log_probs: Sequence[float], turn: SampledReply) -> Sequence[float]:
     return log_probs[turn.start : turn.start + len(turn.log_probs)]
 
 

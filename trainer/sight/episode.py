@@ -1,7 +1,6 @@
 """An episode whose screens are given pictures, for `run_episode`; it needs no daemon and no machine."""
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -12,7 +11,7 @@ from PIL import Image
 
 from cuaenv.client import Action, Checkpoint, Click, Evaluation, Observation, Origin, State, StepResult, View
 from cuaenv.frames import TiledImage
-from trainer.agent.grammars import Grammar
+from trainer.agent.grammars import Grammar, Intent, Parsed, Picture
 from trainer.agent.settings import AgentSettings
 from trainer.agent.starts import task_id_of
 from trainer.sight.check import MOST_TURNS, Plan
@@ -60,6 +59,9 @@ class PictureEpisode:
         """Return a score of 0: nothing is learnt from it."""
         return Evaluation(score=0.0, checks=(), timings_ms={})
 
+    async def close(self) -> None:
+        """Do nothing: it has no machine."""
+
 
 def _observation(picture: Image.Image) -> Observation:
     tiles = TiledImage.from_rgb(np.asarray(picture.convert("RGB")))
@@ -84,10 +86,30 @@ class _ActingSettings(AgentSettings):
     """
 
     def make_grammar(self, offered: Sequence[str] | None = None) -> Grammar:
-        made = AgentSettings.make_grammar(self, offered)
-        parse, action = made.parse, made.render([Click(1, 1)])
-        vars(made)["parse"] = lambda _, picture: parse(action, picture)
-        return made
+        return _acting(AgentSettings.make_grammar(self, offered))
+
+
+def _acting(inner: Grammar) -> Grammar:
+    """Return a grammar with the same prompt, by which every reply is a click."""
+    click = inner.render([Click(1, 1)])
+
+    class Acting(Grammar):
+        name, coordinates = inner.name, inner.coordinates
+        stop, takes_tools = inner.stop, inner.takes_tools
+
+        def instructions(self, picture: Picture) -> str:
+            return inner.instructions(picture)
+
+        def read(self, text: str, picture: Picture) -> Sequence[Intent]:
+            return inner.read(text, picture)
+
+        def write(self, actions: Sequence[Action]) -> str:
+            return inner.write(actions)
+
+        def parse(self, text: str, picture: Picture) -> Parsed:  # noqa: ARG002 -- whatever it says
+            return inner.parse(click, picture)
+
+    return Acting({})
 
 
 def settings_of(agent: AgentSettings) -> AgentSettings:
@@ -113,25 +135,14 @@ def _turn_count(agent: AgentSettings) -> int:
 
 
 class PictureEnvironments:
-    """Opens the episodes of a plan as tasks `sight/N`. See `trainer.agent.attempts.GroupEnvironments`."""
+    """Opens the episodes of a plan as tasks `sight/N`. See `trainer.agent.attempts.Environments`."""
 
     def __init__(self, plan: Plan) -> None:
         """Take the plan."""
         self._plan = plan
 
-    @asynccontextmanager
-    async def reset(self, task: str | Checkpoint, **_: object) -> AsyncIterator[PictureEpisode]:
+    async def reset(self, task: str | Checkpoint, **_: object) -> PictureEpisode:
         """Open an episode."""
-        yield self._episode(task)
-
-    @asynccontextmanager
-    async def reset_group(
-        self, task: str | Checkpoint, *, size: int, **_: object
-    ) -> AsyncIterator[Sequence[PictureEpisode]]:
-        """Open equal episodes."""
-        yield [self._episode(task) for _ in range(size)]
-
-    def _episode(self, task: str | Checkpoint) -> PictureEpisode:
         return PictureEpisode(self._plan.episodes[int(task_id_of(task).removeprefix("sight/"))])
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint, EnvError
 from trainer.agent.turns import BranchPoint
-from trainer.replay.pool import write_atomically
+from trainer.files import write_atomically
 from trainer.slime.slime_compat import Sample
 from trainer.tokens.rows import Row
 

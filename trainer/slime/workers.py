@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
-from multiprocessing import get_context
 from typing import Any, Final
 
 from trainer.slime import slime_compat
@@ -28,6 +27,7 @@ from trainer.slime.rollout import Rollout
 from trainer.slime.samples import flatten
 from trainer.slime.slime_compat import Sample
 from trainer.tokens import patches
+from trainer.workers import WorkerProcess
 
 logger = logging.getLogger(__name__)
 _ABORT_POLL_S: Final = 0.5
@@ -110,12 +110,9 @@ class _Worker:
     """One process, and the calls that it runs. Thread-safe."""
 
     def __init__(self, args: Any) -> None:
-        context = get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, args), name="rollout-worker", daemon=True)
-        self._process.start()
-        theirs.close()
-        self.pid = self._process.pid or 0
+        self._process = WorkerProcess(_serve, args, name="rollout-worker")
+        self._pipe = self._process.pipe
+        self.pid = self._process.pid
         self.is_lost = False
         self._calls: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
@@ -156,7 +153,6 @@ class _Worker:
                 logger.exception("[envd] worker %d: its answer cannot be read", self.pid)
             self.is_lost = True
             self._process.kill()
-            self._process.join()
             self._lose()
 
     def _lose(self) -> None:
@@ -165,7 +161,7 @@ class _Worker:
         # Another process may get its id.
         _freed.pop(self.pid, None)
         for future in calls.values():
-            future.set_exception(WorkerLost(f"worker {self.pid} ended with status {self._process.exitcode}"))
+            future.set_exception(WorkerLost(f"worker {self.pid} ended with status {self._process.exit_status}"))
 
 
 #: By process, the blocks of memory that this process no longer uses. Finalizers only append; calls take under a lock.

@@ -2,9 +2,11 @@
 
 import ssl
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import grpc
+from cryptography import x509
 
 from envd.api.security.secret_files import Reloaded, read_file, read_secret
 from envd.base.errors import ConfigError
@@ -68,3 +70,18 @@ def _read(*, cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCertif
     key_pem = read_secret(key, setting="security.tls_key")
     ca_pem = read_file(client_ca, setting="security.client_ca") if client_ca else None
     return grpc.ssl_server_certificate_configuration([(key_pem, cert_pem)], root_certificates=ca_pem)
+
+
+def expire_time_of(cert_pem: bytes) -> datetime:
+    """Return the expiry of the first certificate in a PEM file. Raises: ValueError: there is none."""
+    return x509.load_pem_x509_certificate(cert_pem).not_valid_after_utc
+
+
+def name_of(cert_pem: bytes) -> str:
+    """Return a name that the first certificate in a PEM file is valid for; empty if it has none."""
+    try:
+        names = x509.load_pem_x509_certificate(cert_pem).extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except x509.ExtensionNotFound:
+        return ""
+    domains = names.value.get_values_for_type(x509.DNSName)
+    return next((str(name).replace("*", "any", 1) for name in [*domains, *(name.value for name in names.value)]), "")

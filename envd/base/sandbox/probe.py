@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import envd
+from envd.base.checks import Check, ok, warn
+from envd.base.sandbox.cgroup import find_hierarchy, shortcoming
 
 _ENTER_SANDBOX = """
 import os, sys
@@ -26,3 +28,15 @@ def sandbox_problem() -> str:
     command = [sys.executable, "-I", "-c", _ENTER_SANDBOX, str(Path(envd.__file__).parents[1])]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     return "" if process.returncode == 0 else (process.stderr.strip().splitlines() or ["no error message"])[-1]
+
+
+def check_sandbox() -> Check:
+    """Check the sandbox of judge workers and of OSWorld's code."""
+    if problem := sandbox_problem():
+        return warn(
+            "sandbox",
+            f"cannot be created: {problem}; judges run with limits only, and OSWorld's evaluators do not run",
+            fix="run envd as root, or allow user namespaces (kernel.unprivileged_userns_clone=1)",
+        )
+    limits = shortcoming(find_hierarchy()) or "memory and processors are limited per job"
+    return ok("sandbox", f"judges and OSWorld's evaluators are confined; {limits}")

@@ -159,7 +159,7 @@ class Metrics:
         self.admission_wait.labels(**labels).observe(wait_s)
 
     def group_refused(self, *, pool: str, run: str, reason: str) -> None:
-        """Record a group that got nothing, with the `envd.pool.refusals.RefusalReason`."""
+        """Record a group that got nothing, with the `envd.pool.queue.RefusalReason`."""
         self.refusals.labels(pool=pool, run=self._run_label(run), reason=reason).inc()
 
     def episodes_opened(self, *, pool: str, run: str, count: int, timings_ms: Mapping[str, float]) -> None:

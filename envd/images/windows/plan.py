@@ -1,22 +1,56 @@
-"""Checks everything that a build of Windows needs, before it starts anything, and decides what it will do."""
+"""Decides what a build of Windows will do, checks everything that it needs, and writes the discs that it starts from.
+
+The answer disc is a CD, because a removable disk would be disk 0 until Setup has loaded the driver of the machine's own
+disk. It holds the password of the new account, so only its owner can read it, and the build removes it.
+"""
 
 import hashlib
+import json
 import re
+import secrets
+import shlex
 import shutil
-from collections.abc import Callable
+import subprocess
+from base64 import b64encode
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.resources import files
+from io import BytesIO
+from pathlib import Path, PurePosixPath
+from string import Template
+from xml.sax.saxutils import escape
+
+import pycdlib
 
 from envd.base.errors import ImageError
+from envd.base.tools import run_tool
+from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
 from envd.hypervisor.qemu.host import find_firmware
 from envd.images.catalogue import file_sha256
-from envd.images.windows.answer_disc import Program, guest_scripts, parse_program
-from envd.images.windows.answers import InstallSettings, answer_file
-from envd.images.windows.disc import BootPatch, Disc, no_prompt_patch, open_disc
-from envd.images.windows.drivers import GuestFiles, find_guest_files
-from envd.images.windows.editions import Edition, choose_edition, read_editions
+from envd.images.windows.media import (
+    LOGON_DRIVERS,
+    SETUP_DRIVERS,
+    BootPatch,
+    Disc,
+    Edition,
+    GuestFiles,
+    Progress,
+    choose_edition,
+    editions_of,
+    find_guest_files,
+    no_prompt_patch,
+    open_disc,
+)
 
-_IMAGE_FILES = ("sources/install.wim", "sources/install.esd", "sources/install.swm")
+#: Name of the answer file in the root of a removable medium, where Setup looks for it; and of its template.
+ANSWER_FILE = "autounattend.xml"
+#: Directory of the answer disc with drivers, which Setup loads by itself.
+SETUP_DRIVER_DIRECTORY = "$WinPEDriver$"
+#: Directory of the answer disc with our scripts and files.
+GUEST_DIRECTORY = "envd"
+VOLUME_LABEL = "ENVD"
+USER = "user"
+_PASSWORD_BYTES = 18
+_PROGRAM_SUFFIXES = (".msi", ".exe", ".ps1")
 _TOOLS = (
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("qemu-img", "qemu-utils"),
@@ -28,8 +62,6 @@ _KEY = re.compile(r"([A-Z0-9]{5}-){4}[A-Z0-9]{5}")
 _MIN_DISK_GIB = 64
 #: While it is sealed, the system exists twice; temporary files of the installation take the rest.
 _SPACE_FACTOR, _SPACE_EXTRA_BYTES = 3, 8 << 30
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +79,31 @@ class WindowsOptions:
     screen_height_px: int = 720
     programs: tuple[str, ...] = ()
     disk_gib: int = _MIN_DISK_GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstallSettings:
+    """Settings of one installation."""
+
+    edition: Edition
+    language: str
+    """Language tag, such as `en-US`."""
+    keyboard: str
+    """Language tag or identifier of the input locale, such as `en-US` or `0409:00000409`."""
+    time_zone: str
+    """Windows' own name, such as `W. Europe Standard Time`."""
+    product_key: str
+    """Empty for none."""
+    screen_width_px: int
+    screen_height_px: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program that is installed at the first logon."""
+
+    file: Path
+    arguments: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +141,7 @@ def plan_build(options: WindowsOptions, *, directory: Path) -> BuildPlan:
         ImageError: Something is missing or wrong; the message has the remedy.
     """
     with open_disc(options.iso) as disc:
-        edition = choose_edition(_editions(disc), options.edition)
+        edition = choose_edition(editions_of(disc), options.edition)
         release = edition.release
         patch = no_prompt_patch(disc)
     with open_disc(options.virtio_win) as drivers:
@@ -99,22 +156,6 @@ def plan_build(options: WindowsOptions, *, directory: Path) -> BuildPlan:
     _check_space(options, edition, directory)
     _check_host()
     return plan
-
-
-def _editions(disc: Disc) -> tuple[Edition, ...]:
-    path = next((found for name in _IMAGE_FILES if (found := disc.find(name))), None)
-    if path is None:
-        raise ImageError(f"ISO {disc.path}: no Windows in it (no {_IMAGE_FILES[0]}); use an installation ISO")
-    if path.lower().endswith(".swm"):
-        raise ImageError(
-            f"ISO {disc.path}: its image is split into several files; use an unmodified ISO from Microsoft"
-        )
-    with disc.open(path) as stream:
-        editions = read_editions(stream)
-    other = sorted({edition.architecture for edition in editions} - {"x64"})
-    if other or not editions:
-        raise ImageError(f"ISO {disc.path}: made for {', '.join(other) or 'nothing'}; use an ISO for x64 (64-bit)")
-    return editions
 
 
 def _settings(options: WindowsOptions, edition: Edition) -> InstallSettings:
@@ -178,3 +219,203 @@ def _check_host() -> None:
             raise ImageError(f"building Windows needs {tool}; install the package {package}")
     if find_firmware() is None:
         raise ImageError("building Windows needs UEFI firmware (OVMF); install the package ovmf")
+
+
+def answer_file(settings: InstallSettings, *, password: str) -> bytes:
+    """Return the answer file of Windows Setup. Pure."""
+    template = re.sub(
+        r"\n *<!--.*?-->", "", (files("envd.images.windows") / ANSWER_FILE).read_text("utf-8"), flags=re.S
+    )
+    if not settings.product_key:
+        template = _without(template, "ProductKey")
+    if not settings.edition.release.is_server:
+        template = _without(template, "AdministratorPassword")
+    values = {
+        "edition": settings.edition.name,
+        "language": settings.language,
+        "keyboard": settings.keyboard,
+        "time_zone": settings.time_zone,
+        "product_key": settings.product_key,
+        "width_px": str(settings.screen_width_px),
+        "height_px": str(settings.screen_height_px),
+        "user": USER,
+        "password": _obscured(password, "Password"),
+        "administrator_password": _obscured(password, "AdministratorPassword"),
+    }
+    return Template(template).substitute({name: escape(value) for name, value in values.items()}).encode()
+
+
+def _without(xml: str, element: str) -> str:
+    return re.sub(rf"\n *<{element}>.*?</{element}>", "", xml, flags=re.S)
+
+
+def _obscured(password: str, element: str) -> str:
+    """Return a password in the form of Windows System Image Manager: obscured, not encrypted."""
+    return b64encode((password + element).encode("utf-16-le")).decode()
+
+
+def parse_program(text: str) -> Program:
+    """Return a program from `FILE [ARGUMENT...]`, quoted as in a shell. Raises: ImageError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ImageError(f"program {text!r}: {error}; close the quotation") from error
+    file = Path(words[0]) if words else Path()
+    if file.suffix.lower() not in _PROGRAM_SUFFIXES:
+        raise ImageError(
+            f"program {text!r}: unknown kind of installer; use a file that ends in {', '.join(_PROGRAM_SUFFIXES)}"
+        )
+    if not file.is_file():
+        raise ImageError(f"program {file}: no such file; check the path")
+    return Program(file=file, arguments=tuple(words[1:]))
+
+
+def guest_scripts() -> dict[str, bytes]:
+    """Return our files for the guest, encoded as Windows expects them, by name."""
+    scripts = {}
+    for item in files("envd.images.windows").joinpath("guest").iterdir():
+        text = item.read_text(encoding="ascii").replace("\n", "\r\n")
+        # `reg import` reads version 5.00 of its format as UTF-16.
+        encoding = "utf-16" if item.name.endswith(".reg") else "ascii"
+        scripts[item.name] = text.encode(encoding)
+    return scripts
+
+
+def write_answer_disc(
+    path: Path,
+    *,
+    answers: bytes,
+    guest_files: GuestFiles,
+    drivers: Disc,
+    is_server: bool,
+    programs: tuple[Program, ...],
+) -> None:
+    """Write the answer disc."""
+    tree: dict[str, bytes | Path] = {ANSWER_FILE: answers}
+    manifest = {"drivers": list(LOGON_DRIVERS), "is_server": is_server, "programs": _programs(programs, tree)}
+    tree[f"{GUEST_DIRECTORY}/manifest.json"] = json.dumps(manifest, indent=2).encode()
+    for name, data in guest_scripts().items():
+        tree[f"{GUEST_DIRECTORY}/{name}"] = data
+    tree[f"{GUEST_DIRECTORY}/{PurePosixPath(guest_files.agent).name}"] = _read(drivers, guest_files.agent)
+    for driver, paths in guest_files.drivers.items():
+        parent = SETUP_DRIVER_DIRECTORY if driver in SETUP_DRIVERS else f"{GUEST_DIRECTORY}/drivers"
+        for file in paths:
+            tree[f"{parent}/{driver}/{PurePosixPath(file).name}"] = _read(drivers, file)
+    _write_iso(path, tree)
+
+
+def _programs(programs: tuple[Program, ...], tree: dict[str, bytes | Path]) -> list[dict[str, object]]:
+    """Add the programs to the disc's files; return what the first logon needs to install them."""
+    listed: list[dict[str, object]] = []
+    for number, program in enumerate(programs, start=1):
+        # A directory each: two programs may have the same file name.
+        path = f"programs/{number}/{program.file.name}"
+        tree[f"{GUEST_DIRECTORY}/{path}"] = program.file
+        listed.append(
+            {"name": program.file.name, "path": path.replace("/", "\\"), "arguments": list(program.arguments)}
+        )
+    return listed
+
+
+def _read(disc: Disc, path: str) -> bytes:
+    with disc.open(path) as stream:
+        return stream.read()
+
+
+def _write_iso(path: Path, tree: dict[str, bytes | Path]) -> None:
+    iso = pycdlib.PyCdlib()
+    iso.new(interchange_level=4, joliet=3, vol_ident=VOLUME_LABEL)
+    directories: set[str] = set()
+    for name, content in tree.items():
+        for parent in reversed(PurePosixPath(name).parents):
+            directory = f"/{parent}"
+            if directory != "/." and directory not in directories:
+                directories.add(directory)
+                iso.add_directory(directory, joliet_path=directory)
+        if isinstance(content, bytes):
+            iso.add_fp(BytesIO(content), len(content), f"/{name}", joliet_path=f"/{name}")
+        else:
+            iso.add_file(str(content), f"/{name}", joliet_path=f"/{name}")
+    path.touch(mode=0o600)
+    iso.write(str(path))
+    iso.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Media:
+    """Files that an installation starts from."""
+
+    answers: Path
+    """The answer file, which is also on the answer disc."""
+    boot_disc: Path
+    answer_disc: Path
+    disk: Path
+    """An empty disk."""
+
+    def image(self, plan: BuildPlan) -> DiskImage:
+        """Return what the machine boots from: the empty disk, then the discs."""
+        return DiskImage(
+            name="windows-setup",
+            digest=plan.patch.data.hex(),
+            disk=self.disk,
+            os=GuestOs.WINDOWS,
+            hardware=Hardware.WINDOWS,
+            firmware=Firmware.UEFI,
+            has_guestd=False,
+            drives=(
+                Drive(path=self.boot_disc, is_cdrom=True),
+                Drive(path=self.answer_disc, disk_format="raw", is_cdrom=True),
+            ),
+        )
+
+
+def write_media(plan: BuildPlan, directory: Path) -> Media:
+    media = Media(
+        answers=directory / ANSWER_FILE,
+        boot_disc=directory / "boot.qcow2",
+        answer_disc=directory / "answers.iso",
+        disk=directory / "empty.qcow2",
+    )
+    answers = answer_file(plan.settings, password=secrets.token_urlsafe(_PASSWORD_BYTES))
+    media.answers.touch(mode=0o600)
+    media.answers.write_bytes(answers)
+    write_boot_disc(media.boot_disc, plan.options.iso, plan.patch)
+    with open_disc(plan.options.virtio_win) as drivers:
+        write_answer_disc(
+            media.answer_disc,
+            answers=answers,
+            guest_files=plan.guest_files,
+            drivers=drivers,
+            is_server=plan.edition.release.is_server,
+            programs=plan.programs,
+        )
+    qemu_img("create", "-q", "-f", "qcow2", str(media.disk), f"{plan.options.disk_gib}G")
+    return media
+
+
+def qemu_img(*arguments: str) -> None:
+    """Run qemu-img. Raises: ImageError."""
+    run_tool(["qemu-img", *arguments], what=f"disk: qemu-img {arguments[0]}", error=ImageError)
+
+
+def write_boot_disc(path: Path, iso: Path, patch: BootPatch) -> None:
+    """Write the Windows ISO with another entry in its boot catalogue, as an overlay of a few KiB on top of the ISO.
+
+    Windows' ISOs wait for a key before they boot, and return to the firmware without one. They also have a boot image
+    that does not wait. The overlay names that one; the ISO file stays as it is.
+    """
+    data = path.with_name("patch")
+    data.write_bytes(patch.data)
+    _run("qemu-img", "create", "-q", "-f", "qcow2", "-b", str(iso.resolve()), "-F", "raw", path.name, cwd=path.parent)
+    # qemu-io splits its commands at spaces, so they must not contain our paths.
+    command = f"write -q -s {data.name} {patch.offset} {len(patch.data)}"
+    _run("qemu-io", "-f", "qcow2", "-c", command, path.name, cwd=path.parent)
+    data.unlink()
+
+
+def _run(*command: str, cwd: Path) -> None:
+    done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    # qemu-io reports a failed command in its output only.
+    if done.returncode != 0 or done.stdout.strip():
+        message = (done.stderr or done.stdout).decode(errors="replace").strip()
+        raise ImageError(f"boot disc: {command[0]} failed: {message}; check the free space and the package qemu-utils")

@@ -1,1 +1,1 @@
-"""Wire protocols of other systems, served next to gRPC, so that their unmodified clients run on envd's desktops."""
+"""Clients of other systems on envd's desktops: HTTP servers of their protocols, as clients of a daemon."""

@@ -5,16 +5,19 @@ pool's queue.
 """
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 
-from envd.api.security.access import Caller
-from envd.base.errors import EpisodeNotFound, InvalidRequest
-from envd.desktop.observation import Observation
-from envd.integrations.compat.osworld_env import EnvSettings
-from envd.integrations.compat.protocols import Body, Routes, base64_png, json_response, read_body
-from envd.integrations.compat.sessions import Sessions, SessionTable
+from cuaenv.client import AsyncEpisode, State
+from envd.integrations.compat.callers import Caller, Session, not_found
+from envd.integrations.compat.osworld_env import EnvSettings, act, shown
+from envd.integrations.compat.routes import Body, Routes, bad_field, json_response, read_body
+
+_shown = partial(shown, screenshot="screenshot_b64")
 
 
 class _Reset(Body):
@@ -30,115 +33,83 @@ class _Nothing(Body):
     pass
 
 
-@dataclass(slots=True)
-class _Session:
-    owner: str
+@dataclass(slots=True, kw_only=True)
+class ArealSession(Session):
+    """A client's settings, and its episode."""
+
     settings: EnvSettings
-    episode_id: str = ""
 
 
 class Areal:
     """Serves the protocol on an application's routes."""
 
-    def __init__(self, sessions: Sessions, routes: Routes) -> None:
-        self._sessions = sessions
-        self._known: SessionTable[str, _Session] = SessionTable()
+    def __init__(self, routes: Routes[ArealSession]) -> None:
+        callers = routes.callers
         routes.add_health(
-            "/health", lambda: {"status": "ok", "active_sessions": len(self._known), "max_envs": sessions.capacity}
+            "/health",
+            lambda: {"status": "ok", "active_sessions": callers.session_count(), "max_envs": callers.capacity},
         )
-        routes.add("POST", "/envs", self._create, method="Reset")
-        routes.add("POST", "/envs/{session_id}/reset", self._reset, method="Reset")
-        routes.add("GET", "/envs/{session_id}/obs", self._observe, method="Observe")
-        routes.add("POST", "/envs/{session_id}/step", self._step, method="Step")
-        routes.add("POST", "/envs/{session_id}/evaluate", self._evaluate, method="Evaluate")
-        routes.add("POST", "/envs/{session_id}/close", self._close, method="Close")
+        routes.add("POST", "/envs", self._create)
+        routes.add("POST", "/envs/{session_id}/reset", self._reset)
+        routes.add("GET", "/envs/{session_id}/obs", self._observe)
+        routes.add("POST", "/envs/{session_id}/step", self._step)
+        routes.add("POST", "/envs/{session_id}/evaluate", self._evaluate)
+        routes.add("POST", "/envs/{session_id}/close", self._close)
 
-    async def _create(self, request: web.Request, caller: Caller) -> web.Response:
+    async def _create(self, request: web.Request, caller: Caller[ArealSession]) -> web.Response:
         settings = await read_body(request, EnvSettings)
         settings.check()
         session_id = uuid.uuid4().hex
-        self._known.add(session_id, _Session(owner=caller.name, settings=settings))
+        await caller.add(session_id, ArealSession(settings=settings))
         return json_response({"session_id": session_id})
 
-    async def _reset(self, request: web.Request, caller: Caller) -> web.Response:
-        session = self._session(request, caller)
-        body = await read_body(request, _Reset)
-        if body.task_config is None:
-            raise InvalidRequest("task_config", "is required; an episode is one attempt at a task")
-        task = self._sessions.task_of(body.task_config)
-        session.settings.check(task)
-        replaced, session.episode_id = session.episode_id, ""
-        if replaced:
-            await self._sessions.close(caller, replaced)
-        result = await self._sessions.open(caller, task.task_id, observe=session.settings.view)
-        episode_id, observation = result.episodes[0].episode_id, result.observations[0]
-        try:
-            session.settings.check_screen(observation.frame)
-            self._session(request, caller)
-        except Exception:
-            await self._sessions.close(caller, episode_id)
-            raise
-        # Of two concurrent resets the later one counts.
-        replaced, session.episode_id = session.episode_id, episode_id
-        if replaced:
-            await self._sessions.close(caller, replaced)
-        return json_response({"obs": _observation(observation, instruction=result.instruction)})
+    async def _reset(self, request: web.Request, caller: Caller[ArealSession]) -> web.Response:
+        session_id = request.match_info["session_id"]
+        with caller.using(session_id) as session:
+            body = await read_body(request, _Reset)
+            if body.task_config is None:
+                raise bad_field("task_config", "is required; an episode is one attempt at a task")
+            await session.close_episode()
+            episode = await session.settings.open(caller, body.task_config)
+            if session_id not in caller.sessions:
+                await episode.close()
+                raise not_found(session_id)
+            # Of two concurrent resets the later one counts.
+            await session.close_episode()
+            session.episode = episode
+            return json_response({"obs": _shown(episode, episode.observation)})
 
-    async def _observe(self, request: web.Request, caller: Caller) -> web.Response:
-        session, episode_id = self._episode(request, caller)
-        info = await self._sessions.info(episode_id)
-        observation = await self._sessions.observe(episode_id, session.settings.view)
-        return json_response({"obs": _observation(observation, instruction=self._sessions.instruction_of(info))})
+    async def _observe(self, request: web.Request, caller: Caller[ArealSession]) -> web.Response:
+        with _episode(request, caller) as episode:
+            return json_response({"obs": _shown(episode, await episode.observe(refresh=True))})
 
-    async def _step(self, request: web.Request, caller: Caller) -> web.Response:
-        session, episode_id = self._episode(request, caller)
-        body = await read_body(request, _Step)
-        acted = await self._sessions.act(episode_id, body.action, pause_s=body.pause, observe=session.settings.view)
-        instruction = self._sessions.instruction_of(acted.info)
-        return json_response(
-            {
-                "obs": _observation(acted.observation, instruction=instruction),
-                "reward": 0.0,
-                "done": acted.done,
-                "info": {"error": acted.error} if acted.error else {},
-            }
-        )
+    async def _step(self, request: web.Request, caller: Caller[ArealSession]) -> web.Response:
+        with _episode(request, caller) as episode:
+            body = await read_body(request, _Step)
+            acted = await act(episode, body.action, pause_s=body.pause)
+            return json_response(
+                {
+                    "obs": _shown(episode, acted.observation),
+                    "reward": 0.0,
+                    "done": episode.state is not State.ACTIVE,
+                    "info": {"error": acted.error} if acted.error else {},
+                }
+            )
 
-    async def _evaluate(self, request: web.Request, caller: Caller) -> web.Response:
-        _, episode_id = self._episode(request, caller)
+    async def _evaluate(self, request: web.Request, caller: Caller[ArealSession]) -> web.Response:
+        with _episode(request, caller) as episode:
+            await read_body(request, _Nothing)
+            return json_response({"reward": (await episode.evaluate()).score})
+
+    async def _close(self, request: web.Request, caller: Caller[ArealSession]) -> web.Response:
         await read_body(request, _Nothing)
-        return json_response({"reward": await self._sessions.evaluate(episode_id)})
-
-    async def _close(self, request: web.Request, caller: Caller) -> web.Response:
-        await read_body(request, _Nothing)
-        try:
-            session = self._session(request, caller)
-        except EpisodeNotFound:
-            return json_response({"ok": True})
-        self._known.remove(request.match_info["session_id"])
-        if session.episode_id:
-            await self._sessions.close(caller, session.episode_id)
+        await caller.close(request.match_info["session_id"])
         return json_response({"ok": True})
 
-    def _session(self, request: web.Request, caller: Caller) -> _Session:
-        session_id = request.match_info["session_id"]
-        session = self._known.get(session_id)
-        if session is None or not caller.may_use(session.owner):
-            raise EpisodeNotFound(f"session {session_id}: not found, or closed; create one by POST /envs")
-        self._known.touch(session_id)
-        return session
 
-    def _episode(self, request: web.Request, caller: Caller) -> tuple[_Session, str]:
-        session = self._session(request, caller)
-        if not session.episode_id:
-            raise InvalidRequest("session", "has no episode yet; send its reset first")
-        return session, session.episode_id
-
-
-def _observation(observation: Observation, *, instruction: str) -> dict[str, object]:
-    return {
-        "screenshot_b64": base64_png(observation.frame),
-        "accessibility_tree": observation.a11y_tree,
-        "terminal": observation.terminal,
-        "instruction": instruction,
-    }
+@contextmanager
+def _episode(request: web.Request, caller: Caller[ArealSession]) -> Iterator[AsyncEpisode]:
+    with caller.using(request.match_info["session_id"]) as session:
+        if session.episode is None:
+            raise bad_field("session", "has no episode; send its reset first")
+        yield session.episode

@@ -1,23 +1,24 @@
-"""Serves the protocols that are switched on, each on an address of its own."""
+"""Serves one protocol on an address, as a client of a daemon."""
 
+import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
-from envd.api.security.guard import Guard
+from envd.api.security.http import require_local_host_name
 from envd.base.telemetry.endpoint import serve_app
 from envd.integrations.compat.areal import Areal
 from envd.integrations.compat.areal_sandbox import ArealSandbox
-from envd.integrations.compat.protocols import MAX_BODY_BYTES, Routes
-from envd.integrations.compat.sessions import Sessions
+from envd.integrations.compat.callers import Callers
+from envd.integrations.compat.routes import MAX_BODY_BYTES, Routes
 from envd.integrations.compat.slime_osworld import SlimeOsworld
 from envd.integrations.compat.windows_vm import WindowsVm
 
 #: The protocols by name; each adds its routes.
-PROTOCOLS: Mapping[str, Callable[[Sessions, Routes], object]] = {
+PROTOCOLS: Mapping[str, Callable[[Routes[Any]], object]] = {
     "slime-osworld": SlimeOsworld,
     "areal": Areal,
     "areal-sandbox": ArealSandbox,
@@ -26,28 +27,29 @@ PROTOCOLS: Mapping[str, Callable[[Sessions, Routes], object]] = {
 
 
 @asynccontextmanager
-async def serve_compat(
-    addresses: Mapping[str, str],
-    sessions: Sessions,
-    guard: Guard,
-    *,
-    tls: ssl.SSLContext | None = None,
-    middlewares: Sequence[Middleware] = (),
-) -> AsyncIterator[dict[str, str]]:
-    """Serve protocols and yield their bound addresses by name.
+async def serve_protocol(
+    name: str, listen: str, callers: Callers[Any], *, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
+    """Serve a protocol during the block, and yield the bound address; closes all episodes at the end.
 
     Args:
-        addresses: HOST:PORT by protocol, port 0 for a free one.
+        listen: HOST:PORT, port 0 for a free one.
+        callers: Started.
+        tls: Encrypts the connections of clients.
 
     Raises:
-        ConfigError: An address cannot be bound.
+        ConfigError: The address cannot be bound.
     """
-    bound: dict[str, str] = {}
-    async with AsyncExitStack() as stack:
-        for name, listen in addresses.items():
-            app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
-            routes = Routes(app, guard)
-            PROTOCOLS[name](sessions, routes)
-            routes.add_unknown()
-            bound[name] = await stack.enter_async_context(serve_app(app, listen, setting=f"compat {name}", tls=tls))
-        yield bound
+    is_open = tls is None and not callers.requires_token
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[require_local_host_name()] if is_open else [])
+    routes = Routes(app, callers)
+    PROTOCOLS[name](routes)
+    routes.add_unknown()
+    sweeping = asyncio.create_task(callers.keep_swept(), name="compat:sweep")
+    try:
+        async with serve_app(app, listen, setting=f"compat {name}", tls=tls) as address:
+            yield address
+    finally:
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
+        await callers.aclose()

@@ -5,26 +5,22 @@ That server has one machine and no way to open one. Here `POST /vm` opens an epi
 """
 
 import asyncio
-import io
 
 import pydantic
 from aiohttp import web
-from PIL import Image
 
 from cuaenv.actions import Action, TypeText
 from cuaenv.agent_text.values import ParseError, monitor_chord, type_action
-from envd.api.security.access import Caller
-from envd.base.errors import InvalidRequest
-from envd.desktop.observation import Encoding, ObservationOptions
-from envd.episodes.types import EpisodeState
-from envd.integrations.compat.protocols import Body, Routes, json_response, png_of, read_body
-from envd.integrations.compat.sessions import Sessions
+from cuaenv.client import Observation, State, View
+from cuaenv.client.errors import SampleVoid
+from envd.integrations.compat.callers import Caller, Session
+from envd.integrations.compat.osworld_env import perform
+from envd.integrations.compat.routes import Body, Routes, bad_field, json_response, read_body
 from envd.tasks.fields import BOM
 from envd.tasks.text import decode
 
-_NO_PIXELS = ObservationOptions(encoding=Encoding.NONE)
-_PNG = ObservationOptions(encoding=Encoding.PNG)
-_MAX_FILE_BYTES = 8 << 20
+_NO_PIXELS = View(encoding="none")
+_PNG = View(encoding="png")
 _MAX_KEYS = 64
 _ENCODINGS = (BOM, "utf-8", "utf-16-le", "cp1252")
 
@@ -58,116 +54,131 @@ class _GuestFile(Body):
 
 
 class WindowsVm:
-    """Serves the protocol on an application's routes."""
+    """Serves the protocol on an application's routes. A session has the id of its episode."""
 
-    def __init__(self, sessions: Sessions, routes: Routes) -> None:
-        self._sessions = sessions
+    def __init__(self, routes: Routes[Session]) -> None:
         vm = "/vm/{episode_id}"
         routes.add_health("/health", lambda: {"ok": True})
-        routes.add("POST", "/vm", self._open, method="Reset")
-        routes.add("GET", f"{vm}/health", self._health, method="Observe")
-        routes.add("GET", f"{vm}/status", self._status, method="Observe")
-        routes.add("GET", f"{vm}/screenshot", self._screenshot, method="Observe")
-        routes.add("GET", f"{vm}/screenshot/size", self._screenshot_size, method="Observe")
-        routes.add("POST", f"{vm}/sendkey", self._send_key, method="Step")
-        routes.add("POST", f"{vm}/type", self._type, method="Step")
-        routes.add("POST", f"{vm}/keys", self._send_keys, method="Step")
-        routes.add("POST", f"{vm}/guest-file", self._guest_file, method="ReadGuestFile")
-        routes.add("POST", f"{vm}/evaluate", self._evaluate, method="Evaluate")
-        routes.add("POST", f"{vm}/shutdown", self._shut_down, method="Close")
+        routes.add("POST", "/vm", self._open)
+        routes.add("GET", f"{vm}/health", self._health)
+        routes.add("GET", f"{vm}/status", self._status)
+        routes.add("GET", f"{vm}/screenshot", self._screenshot)
+        routes.add("GET", f"{vm}/screenshot/size", self._screenshot_size)
+        routes.add("POST", f"{vm}/sendkey", self._send_key)
+        routes.add("POST", f"{vm}/type", self._type)
+        routes.add("POST", f"{vm}/keys", self._send_keys)
+        routes.add("POST", f"{vm}/guest-file", self._guest_file)
+        routes.add("POST", f"{vm}/evaluate", self._evaluate)
+        routes.add("POST", f"{vm}/shutdown", self._shut_down)
         routes.add_refused(f"{vm}/exec", "commands on the host are not served; use the guest's keyboard")
         routes.add_refused(f"{vm}/hmp", "QEMU's monitor is not served; use /sendkey and /screenshot")
         routes.add_refused(f"{vm}/reset", "machines are not rebooted; open a new episode by POST /vm")
 
-    async def _open(self, request: web.Request, caller: Caller) -> web.Response:
+    async def _open(self, request: web.Request, caller: Caller[Session]) -> web.Response:
         body = await read_body(request, _Open)
-        result = await self._sessions.open(caller, body.task_id, observe=_NO_PIXELS, unlimited=True)
-        episode_id = result.episodes[0].episode_id
-        return json_response({"episode_id": episode_id, "path": f"/vm/{episode_id}", "instruction": result.instruction})
+        episode = await caller.open(body.task_id, view=_NO_PIXELS, of_calls=True)
+        episode_id = episode.episode_id
+        await caller.add(episode_id, Session(episode=episode))
+        return json_response(
+            {"episode_id": episode_id, "path": f"/vm/{episode_id}", "instruction": episode.instruction}
+        )
 
-    async def _health(self, request: web.Request, _caller: Caller) -> web.Response:
-        info = await self._sessions.info(request.match_info["episode_id"])
-        return json_response({"ok": info.state is not EpisodeState.FAILED})
+    async def _health(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+        return json_response({"ok": await _is_alive(request, caller)})
 
-    async def _status(self, request: web.Request, _caller: Caller) -> web.Response:
-        info = await self._sessions.info(request.match_info["episode_id"])
-        running = info.state is not EpisodeState.FAILED
-        return json_response({"qemu_running": running, "qemu_pid": None, "hmp_socket": False})
+    async def _status(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+        is_alive = await _is_alive(request, caller)
+        return json_response({"qemu_running": is_alive, "qemu_pid": None, "hmp_socket": False})
 
-    async def _screenshot(self, request: web.Request, _caller: Caller) -> web.Response:
-        episode_id = request.match_info["episode_id"]
-        await self._sessions.info(episode_id)
-        png = png_of((await self._sessions.observe(episode_id, _PNG)).frame)
+    async def _screenshot(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+        with caller.using_episode(_id(request)) as episode:
+            seen = await episode.observe(_PNG, refresh=True)
         # In a thread: a screen takes some 20 ms.
-        body = await asyncio.to_thread(_ppm, png)
+        body = await asyncio.to_thread(_ppm, seen)
         return web.Response(body=body, content_type="image/x-portable-pixmap")
 
-    async def _screenshot_size(self, request: web.Request, _caller: Caller) -> web.Response:
-        frame = (await self._sessions.observe(request.match_info["episode_id"], _NO_PIXELS)).frame
-        header = _header(frame.screen_width_px, frame.screen_height_px)
-        return json_response({"size": len(header) + 3 * frame.screen_width_px * frame.screen_height_px})
+    async def _screenshot_size(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+        with caller.using_episode(_id(request)) as episode:
+            seen = await episode.observe()
+        size = len(_header(seen)) + 3 * seen.screen_width_px * seen.screen_height_px
+        return json_response({"size": size})
 
-    async def _send_key(self, request: web.Request, _caller: Caller) -> web.Response:
+    async def _send_key(self, request: web.Request, caller: Caller[Session]) -> web.Response:
         body = await read_body(request, _Key)
-        error = await self._perform(request, [_chord(body.key, "key")])
+        error = await _perform(request, caller, [_chord(body.key, "key")])
         return json_response({"result": error, "key": body.key})
 
-    async def _type(self, request: web.Request, _caller: Caller) -> web.Response:
+    async def _type(self, request: web.Request, caller: Caller[Session]) -> web.Response:
         body = await read_body(request, _Type)
         text = body.text + ("\n" if body.enter else "")
-        error = await self._perform(request, [_typed(text)]) if text else ""
+        error = await _perform(request, caller, [_typed(text)]) if text else ""
         skipped = list(body.text) if error else []
         response = {"typed": len(body.text) - len(skipped), "skipped": skipped, "total": len(body.text)}
         return json_response(response | ({"result": error} if error else {}))
 
-    async def _send_keys(self, request: web.Request, _caller: Caller) -> web.Response:
+    async def _send_keys(self, request: web.Request, caller: Caller[Session]) -> web.Response:
         body = await read_body(request, _Keys)
         actions = [_chord(key, f"keys.{index}") for index, key in enumerate(body.keys)]
-        error = await self._perform(request, actions) if actions else ""
+        error = await _perform(request, caller, actions) if actions else ""
         if error:
-            raise InvalidRequest("keys", error)
+            raise bad_field("keys", error)
         return json_response({"sent": len(actions)})
 
-    async def _guest_file(self, request: web.Request, _caller: Caller) -> web.Response:
+    async def _guest_file(self, request: web.Request, caller: Caller[Session]) -> web.Response:
         body = await read_body(request, _GuestFile)
-        data = await self._sessions.read_file(request.match_info["episode_id"], body.path, max_bytes=_MAX_FILE_BYTES)
-        content = decode(data, _ENCODINGS)
+        with caller.using_episode(_id(request)) as episode:
+            content = decode(await episode.read_file(body.path), _ENCODINGS)
         if content is None:
-            raise InvalidRequest("path", f"{body.path!r} is not a text file")
+            raise bad_field("path", f"{body.path!r} is not a text file")
         return json_response({"content": content, "path": body.path})
 
-    async def _evaluate(self, request: web.Request, _caller: Caller) -> web.Response:
+    async def _evaluate(self, request: web.Request, caller: Caller[Session]) -> web.Response:
         await read_body(request, _Nothing)
-        return json_response({"reward": await self._sessions.evaluate(request.match_info["episode_id"])})
+        with caller.using_episode(_id(request)) as episode:
+            return json_response({"reward": (await episode.evaluate()).score})
 
-    async def _shut_down(self, request: web.Request, caller: Caller) -> web.Response:
-        await self._sessions.close(caller, request.match_info["episode_id"])
+    async def _shut_down(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+        await caller.close(_id(request))
         return json_response({"result": "shutdown sent"})
 
-    async def _perform(self, request: web.Request, actions: list[Action]) -> str:
-        """Perform actions as one step; return the guest's objection, or an empty text."""
-        acted = await self._sessions.step(request.match_info["episode_id"], actions, observe=_NO_PIXELS)
-        return acted.error
+
+def _id(request: web.Request) -> str:
+    return request.match_info["episode_id"]
+
+
+async def _is_alive(request: web.Request, caller: Caller[Session]) -> bool:
+    """Return whether an episode's machine is alive. Raises: EpisodeNotFound."""
+    with caller.using_episode(_id(request)) as episode:
+        try:
+            await episode.observe()
+        except SampleVoid:
+            return False
+        return episode.state is not State.FAILED
+
+
+async def _perform(request: web.Request, caller: Caller[Session], actions: list[Action]) -> str:
+    """Perform actions as one step; return the guest's objection, or an empty text."""
+    with caller.using_episode(_id(request)) as episode:
+        return (await perform(episode, actions)).error
 
 
 def _chord(text: str, field: str) -> Action:
     try:
         return monitor_chord(text)
     except ParseError as error:
-        raise InvalidRequest(field, str(error)) from None
+        raise bad_field(field, str(error)) from None
 
 
 def _typed(text: str) -> TypeText:
     try:
         return type_action(text)
     except ParseError as error:
-        raise InvalidRequest("text", str(error)) from None
+        raise bad_field("text", str(error)) from None
 
 
-def _header(width_px: int, height_px: int) -> bytes:
-    return f"P6\n{width_px} {height_px}\n255\n".encode()
+def _header(seen: Observation) -> bytes:
+    return f"P6\n{seen.screen_width_px} {seen.screen_height_px}\n255\n".encode()
 
 
-def _ppm(png: bytes) -> bytes:
-    with Image.open(io.BytesIO(png)) as image:
-        return _header(*image.size) + image.convert("RGB").tobytes()
+def _ppm(seen: Observation) -> bytes:
+    return _header(seen) + seen.image.tobytes()

@@ -17,6 +17,8 @@ from importlib.resources import files
 from pathlib import Path
 
 import envd
+from envd.base.checks import Check, ok, warn
+from envd.base.config import Config
 from envd.base.errors import OsworldError
 from envd.base.venv import STAGING, PinnedEnvironment, Progress
 from envd.integrations.osworld.workers import KnownNames
@@ -136,3 +138,14 @@ with open(sys.argv[2], "w") as file:
 def requirements() -> str:
     """Return the pinned requirements, without the package itself, in pip's form."""
     return (files("envd.integrations.osworld") / "requirements.txt").read_text()
+
+
+def check_osworld(config: Config) -> Check:
+    """Check that OSWorld's tasks, if registered, can be served. Nothing else needs OSWorld."""
+    environment = Environment(config.cache_dir)
+    installed = "installed" if environment.is_installed else "not installed"
+    tasks = f"tasks in {environment.tasks}" if environment.tasks else "no task files registered"
+    if environment.tasks and not environment.is_installed:
+        detail = f"{installed}, but {tasks}: their resets fail"
+        return warn("osworld", detail, fix="`envd osworld install`")
+    return ok("osworld", f"{installed}, {tasks}")

@@ -44,6 +44,8 @@ class PortForward:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.local_port = 0
         """The port of this host."""
+        self.error: EnvError | None = None
+        """Why the latest connection failed that did; None if none has."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.address} to port {self._port} of {self._episode_id}>"
@@ -82,6 +84,7 @@ class PortForward:
             # Programs wait for a port by connecting to it repeatedly.
             level = logging.INFO if isinstance(error, GuestRefused) else logging.WARNING
             logger.log(level, "%s, port %d: %s", self._episode_id, self._port, error)
+            self.error = error
             _reset(writer)
             if isinstance(error, _FINAL) and not self._ended.done():
                 self._ended.set_exception(error)

@@ -13,8 +13,9 @@ import aiohttp.web
 import pytest
 import verifiers.v1 as vf
 
+from tests.adapters.verifiers.verifiers_sight import SightEnv, turns_of
 from tests.support.sight import AGENT, FAULTS, SETTINGS, Fault, check, examine, picture_of, plant_messages, reply
-from trainer.adapters.verifiers import DesktopConfig, DesktopEnvConfig, SightEnv, turns_of
+from trainer.adapters.verifiers import DesktopConfig, DesktopEnvConfig
 from trainer.agent.grammars import Picture
 from trainer.learn.checkpoint import write_checkpoint
 from trainer.sight.model import Model

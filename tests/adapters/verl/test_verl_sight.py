@@ -8,8 +8,8 @@ from verl.workers.rollout.replica import TokenOutput
 
 from tests.adapters.verl import test_verl
 from tests.adapters.verl.test_verl import Rollout, queue  # noqa: F401 -- a fixture
+from tests.adapters.verl.verl_sight import turns_of
 from tests.support.sight import AGENT, FAULTS, SETTINGS, Fault, check, examine, plant, reply
-from trainer.adapters.verl import turns_of
 from trainer.sight.episode import plan_of
 from trainer.sight.model import Model
 
@@ -45,7 +45,7 @@ async def test_planted_faults_are_found(
     fault: Fault, eyes: Model, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(fault, monkeypatch)
-    monkeypatch.setattr(test_verl, "TARGET", "trainer.adapters.verl.SightAgentLoop")
+    monkeypatch.setattr(test_verl, "TARGET", "tests.adapters.verl.verl_sight.SightAgentLoop")
     engine = Engine(eyes, fault)
     rollout = Rollout("127.0.0.1:1", model, tmp_path, engine, agent=AGENT)  # type: ignore[arg-type]
     plan, episodes = plan_of(SETTINGS), []

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.cli.certificates import make_development_certs
-from envd.cli.certs import write_certs
+from envd.cli.certs import make_development_certs, write_certs
 from tests.support.callers import Certs, Parties, Tokens, connected
 from tests.support.server import serve_fake
 

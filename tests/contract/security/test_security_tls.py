@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from cuaenv import client as trainer
 from cuaenv.client import AsyncEnvClient, EnvClient, RetryPolicy, Tls
@@ -17,8 +21,7 @@ from envd.api.server import ApiServer
 from envd.base.config import SecurityConfig
 from envd.base.errors import ConfigError
 from envd.base.telemetry.metrics import Metrics
-from envd.cli.certificates import make_development_certs
-from envd.cli.certs import write_certs
+from envd.cli.certs import make_development_certs, write_certs
 from tests.support.callers import HASTY, Certs, Tokens, serving
 from tests.support.stub_episodes import StubEpisodes
 
@@ -83,15 +86,38 @@ async def test_tls_on_one_side_only_is_named(certs: Certs, foreign: Certs) -> No
                     await client.list_pools()
 
 
+def for_servers_only(certs: Certs, directory: Path) -> Tls:
+    """Return a certificate of the authority that is not for clients; those of `envd certs` are for both."""
+    authority = x509.load_pem_x509_certificate(certs["ca"].read_bytes())
+    signer = load_pem_private_key(certs["ca_key"].read_bytes(), password=None)
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "server")]))
+        .issuer_name(authority.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.now(UTC) - timedelta(hours=1))
+        .not_valid_after(datetime.now(UTC) + timedelta(days=1))
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .sign(signer, hashes.SHA256())
+    )
+    files = directory / "server-only.pem", directory / "server-only.key"
+    files[0].write_bytes(certificate.public_bytes(Encoding.PEM))
+    files[1].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return Tls(ca=certs["ca"], cert=files[0], key=files[1])
+
+
 @pytest.mark.parametrize("shown", ["none", "foreign", "servers"])
 async def test_a_client_without_a_certificate_of_the_authority_cannot_connect(
-    certs: Certs, foreign: Certs, shown: str
+    certs: Certs, foreign: Certs, shown: str, tmp_path: Path
 ) -> None:
     ours = {
         "none": Tls(ca=certs["ca"]),
         "foreign": Tls(ca=certs["ca"], cert=foreign["client"], key=foreign["client_key"]),
         # Right authority, wrong purpose: a server's certificate does not authenticate a client.
-        "servers": Tls(ca=certs["ca"], cert=certs["server"], key=certs["server_key"]),
+        "servers": for_servers_only(certs, tmp_path),
     }
     async with serving(tls_of(certs, client_ca=certs["ca"])) as (_, address):
         good = Tls(ca=certs["ca"], cert=certs["client"], key=certs["client_key"])
@@ -134,15 +160,15 @@ async def test_a_new_certificate_is_used_without_a_restart_and_an_invalid_one_is
     files = write_certs(tmp_path, make_development_certs([], now=datetime.now(UTC)))
     async with serving(tls_of(files), metrics=metrics) as (_, address):
         before = await certificate_at(address)
-        renewed = make_development_certs([], now=datetime.now(UTC)).server
-        files["server"].write_bytes(renewed.cert_pem)
+        renewed = make_development_certs([], now=datetime.now(UTC))
+        files["server"].write_bytes(renewed["server"])
         # Only half of the pair is new: the old pair stays in use, and an error is logged.
         with caplog.at_level(logging.ERROR):
             assert await certificate_at(address) == before
         assert "are not a PEM certificate and its key" in caplog.text
         assert metrics.registry.get_sample_value("envd_security_files_stale", stale) == 1
-        files["server_key"].write_bytes(renewed.key_pem)
-        assert await certificate_at(address) == x509.load_pem_x509_certificate(renewed.cert_pem)
+        files["server_key"].write_bytes(renewed["server_key"])
+        assert await certificate_at(address) == x509.load_pem_x509_certificate(renewed["server"])
         assert metrics.registry.get_sample_value("envd_security_files_stale", stale) == 0
 
 

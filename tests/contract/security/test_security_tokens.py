@@ -25,6 +25,7 @@ from tests.support.callers import (
     SHORT_S,
     TASK,
     TIMEOUT_S,
+    Certs,
     Parties,
     Refusal,
     Tokens,
@@ -38,6 +39,7 @@ from tests.support.callers import (
     request_for,
     serving,
 )
+from tests.support.server import serve_fake
 from tests.support.stub_episodes import StubEpisodes, pool_info
 
 Code = grpc.StatusCode
@@ -231,6 +233,24 @@ async def test_a_socket_is_created_with_mode_0600(tmp_path: Path, monkeypatch: p
         async with serving(SecurityConfig(), listen=f"unix:{path}"):
             assert modes == [0o600], "the socket had its mode before chmod"
         assert os.umask(0) == 0
+    finally:
+        os.umask(before)
+
+
+async def test_a_socket_for_own_processes_is_private_and_asks_for_tokens(
+    certs: Certs, tokens: Tokens, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.sock"
+    security = SecurityConfig(tls_cert=certs["server"], tls_key=certs["server_key"], tokens_file=tokens.path)
+    before = os.umask(0)
+    try:
+        async with serve_fake(size=1, security=security, local_socket=path):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            async with AsyncEnvClient(f"unix:{path}", token="") as stranger:
+                with pytest.raises(trainer.Unauthenticated):
+                    await stranger.list_pools()
+            async with AsyncEnvClient(f"unix:{path}", token=tokens.alice.secret) as alice:
+                assert len(await alice.list_pools()) == 1
     finally:
         os.umask(before)
 

@@ -5,7 +5,7 @@ import base64
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,6 @@ Screen = npt.NDArray[np.uint32]
 
 #: Notes stored with the template.
 NOTES = {"made-by": "the machine contract"}
-
-
-class Frozen(NamedTuple):
-    """A booted machine, destroyed by freezing it, and the template that it became."""
-
-    machine: Machine
-    template: Snapshot
 
 
 @pytest.mark.asyncio(loop_scope="class")
@@ -94,6 +87,11 @@ class MachineFixtures:
         """Wait until the machine responds and shows its desktop. Override it if the agent starts before the desktop."""
         await cls.wait_agent(machine)
 
+    @classmethod
+    async def wait_freezable(cls, machine: Machine) -> None:
+        """Wait until a new machine can be frozen."""
+        await cls.wait_booted(machine)
+
     async def provoke(self, client: RfbClient) -> None:
         """Send input that changes a booted guest's screen: a key press, and a right click on the desktop."""
         width_px, height_px = client.size
@@ -108,21 +106,21 @@ class MachineFixtures:
 
     @pytest_asyncio.fixture(scope="class", loop_scope="class")
     @classmethod
-    async def frozen(cls, hypervisor: Hypervisor) -> Frozen:
-        """Boot a machine and freeze it. No other machine is waited for until it has booted."""
-        machine = await hypervisor.create(cls.make_spec(new_machine_id()))
+    async def template(cls, hypervisor: Hypervisor) -> Snapshot:
+        """The template of the class's machines: one that is stored, or else a machine that is booted and frozen.
+
+        No other machine is waited for until it has booted.
+        """
+        spec = cls.make_spec(new_machine_id())
+        if stored := await hypervisor.find_template(spec):
+            return stored
+        machine = await hypervisor.create(spec)
         try:
             await cls.wait_booted(machine)
-            return Frozen(machine, await hypervisor.freeze(machine, notes=NOTES))
+            return await hypervisor.freeze(machine, notes=NOTES)
         except BaseException:
             await machine.destroy()
             raise
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def template(cls, frozen: Frozen) -> Snapshot:
-        """The template of the class's machines."""
-        return frozen.template
 
     @pytest_asyncio.fixture(scope="class", loop_scope="class")
     @classmethod

@@ -20,7 +20,7 @@ from envd.base.errors import (
 )
 from envd.desktop.agent import GuestAgent, guest_machine_id, renew_identity
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
-from tests.support.machine_contract.fixtures import NOTES, Frozen, MachineFixtures, new_machine_id
+from tests.support.machine_contract.fixtures import NOTES, MachineFixtures, new_machine_id
 
 # Paths in the guest: one on its disk, one only in its memory.
 _DISK_PATH = "/var/tmp/envd-contract-fork"  # noqa: S108
@@ -36,10 +36,11 @@ class TemplateContract(MachineFixtures):
 
     # The template
 
-    async def test_freezing_ends_the_machine_and_leaves_only_the_template(
-        self, hypervisor: Hypervisor, frozen: Frozen
-    ) -> None:
-        machine, template = frozen
+    async def test_freezing_ends_the_machine_and_leaves_only_the_template(self, hypervisor: Hypervisor) -> None:
+        spec = self.make_spec(new_machine_id())
+        machine = await hypervisor.create(replace(spec, memory_mib=spec.memory_mib + 64))
+        await self.wait_freezable(machine)
+        template = await hypervisor.freeze(machine, notes=NOTES)
         assert machine.state is MachineState.GONE
         assert machine.lost.is_set()
         with pytest.raises(MachineLost):
@@ -48,6 +49,10 @@ class TemplateContract(MachineFixtures):
         assert template.notes == NOTES
         assert template.report.memory_bytes > 0
         assert template.report.total_ms >= template.report.paused_ms >= 0
+        async with self.fork(hypervisor, template) as fork:
+            await fork.resume()
+            assert fork.state is MachineState.RUNNING
+        await template.discard()
 
     async def test_a_stored_template_is_found_for_another_machine_id(
         self, hypervisor: Hypervisor, template: Snapshot

@@ -12,7 +12,7 @@ import struct
 import subprocess
 from pathlib import Path
 
-from envd.images.windows.disc import NO_PROMPT_IMAGE
+from envd.images.windows.media import NO_PROMPT_IMAGE
 from tests.support import uefi_guest
 from tests.support.windows_media import PROMPT_IMAGE, MediumEdition, make_windows_iso
 

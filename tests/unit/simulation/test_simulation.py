@@ -1,15 +1,12 @@
-"""The simulated fleet: its invariants on a few hosts, and the commands that show it."""
+"""The simulated fleet: its invariants on a few hosts."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from tests.simulation.__main__ import app
 from tests.simulation.fleet import Fleet, simulate
 from tests.simulation.host import SimHost
-from tests.simulation.scenario import RunLoad, Scenario, Spread
-from tests.support.command import run_app
+from tests.simulation.scenario import RunLoad, Scenario
 
 SMALL = Scenario(placement="ideal", host_count=2, machines_per_host=16, minutes=10.0, warmup_minutes=5.0)
 PLACEMENTS = ["drawn", "ideal"]
@@ -56,39 +53,3 @@ def test_runs_get_machines_by_weight_where_daemons_decide() -> None:
     runs = (RunLoad(name="a", weight=1.0, sizes=(1, 2)), RunLoad(name="b", weight=3.0, sizes=(1, 2)))
     outcome = simulate(replace(SMALL, placement="ideal", runs=runs, oversubscribed=2.5, minutes=20.0))
     assert outcome.unfairness < 0.15
-
-
-def test_a_spread_has_its_median_and_95th_percentile() -> None:
-    import random
-
-    rng = random.Random(1)
-    drawn = sorted(Spread(2.0, 5.0).draw(rng) for _ in range(10_000))
-    assert drawn[5000] == pytest.approx(2.0, rel=0.05)
-    assert drawn[9500] == pytest.approx(5.0, rel=0.05)
-
-
-def test_the_command_prints_a_table_a_chart_or_json() -> None:
-    flags = ["--hosts", "1,2", "--machines", "8", "--group", "2", "--minutes", "2", "--warmup", "1"]
-    table = run_app(app, *flags)
-    # Its head may be cut: a terminal has fewer columns.
-    assert "drawn" in table.out
-    assert "ideal" in table.out
-    rows = json.loads(run_app(app, *flags, "--placement", "drawn", "--json").out)["outcomes"]
-    assert [row["scenario"]["hosts"] for row in rows] == [1, 2]
-    assert "xychart-beta" in run_app(app, *flags, "--plot").out
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        (["--hosts", "0"], "--hosts 0: not numbers from 1 to"),
-        (["--group", "49"], "--group 49: not numbers from 1 to 48"),
-        (["--placement", "random"], "--placement random: unknown; choose from drawn"),
-        (["--run", "a=heavy"], "--run a=heavy: the weight is not a number"),
-        (["--run", "a=0"], "--run a=0: give a name, and a weight above 0"),
-    ],
-)
-def test_bad_arguments_are_refused_with_the_remedy(flags: list[str], problem: str) -> None:
-    done = run_app(app, *flags)
-    assert done.status == 2
-    assert problem in done.err

@@ -1,73 +1,23 @@
-"""Decisions of a soak: planned faults, explanations of errors, and checks of the guests' counters."""
+"""Decisions of a soak: explanations of errors, and checks of the guests' counters."""
 
-import io
 import json
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from rich.console import Console
 
-from cuaenv.actions import Wait
 from envd.base.config_sources import load
-from envd.drawn import fake_image
-from envd.hypervisor.machine import MachineSpec
-from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.verbs import WriteFile
 from tests.soak.accounting import Accounting, InjectedFault, Status, is_explained
-from tests.soak.bombs import file_bombs
-from tests.soak.faults import FakeInjector
-from tests.soak.messages import GONE, OK, REUSED, TIMED_OUT, WRONG_RESPONSE, Orphan, Pending, SoakPlan
+from tests.soak.messages import GONE, OK, REUSED, TIMED_OUT, WRONG_RESPONSE, Pending
 from tests.soak.report import SoakReport
-from tests.soak.run import FAKE_SUITE, SUITE, soak_config
-from tests.soak.schedule import (
-    DURATIONS_S,
-    FAKE_RATES,
-    HOSTILE_GUESTS,
-    REAL_RATES,
-    Fault,
-    PlannedFault,
-    pick_one,
-    plan_faults,
-)
-from tests.support.faulty import Faults, FaultyHypervisor
+from tests.soak.run import SUITE, soak_config
+from tests.soak.schedule import Fault
 from tests.support.leftovers import daemon_leftovers
 
 LOST = "DATA_LOSS/MACHINE_LOST"
 FAILED = "INTERNAL/EVALUATOR_FAILED"
 STEP = Status(call="step", episode_id="a", sent_s=100.0, end_s=110.0, key=LOST, text="", allowed=(OK,))
-
-
-# -- the schedule -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rates", [FAKE_RATES, REAL_RATES])
-def test_a_seed_determines_the_faults_and_they_have_their_rates(rates: Mapping[Fault, float]) -> None:
-    planned = plan_faults("7", rates, machine_count=4, duration_s=36_000)
-    assert planned == plan_faults("7", rates, machine_count=4, duration_s=36_000)
-    assert planned != plan_faults("8", rates, machine_count=4, duration_s=36_000)
-    assert [fault.at_s for fault in planned] == sorted(fault.at_s for fault in planned)
-    assert all(0 < fault.at_s <= 32_400 for fault in planned), "the last tenth has no faults"
-    counts = Counter(fault.kind for fault in planned)
-    for kind, rate in rates.items():
-        expected = rate * 4 * 540
-        assert expected * 0.8 < counts[kind] < expected * 1.2, kind
-    for fault in planned:
-        min_s, max_s = DURATIONS_S.get(fault.kind, (0.0, 0.0))
-        assert min_s <= fault.length_s <= max_s
-
-
-def test_a_kind_with_rate_zero_is_never_planned() -> None:
-    assert plan_faults("7", {Fault.MACHINE_KILLED: 0.0}, machine_count=4, duration_s=600) == []
-
-
-def test_picks_are_uniform_and_independent_of_the_order_of_candidates() -> None:
-    assert [pick_one(["c", "a", "b"], pick) for pick in (0.0, 0.34, 0.99)] == ["a", "b", "c"]
-    assert pick_one([], 0.5) is None
 
 
 # -- explanations of errors ---------------------------------------------------------------------------------------
@@ -415,31 +365,6 @@ def test_an_episode_whose_killed_client_requested_its_score_is_not_continued() -
 # -- plan, report, settings ---------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_one_line() -> None:
-    orphan = Orphan(episode_id="a", step_count=1, performed_count=2, last_contact_s=3.5)
-    plan = SoakPlan(
-        address="127.0.0.1:1",
-        seed="7",
-        task_id="fake/count-to-five",
-        pool="desktop",
-        counter_path="/home/user/clicks.txt",
-        click_px=(1, 2),
-        target=5,
-        max_group=3,
-        lease_ttl_s=10,
-        timeout_s=1.0,
-        evaluate_timeout_s=2.0,
-        opening_timeout_s=1.0,
-        quiet_s=0.1,
-        early_s=0.1,
-        guest_run_s=0.0,
-        orphans=[orphan, replace(orphan, pending=Pending(call="step", request_id="r", count=3))],
-        resets=[Pending(call="reset", request_id="s")],
-    )
-    assert plan.as_line().count("\n") == 1
-    assert SoakPlan.from_json(plan.as_line()) == plan
-
-
 def report_of(**changes: Any) -> SoakReport:
     """Return the report of a soak with three faults, with some attributes of its accounting changed."""
     accounting = Accounting(target=5, runs_guests=False, machine_of=lambda _: "")
@@ -474,20 +399,6 @@ def test_a_soak_fails_if_any_figure_that_must_be_zero_is_not(report: SoakReport,
     assert report.as_json()[key] == 1
 
 
-def test_a_report_counts_hostile_guests_and_has_the_longest_stall() -> None:
-    kinds = [*HOSTILE_GUESTS, Fault.FILE_BOMB, Fault.AGENT_SILENT]
-    report = report_of(faults=[fault("m", 1.0, 1.0, kind) for kind in kinds])
-    faults = report.as_json()["faults"]
-    assert isinstance(faults, dict)
-    assert (faults["total"], faults["hostile_guests"], faults["file_bomb"]) == (6, 5, 2)
-    assert report.as_json()["longest_stall_ms"] == 12
-    console = Console(file=io.StringIO(), width=200)
-    report.print(console)
-    assert isinstance(console.file, io.StringIO)
-    printed = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
-    assert {"hostile_guests 5", "longest_stall_ms 12"} <= set(printed)
-
-
 def test_a_soak_has_its_own_daemon_and_uses_the_configured_template_directory(tmp_path: Path) -> None:
     flags = {"state_dir": tmp_path, "hypervisor.template_dir": tmp_path / "t"}
     config = soak_config(load(flags=flags), machine_count=3)
@@ -497,43 +408,6 @@ def test_a_soak_has_its_own_daemon_and_uses_the_configured_template_directory(tm
     assert str(SUITE) in config.tasks.suites
     own = soak_config(load(flags={"state_dir": tmp_path}), machine_count=3)
     assert own.template_dir == tmp_path / "soak" / "templates"
-
-
-def test_hostile_files_replace_files_of_the_fake_task() -> None:
-    task = TaskCatalogue.load([FAKE_SUITE], include_builtin=False).get("soak/count-and-keep-files")
-    made = {verb.path for verb in task.setup if isinstance(verb, WriteFile)}
-    assert {path for path, _ in file_bombs().values()} == made
-
-
-async def test_each_fault_of_a_hostile_guest_is_injected_into_a_machine_of_an_episode_and_ended() -> None:
-    hypervisor = FaultyHypervisor()
-    spec = MachineSpec(machine_id="a", image=replace(fake_image(), has_guestd=False))
-    machine = await hypervisor.create(spec)
-    service = Mock(machine_ids=Mock(return_value={}))
-    injector = FakeInjector(hypervisor, service)
-    accounting = Accounting(target=5, runs_guests=False, machine_of=lambda _: "")
-    planned = [PlannedFault(at_s=0, kind=kind, length_s=0, pick=0) for kind in HOSTILE_GUESTS]
-    try:
-        for each in planned:
-            await injector.inject(each, accounting)
-        assert accounting.faults == [], "no episode has a machine"
-        service.machine_ids.return_value = {"ep-a": "a"}
-        for each in planned * len(file_bombs()):
-            await injector.inject(each, accounting)
-        assert {recorded.machine_id for recorded in accounting.faults} == {"a"}
-        assert accounting.hostile_count == len(planned) * len(file_bombs())
-        assert machine.faults == Faults()
-        assert set(machine.files) >= {path for path, _ in file_bombs().values()}
-    finally:
-        await machine.destroy()
-        await hypervisor.close()
-
-
-def test_the_soaks_task_loads_and_its_oracle_clicks_five_times_without_fixed_waits() -> None:
-    task = TaskCatalogue.load([SUITE], include_builtin=False).get("soak/count-to-five")
-    clicks = [getattr(action, "count", 0) for step in task.oracle for action in step]
-    assert sum(clicks) == 5
-    assert not any(isinstance(action, Wait) for step in task.oracle for action in step)
 
 
 def test_leftovers_of_a_daemon_are_found_in_its_directories(tmp_path: Path) -> None:

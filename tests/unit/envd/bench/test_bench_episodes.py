@@ -24,7 +24,7 @@ from envd.bench.episodes import (
 from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
 from envd.bench.report import BenchFailed
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
-from envd.daemon.ephemeral import run_until_signal
+from envd.cli.own_daemon import run_until_signal
 from tests.support.command import run_envd
 
 NO_PAUSES = PeerPauses(pause_after_reset_s=0, pause_after_step_s=0, pause_before_evaluate_s=0)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from envd.cli.image import app
 from envd.daemon.state_lock import locked
 from envd.images.catalogue import Image, ImageCatalogue
-from envd.images.windows.disc import open_disc
+from envd.images.windows.media import open_disc
 from envd.images.windows.plan import WindowsOptions, plan_build
 from tests.support.windows_media import MediumEdition, make_virtio_iso, make_windows_iso, virtio_files
 

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from envd.base.checks import Status
 from envd.base.config import Config
 from envd.base.sandbox import probe
 from envd.base.sandbox.cgroup import Hierarchy
-from envd.base.sandbox.probe import sandbox_problem
-from envd.cli import doctor
+from envd.base.sandbox.probe import check_sandbox, sandbox_problem
 from envd.cli.app import app
-from envd.cli.doctor import Status, check_osworld, check_sandbox
 from envd.daemon.suites import load_tasks
-from envd.integrations.osworld.environment import Environment
+from envd.integrations.osworld.environment import Environment, check_osworld
 
 TASK = {
     "id": "0001-a",
@@ -219,7 +218,7 @@ def test_doctor_warns_of_tasks_that_nothing_can_run(config: Config, checkout: Pa
 
 
 def test_doctor_says_what_control_groups_do_not_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "sandbox_problem", lambda: "")
+    monkeypatch.setattr(probe, "sandbox_problem", lambda: "")
     version_1 = Hierarchy("/sys/fs/cgroup", "memory.limit_in_bytes")
     version_2 = Hierarchy("/sys/fs/cgroup", "memory.max", limits_cpu=True)
     for hierarchy, part in (
@@ -227,12 +226,12 @@ def test_doctor_says_what_control_groups_do_not_limit(monkeypatch: pytest.Monkey
         (version_1, "; processors are limited per process only"),
         (version_2, "memory and processors are limited per job"),
     ):
-        monkeypatch.setattr(doctor, "find_hierarchy", lambda found=hierarchy: found)
+        monkeypatch.setattr(probe, "find_hierarchy", lambda found=hierarchy: found)
         assert part in check_sandbox().detail
 
 
 def test_doctor_warns_where_no_sandbox_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "sandbox_problem", lambda: "SandboxError: no sandbox: unshare: Operation not permitted")
+    monkeypatch.setattr(probe, "sandbox_problem", lambda: "SandboxError: no sandbox: unshare: Operation not permitted")
     check = check_sandbox()
     assert check.status is Status.WARN
     assert "unshare: Operation not permitted" in check.detail

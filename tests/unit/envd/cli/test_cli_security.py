@@ -1,4 +1,4 @@
-"""`envd certs`, `envd tokens`, and the security check of `envd doctor`."""
+"""`envd certs` and `envd tokens`."""
 
 import ipaddress
 import json
@@ -14,12 +14,9 @@ from typer.testing import CliRunner
 
 from envd.api.security.access import Scope
 from envd.api.security.tokens import parse_tokens
-from envd.base.config import Config
 from envd.base.config_sources import load
-from envd.cli import doctor
 from envd.cli.app import app
-from envd.cli.certificates import make_development_certs
-from envd.cli.doctor import Status
+from envd.cli.certs import make_development_certs
 
 FILES = {"ca.pem", "ca.key", "server.pem", "server.key", "client.pem", "client.key"}
 
@@ -82,19 +79,16 @@ def test_an_invalid_host_name_is_refused(tmp_path: Path, host: str) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_each_certificate_has_one_purpose() -> None:
+def test_the_authority_signs_both_certificates_and_that_of_the_client_names_no_host() -> None:
     certs = make_development_certs(["a.example"], now=datetime.now(UTC))
-    server, client = (x509.load_pem_x509_certificate(issued.cert_pem) for issued in (certs.server, certs.client))
-    purposes = {
-        name: [purpose._name for purpose in cert.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value]
-        for name, cert in (("server", server), ("client", client))
-    }
-    assert purposes == {"server": ["serverAuth"], "client": ["clientAuth"]}
+    authority = x509.load_pem_x509_certificate(certs["ca"])
+    server, client = (x509.load_pem_x509_certificate(certs[name]) for name in ("server", "client"))
     for cert in (server, client):
         assert not cert.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-        cert.verify_directly_issued_by(x509.load_pem_x509_certificate(certs.ca.cert_pem))
-    ssl.create_default_context(cadata=certs.ca.cert_pem.decode())
-    assert b"PRIVATE" not in repr(certs).encode()
+        cert.verify_directly_issued_by(authority)
+    names = client.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [name.value for name in names] == ["client.invalid"]
+    ssl.create_default_context(cadata=certs["ca"].decode())
 
 
 def test_a_new_token_is_printed_once_with_its_line() -> None:
@@ -114,38 +108,3 @@ def test_the_default_scope_of_a_token_is_run() -> None:
 
 def test_an_unknown_scope_is_refused() -> None:
     assert "scope 'root': expected one of read, run, admin" in run("tokens", "new", "a", "--scope", "root", status=2)
-
-
-# -- doctor -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def secured(tmp_path: Path) -> Config:
-    settings = json.loads(run("certs", str(tmp_path / "certs"), "--json"))["settings"]
-    tokens = tmp_path / "tokens"
-    tokens.touch(mode=0o600)
-    tokens.write_text(json.loads(run("tokens", "new", "a", "--json"))["line"])
-    return load(flags={**settings, "security.tokens_file": str(tokens)})
-
-
-def test_the_doctor_reads_tokens_and_certificates(secured: Config) -> None:
-    check = doctor.check_security(secured, now=datetime.now(UTC))
-    assert (check.status, check.detail) == (Status.OK, "1 tokens, TLS, client certificates, valid for 364 days")
-    assert doctor.check_security(load(), now=datetime.now(UTC)).detail.startswith("neither TLS nor tokens")
-
-
-@pytest.mark.parametrize(("days", "status"), [(300, Status.OK), (355, Status.WARN), (400, Status.FAIL)])
-def test_the_doctor_warns_before_a_certificate_expires(secured: Config, days: int, status: Status) -> None:
-    assert doctor.check_security(secured, now=datetime.now(UTC) + timedelta(days=days)).status is status
-
-
-def test_the_doctor_reports_why_a_file_cannot_be_used(secured: Config) -> None:
-    assert secured.security.tokens_file is not None
-    secured.security.tokens_file.chmod(0o644)
-    check = doctor.check_security(secured, now=datetime.now(UTC))
-    assert check.status is Status.FAIL
-    assert "has mode 0644" in check.detail
-
-
-def test_the_doctor_accepts_a_socket_as_an_address() -> None:
-    assert doctor.check_port("listen", "unix:/run/envd.sock", daemon_pid=None).status is Status.OK

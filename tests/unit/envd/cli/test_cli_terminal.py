@@ -8,7 +8,7 @@ from rich.table import Table
 
 from cuaenv.cli import terminal
 from envd.base.errors import ConfigError, ImageNotFound
-from envd.base.terminal import reports_errors
+from envd.cli.terminal import reports_errors
 
 
 @reports_errors

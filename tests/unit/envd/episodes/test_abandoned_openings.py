@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from envd.base.errors import EpisodeNotFound
-from envd.pool.admission import GRACE_S
+from envd.pool.queue import GRACE_S
 from tests.support.clock import begun, run_ready
 from tests.support.episode_world import CAPACITY, World
 

@@ -43,9 +43,7 @@ from envd.episodes.lease import MAX_CALL_S
 from envd.episodes.resetting import choose_pool
 from envd.episodes.types import EpisodeState
 from envd.hypervisor.machine import DiskImage, GuestOs
-from envd.pool.parts import PoolHost
-from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolSettings
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import CAPACITY, TASK, World
 from tests.support.stubs import StubHypervisor

@@ -20,7 +20,6 @@ from trainer.learn.demos import read_rows
     ("words", "status", "message"),
     [
         (["rl"], terminal.EXIT_USAGE, "not a checkout; run `trainer learn setup`"),
-        (["replay"], terminal.EXIT_USAGE, "not a checkout; run `trainer learn setup`"),
         (["demos", "--envd", "127.0.0.1:1", "--config", "slow.yaml"], terminal.EXIT_USAGE, "leave out one of them"),
         (["demos", "--config", "wrong.yaml"], terminal.EXIT_FAILED, "rl.upgrades: unknown key; did you mean updates?"),
         (["demos", "--config", "plugin.yaml"], terminal.EXIT_FAILED, "envd.groop: unknown key; did you mean group?"),

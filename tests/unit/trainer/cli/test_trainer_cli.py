@@ -113,16 +113,9 @@ def test_compare_of_a_missing_file_names_the_command_that_writes_it(tmp_path: Pa
         (["eval", "--perturb", "--before", "http://127.0.0.1:9/v1"], 2, "use it with --endpoint URL alone"),
         (["eval", "--by", "null", "--endpoint", "http://127.0.0.1:9/v1"], 2, "--by null plays without a model"),
         (["eval", "--by", "hand"], 2, "use model or null here"),
-        (["eval", "--suite", "desktop"], 2, "--suite is not a flag; set the key select.suites in a file"),
-        (["eval", "--tasks=FILE"], 2, "--tasks is not a flag; set the key tasks_file in a file"),
-        (["eval", "--key-variable", "X"], 2, "--key-variable is not a flag; set the key key_variable in a file"),
-        (["eval", "--no-such"], 2, "no such option: --no-such"),
-        (["eval", "one.toml", "two.toml"], 2, "2 files"),
         (["eval", "no-such-file"], 2, "no-such-file cannot be read"),
         (["play", "fake/enable", "--by", "model"], 2, "--by model requires --endpoint"),
         (["play", "fake/enable", "--endpoint", "http://127.0.0.1:9/v1"], 2, "only --by model accepts it"),
-        (["play", "fake/enable", "--agent", "a.yaml"], 2, "set the key agent in a file: trainer play TASK run.toml"),
-        (["play", "fake/enable", "--no-report"], 2, "--no-report is not a flag; set the key report"),
         (["play", "fake/enable", "--by", "null", "--envd", "gpu.example.org:1"], 2, "clear text"),
         (["mcp", "--envd", "nowhere"], 2, "--envd nowhere: no port in 'nowhere'; give HOST:PORT"),
         (["mcp", "--http", "127.0.0.1:99999"], 2, "--http 127.0.0.1:99999: not a loopback address"),
@@ -146,10 +139,10 @@ def test_flags_of_an_evaluation_override_its_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('model = "a"\nseeds = 3\ntemperature = 0.7\n[select]\nsuites = ["fake"]\nlimit = 9\n')
     flags = {"model": "b", "seeds": 1, "temperature": 0.0, "tls_ca": Path("ca.pem"), "select.limit": 0, "envd": ""}
-    config = read_run([str(file)], flags, command="trainer eval")
+    config = read_run(file, flags)
     assert (config.model, config.seeds, config.temperature, config.tls_ca) == ("b", 1, 0.0, Path("ca.pem"))
     assert (config.select.suites, config.select.limit) == (["fake"], 0)
-    kept = read_run([str(file)], dict.fromkeys(flags), command="trainer eval")
+    kept = read_run(file, dict.fromkeys(flags))
     assert (kept.model, kept.seeds, kept.temperature, kept.select.limit) == ("a", 3, 0.7, 9)
 
 
@@ -200,7 +193,7 @@ def test_a_missing_torch_is_named_with_the_extra_that_has_it(tmp_path: Path) -> 
     (tmp_path / "slime/rollout").mkdir(parents=True)
     # None in `sys.modules` makes an import fail as if the package were not installed.
     program = "import sys; sys.modules['torch'] = None; from trainer.cli import main; main()"
-    command = [sys.executable, "-c", program, "bench", "rollout", "--slime-home", str(tmp_path)]
+    command = [sys.executable, "-c", program, "sight", "--slime-home", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     assert "the Python module torch is missing; run pip install 'envd-trainer[learn]'" in ended.stderr

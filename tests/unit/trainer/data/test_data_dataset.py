@@ -12,10 +12,12 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from cuaenv.cli import terminal
 from cuaenv.client import Click, Done, PressKeys
 from trainer.agent.grammars import grammar
 from trainer.cli.app import app
-from trainer.data.dataset import CannotWrite, Dataset, Source, join, statistics, write_rows
+from trainer.data.dataset import Dataset, join, statistics
+from trainer.data.files import CannotWrite, write_rows
 from trainer.data.oracles import BadOracle, read_oracles
 from trainer.data.sft import sft_row
 from trainer.data.transcripts import transcript_of, unparsable_turns
@@ -44,12 +46,12 @@ def trajectory_of(task_id: str, *replies: str, images: int = 1, **metadata: obje
     )
 
 
-def source(name: str, *trajectories: StoredTrajectory) -> Source:
-    return Source(name=name, read=ReadResult(trajectories=trajectories, failed_count=0, surplus_count=0, problems=()))
+def source(name: str, *trajectories: StoredTrajectory) -> tuple[str, ReadResult]:
+    return name, ReadResult(trajectories=trajectories, failed_count=0, surplus_count=0, problems=())
 
 
-def joined(*sources: Source, share: float = 0.0) -> Dataset:
-    return join(sources, grammar=GRAMMAR, share=share)
+def joined(*sources: tuple[str, ReadResult], share: float = 0.0) -> Dataset:
+    return join(dict(sources), grammar=GRAMMAR, share=share)
 
 
 def test_of_two_duplicates_the_one_of_the_better_source_is_kept() -> None:
@@ -189,6 +191,15 @@ def test_statistics_count_what_build_would_drop(tmp_path: Path) -> None:
 # --- conversations and rows for the supervised loss
 
 
+def test_a_row_that_cannot_be_exported_is_reported(tmp_path: Path) -> None:
+    file = tmp_path / "few.jsonl"
+    file.write_text(json.dumps(trajectory_of("a", images=0).as_row()) + "\n")
+    failed = CliRunner().invoke(app, ["data", "export-sft", str(file), "--out", str(tmp_path / "sft.jsonl")])
+    assert failed.exit_code == terminal.EXIT_FAILED
+    assert "error: the messages have more placeholders than images" in failed.stderr
+    assert not (tmp_path / "sft.jsonl").exists()
+
+
 def test_parts_and_placeholders_are_equivalent() -> None:
     uri = f"data:image/png;base64,{PICTURE}"
     parts = StoredTrajectory(
@@ -201,7 +212,7 @@ def test_parts_and_placeholders_are_equivalent() -> None:
     )
     transcript = transcript_of(parts)
     assert [turn.content for turn in transcript.messages] == ["<image>Do it.", "<image>"]
-    assert transcript.images == (uri, uri)
+    assert transcript.images == [uri, uri]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,11 @@ def conversation_of(
     return OracleConversation(oracle, AgentSettings(grammar=grammar), screen_px=SCREEN, patience_s=patience_s)
 
 
+def trained_of(conversation: OracleConversation) -> set[int]:
+    (context,) = conversation.contexts
+    return {index for index, message in enumerate(context.messages) if message.trained}
+
+
 async def replies_of(conversation: OracleConversation, shades: Sequence[int]) -> list[str]:
     texts = []
     await conversation.begin([Message("system", ("Act.",)), picture(shades[0])])
@@ -78,13 +83,13 @@ async def test_it_waits_increasingly_long_while_the_screen_is_unchanged() -> Non
         for text in texts
     ]
     assert [type(parsed.actions[0]) for parsed in read] == [TypeText, Wait, Wait, TypeText, Done]
-    assert conversation.rows[0].trained == {2, 8, 10}
+    assert trained_of(conversation) == {2, 8, 10}
 
 
 async def test_it_does_not_wait_after_a_change_of_the_screen() -> None:
     conversation = conversation_of([TypeText("a")], [TypeText("b")], patience_s=(1, 2))
     assert len(set(await replies_of(conversation, [0, 1, 2]))) == 2
-    assert conversation.rows[0].trained == {2, 4}
+    assert trained_of(conversation) == {2, 4}
 
 
 @pytest.mark.parametrize(
@@ -103,13 +108,13 @@ async def test_after_a_step_with_a_condition_it_waits_for_a_still_screen(
 ) -> None:
     conversation = conversation_of([Click(1, 1)], [Done()], patience_s=(1, 2), slow_steps=[0])
     await replies_of(conversation, shades)
-    assert conversation.rows[0].trained == trained
+    assert trained_of(conversation) == trained
 
 
 async def test_it_does_not_wait_after_a_wait() -> None:
     conversation = conversation_of([Wait(timedelta(seconds=3))], [Done()], patience_s=(1,))
     await replies_of(conversation, [0, 0, 0])
-    assert conversation.rows[0].trained == {2, 4}
+    assert trained_of(conversation) == {2, 4}
 
 
 async def test_a_message_without_an_image_means_an_unchanged_screen() -> None:

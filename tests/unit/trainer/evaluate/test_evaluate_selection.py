@@ -14,12 +14,20 @@ from cuaenv.actions import action_text
 from cuaenv.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, Task, TypeText, Wait
 from trainer.agent.grammars import grammar
 from trainer.agent.types import Message
-from trainer.cli.choice import SplitName, choose
 from trainer.data.prompts import TooManyVariants, describe_unrunnable, prompt_rows, variant_ids
 from trainer.data.split import CannotSplit, template_id
 from trainer.evaluate.players import BadCommand, NullPlayer, parse_command
 from trainer.evaluate.replay import RecordedConversation, directory_name
-from trainer.evaluate.selection import Selection, SelectionError, domain_of, is_infeasible, read_task_ids, select
+from trainer.evaluate.selection import (
+    Selection,
+    SelectionError,
+    SplitName,
+    choose,
+    domain_of,
+    is_infeasible,
+    read_task_ids,
+    select,
+)
 
 
 def task(task_id: str, *tags: str, level: int = 1) -> Task:

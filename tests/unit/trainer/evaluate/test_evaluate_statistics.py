@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.evaluate.statistics import bootstrap_mean, mcnemar, mean_rate, paired_difference, success_rate, wilson
+from trainer.evaluate.statistics import (
+    bootstrap_mean,
+    mcnemar,
+    mean_rate,
+    paired_difference,
+    pooled_gain,
+    pooled_rate,
+    success_rate,
+    wilson,
+)
 
 Rates = npt.NDArray[np.float64]
 ATTEMPTS = st.lists(st.lists(st.booleans(), min_size=1, max_size=4), min_size=1, max_size=12)
@@ -123,3 +132,22 @@ def test_rates_of_several_seeds_are_resampled_by_task() -> None:
     interval = paired_difference(before, before + np.array([0.5, 0.25, 0.0, 0.25] * 4))
     assert interval.mean == 0.25
     assert 0.1 < interval.low < 0.25 < interval.high < 0.4
+
+
+def test_an_interval_is_wide_where_templates_differ() -> None:
+    alike = pooled_rate({str(index): [1, 0] for index in range(20)})
+    different = pooled_rate({str(index): [index < 10] * 2 for index in range(20)})
+    assert (alike.mean, alike.interval, alike.count) == (0.5, (0.5, 0.5), 40)
+    assert different.interval is not None
+    assert different.interval[0] < 0.4
+    assert different.interval[1] > 0.6
+
+
+def test_a_gain_is_compared_template_by_template() -> None:
+    """Every template gains a half, so that the gain is certain although the rates differ."""
+    before = {str(index): [index < 10, 0] for index in range(20)}
+    after = {str(index): [index < 10, 1] for index in range(20)}
+    found = pooled_gain(before, {**after, "new": [1]})
+    assert (found.mean, found.count) == (0.5, 40)
+    assert found.interval == pytest.approx((0.5, 0.5))
+    assert pooled_gain(before, {}).mean is None

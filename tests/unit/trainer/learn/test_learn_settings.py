@@ -6,12 +6,17 @@ import pytest
 
 from envd.drawn.suite import DRAWN
 from envd.tasks.templates import split_of
+from tests.tools.learning.arms import generate
 from trainer.config import ConfigError
 from trainer.learn import LearnError
 from trainer.learn.settings import SMOKE, Settings, fingerprint
 
-FILES = sorted((Path(__file__).parents[4] / "docs/learning/settings").glob("*.yaml"))
+CHECKOUT = Path(__file__).parents[4]
+FILES = sorted(
+    path for name in ("docs/learning", "tests/tools/learning") for path in (CHECKOUT / name / "settings").glob("*.yaml")
+)
 BASELINE = next(path for path in FILES if path.stem == "baseline")
+GENERATE = f"{generate.__module__}.{generate.__name__}"
 OTHER_BASES = [BASELINE.with_name(f"{name}.yaml") for name in ("escape", "pages")]
 
 
@@ -63,12 +68,12 @@ def test_the_settings_of_an_ablation_name_it_and_are_valid(path: Path) -> None:
     names = [name.replace("_", "-") for name in (settings.ablation, settings.arm) if name]
     assert path.stem in ("-".join(names), "long", "cpu", "real")
     assert settings.plugin("127.0.0.1:1")["hosts"] == ["127.0.0.1:1"]
+    assert settings.rl.slime.get("custom_generate_function_path", GENERATE) == GENERATE
 
 
 def test_a_wrong_key_of_the_plug_in_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"envd.groop: unknown key; did you mean group\?"):
         changed(envd={"groop": "tree"}).plugin("127.0.0.1:1")
-    assert changed(group_start="drawn", envd={"group": "tree"}).plugin("127.0.0.1:1")["group"] == "off"
 
 
 def base_of(path: Path) -> Path:

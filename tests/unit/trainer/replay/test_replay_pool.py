@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.files import write_atomically
 from trainer.replay import pool as pool_module
 from trainer.replay.injection import inject, replaced_member
-from trainer.replay.pool import PoolMismatch, PoolSettings, ReplayPool, write_atomically
+from trainer.replay.pool import PoolMismatch, PoolSettings, ReplayPool
 from trainer.replay.trajectory import StoredTrajectory, TokenRow
 
 ROW = TokenRow(tokens=(1, 2, 3), response_length=1, loss_mask=(1,), log_probs=(-0.5,))
@@ -232,14 +233,13 @@ def test_a_directory_holds_several_states_and_unused_files_are_removed(tmp_path:
 def test_a_success_can_be_added_while_the_pool_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread adds a success of a new task while a file is written."""
     pool = pool_of(success("a", 1), success("b", 1))
-    write = pool_module.write_atomically
 
     def add_and_write(path: Path, data: bytes) -> None:
         adding = threading.Thread(target=pool.add, args=(success(path.stem, 1),))
         adding.start()
         adding.join(timeout=10)
         assert not adding.is_alive(), "add must not wait for a file"
-        write(path, data)
+        write_atomically(path, data)
 
     monkeypatch.setattr(pool_module, "write_atomically", add_and_write)
     pool.save(tmp_path)
@@ -262,12 +262,6 @@ def test_a_crash_while_saving_leaves_the_previous_state(tmp_path: Path, monkeypa
     assert len(ReplayPool.resume(tmp_path, pool.settings)) == 1
     pool.save(tmp_path)
     assert ReplayPool.resume(tmp_path, pool.settings) == pool
-
-
-def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
-    write_atomically(tmp_path / "a", b"one")
-    write_atomically(tmp_path / "a", b"two")
-    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"two")]
 
 
 def test_a_pool_with_other_settings_or_from_another_release_is_not_resumed(tmp_path: Path) -> None:

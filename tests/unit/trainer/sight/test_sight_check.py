@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from trainer.sight.check import MOST_TURNS, Episode, Patches, Plan, Report, Turn, compare, turns_of_row
+from trainer.sight.check import MOST_TURNS, Episode, Patches, Plan, Report, SampledReply, compare, turns_of_row
 
 PROMPT, REPLY = [1, 2, 3], [7, 8]
 PLAN = Plan.draw(turns=2, size_px=(64, 32))
@@ -12,11 +12,11 @@ PLAN = Plan.draw(turns=2, size_px=(64, 32))
 
 def turn(
     log_probs: Sequence[float], *, reply: Sequence[int] = REPLY, prompt: Sequence[int] = PROMPT, text: str = ""
-) -> Turn:
-    return Turn(tokens=[*prompt, *reply], start=len(prompt), log_probs=log_probs, inputs={}, image=0, text=text)
+) -> SampledReply:
+    return SampledReply(tokens=[*prompt, *reply], start=len(prompt), log_probs=log_probs, inputs={}, image=0, text=text)
 
 
-def report_of(*, base: Episode, again: Episode | None = None, first: Turn, second: Turn) -> Report:
+def report_of(*, base: Episode, again: Episode | None = None, first: SampledReply, second: SampledReply) -> Report:
     """Compare episodes whose first and second turn change with another picture."""
     episodes = [base, again or base, [first, base[1]], [base[0], second]]
     return compare(PLAN, episodes, None, Patches())

@@ -9,7 +9,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from envd.base.telemetry.host import HostCollector
-from envd.cli.certificates import make_development_certs
+from envd.cli.certs import make_development_certs
 
 
 def values(collector: HostCollector) -> dict[tuple[str, ...], float]:
@@ -36,9 +36,7 @@ def test_the_disk_of_a_directory_that_does_not_exist_yet_is_that_of_its_parent(t
 
 def test_the_expiry_is_that_of_the_first_certificate_that_expires(tmp_path: Path) -> None:
     now = datetime.now(UTC)
-    soon, late = (
-        make_development_certs(["localhost"], now=now + timedelta(days=days)).server.cert_pem for days in (0, 30)
-    )
+    soon, late = (make_development_certs(["localhost"], now=now + timedelta(days=days))["server"] for days in (0, 30))
     chain = tmp_path / "chain.pem"
     chain.write_bytes(late + soon)
     shown = values(HostCollector(directories={}, certificates={"tls_cert": chain}, memory=lambda: 7))

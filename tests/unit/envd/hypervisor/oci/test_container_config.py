@@ -6,11 +6,13 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from envd.base.checks import Status
 from envd.base.errors import ConfigError
 from envd.base.losses import Owner
 from envd.hypervisor.machine import DiskImage, Firmware, GuestOs
 from envd.hypervisor.oci import ids
 from envd.hypervisor.oci.bundle import ContainerSettings, container_config
+from envd.hypervisor.oci.checks import check_inotify, check_limits
 from envd.hypervisor.oci.control_groups import Hierarchies, _group
 from envd.hypervisor.oci.images import obstacle
 from envd.hypervisor.oci.machine import _loss_by_exit
@@ -114,6 +116,28 @@ def test_the_groups_of_this_host_are_found() -> None:
     host = Hierarchies.of_host()
     for directory in ([host.unified] if host.unified else []) + list(host.legacy.values()):
         assert (directory / "cgroup.procs").exists()
+
+
+@pytest.mark.parametrize(("count", "status"), [(128, Status.WARN), (8192, Status.OK)])
+def test_few_inotify_instances_limit_the_desktops_in_containers(count: int, status: Status) -> None:
+    check = check_inotify(count)
+    assert check.status is status
+    assert f"about {count // 6} desktops" in check.detail
+    assert ("sysctl" in check.fix) == (status is Status.WARN)
+
+
+@pytest.mark.parametrize(
+    ("groups", "status"),
+    [
+        ("control groups", Status.OK),
+        ("control groups, without limits of memory", Status.WARN),
+        ("control groups cannot be created: Permission denied", Status.WARN),
+    ],
+)
+def test_missing_limits_are_a_warning(groups: str, status: Status) -> None:
+    check = check_limits(f"oci: containers of root by runc, {groups}")
+    assert check.status is status
+    assert ("Delegate=yes" in check.fix) == (status is Status.WARN)
 
 
 def test_a_user_without_subordinate_ids_gets_the_command_that_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:

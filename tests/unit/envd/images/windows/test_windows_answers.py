@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from lxml import etree
 
-from envd.images.windows.answers import NAMESPACE, WCM_NAMESPACE, InstallSettings, answer_file, disc_command
-from envd.images.windows.editions import Edition
+from envd.images.windows.media import Edition
+from envd.images.windows.plan import InstallSettings, answer_file
 
+NAMESPACE = "urn:schemas-microsoft-com:unattend"
+WCM_NAMESPACE = "http://schemas.microsoft.com/WMIConfig/2002/State"
 CLIENT = Edition(
     index=1,
     name="Windows 11 Enterprise Evaluation",
@@ -153,18 +155,27 @@ def test_screen_language_time_zone_and_key_are_those_asked_for() -> None:
     assert values(parsed(SETTINGS), "Microsoft-Windows-Setup", "UserData/ProductKey/Key") == []
 
 
+def test_values_are_text_and_not_markup() -> None:
+    settings = replace(SETTINGS, time_zone="<Here> & $there", edition=replace(CLIENT, name="Windows 11 <Pro> & more"))
+    root = parsed(settings)
+    assert values(root, "Microsoft-Windows-Shell-Setup", "TimeZone") == [settings.time_zone]
+    path = "ImageInstall/OSImage/InstallFrom/MetaData[]/Value"
+    assert values(root, "Microsoft-Windows-Setup", path) == [settings.edition.name]
+
+
 def test_commands_fit_their_elements_and_find_the_disc_by_any_letter() -> None:
     paths = [text for _, _, path, text in settings_of(parsed(SETTINGS)) if path.endswith("Command[]/Path")]
-    assert len(paths) == 8
     assert max(map(len, paths)) <= MAX_PATH_CHARS
     [logon] = values(
         parsed(SETTINGS), "Microsoft-Windows-Shell-Setup", "FirstLogonCommands/SynchronousCommand[]/CommandLine"
     )
     assert len(logon) <= MAX_COMMAND_LINE_CHARS
-    assert disc_command("setup.cmd") == (
+    setup, specialize = (path for path in paths if path.startswith("cmd.exe"))
+    assert setup == (
         'cmd.exe /d /c "(for %d in (C D E F G H I J) do @if exist %d:\\envd\\setup.cmd call %d:\\envd\\setup.cmd)'
         ' & exit 0"'
     )
+    assert (specialize, logon) == (setup.replace("setup", "specialize"), setup.replace("setup", "first-logon"))
 
 
 def test_setup_finds_the_drivers_by_any_letter() -> None:
@@ -172,3 +183,9 @@ def test_setup_finds_the_drivers_by_any_letter() -> None:
         parsed(SETTINGS), "Microsoft-Windows-PnpCustomizationsWinPE", "DriverPaths/PathAndCredentials[]/Path"
     )
     assert found == [f"{letter}:\\$WinPEDriver$" for letter in "CDEFGHIJ"]
+
+
+@pytest.mark.parametrize(("name", "settings"), [("client", SETTINGS), ("server", WITH_KEY)])
+def test_the_file_is_byte_for_byte_the_recorded_one(name: str, settings: InstallSettings) -> None:
+    recorded = Path(__file__).parent / "answers" / f"{name}.xml"
+    assert answer_file(settings, password=PASSWORD) == recorded.read_bytes()

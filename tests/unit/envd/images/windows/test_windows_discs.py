@@ -9,11 +9,16 @@ import pycdlib
 import pytest
 
 from envd.base.errors import ImageError
-from envd.images.windows.answer_disc import Program, guest_scripts, parse_program, write_answer_disc
-from envd.images.windows.disc import NO_PROMPT_IMAGE, SECTOR_BYTES, no_prompt_patch, open_disc
-from envd.images.windows.drivers import find_guest_files
-from envd.images.windows.editions import Release, read_editions
-from envd.images.windows.media import write_boot_disc
+from envd.images.windows.media import (
+    NO_PROMPT_IMAGE,
+    SECTOR_BYTES,
+    Release,
+    find_guest_files,
+    no_prompt_patch,
+    open_disc,
+    read_editions,
+)
+from envd.images.windows.plan import Program, guest_scripts, parse_program, write_answer_disc, write_boot_disc
 from tests.support.windows_media import PROMPT_IMAGE, make_virtio_iso, make_windows_iso, virtio_files
 
 

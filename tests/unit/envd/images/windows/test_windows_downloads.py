@@ -10,8 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from envd.base.errors import ImageError
-from envd.images.windows.downloads import EVALUATIONS, VIRTIO_WIN, Download, download
-from envd.images.windows.editions import Release
+from envd.images.windows.media import EVALUATIONS, VIRTIO_WIN, Download, Release, download
 
 CONTENT = bytes(range(256)) * 20_000
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import ImageError
-from envd.images.windows.editions import Edition, Release, choose_edition, read_editions
+from envd.images.windows.media import Edition, Release, choose_edition, read_editions
 from tests.support.windows_media import MediumEdition, make_wim
 
 SERVER = (

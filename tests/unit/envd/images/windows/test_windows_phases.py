@@ -2,7 +2,7 @@
 
 import pytest
 
-from envd.images.windows.phases import Phase, installation_progress
+from envd.images.windows.build import Phase, installation_progress
 
 FIRMWARE = b"\x1b[2J\x1b[01;01HBdsDxe: starting Boot0002\r\n"
 LINES = b"envd-setup: windows-pe\r\nenvd-setup: defender-disabled\r\nenvd-setup: specialize\r\nenvd-setup: agent\r\n"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from envd.images.windows.answer_disc import guest_scripts
-from envd.images.windows.phases import Phase, installation_progress
+from envd.images.windows.build import Phase, installation_progress
+from envd.images.windows.plan import guest_scripts
 from tests.support.powershell_tree import nodes, parse, text
 
 GUEST = Path(__file__).parents[5] / "envd" / "images" / "windows" / "guest"

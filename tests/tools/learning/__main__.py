@@ -1,0 +1,88 @@
+"""`python -m tests.tools.learning`: compare ablations, draw a task before and after, measure a turn of a rollout."""
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cuaenv.cli.terminal import err, out
+from tests.tools.learning.comparison import write_comparison
+from tests.tools.learning.replay import choose_task, draw, play
+from tests.tools.learning.rollout_bench import measure
+from trainer.cli.options import SlimeHome, slime_checkout
+from trainer.cli.output import reports_errors
+from trainer.config import ConfigError
+from trainer.learn import LearnError
+from trainer.learn.daemons import started_daemons
+from trainer.learn.settings import SMOKE, Settings
+
+app = typer.Typer(no_args_is_help=True, help="Programs about `trainer learn` that need a checkout.")
+
+
+@app.command("compare")
+@reports_errors(LearnError, OSError)
+def compare_command(
+    *,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories of `trainer learn`.")],
+    directory: Annotated[Path | None, typer.Option("--out", help="Default: `report` in the first run.")] = None,
+) -> None:
+    """Write the report of `trainer learn` with the control and the arms of ablations."""
+    directory = directory or runs[0] / "report"
+    write_comparison([path.expanduser().resolve() for path in runs], directory)
+    err.print(f"{directory} has results.json and plots", markup=False, soft_wrap=True)
+
+
+@app.command("replay")
+@reports_errors(LearnError, ConfigError, OSError)
+def replay_command(
+    *,
+    run: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("out/learn"),
+    name: Annotated[str, typer.Option(help="Directory of the stage rl in the run.")] = "rl-0",
+    task: Annotated[
+        str, typer.Option(help="The task; default: a held-out one that the run failed first and solved last.")
+    ] = "",
+    config: Annotated[list[Path] | None, typer.Option(help="YAML file of settings, as for `trainer learn`.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="The settings of `trainer learn --smoke`.")] = False,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    slime_home: SlimeHome = None,
+) -> None:
+    """Play a task by the cloned policy and by that of the stage `rl`, and draw both as a GIF."""
+    slime, run = slime_checkout(slime_home), run.expanduser().resolve()
+    settings = (SMOKE if smoke else Settings()).changed(*config or [])
+    settings = settings.model_copy(update={"workers": 1, "machines": 2})
+    task = task or choose_task(run / name)
+    with ExitStack() as running:
+        (host,) = running.enter_context(started_daemons(run / "daemons" / "replay", settings))
+        before, after = play(settings, run=run, name=name, task=task, host=host, slime_home=slime, seed=seed)
+    path = run / "report" / f"replay-{re.sub('[^a-z0-9]+', '-', task)}.gif"
+    draw(path, [("cloned", before), ("after reinforcement", after)])
+    out.print(str(path), markup=False, soft_wrap=True)
+
+
+@app.command("rollout-bench")
+@reports_errors(LearnError, OSError)
+def rollout_bench_command(
+    *,
+    episodes: Annotated[int, typer.Option(min=1, max=256, help="Concurrent episodes.")] = 16,
+    turns: Annotated[int, typer.Option(min=6, help="Turns of each episode.")] = 30,
+    picture_dir: Annotated[str, typer.Option(help="Send pictures as files in this directory.")] = "",
+    workers: Annotated[int, typer.Option(min=0, max=64, help="Compare this many worker processes with none.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    slime_home: SlimeHome = None,
+) -> None:
+    """Measure CPU time, bytes and memory of a turn: slime's rollout code, drawn desktops, an engine without a model."""
+    home = slime_checkout(slime_home)
+    picture_dir = picture_dir and str(Path(picture_dir).resolve())
+    report = measure(home, episodes=episodes, turns=turns, picture_dir=picture_dir, workers=workers)
+    if as_json:
+        out.print_json(json.dumps(report))
+        return
+    for name, value in report["results"].items():
+        out.print(f"{name}: {value:,.2f}", markup=False)
+
+
+if __name__ == "__main__":
+    app()

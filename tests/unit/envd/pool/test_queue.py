@@ -1,0 +1,364 @@
+"""How users share a pool's machines: by run, under quotas, in a bounded queue that explains itself."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from envd.base.config import RunShare
+from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted
+from envd.pool.fairness import Demand, RunShares
+from envd.pool.leased import MachineLease
+from envd.pool.pool import Pool
+from envd.pool.queue import AdmissionQueue, QueuedGroup, Turnover, WaitingGroup, queue_report
+from envd.pool.status import PoolStatus
+from tests.support.clock import begun, run_ready
+from tests.support.pool_world import PoolWorld
+from tests.support.stub_episodes import pool_info
+
+
+class Users:
+    """Waiting and granted leases."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.waiting: list[tuple[str, asyncio.Task[MachineLease]]] = []
+
+    async def ask(
+        self, run: str, count: int = 1, *, reserved: int = 0, timeout_s: float = 600.0
+    ) -> asyncio.Task[MachineLease]:
+        task = asyncio.create_task(self.pool.lease(count, reserved=reserved, run=run, timeout_s=timeout_s))
+        self.waiting.append((run, task))
+        await run_ready()
+        return task
+
+    async def release(self, task: asyncio.Task[MachineLease]) -> None:
+        granted = task.result()
+        await self.pool.release([*granted.machines, *granted.reservations])
+        for _ in range(3):
+            await run_ready()
+
+    def served(self) -> list[str]:
+        """Return the runs that were served, in order of arrival."""
+        return [run for run, task in self.waiting if task.done()]
+
+    async def aclose(self) -> None:
+        for _, task in self.waiting:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in self.waiting), return_exceptions=True)
+
+
+@pytest.fixture
+async def users(world: PoolWorld) -> AsyncIterator["MakeUsers"]:
+    """Return a function that starts a pool with these settings and returns its users."""
+    made: list[Users] = []
+
+    async def use(**settings: Any) -> Users:
+        made.append(Users(await world.started(**settings)))
+        return made[-1]
+
+    yield use
+    for user in made:
+        await user.aclose()
+
+
+MakeUsers = Callable[..., Awaitable[Users]]
+
+
+def held(pool: Pool) -> Mapping[str, int]:
+    return pool.statistics().held_by_run
+
+
+async def test_a_returned_machine_goes_to_the_run_that_holds_the_fewest(users: MakeUsers) -> None:
+    they = await users(capacity=3)
+    first = [await they.ask("a"), await they.ask("a"), await they.ask("b")]
+    waiting = [await they.ask("a"), await they.ask("b")]
+    await they.release(first[0])
+    assert [task.done() for task in waiting] == [True, False], "both hold one, and a arrived first"
+    await they.release(first[1])
+    assert held(they.pool) == {"a": 1, "b": 2}
+    assert waiting[1].done()
+
+
+async def test_a_late_run_does_not_wait_for_the_queue_of_another_run(users: MakeUsers) -> None:
+    they = await users(capacity=2)
+    first = [await they.ask("a"), await they.ask("a")]
+    for _ in range(10):
+        await they.ask("a")
+    late = await they.ask("b")
+    await they.release(first[0])
+    assert late.done()
+    assert held(they.pool) == {"a": 1, "b": 1}
+    assert they.pool.statistics().waiting_by_run == {"a": 10}
+
+
+async def test_weights_decide_how_many_machines_each_run_holds(users: MakeUsers) -> None:
+    they = await users(capacity=6, shares=RunShares(named={"a": RunShare(weight=2.0)}))
+    held_before = await they.ask("x", 6)
+    for _ in range(6):
+        await they.ask("a")
+        await they.ask("b")
+    await they.release(held_before)
+    assert held(they.pool) == {"a": 4, "b": 2}
+
+
+async def test_a_quota_limits_only_its_own_run(users: MakeUsers) -> None:
+    they = await users(capacity=4, shares=RunShares(named={"a": RunShare(quota=2)}))
+    first = await they.ask("a", 2)
+    second = await they.ask("a", 1, reserved=1)
+    other = [await they.ask("b"), await they.ask("b")]
+    assert they.served() == ["a", "b", "b"]
+    await they.release(other[0])
+    assert not second.done()
+    await they.release(first)
+    assert second.done()
+    assert held(they.pool) == {"a": 2, "b": 1}
+
+
+async def test_a_group_above_its_quota_is_refused_at_once(world: PoolWorld) -> None:
+    pool = await world.started(capacity=4, shares=RunShares(named={"a": RunShare(quota=2)}))
+    with pytest.raises(GroupTooLarge, match=r"'a' .* 2 .*'desktop'.* 3"):
+        await pool.lease(1, reserved=2, run="a", timeout_s=60.0)
+    with pytest.raises(GroupTooLarge, match=r"of 2 .* 1"):
+        await pool.lease(0, reserved=2, run="a", retained_count=1, timeout_s=60.0)
+    with pytest.raises(GroupTooLarge, match=r"at most 4 .* of 5"):
+        await pool.lease(5, run="b", timeout_s=60.0)
+    assert world.metrics.refused_runs == [("a", "over_quota"), ("a", "over_quota"), ("b", "too_large")]
+
+
+async def test_a_large_group_is_served_despite_endless_small_ones(users: MakeUsers) -> None:
+    they = await users(capacity=4)
+    flood = [await they.ask("flood") for _ in range(12)]
+    large = await they.ask("large", 1, reserved=3)
+    served_before = len(they.served())
+    while not large.done():
+        oldest = next(task for task in flood if task.done())
+        flood.remove(oldest)
+        await they.release(oldest)
+        flood.append(await they.ask("flood"))
+        assert len(they.served()) - served_before <= 4 + 1, "as many as it wants, and itself"
+    assert held(they.pool) == {"large": 4}
+
+
+async def test_reservations_and_their_machines_count_for_their_run(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=4)
+    granted = await pool.lease(1, reserved=2, run="a", timeout_s=1.0)
+    assert held(pool) == {"a": 3}
+    frozen = await pool.freeze(granted.machines[0])
+    machine = await pool.fork(granted.reservations[0], frozen)
+    assert held(pool) == {"a": 3}
+    await pool.release([machine])
+    assert held(pool) == {"a": 2}
+    await pool.release(granted.reservations)
+    assert held(pool) == {"a": 1}
+    await pool.release(granted.machines)
+    assert held(pool) == {}
+    await frozen.snapshot.discard()
+
+
+async def test_a_leased_machine_that_dies_no_longer_counts_for_its_run(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2, shares=RunShares(named={"a": RunShare(quota=1)}))
+    granted = await pool.lease(run="a", timeout_s=1.0)
+    granted.machines[0].machine.lost.set()
+    await run_ready()
+    assert held(pool) == {}
+    assert len((await pool.lease(run="a", timeout_s=60.0)).machines) == 1
+
+
+async def test_a_cancelled_group_loses_its_turn(users: MakeUsers) -> None:
+    they = await users(capacity=4)
+    await they.ask("b", 3)
+    large = await they.ask("a", 2)
+    small = await they.ask("b")
+    assert not small.done(), "the idle machine is kept for the large group"
+    large.cancel()
+    await run_ready()
+    assert small.done()
+    assert held(they.pool) == {"b": 4}
+
+
+async def test_an_undone_admission_counts_for_no_run(users: MakeUsers) -> None:
+    they = await users(capacity=1)
+    first = await they.ask("a")
+    second = await begun(they.pool.lease(run="b", timeout_s=60.0))
+
+    def cancel_once_admitted() -> None:
+        if they.pool.statistics().held_by_run.get("b"):
+            second.cancel()
+
+    they.pool.changes.listen(cancel_once_admitted)
+    await they.release(first)
+    assert second.cancelled()
+    assert held(they.pool) == {}
+    assert they.pool.statistics().idle_count == 1
+
+
+# Refusals
+
+
+async def refusal(waiting: asyncio.Task[MachineLease]) -> EnvdError:
+    with pytest.raises(EnvdError) as caught:
+        await waiting
+    return caught.value
+
+
+async def test_a_full_queue_reports_its_length_and_when_to_retry(world: PoolWorld, users: MakeUsers) -> None:
+    they = await users(capacity=1, queue_limit=3)
+    for _ in range(4):
+        await they.ask("a")
+    with pytest.raises(PoolExhausted, match="limit of 3") as caught:
+        await they.pool.lease(run="b", timeout_s=60.0)
+    assert 1.0 <= caught.value.retry_after_s <= 120.0
+    assert world.metrics.refused_runs == [("b", "queue_full")]
+    assert sum(they.pool.statistics().waiting_by_run.values()) == 3
+
+
+async def test_a_timeout_reports_position_waiting_time_and_busy_machines(world: PoolWorld, users: MakeUsers) -> None:
+    they = await users(capacity=2)
+    await they.ask("a", 1, reserved=1)
+    await they.ask("a")
+    late = await they.ask("a", timeout_s=30.0)
+    sooner = await they.ask("b", timeout_s=30.0)
+    await world.clock.advance(30.0)
+    first, second = await refusal(sooner), await refusal(late)
+    assert "within 30.0 s: position 1 of 3 in the queue, 2 of 2 machines busy" in str(first), "b holds nothing"
+    assert "position 3 of 3 in the queue, 2 of 2 machines busy" in str(second)
+    assert isinstance(first, PoolExhausted)
+    assert isinstance(second, PoolExhausted)
+    assert 1.0 <= first.retry_after_s <= second.retry_after_s <= 120.0
+    assert sorted(world.metrics.refused_runs) == [("a", "too_late"), ("b", "too_late")]
+
+
+async def test_a_timeout_reports_an_exhausted_quota(world: PoolWorld, users: MakeUsers) -> None:
+    they = await users(capacity=4, shares=RunShares(named={"a": RunShare(quota=2)}))
+    await they.ask("a", 2)
+    late = await they.ask("a", timeout_s=30.0)
+    await world.clock.advance(30.0)
+    assert "run 'a' holds 2 of its quota of 2" in str(await refusal(late))
+
+
+async def test_retry_after_follows_the_rate_of_returned_machines(world: PoolWorld, users: MakeUsers) -> None:
+    they = await users(capacity=2)
+    await they.ask("a")
+    for _ in range(6):
+        task = await they.ask("a")
+        await world.clock.advance(20.0)
+        await they.release(task)
+    await they.ask("a")
+    late = await they.ask("b", timeout_s=0.0)
+    error = await refusal(late)
+    assert isinstance(error, PoolExhausted)
+    assert error.retry_after_s == pytest.approx(20.0)
+
+
+async def test_waits_and_machines_are_counted_by_run(world: PoolWorld, users: MakeUsers) -> None:
+    they = await users(capacity=2)
+    first = await they.ask("a", 1, reserved=1)
+    await they.ask("b", 2)
+    await world.clock.advance(5.0)
+    await they.release(first)
+    assert world.metrics.admitted_runs == [("a", 2, 0.0), ("b", 2, 5.0)]
+
+
+async def test_refusals_by_draining_are_counted(world: PoolWorld, users: MakeUsers) -> None:
+    they = await users(capacity=1)
+    await they.ask("a")
+    waiting = await they.ask("b")
+    they.pool.drain()
+    assert isinstance(await refusal(waiting), Draining)
+    with pytest.raises(Draining):
+        await they.pool.lease(run="c", timeout_s=1.0)
+    assert world.metrics.refused_runs == [("b", "draining"), ("c", "draining")]
+
+
+# -- why groups wait --------------------------------------------------------------------------------------------
+
+
+STATUS = pool_info(4)
+SHARES = RunShares(named={"small": RunShare(quota=2)})
+
+
+async def report(*groups: tuple[str, int], held: dict[str, int], status: PoolStatus) -> tuple[QueuedGroup, ...]:
+    queue = AdmissionQueue(limit=9, shares=SHARES, capacity=4)
+    for index, (run, count) in enumerate(groups):
+        demand = Demand(ready=count, run=run)
+        queue.enter(WaitingGroup(demand=demand, owner=f"token-{run}", enter_s=float(index), deadline_s=60.0))
+    return queue_report(queue, held=held, shares=SHARES, status=status, now_s=10.0)
+
+
+async def test_groups_come_in_the_order_of_their_turns_with_their_reasons() -> None:
+    status = replace(STATUS, leased_count=4, template_digest="t")
+    small, big, other = "small", "big", "other"
+    found = await report((small, 1), (big, 2), (other, 1), held={small: 2, big: 2}, status=status)
+    assert [(one.position, one.run, one.owner) for one in found] == [
+        (1, other, "token-other"),
+        (2, big, "token-big"),
+        (3, small, "token-small"),
+    ]
+    assert found[0].reason.startswith("next: 4 of 4 machines busy, ")
+    assert found[1].reason == "behind 1 group that wants 1 machine"
+    assert found[2].reason == "run 'small' holds 2 of its quota of 2"
+    assert (found[2].waited_s, found[2].left_s) == (10.0, 50.0)
+
+
+async def test_the_numbers_of_the_first_group_add_up() -> None:
+    status = replace(STATUS, capacity=16, leased_count=9, idle_count=1, starting_count=2, template_digest="t")
+    (only,) = await report(("a", 8), held={}, status=status)
+    assert only.reason == "next: 9 of 16 machines busy, 1 idle, 2 starting, 4 free, 1 more needed"
+
+
+async def test_a_pool_that_cannot_start_machines_is_the_reason() -> None:
+    failing = replace(STATUS, healthy=False, problem="libvirtd does not answer")
+    (only,) = await report(("a", 1), held={}, status=failing)
+    assert only.reason == "libvirtd does not answer"
+    (only,) = await report(("a", 1), held={}, status=STATUS)
+    assert only.reason == "the pool's template is not ready yet"
+    short = replace(STATUS, template_digest="t", problem="waits for memory")
+    (only,) = await report(("a", 1), held={}, status=short)
+    assert only.reason.endswith("; waits for memory")
+
+
+# -- when to retry ----------------------------------------------------------------------------------------------
+
+
+def retry_after_s(turnover: Turnover, now_s: float, *, machine_count: int = 1) -> float:
+    return turnover.retry_after_s(now_s, machine_count=machine_count, start_s=2.0, capacity=4)
+
+
+def returned(*times_s: float) -> Turnover:
+    turnover = Turnover()
+    for at_s in times_s:
+        turnover.returned(at_s)
+    return turnover
+
+
+def test_before_the_first_returns_a_turnover_is_assumed_to_cost_one_start() -> None:
+    assert retry_after_s(returned(), 0.0, machine_count=4) == 4.0
+    assert retry_after_s(returned(5.0), 5.0, machine_count=8) == 6.0
+
+
+def test_the_estimate_extrapolates_the_rate_of_returns() -> None:
+    turnover = returned(0.0, 10.0, 20.0, 30.0)
+    assert turnover.interval_s(30.0) == 10.0
+    assert retry_after_s(turnover, 30.0, machine_count=3) == 32.0
+
+
+def test_the_time_since_the_newest_return_counts() -> None:
+    assert returned(0.0, 10.0, 20.0).interval_s(60.0) == 30.0
+
+
+def test_the_estimate_is_bounded() -> None:
+    assert retry_after_s(returned(0.0, 100.0), 100.0, machine_count=50) == 120.0
+    turnover = returned(*[5.0] * 9)
+    assert turnover.retry_after_s(5.0, machine_count=1, start_s=0.0, capacity=4) == 1.0
+
+
+def test_old_returns_do_not_count() -> None:
+    assert returned(0.0, 10.0).interval_s(611.0) is None
+
+
+def test_only_the_newest_returns_count() -> None:
+    turnover = returned(*range(100), *[100.0 + 5.0 * i for i in range(32)])
+    assert turnover.interval_s(255.0) == 5.0
