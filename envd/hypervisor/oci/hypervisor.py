@@ -285,16 +285,18 @@ class OciHypervisor:
 
     async def _remove(self, machine: OciMachine) -> None:
         """End a machine's processes and remove its files. Raises: HypervisorError."""
-        await self._remove_container(machine.machine_id, groups=machine.groups)
+        await self._remove_container(machine.machine_id, groups=machine.groups, pid=machine.pid)
         self._machines.pop(machine.machine_id, None)
 
-    async def _remove_container(self, machine_id: str, *, groups: MachineGroups | None) -> None:
+    async def _remove_container(
+        self, machine_id: str, *, groups: MachineGroups | None = None, pid: int | None = None
+    ) -> None:
         if groups is not None:
             # A frozen process of version 1 does not end before it is thawed.
             with suppress(OSError):
                 groups.thaw()
         try:
-            await self._namespace.call("stop", **self._container(machine_id))
+            await self._namespace.call("stop", **self._container(machine_id), pid=pid)
             await self._namespace.call("empty", path=str(self._bundle(machine_id)))
         except HypervisorError:
             if not self._namespace.problem:
@@ -330,7 +332,7 @@ class OciHypervisor:
             await machine.pause()
             # The end of the container is not a loss by the guest.
             machine.mark_lost(DESTROYED)
-            await self._namespace.call("stop", **self._container(machine.machine_id))
+            await self._namespace.call("stop", **self._container(machine.machine_id), pid=machine.pid)
             upper = self._bundle(machine.machine_id) / "upper"
             return await self._templates.add(machine.spec, upper, notes, began_s=began_s)
         finally:
@@ -382,13 +384,13 @@ class OciHypervisor:
     async def remove(self, leftover: Leftover) -> None:
         """See `Hypervisor.remove`. Raises: HypervisorError."""
         if leftover in await self.leftovers():
-            await self._remove_container(leftover.name, groups=None)
+            await self._remove_container(leftover.name)
 
     async def reap(self) -> list[str]:
         """See `Hypervisor.reap`. Raises: HypervisorError."""
         found = await self.leftovers()
         for leftover in found:
-            await self._remove_container(leftover.name, groups=None)
+            await self._remove_container(leftover.name)
         return sorted({leftover.name for leftover in found})
 
     async def close(self) -> None:
