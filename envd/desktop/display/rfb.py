@@ -157,8 +157,7 @@ class RfbClient:
         # QEMU scales a position x on a screen of width w to floor(x * 32767 / w); guests scale back to v * w / 32768,
         # rounded down. So x becomes x - 1, and (0, 0) is lost, because a tablet's axes start at 0. On a Linux guest 64
         # of 65 positions were off by exactly one; x + 1 becomes x, up to the last column.
-        self._is_qemu = name.startswith("QEMU")
-        self._pointer_offset_px = 1 if self._is_qemu else 0
+        self._pointer_offset_px = 1 if name.startswith("QEMU") else 0
         self._width_px = width_px
         self._height_px = height_px
         self._size_limit_px = size_limit_px
@@ -421,7 +420,7 @@ class RfbClient:
         # `vnc_cursor_define`), premultiplied by the guest's X server.
         pixels = np.frombuffer(await self._read(width_px * height_px * 4), dtype=np.uint8)
         pixels_HWC = pixels.reshape(height_px, width_px, 4)
-        return CursorShape(hot_x_px, hot_y_px, pixels_HWC[..., [2, 1, 0, 3]] if self._is_qemu else pixels_HWC)
+        return CursorShape(hot_x_px, hot_y_px, pixels_HWC if self.draws_pointer else pixels_HWC[..., [2, 1, 0, 3]])
 
 
 def _write(writer: asyncio.StreamWriter, message: bytes) -> None:

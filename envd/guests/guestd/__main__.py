@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Server((options.host, options.port), guest, listening=listening) as server:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
-        logger.info("version %s listening on %s", VERSION, server.server_address)
+        address = options.socket or f"{options.host}:{server.server_address[1]}"
+        logger.info("version %s listening on %s", VERSION, address)
         threading.Thread(target=guest.warm_up, daemon=True, name="a11y-warm-up").start()
         server.serve_forever()
     return 0
