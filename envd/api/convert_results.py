@@ -157,6 +157,7 @@ def _origin(origin: Origin) -> env_pb2.Origin:
         template_digest=origin.template_digest,
         overlay_parent=origin.overlay_parent,
         first_frame_id=origin.first_frame_id,
+        is_new_session=origin.is_new_session,
     )
 
 
@@ -272,6 +273,7 @@ def _pool(pool: PoolStatus) -> env_pb2.Pool:
         template_digest=pool.template_digest,
         always_running=pool.always_running,
         tools=pool.tools,
+        not_forkable=pool.not_forkable,
     )
 
 

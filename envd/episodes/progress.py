@@ -100,6 +100,9 @@ class Origin:
     checkpoint_episode_id: ShortText = ""
     checkpoint_time: Moment | None = None
     """When that checkpoint was made."""
+    is_new_session: bool = False
+    """Whether its machine is a new session on the template's files, in which the task's setup ran, instead of a copy:
+    equal to the others of its group by construction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
