@@ -101,10 +101,15 @@ class Connection:
 
     async def aclose(self) -> None:
         """Close the channel; running calls fail. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()
-        await self._channel.close()
+        channel = self._channel
+        # Freed here: in a process that is forked later, its garbage collection would never end, waiting for a thread.
+        del self._channel, self._stub
+        await channel.close()
 
     def stub(self) -> "CUAEnvAsyncStub":
         """Return the service stub.
