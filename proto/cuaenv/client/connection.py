@@ -1,6 +1,7 @@
 """The connection to one daemon: deadlines and retries of lost calls."""
 
 import asyncio
+import gc
 import logging
 import os
 import random
@@ -52,6 +53,10 @@ _HINTS: Final = (
 
 #: The process that opened the first channel.
 _channel_pid: int | None = None
+
+
+# In a forked process, the collection of its parent's channels would wait without end for threads that it does not have.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def require_own_process(targets: str, pid: int | None) -> None:
@@ -107,7 +112,7 @@ class Connection:
         if self._connecting is not None:
             self._connecting.cancel()
         channel = self._channel
-        # Freed here: in a process that is forked later, its garbage collection would never end, waiting for a thread.
+        # Freed here, by its own process and loop, and not by a later garbage collection.
         del self._channel, self._stub
         await channel.close()
 
