@@ -38,10 +38,10 @@ from envd.daemon.suites import load_tasks
 from envd.daemon.web import PoolWeb, open_web
 from envd.desktop.desktop import Desktop
 from envd.episodes.checkpoints.store import CheckpointStore
-from envd.episodes.persistence.recovery import PersistedState, load_persisted
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
+from envd.episodes.recovery import PersistedState, load_persisted
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
 from envd.hypervisor.backends import backend_of, open_hypervisor

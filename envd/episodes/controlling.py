@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from cuaenv.actions import Action, MouseDown, MouseUp
 from envd.base.aio import OwnedTasks
 from envd.base.errors import EnvdError, EpisodeEnded, HumanInControl
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.observation import ActionOutcome
-from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.context import EpisodeContext
 from envd.episodes.control import CONTROL_TTL_S, merged
 from envd.episodes.episode import Episode
 from envd.episodes.progress import EpisodeState

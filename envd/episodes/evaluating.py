@@ -12,9 +12,10 @@ from cuaenv.actions import Done, Fail
 from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
 from envd.base.losses import ENDS_MACHINE, Loss, Owner
 from envd.base.telemetry import traces
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
 from envd.desktop.observation import Encoding, ObservationOptions
-from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import EVALUATE, SCORE, Request
 from envd.episodes.losing import find_loss

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from envd.base.clock import Clock
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
 from envd.base.telemetry import traces
-from envd.episodes.context import Stopwatch
+from envd.base.telemetry.traces import Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.members import Group, start_from
 from envd.episodes.perform import check_region

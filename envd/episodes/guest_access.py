@@ -6,9 +6,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from envd.base.errors import AccessDenied, NotFound, RateLimited
 from envd.base.streams import close
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.agent import CommandResult
 from envd.desktop.desktop import Desktop
-from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.port_connection import PortConnection
 

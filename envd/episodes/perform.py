@@ -11,10 +11,10 @@ from cuaenv.actions import MAX_STEP_S, Action, Done, Fail, PressKeys, RunShell, 
 from envd.base.aio import LoopThrottle
 from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import EnvdError, InvalidRequest
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
 from envd.desktop.display.frames import Frame
 from envd.desktop.observation import ActionOutcome, Encoding, Observation, ObservationOptions
-from envd.episodes.context import Stopwatch
 from envd.episodes.episode import Episode
 
 _OUT_OF_TIME: Final = f"the actions of one step together take at most {MAX_STEP_S:g} s; send the rest in another step"

@@ -19,10 +19,10 @@ from envd.base.errors import (
     SetupFailed,
     TemplateCorrupt,
 )
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
 from envd.desktop.observation import SettleResult
 from envd.desktop.view import DesktopView
-from envd.episodes.context import Stopwatch
 from envd.episodes.members import ALREADY_SETTLED, Group, Member, gather, map_errors, start_from
 from envd.episodes.perform import check_region
 from envd.episodes.progress import Progress

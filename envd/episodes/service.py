@@ -28,7 +28,7 @@ from envd.episodes.guest_access import GuestAccess
 from envd.episodes.ledger import Ledger
 from envd.episodes.opening import Opening
 from envd.episodes.persistence.journal import Journal
-from envd.episodes.persistence.recovery import PersistedState, Recovery
+from envd.episodes.recovery import PersistedState, Recovery
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.resetting import RunSetup
 from envd.episodes.stepping import Stepping

@@ -12,10 +12,11 @@ from envd.base.clock import Clock, wait_until
 from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed, GuestEnded, GuestError, MachineLost, StoreError, UserUnavailable
 from envd.base.telemetry import traces
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import ScreenView
 from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, Unchanged
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
-from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import STEP, Request
 from envd.episodes.perform import check_region, heartbeat, observe, perform, with_pixels

@@ -32,8 +32,8 @@ from envd.base.errors import (
 from envd.base.store.statements import AnswerRow, EpisodeRow, MachineRow
 from envd.base.store.store import SqliteStore
 from envd.desktop.observation import Encoding, Keyframe, ObservationOptions
-from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.progress import AutomaticCheckpoints, CheckpointTrigger, EpisodeState, Progress
+from envd.episodes.recovery import load_persisted
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand, StepResult
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.user import Exchange

@@ -24,7 +24,7 @@ from envd.desktop.desktop import Desktop
 from envd.desktop.readiness import GuestPauses
 from envd.drawn import fake_image
 from envd.episodes.checkpoints.store import CheckpointStore
-from envd.episodes.persistence.recovery import load_persisted
+from envd.episodes.recovery import load_persisted
 from envd.episodes.service import EpisodeService
 from envd.pool.machines import unregister_all
 from envd.pool.pool import Pool, PoolHost, PoolSettings

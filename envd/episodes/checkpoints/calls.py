@@ -30,12 +30,13 @@ from envd.base.errors import (
     StoreError,
     Unimplemented,
 )
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.observation import ObservationOptions
 from envd.episodes.checkpoints.archive import ArchiveReader, archived
 from envd.episodes.checkpoints.manifest import Checkpoint, CheckpointResult
 from envd.episodes.checkpoints.store import CheckpointStore, Draft, in_thread, not_found, store_error
 from envd.episodes.checkpoints.views import read_view, write_view
-from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.forking import freeze_at
 from envd.episodes.ledger import CHECKPOINT, Request

@@ -8,9 +8,10 @@ import logging
 from dataclasses import replace
 
 from envd.base.errors import EnvdError, InvalidRequest, MachineLost
+from envd.base.telemetry.traces import Stopwatch
 from envd.episodes.checkpoints.calls import Checkpointing
 from envd.episodes.checkpoints.manifest import Checkpoint
-from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.context import EpisodeContext
 from envd.episodes.controlling import Controlling
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import ROLLBACK, Request

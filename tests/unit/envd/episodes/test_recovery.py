@@ -23,8 +23,8 @@ from envd.desktop.observation import (
 )
 from envd.desktop.view import ConnectionState
 from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, stored_in, without_pixels
-from envd.episodes.persistence.recovery import RecoveryOutcome, decide, load_persisted
 from envd.episodes.progress import AutomaticCheckpoints, EpisodeState, Progress, ScoreResult
+from envd.episodes.recovery import RecoveryOutcome, decide, load_persisted
 from envd.episodes.types import GroupResult, StepResult
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.evaluate import CheckResult
