@@ -22,7 +22,8 @@ from envd.base.losses import Loss, Owner, Silence, loss_by_silence
 from envd.drawn.desktop.canvas import Framebuffer, Picture, Rect
 from envd.drawn.desktop.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX, DrawnDesktop
 from envd.drawn.desktop.keyboard import scancode_of
-from envd.drawn.guest import FakeSnapshot, Guest
+from envd.drawn.guest import Guest
+from envd.drawn.snapshot import FakeSnapshot
 from envd.drawn.wires.guestd import Guestd, Service
 from envd.drawn.wires.rfb import RfbConnection
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
@@ -51,10 +52,9 @@ class FakeMachine:
                 are still due.
         """
         if snapshot is None:
-            guest = Guest(width_px=spec.screen_width_px, height_px=spec.screen_height_px)
+            guest = Guest(Framebuffer.black(spec.screen_width_px, spec.screen_height_px))
         else:
-            guest = snapshot.frozen.guest.copy()
-            guest.files.share()
+            guest = snapshot.frozen.state.build()
             snapshot.acquire()
         self.spec = spec
         self.machine_id = spec.machine_id
@@ -137,8 +137,7 @@ class FakeMachine:
         if snapshot is not former:
             snapshot.acquire()
             self.guest.release()
-            guest = snapshot.frozen.guest.copy()
-            guest.files.share()
+            guest = snapshot.frozen.state.build()
             self._set_guest(guest)
             former.release()
         self._waits_for_state = False

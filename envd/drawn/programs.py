@@ -103,7 +103,6 @@ class Programs:
         self._power_off = power_off
         self._clipboard = b""
         self.toolbox = Toolbox(files, self._run)
-        # Bound methods, not closures: a deep copy rebinds methods, but a closure keeps the original guest.
         self._programs: dict[str, Callable[[list[str], bytes], Outcome]] = {
             "cat": self._cat,
             "date": self._date,

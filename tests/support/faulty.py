@@ -18,8 +18,8 @@ from envd.base.losses import Loss, Silence, loss_by_silence
 from envd.drawn import FakeHypervisor, FakeMachine, FakeSnapshot, backend
 from envd.drawn.desktop.canvas import Framebuffer, Picture, Rect
 from envd.drawn.desktop.desktop import DrawnDesktop
-from envd.drawn.guest import FrozenGuest
 from envd.drawn.machine import check_screen
+from envd.drawn.snapshot import FrozenGuest
 from envd.drawn.wires.guestd import Guestd
 from envd.drawn.wires.rfb import RfbConnection
 from envd.guests.guestd import VERSION

@@ -142,13 +142,15 @@ class Framebuffer:
         self._picture: Picture | None = None
 
     @classmethod
+    def black(cls, width_px: int, height_px: int) -> "Framebuffer":
+        # Not written during boot, so the kernel backs it with one zero page.
+        return cls(np.zeros((height_px, width_px, 4), np.uint8), shared=True)
+
+    @classmethod
     def on(cls, picture: Picture) -> "Framebuffer":
         framebuffer = cls(picture.copy(), shared=True)
         framebuffer._picture = picture
         return framebuffer
-
-    def __deepcopy__(self, _memo: object) -> "Framebuffer":
-        return self.on(self.picture())
 
     def picture(self) -> Picture:
         """Return the current picture; the same object until something is drawn."""
