@@ -214,7 +214,7 @@ class GuestState(DesktopState):
         _restore(desktop.editor, self.editor, besides={"text_area"})
         forms = []
         for each in self.forms:
-            forms.append(FormWindow(each.form, each.state_path.removesuffix(".state"), desktop))
+            forms.append(desktop.form_window(each.form, each.state_path.removesuffix(".state")))
             _restore(forms[-1], each)
         known: tuple[Window, ...] = (desktop.controls, desktop.editor, *forms)
         if sorted(self.stack) != list(range(len(known))):

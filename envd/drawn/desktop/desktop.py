@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from envd.drawn.desktop.canvas import Damage, Framebuffer, Rect, Words
-from envd.drawn.desktop.forms import FormWindow, read_form
+from envd.drawn.desktop.forms import Form, FormWindow, read_form
 from envd.drawn.desktop.keyboard import Keyboard
 from envd.drawn.desktop.windows import (
     CLICKS_PATH,
@@ -56,7 +56,7 @@ class DrawnDesktop:
         self.files = files
         self.pointer_position = framebuffer.bounds.center
         self._on_change = on_change
-        self.end = on_end
+        self._on_end = on_end
         self._damage = Damage()
         self._keyboard = Keyboard()
         self._buttons = 0
@@ -65,8 +65,8 @@ class DrawnDesktop:
         left = width // 32
         editor_rect = Rect(left, height // 20, width * 53 // 100, height * 60 // 100)
         controls_rect = Rect(editor_rect.right + left, editor_rect.y, width * 30 // 100, 160)
-        self.editor = EditorWindow(editor_rect, self)
-        self.controls = ControlsWindow(controls_rect, self)
+        self.editor = EditorWindow(editor_rect, files, self.damage)
+        self.controls = ControlsWindow(controls_rect, files, self.damage)
         self._known: tuple[Window, ...] = (self.controls, self.editor)
         self._stack = list(self._known)
         self._drawn_active: Window | None = self.editor
@@ -125,7 +125,7 @@ class DrawnDesktop:
         stroke = self._keyboard.event(scancode, down=down)
         window = self.active
         if stroke is not None and stroke.control and stroke.alt and stroke.name == "Delete":
-            self.end("REBOOT")
+            self._on_end("REBOOT")
             return
         if stroke is None or window is None:
             return
@@ -267,11 +267,15 @@ class DrawnDesktop:
         if not window.armed and window.title_bar.contains(x, y):
             self._dragged = window
 
+    def form_window(self, form: Form, path: str) -> FormWindow:
+        """Create a window of this desktop, which is not open on it yet."""
+        return FormWindow(form, path, self.files, self.damage, self._on_end)
+
     def _open_form(self, path: str) -> None:
         form = read_form(path, self.files.get(path, b""))
         for window in self.windows if form.alone else ():
             window.activate("Close")
-        opened = FormWindow(form, path, self)
+        opened = self.form_window(form, path)
         self._known = (*self._known, opened)
         self._stack.append(opened)
         self.damage(opened.rect)

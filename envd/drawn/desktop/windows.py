@@ -5,8 +5,9 @@ state is written to guest files, so that checkers can read it.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from envd.drawn.desktop.canvas import CELL_HEIGHT_PX, CELL_WIDTH_PX, Canvas, Colour, Rect, Words, picture_of
 from envd.drawn.desktop.keyboard import Stroke
@@ -42,18 +43,6 @@ class Element:
     text: str = ""
 
 
-class Surroundings(Protocol):
-    """Interface of the desktop to its windows."""
-
-    files: GuestFiles
-
-    def damage(self, rect: Rect) -> None:
-        """Redraw these pixels."""
-
-    def end(self, cause: str) -> None:
-        """End the guest: POWER_OFF or REBOOT."""
-
-
 def draw_button(canvas: Canvas, rect: Rect, label: str, *, pressed: bool = False, focused: bool = False) -> None:
     """Draw a push button with a centred label."""
     if canvas.shows(rect):
@@ -78,12 +67,14 @@ class Window:
 
     name = ""
 
-    def __init__(self, rect: Rect, desktop: Surroundings) -> None:
+    def __init__(self, rect: Rect, files: GuestFiles, damage: Callable[[Rect], None]) -> None:
         self.rect = rect
         self.is_open = True
         self.armed = ""
         """Name of the pressed element, until its release."""
-        self._desktop = desktop
+        self._files = files
+        self._damage = damage
+        """Makes the desktop redraw pixels."""
 
     @property
     def title(self) -> str:
@@ -127,7 +118,7 @@ class Window:
         for name, rect in self.buttons().items():
             if rect.contains(x, y):
                 self.armed = name
-                self._desktop.damage(rect)
+                self._damage(rect)
 
     def release(self, x: int, y: int) -> None:
         if not self.armed:
@@ -135,14 +126,14 @@ class Window:
         name, self.armed = self.armed, ""
         rect = self.buttons().get(name)
         if rect is not None:
-            self._desktop.damage(rect)
+            self._damage(rect)
             if rect.contains(x, y):
                 self.activate(name)
 
     def activate(self, name: str) -> None:
         if name == "Close":
             self.is_open = False
-            self._desktop.damage(self.rect)
+            self._damage(self.rect)
 
     def stroke(self, stroke: Stroke) -> None:
         """Handle a key press."""
@@ -159,8 +150,8 @@ class EditorWindow(Window):
 
     name = "Editor"
 
-    def __init__(self, rect: Rect, desktop: Surroundings) -> None:
-        super().__init__(rect, desktop)
+    def __init__(self, rect: Rect, files: GuestFiles, damage: Callable[[Rect], None]) -> None:
+        super().__init__(rect, files, damage)
         self.path = NOTE_PATH
         self._modified = False
         area = self._area
@@ -185,9 +176,9 @@ class EditorWindow(Window):
     def open_file(self, path: str) -> None:
         """Open a file, or an empty text if it does not exist."""
         self.path = path
-        self.text_area.set_text(self._desktop.files.get(path, b"").decode("utf-8", "replace"))
+        self.text_area.set_text(self._files.get(path, b"").decode("utf-8", "replace"))
         self._modified = False
-        self._desktop.damage(self.rect)
+        self._damage(self.rect)
 
     def buttons(self) -> dict[str, Rect]:
         return {**super().buttons(), "Save": self._save_button}
@@ -205,7 +196,7 @@ class EditorWindow(Window):
 
     def activate(self, name: str) -> None:
         if name == "Save":
-            self._desktop.files[self.path] = self.text_area.text.encode()
+            self._files[self.path] = self.text_area.text.encode()
             self._set_modified(False)
         super().activate(name)
 
@@ -277,12 +268,12 @@ class EditorWindow(Window):
         bottom = self._area.bottom if to_end else first.bottom
         if to_end:
             first = self.cell_rect(row, 0)
-        self._desktop.damage(Rect(first.x, first.y, right - first.x, bottom - first.y).intersect(self._area))
+        self._damage(Rect(first.x, first.y, right - first.x, bottom - first.y).intersect(self._area))
 
     def _set_modified(self, modified: bool) -> None:
         if modified != self._modified:
             self._modified = modified
-            self._desktop.damage(self.title_bar)
+            self._damage(self.title_bar)
 
 
 class _TextDamage:
@@ -334,8 +325,8 @@ class ControlsWindow(Window):
 
     name = "Controls"
 
-    def __init__(self, rect: Rect, desktop: Surroundings) -> None:
-        super().__init__(rect, desktop)
+    def __init__(self, rect: Rect, files: GuestFiles, damage: Callable[[Rect], None]) -> None:
+        super().__init__(rect, files, damage)
         self.click_count = 0
         self.is_checked = False
         self._focused = "Count"
@@ -364,12 +355,12 @@ class ControlsWindow(Window):
     def activate(self, name: str) -> None:
         if name == "Count":
             self.click_count += 1
-            self._desktop.files[CLICKS_PATH] = b"%d\n" % self.click_count
-            self._desktop.damage(self._layout.label)
+            self._files[CLICKS_PATH] = b"%d\n" % self.click_count
+            self._damage(self._layout.label)
         elif name == "Enabled":
             self.is_checked = not self.is_checked
-            self._desktop.files[CHECKBOX_PATH] = b"on\n" if self.is_checked else b"off\n"
-            self._desktop.damage(self._layout.checkbox)
+            self._files[CHECKBOX_PATH] = b"on\n" if self.is_checked else b"off\n"
+            self._damage(self._layout.checkbox)
         super().activate(name)
 
     def press(self, x: int, y: int) -> None:
@@ -401,4 +392,4 @@ class ControlsWindow(Window):
         if name != self._focused:
             self._focused = name
             for rect in (self._layout.button, self._layout.checkbox):
-                self._desktop.damage(rect)
+                self._damage(rect)
