@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from envd.drawn.desktop.canvas import Framebuffer, Picture, Rect
+from envd.drawn.desktop.canvas import Framebuffer, Rect, SharedPicture
 from envd.drawn.desktop.desktop import DrawnDesktop
 from envd.drawn.files import GuestFiles
 from envd.drawn.programs import GuestClock, Programs
 from envd.drawn.wires.agent import GuestAgent
 
 
-class Guest:
+class DrawnGuest:
     """One guest. It boots until `show_desktop`."""
 
     def __init__(self, framebuffer: Framebuffer) -> None:
@@ -28,7 +28,7 @@ class Guest:
         self.on_end: Callable[[str], None] = _ignore
         """Called when the guest powers off or reboots: POWER_OFF or REBOOT."""
 
-    def show_desktop(self, start: Picture) -> None:
+    def show_desktop(self, start: SharedPicture) -> None:
         """End the boot and start the session. `start` is its first picture, used if it has the screen's size."""
         size = self.framebuffer.bounds
         drawn = (size.w, size.h) == start.size_px

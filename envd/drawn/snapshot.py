@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from envd.drawn.state import GuestState
+from envd.drawn.state import DrawnState
 from envd.hypervisor.machine import CaptureReport, MachineSpec
 
 _numbers = itertools.count(1)
@@ -15,7 +15,7 @@ _numbers = itertools.count(1)
 class FrozenGuest:
     """State of a paused guest, with its digests."""
 
-    state: GuestState
+    state: DrawnState
     spec: MachineSpec
     digest: str
     disk_digest: str
@@ -24,7 +24,7 @@ class FrozenGuest:
     notes: Mapping[str, str]
 
     @classmethod
-    def of(cls, state: GuestState, spec: MachineSpec, *, own_bytes: int, notes: Mapping[str, str]) -> "FrozenGuest":
+    def of(cls, state: DrawnState, spec: MachineSpec, *, own_bytes: int, notes: Mapping[str, str]) -> "FrozenGuest":
         disk_digest = _joined(spec.image.digest, state.disk_digest())
         return cls(
             state=state,

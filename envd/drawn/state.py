@@ -8,11 +8,11 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from envd.drawn.desktop.canvas import Colour, Framebuffer, Picture, Rect
+from envd.drawn.desktop.canvas import Colour, Framebuffer, Rect, SharedPicture
 from envd.drawn.desktop.desktop import DrawnDesktop
 from envd.drawn.desktop.forms import Form, FormWindow
-from envd.drawn.desktop.windows import Window
-from envd.drawn.guest import Guest
+from envd.drawn.desktop.windows import DrawnWindow
+from envd.drawn.guest import DrawnGuest
 from envd.drawn.outcome import Outcome
 from envd.drawn.wires import agent
 
@@ -140,15 +140,15 @@ class DesktopState(StatePart):
     """Index of the window that follows the pointer."""
 
 
-class GuestState(DesktopState):
+class DrawnState(DesktopState):
     """State of a guest that does not run. Any number of guests start from it; pixels and files are shared."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    picture: Annotated[Picture, Field(exclude=True)]
+    picture: Annotated[SharedPicture, Field(exclude=True)]
 
     @classmethod
-    def of(cls, guest: Guest) -> Self:
+    def of(cls, guest: DrawnGuest) -> Self:
         """Return the state of a paused guest. Raises: ValueError: it has not booted."""
         desktop = guest.desktop
         if desktop is None:
@@ -184,9 +184,9 @@ class GuestState(DesktopState):
             dragged=None if desktop._dragged is None else known.index(desktop._dragged),
         )
 
-    def build(self) -> Guest:
+    def build(self) -> DrawnGuest:
         """Return a paused guest in this state. Raises: ValueError: the parts do not fit together."""
-        guest = Guest(Framebuffer.on(self.picture))
+        guest = DrawnGuest(Framebuffer.on(self.picture))
         desktop = guest.start_session(is_drawn=True)
         self._restore_windows(desktop)
         guest.clock.stop()
@@ -216,7 +216,7 @@ class GuestState(DesktopState):
         for each in self.forms:
             forms.append(desktop.form_window(each.form, each.state_path.removesuffix(".state")))
             _restore(forms[-1], each)
-        known: tuple[Window, ...] = (desktop.controls, desktop.editor, *forms)
+        known: tuple[DrawnWindow, ...] = (desktop.controls, desktop.editor, *forms)
         if sorted(self.stack) != list(range(len(known))):
             raise ValueError(f"stack {self.stack} of {len(known)} windows")
         desktop._known, desktop._stack = known, [known[index] for index in self.stack]

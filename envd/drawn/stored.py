@@ -15,10 +15,10 @@ from pydantic import Field, ValidationError
 from cuaenv.problems import problem_of
 from envd.base.errors import CheckpointUnusable
 from envd.base.zstd import read_compressed
-from envd.drawn.desktop.canvas import Framebuffer, Picture
+from envd.drawn.desktop.canvas import Framebuffer, SharedPicture
 from envd.drawn.desktop.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX
 from envd.drawn.files import resolve
-from envd.drawn.state import MAX_SIDE_PX, DesktopState, GuestState, StatePart
+from envd.drawn.state import MAX_SIDE_PX, DesktopState, DrawnState, StatePart
 
 #: Many times as much as a drawn desktop has.
 MAX_BYTES = 256 << 20
@@ -37,7 +37,7 @@ class _StoredState(DesktopState, _Header):
     """The fields of the header are checked first."""
 
 
-def write_state(state: GuestState, path: Path) -> None:
+def write_state(state: DrawnState, path: Path) -> None:
     """Write the state of a guest. Raises: OSError; ValueError: the format does not allow it, such as too many files."""
     width_px, height_px = state.picture.size_px
     pixels = state.picture.copy().tobytes()
@@ -49,7 +49,7 @@ def write_state(state: GuestState, path: Path) -> None:
     path.write_bytes(zstandard.ZstdCompressor(1).compress(data))
 
 
-def read_state(path: Path) -> GuestState:
+def read_state(path: Path) -> DrawnState:
     """Return a state that `write_state` wrote. Raises: OSError, ValueError; CheckpointUnusable: of envd 0.2.0."""
     data = read_compressed(path, max_bytes=MAX_BYTES)
     if data.startswith(_PICKLE):
@@ -65,9 +65,9 @@ def read_state(path: Path) -> GuestState:
     shape = (stored.height_px, stored.width_px, 4)
     if len(stored.pixels) != math.prod(shape):
         raise ValueError(f"{len(stored.pixels)} bytes of pixels for a screen of {stored.width_px}x{stored.height_px}")
-    picture = Picture(np.frombuffer(stored.pixels, np.uint8).reshape(shape))
+    picture = SharedPicture(np.frombuffer(stored.pixels, np.uint8).reshape(shape))
     parts = {name: value for name, value in stored if name in DesktopState.model_fields}
-    state = GuestState.model_construct(picture=picture, **parts)
+    state = DrawnState.model_construct(picture=picture, **parts)
     try:
         _check(state)
     except Exception as error:
@@ -76,7 +76,7 @@ def read_state(path: Path) -> GuestState:
     return state
 
 
-def _check(state: GuestState) -> None:
+def _check(state: DrawnState) -> None:
     """Check that a guest can have this state, by drawing it. Raises: Exception."""
     area = state.editor.text_area
     if area.column > len(area.lines[area.row]):

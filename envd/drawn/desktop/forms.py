@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cuaenv.problems import problem_of
 from envd.drawn.desktop.canvas import CELL_HEIGHT_PX, CELL_WIDTH_PX, Canvas, Colour, Rect
-from envd.drawn.desktop.keyboard import Stroke
-from envd.drawn.desktop.windows import EDGE, PRESSED, TITLE_HEIGHT_PX, Element, Window
+from envd.drawn.desktop.keyboard import KeyPress
+from envd.drawn.desktop.windows import EDGE, PRESSED, TITLE_HEIGHT_PX, DrawnElement, DrawnWindow
 from envd.drawn.files import GuestFiles
 
 #: Texts are twice as large as those of other windows, so that they stay readable on small screens.
@@ -107,7 +107,7 @@ def read_form(path: str, data: bytes) -> Form:
         raise InvalidForm(f"form {path}: {where}: {problem_of(first)}; see Form in forms.py") from None
 
 
-class FormWindow(Window):
+class FormWindow(DrawnWindow):
     """A window with the widgets of a form."""
 
     name = "Form"
@@ -143,11 +143,11 @@ class FormWindow(Window):
         }
         return {**super().buttons(), **active}
 
-    def elements(self) -> list[Element]:
+    def elements(self) -> list[DrawnElement]:
         return [
             *super().elements(),
             *(
-                Element(
+                DrawnElement(
                     name=each.name,
                     role=_ROLES.get(each.kind, "label"),
                     rect=self._rect(each),
@@ -209,7 +209,7 @@ class FormWindow(Window):
                 self._open_menu = name
                 self._damage_menu()
 
-    def stroke(self, stroke: Stroke) -> None:
+    def stroke(self, stroke: KeyPress) -> None:
         if not self._focused:
             return
         text = self._values[self._focused]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from envd.drawn.desktop.canvas import CELL_HEIGHT_PX, CELL_WIDTH_PX, Canvas, Colour, Rect, Words, picture_of
-from envd.drawn.desktop.keyboard import Stroke
+from envd.drawn.desktop.keyboard import KeyPress
 from envd.drawn.desktop.text_area import TextArea
 from envd.drawn.files import HOME, GuestFiles
 
@@ -33,7 +33,7 @@ _SELECTED: Colour = (176, 208, 250)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Element:
+class DrawnElement:
     """A named element of the screen."""
 
     name: str
@@ -62,7 +62,7 @@ def _button(width: int, height: int, label: str, pressed: bool, focused: bool) -
     return picture_of(width, height, draw)
 
 
-class Window:
+class DrawnWindow:
     """A title bar with a close box; subclasses draw the body."""
 
     name = ""
@@ -93,8 +93,8 @@ class Window:
         """Return the clickable areas by name."""
         return {"Close": self.close_box}
 
-    def elements(self) -> list[Element]:
-        return [Element(name="Close", role="push-button", rect=self.close_box)]
+    def elements(self) -> list[DrawnElement]:
+        return [DrawnElement(name="Close", role="push-button", rect=self.close_box)]
 
     def focus_rects(self) -> list[Rect]:
         """Return the areas whose look depends on the keyboard focus."""
@@ -135,7 +135,7 @@ class Window:
             self.is_open = False
             self._damage(self.rect)
 
-    def stroke(self, stroke: Stroke) -> None:
+    def stroke(self, stroke: KeyPress) -> None:
         """Handle a key press."""
 
     def insert(self, text: str) -> None:
@@ -145,7 +145,7 @@ class Window:
         """Handle the wheel."""
 
 
-class EditorWindow(Window):
+class EditorWindow(DrawnWindow):
     """A text editor: a text area and a Save button."""
 
     name = "Editor"
@@ -183,11 +183,11 @@ class EditorWindow(Window):
     def buttons(self) -> dict[str, Rect]:
         return {**super().buttons(), "Save": self._save_button}
 
-    def elements(self) -> list[Element]:
+    def elements(self) -> list[DrawnElement]:
         return [
             *super().elements(),
-            Element(name="Save", role="push-button", rect=self._save_button),
-            Element(name="Text", role="text", rect=self._area, states=("editable",), text=self.text_area.text),
+            DrawnElement(name="Save", role="push-button", rect=self._save_button),
+            DrawnElement(name="Text", role="text", rect=self._area, states=("editable",), text=self.text_area.text),
         ]
 
     def focus_rects(self) -> list[Rect]:
@@ -209,7 +209,7 @@ class EditorWindow(Window):
                 )
         super().press(x, y)
 
-    def stroke(self, stroke: Stroke) -> None:
+    def stroke(self, stroke: KeyPress) -> None:
         if stroke.control and stroke.name == "s":
             self.activate("Save")
             return
@@ -320,7 +320,7 @@ def _controls_layout(window: Rect) -> _ControlsLayout:
     return _ControlsLayout(button, label, Rect(window.x + 16, label.bottom + 14, 96, CELL_HEIGHT_PX))
 
 
-class ControlsWindow(Window):
+class ControlsWindow(DrawnWindow):
     """A button that counts its clicks, and a checkbox. Tab moves the focus; space and Enter activate."""
 
     name = "Controls"
@@ -338,15 +338,15 @@ class ControlsWindow(Window):
     def buttons(self) -> dict[str, Rect]:
         return {**super().buttons(), "Count": self._layout.button, "Enabled": self._layout.checkbox}
 
-    def elements(self) -> list[Element]:
+    def elements(self) -> list[DrawnElement]:
         focus = {name: ("focused",) if name == self._focused else () for name in ("Count", "Enabled")}
         checked = ("checked",) if self.is_checked else ()
         button, label, checkbox = self._layout
         return [
             *super().elements(),
-            Element(name="Count", role="push-button", rect=button, states=focus["Count"]),
-            Element(name="Clicks", role="label", rect=label, text=f"Clicks: {self.click_count}"),
-            Element(name="Enabled", role="check-box", rect=checkbox, states=focus["Enabled"] + checked),
+            DrawnElement(name="Count", role="push-button", rect=button, states=focus["Count"]),
+            DrawnElement(name="Clicks", role="label", rect=label, text=f"Clicks: {self.click_count}"),
+            DrawnElement(name="Enabled", role="check-box", rect=checkbox, states=focus["Enabled"] + checked),
         ]
 
     def focus_rects(self) -> list[Rect]:
@@ -368,7 +368,7 @@ class ControlsWindow(Window):
         if self.armed in ("Count", "Enabled"):
             self._focus(self.armed)
 
-    def stroke(self, stroke: Stroke) -> None:
+    def stroke(self, stroke: KeyPress) -> None:
         if stroke.name == "Tab":
             self._focus("Enabled" if self._focused == "Count" else "Count")
         elif stroke.char == " " or stroke.name in ("Return", "KP_Enter"):
