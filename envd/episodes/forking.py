@@ -36,6 +36,7 @@ async def fork_group(
     Args:
         last_use: Gets the frozen state at once; returns what to call after the last fork, which discards it.
     """
+    pool.require_copies()
     watch = Stopwatch(clock)
     # During a step the parent's next step index is not known yet, so check only after it.
     if not parent.turn.locked():

@@ -80,7 +80,7 @@ async def start_from(
     started = list(machines)
     try:
         if reservations:
-            started += await _gather(pool.fork(reservation, frozen) for reservation in reservations)
+            started += await gather(pool.fork(reservation, frozen) for reservation in reservations)
             watch.lap("fork")
     finally:
         await asyncio.gather(encoding, return_exceptions=True)
@@ -88,12 +88,13 @@ async def start_from(
     observations = [shared] * len(started)
     # A guest runs only if the options ask for more than pixels, or if it always runs from here on.
     if options.asks_guest or pool.settings.always_running:
-        observations = await _gather(_observe(machine, view, shared, options, subject) for machine in started)
+        observations = await gather(_observe(machine, view, shared, options, subject) for machine in started)
     watch.lap("observe")
     origin = Origin(
         template_digest=frozen.snapshot.digest,
         overlay_parent=frozen.snapshot.disk_digest,
         first_frame_id=view.frame.frame_id,
+        is_new_session=not pool.copies_running_machines,
     )
     return tuple(
         Member(machine=machine, observation=observation, origin=origin)
@@ -135,7 +136,7 @@ def map_errors(machine: LeasedMachine, subject: str) -> Iterator[None]:
         raise
 
 
-async def _gather(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all concurrently. The first failure cancels the rest and is raised."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -29,7 +29,7 @@ from envd.episodes.perform import with_pixels
 from envd.episodes.quotas import MachineQuotas
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
 from envd.episodes.task_states import TaskStates
-from envd.episodes.types import CheckpointTrigger, ForkCommand, GroupResult, ResetCommand
+from envd.episodes.types import NO_CHECKPOINTS, CheckpointTrigger, ForkCommand, GroupResult, ResetCommand
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue
@@ -94,6 +94,7 @@ class Opening:
             MachineLost: Machines died in two attempts.
             HypervisorError: The state after setup could not be frozen or forked.
             CheckpointNotFound, CheckpointUnusable, CheckpointCorrupt: See `Checkpointing.find`.
+            NotForkable: It asks for automatic checkpoints, and the pool's machines cannot be copied.
         """
         # Owners have separate id spaces, so no caller can guess another's response. Token names contain no slash.
         request = Request(RESET, "", f"{command.owner}/{command.request_id}", command.fingerprint)
@@ -111,6 +112,8 @@ class Opening:
             return await self._reset_to_checkpoint(command, request, ttl_s=ttl_s)
         task = self._tasks.get(command.task_id)
         pool = choose_pool(task, command.pool, context.pools)
+        if command.automatic != NO_CHECKPOINTS:
+            pool.require_copies()
         max_steps = context.limits.max_steps_for(command.max_steps, task_max_steps=task.max_steps)
         wanted = command.perturb or own_perturb(task, request.request_id)
         start, perturbations = perturb(task, wanted) if wanted else (task, ())

@@ -77,6 +77,9 @@ class Origin:
     """When that checkpoint was made."""
     perturbations: tuple[str, ...] = ()
     """Kinds of the perturbations of its world."""
+    is_new_session: bool = False
+    """Whether its machine is a new session on the template's files, in which the task's setup ran, instead of a copy:
+    equal to the others of its group by construction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

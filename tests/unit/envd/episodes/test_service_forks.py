@@ -25,6 +25,7 @@ from envd.base.errors import (
     StepIndexMismatch,
 )
 from envd.desktop.observation import A11yFormat, Encoding, ObservationOptions
+from envd.drawn.backend import CAPABILITIES
 from envd.episodes.types import EpisodeState, GroupResult
 from envd.hypervisor.machine import MachineState
 from tests.support.clock import begun, run_ready, run_turns
@@ -372,3 +373,15 @@ async def test_random_forks_cancellations_and_kills_leak_nothing(seed: int) -> N
         assert world.service.list_episodes() == [], "the leases of open episodes have expired"
         world.check_no_leaks()
         assert world.hypervisor.peak_count <= 5
+
+
+async def test_a_fork_where_machines_cannot_be_copied_is_refused_without_waiting_for_a_machine(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    episode_id = await opened(world)
+    monkeypatch.setattr(world.hypervisor, "capabilities", replace(CAPABILITIES, not_forkable="no copies"))
+    leases = world.hypervisor.counts["capture"]
+    with pytest.raises(NotForkable, match="no copies"):
+        await world.service.fork(world.fork_command(episode_id, 1))
+    assert world.hypervisor.counts["capture"] == leases
+    assert world.info(episode_id).state is EpisodeState.ACTIVE

@@ -1,6 +1,7 @@
 """Groups start in one state: the template's, or the state after the task's setup, which runs once."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,8 @@ from envd.base.errors import (
     SetupFailed,
 )
 from envd.desktop.observation import A11yFormat, Encoding, Keyframe, ObservationOptions, SettleResult
-from envd.episodes.types import GroupResult
+from envd.drawn.backend import CAPABILITIES
+from envd.episodes.types import AutomaticCheckpoints, GroupResult
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.tasks.perturbations import Perturb
@@ -331,4 +333,39 @@ async def test_a_task_perturbs_each_reset_differently_and_its_retry_and_group_eq
 async def test_an_unknown_perturbation_takes_no_machine(world: World) -> None:
     with pytest.raises(InvalidRequest, match="tornado: unknown"):
         await world.reset(perturb=Perturb(seed=4, kinds=("tornado",)))
+    assert world.tasks.setups == 0
+
+
+async def test_where_machines_cannot_be_copied_each_member_runs_the_setup(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.hypervisor, "capabilities", replace(CAPABILITIES, not_forkable="no copies"))
+    result = await world.reset(group_size=3)
+    assert world.tasks.setups == 3
+    assert world.captured() == []
+    template = world.hypervisor.snapshots[0]
+    assert {info.origin.template_digest for info in result.episodes} == {template.digest}
+    assert {info.origin.is_new_session for info in result.episodes} == {True}
+    assert all(observation.settle is not None for observation in result.observations)
+    assert set(result.timings_ms) == {"acquire", "setup", "settle", "observe", "total"}
+    for info in result.episodes:
+        assert world.machine(info.episode_id).state is MachineState.PAUSED
+
+
+async def test_where_machines_cannot_be_copied_a_state_after_setup_is_not_kept(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.hypervisor, "capabilities", replace(CAPABILITIES, not_forkable="no copies"))
+    for _ in range(2):
+        await world.open(task_id=FROZEN[0].task_id)
+    assert world.tasks.setups == 2
+    assert world.captured() == []
+
+
+async def test_automatic_checkpoints_are_refused_before_any_machine_is_leased(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.hypervisor, "capabilities", replace(CAPABILITIES, not_forkable="no copies"))
+    with pytest.raises(NotForkable, match="no copies"):
+        await world.reset(automatic=AutomaticCheckpoints(every_steps=1))
     assert world.tasks.setups == 0

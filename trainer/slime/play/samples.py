@@ -1,0 +1,171 @@
+"""Reset, fill and void slime's samples.
+
+A void sample is one that slime carries but does not train on: two tokens and an empty mask. Our group statistics and
+filters ignore its reward.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from trainer.slime.slime_compat import Sample
+from trainer.tokens.rows import Row
+
+METADATA_KEY = "envd"
+"""Key of the episode's facts in `Sample.metadata`."""
+PADDING = "padding"
+"""Void reason of samples that only pad a batch."""
+_RAW_REWARD_KEY = "raw_reward"  # slime's key of the task's score
+
+StatusName = Literal["PENDING", "COMPLETED", "TRUNCATED", "ABORTED", "FAILED"]
+
+
+def reset_sample(sample: Sample) -> None:
+    """Clear an earlier attempt: slime hands out the samples of an aborted group again without clearing them."""
+    sample.tokens = []
+    sample.response = ""
+    sample.response_length = 0
+    sample.reward = None
+    sample.loss_mask = None
+    sample.rollout_log_probs = None
+    sample.multimodal_train_inputs = None
+    sample.weight_versions = []
+    sample.rollout_top_p_token_ids = None
+    sample.rollout_top_p_token_offsets = None
+    sample.rollout_routed_experts = None
+    sample.remove_sample = False
+    sample.non_generation_time = 0.0
+    sample.spec_info = type(sample.spec_info)()
+    sample.prefix_cache_info = type(sample.prefix_cache_info)()
+    sample.metadata.pop(METADATA_KEY, None)
+    sample.metadata.pop(_RAW_REWARD_KEY, None)
+    set_status(sample, "PENDING")
+
+
+def set_status(sample: Sample, name: StatusName) -> None:
+    """Set a status by name, without importing slime's enum."""
+    sample.status = sample.Status[name]
+
+
+def row_samples(sample: Sample, count: int) -> list[Sample]:
+    """Return `count` samples for the rows of one rollout: the sample and copies of it, with one rollout id.
+
+    Raises:
+        ValueError: `count` is below 1, or slime has not numbered the sample.
+    """
+    if count < 1 or sample.index is None:
+        raise ValueError(f"sample {sample.index}: cannot make {count} rows; a numbered sample has at least one row")
+    copies = [copy.copy(sample) for _ in range(count - 1)]
+    for copied in copies:
+        copied.metadata = dict(sample.metadata)
+        reset_sample(copied)
+    rows = [sample, *copies]
+    for row in rows:
+        row.rollout_id = sample.index
+    return rows
+
+
+def fill(sample: Sample, row: Row, args: Any) -> None:
+    """Write a row into a reset sample by slime's own method, which also keeps the engine's extra columns.
+
+    These are weight versions, cache statistics, top-p sets and routed experts.
+
+    Raises:
+        ValueError: The engine's extra columns do not match the tokens, or are missing.
+    """
+    sample.tokens = list(row.prompt_ids)
+    for piece in row.pieces:
+        sample.append_response_tokens(
+            args,
+            tokens=list(piece.train_ids),
+            log_probs=list(piece.log_probs) if piece.sampled and not piece.is_masked else None,
+            trainable=piece.sampled and not piece.is_masked,
+            meta_info=dict(piece.extra) if piece.extra is not None else None,
+            text=piece.text,
+        )
+    offsets = sample.rollout_top_p_token_offsets
+    if getattr(args, "rollout_top_p", 1.0) != 1.0 and (offsets is None or len(offsets) != sample.response_length + 1):
+        raise ValueError(
+            "--rollout-top-p: the engine returned no top-p sets; set it to 1, or use slime's patched SGLang"
+        )
+
+
+def make_void(sample: Sample, args: Any, *, status: StatusName, reason: str, error: str = "") -> Sample:
+    """Make a sample void, with valid values in every column that a batch may have."""
+    reset_sample(sample)
+    sample.tokens = [0, 0]
+    sample.response_length = 1
+    sample.loss_mask = [0]
+    sample.rollout_log_probs = [0.0]
+    sample.reward = 0.0
+    sample.remove_sample = True
+    if getattr(args, "rollout_top_p", 1.0) != 1.0:
+        sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets = [], [0, 0]
+    if getattr(args, "use_rollout_routing_replay", False):
+        # Any routing except all zeros, which slime takes for a failed capture.
+        layer = list(range(args.moe_router_topk))
+        sample.rollout_routed_experts = [[layer for _ in range(args.num_layers)]]
+    set_status(sample, status)
+    note(sample, {"void": reason, **({"error": error} if error else {})})
+    return sample
+
+
+def spread(sample: Sample, count: int, multiple: int | None, args: Any) -> list[Sample]:
+    """Return samples for the rows of one rollout.
+
+    Args:
+        sample: The rollout's sample.
+        count: Number of rows.
+        multiple: Void ones pad them to a multiple of this; None for the sample alone.
+        args: slime's.
+    """
+    if multiple is None:
+        return [sample]
+    samples = row_samples(sample, -(-count // multiple) * multiple)
+    for padding in samples[count:]:
+        make_void(padding, args, status="COMPLETED", reason=PADDING)
+    return samples
+
+
+def void_result(
+    sample: Sample, multiple: int | None, args: Any, *, status: StatusName, reason: str, error: str = ""
+) -> Any:
+    """Make a rollout void; return its sample, or with `multiple` a list of its rows, see `spread`."""
+    samples = spread(sample, 1, multiple, args)
+    make_void(sample, args, status=status, reason=reason, error=error)
+    return sample if multiple is None else samples
+
+
+def is_void(sample: Sample) -> bool:
+    """Return whether a sample must not be trained on: failed, aborted, removed, or without a reward."""
+    return sample.remove_sample or sample.reward is None or sample.status.name in ("FAILED", "ABORTED")
+
+
+def note(sample: Sample, facts: Mapping[str, object], *, raw_reward: float | None = None) -> None:
+    """Add facts of the episode to the sample's metadata, and the task's score where slime expects it."""
+    sample.metadata[METADATA_KEY] = {**sample.metadata.get(METADATA_KEY, {}), **facts}
+    if raw_reward is not None:
+        sample.metadata[_RAW_REWARD_KEY] = raw_reward
+
+
+def facts_of(sample: Sample) -> Mapping[str, Any]:
+    """Return the facts that `note` added; empty for samples of other environments."""
+    facts: Mapping[str, Any] = (sample.metadata or {}).get(METADATA_KEY, {})
+    return facts
+
+
+def flatten(samples: Iterable[Any]) -> list[Sample]:
+    """Return the samples of a group whose members may be lists of rows."""
+    flat: list[Sample] = []
+    for member in samples:
+        flat.extend(flatten(member) if isinstance(member, list) else [member])
+    return flat
+
+
+def by_rollout(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Return the rows of each rollout, in order of first appearance; a sample without an id is a rollout by itself."""
+    rollouts: dict[object, list[Sample]] = {}
+    for position, sample in enumerate(samples):
+        key = ("id", sample.rollout_id) if sample.rollout_id is not None else ("position", position)
+        rollouts.setdefault(key, []).append(sample)
+    return list(rollouts.values())
