@@ -6,7 +6,6 @@ Health is SERVING only between `start` and `drain`, so that clients and load bal
 or is stopping.
 """
 
-import ipaddress
 import logging
 import os
 import socket
@@ -35,7 +34,7 @@ from envd.api.security.tokens import TokenTable, read_tokens
 from envd.api.servicer import CUAEnvServicer
 from envd.base.aio import shielded
 from envd.base.config import SecurityConfig
-from envd.base.errors import ConfigError, cannot_bind
+from envd.base.errors import cannot_bind
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.service import EpisodeService
 
@@ -73,48 +72,18 @@ class ListenAddress:
     host: str = ""
     port: int = 0
 
+    @classmethod
+    def parse(cls, listen: str) -> "ListenAddress":
+        """Parse a value of the setting `listen`. Port 0 selects a free port."""
+        if listen.startswith("unix:"):
+            return cls(path=Path(listen.removeprefix("unix:")).absolute())
+        host, _, port = listen.rpartition(":")
+        return cls(host=host, port=int(port))
+
     @property
     def target(self) -> str:
         """The address in gRPC syntax."""
         return f"unix:{self.path}" if self.path else f"{self.host}:{self.port}"
-
-
-def parse_listen(listen: str, *, exposable: bool = False) -> ListenAddress:
-    """Parse `HOST:PORT`, `[::1]:PORT` or `unix:PATH`. Port 0 selects a free port.
-
-    Args:
-        exposable: Whether other hosts may reach it; see `SecurityConfig.is_exposable`.
-
-    Raises:
-        ConfigError: Malformed, or an address that other hosts can reach without being `exposable`.
-    """
-    if listen.startswith("unix:"):
-        path = listen.removeprefix("unix:")
-        if not path:
-            raise ConfigError(f"listen {listen!r}: names no socket; write unix:PATH")
-        return ListenAddress(path=Path(path).absolute())
-    host, _, port = listen.rpartition(":")
-    is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
-    if not host or is_bare_ipv6 or not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise ConfigError(
-            f"listen {listen!r}: not HOST:PORT, [IPV6]:PORT or unix:PATH; write, for example, 127.0.0.1:50051"
-        )
-    if not exposable and not _is_loopback(host):
-        raise ConfigError(
-            f"listen {listen!r}: reachable from other hosts, which needs TLS and tokens or client"
-            " certificates; set security.tls_cert, tls_key and tokens_file or client_ca, or listen on 127.0.0.1 or"
-            " unix:PATH and forward the port over ssh"
-        )
-    return ListenAddress(host=host, port=int(port))
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return False
 
 
 class ApiServer:
@@ -130,21 +99,22 @@ class ApiServer:
         renewals: RateLimiter | None = None,
         local_socket: Path | None = None,
     ) -> None:
-        """Check the address and read tokens and certificates; nothing listens before `start`.
+        """Read tokens and certificates; nothing listens before `start`.
 
         Args:
+            listen: Value of the setting `listen`, which `Config` has checked.
             security: Authentication and TLS; by default every caller that can reach the address is trusted.
             local_socket: A Unix socket of the daemon's own user to serve too, without TLS and by the same tokens: for
                 the processes that the daemon starts. None for none.
             renewals: Limits renewals of each caller; by default `RENEWALS_PER_S`.
 
         Raises:
-            ConfigError: The address is malformed or must not be exposed, or a token or certificate file is invalid.
+            ConfigError: A token or certificate file is invalid.
         """
         security = security or SecurityConfig()
         if renewals is None:
             renewals = RateLimiter(calls_per_second=RENEWALS_PER_S, burst=RENEWAL_BURST)
-        self._listen = parse_listen(listen, exposable=security.is_exposable)
+        self._listen = ListenAddress.parse(listen)
         self._local_socket = local_socket
         self._credentials = _credentials(security, metrics)
         self._options = (

@@ -27,7 +27,7 @@ from envd.tasks.model import Task
 _RESET_TIMEOUT = timedelta(minutes=30)
 
 
-class Policy(Enum):
+class VerifyingPolicy(Enum):
     """The player of a task."""
 
     ORACLE = "oracle"
@@ -35,10 +35,10 @@ class Policy(Enum):
 
     @property
     def expected_score(self) -> float:
-        return 1.0 if self is Policy.ORACLE else 0.0
+        return 1.0 if self is VerifyingPolicy.ORACLE else 0.0
 
     def steps(self, task: Task) -> Steps:
-        return task.oracle if self is Policy.ORACLE else ((Done(),),)
+        return task.oracle if self is VerifyingPolicy.ORACLE else ((Done(),),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class PolicyResult:
     """The result of one policy in one task."""
 
     task_id: str
-    policy: Policy
+    policy: VerifyingPolicy
     score: float | None = None
     detail: str = ""
     """The reason for a missing score, or the evidence of the checks."""
@@ -66,7 +66,7 @@ class Verification:
     not_attacked: tuple[str, ...] = ()
     """Ids of the tasks that changed since `envd tasks attack` passed."""
 
-    def count(self, policy: Policy) -> int:
+    def count(self, policy: VerifyingPolicy) -> int:
         return sum(each.passed for each in self.results if each.policy is policy)
 
     @property
@@ -82,8 +82,8 @@ class Verification:
         return {
             "accelerator": self.accelerator,
             "tasks": len({each.task_id for each in self.results}),
-            "oracle_ok": self.count(Policy.ORACLE),
-            "null_ok": self.count(Policy.NULL),
+            "oracle_ok": self.count(VerifyingPolicy.ORACLE),
+            "null_ok": self.count(VerifyingPolicy.NULL),
             "failures": [
                 {
                     "task_id": each.task_id,
@@ -99,7 +99,7 @@ class Verification:
         }
 
     def print(self, console: Console) -> None:
-        played = [policy for policy in Policy if any(each.policy is policy for each in self.results)]
+        played = [policy for policy in VerifyingPolicy if any(each.policy is policy for each in self.results)]
         table = Table("task", *(policy.value for policy in played), "problem", box=None, pad_edge=False)
         by_task: dict[str, list[PolicyResult]] = {}
         for each in self.results:
@@ -123,7 +123,7 @@ def verify_config(settings: Config, *, parallel_count: int, image: str = "") -> 
     own = {
         "size": parallel_count,
         # For each task the machines of both policies, and one that is being prepared.
-        "capacity": parallel_count * (len(Policy) + 1),
+        "capacity": parallel_count * (len(VerifyingPolicy) + 1),
         # The conditions of oracles are checked with commands.
         "allow_guest_access": True,
     }
@@ -131,7 +131,11 @@ def verify_config(settings: Config, *, parallel_count: int, image: str = "") -> 
 
 
 async def verify(
-    config: Config, tasks: Sequence[Task], *, parallel_count: int, policies: Sequence[Policy] = tuple(Policy)
+    config: Config,
+    tasks: Sequence[Task],
+    *,
+    parallel_count: int,
+    policies: Sequence[VerifyingPolicy] = tuple(VerifyingPolicy),
 ) -> Verification:
     """Play all tasks, at most `parallel_count` at once. Raises: see `open_daemon`."""
     slots = asyncio.Semaphore(parallel_count)
@@ -159,7 +163,7 @@ async def verify(
 
 
 async def _play_task(
-    client: AsyncEnvClient, task: Task, policies: Sequence[Policy], *, max_steps: int, runs_guests: bool
+    client: AsyncEnvClient, task: Task, policies: Sequence[VerifyingPolicy], *, max_steps: int, runs_guests: bool
 ) -> tuple[PolicyResult, ...]:
     """Play the policies in forks of one state."""
     results: list[PolicyResult] = []
@@ -177,8 +181,10 @@ async def _play_task(
     return tuple(results)
 
 
-async def _play_policy(task: Task, policy: Policy, episode: AsyncEpisode, *, runs_guests: bool) -> PolicyResult:
-    if policy is Policy.ORACLE and not task.oracle:
+async def _play_policy(
+    task: Task, policy: VerifyingPolicy, episode: AsyncEpisode, *, runs_guests: bool
+) -> PolicyResult:
+    if policy is VerifyingPolicy.ORACLE and not task.oracle:
         return PolicyResult(task_id=task.task_id, policy=policy, detail="the task has no oracle")
     problems: list[str] = []
 

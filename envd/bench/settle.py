@@ -21,7 +21,7 @@ from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task
 from envd.tasks.oracle import Input, WaitFor, without_target
 from envd.tasks.queries import Query
-from envd.tasks.replay import Result, replay
+from envd.tasks.replay import FinishedCommand, replay
 
 _QUERY_TIMEOUT_S = 120.0
 _QUERY_INTERVAL_S = 0.5
@@ -73,7 +73,7 @@ async def record_task(bench: BenchSession, task: Task, *, watch_s: float, steps:
 async def _play(leased: LeasedMachine, task: Task, recorder: Recorder, *, steps: Steps) -> None:
     desktop = leased.desktop
 
-    async def run(query: Query) -> Result:
+    async def run(query: Query) -> FinishedCommand:
         return await desktop.run(query.argv, as_root=query.as_root, timeout_s=_QUERY_TIMEOUT_S)
 
     async def wait_for(condition: WaitFor) -> str:

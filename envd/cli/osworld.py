@@ -17,7 +17,7 @@ from envd.integrations.osworld.environment import PACKAGE, Environment, examples
 from envd.integrations.osworld.files import OsworldFile, read_files
 from envd.integrations.osworld.host import host_of
 from envd.integrations.osworld.lint import Finding, Obstacle, cover, findings
-from envd.integrations.osworld.workers import KnownNames, Workers
+from envd.integrations.osworld.workers import KnownNames, OsworldWorkers
 
 app = typer.Typer(no_args_is_help=True, help="OSWorld's tasks, with its own setup and evaluators.")
 
@@ -108,7 +108,7 @@ def examine(config: Config) -> tuple[list[OsworldFile], Mapping[str, tuple[Findi
 
 
 async def _known_names(environment: Environment) -> KnownNames:
-    workers = Workers(environment.python)
+    workers = OsworldWorkers(environment.python)
     try:
         return await workers.start()
     finally:

@@ -9,7 +9,7 @@ import typer
 from cuaenv.cli.terminal import Json, err
 from envd.authoring.attack.mutants import Family, Mutant
 from envd.authoring.attack.playing import Attack, attack, attack_config
-from envd.authoring.attack.report import Report, ResultsFile, read_verdicts, write_passed
+from envd.authoring.attack.report import AttackReport, AttackResultsFile, read_verdicts, write_passed
 from envd.base.config import Config
 from envd.cli.command import command
 from envd.cli.own_daemon import own_daemon_options, run_until_signal
@@ -68,7 +68,7 @@ def attack_command(
     for written in filter(None, (html, passed)):
         written.parent.mkdir(parents=True, exist_ok=True)
     path = out_dir / "results.jsonl"
-    with ResultsFile(path) as file:
+    with AttackResultsFile(path) as file:
         if file.results:
             note = (
                 f"{path} has {len(file.results)} results; their mutants are not played again unless they had no score"
@@ -87,7 +87,7 @@ def attack_command(
             played[result.digest] = result
 
         run_until_signal(attack(own, playable, parallel_count=parallel_count, is_wanted=is_wanted, on_result=on_result))
-    report = Report(results=list(played.values()), verdicts=reviewed)
+    report = AttackReport(results=list(played.values()), verdicts=reviewed)
     if passed is not None:
         runs_guests = backend_of(settings.hypervisor.uri).capabilities.runs_guests
         write_passed(passed, playable, report, runs_guests=runs_guests)

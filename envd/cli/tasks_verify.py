@@ -10,7 +10,7 @@ import typer
 from cuaenv.cli.terminal import Json, err
 from envd.authoring.attack.mutants import attack_digest
 from envd.authoring.attack.report import read_passed
-from envd.authoring.verification import Policy, verify, verify_config
+from envd.authoring.verification import VerifyingPolicy, verify, verify_config
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.cli.command import command
@@ -60,7 +60,7 @@ def verify_command(
     if not chosen:
         raise ConfigError("tasks verify: no task can run on this image; choose another with --image")
     own = verify_config(settings, parallel_count=parallel_count, image=image)
-    policies = (Policy.NULL,) if starts else tuple(Policy)
+    policies = (VerifyingPolicy.NULL,) if starts else tuple(VerifyingPolicy)
     verification = run_until_signal(verify(own, chosen, parallel_count=parallel_count, policies=policies))
     skipped = tuple(task.task_id for task in unmet)
     runs_guests = backend_of(settings.hypervisor.uri).capabilities.runs_guests

@@ -53,7 +53,7 @@ class Size(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class PagePicture:
     """A screen, encoded for the page."""
 
     frame_id: str
@@ -69,7 +69,7 @@ class Source:
 
     episode_id: str
     size: Size
-    picture: Picture | None = None
+    picture: PagePicture | None = None
     """The newest."""
     problem: str = ""
     """Why there are no newer ones; empty while there may be."""
@@ -127,7 +127,7 @@ class Pictures:
                 return  # the episode was closed
             await asyncio.sleep(_RETRY_S)
 
-    async def _picture(self, view: ScreenView, source: Source) -> Picture:
+    async def _picture(self, view: ScreenView, source: Source) -> PagePicture:
         known = source.picture
         if known is not None and known.frame_id == view.frame.frame_id:
             jpeg_base64 = known.jpeg_base64
@@ -135,7 +135,7 @@ class Pictures:
             loop = asyncio.get_running_loop()
             jpeg_base64 = await loop.run_in_executor(self._executor, encode, view.frame, source.size)
         at = None if view.pointer is None else (view.pointer.at.x_px, view.pointer.at.y_px)
-        return Picture(
+        return PagePicture(
             frame_id=view.frame.frame_id,
             jpeg_base64=jpeg_base64,
             screen_px=(view.frame.width_px, view.frame.height_px),

@@ -20,7 +20,7 @@ _SUCCESS = 0.999
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class _Run:
+class _RunCounts:
     since_s: float
     active: float = 0.0
     """Unix time."""
@@ -39,7 +39,7 @@ class Runs(EpisodeObserver):
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._runs: dict[tuple[str, str], _Run] = {}
+        self._runs: dict[tuple[str, str], _RunCounts] = {}
 
     def opened(self, episode: Episode) -> None:
         run = self._active(episode)
@@ -87,14 +87,14 @@ class Runs(EpisodeObserver):
             for (owner, name), run in reversed(self._runs.items())
         ]
 
-    def _active(self, episode: Episode) -> _Run:
+    def _active(self, episode: Episode) -> _RunCounts:
         key = (episode.spec.owner, episode.spec.run)
-        run = self._runs.setdefault(key, _Run(since_s=self._clock.monotonic()))
+        run = self._runs.setdefault(key, _RunCounts(since_s=self._clock.monotonic()))
         run.active = self._clock.now().timestamp()
         if len(self._runs) > MAX_RUNS:
             del self._runs[min(self._runs, key=lambda each: self._runs[each].active)]
         return run
 
 
-def _steps_since(run: _Run, start_s: float) -> int:
+def _steps_since(run: _RunCounts, start_s: float) -> int:
     return sum(count for second, count in run.steps_by_second if second >= start_s)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from envd.console.board import Board
-from envd.console.pictures import Picture, Pictures, Size, Source
+from envd.console.pictures import PagePicture, Pictures, Size, Source
 from envd.console.runs import Facts
 
 #: Tiles of one page that carry pictures at the same time; further ones show facts alone.
@@ -28,7 +28,7 @@ class Viewer:
         self._sent_episodes: dict[str, Facts] = {}
         self._sent_pools: list[Facts] | None = None
         self._sent_runs: list[Facts] | None = None
-        self._sent_pictures: dict[tuple[str, Size], tuple[Picture | None, str]] = {}
+        self._sent_pictures: dict[tuple[str, Size], tuple[PagePicture | None, str]] = {}
         board.listen(self.wake)
 
     def wake(self) -> None:
@@ -102,7 +102,7 @@ def event(name: str, data: dict[str, Any]) -> bytes:
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
-def _picture_message(source: Source, known: Picture | None) -> dict[str, Any]:
+def _picture_message(source: Source, known: PagePicture | None) -> dict[str, Any]:
     picture = source.picture
     message: dict[str, Any] = {"id": source.episode_id, "size": source.size.name.lower(), "problem": source.problem}
     if picture is not None:

@@ -50,7 +50,7 @@ from envd.images.catalogue import ImageCatalogue
 from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE
 from envd.integrations.osworld.environment import Environment
-from envd.integrations.osworld.workers import Workers
+from envd.integrations.osworld.workers import OsworldWorkers
 from envd.pool.audit import Audit, stray_rows
 from envd.pool.fairness import RunShares
 from envd.pool.leased import LINGER_S
@@ -423,14 +423,14 @@ def _host_series(config: Config) -> HostCollector:
     )
 
 
-def _osworld_workers(config: Config) -> Workers | None:
+def _osworld_workers(config: Config) -> OsworldWorkers | None:
     """Return the workers that run OSWorld's code, not yet started; None if it is not installed or guests are fake."""
     environment = Environment(config.cache_dir)
     runs_guests = backend_of(config.hypervisor.uri).capabilities.runs_guests
-    return Workers(environment.python) if runs_guests and environment.is_installed else None
+    return OsworldWorkers(environment.python) if runs_guests and environment.is_installed else None
 
 
-async def _warm(workers: Workers) -> None:
+async def _warm(workers: OsworldWorkers) -> None:
     """Import OSWorld before the first episode needs it."""
     try:
         await workers.start()

@@ -3,12 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from cuaenv.actions import Action, Done, Fail, ToolAction, TypeText, Wait
-from envd.base.config import SettlePolicy
 from envd.base.errors import DisplayError, GuestError, GuestUnresponsive, MachineLost
 from envd.desktop.connection import DisplayConnection
 from envd.desktop.display.screen import Screen
@@ -28,9 +27,10 @@ from envd.desktop.input.plan import (
     plan,
     typing_method,
 )
-from envd.desktop.observation import ActionOutcome, Point, SettleResult
+from envd.desktop.observation import ActionOutcome, Point
 from envd.desktop.readiness import GuestPauses
 from envd.desktop.session import GuestSession
+from envd.desktop.settling import Settler
 from envd.desktop.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,6 @@ _KEYBOARD_TIMEOUT_S = 2.0
 _TYPING_TIMEOUT_S = 30.0
 _TYPING_TIMEOUT_PER_CHAR_S = 0.05
 
-Settle = Callable[[SettlePolicy], Awaitable[SettleResult]]
-
 
 class Actor:
     """Performs actions on one guest, one at a time."""
@@ -62,6 +60,7 @@ class Actor:
         screen: Screen,
         held: Input,
         session: GuestSession,
+        settler: Settler,
         pauses: GuestPauses,
     ) -> None:
         self._machine_id = machine_id
@@ -70,31 +69,18 @@ class Actor:
         self._input = held
         self._session = session
         self._toolbox = Toolbox(session)
+        self._settler = settler
         self._pauses = pauses
         self._layout: Layout = US
         self._num_lock = True
         self._reports_keyboard = True
-        self.input_s = time.monotonic()
-        """Monotonic time of the last input."""
-        self.may_act_late = False
-        """Whether a key since the screen last settled can activate a button; see `may_act_late`."""
-        self._key_s = self._pointer_s = self._quiet_s = self.input_s
 
-    def note_quiet(self) -> None:
-        """Record that the screen has settled: all input so far has had its effect."""
-        self._quiet_s = time.monotonic()
-        self.may_act_late = False
-
-    def note_woken(self) -> None:
-        """Record that the guest has just started to run: what it shows is newer than all earlier input."""
-        self.input_s = self._quiet_s = time.monotonic()
-
-    async def act(self, action: Action, *, settle: Settle) -> ActionOutcome:
-        """Perform one action; `settle` waits until the screen is quiet. See `Desktop.act`."""
+    async def act(self, action: Action) -> ActionOutcome:
+        """Perform one action. See `Desktop.act`."""
         if isinstance(action, Done | Fail):
             return ActionOutcome()
         began_s = time.monotonic()
-        self.may_act_late |= may_act_late(action)
+        self._settler.may_act_late |= may_act_late(action)
         try:
             if isinstance(action, Wait):
                 plan(action, self._input.state(self._screen.size))  # rejects an invalid duration
@@ -113,11 +99,11 @@ class Actor:
                     layout=self._layout,
                 )
                 if method is not TypingMethod.KEYBOARD:
-                    outcome = await self._unless_late(self._type_in_session(action.text, method, settle))
+                    outcome = await self._unless_late(self._type_in_session(action.text, method))
                     return replace(outcome, input_ms=_ms_since(began_s))
             elif self._layout is not US and (chord := chord_beyond_layout(action, self._layout)):
                 held, text = chord
-                typing = self._type_in_session(text, TypingMethod.GUESTD, settle, held=held)
+                typing = self._type_in_session(text, TypingMethod.GUESTD, held=held)
                 outcome = await self._unless_late(typing)
                 return replace(outcome, input_ms=_ms_since(began_s))
             events = plan(
@@ -128,21 +114,21 @@ class Actor:
             )
         except ActionRejected as rejection:
             return ActionOutcome(error=str(rejection))
-        if _is_keyboard_only(events) and self._pointer_s > self._quiet_s:
-            await settle(self._pauses.input_settle)
+        if _is_keyboard_only(events) and self._settler.is_pointer_pending:
+            await self._settler.settle(self._pauses.input_settle)
         await self._play(events)
         return ActionOutcome(input_ms=_ms_since(began_s))
 
-    async def use_tool(self, action: ToolAction, *, settle: Settle) -> ActionOutcome:
+    async def use_tool(self, action: ToolAction) -> ActionOutcome:
         """Use a tool when all earlier input has arrived. See `Desktop.use_tool`."""
         began_s = time.monotonic()
-        if max(self._pointer_s, self._key_s) > self._quiet_s:
-            await settle(self._pauses.input_settle)
+        if self._settler.is_input_pending:
+            await self._settler.settle(self._pauses.input_settle)
         try:
             outcome = await self._unless_late(self._toolbox.use(action))
             return replace(outcome, input_ms=_ms_since(began_s))
         finally:
-            self.input_s = time.monotonic()  # a command may change the screen
+            self._settler.note_input()  # a command may change the screen
 
     async def _unless_late(self, work: Awaitable[ActionOutcome]) -> ActionOutcome:
         """Return the result of work in the session, or an outcome that reports that it did not end in time.
@@ -179,11 +165,7 @@ class Actor:
             ) from error
         finally:
             self._screen.note_input()
-            self.input_s = time.monotonic()
-            if has_pointer:
-                self._pointer_s = self.input_s
-            if any(isinstance(event, KeyEvent) for event in events):
-                self._key_s = self.input_s
+            self._settler.note_input(pointer=has_pointer, keys=any(isinstance(event, KeyEvent) for event in events))
 
     async def _read_keyboard(self) -> None:
         """Update the layout and Num Lock, if the guest reports them."""
@@ -196,16 +178,14 @@ class Actor:
             else:
                 self._layout, self._num_lock = layout_of(state.characters), state.num_lock
 
-    async def _type_in_session(
-        self, text: str, method: TypingMethod, settle: Settle, *, held: Sequence[Key] = ()
-    ) -> ActionOutcome:
+    async def _type_in_session(self, text: str, method: TypingMethod, *, held: Sequence[Key] = ()) -> ActionOutcome:
         """Type a text while keys are held. The outcome's error says why it, or its end, was not typed."""
         guestd = self._session.guestd("type text") if method is TypingMethod.GUESTD else None
-        if guestd is not None and self._pointer_s > self._quiet_s:
+        if guestd is not None and self._settler.is_pointer_pending:
             await self._wait_for_pointer(guestd)
-            self.input_s = time.monotonic()  # the input is known to have arrived only now
-        if max(self._pointer_s, self._key_s) > self._quiet_s:
-            await settle(self._pauses.input_settle)
+            self._settler.note_input()  # the input is known to have arrived only now
+        if self._settler.is_input_pending:
+            await self._settler.settle(self._pauses.input_settle)
         try:
             if guestd is not None:
                 timeout_s = _TYPING_TIMEOUT_S + _TYPING_TIMEOUT_PER_CHAR_S * len(text)
@@ -215,7 +195,7 @@ class Actor:
             await self._session.type_by_script(text)
             return ActionOutcome()
         finally:
-            self.input_s = time.monotonic()
+            self._settler.note_input()
 
     async def _wait_for_pointer(self, guestd: GuestdClient) -> None:
         """Wait, for a bounded time, until the guest's pointer is where we put it; then our clicks have arrived too."""

@@ -19,13 +19,12 @@ from envd.base.telemetry import traces
 from envd.desktop.a11y import MalformedTree, outline, parse_tree, with_marks
 from envd.desktop.acting import Actor
 from envd.desktop.agent import CommandResult, GuestAgent, renew_identity
-from envd.desktop.connection import DISPLAY_TIMEOUT_S, DisplayConnection
+from envd.desktop.connection import DisplayConnection
 from envd.desktop.display.change import screen_change
 from envd.desktop.display.encoder import FrameEncoder
 from envd.desktop.display.frames import Frame, PointerImage
 from envd.desktop.display.marks import Mark, marks_of
 from envd.desktop.display.screen import Screen
-from envd.desktop.display.settle import settle
 from envd.desktop.freezing import freeze, thaw
 from envd.desktop.gateway import Exit, Gateway, UnrecordedRequest
 from envd.desktop.input.plan import Input
@@ -40,6 +39,7 @@ from envd.desktop.observation import (
 )
 from envd.desktop.readiness import GuestPauses, ReadinessProbe, wait_idle
 from envd.desktop.session import GuestSession
+from envd.desktop.settling import Settler
 from envd.desktop.toolbox import Toolbox
 from envd.desktop.tunnel import open_port
 from envd.desktop.view import ConnectionState, DesktopView, ScreenView
@@ -106,12 +106,14 @@ class Desktop:
         self._encoder = FrameEncoder()
         self._input = Input(held=view.inputs if view else None, key_pause_s=self._pauses.key_pause_s)
         self._display = DisplayConnection(channels, self._screen, self._input, screen_px=screen_px)
+        self._settler = Settler(channels, display=self._display, screen=self._screen)
         self._actor = Actor(
             channels.machine_id,
             display=self._display,
             screen=self._screen,
             held=self._input,
             session=self._session,
+            settler=self._settler,
             pauses=self._pauses,
         )
         self._woken = asyncio.Event()
@@ -170,7 +172,11 @@ class Desktop:
             GuestUnresponsive: One of the first three did not happen within `timeout_s`.
         """
         probe = ReadinessProbe(
-            channels=self._channels, agent=self._agent, session=self._session, settle=self._settle, pauses=self._pauses
+            channels=self._channels,
+            agent=self._agent,
+            session=self._session,
+            settler=self._settler,
+            pauses=self._pauses,
         )
         await probe.wait_ready(timeout_s=timeout_s)
 
@@ -194,7 +200,7 @@ class Desktop:
             await asyncio.gather(display, return_exceptions=True)
         self._encoder, self._view = self._view.encoder.branch(), None
         self._woken.set()
-        self._actor.note_woken()
+        self._settler.note_woken()
         self._response_s = time.monotonic()
 
     @while_alive
@@ -236,12 +242,12 @@ class Desktop:
         """
         if self.before_act is not None:
             await self.before_act(action)
-        return await self._actor.act(action, settle=self._settle)
+        return await self._actor.act(action)
 
     @while_alive
     async def use_tool(self, action: ToolAction) -> ActionOutcome:
         """Use a tool in the guest, whether it is allowed or not. A tool that fails is reported in the outcome."""
-        return await self._actor.use_tool(action, settle=self._settle)
+        return await self._actor.use_tool(action)
 
     @while_alive
     async def settle(self, policy: SettlePolicy, *, upcoming: ObservationOptions | None = None) -> SettleResult:
@@ -250,30 +256,12 @@ class Desktop:
         Args:
             upcoming: Options of the next `observe`; its frame is encoded ahead once the screen is likely settled.
         """
-        result = await self._settle(policy, was_idle=self._was_idle, upcoming=upcoming)
-        self._was_idle = result.is_idle
-        return result
-
-    async def _settle(
-        self, policy: SettlePolicy, *, was_idle: bool = False, upcoming: ObservationOptions | None = None
-    ) -> SettleResult:
         if self._view is not None:  # nothing has moved since the view was taken
             return SettleResult(settled=True, settle_ms=0.0, change_count=0)
-        if self._actor.may_act_late:
-            policy = policy.model_copy(update={"idle_ms": 0})
-        result = await self._display.read(
-            lambda: settle(
-                self._screen,
-                policy,
-                input_s=self._actor.input_s,
-                was_idle=was_idle,
-                processor_s=self._channels.processor_s,
-                likely_settled=lambda: self._encode_ahead(upcoming),
-            ),
-            timeout_s=max(policy.max_ms, policy.min_ms) / 1000 + DISPLAY_TIMEOUT_S,
+        result = await self._settler.settle(
+            policy, was_idle=self._was_idle, likely_settled=lambda: self._encode_ahead(upcoming)
         )
-        if result.settled:
-            self._actor.note_quiet()
+        self._was_idle = result.is_idle
         return result
 
     def _encode_ahead(self, options: ObservationOptions | None) -> None:

@@ -81,7 +81,7 @@ class KeyboardState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tree:
+class _TreeBody:
     xml: Annotated[str, Field(validation_alias="AT")]
 
 
@@ -111,7 +111,7 @@ class _Failure:
 _SESSION = TypeAdapter(SessionInfo)
 _POINTER = TypeAdapter(PointerState)
 _KEYBOARD = TypeAdapter(KeyboardState)
-_TREE = TypeAdapter(_Tree)
+_TREE = TypeAdapter(_TreeBody)
 _TERMINAL = TypeAdapter(_Terminal)
 _EXECUTED = TypeAdapter(_Executed)
 _FAILURE = TypeAdapter(_Failure)
@@ -122,7 +122,7 @@ class _Content(NamedTuple):
     data: bytes
 
 
-class _Response(NamedTuple):
+class _RawResponse(NamedTuple):
     status: int
     body: bytes
 
@@ -312,7 +312,7 @@ class GuestdClient:
         content: _Content | None = None,
         query: Mapping[str, str] | None = None,
         timeout_s: float,
-    ) -> _Response:
+    ) -> _RawResponse:
         """Send a request within `timeout_s`; retry a broken connection if a repeat cannot repeat an effect."""
         if self._lost.is_set():
             raise self._machine_lost(path)
@@ -348,14 +348,14 @@ class GuestdClient:
         content: _Content | None,
         query: Mapping[str, str] | None,
         headers: Mapping[str, str],
-    ) -> _Response:
+    ) -> _RawResponse:
         if self._closed:
             raise GuestUnresponsive(f"the connection to guestd at {self._base_url} is closed")
         if self._http is None:
             self._http = self._connect()
         http = self._http
 
-        async def attempt(headers: Mapping[str, str]) -> _Response:
+        async def attempt(headers: Mapping[str, str]) -> _RawResponse:
             async with http.request(
                 method,
                 self._base_url.with_path(path),
@@ -367,7 +367,7 @@ class GuestdClient:
                 allow_redirects=False,
             ) as response:
                 self._server = response.headers.get("Server", "")
-                return _Response(response.status, await _read(response, path))
+                return _RawResponse(response.status, await _read(response, path))
 
         try:
             try:
@@ -434,7 +434,7 @@ def _json(body: Mapping[str, Any]) -> _Content:
     return _Content("application/json", json.dumps(body).encode())
 
 
-def _checked(response: _Response, request: str) -> bytes:
+def _checked(response: _RawResponse, request: str) -> bytes:
     """Return the body of a successful response.
 
     Raises:
@@ -450,7 +450,7 @@ def _checked(response: _Response, request: str) -> bytes:
     raise GuestUnresponsive(message) if response.status == 503 or failure.timed_out else GuestError(message)
 
 
-def _failure(response: _Response) -> _Failure:
+def _failure(response: _RawResponse) -> _Failure:
     """Return the content of an error response, with the message from JSON or plain text."""
     body = response.body[:_ERROR_RESPONSE_BYTES]
     try:
@@ -463,7 +463,7 @@ def _failure(response: _Response) -> _Failure:
 
 def failure_text(body: bytes) -> str:
     """Return the message in the body of an error response, bounded."""
-    return _failure(_Response(0, body)).message
+    return _failure(_RawResponse(0, body)).message
 
 
 async def _parse(adapter: TypeAdapter[T], body: bytes, path: str) -> T:

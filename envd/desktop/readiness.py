@@ -11,8 +11,8 @@ from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive
 from envd.desktop.agent import GuestAgent
 from envd.desktop.input.plan import KEY_PAUSE_S
-from envd.desktop.observation import SettleResult
 from envd.desktop.session import GuestSession
+from envd.desktop.settling import Settler
 
 _LAST_POLL_S = 1.0
 _PROBE_TIMEOUT_S = 5.0
@@ -53,7 +53,7 @@ class ReadinessProbe:
     channels: GuestChannels
     agent: GuestAgent
     session: GuestSession
-    settle: Callable[[SettlePolicy], Awaitable[SettleResult]]
+    settler: Settler
     pauses: GuestPauses
     _problem: str = field(default="", init=False)
 
@@ -104,7 +104,7 @@ class ReadinessProbe:
         return "" if state.ready else state.problem or "guestd reports that it is not ready"
 
     async def _screen_problem(self) -> str:
-        result = await self.settle(SettlePolicy(quiet_ms=self.pauses.boot_quiet_ms, idle_ms=0))
+        result = await self.settler.settle(SettlePolicy(quiet_ms=self.pauses.boot_quiet_ms, idle_ms=0))
         return "" if result.settled else f"{result.change_count} changes in {result.settle_ms:.0f} ms"
 
 

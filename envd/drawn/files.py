@@ -20,14 +20,6 @@ class GuestFiles(MutableMapping[str, bytes]):
         self._directories = {"/", HOME, "/dev", "/dev/shm", "/tmp"}  # noqa: S108  (paths in the guest)
         self._shared: dict[str, bytes] = {}
 
-    def __deepcopy__(self, _memo: object) -> "GuestFiles":
-        copied = GuestFiles()
-        copied.entropy = self.entropy
-        copied._files = dict(self._files)
-        copied._directories = set(self._directories)
-        copied._shared = self._shared
-        return copied
-
     def __getitem__(self, path: str) -> bytes:
         path = resolve(path)
         return b"" if path in _DEVICES else self._files[path]

@@ -10,12 +10,13 @@ import numpy as np
 
 from envd.base.errors import CheckpointCorrupt, EnvdError, HypervisorError, NotForkable, TemplateCorrupt
 from envd.drawn.backend import CAPABILITIES
-from envd.drawn.desktop.canvas import Framebuffer, Picture
+from envd.drawn.desktop.canvas import Framebuffer, SharedPicture
 from envd.drawn.desktop.desktop import DrawnDesktop
 from envd.drawn.files import GuestFiles
-from envd.drawn.guest import FakeSnapshot, FrozenGuest, template_key
 from envd.drawn.machine import FakeMachine, check_screen
-from envd.drawn.stored import read_guest, write_guest
+from envd.drawn.snapshot import FakeSnapshot, FrozenGuest, template_key
+from envd.drawn.state import DrawnState
+from envd.drawn.stored import read_state, write_state
 from envd.drawn.wires.guestd import Service, echo
 from envd.hypervisor.machine import (
     Accelerator,
@@ -51,7 +52,7 @@ class FakeHypervisor:
         """Machines by id, including lost ones, until they are destroyed."""
         self.templates: dict[MachineSpec, FrozenGuest] = {}
         """Stored templates by `template_key`."""
-        self._pictures: dict[tuple[int, int], Picture] = {}
+        self._pictures: dict[tuple[int, int], SharedPicture] = {}
         """Start pictures by screen size. Machines and templates keep theirs."""
 
     def __repr__(self) -> str:
@@ -81,7 +82,7 @@ class FakeHypervisor:
                 why = "has not booted" if booted.desktop is None else "was forked"
                 raise HypervisorError(f"machine {booted.machine_id} {why}; only a booted machine becomes a template")
             size_bytes = booted.framebuffer.mapped_bytes + booted.files.size_bytes
-            frozen = FrozenGuest.of(booted.guest, booted.spec, own_bytes=size_bytes, notes=notes)
+            frozen = FrozenGuest.of(DrawnState.of(booted.guest), booted.spec, own_bytes=size_bytes, notes=notes)
             self.templates[template_key(booted.spec)] = frozen
         finally:
             await booted.destroy()
@@ -160,7 +161,7 @@ class FakeHypervisor:
             await fork.copied()
             fork.check_present("capture it")
             own_bytes = fork.own_bytes
-            frozen = FrozenGuest.of(fork.guest, fork.spec, own_bytes=own_bytes, notes={})
+            frozen = FrozenGuest.of(DrawnState.of(fork.guest), fork.spec, own_bytes=own_bytes, notes={})
         finally:
             if was_running and not fork.lost.is_set():
                 await fork.resume()
@@ -170,7 +171,7 @@ class FakeHypervisor:
 
     async def save(self, snapshot: Snapshot, directory: Path) -> None:
         try:
-            write_guest(_own_snapshot(snapshot).frozen.guest, directory / "guest")
+            write_state(_own_snapshot(snapshot).frozen.state, directory / "guest")
         except ValueError as error:
             raise HypervisorError(f"snapshot {snapshot!r}: cannot be stored: {error}") from error
 
@@ -182,7 +183,7 @@ class FakeHypervisor:
             CheckpointCorrupt, HypervisorError: It cannot be read.
         """
         try:
-            guest = read_guest(directory / "guest")
+            state = read_state(directory / "guest")
         except ValueError as error:
             raise CheckpointCorrupt(
                 f"checkpoint {directory.name}: its desktop cannot be read ({error}); delete the checkpoint"
@@ -190,7 +191,7 @@ class FakeHypervisor:
         except OSError as error:
             raise HypervisorError(f"stored guest {directory}: cannot be read: {error}") from error
         spec, parent = template.spec, _own_snapshot(template).template
-        frozen = FrozenGuest.of(guest, spec, own_bytes=guest.framebuffer.mapped_bytes, notes={})
+        frozen = FrozenGuest.of(state, spec, own_bytes=state.picture.size_bytes, notes={})
         report = CaptureReport(memory_bytes=frozen.size_bytes, paused_ms=0.0, total_ms=0.0)
         return self._captured(frozen, report, parent)
 
@@ -211,13 +212,13 @@ class FakeHypervisor:
     async def close(self) -> None:
         self._pictures.clear()
 
-    def _picture(self, width_px: int, height_px: int) -> Picture:
+    def _picture(self, width_px: int, height_px: int) -> SharedPicture:
         """Return the start picture for a screen size; drawn once."""
         size = (width_px, height_px)
         if size not in self._pictures:
             framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
             DrawnDesktop(framebuffer, files=GuestFiles())
-            self._pictures[size] = Picture(framebuffer.pixels)
+            self._pictures[size] = SharedPicture(framebuffer.pixels)
         return self._pictures[size]
 
     def _require_new(self, machine_id: str) -> None:

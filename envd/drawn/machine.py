@@ -19,10 +19,11 @@ from envd.base.aio import shielded
 from envd.base.clock import running_timeout
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost
 from envd.base.losses import Loss, Owner, Silence, loss_by_silence
-from envd.drawn.desktop.canvas import Framebuffer, Picture, Rect
+from envd.drawn.desktop.canvas import Framebuffer, Rect, SharedPicture
 from envd.drawn.desktop.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX, DrawnDesktop
 from envd.drawn.desktop.keyboard import scancode_of
-from envd.drawn.guest import FakeSnapshot, Guest
+from envd.drawn.guest import DrawnGuest
+from envd.drawn.snapshot import FakeSnapshot
 from envd.drawn.wires.guestd import Guestd, Service
 from envd.drawn.wires.rfb import RfbConnection
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
@@ -51,10 +52,9 @@ class FakeMachine:
                 are still due.
         """
         if snapshot is None:
-            guest = Guest(width_px=spec.screen_width_px, height_px=spec.screen_height_px)
+            guest = DrawnGuest(Framebuffer.black(spec.screen_width_px, spec.screen_height_px))
         else:
-            guest = snapshot.frozen.guest.copy()
-            guest.files.share()
+            guest = snapshot.frozen.state.build()
             snapshot.acquire()
         self.spec = spec
         self.machine_id = spec.machine_id
@@ -112,7 +112,7 @@ class FakeMachine:
     def framebuffer(self) -> Framebuffer:
         return self.guest.framebuffer
 
-    async def boot(self, start: Picture) -> None:
+    async def boot(self, start: SharedPicture) -> None:
         """Open guestd's port and boot; `start` is the first picture of the session.
 
         On failure or cancellation the caller destroys the machine.
@@ -137,13 +137,12 @@ class FakeMachine:
         if snapshot is not former:
             snapshot.acquire()
             self.guest.release()
-            guest = snapshot.frozen.guest.copy()
-            guest.files.share()
+            guest = snapshot.frozen.state.build()
             self._set_guest(guest)
             former.release()
         self._waits_for_state = False
 
-    def _set_guest(self, guest: Guest) -> None:
+    def _set_guest(self, guest: DrawnGuest) -> None:
         guest.on_change = self._screen_changed
         guest.on_end = self._guest_ended
         self.guest = guest
@@ -350,7 +349,7 @@ class FakeMachine:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _show_desktop(self, start: Picture) -> None:
+    def _show_desktop(self, start: SharedPicture) -> None:
         self.guest.show_desktop(start)
         self._booted.set()
 

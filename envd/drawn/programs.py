@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from envd.drawn.files import GuestFiles
 from envd.drawn.outcome import Outcome
-from envd.drawn.toolbox import Toolbox
+from envd.drawn.toolbox import DrawnToolbox
 
 #: The shell scripts that run: one command, its output printed, discarded or appended to a file.
 _SCRIPT = re.compile(r"(exec )?(?P<command>[^;&|<>`$()\n]+?) *(?P<redirection>>/dev/null 2>&1|>> *(?P<path>\S+))?")
@@ -102,8 +102,7 @@ class Programs:
         self._clock = clock or GuestClock()
         self._power_off = power_off
         self._clipboard = b""
-        self.toolbox = Toolbox(files, self._run)
-        # Bound methods, not closures: a deep copy rebinds methods, but a closure keeps the original guest.
+        self.toolbox = DrawnToolbox(files, self._run)
         self._programs: dict[str, Callable[[list[str], bytes], Outcome]] = {
             "cat": self._cat,
             "date": self._date,

@@ -22,7 +22,7 @@ _MAX_FILE_BYTES = 262_144
 _ENDED = "[the shell ended; the next command starts a new one in {}, without its variables]"
 
 
-class Toolbox:
+class DrawnToolbox:
     """The shell and file tools of one guest."""
 
     def __init__(self, files: GuestFiles, run: Callable[[list[str], bytes], Outcome]) -> None:

@@ -35,7 +35,7 @@ class AssetMissing(EnvdError, reason="ASSET_MISSING"):
     """A file that a task needs is not in the cache, or has the wrong digest."""
 
 
-class _Entry(Model):
+class _CachedFile(Model):
     """The file that was downloaded from a URL."""
 
     url: str
@@ -59,7 +59,7 @@ class AssetCache:
             AssetMissing: It is missing or has the wrong digest; says how to get it.
         """
         try:
-            digest = _Entry.model_validate_json(self._name(ref.url).read_bytes()).sha256
+            digest = _CachedFile.model_validate_json(self._name(ref.url).read_bytes()).sha256
         except FileNotFoundError:
             raise AssetMissing(f"{ref.url}: not in the cache; run `envd tasks fetch`") from None
         except (OSError, ValidationError) as error:
@@ -100,7 +100,7 @@ class AssetCache:
                 if ref.sha256 and digest != ref.sha256:
                     raise AssetMissing(f"{ref.url}: sha256 is {digest}, the task needs {ref.sha256}")
                 _publish(part, self._files / digest)
-            entry = _Entry(url=ref.url, sha256=digest, size_bytes=size_bytes)
+            entry = _CachedFile(url=ref.url, sha256=digest, size_bytes=size_bytes)
             with tempfile.NamedTemporaryFile(dir=self._names, prefix=_PART) as part:
                 part.write(entry.model_dump_json().encode())
                 _publish(part, self._name(ref.url))

@@ -79,7 +79,7 @@ def _expects_a_response(actions: tuple[Input, ...]) -> bool:
     return not is_end and any(not isinstance(action, Wait | ToolAction) for action in actions)
 
 
-class Result(Protocol):
+class FinishedCommand(Protocol):
     """The result of a command, from the daemon's side or from a client's."""
 
     @property
@@ -102,7 +102,7 @@ def query_of(condition: WaitFor, os: GuestOs) -> Query:
     return process_query(os) if condition.file is None else file_query(condition.file, os)
 
 
-def unmet(condition: WaitFor, result: Result) -> str:
+def unmet(condition: WaitFor, result: FinishedCommand) -> str:
     """Return why a condition does not hold, by the result of its query; empty if it holds."""
     if result.exit_code:
         return f"exit code {result.exit_code}: {quote(result.stderr)}"

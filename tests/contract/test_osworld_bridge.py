@@ -14,7 +14,7 @@ from envd.base.errors import EvaluatorFailed, MachineLost, SetupFailed
 from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.bridge import WorkerBridge, parts_between_rests
-from envd.integrations.osworld.workers import Job, Workers
+from envd.integrations.osworld.workers import Job, OsworldWorkers
 from envd.tasks.assets import AssetCache
 from envd.tasks.evaluate import evaluate
 from envd.tasks.model import Task
@@ -33,7 +33,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def bridge(python: Path, tmp_path: Path) -> AsyncIterator[WorkerBridge]:
-    workers = Workers(python, memory_mib=256)
+    workers = OsworldWorkers(python, memory_mib=256)
     yield WorkerBridge(workers, assets=AssetCache(tmp_path / "assets"))
     await workers.aclose()
 
@@ -165,13 +165,13 @@ async def test_a_machine_lost_during_an_evaluation_raises_machine_lost(
     bridge: WorkerBridge, desktop: Desktop, machine: FaultyMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted = asyncio.Event()
-    follow = Workers._follow
+    follow = OsworldWorkers._follow
 
-    async def note(workers: Workers, channel: socket.socket, job: Job) -> Mapping[str, Any]:
+    async def note(workers: OsworldWorkers, channel: socket.socket, job: Job) -> Mapping[str, Any]:
         submitted.set()
         return await follow(workers, channel, job)
 
-    monkeypatch.setattr(Workers, "_follow", note)
+    monkeypatch.setattr(OsworldWorkers, "_follow", note)
     scoring = asyncio.create_task(evaluate(task(func="hang"), desktop, last_action=Done(), timeout_s=50, bridge=bridge))
     await submitted.wait()
     await machine.destroy()

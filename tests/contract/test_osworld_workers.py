@@ -18,7 +18,7 @@ import envd
 from envd.base.errors import OsworldError
 from envd.base.sandbox import cgroup, seccomp
 from envd.integrations.osworld.environment import _IMPORT, Environment
-from envd.integrations.osworld.workers import Job, WorkerFailed, Workers
+from envd.integrations.osworld.workers import Job, OsworldWorkers, WorkerFailed
 from tests.support.local_guestd import LocalGuestd, serve_guestd
 from tests.support.osworld import make_stand_in
 
@@ -52,8 +52,8 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def workers(python: Path) -> AsyncIterator[Workers]:
-    workers = Workers(python, limit=8, memory_mib=256)
+async def workers(python: Path) -> AsyncIterator[OsworldWorkers]:
+    workers = OsworldWorkers(python, limit=8, memory_mib=256)
     yield workers
     await workers.aclose()
 
@@ -81,11 +81,11 @@ def one(func: str, *, rules: Mapping[str, Any] | None = None) -> dict[str, Any]:
     return {"func": func, "result": YES, "expected": {"type": "rule", "rules": dict(rules or {"expected": "yes"})}}
 
 
-async def score(workers: Workers, guest: LocalGuestd, evaluator: Mapping[str, Any], **fields: Any) -> float:
+async def score(workers: OsworldWorkers, guest: LocalGuestd, evaluator: Mapping[str, Any], **fields: Any) -> float:
     return float((await workers.run(scoring(guest, evaluator, **fields)))["score"])
 
 
-async def test_start_returns_the_names_in_the_package(workers: Workers) -> None:
+async def test_start_returns_the_names_in_the_package(workers: OsworldWorkers) -> None:
     names = await workers.start()
     verbs = {"launch", "open", "execute", "download", "sleep", "chrome_open_tabs", "update_browse_history"}
     assert names.verbs == verbs
@@ -94,7 +94,7 @@ async def test_start_returns_the_names_in_the_package(workers: Workers) -> None:
 
 
 async def test_the_installation_records_the_names_in_the_package(
-    python: Path, workers: Workers, tmp_path: Path
+    python: Path, workers: OsworldWorkers, tmp_path: Path
 ) -> None:
     environment = Environment(tmp_path)
     assert environment.known_names() is None
@@ -105,17 +105,19 @@ async def test_the_installation_records_the_names_in_the_package(
     assert environment.known_names() == await workers.start()
 
 
-async def test_a_guest_is_scored_by_its_content(workers: Workers, guest: LocalGuestd) -> None:
+async def test_a_guest_is_scored_by_its_content(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     assert await score(workers, guest, one("exact_match")) == 1.0
     assert await score(workers, guest, one("exact_match", rules={"expected": "no"})) == 0.0
 
 
-async def test_the_platform_and_the_screen_size_are_passed_to_the_worker(workers: Workers, guest: LocalGuestd) -> None:
+async def test_the_platform_and_the_screen_size_are_passed_to_the_worker(
+    workers: OsworldWorkers, guest: LocalGuestd
+) -> None:
     evaluator = one("exact_match", rules={"expected": "Linux 1280"}) | {"result": {"type": "platform"}}
     assert await score(workers, guest, evaluator) == 1.0
 
 
-async def test_postconfig_is_performed_before_the_evaluation(workers: Workers, guest: LocalGuestd) -> None:
+async def test_postconfig_is_performed_before_the_evaluation(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     step = {"type": "execute", "parameters": {"command": "touch ~/closed", "shell": True}}
     assert await score(workers, guest, one("exact_match") | {"postconfig": [step]}) == 1.0
     assert (guest.home / "closed").exists()
@@ -126,7 +128,7 @@ async def test_postconfig_is_performed_before_the_evaluation(workers: Workers, g
 
 @pytest.mark.parametrize("func", ["hang", "spin"])
 async def test_an_evaluator_that_hangs_is_killed_at_its_limit_and_gives_no_score(
-    workers: Workers, guest: LocalGuestd, func: str
+    workers: OsworldWorkers, guest: LocalGuestd, func: str
 ) -> None:
     with pytest.raises(WorkerFailed, match=r"exceeded its limit of 1 s"):
         await score(workers, guest, one(func), time_s=1.0)
@@ -143,25 +145,27 @@ async def test_an_evaluator_that_hangs_is_killed_at_its_limit_and_gives_no_score
     ],
 )
 async def test_an_evaluator_that_breaks_gives_no_score(
-    workers: Workers, guest: LocalGuestd, func: str, message: str
+    workers: OsworldWorkers, guest: LocalGuestd, func: str, message: str
 ) -> None:
     with pytest.raises(WorkerFailed, match=message):
         await score(workers, guest, one(func))
     assert await score(workers, guest, one("exact_match")) == 1.0
 
 
-async def test_memory_beyond_the_limit_fails(workers: Workers, guest: LocalGuestd) -> None:
+async def test_memory_beyond_the_limit_fails(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     with pytest.raises(WorkerFailed, match="MemoryError"):
         await score(workers, guest, one("hog", rules={"bytes": 300 << 20}))
     assert await score(workers, guest, one("hog", rules={"bytes": 30 << 20})) == 1.0
 
 
-async def test_files_beyond_the_limit_fail(workers: Workers, guest: LocalGuestd) -> None:
+async def test_files_beyond_the_limit_fail(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     with pytest.raises(WorkerFailed, match=r"signal 25|File too large|No space left"):
         await score(workers, guest, one("litter", rules={"mebibytes": 300}))
 
 
-async def test_processes_beyond_the_limit_fail_and_none_outlives_its_job(workers: Workers, guest: LocalGuestd) -> None:
+async def test_processes_beyond_the_limit_fail_and_none_outlives_its_job(
+    workers: OsworldWorkers, guest: LocalGuestd
+) -> None:
     with pytest.raises(WorkerFailed, match=r"BlockingIOError|exceeded its limit"):
         await score(workers, guest, one("multiply"), time_s=10.0)
 
@@ -180,7 +184,7 @@ HOARDERS = {
 
 @pytest.mark.parametrize("way", HOARDERS)
 async def test_memory_that_resource_limits_do_not_count_is_refused(
-    workers: Workers, guest: LocalGuestd, way: str
+    workers: OsworldWorkers, guest: LocalGuestd, way: str
 ) -> None:
     with pytest.raises(WorkerFailed, match=r"PermissionError|not allowed to raise|No space left"):
         await score(workers, guest, one("run_code", rules={"code": HOARDERS[way]}))
@@ -198,13 +202,15 @@ raise MemoryError(f"a process ended with {os.waitstatus_to_exitcode(os.wait()[1]
 
 
 @pytest.mark.skipif(cgroup.find_hierarchy() is None, reason="needs a writable control group for memory")
-async def test_the_processes_of_a_job_have_one_memory_limit_together(workers: Workers, guest: LocalGuestd) -> None:
+async def test_the_processes_of_a_job_have_one_memory_limit_together(
+    workers: OsworldWorkers, guest: LocalGuestd
+) -> None:
     with pytest.raises(WorkerFailed, match=r"ended with -9|killed by signal 9"):
         await score(workers, guest, one("run_code", rules={"code": TOGETHER}))
 
 
 @pytest.mark.skipif(cgroup.find_hierarchy() is None, reason="needs a writable control group for memory")
-async def test_the_control_group_of_a_job_is_removed_with_it(workers: Workers, guest: LocalGuestd) -> None:
+async def test_the_control_group_of_a_job_is_removed_with_it(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     with pytest.raises(WorkerFailed, match="envd-evaluation-") as caught:
         await score(
             workers, guest, one("run_code", rules={"code": "raise ValueError(open('/proc/self/cgroup').read())"})
@@ -214,12 +220,14 @@ async def test_the_control_group_of_a_job_is_removed_with_it(workers: Workers, g
     assert not list(Path("/sys/fs/cgroup").glob(f"**/{name[0]}"))
 
 
-async def test_evaluations_are_the_first_to_be_killed_without_memory(workers: Workers, guest: LocalGuestd) -> None:
+async def test_evaluations_are_the_first_to_be_killed_without_memory(
+    workers: OsworldWorkers, guest: LocalGuestd
+) -> None:
     code = "assert int(open('/proc/self/oom_score_adj').read()) == 1000"
     assert await score(workers, guest, one("run_code", rules={"code": code})) == 1.0
 
 
-async def test_an_unresponsive_guest_gives_no_score(workers: Workers, tmp_path: Path) -> None:
+async def test_an_unresponsive_guest_gives_no_score(workers: OsworldWorkers, tmp_path: Path) -> None:
     with ExitStack() as stack:
         gone = serve_guestd(stack, tmp_path / "home")
         gone.process.terminate()
@@ -229,13 +237,15 @@ async def test_an_unresponsive_guest_gives_no_score(workers: Workers, tmp_path: 
         await score(workers, gone, evaluator)
 
 
-async def test_a_response_that_says_it_is_incomplete_gives_no_score(workers: Workers, guest: LocalGuestd) -> None:
+async def test_a_response_that_says_it_is_incomplete_gives_no_score(
+    workers: OsworldWorkers, guest: LocalGuestd
+) -> None:
     too_much = {"type": "vm_command_line", "command": "head -c 17000000 /dev/zero | tr '\\0' a"}
     with pytest.raises(WorkerFailed, match="post /execute: the output of a command is incomplete"):
         await score(workers, guest, one("half") | {"result": too_much})
 
 
-async def test_a_missing_file_does_not_hide_an_incomplete_response(workers: Workers, guest: LocalGuestd) -> None:
+async def test_a_missing_file_does_not_hide_an_incomplete_response(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     (guest.home / "made").write_text("right")
     cut = {"type": "vm_file", "path": str(guest.home / "made"), "dest": "x", "then": "head -c 17000000 /dev/zero"}
     evaluator = {"func": "same_text", "result": cut, "expected": {"type": "cloud_file", "dest": "nowhere"}}
@@ -243,13 +253,13 @@ async def test_a_missing_file_does_not_hide_an_incomplete_response(workers: Work
         await score(workers, guest, evaluator)
 
 
-async def test_a_missing_expected_value_gives_no_score(workers: Workers, guest: LocalGuestd) -> None:
+async def test_a_missing_expected_value_gives_no_score(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     evaluator = one("exact_match") | {"expected": {"type": "fussy_file", "path": "/x"}}
     with pytest.raises(WorkerFailed, match="exact_match: the expected value is missing"):
         await score(workers, guest, evaluator)
 
 
-async def hang(workers: Workers, guest: LocalGuestd) -> asyncio.Task[Mapping[str, Any]]:
+async def hang(workers: OsworldWorkers, guest: LocalGuestd) -> asyncio.Task[Mapping[str, Any]]:
     """Start a job that hangs, and return when it hangs."""
     marker = guest.home / "hanging"
     marker.unlink(missing_ok=True)
@@ -260,7 +270,7 @@ async def hang(workers: Workers, guest: LocalGuestd) -> asyncio.Task[Mapping[str
     return running
 
 
-async def test_cancelling_a_call_kills_its_job(workers: Workers, guest: LocalGuestd) -> None:
+async def test_cancelling_a_call_kills_its_job(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     running = await hang(workers, guest)
     assert workers._server.pid
     below = descendants_of(workers._server.pid)
@@ -273,7 +283,7 @@ async def test_cancelling_a_call_kills_its_job(workers: Workers, guest: LocalGue
 
 
 async def test_closing_the_workers_ends_every_job(python: Path, guest: LocalGuestd) -> None:
-    workers = Workers(python)
+    workers = OsworldWorkers(python)
     running = await hang(workers, guest)
     assert workers._server.pid
     below = descendants_of(workers._server.pid)
@@ -289,7 +299,7 @@ def descendants_of(pid: int) -> list[int]:
     return [*children, *(below for child in children for below in descendants_of(child))]
 
 
-async def ended(workers: Workers) -> None:
+async def ended(workers: OsworldWorkers) -> None:
     while workers._server.pid:
         await asyncio.sleep(0.02)
 
@@ -299,7 +309,7 @@ async def all_gone(pids: list[int]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_killed_worker_is_restarted(workers: Workers, guest: LocalGuestd) -> None:
+async def test_a_killed_worker_is_restarted(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     await workers.start()
     assert workers._server.pid
     os.kill(workers._server.pid, signal.SIGKILL)
@@ -307,7 +317,9 @@ async def test_a_killed_worker_is_restarted(workers: Workers, guest: LocalGuestd
     assert await score(workers, guest, one("exact_match")) == 1.0
 
 
-async def test_a_worker_that_dies_during_a_submission_fails_one_job(workers: Workers, guest: LocalGuestd) -> None:
+async def test_a_worker_that_dies_during_a_submission_fails_one_job(
+    workers: OsworldWorkers, guest: LocalGuestd
+) -> None:
     await workers.start()
     assert workers._server._control
     workers._server._control.shutdown(socket.SHUT_RDWR)
@@ -320,17 +332,17 @@ async def test_a_worker_that_dies_during_a_submission_fails_one_job(workers: Wor
 async def test_a_package_that_cannot_be_imported_says_so(tmp_path: Path) -> None:
     python = make_stand_in(tmp_path / "venv")
     (next(python.parents[1].glob("lib/python*")) / "site-packages/requests.py").write_text("import no_such_thing\n")
-    workers = Workers(python)
+    workers = OsworldWorkers(python)
     with pytest.raises(OsworldError, match="No module named 'no_such_thing'"):
         await workers.start()
     with pytest.raises(OsworldError, match="envd osworld install"):
-        await Workers(tmp_path / "nowhere" / "bin" / "python").start()
+        await OsworldWorkers(tmp_path / "nowhere" / "bin" / "python").start()
 
 
 # The sandbox
 
 
-async def test_the_sandboxs_network_reaches_only_the_guest(workers: Workers, guest: LocalGuestd) -> None:
+async def test_the_sandboxs_network_reaches_only_the_guest(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
@@ -342,7 +354,7 @@ async def test_the_sandboxs_network_reaches_only_the_guest(workers: Workers, gue
 
 
 async def test_the_sandbox_has_no_files_processes_or_privileges_of_the_host(
-    workers: Workers, guest: LocalGuestd, tmp_path: Path
+    workers: OsworldWorkers, guest: LocalGuestd, tmp_path: Path
 ) -> None:
     paths = [str(tmp_path), str(Path.home() / ".cache"), __file__, "/var", "/etc/shadow", "/run"]
     assert await score(workers, guest, one("see", rules={"paths": paths})) == 0.0, "see the stand-in's `see`"
@@ -356,7 +368,9 @@ for handle in os.listdir("/proc/self/fd"):
 """
 
 
-async def test_a_job_inherits_no_directory_or_control_file_of_the_host(workers: Workers, guest: LocalGuestd) -> None:
+async def test_a_job_inherits_no_directory_or_control_file_of_the_host(
+    workers: OsworldWorkers, guest: LocalGuestd
+) -> None:
     await score(workers, guest, one("run_code", rules={"code": NO_CGROUP_HANDLE}))
 
 
@@ -412,7 +426,7 @@ private[:4] = b"data"
 
 @pytest.mark.parametrize("name", ["calls", "namespaces", "sockets"])
 async def test_system_calls_that_reach_the_kernels_rare_parts_are_refused(
-    workers: Workers, guest: LocalGuestd, name: str
+    workers: OsworldWorkers, guest: LocalGuestd, name: str
 ) -> None:
     column, _, clone, *_ = seccomp._MACHINES[platform.machine()]
     numbers = [(call, both[column]) for call, both in seccomp._DENIED.items() if both[column] >= 0]
@@ -420,11 +434,11 @@ async def test_system_calls_that_reach_the_kernels_rare_parts_are_refused(
     assert await score(workers, guest, one("run_code", rules={"code": code, "numbers": numbers})) == 1.0
 
 
-async def test_ordinary_system_calls_are_allowed_in_the_sandbox(workers: Workers, guest: LocalGuestd) -> None:
+async def test_ordinary_system_calls_are_allowed_in_the_sandbox(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     assert await score(workers, guest, one("run_code", rules={"code": ORDINARY})) == 1.0
 
 
-async def test_the_sandbox_has_its_own_environment_variables(workers: Workers, guest: LocalGuestd) -> None:
+async def test_the_sandbox_has_its_own_environment_variables(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     names = ["HOME", "TMPDIR", "PATH", "LANG", "USER"]
     assert await score(workers, guest, one("home", rules={"expected": names})) == 1.0
 
@@ -432,13 +446,15 @@ async def test_the_sandbox_has_its_own_environment_variables(workers: Workers, g
 # Faults of OSWorld's own, handled
 
 
-async def test_a_setup_step_that_osworld_would_only_log_is_a_failure(workers: Workers, guest: LocalGuestd) -> None:
+async def test_a_setup_step_that_osworld_would_only_log_is_a_failure(
+    workers: OsworldWorkers, guest: LocalGuestd
+) -> None:
     step = {"type": "launch", "parameters": {"command": ["no-such-program"]}}
     with pytest.raises(WorkerFailed, match=r"config\[1\] launch: .*no-such-program"):
         await workers.run(setting_up(guest, {"type": "sleep", "parameters": {"seconds": 0}}, step))
 
 
-async def test_chrome_verbs_run_inside_the_guest(workers: Workers, guest: LocalGuestd) -> None:
+async def test_chrome_verbs_run_inside_the_guest(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     visit = {"url": "https://a.example", "title": "A"}
     await workers.run(setting_up(guest, {"type": "update_browse_history", "parameters": {"history": [visit]}}))
     assert (guest.home / ".config/google-chrome/Default/History").exists()
@@ -448,19 +464,21 @@ async def test_chrome_verbs_run_inside_the_guest(workers: Workers, guest: LocalG
         await workers.run(setting_up(guest, {"type": "update_browse_history", "parameters": {"history": [{}]}}))
 
 
-async def test_an_unknown_setup_verb_is_rejected(workers: Workers, guest: LocalGuestd) -> None:
+async def test_an_unknown_setup_verb_is_rejected(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     with pytest.raises(WorkerFailed, match="OSWorld has no setup verb 'levitate'"):
         await workers.run(setting_up(guest, {"type": "levitate", "parameters": {}}))
 
 
 async def test_a_postconfig_step_that_the_guest_refuses_does_not_fail_the_evaluation(
-    workers: Workers, guest: LocalGuestd
+    workers: OsworldWorkers, guest: LocalGuestd
 ) -> None:
     step = {"type": "launch", "parameters": {"command": ["no-such-program"]}}
     assert await score(workers, guest, one("exact_match") | {"postconfig": [step]}) == 1.0
 
 
-async def test_in_or_mode_a_missing_file_scores_zero_for_its_metric(workers: Workers, guest: LocalGuestd) -> None:
+async def test_in_or_mode_a_missing_file_scores_zero_for_its_metric(
+    workers: OsworldWorkers, guest: LocalGuestd
+) -> None:
     missing, there = {"type": "fussy_file", "path": "/x"}, YES
     evaluator = {"func": ["exact_match", "exact_match"], "conj": "or", "expected": [RULE, RULE]}
     assert await score(workers, guest, evaluator | {"result": [missing, there]}) == 1.0
@@ -469,13 +487,13 @@ async def test_in_or_mode_a_missing_file_scores_zero_for_its_metric(workers: Wor
     assert await score(workers, guest, evaluator | {"conj": "and", "result": [there, missing]}) == 0.0
 
 
-async def test_several_metrics_score_their_mean_or_maximum(workers: Workers, guest: LocalGuestd) -> None:
+async def test_several_metrics_score_their_mean_or_maximum(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     evaluator = {"func": ["half", "exact_match"], "result": [YES, YES], "expected": [RULE, RULE]}
     assert await score(workers, guest, evaluator) == 0.75
     assert await score(workers, guest, evaluator | {"func": ["half", "half"], "conj": "or"}) == 0.5
 
 
-async def test_a_metric_that_fails_on_a_missing_file_scores_zero(workers: Workers, guest: LocalGuestd) -> None:
+async def test_a_metric_that_fails_on_a_missing_file_scores_zero(workers: OsworldWorkers, guest: LocalGuestd) -> None:
     missing = {"type": "vm_file", "path": str(guest.home / "never-made"), "dest": "x"}
     assert await score(workers, guest, one("trip") | {"result": missing}) == 0.0
     with pytest.raises(WorkerFailed, match="trip raised an error"):
@@ -485,7 +503,7 @@ async def test_a_metric_that_fails_on_a_missing_file_scores_zero(workers: Worker
 # Files
 
 
-async def test_assets_are_found_where_osworld_looks(workers: Workers, guest: LocalGuestd, assets: Path) -> None:
+async def test_assets_are_found_where_osworld_looks(workers: OsworldWorkers, guest: LocalGuestd, assets: Path) -> None:
     (guest.home / "made").write_text("what was expected")
     evaluator = {
         "func": "same_text",
@@ -495,7 +513,9 @@ async def test_assets_are_found_where_osworld_looks(workers: Workers, guest: Loc
     assert await score(workers, guest, evaluator, files={"gold.txt": assets / "fetched"}) == 1.0
 
 
-async def test_an_evaluation_cannot_change_a_fetched_file(workers: Workers, guest: LocalGuestd, assets: Path) -> None:
+async def test_an_evaluation_cannot_change_a_fetched_file(
+    workers: OsworldWorkers, guest: LocalGuestd, assets: Path
+) -> None:
     (guest.home / "made").write_text("something else")
     overwriting = {"type": "vm_file", "path": str(guest.home / "made"), "dest": "gold.txt"}
     evaluator = one("text_is", rules={"expected": "something else"}) | {"result": overwriting}
@@ -504,7 +524,7 @@ async def test_an_evaluation_cannot_change_a_fetched_file(workers: Workers, gues
 
 
 async def test_concurrent_evaluations_of_one_task_share_no_files(
-    workers: Workers, guests: list[LocalGuestd], tmp_path: Path
+    workers: OsworldWorkers, guests: list[LocalGuestd], tmp_path: Path
 ) -> None:
     # Both write a result of the same name into their cache directory before either continues.
     for number, guest in enumerate(guests):
@@ -526,7 +546,7 @@ async def test_concurrent_evaluations_of_one_task_share_no_files(
 
 
 async def test_64_concurrent_evaluations_agree_with_sequential_ones(
-    workers: Workers, guests: list[LocalGuestd]
+    workers: OsworldWorkers, guests: list[LocalGuestd]
 ) -> None:
     expected: list[float] = []
     jobs = []

@@ -30,7 +30,7 @@ from envd.images.catalogue import ImageCatalogue
 from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task, osworld_tasks
 from envd.integrations.osworld.environment import Environment
-from envd.integrations.osworld.workers import Job, Workers
+from envd.integrations.osworld.workers import Job, OsworldWorkers
 from envd.pool.pool import Pool, PoolHost, PoolSettings
 from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
@@ -161,7 +161,7 @@ async def address(
     environment: Environment, assets: AssetCache, cache_dir: Path, template_dir: Path, vm_state_dir: Path
 ) -> AsyncIterator[str]:
     assert environment.tasks is not None
-    workers = Workers(environment.python)
+    workers = OsworldWorkers(environment.python)
     bridge = WorkerBridge(workers, assets=assets)
     image = ImageCatalogue(cache_dir).disk_image(IMAGE)
     hypervisor = await LibvirtHypervisor.open(
@@ -253,7 +253,7 @@ async def test_64_concurrent_evaluations_of_one_task_agree_with_sequential_ones(
     assert environment.tasks is not None
     url = f"https://example.org/{CALC_TASK}/Export_Calc_to_CSV.csv"
     files = {"gold.csv": assets.find(AssetRef(url))}
-    workers = Workers(environment.python)
+    workers = OsworldWorkers(environment.python)
     with ExitStack() as stack:
         guest = serve_guestd(stack, tmp_path / "home")
 

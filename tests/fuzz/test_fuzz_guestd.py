@@ -99,9 +99,9 @@ class Scripted(GuestdClient):
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__("http://127.0.0.1:1", lost=asyncio.Event())
-        self._response = guestd_module._Response(status, body)
+        self._response = guestd_module._RawResponse(status, body)
 
-    async def _request(self, *_args: Any, **_options: Any) -> guestd_module._Response:
+    async def _request(self, *_args: Any, **_options: Any) -> guestd_module._RawResponse:
         return self._response
 
 

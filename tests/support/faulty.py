@@ -16,10 +16,10 @@ from envd.base.config import Config
 from envd.base.errors import GuestUnresponsive, HypervisorError, NotForkable
 from envd.base.losses import Loss, Silence, loss_by_silence
 from envd.drawn import FakeHypervisor, FakeMachine, FakeSnapshot, backend
-from envd.drawn.desktop.canvas import Framebuffer, Picture, Rect
+from envd.drawn.desktop.canvas import Framebuffer, Rect, SharedPicture
 from envd.drawn.desktop.desktop import DrawnDesktop
-from envd.drawn.guest import FrozenGuest
 from envd.drawn.machine import check_screen
+from envd.drawn.snapshot import FrozenGuest
 from envd.drawn.wires.guestd import Guestd
 from envd.drawn.wires.rfb import RfbConnection
 from envd.guests.guestd import VERSION
@@ -203,20 +203,20 @@ class FaultyMachine(FakeMachine):
 
     # What `FakeMachine` does without faults
 
-    async def boot(self, start: Picture) -> None:
+    async def boot(self, start: SharedPicture) -> None:
         await asyncio.sleep(self.faults.create_delay_s)
         if self.faults.create_error:
             raise HypervisorError(f"machine {self.machine_id}: {self.faults.create_error}")
         await super().boot(start)
 
-    def _show_desktop(self, start: Picture) -> None:
+    def _show_desktop(self, start: SharedPicture) -> None:
         if self.faults.boot_delay_s or self.faults.boot_failure:
             self._spawn(self._boot(start), "boot")
         else:
             super()._show_desktop(start)
             self._update_animation()
 
-    async def _boot(self, start: Picture) -> None:
+    async def _boot(self, start: SharedPicture) -> None:
         await asyncio.sleep(self.faults.boot_delay_s)
         await self._running.wait()
         if self.faults.boot_failure:

@@ -100,7 +100,7 @@ async def attack(
                 mutants = [
                     each for each in playable(task, runs_guests=runs_guests) if is_wanted(each, each.digest(own))
                 ]
-                player = _Player(
+                player = _MutantPlayer(
                     client=client, task=task, task_digest=own, runs_guests=runs_guests, forks=forks, on_result=on_result
                 )
                 if mutants:
@@ -112,7 +112,7 @@ async def attack(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Player:
+class _MutantPlayer:
     """Plays the mutants of one task. Each that is played holds one of `forks`."""
 
     client: AsyncEnvClient

@@ -70,7 +70,7 @@ def read_passed(path: Traversable) -> dict[str, str]:
         raise ConfigError(f"passed tasks {path} cannot be read: {error}") from error
 
 
-def write_passed(path: Path, tasks: Iterable[Task], report: "Report", *, runs_guests: bool) -> None:
+def write_passed(path: Path, tasks: Iterable[Task], report: "AttackReport", *, runs_guests: bool) -> None:
     """Write down which of these tasks passed: all their mutants were played and none is open. Keeps other tasks."""
     passed = read_passed(path)
     played = {each.digest for each in report.results}
@@ -84,7 +84,7 @@ def write_passed(path: Path, tasks: Iterable[Task], report: "Report", *, runs_gu
     path.write_text(_PASSED_HEAD + yaml.safe_dump(passed), encoding="utf-8")
 
 
-class ResultsFile:
+class AttackResultsFile:
     """Results so far; a killed attack continues where it stopped. Use as a context manager."""
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +130,7 @@ def _read(path: Path, line: str) -> Attack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class AttackReport:
     """The results of an attack with their verdicts."""
 
     results: Sequence[Attack]

@@ -18,7 +18,7 @@ _RESET_TIMEOUT = timedelta(minutes=20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class ScriptedEpisode:
     """The steps of one episode, and the reward that it must get."""
 
     name: str
@@ -29,33 +29,33 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class ScriptedMember:
     """One member of the group, and a branch of it if there is one."""
 
-    policy: Policy
-    branch: Policy | None = None
+    policy: ScriptedEpisode
+    branch: ScriptedEpisode | None = None
     branch_at: int = 0
     """Steps before the branch."""
 
 
-def members_for(task: Task) -> tuple[Member, ...]:
+def members_for(task: Task) -> tuple[ScriptedMember, ...]:
     """Return the group for `task`: the oracle, one that does nothing, and two that are branched halfway."""
     stop = ((Done(),),)
     half = len(task.oracle) // 2
     start, rest = task.oracle[:half], task.oracle[half:]
 
-    def policy(name: str, description: str, *steps: tuple[OracleAction, ...], reward: float) -> Policy:
-        return Policy(name=name, description=description, steps=steps, expected_reward=reward)
+    def policy(name: str, description: str, *steps: tuple[OracleAction, ...], reward: float) -> ScriptedEpisode:
+        return ScriptedEpisode(name=name, description=description, steps=steps, expected_reward=reward)
 
     return (
-        Member(policy=policy("oracle", "solves the task", *task.oracle, reward=1.0)),
-        Member(policy=policy("null", "does nothing", *stop, reward=0.0)),
-        Member(
+        ScriptedMember(policy=policy("oracle", "solves the task", *task.oracle, reward=1.0)),
+        ScriptedMember(policy=policy("null", "does nothing", *stop, reward=0.0)),
+        ScriptedMember(
             policy=policy("stops", f"stops after {half} of {len(task.oracle)} steps", *start, *stop, reward=0.0),
             branch=policy("stops-branch-solves", f"continues after step {half} and solves it", *rest, reward=1.0),
             branch_at=half,
         ),
-        Member(
+        ScriptedMember(
             policy=policy("solves", "solves the task", *task.oracle, reward=1.0),
             branch=policy(
                 "solves-branch-strays",
@@ -91,14 +91,14 @@ async def play_group(client: AsyncEnvClient, task: Task, directory: DemoDirector
         episodes = await stack.enter_async_context(opening)
         players, branches = [], []
         for member, episode in zip(members, episodes, strict=True):
-            player = _Player(episode, directory, policy=member.policy, runs_guests=runs_guests)
+            player = _EpisodePlayer(episode, directory, policy=member.policy, runs_guests=runs_guests)
             players.append(player)
             if member.branch is None or episode.origin.is_new_session:
                 await player.play(member.policy.steps)
                 continue
             await player.play(member.policy.steps[: member.branch_at])
             [copy] = await stack.enter_async_context(client.fork(episode, count=1))
-            branch = _Player(copy, directory, policy=member.branch, runs_guests=runs_guests)
+            branch = _EpisodePlayer(copy, directory, policy=member.branch, runs_guests=runs_guests)
             branches.append(branch)
             timings_ms = copy.opening_timings_ms
             print_progress(
@@ -112,10 +112,12 @@ async def play_group(client: AsyncEnvClient, task: Task, directory: DemoDirector
         return PlayedGroup(reset_timings_ms=dict(episodes[0].opening_timings_ms), episodes=tuple(records))
 
 
-class _Player:
+class _EpisodePlayer:
     """Plays one episode and records it."""
 
-    def __init__(self, episode: AsyncEpisode, directory: DemoDirectory, *, policy: Policy, runs_guests: bool) -> None:
+    def __init__(
+        self, episode: AsyncEpisode, directory: DemoDirectory, *, policy: ScriptedEpisode, runs_guests: bool
+    ) -> None:
         self._episode = episode
         self._directory = directory
         self._policy = policy

@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 from cuaenv.frames import TiledImage, codec
 from cuaenv.frames.grid import joined
-from envd.desktop.display.frames import Frame, Picture, PointerImage, compress, draw, picture_of
+from envd.desktop.display.frames import Frame, PictureSpec, PointerImage, compress, draw, picture_of
 from envd.desktop.display.marks import Mark
 from envd.desktop.observation import (
     CursorMode,
@@ -83,7 +83,7 @@ class FrameEncoder:
             cursor=pointer.at if pointer is not None and options.cursor is CursorMode.REPORTED else None,
         )
 
-    async def _draw(self, frame: Frame, picture: Picture) -> TiledImage:
+    async def _draw(self, frame: Frame, picture: PictureSpec) -> TiledImage:
         if picture.pointer is None and picture.is_unscaled(frame):
             return frame.image
         pointer = picture.pointer and (picture.pointer.at, id(picture.pointer.shape))

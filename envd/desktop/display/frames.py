@@ -56,7 +56,7 @@ class PointerImage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class PictureSpec:
     """A checked description of an image to draw from a frame: equal pictures of one frame give equal images."""
 
     region: Region
@@ -86,7 +86,7 @@ def picture_of(
     pointer: PointerImage | None = None,
     marks: tuple[Mark, ...] = (),
     field: str = "observation",
-) -> Picture:
+) -> PictureSpec:
     """Return the picture to draw from a frame. The pointer is drawn only if requested and its shape is known.
 
     Raises:
@@ -105,12 +105,12 @@ def picture_of(
     except ValueError as error:
         raise InvalidRequest(f"{field}.size_multiple_px", str(error)) from error
     is_drawn = options.cursor is CursorMode.DRAWN and pointer is not None and pointer.shape.rgba_HWC.size
-    return Picture(
+    return PictureSpec(
         region=region, width_px=width_px, height_px=height_px, pointer=pointer if is_drawn else None, marks=marks
     )
 
 
-def draw(frame: Frame, picture: Picture) -> TiledImage:
+def draw(frame: Frame, picture: PictureSpec) -> TiledImage:
     """Draw the image. Slow unless `is_unscaled`."""
     image = frame.image if picture.pointer is None else _with_pointer(frame.image, picture.pointer)
     if picture.is_unscaled(frame):

@@ -24,7 +24,7 @@ from envd.desktop.agent import CommandResult
 from envd.desktop.observation import ActionOutcome
 from envd.desktop.session import GuestSession
 from envd.desktop.toolbox import windows
-from envd.desktop.toolbox.results import Result, parse
+from envd.desktop.toolbox.results import OperationResult, parse
 from envd.guests import toolbox as program
 
 logger = logging.getLogger(__name__)
@@ -120,12 +120,12 @@ class Toolbox:
         problem = f"{action.tool} of MCP server {action.server} reported an error" if is_error else ""
         return ActionOutcome(error=problem, output=output, left_out_bytes=left_out_bytes)
 
-    async def _request(self, operation: str, timeout_s: float | None, **arguments: JsonValue) -> Result:
+    async def _request(self, operation: str, timeout_s: float | None, **arguments: JsonValue) -> OperationResult:
         """Run the program. Raises: GuestError, GuestUnresponsive, MachineLost."""
         limits = {} if timeout_s is None else {"timeout_s": timeout_s}
         limit_s = min((timeout_s or _FILE_TIMEOUT_S) + _GRACE_S, _MAX_REQUEST_S)
 
-        async def request(op: str, **fields: Any) -> Result:
+        async def request(op: str, **fields: Any) -> OperationResult:
             line = json.dumps({"op": op, **fields}).encode() + b"\n"
             result = await parse(await self._session.use_tool(line, limit_s))
             if result.error:
@@ -136,7 +136,7 @@ class Toolbox:
             try:
                 return await windows.perform(request, operation, {**arguments, **limits})
             except program.Refused as refusal:
-                return Result(error=str(refusal)[:_MAX_ERROR_CHARS])
+                return OperationResult(error=str(refusal)[:_MAX_ERROR_CHARS])
             except ValueError as error:
                 raise GuestError("the desktop's tools sent a malformed response") from error
         line = json.dumps({"op": operation, **arguments, **limits}).encode()
@@ -148,7 +148,7 @@ class Toolbox:
             raise GuestError(f"the desktop's tools failed: {_last_line(done)}") from error
 
 
-def _outcome(result: Result) -> ActionOutcome:
+def _outcome(result: OperationResult) -> ActionOutcome:
     return ActionOutcome(
         error=result.error[:_MAX_ERROR_CHARS],
         output=None if result.error else result.output,

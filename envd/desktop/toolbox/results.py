@@ -14,7 +14,7 @@ _Text = Annotated[str, Field(max_length=MAX_FILE_BYTES + _MAX_NOTE_CHARS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class OperationResult:
     """The result of an operation; `error` says why it failed."""
 
     error: Annotated[str, Field(max_length=100_000)] = ""
@@ -35,11 +35,11 @@ class Result:
     tail: _Text = ""
 
 
-_RESULT = TypeAdapter(Result)
+_RESULT = TypeAdapter(OperationResult)
 parsed = _RESULT.validate_python
 
 
-async def parse(printed: bytes) -> Result:
+async def parse(printed: bytes) -> OperationResult:
     """Return the result that a program printed. Raises: ValueError: it is malformed."""
     await untrusted_json.check_structure(printed)
     return _RESULT.validate_json(printed)

@@ -12,7 +12,7 @@ from typing import Any
 
 from cuaenv.actions import MAX_FILE_BYTES
 from envd.base import untrusted_json
-from envd.desktop.toolbox.results import Result, parsed
+from envd.desktop.toolbox.results import OperationResult, parsed
 from envd.guests import toolbox as program
 
 #: Lines are counted in so much of a file: base64 twice, it fits into a response of the guest agent.
@@ -20,10 +20,10 @@ _MAX_SCAN_BYTES = 4 << 20
 
 
 #: Has the script perform an operation, with arguments by name. May raise what `perform` does.
-Request = Callable[..., Awaitable[Result]]
+Request = Callable[..., Awaitable[OperationResult]]
 
 
-async def perform(request: Request, operation: str, arguments: dict[str, Any]) -> Result:
+async def perform(request: Request, operation: str, arguments: dict[str, Any]) -> OperationResult:
     """Perform an operation of `program.py` in a Windows guest.
 
     Raises:
@@ -62,7 +62,7 @@ async def perform(request: Request, operation: str, arguments: dict[str, Any]) -
     return parsed(program.written(await write(data), data))
 
 
-def _with_output(result: Result) -> Result:
+def _with_output(result: OperationResult) -> OperationResult:
     head, tail = (base64.b64decode(part, validate=True) for part in (result.head, result.tail))
     output = program.Cut(head, tail, result.left_out_bytes).text().replace("\r\n", "\n")
     return replace(result, output=output, exit_code=None if result.timed_out else result.exit_code)

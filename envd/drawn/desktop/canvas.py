@@ -106,7 +106,7 @@ class Damage:
         return rects
 
 
-class Picture:
+class SharedPicture:
     """An immutable picture that any number of framebuffers start from without a copy."""
 
     def __init__(self, pixels: Pixels) -> None:
@@ -139,21 +139,23 @@ class Framebuffer:
         """Area of the screen."""
         self._words = pixels.view(np.uint32)[:, :, 0]
         self._own_rows = np.full(pixels.shape[0], not shared)
-        self._picture: Picture | None = None
+        self._picture: SharedPicture | None = None
 
     @classmethod
-    def on(cls, picture: Picture) -> "Framebuffer":
+    def black(cls, width_px: int, height_px: int) -> "Framebuffer":
+        # Not written during boot, so the kernel backs it with one zero page.
+        return cls(np.zeros((height_px, width_px, 4), np.uint8), shared=True)
+
+    @classmethod
+    def on(cls, picture: SharedPicture) -> "Framebuffer":
         framebuffer = cls(picture.copy(), shared=True)
         framebuffer._picture = picture
         return framebuffer
 
-    def __deepcopy__(self, _memo: object) -> "Framebuffer":
-        return self.on(self.picture())
-
-    def picture(self) -> Picture:
+    def picture(self) -> SharedPicture:
         """Return the current picture; the same object until something is drawn."""
         if self._picture is None:
-            self._picture = Picture(self.pixels)
+            self._picture = SharedPicture(self.pixels)
         return self._picture
 
     @property

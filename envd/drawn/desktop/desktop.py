@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from envd.drawn.desktop.canvas import Damage, Framebuffer, Rect, Words
-from envd.drawn.desktop.forms import FormWindow, read_form
+from envd.drawn.desktop.forms import Form, FormWindow, read_form
 from envd.drawn.desktop.keyboard import Keyboard
 from envd.drawn.desktop.windows import (
     CLICKS_PATH,
@@ -18,9 +18,9 @@ from envd.drawn.desktop.windows import (
     FACE,
     TITLE_HEIGHT_PX,
     ControlsWindow,
+    DrawnElement,
+    DrawnWindow,
     EditorWindow,
-    Element,
-    Window,
     draw_button,
 )
 from envd.drawn.files import GuestFiles
@@ -56,34 +56,34 @@ class DrawnDesktop:
         self.files = files
         self.pointer_position = framebuffer.bounds.center
         self._on_change = on_change
-        self.end = on_end
+        self._on_end = on_end
         self._damage = Damage()
         self._keyboard = Keyboard()
         self._buttons = 0
-        self._dragged: Window | None = None
+        self._dragged: DrawnWindow | None = None
         width, height = framebuffer.bounds.w, framebuffer.bounds.h
         left = width // 32
         editor_rect = Rect(left, height // 20, width * 53 // 100, height * 60 // 100)
         controls_rect = Rect(editor_rect.right + left, editor_rect.y, width * 30 // 100, 160)
-        self.editor = EditorWindow(editor_rect, self)
-        self.controls = ControlsWindow(controls_rect, self)
-        self._known: tuple[Window, ...] = (self.controls, self.editor)
+        self.editor = EditorWindow(editor_rect, files, self.damage)
+        self.controls = ControlsWindow(controls_rect, files, self.damage)
+        self._known: tuple[DrawnWindow, ...] = (self.controls, self.editor)
         self._stack = list(self._known)
-        self._drawn_active: Window | None = self.editor
+        self._drawn_active: DrawnWindow | None = self.editor
         files[CLICKS_PATH] = b"0\n"
         if not is_drawn:
             self.damage(framebuffer.bounds)
             self._flush()
 
     @property
-    def active(self) -> Window | None:
+    def active(self) -> DrawnWindow | None:
         for window in reversed(self._stack):
             if window.is_open:
                 return window
         return None
 
     @property
-    def windows(self) -> list[Window]:
+    def windows(self) -> list[DrawnWindow]:
         """Open windows, the active one last."""
         return [window for window in self._stack if window.is_open]
 
@@ -100,17 +100,17 @@ class DrawnDesktop:
         """X names of the active modifiers."""
         return self._keyboard.modifiers
 
-    def elements(self) -> list[Element]:
+    def elements(self) -> list[DrawnElement]:
         """Return all named elements: the panel, then windows from bottom to top, each followed by its content."""
         launchers = _launchers(self.framebuffer.bounds)
-        found = [Element(name=name, role="push-button", rect=rect) for name, rect in launchers.items()]
+        found = [DrawnElement(name=name, role="push-button", rect=rect) for name, rect in launchers.items()]
         for window in self.windows:
             states = ("active",) if window is self.active else ()
-            found.append(Element(name=window.title, role="frame", rect=window.rect, states=states))
+            found.append(DrawnElement(name=window.title, role="frame", rect=window.rect, states=states))
             found += window.elements()
         return found
 
-    def element(self, name: str, *, window: str = "") -> Element:
+    def element(self, name: str, *, window: str = "") -> DrawnElement:
         """Return an element of the panel or of a window. Raises: KeyError."""
         owner = ""
         for element in self.elements():
@@ -125,7 +125,7 @@ class DrawnDesktop:
         stroke = self._keyboard.event(scancode, down=down)
         window = self.active
         if stroke is not None and stroke.control and stroke.alt and stroke.name == "Delete":
-            self.end("REBOOT")
+            self._on_end("REBOOT")
             return
         if stroke is None or window is None:
             return
@@ -255,7 +255,7 @@ class DrawnDesktop:
 
     # Windows
 
-    def _press(self, window: Window | None, x: int, y: int) -> None:
+    def _press(self, window: DrawnWindow | None, x: int, y: int) -> None:
         for name, rect in _launchers(self.framebuffer.bounds).items():
             if rect.contains(x, y):
                 self.launch(name)
@@ -267,34 +267,38 @@ class DrawnDesktop:
         if not window.armed and window.title_bar.contains(x, y):
             self._dragged = window
 
+    def form_window(self, form: Form, path: str) -> FormWindow:
+        """Create a window of this desktop, which is not open on it yet."""
+        return FormWindow(form, path, self.files, self.damage, self._on_end)
+
     def _open_form(self, path: str) -> None:
         form = read_form(path, self.files.get(path, b""))
         for window in self.windows if form.alone else ():
             window.activate("Close")
-        opened = FormWindow(form, path, self)
+        opened = self.form_window(form, path)
         self._known = (*self._known, opened)
         self._stack.append(opened)
         self.damage(opened.rect)
         self._flush()
 
-    def _find_window(self, title: str) -> Window | None:
+    def _find_window(self, title: str) -> DrawnWindow | None:
         if title.startswith("0x"):
             ids = {window: listed.window_id for window, listed in zip(self.windows, self.list_windows(), strict=True)}
             return next((window for window, id in ids.items() if id == int(title, 16)), None)
         return next((window for window in reversed(self.windows) if title.lower() in window.title.lower()), None)
 
-    def _damage_focus(self, window: Window) -> None:
+    def _damage_focus(self, window: DrawnWindow) -> None:
         # Only overlapping windows need a full redraw on a focus change; others keep their shared memory.
         if any(window.rect.intersect(other.rect).area for other in self.windows if other is not window):
             self.damage(window.rect)
         for rect in window.focus_rects():
             self.damage(rect)
 
-    def _raise(self, window: Window) -> None:
+    def _raise(self, window: DrawnWindow) -> None:
         self._stack.remove(window)
         self._stack.append(window)
 
-    def _move_window(self, window: Window, dx: int, dy: int) -> None:
+    def _move_window(self, window: DrawnWindow, dx: int, dy: int) -> None:
         bounds = self.framebuffer.bounds
         old = window.rect
         x = min(max(TITLE_HEIGHT_PX - old.w, old.x + dx), bounds.w - TITLE_HEIGHT_PX)

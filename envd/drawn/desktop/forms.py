@@ -12,14 +12,16 @@ open: yes
 Two widgets cannot be undone: an `item` is deleted by a click, and `power` ends the guest.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cuaenv.problems import problem_of
 from envd.drawn.desktop.canvas import CELL_HEIGHT_PX, CELL_WIDTH_PX, Canvas, Colour, Rect
-from envd.drawn.desktop.keyboard import Stroke
-from envd.drawn.desktop.windows import EDGE, PRESSED, TITLE_HEIGHT_PX, Element, Surroundings, Window
+from envd.drawn.desktop.keyboard import KeyPress
+from envd.drawn.desktop.windows import EDGE, PRESSED, TITLE_HEIGHT_PX, DrawnElement, DrawnWindow
+from envd.drawn.files import GuestFiles
 
 #: Texts are twice as large as those of other windows, so that they stay readable on small screens.
 _SCALE = 2
@@ -105,13 +107,17 @@ def read_form(path: str, data: bytes) -> Form:
         raise InvalidForm(f"form {path}: {where}: {problem_of(first)}; see Form in forms.py") from None
 
 
-class FormWindow(Window):
+class FormWindow(DrawnWindow):
     """A window with the widgets of a form."""
 
     name = "Form"
 
-    def __init__(self, form: Form, path: str, desktop: Surroundings) -> None:
-        super().__init__(Rect(form.x, form.y, form.w, form.h), desktop)
+    def __init__(
+        self, form: Form, path: str, files: GuestFiles, damage: Callable[[Rect], None], end: Callable[[str], None]
+    ) -> None:
+        """Create the window of the form at `path`; `end` ends the guest: POWER_OFF or REBOOT."""
+        super().__init__(Rect(form.x, form.y, form.w, form.h), files, damage)
+        self._end = end
         self._form = form
         self._state_path = f"{path}.state"
         self._values = {
@@ -137,11 +143,11 @@ class FormWindow(Window):
         }
         return {**super().buttons(), **active}
 
-    def elements(self) -> list[Element]:
+    def elements(self) -> list[DrawnElement]:
         return [
             *super().elements(),
             *(
-                Element(
+                DrawnElement(
                     name=each.name,
                     role=_ROLES.get(each.kind, "label"),
                     rect=self._rect(each),
@@ -165,10 +171,10 @@ class FormWindow(Window):
             super().release(x, y)
             return
         self.armed = ""
-        self._desktop.damage(self._rect(chip))
+        self._damage(self._rect(chip))
         bins = (each for each in self._form.widgets if each.kind == "bin" and self._rect(each).contains(x, y))
         if (found := next(bins, None)) is not None:
-            self._desktop.damage(self._rect(found))
+            self._damage(self._rect(found))
             self._set(chip.name, found.name)
 
     def activate(self, name: str) -> None:
@@ -189,12 +195,12 @@ class FormWindow(Window):
                     super().activate("Close")
                 self._save()
             case "power":
-                self._desktop.end("POWER_OFF")
+                self._end("POWER_OFF")
             case "item":
                 self._set(name, _DELETED)
                 if widget.needed:
                     self._face = _ALARM
-                    self._desktop.damage(self.rect)
+                    self._damage(self.rect)
             case "box":
                 self._set(name, "off" if self._values[name] == "on" else "on")
             case "field":
@@ -203,7 +209,7 @@ class FormWindow(Window):
                 self._open_menu = name
                 self._damage_menu()
 
-    def stroke(self, stroke: Stroke) -> None:
+    def stroke(self, stroke: KeyPress) -> None:
         if not self._focused:
             return
         text = self._values[self._focused]
@@ -305,7 +311,7 @@ class FormWindow(Window):
 
     def _damage_menu(self) -> None:
         for rect in self._options().values():
-            self._desktop.damage(rect)
+            self._damage(rect)
 
     def _close_menu(self) -> None:
         self._damage_menu()
@@ -314,20 +320,20 @@ class FormWindow(Window):
     def _focus(self, name: str) -> None:
         for each in (self._widget(self._focused), self._widget(name)):
             if each is not None:
-                self._desktop.damage(self._rect(each))
+                self._damage(self._rect(each))
         self._focused = name
 
     def _set(self, name: str, value: str) -> None:
         widget = self._widget(name)
         assert widget is not None  # noqa: S101  (values belong to widgets)
         self._values[name] = value
-        self._desktop.damage(self._rect(widget))
+        self._damage(self._rect(widget))
         self._save()
 
     def _save(self) -> None:
         lines = [f"{name}: {value}" for name, value in self._values.items()]
         lines += [f"pressed: {' '.join(self._pressed)}", f"open: {'yes' if self.is_open else 'no'}"]
-        self._desktop.files[self._state_path] = "".join(f"{line}\n" for line in lines).encode()
+        self._files[self._state_path] = "".join(f"{line}\n" for line in lines).encode()
 
 
 #: Widgets with a value, and those that react to a click.

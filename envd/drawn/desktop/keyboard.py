@@ -42,7 +42,7 @@ _SUPER = {0xDB, 0xDC}
 _CAPS_LOCK = 58
 
 
-class Stroke(NamedTuple):
+class KeyPress(NamedTuple):
     """A key press with the modifiers held."""
 
     name: str
@@ -72,7 +72,7 @@ class Keyboard:
         held = (("shift", _SHIFT), ("control", _CONTROL), ("mod1", _ALT), ("mod4", _SUPER))
         return [name for name, keys in held if not self.down.isdisjoint(keys)] + ["lock"] * self._caps_lock
 
-    def event(self, scancode: int, *, down: bool) -> Stroke | None:
+    def event(self, scancode: int, *, down: bool) -> KeyPress | None:
         """Press or release a key. Returns the stroke, or None for releases, modifiers and unknown keys."""
         if not down:
             self.down.discard(scancode)
@@ -86,11 +86,11 @@ class Keyboard:
         control = not self.down.isdisjoint(_CONTROL)
         alt = not self.down.isdisjoint(_ALT)
         if scancode in _NAMES:
-            return Stroke(_NAMES[scancode], control=control, shift=shift, alt=alt)
+            return KeyPress(_NAMES[scancode], control=control, shift=shift, alt=alt)
         chars = _CHARS.get(scancode) or _KEYPAD.get(scancode)
         if chars is None:
             return None
         plain, shifted = chars
         upper = shift != (self._caps_lock and plain.isalpha())
         silent = control or alt or not self.down.isdisjoint(_SUPER)
-        return Stroke(plain, "" if silent else (shifted if upper else plain), control=control, shift=shift, alt=alt)
+        return KeyPress(plain, "" if silent else (shifted if upper else plain), control=control, shift=shift, alt=alt)

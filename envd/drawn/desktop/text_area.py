@@ -3,7 +3,7 @@
 Lines do not wrap; the view scrolls sideways. The only possible selection is the entire text.
 """
 
-from envd.drawn.desktop.keyboard import Stroke
+from envd.drawn.desktop.keyboard import KeyPress
 
 _SCROLL_COLUMNS = 16
 
@@ -47,7 +47,7 @@ class TextArea:
         self.row += len(new) - 1
         self._show_caret()
 
-    def press(self, stroke: Stroke) -> bool:
+    def press(self, stroke: KeyPress) -> bool:
         before = (len(self.lines), self.lines[self.row], self.all_selected)
         if stroke.char:
             self.insert(stroke.char)
@@ -94,7 +94,7 @@ class TextArea:
             return False
         return True
 
-    def _move(self, stroke: Stroke) -> None:
+    def _move(self, stroke: KeyPress) -> None:
         match stroke.name:
             case "Left":
                 self._step(-1)

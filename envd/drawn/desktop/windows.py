@@ -5,11 +5,12 @@ state is written to guest files, so that checkers can read it.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from envd.drawn.desktop.canvas import CELL_HEIGHT_PX, CELL_WIDTH_PX, Canvas, Colour, Rect, Words, picture_of
-from envd.drawn.desktop.keyboard import Stroke
+from envd.drawn.desktop.keyboard import KeyPress
 from envd.drawn.desktop.text_area import TextArea
 from envd.drawn.files import HOME, GuestFiles
 
@@ -32,7 +33,7 @@ _SELECTED: Colour = (176, 208, 250)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Element:
+class DrawnElement:
     """A named element of the screen."""
 
     name: str
@@ -40,18 +41,6 @@ class Element:
     rect: Rect
     states: tuple[str, ...] = ()
     text: str = ""
-
-
-class Surroundings(Protocol):
-    """Interface of the desktop to its windows."""
-
-    files: GuestFiles
-
-    def damage(self, rect: Rect) -> None:
-        """Redraw these pixels."""
-
-    def end(self, cause: str) -> None:
-        """End the guest: POWER_OFF or REBOOT."""
 
 
 def draw_button(canvas: Canvas, rect: Rect, label: str, *, pressed: bool = False, focused: bool = False) -> None:
@@ -73,17 +62,19 @@ def _button(width: int, height: int, label: str, pressed: bool, focused: bool) -
     return picture_of(width, height, draw)
 
 
-class Window:
+class DrawnWindow:
     """A title bar with a close box; subclasses draw the body."""
 
     name = ""
 
-    def __init__(self, rect: Rect, desktop: Surroundings) -> None:
+    def __init__(self, rect: Rect, files: GuestFiles, damage: Callable[[Rect], None]) -> None:
         self.rect = rect
         self.is_open = True
         self.armed = ""
         """Name of the pressed element, until its release."""
-        self._desktop = desktop
+        self._files = files
+        self._damage = damage
+        """Makes the desktop redraw pixels."""
 
     @property
     def title(self) -> str:
@@ -102,8 +93,8 @@ class Window:
         """Return the clickable areas by name."""
         return {"Close": self.close_box}
 
-    def elements(self) -> list[Element]:
-        return [Element(name="Close", role="push-button", rect=self.close_box)]
+    def elements(self) -> list[DrawnElement]:
+        return [DrawnElement(name="Close", role="push-button", rect=self.close_box)]
 
     def focus_rects(self) -> list[Rect]:
         """Return the areas whose look depends on the keyboard focus."""
@@ -127,7 +118,7 @@ class Window:
         for name, rect in self.buttons().items():
             if rect.contains(x, y):
                 self.armed = name
-                self._desktop.damage(rect)
+                self._damage(rect)
 
     def release(self, x: int, y: int) -> None:
         if not self.armed:
@@ -135,16 +126,16 @@ class Window:
         name, self.armed = self.armed, ""
         rect = self.buttons().get(name)
         if rect is not None:
-            self._desktop.damage(rect)
+            self._damage(rect)
             if rect.contains(x, y):
                 self.activate(name)
 
     def activate(self, name: str) -> None:
         if name == "Close":
             self.is_open = False
-            self._desktop.damage(self.rect)
+            self._damage(self.rect)
 
-    def stroke(self, stroke: Stroke) -> None:
+    def stroke(self, stroke: KeyPress) -> None:
         """Handle a key press."""
 
     def insert(self, text: str) -> None:
@@ -154,13 +145,13 @@ class Window:
         """Handle the wheel."""
 
 
-class EditorWindow(Window):
+class EditorWindow(DrawnWindow):
     """A text editor: a text area and a Save button."""
 
     name = "Editor"
 
-    def __init__(self, rect: Rect, desktop: Surroundings) -> None:
-        super().__init__(rect, desktop)
+    def __init__(self, rect: Rect, files: GuestFiles, damage: Callable[[Rect], None]) -> None:
+        super().__init__(rect, files, damage)
         self.path = NOTE_PATH
         self._modified = False
         area = self._area
@@ -185,18 +176,18 @@ class EditorWindow(Window):
     def open_file(self, path: str) -> None:
         """Open a file, or an empty text if it does not exist."""
         self.path = path
-        self.text_area.set_text(self._desktop.files.get(path, b"").decode("utf-8", "replace"))
+        self.text_area.set_text(self._files.get(path, b"").decode("utf-8", "replace"))
         self._modified = False
-        self._desktop.damage(self.rect)
+        self._damage(self.rect)
 
     def buttons(self) -> dict[str, Rect]:
         return {**super().buttons(), "Save": self._save_button}
 
-    def elements(self) -> list[Element]:
+    def elements(self) -> list[DrawnElement]:
         return [
             *super().elements(),
-            Element(name="Save", role="push-button", rect=self._save_button),
-            Element(name="Text", role="text", rect=self._area, states=("editable",), text=self.text_area.text),
+            DrawnElement(name="Save", role="push-button", rect=self._save_button),
+            DrawnElement(name="Text", role="text", rect=self._area, states=("editable",), text=self.text_area.text),
         ]
 
     def focus_rects(self) -> list[Rect]:
@@ -205,7 +196,7 @@ class EditorWindow(Window):
 
     def activate(self, name: str) -> None:
         if name == "Save":
-            self._desktop.files[self.path] = self.text_area.text.encode()
+            self._files[self.path] = self.text_area.text.encode()
             self._set_modified(False)
         super().activate(name)
 
@@ -218,7 +209,7 @@ class EditorWindow(Window):
                 )
         super().press(x, y)
 
-    def stroke(self, stroke: Stroke) -> None:
+    def stroke(self, stroke: KeyPress) -> None:
         if stroke.control and stroke.name == "s":
             self.activate("Save")
             return
@@ -277,12 +268,12 @@ class EditorWindow(Window):
         bottom = self._area.bottom if to_end else first.bottom
         if to_end:
             first = self.cell_rect(row, 0)
-        self._desktop.damage(Rect(first.x, first.y, right - first.x, bottom - first.y).intersect(self._area))
+        self._damage(Rect(first.x, first.y, right - first.x, bottom - first.y).intersect(self._area))
 
     def _set_modified(self, modified: bool) -> None:
         if modified != self._modified:
             self._modified = modified
-            self._desktop.damage(self.title_bar)
+            self._damage(self.title_bar)
 
 
 class _TextDamage:
@@ -329,13 +320,13 @@ def _controls_layout(window: Rect) -> _ControlsLayout:
     return _ControlsLayout(button, label, Rect(window.x + 16, label.bottom + 14, 96, CELL_HEIGHT_PX))
 
 
-class ControlsWindow(Window):
+class ControlsWindow(DrawnWindow):
     """A button that counts its clicks, and a checkbox. Tab moves the focus; space and Enter activate."""
 
     name = "Controls"
 
-    def __init__(self, rect: Rect, desktop: Surroundings) -> None:
-        super().__init__(rect, desktop)
+    def __init__(self, rect: Rect, files: GuestFiles, damage: Callable[[Rect], None]) -> None:
+        super().__init__(rect, files, damage)
         self.click_count = 0
         self.is_checked = False
         self._focused = "Count"
@@ -347,15 +338,15 @@ class ControlsWindow(Window):
     def buttons(self) -> dict[str, Rect]:
         return {**super().buttons(), "Count": self._layout.button, "Enabled": self._layout.checkbox}
 
-    def elements(self) -> list[Element]:
+    def elements(self) -> list[DrawnElement]:
         focus = {name: ("focused",) if name == self._focused else () for name in ("Count", "Enabled")}
         checked = ("checked",) if self.is_checked else ()
         button, label, checkbox = self._layout
         return [
             *super().elements(),
-            Element(name="Count", role="push-button", rect=button, states=focus["Count"]),
-            Element(name="Clicks", role="label", rect=label, text=f"Clicks: {self.click_count}"),
-            Element(name="Enabled", role="check-box", rect=checkbox, states=focus["Enabled"] + checked),
+            DrawnElement(name="Count", role="push-button", rect=button, states=focus["Count"]),
+            DrawnElement(name="Clicks", role="label", rect=label, text=f"Clicks: {self.click_count}"),
+            DrawnElement(name="Enabled", role="check-box", rect=checkbox, states=focus["Enabled"] + checked),
         ]
 
     def focus_rects(self) -> list[Rect]:
@@ -364,12 +355,12 @@ class ControlsWindow(Window):
     def activate(self, name: str) -> None:
         if name == "Count":
             self.click_count += 1
-            self._desktop.files[CLICKS_PATH] = b"%d\n" % self.click_count
-            self._desktop.damage(self._layout.label)
+            self._files[CLICKS_PATH] = b"%d\n" % self.click_count
+            self._damage(self._layout.label)
         elif name == "Enabled":
             self.is_checked = not self.is_checked
-            self._desktop.files[CHECKBOX_PATH] = b"on\n" if self.is_checked else b"off\n"
-            self._desktop.damage(self._layout.checkbox)
+            self._files[CHECKBOX_PATH] = b"on\n" if self.is_checked else b"off\n"
+            self._damage(self._layout.checkbox)
         super().activate(name)
 
     def press(self, x: int, y: int) -> None:
@@ -377,7 +368,7 @@ class ControlsWindow(Window):
         if self.armed in ("Count", "Enabled"):
             self._focus(self.armed)
 
-    def stroke(self, stroke: Stroke) -> None:
+    def stroke(self, stroke: KeyPress) -> None:
         if stroke.name == "Tab":
             self._focus("Enabled" if self._focused == "Count" else "Count")
         elif stroke.char == " " or stroke.name in ("Return", "KP_Enter"):
@@ -401,4 +392,4 @@ class ControlsWindow(Window):
         if name != self._focused:
             self._focused = name
             for rect in (self._layout.button, self._layout.checkbox):
-                self._desktop.damage(rect)
+                self._damage(rect)

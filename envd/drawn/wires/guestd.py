@@ -52,7 +52,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     await copy(reader, writer)
 
 
-class Guest(Protocol):
+class ServedGuest(Protocol):
     """A guest to serve."""
 
     files: GuestFiles
@@ -72,7 +72,7 @@ Handler = Callable[[DrawnDesktop, Request], Awaitable[Response]]
 class Guestd:
     """HTTP listener of one guest."""
 
-    def __init__(self, guest: Guest) -> None:
+    def __init__(self, guest: ServedGuest) -> None:
         self.url = ""
         self._guest = guest
         self._server: web.Server | None = None

@@ -38,7 +38,7 @@ _CURSOR_ROWS = (0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xF8, 0xD8, 0x8C, 0x0C
 CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
 
-class Screen(Protocol):
+class ServedScreen(Protocol):
     """Source of pixels and target of input."""
 
     @property
@@ -74,7 +74,7 @@ class _Stage(Enum):
 class RfbConnection(asyncio.Protocol):
     """One client connection to one screen."""
 
-    def __init__(self, screen: Screen, *, name: str, call_later: CallLater) -> None:
+    def __init__(self, screen: ServedScreen, *, name: str, call_later: CallLater) -> None:
         """Serve a screen; `call_later` is the event loop's."""
         self._screen = screen
         self._call_later = call_later

@@ -13,28 +13,24 @@ from functools import partial
 from aiohttp import web
 
 from cuaenv.client import AsyncEpisode, State
-from envd.integrations.compat.callers import Caller, Session, not_found
+from envd.integrations.compat.callers import ProtocolSession, TokenHolder, not_found
 from envd.integrations.compat.osworld_env import EnvSettings, act, shown
 from envd.integrations.compat.routes import Body, Routes, bad_field, json_response, read_body
 
 _shown = partial(shown, screenshot="screenshot_b64")
 
 
-class _Reset(Body):
+class _ArealReset(Body):
     task_config: dict[str, object] | None = None
 
 
-class _Step(Body):
+class _ArealStep(Body):
     action: str
     pause: float = 0.0
 
 
-class _Nothing(Body):
-    pass
-
-
 @dataclass(slots=True, kw_only=True)
-class ArealSession(Session):
+class ArealSession(ProtocolSession):
     """A client's settings, and its episode."""
 
     settings: EnvSettings
@@ -56,17 +52,17 @@ class Areal:
         routes.add("POST", "/envs/{session_id}/evaluate", self._evaluate)
         routes.add("POST", "/envs/{session_id}/close", self._close)
 
-    async def _create(self, request: web.Request, caller: Caller[ArealSession]) -> web.Response:
+    async def _create(self, request: web.Request, caller: TokenHolder[ArealSession]) -> web.Response:
         settings = await read_body(request, EnvSettings)
         settings.check()
         session_id = uuid.uuid4().hex
         await caller.add(session_id, ArealSession(settings=settings))
         return json_response({"session_id": session_id})
 
-    async def _reset(self, request: web.Request, caller: Caller[ArealSession]) -> web.Response:
+    async def _reset(self, request: web.Request, caller: TokenHolder[ArealSession]) -> web.Response:
         session_id = request.match_info["session_id"]
         with caller.using(session_id) as session:
-            body = await read_body(request, _Reset)
+            body = await read_body(request, _ArealReset)
             if body.task_config is None:
                 raise bad_field("task_config", "is required; an episode is one attempt at a task")
             await session.close_episode()
@@ -79,13 +75,13 @@ class Areal:
             session.episode = episode
             return json_response({"obs": _shown(episode, episode.observation)})
 
-    async def _observe(self, request: web.Request, caller: Caller[ArealSession]) -> web.Response:
+    async def _observe(self, request: web.Request, caller: TokenHolder[ArealSession]) -> web.Response:
         with _episode(request, caller) as episode:
             return json_response({"obs": _shown(episode, await episode.observe(refresh=True))})
 
-    async def _step(self, request: web.Request, caller: Caller[ArealSession]) -> web.Response:
+    async def _step(self, request: web.Request, caller: TokenHolder[ArealSession]) -> web.Response:
         with _episode(request, caller) as episode:
-            body = await read_body(request, _Step)
+            body = await read_body(request, _ArealStep)
             acted = await act(episode, body.action, pause_s=body.pause)
             return json_response(
                 {
@@ -96,19 +92,19 @@ class Areal:
                 }
             )
 
-    async def _evaluate(self, request: web.Request, caller: Caller[ArealSession]) -> web.Response:
+    async def _evaluate(self, request: web.Request, caller: TokenHolder[ArealSession]) -> web.Response:
         with _episode(request, caller) as episode:
-            await read_body(request, _Nothing)
+            await read_body(request, Body)
             return json_response({"reward": (await episode.evaluate()).score})
 
-    async def _close(self, request: web.Request, caller: Caller[ArealSession]) -> web.Response:
-        await read_body(request, _Nothing)
+    async def _close(self, request: web.Request, caller: TokenHolder[ArealSession]) -> web.Response:
+        await read_body(request, Body)
         await caller.close(request.match_info["session_id"])
         return json_response({"ok": True})
 
 
 @contextmanager
-def _episode(request: web.Request, caller: Caller[ArealSession]) -> Iterator[AsyncEpisode]:
+def _episode(request: web.Request, caller: TokenHolder[ArealSession]) -> Iterator[AsyncEpisode]:
     with caller.using(request.match_info["session_id"]) as session:
         if session.episode is None:
             raise bad_field("session", "has no episode; send its reset first")

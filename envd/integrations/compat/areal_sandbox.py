@@ -15,7 +15,7 @@ from aiohttp import web
 from cuaenv.client import AsyncEpisode, State, View
 from cuaenv.client.errors import EpisodeEnded, EpisodeNotFound, GuestFailed, GuestRefused, GuestUnresponsive, SampleVoid
 from cuaenv.client.forwarding import PortForward
-from envd.integrations.compat.callers import Caller, Session, not_found
+from envd.integrations.compat.callers import ProtocolSession, TokenHolder, not_found
 from envd.integrations.compat.routes import Body, Routes, bad_field, json_response, read_body
 
 _SESSION = "x-paas-session-id"
@@ -44,12 +44,8 @@ class _Start(Body):
     task_id: str = ""
 
 
-class _Nothing(Body):
-    pass
-
-
 @dataclass(slots=True, kw_only=True)
-class SandboxSession(Session):
+class SandboxSession(ProtocolSession):
     """A session of the gateway, which outlives its episodes."""
 
     task_id: str = _DEFAULT_TASK
@@ -72,7 +68,7 @@ class ArealSandbox:
         for name in _POST:
             routes.add("POST", f"/{name}", self._forward, max_body_bytes=_MAX_BODY_BYTES)
 
-    async def _start(self, request: web.Request, caller: Caller[SandboxSession]) -> web.Response:
+    async def _start(self, request: web.Request, caller: TokenHolder[SandboxSession]) -> web.Response:
         session_id = _session_id(request)
         body = await read_body(request, _Start)
         if session_id not in caller.sessions:
@@ -92,8 +88,8 @@ class ArealSandbox:
                     raise not_found(session_id)
                 return json_response({"sandboxId": session.episode.episode_id, "sessionId": session_id})
 
-    async def _stop(self, request: web.Request, caller: Caller[SandboxSession]) -> web.Response:
-        await read_body(request, _Nothing)
+    async def _stop(self, request: web.Request, caller: TokenHolder[SandboxSession]) -> web.Response:
+        await read_body(request, Body)
         session_id = _session_id(request)
         if session_id in caller.sessions:
             with caller.using(session_id) as session:
@@ -101,7 +97,7 @@ class ArealSandbox:
                 await session.close_episode()
         return json_response({"status": "stopped"})
 
-    async def _forward(self, request: web.Request, caller: Caller[SandboxSession]) -> web.Response:
+    async def _forward(self, request: web.Request, caller: TokenHolder[SandboxSession]) -> web.Response:
         with caller.using_episode(_session_id(request)) as episode:
             path = request.path.partition(f"/token/{request.match_info.get('token', '')}")[2] or request.path
             body = await request.read()

@@ -28,7 +28,7 @@ _ADMISSION_TIMEOUT: Final = timedelta(seconds=10)
 
 
 @dataclass(slots=True, kw_only=True)
-class Session:
+class ProtocolSession:
     """What one client of a protocol holds."""
 
     episode: AsyncEpisode | None = None
@@ -45,10 +45,10 @@ class Session:
             await episode.close()
 
 
-S = TypeVar("S", bound=Session)
+S = TypeVar("S", bound=ProtocolSession)
 
 
-class Caller(Generic[S]):
+class TokenHolder(Generic[S]):
     """The holder of one token, or everyone if the daemon requires none."""
 
     def __init__(self, client: AsyncEnvClient, *, max_steps: int) -> None:
@@ -143,7 +143,7 @@ class Callers(Generic[S]):
         self._targets = targets
         self._tls = tls
         self._max_steps = max_steps
-        self._by_token: dict[str, Caller[S]] = {}
+        self._by_token: dict[str, TokenHolder[S]] = {}
         self.requires_token = True
         """Whether the daemon requires tokens; known after `start`."""
         self.capacity = 0
@@ -158,7 +158,7 @@ class Callers(Generic[S]):
         else:
             self.requires_token = False
 
-    async def identify(self, tokens: Sequence[str]) -> Caller[S]:
+    async def identify(self, tokens: Sequence[str]) -> TokenHolder[S]:
         """Return the caller that a request's tokens name.
 
         Raises:
@@ -171,7 +171,7 @@ class Callers(Generic[S]):
             raise _unauthenticated("a request needs exactly one token of the daemon")
         return self._by_token.get(tokens[0]) or await self._admit(tokens[0])
 
-    async def forget(self, caller: Caller[S]) -> None:
+    async def forget(self, caller: TokenHolder[S]) -> None:
         """Drop a caller whose token the daemon no longer accepts; leases end its episodes."""
         for token, each in list(self._by_token.items()):
             if each is caller and self.requires_token:
@@ -210,13 +210,13 @@ class Callers(Generic[S]):
         # A client closes the episodes that it opened.
         await asyncio.gather(*(caller.client.aclose() for caller in callers))
 
-    async def _admit(self, token: str) -> Caller[S]:
+    async def _admit(self, token: str) -> TokenHolder[S]:
         """Return the caller with a token that was not seen before, which a call proves. Raises: EnvError."""
         try:
             client = AsyncEnvClient(self._targets, token=token, tls=self._tls)
         except ValueError as error:
             raise _unauthenticated(str(error)) from None
-        caller = Caller[S](client, max_steps=self._max_steps)
+        caller = TokenHolder[S](client, max_steps=self._max_steps)
         try:
             pools = await client.list_pools(timeout=_ADMISSION_TIMEOUT)
             self.capacity = sum(pool.capacity for pool in pools)

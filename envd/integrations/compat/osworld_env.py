@@ -10,7 +10,7 @@ from cuaenv.agent_text.values import ParseError
 from cuaenv.client import AsyncEpisode, Observation, State, Task, View
 from cuaenv.client.errors import EpisodeEnded, TaskNotFound
 from envd.base.aio import shielded
-from envd.integrations.compat.callers import Caller
+from envd.integrations.compat.callers import TokenHolder
 from envd.integrations.compat.routes import Body, bad_field, base64_png
 from envd.tasks.formats.entries import task_name
 
@@ -55,7 +55,7 @@ class EnvSettings(Body):
         if task is not None and task.os != system:
             raise bad_field("os_type", f"{self.os_type!r} is not the system of task {task.task_id}")
 
-    async def open(self, caller: Caller[Any], task_config: dict[str, object]) -> AsyncEpisode:
+    async def open(self, caller: TokenHolder[Any], task_config: dict[str, object]) -> AsyncEpisode:
         """Open an episode of the task that a client sends with a reset; a cancelled caller opens none.
 
         Raises:
@@ -78,7 +78,7 @@ class EnvSettings(Body):
         return episode
 
 
-async def _task_of(caller: Caller[Any], config: dict[str, object]) -> Task:
+async def _task_of(caller: TokenHolder[Any], config: dict[str, object]) -> Task:
     """Return the daemon's task for the configuration that a client sends with a reset.
 
     Only the daemon's own task files decide what an episode sets up and checks.
@@ -100,7 +100,7 @@ async def _task_of(caller: Caller[Any], config: dict[str, object]) -> Task:
     return task
 
 
-async def _find(caller: Caller[Any], given: str) -> Task:
+async def _find(caller: TokenHolder[Any], given: str) -> Task:
     task_ids = [given] if "/" in given else await _named(caller, task_name(given))
     if len(task_ids) > 1:
         raise bad_field("task_config.id", f"{given!r} fits {', '.join(task_ids[:3])}; send one of these ids")
@@ -114,7 +114,7 @@ async def _find(caller: Caller[Any], given: str) -> Task:
     return found[0]
 
 
-async def _named(caller: Caller[Any], name: str) -> list[str]:
+async def _named(caller: TokenHolder[Any], name: str) -> list[str]:
     """Return the ids of the tasks with a name in any suite. All are listed only for a name that is not yet known."""
 
     def known() -> list[str]:

@@ -17,7 +17,7 @@ from cuaenv.client import Observation
 from cuaenv.client.errors import AccessDenied, BadRequest, EnvError, Unauthenticated
 from cuaenv.problems import problem_of
 from envd.base import untrusted_json
-from envd.integrations.compat.callers import Caller, Callers, S
+from envd.integrations.compat.callers import Callers, S, TokenHolder
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _TOKEN = "token"  # noqa: S105 -- a name in paths
 #: Largest body, except for files of guests.
 MAX_BODY_BYTES = 1 << 20
 
-Handler = Callable[[web.Request, Caller[S]], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request, TokenHolder[S]], Awaitable[web.StreamResponse]]
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -88,7 +88,7 @@ class Routes(Generic[S]):
     def add_refused(self, path: str, reason: str) -> None:
         """Add a POST route that is part of a protocol and not served."""
 
-        async def refuse(_request: web.Request, _caller: Caller[S]) -> web.Response:
+        async def refuse(_request: web.Request, _caller: TokenHolder[S]) -> web.Response:
             raise AccessDenied(f"{path}: {reason}", code="PERMISSION_DENIED", reason="ACCESS_DENIED")
 
         self.add("POST", path, refuse)

@@ -13,7 +13,7 @@ from cuaenv.actions import Action, TypeText
 from cuaenv.agent_text.values import ParseError, monitor_chord, type_action
 from cuaenv.client import Observation, State, View
 from cuaenv.client.errors import SampleVoid
-from envd.integrations.compat.callers import Caller, Session
+from envd.integrations.compat.callers import ProtocolSession, TokenHolder
 from envd.integrations.compat.osworld_env import perform
 from envd.integrations.compat.routes import Body, Routes, bad_field, json_response, read_body
 from envd.tasks.fields import BOM
@@ -27,10 +27,6 @@ _ENCODINGS = (BOM, "utf-8", "utf-16-le", "cp1252")
 
 class _Open(Body):
     task_id: str
-
-
-class _Nothing(Body):
-    pass
 
 
 class _Key(Body):
@@ -56,7 +52,7 @@ class _GuestFile(Body):
 class WindowsVm:
     """Serves the protocol on an application's routes. A session has the id of its episode."""
 
-    def __init__(self, routes: Routes[Session]) -> None:
+    def __init__(self, routes: Routes[ProtocolSession]) -> None:
         vm = "/vm/{episode_id}"
         routes.add_health("/health", lambda: {"ok": True})
         routes.add("POST", "/vm", self._open)
@@ -74,41 +70,41 @@ class WindowsVm:
         routes.add_refused(f"{vm}/hmp", "QEMU's monitor is not served; use /sendkey and /screenshot")
         routes.add_refused(f"{vm}/reset", "machines are not rebooted; open a new episode by POST /vm")
 
-    async def _open(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+    async def _open(self, request: web.Request, caller: TokenHolder[ProtocolSession]) -> web.Response:
         body = await read_body(request, _Open)
         episode = await caller.open(body.task_id, view=_NO_PIXELS, of_calls=True)
         episode_id = episode.episode_id
-        await caller.add(episode_id, Session(episode=episode))
+        await caller.add(episode_id, ProtocolSession(episode=episode))
         return json_response(
             {"episode_id": episode_id, "path": f"/vm/{episode_id}", "instruction": episode.instruction}
         )
 
-    async def _health(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+    async def _health(self, request: web.Request, caller: TokenHolder[ProtocolSession]) -> web.Response:
         return json_response({"ok": await _is_alive(request, caller)})
 
-    async def _status(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+    async def _status(self, request: web.Request, caller: TokenHolder[ProtocolSession]) -> web.Response:
         is_alive = await _is_alive(request, caller)
         return json_response({"qemu_running": is_alive, "qemu_pid": None, "hmp_socket": False})
 
-    async def _screenshot(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+    async def _screenshot(self, request: web.Request, caller: TokenHolder[ProtocolSession]) -> web.Response:
         with caller.using_episode(_id(request)) as episode:
             seen = await episode.observe(_PNG, refresh=True)
         # In a thread: a screen takes some 20 ms.
         body = await asyncio.to_thread(_ppm, seen)
         return web.Response(body=body, content_type="image/x-portable-pixmap")
 
-    async def _screenshot_size(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+    async def _screenshot_size(self, request: web.Request, caller: TokenHolder[ProtocolSession]) -> web.Response:
         with caller.using_episode(_id(request)) as episode:
             seen = await episode.observe()
         size = len(_header(seen)) + 3 * seen.screen_width_px * seen.screen_height_px
         return json_response({"size": size})
 
-    async def _send_key(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+    async def _send_key(self, request: web.Request, caller: TokenHolder[ProtocolSession]) -> web.Response:
         body = await read_body(request, _Key)
         error = await _perform(request, caller, [_chord(body.key, "key")])
         return json_response({"result": error, "key": body.key})
 
-    async def _type(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+    async def _type(self, request: web.Request, caller: TokenHolder[ProtocolSession]) -> web.Response:
         body = await read_body(request, _Type)
         text = body.text + ("\n" if body.enter else "")
         error = await _perform(request, caller, [_typed(text)]) if text else ""
@@ -116,7 +112,7 @@ class WindowsVm:
         response = {"typed": len(body.text) - len(skipped), "skipped": skipped, "total": len(body.text)}
         return json_response(response | ({"result": error} if error else {}))
 
-    async def _send_keys(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+    async def _send_keys(self, request: web.Request, caller: TokenHolder[ProtocolSession]) -> web.Response:
         body = await read_body(request, _Keys)
         actions = [_chord(key, f"keys.{index}") for index, key in enumerate(body.keys)]
         error = await _perform(request, caller, actions) if actions else ""
@@ -124,7 +120,7 @@ class WindowsVm:
             raise bad_field("keys", error)
         return json_response({"sent": len(actions)})
 
-    async def _guest_file(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+    async def _guest_file(self, request: web.Request, caller: TokenHolder[ProtocolSession]) -> web.Response:
         body = await read_body(request, _GuestFile)
         with caller.using_episode(_id(request)) as episode:
             content = decode(await episode.read_file(body.path), _ENCODINGS)
@@ -132,12 +128,12 @@ class WindowsVm:
             raise bad_field("path", f"{body.path!r} is not a text file")
         return json_response({"content": content, "path": body.path})
 
-    async def _evaluate(self, request: web.Request, caller: Caller[Session]) -> web.Response:
-        await read_body(request, _Nothing)
+    async def _evaluate(self, request: web.Request, caller: TokenHolder[ProtocolSession]) -> web.Response:
+        await read_body(request, Body)
         with caller.using_episode(_id(request)) as episode:
             return json_response({"reward": (await episode.evaluate()).score})
 
-    async def _shut_down(self, request: web.Request, caller: Caller[Session]) -> web.Response:
+    async def _shut_down(self, request: web.Request, caller: TokenHolder[ProtocolSession]) -> web.Response:
         await caller.close(_id(request))
         return json_response({"result": "shutdown sent"})
 
@@ -146,7 +142,7 @@ def _id(request: web.Request) -> str:
     return request.match_info["episode_id"]
 
 
-async def _is_alive(request: web.Request, caller: Caller[Session]) -> bool:
+async def _is_alive(request: web.Request, caller: TokenHolder[ProtocolSession]) -> bool:
     """Return whether an episode's machine is alive. Raises: EpisodeNotFound."""
     with caller.using_episode(_id(request)) as episode:
         try:
@@ -156,7 +152,7 @@ async def _is_alive(request: web.Request, caller: Caller[Session]) -> bool:
         return episode.state is not State.FAILED
 
 
-async def _perform(request: web.Request, caller: Caller[Session], actions: list[Action]) -> str:
+async def _perform(request: web.Request, caller: TokenHolder[ProtocolSession], actions: list[Action]) -> str:
     """Perform actions as one step; return the guest's objection, or an empty text."""
     with caller.using_episode(_id(request)) as episode:
         return (await perform(episode, actions)).error

@@ -73,7 +73,7 @@ _ENVIRONMENT: Final[Mapping[str, str]] = {
 }
 
 
-class Check(Model):
+class VerifierCheck(Model):
     """One check of a task: a command of its application's verifier, and what it must print."""
 
     command: str
@@ -120,7 +120,7 @@ def _definition(root: Path, task: str) -> dict[str, Any]:
         raise GuestError(f"task {task}: task.json cannot be read: {error!r}") from error
 
 
-def judge_checks(result: CommandResult, checks: Sequence[Check]) -> CheckOutcome:
+def judge_checks(result: CommandResult, checks: Sequence[VerifierCheck]) -> CheckOutcome:
     """Return the share of checks that passed.
 
     Raises:
@@ -137,7 +137,7 @@ def judge_checks(result: CommandResult, checks: Sequence[Check]) -> CheckOutcome
     return CheckOutcome(passed / len(judged), f"{passed:g} of {len(judged)} checks passed", tuple(judged))
 
 
-def _judge(check: Check, output: Mapping[str, Any]) -> CheckPart:
+def _judge(check: VerifierCheck, output: Mapping[str, Any]) -> CheckPart:
     if output["exit_code"] is None:
         raise GuestError(f"verifier {check.command}: did not end in time")
     try:
@@ -203,7 +203,7 @@ class OpenComputerCheck(LeafChecker):
     """The repository on the host."""
     task: str
     app: str
-    checks: Annotated[tuple[Check, ...], Field(min_length=1)]
+    checks: Annotated[tuple[VerifierCheck, ...], Field(min_length=1)]
     timeout_s: Timeout = 600.0
 
     def asks_session(self, os: GuestOs) -> bool:  # noqa: ARG002 -- in each

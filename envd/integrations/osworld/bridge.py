@@ -10,7 +10,7 @@ from envd.base.errors import GuestError
 from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.downloads import asset_urls, getter_configs
-from envd.integrations.osworld.workers import Job, Workers
+from envd.integrations.osworld.workers import Job, OsworldWorkers
 from envd.tasks.assets import AssetCache, AssetMissing
 from envd.tasks.fields import AssetRef
 from envd.tasks.text import CheckOutcome
@@ -38,7 +38,7 @@ _FILE_GETTERS = frozenset(
 class WorkerBridge:
     """Performs setups and evaluations in worker processes, never in this one."""
 
-    def __init__(self, workers: Workers, *, assets: AssetCache, client_password: str = "") -> None:
+    def __init__(self, workers: OsworldWorkers, *, assets: AssetCache, client_password: str = "") -> None:
         self._workers = workers
         self._assets = assets
         self._client_password = client_password

@@ -88,7 +88,7 @@ class Job:
         return names.get(started, "") if isinstance(started, int) else ""
 
 
-class Workers:
+class OsworldWorkers:
     """Starts OSWorld's environment once and runs jobs in it, each in its own process and sandbox.
 
     Args:

@@ -95,7 +95,7 @@ class WebRecordings:
 
 
 def read_entries(path: Path, environment: WebEnvironment) -> list[dict[str, Any]]:
-    """Return the exchanges of a file, as `envd.integrations.web.warc.Entry` has them.
+    """Return the exchanges of a file, as `envd.integrations.web.warc.RecordedExchange` has them.
 
     Raises:
         ConfigError: It is damaged or cannot be read, or the programs are not installed.

@@ -39,7 +39,7 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class RecordedExchange:
     """One recorded exchange, without its content."""
 
     method: str
@@ -59,7 +59,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class RecordedResponse:
     """A recorded response."""
 
     status: int
@@ -74,7 +74,7 @@ def cookies_of(header: str) -> frozenset[str]:
     return frozenset(filter(None, (part.strip() for part in header.split(";"))))
 
 
-class Recording:
+class WebRecording:
     """The exchanges of one recording; the file itself stays on disk.
 
     Raises:
@@ -84,11 +84,11 @@ class Recording:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.entries = tuple(_scan(file))
-        self._by_key: dict[_Key, list[Entry]] = {}
+        self._by_key: dict[_Key, list[RecordedExchange]] = {}
         for entry in self.entries:
             self._by_key.setdefault((entry.method, entry.url, entry.body_sha256), []).append(entry)
 
-    def find(self, method: str, url: str, body: bytes, cookies: frozenset[str]) -> Entry | None:
+    def find(self, method: str, url: str, body: bytes, cookies: frozenset[str]) -> RecordedExchange | None:
         """Return the exchange that answers a request, or None."""
         candidates = self._by_key.get((method, url, hashlib.sha256(body).hexdigest()), ())
         # Scripts make cookies of their own, which differ each time, so a missing one counts less than an equal one.
@@ -96,11 +96,11 @@ class Recording:
             candidates, key=lambda entry: 2 * len(entry.cookies & cookies) - len(entry.cookies - cookies), default=None
         )
 
-    def read(self, entry: Entry) -> Response:
+    def read(self, entry: RecordedExchange) -> RecordedResponse:
         self._file.seek(entry.offset)
         record = next(iter(ArchiveIterator(self._file)))
         phrase = record.http_headers.statusline.partition(" ")[2]
-        return Response(
+        return RecordedResponse(
             status=entry.status,
             phrase=phrase,
             headers=record.http_headers.headers,
@@ -141,7 +141,7 @@ def _kept(headers: Headers) -> Headers:
     return [(name, value) for name, value in headers if name.lower() not in _LEFT_OUT]
 
 
-def _scan(file: IO[bytes]) -> Iterator[Entry]:
+def _scan(file: IO[bytes]) -> Iterator[RecordedExchange]:
     """Read a whole file and yield its exchanges in the order of their responses. Raises: Damaged."""
     responses: dict[str, dict[str, Any]] = {}
     requests: dict[str, dict[str, Any]] = {}
@@ -175,7 +175,7 @@ def _scan(file: IO[bytes]) -> Iterator[Entry]:
     if responses.keys() != requests.keys() or not responses:
         raise Damaged("it has a response without its request, or none at all")
     for identity, response in responses.items():
-        yield Entry(**response, **requests[identity])
+        yield RecordedExchange(**response, **requests[identity])
 
 
 def _require_whole(file: IO[bytes]) -> None:
@@ -213,7 +213,7 @@ def main(path: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     with open(path, "rb") as file:
         try:
-            found: Mapping[str, Any] = {"entries": [asdict(entry) for entry in Recording(file).entries]}
+            found: Mapping[str, Any] = {"entries": [asdict(entry) for entry in WebRecording(file).entries]}
         except Damaged as error:
             found = {"error": str(error)}
         except MemoryError:

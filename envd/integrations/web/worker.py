@@ -24,7 +24,7 @@ from mitmproxy.tools.dump import DumpMaster
 
 from envd.base import streams
 from envd.base.sandbox import enclosure
-from envd.integrations.web.warc import MAX_BODY_BYTES, Damaged, Recording, cookies_of, records
+from envd.integrations.web.warc import MAX_BODY_BYTES, Damaged, WebRecording, cookies_of, records
 
 #: Free in a network of its own.
 _PROXY_PORT, _EXIT_PORT = 8080, 8081
@@ -65,7 +65,7 @@ def main(control_fd: int, recording_fd: int, settings: Mapping[str, Any]) -> NoR
 def _run(control: socket.socket, recording_fd: int, settings: Mapping[str, Any]) -> None:
     file = os.fdopen(recording_fd, "rb" if settings["replays"] else "r+b", buffering=0)
     try:
-        recording = Recording(file) if settings["replays"] or os.fstat(recording_fd).st_size else None
+        recording = WebRecording(file) if settings["replays"] or os.fstat(recording_fd).st_size else None
         asyncio.run(_serve(_Exchanges(control, file, recording, settings), settings))
     except Damaged as error:
         _send(control, {"error": str(error)})
@@ -117,7 +117,7 @@ class _Exchanges:
     """The addon that records or replays exchanges, and brings the connections of guests to mitmproxy."""
 
     def __init__(
-        self, control: socket.socket, file: Any, recording: Recording | None, settings: Mapping[str, Any]
+        self, control: socket.socket, file: Any, recording: WebRecording | None, settings: Mapping[str, Any]
     ) -> None:
         self._control = control
         self._file = file
@@ -181,7 +181,7 @@ class _Exchanges:
     def error(self, flow: http.HTTPFlow) -> None:
         self._report("failed", flow, flow.error.msg if flow.error else "")
 
-    def _replay(self, recording: Recording, flow: http.HTTPFlow) -> http.Response:
+    def _replay(self, recording: WebRecording, flow: http.HTTPFlow) -> http.Response:
         request = flow.request
         cookies = cookies_of("; ".join(request.headers.get_all("cookie")))
         entry = recording.find(request.method, request.url, request.raw_content or b"", cookies)

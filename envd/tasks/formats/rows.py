@@ -62,7 +62,7 @@ def _read_own(task: Mapping[str, object]) -> NamedFields:
     return NamedFields(name=str(task["name"]), fields=lambda: fields)
 
 
-class _Target(Model):
+class _ExpectedResult(Model):
     """The expected result of a graded task."""
 
     text: str = ""
@@ -73,7 +73,7 @@ class _Target(Model):
 
 
 def _read_graded(row: Mapping[str, object]) -> NamedFields:
-    target = _Target.model_validate(_mapping(row["target"], "target"))
+    target = _ExpectedResult.model_validate(_mapping(row["target"], "target"))
     instruction = _instruction(row.get("prompt") or row.get("messages"))
     checker: Fields = {"kind": target.checker, "path": target.output_path}
     # Only exact_match compares with a text; for the others the column holds an example, or nothing.

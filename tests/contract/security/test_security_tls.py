@@ -207,15 +207,6 @@ async def test_an_address_reachable_from_other_hosts_is_served_over_tls_with_tok
             assert await client.list_pools() == []
 
 
-@pytest.mark.parametrize("missing", ["everything", "callers", "tls"])
-def test_an_address_that_other_hosts_can_reach_requires_tls_and_authentication(
-    certs: Certs, tokens: Tokens, missing: str
-) -> None:
-    security = {"everything": SecurityConfig(), "callers": tls_of(certs), "tls": tokens.security()}[missing]
-    with pytest.raises(ConfigError, match=r"security\.tls_cert"):
-        ApiServer(StubEpisodes(), listen="0.0.0.0:0", metrics=Metrics(), security=security)
-
-
 async def test_two_servers_cannot_share_a_port_over_tls(certs: Certs) -> None:
     async with serving(tls_of(certs)) as (_, address):
         second = ApiServer(StubEpisodes(), listen=address, metrics=Metrics(), security=tls_of(certs))

@@ -22,7 +22,7 @@ class JobError(Exception):
     """The job failed for a reason that is not the agent's."""
 
 
-class Toolbox(NamedTuple):
+class OsworldModules(NamedTuple):
     """The modules of OSWorld that are used."""
 
     metrics: ModuleType
@@ -32,7 +32,7 @@ class Toolbox(NamedTuple):
     requests: ModuleType
 
 
-class Guest(NamedTuple):
+class JobGuest(NamedTuple):
     """The guest, and how to reach it from the sandbox."""
 
     port: int
@@ -47,7 +47,7 @@ class Guest(NamedTuple):
 class Context:
     """The part of a `DesktopEnv` that getters use."""
 
-    def __init__(self, tools: Toolbox, guest: Guest, cache_dir: str) -> None:
+    def __init__(self, tools: OsworldModules, guest: JobGuest, cache_dir: str) -> None:
         self.traffic = GuestTraffic(f"http://127.0.0.1:{guest.port}")
         self.traffic.watch(tools.requests)
         self.vm_ip = "127.0.0.1"
@@ -135,7 +135,7 @@ def set_up(
     return {}
 
 
-def evaluate(context: Context, tools: Toolbox, evaluator: Mapping[str, Any]) -> dict[str, object]:
+def evaluate(context: Context, tools: OsworldModules, evaluator: Mapping[str, Any]) -> dict[str, object]:
     """Score the guest with a task's `evaluator`; returns `score` and `parts`.
 
     One that has only a `postconfig` performs it, and returns nothing. Raises: JobError.
@@ -169,7 +169,7 @@ def _item(evaluator: Mapping[str, Any], key: str, index: int, *, is_list: bool) 
 
 
 def _measure(
-    context: Context, tools: Toolbox, name: str, *, result: Any, expected: Any, options: Mapping[str, Any]
+    context: Context, tools: OsworldModules, name: str, *, result: Any, expected: Any, options: Mapping[str, Any]
 ) -> MetricScore:
     metric = getattr(tools.metrics, name, None)
     if metric is None:
@@ -206,7 +206,7 @@ def _measure(
     return MetricScore(name, number, (f"missing in the guest: {absent}" if absent else shown)[:_MAX_QUOTED_CHARS])
 
 
-def _get(context: Context, tools: Toolbox, config: Mapping[str, Any] | None) -> Any:
+def _get(context: Context, tools: OsworldModules, config: Mapping[str, Any] | None) -> Any:
     if config is None:
         return None
     getter = getattr(tools.getters, f"get_{config['type']}", None)
@@ -228,7 +228,7 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:_MAX_QUOTED_CHARS]
 
 
-def names(tools: Toolbox) -> dict[str, list[str]]:
+def names(tools: OsworldModules) -> dict[str, list[str]]:
     """Return the names of the setup verbs, getters and metrics of this installation of OSWorld."""
     controller = vars(tools.setup.SetupController)
     return {
@@ -242,11 +242,11 @@ def names(tools: Toolbox) -> dict[str, list[str]]:
     }
 
 
-def load_tools() -> Toolbox:
+def load_tools() -> OsworldModules:
     """Import OSWorld. Takes seconds and hundreds of megabytes. Raises: whatever its imports raise."""
     # easyocr pulls in torch, and one task of 418 uses it.
     sys.modules.setdefault("easyocr", ModuleType("easyocr"))
-    return Toolbox(
+    return OsworldModules(
         metrics=importlib.import_module("desktop_env.evaluators.metrics"),
         getters=importlib.import_module("desktop_env.evaluators.getters"),
         setup=importlib.import_module("desktop_env.controllers.setup"),

@@ -62,7 +62,7 @@ def _prepare(visible: list[str]) -> tuple[Mapping[str, object], fork_server.Supe
     return {"ready": jobs.names(tools), "shortcoming": cgroup.shortcoming(hierarchy)}, supervise
 
 
-def _run(channel: socket.socket, job: dict[str, Any], tools: jobs.Toolbox) -> None:
+def _run(channel: socket.socket, job: dict[str, Any], tools: jobs.OsworldModules) -> None:
     """Run the job, in the sandbox, and send its outcome."""
     log = os.open("log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
@@ -76,8 +76,8 @@ def _run(channel: socket.socket, job: dict[str, Any], tools: jobs.Toolbox) -> No
     fork_server.send(channel, outcome)
 
 
-def _do(job: dict[str, Any], tools: jobs.Toolbox, channel: socket.socket) -> dict[str, object]:
-    guest = jobs.Guest(GUEST_PORT, job["platform"], tuple(job["screen_px"]), job["password"], job["is_stopped"])
+def _do(job: dict[str, Any], tools: jobs.OsworldModules, channel: socket.socket) -> dict[str, object]:
+    guest = jobs.JobGuest(GUEST_PORT, job["platform"], tuple(job["screen_px"]), job["password"], job["is_stopped"])
     context = jobs.Context(tools, guest, enclosure.CACHE)
     if job["kind"] == "set_up":
         steps = list(enumerate(job["steps"], job["first_step"]))

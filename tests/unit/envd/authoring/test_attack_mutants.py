@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cuaenv.actions import Click, Done, PressKeys, RunShell, TypeText
 from envd.authoring.attack.mutants import Family, Mutant, attack_digest, mutants_of
 from envd.authoring.attack.playing import Attack
-from envd.authoring.attack.report import Report, read_passed, write_passed
+from envd.authoring.attack.report import AttackReport, read_passed, write_passed
 from envd.base.errors import ConfigError
 from envd.tasks.basis import judged_digest
 from envd.tasks.model import Task
@@ -186,7 +186,7 @@ def test_the_oracle_is_repeated_and_must_always_score() -> None:
 
 
 def test_a_task_that_changed_since_it_passed_is_named(tmp_path: Path) -> None:
-    def report(one: Task, **changes: Any) -> Report:
+    def report(one: Task, **changes: Any) -> AttackReport:
         digest = judged_digest(one)
         results = [
             Attack(
@@ -199,7 +199,7 @@ def test_a_task_that_changed_since_it_passed_is_named(tmp_path: Path) -> None:
             )
             for mutant in mutants_of(one)
         ]
-        return Report(results=results, verdicts={})
+        return AttackReport(results=results, verdicts={})
 
     one, file = task(), tmp_path / "passed.yaml"
     write_passed(file, [one], report(one), runs_guests=True)

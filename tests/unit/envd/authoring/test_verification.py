@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from envd.authoring.attack.mutants import attack_digest
-from envd.authoring.verification import Policy, PolicyResult, Verification, verify_config
+from envd.authoring.verification import PolicyResult, Verification, VerifyingPolicy, verify_config
 from envd.base.config_sources import load
 from envd.base.errors import ConfigError, TaskNotFound
 from envd.cli.tasks_verify import choose, image_of, not_attacked
@@ -100,19 +100,23 @@ def test_selecting_an_unknown_task_or_suite_fails(name: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "score", "passed"),
     [
-        (Policy.ORACLE, 1.0, True),
-        (Policy.ORACLE, 0.99, False),
-        (Policy.ORACLE, None, False),
-        (Policy.NULL, 0.0, True),
-        (Policy.NULL, 0.1, False),
-        (Policy.NULL, None, False),
+        (VerifyingPolicy.ORACLE, 1.0, True),
+        (VerifyingPolicy.ORACLE, 0.99, False),
+        (VerifyingPolicy.ORACLE, None, False),
+        (VerifyingPolicy.NULL, 0.0, True),
+        (VerifyingPolicy.NULL, 0.1, False),
+        (VerifyingPolicy.NULL, None, False),
     ],
 )
-def test_only_the_exact_score_passes_and_no_score_never_does(policy: Policy, score: float | None, passed: bool) -> None:
+def test_only_the_exact_score_passes_and_no_score_never_does(
+    policy: VerifyingPolicy, score: float | None, passed: bool
+) -> None:
     result = PolicyResult(task_id="a/one", policy=policy, score=score)
     assert result.passed is passed
     verification = Verification(accelerator="fake", results=(result,))
-    assert [verification.count(each) for each in Policy] == [passed and policy is each for each in Policy]
+    assert [verification.count(each) for each in VerifyingPolicy] == [
+        passed and policy is each for each in VerifyingPolicy
+    ]
     assert len(verification.failures) == (not passed)
 
 

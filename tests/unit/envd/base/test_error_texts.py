@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from envd.api.server import parse_listen
 from envd.base.errors import ConfigError, EnvdError, RequestIdReused, TaskNotFound, cannot_bind
 from tests.support.stub_episodes import TASKS
 
@@ -16,18 +15,6 @@ def raised(error: Exception) -> None:
 @pytest.mark.parametrize(
     ("fail", "kind", "text"),
     [
-        (
-            lambda: parse_listen("50051"),
-            ConfigError,
-            "listen '50051': not HOST:PORT, [IPV6]:PORT or unix:PATH; write, for example, 127.0.0.1:50051",
-        ),
-        (
-            lambda: parse_listen("0.0.0.0:1"),
-            ConfigError,
-            "listen '0.0.0.0:1': reachable from other hosts, which needs TLS and tokens or client certificates;"
-            " set security.tls_cert, tls_key and tokens_file or client_ca, or listen on 127.0.0.1 or unix:PATH and"
-            " forward the port over ssh",
-        ),
         (
             lambda: raised(cannot_bind("metrics_listen", "127.0.0.1:9464", "address already in use")),
             ConfigError,

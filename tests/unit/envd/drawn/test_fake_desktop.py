@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envd.desktop.input.keysyms import character, named_key
-from envd.drawn.desktop.canvas import Damage, Framebuffer, Picture, Rect
+from envd.drawn.desktop.canvas import Damage, Framebuffer, Rect, SharedPicture
 from envd.drawn.desktop.desktop import DrawnDesktop
 from envd.drawn.desktop.keyboard import Keyboard, scancode_of
 from envd.drawn.desktop.windows import CHECKBOX_PATH, CLICKS_PATH, NOTE_PATH
@@ -273,7 +273,7 @@ def test_damage_keeps_few_rectangles_and_loses_nothing() -> None:
 
 
 def test_framebuffers_share_a_picture_until_they_draw() -> None:
-    picture = Picture(np.full((100, 200, 4), 7, np.uint8))
+    picture = SharedPicture(np.full((100, 200, 4), 7, np.uint8))
     first, second = (Framebuffer.on(picture) for _ in range(2))
     assert first.private_bytes == 0
     assert first.picture() is picture, "no new picture without drawing"

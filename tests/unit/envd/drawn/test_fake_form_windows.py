@@ -1,6 +1,5 @@
 """Forms of the drawn desktop: widgets react to input, and the state file says so."""
 
-import copy
 import json
 from typing import Any
 
@@ -91,12 +90,6 @@ def test_drawing_in_parts_gives_the_same_pixels_as_drawing_all(desktop: DrawnDes
     desktop.damage(desktop.framebuffer.bounds)
     desktop._flush()
     assert np.array_equal(drawn, desktop.framebuffer.pixels)
-
-
-def test_a_copied_desktop_has_a_form_of_its_own(desktop: DrawnDesktop) -> None:
-    other = copy.deepcopy(desktop)
-    click(other, 60, 110)
-    assert (state(desktop)["gift"], state(other)["gift"]) == ("off", "on")
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ import zstandard
 
 from envd.base.errors import CheckpointUnusable
 from envd.drawn import stored
-from envd.drawn.desktop.canvas import Framebuffer, Picture
+from envd.drawn.desktop.canvas import Framebuffer, SharedPicture
 from envd.drawn.desktop.desktop import DrawnDesktop
-from envd.drawn.desktop.windows import EditorWindow, Window
-from envd.drawn.guest import Guest, content_digest
+from envd.drawn.desktop.windows import DrawnWindow, EditorWindow
+from envd.drawn.guest import DrawnGuest
 from envd.drawn.programs import Programs
-from envd.drawn.stored import read_guest, write_guest
+from envd.drawn.state import DrawnState
+from envd.drawn.stored import read_state, write_state
 from tests.unit.envd.drawn.test_fake_form_windows import FORM, PATH
 
 WIDTH_PX, HEIGHT_PX = 512, 320
@@ -26,20 +27,20 @@ WIDTH_PX, HEIGHT_PX = 512, 320
 KEYS = (28, 15, 29, 42, 56, 58, *range(16, 26))
 
 
-def guest_with_form() -> Guest:
-    guest = Guest(width_px=WIDTH_PX, height_px=HEIGHT_PX)
-    guest.show_desktop(Picture(np.zeros((1, 1, 4), np.uint8)))
+def guest_with_form() -> DrawnGuest:
+    guest = DrawnGuest(Framebuffer.black(WIDTH_PX, HEIGHT_PX))
+    guest.show_desktop(SharedPicture(np.zeros((1, 1, 4), np.uint8)))
     guest.files[PATH] = json.dumps(FORM | {"alone": False}).encode()
     desktop_of(guest).launch("form", PATH)
     return guest
 
 
-def desktop_of(guest: Guest) -> DrawnDesktop:
+def desktop_of(guest: DrawnGuest) -> DrawnDesktop:
     assert guest.desktop is not None
     return guest.desktop
 
 
-def play(guest: Guest, dice: random.Random, count: int) -> None:
+def play(guest: DrawnGuest, dice: random.Random, count: int) -> None:
     desktop = desktop_of(guest)
     for _ in range(count):
         match dice.randrange(6):
@@ -60,13 +61,28 @@ def test_a_stored_desktop_continues_as_it_was(tmp_path: Path, seed: int) -> None
     guest = guest_with_form()
     play(guest, random.Random(seed), 40)
     guest.clock.stop()
-    write_guest(guest, tmp_path / "guest")
-    read = read_guest(tmp_path / "guest")
-    assert content_digest(read) == content_digest(guest)
+    write_state(DrawnState.of(guest), tmp_path / "guest")
+    read = read_state(tmp_path / "guest").build()
+    assert DrawnState.of(read).digest() == DrawnState.of(guest).digest()
     assert read.clock.date_ns() == guest.clock.date_ns()
     for each in (guest, read):
         play(each, random.Random(seed + 100), 40)
-    assert content_digest(read) == content_digest(guest)
+    assert DrawnState.of(read).digest() == DrawnState.of(guest).digest()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_guests_that_start_from_one_state_are_independent(seed: int) -> None:
+    guest = guest_with_form()
+    guest.clock.stop()
+    handle = guest.agent.execute("guest-file-open", {"path": "/home/user/a", "mode": "w"})
+    state = DrawnState.of(guest)
+    before = state.digest()
+    one, other = state.build(), state.build()
+    for each in (guest, one):
+        play(each, random.Random(seed), 40)
+        each.agent.execute("guest-file-write", {"handle": handle, "buf-b64": "YQ=="})
+    assert DrawnState.of(one).digest() == DrawnState.of(guest).digest() != before
+    assert DrawnState.of(other).digest() == state.digest() == before
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -89,9 +105,9 @@ def test_a_file_with_any_other_value_is_a_desktop_or_is_refused(tmp_path: Path) 
     guest = guest_with_form()
     play(guest, random.Random(1), 60)
     file = tmp_path / "guest"
-    write_guest(guest, file)
+    write_state(DrawnState.of(guest), file)
     document = json.loads(zstandard.decompress(file.read_bytes()))
-    kinds = (Guest, Programs, DrawnDesktop, Window, EditorWindow, Framebuffer)
+    kinds = (DrawnGuest, Programs, DrawnDesktop, DrawnWindow, EditorWindow, Framebuffer)
     before = [dict(vars(kind)) for kind in kinds]
     values: tuple[Any, ...] = (None, -1, 10**400, "__class__", [{}])
     dice, refused = random.Random(2), 0
@@ -100,7 +116,7 @@ def test_a_file_with_any_other_value_is_a_desktop_or_is_refused(tmp_path: Path) 
             text = json.dumps(replaced(document, path, value))
             file.write_bytes(zstandard.compress(text.encode()))
             try:
-                read_guest(file)
+                read_state(file)
             except ValueError:
                 refused += 1
     assert refused > 100
@@ -121,11 +137,11 @@ def test_a_caret_outside_its_text_and_a_path_of_no_file_are_refused(
     tmp_path: Path, path: tuple[str, ...], value: object
 ) -> None:
     file = tmp_path / "guest"
-    write_guest(guest_with_form(), file)
+    write_state(DrawnState.of(guest_with_form()), file)
     document = json.loads(zstandard.decompress(file.read_bytes()))
     file.write_bytes(zstandard.compress(json.dumps(replaced(document, path, value)).encode()))
     with pytest.raises(ValueError, match="its desktop cannot be drawn"):
-        read_guest(file)
+        read_state(file)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +159,7 @@ def test_something_else_is_refused(tmp_path: Path, text: bytes, problem: str) ->
     file = tmp_path / "guest"
     file.write_bytes(zstandard.compress(text))
     with pytest.raises(ValueError, match=problem):
-        read_guest(file)
+        read_state(file)
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,11 +167,11 @@ def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch:
     file = tmp_path / "guest"
     file.write_bytes(zstandard.compress(bytes(64 << 20)))
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
-        read_guest(file)
+        read_state(file)
     guest = guest_with_form()
     guest.files["/home/user/large"] = bytes(1 << 20)
     with pytest.raises(ValueError, match="at most 1048576 are stored"):
-        write_guest(guest, file)
+        write_state(DrawnState.of(guest), file)
 
 
 def test_a_pickled_desktop_of_an_earlier_release_is_refused_by_name(tmp_path: Path) -> None:
@@ -167,5 +183,5 @@ def test_a_pickled_desktop_of_an_earlier_release_is_refused_by_name(tmp_path: Pa
     file.parent.mkdir()
     file.write_bytes(zstandard.compress(pickle.dumps(Attack())))
     with pytest.raises(CheckpointUnusable, match=r"checkpoint ckpt-1: envd 0\.2\.0 stored"):
-        read_guest(file)
+        read_state(file)
     assert not (tmp_path / "ran").exists()

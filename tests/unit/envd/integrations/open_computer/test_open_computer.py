@@ -15,7 +15,7 @@ from envd.daemon.judging.workers import JudgeWorkers
 from envd.desktop.agent import CommandResult
 from envd.images.catalogue import Image
 from envd.integrations.open_computer.reader import read_repository
-from envd.integrations.open_computer.verifiers import Check, OpenComputerCheck, judge_checks, parts
+from envd.integrations.open_computer.verifiers import OpenComputerCheck, VerifierCheck, judge_checks, parts
 from envd.tasks.archives import archive
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from envd.tasks.formats.entries import Problem
@@ -167,7 +167,7 @@ RIGHT = {"check-file-exists total.txt": output('{"exists": true}'), "total": out
 
 
 def test_the_score_is_the_share_of_checks_that_pass_and_each_is_reported(root: Path) -> None:
-    checks = tuple(map(Check.model_validate, CHECKS))
+    checks = tuple(map(VerifierCheck.model_validate, CHECKS))
     assert judge_checks(printed(RIGHT), checks).score == 1.0
     outcome = judge_checks(printed({**RIGHT, "total": output('{"total": 6}')}), checks)
     assert outcome.score == pytest.approx(1 / 3)
@@ -176,7 +176,7 @@ def test_the_score_is_the_share_of_checks_that_pass_and_each_is_reported(root: P
 
 
 def test_an_error_that_a_verifier_prints_fails_its_checks(root: Path) -> None:
-    checks = tuple(map(Check.model_validate, CHECKS))
+    checks = tuple(map(VerifierCheck.model_validate, CHECKS))
     missing = output('{"error": "no file"}', exit_code=1)
     outcome = judge_checks(printed({**RIGHT, "total": missing}), checks)
     assert outcome.score == pytest.approx(1 / 3)
@@ -196,24 +196,27 @@ def test_an_error_that_a_verifier_prints_fails_its_checks(root: Path) -> None:
     ],
 )
 def test_a_verifier_that_crashes_or_hangs_is_an_error_and_no_score(broken: dict[str, Any], problem: str) -> None:
-    check = Check(command="total", key="total", expected=7)
+    check = VerifierCheck(command="total", key="total", expected=7)
     with pytest.raises(GuestError, match=problem):
         judge_checks(printed({"total": broken}), [check])
 
 
 def test_checks_that_did_not_run_are_an_error(root: Path) -> None:
-    check = Check(command="total", key="total", expected=7)
+    check = VerifierCheck(command="total", key="total", expected=7)
     with pytest.raises(GuestError, match="exit code 90"):
         judge_checks(printed({}, exit_code=90), [check])
     with pytest.raises(GuestError, match="malformed output"):
         judge_checks(printed({}), [check])
     with pytest.raises(GuestError, match="nonsense"):
-        judge_checks(printed(RIGHT), [Check(command="total", eval="nonsense > 1")])
+        judge_checks(printed(RIGHT), [VerifierCheck(command="total", eval="nonsense > 1")])
 
 
 async def test_expressions_are_evaluated_in_the_sandbox_and_each_check_arrives(root: Path) -> None:
     workers = JudgeWorkers(limit=1)
-    checks = (*map(Check.model_validate, CHECKS), Check(command="total", eval="__import__('os').fork() is None"))
+    checks = (
+        *map(VerifierCheck.model_validate, CHECKS),
+        VerifierCheck(command="total", eval="__import__('os').fork() is None"),
+    )
     try:
         outcome = await workers(judge_checks, printed(RIGHT), checks)
     finally:
