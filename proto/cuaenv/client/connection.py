@@ -54,14 +54,19 @@ _HINTS: Final = (
 _channel_pid: int | None = None
 
 
-def require_own_process(targets: str, pid: int | None) -> None:
-    """Check that this process was not forked from `pid`, which has used a client: its gRPC would hang or crash.
+def require_own_process(targets: str, made_by: int | None = None) -> None:
+    """Check that this process was not forked from one that has used a client: its gRPC would hang or crash.
 
-    Raises: ClientClosed.
+    Args:
+        made_by: Id of the process that made the client.
+
+    Raises:
+        ClientClosed: It was.
     """
-    if pid not in (None, os.getpid()):
+    other = next((pid for pid in (made_by, _channel_pid) if pid not in (None, os.getpid())), None)
+    if other is not None:
         raise ClientClosed(
-            f"client of {targets}: process {pid} had used a client before this process was forked from it, and gRPC"
+            f"client of {targets}: process {other} had used a client before this process was forked from it, and gRPC"
             " does not work after a fork; start child processes with the method `spawn` or `forkserver` of"
             " multiprocessing, or use no client before the fork",
             host=targets,
@@ -78,7 +83,7 @@ class Connection:
             ValueError: The token would travel to another host in clear text.
             OSError: A TLS file cannot be read.
         """
-        require_own_process(address.target, _channel_pid)
+        require_own_process(address.target)
         globals()["_channel_pid"] = os.getpid()
         self.target = address.target
         self.retry = retry
@@ -113,7 +118,7 @@ class Connection:
             RuntimeError: Called in another event loop.
             ClientClosed: It was closed, or this process was forked since.
         """
-        require_own_process(self.target, _channel_pid)
+        require_own_process(self.target)
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError(
                 f"an episode at {self.target} was opened in another event loop; use it there, or open one here"
