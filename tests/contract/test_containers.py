@@ -227,7 +227,10 @@ async def test_without_control_groups_signals_stop_all_but_the_x_server(
         await machine.resume()
         assert await machine.agent_command("guest-ping", timeout_s=30) == {}
         assert (await machine.usage()).pss_bytes > 0
-        assert (machine.processor_s() or 0) > 0
+        before_s = machine.processor_s()
+        assert before_s is not None
+        await GuestAgent(machine).run(["sh", "-c", "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"], timeout_s=60)
+        assert (machine.processor_s() or 0) > before_s
 
 
 _KILLED_DAEMON = """
