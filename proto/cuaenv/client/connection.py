@@ -1,6 +1,7 @@
 """The connection to one daemon: deadlines and retries of lost calls."""
 
 import asyncio
+import gc
 import logging
 import os
 import random
@@ -52,6 +53,10 @@ _HINTS: Final = (
 
 #: The process that opened the first channel.
 _channel_pid: int | None = None
+
+
+# In a forked process, the collection of its parent's channels would wait without end for threads that it does not have.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def require_own_process(targets: str, made_by: int | None = None) -> None:
@@ -106,10 +111,15 @@ class Connection:
 
     async def aclose(self) -> None:
         """Close the channel; running calls fail. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()
-        await self._channel.close()
+        channel = self._channel
+        # Freed here, by its own process and loop, and not by a later garbage collection.
+        del self._channel, self._stub
+        await channel.close()
 
     def stub(self) -> "CUAEnvAsyncStub":
         """Return the service stub.
