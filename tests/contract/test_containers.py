@@ -13,14 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from envd.base.errors import ConfigError, HypervisorError, MachineLost
+from envd.base.errors import ConfigError, GuestUnresponsive, HypervisorError, MachineLost
 from envd.base.losses import Owner
 from envd.desktop.agent import GuestAgent
 from envd.desktop.desktop import Desktop
+from envd.desktop.display.rfb import RfbClient
 from envd.hypervisor.machine import DiskImage, MachineSpec
+from envd.hypervisor.oci.control_groups import ControlGroups
 from envd.hypervisor.oci.hypervisor import OciHypervisor
 from envd.hypervisor.oci.machine import OciMachine
 from tests.support.containers import desktop_image, settings
+from tests.support.machine_contract.fixtures import read_screen
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
@@ -204,6 +207,30 @@ async def test_a_machine_whose_first_process_the_host_kills_is_lost_by_the_host(
         assert (machine.loss.owner, machine.loss.reason) == (Owner.HOST, "its first process was killed by the host")
         with pytest.raises(MachineLost, match="killed by the host"):
             await machine.pause()
+
+
+async def test_without_control_groups_signals_stop_all_but_the_x_server(
+    state_dir: Path, image: DiskImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        ControlGroups, "open", lambda self, _: setattr(self, "problem", "control groups cannot be used")
+    )
+    async with started(state_dir, image) as (hypervisor, machine):
+        assert "control groups cannot be used" in hypervisor.description
+        assert machine.groups is None
+        await machine.pause()
+        with pytest.raises(GuestUnresponsive):
+            await machine.agent_command("guest-ping", timeout_s=0.3)
+        client = await RfbClient.connect(*await machine.open_display())
+        assert (await read_screen(client)).shape == (800, 1280), "the screen of a stopped machine can be read"
+        await client.close()
+        await machine.resume()
+        assert await machine.agent_command("guest-ping", timeout_s=30) == {}
+        assert (await machine.usage()).pss_bytes > 0
+        before_s = machine.processor_s()
+        assert before_s is not None
+        await GuestAgent(machine).run(["sh", "-c", "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"], timeout_s=60)
+        assert (machine.processor_s() or 0) > before_s
 
 
 _KILLED_DAEMON = """

@@ -23,6 +23,8 @@ _DISPLAY: Final = "Xtigervnc"
 class ProcessTree:
     """The processes of one container."""
 
+    first_pid: int
+    """The first process, by the host's number."""
     namespace: str
     """Their process id namespace, as /proc names it."""
     root_uid: int
@@ -38,7 +40,7 @@ class ProcessTree:
             numbers = status.fields.get("NSpid", "").split()
             # The first process of a container has number 1 in its own namespace, and `pid` in the one above.
             if len(numbers) >= 3 and numbers[-1] == "1" and numbers[-2] == str(pid):
-                return cls(os.readlink(f"/proc/{status.pid}/ns/pid"), root_uid)
+                return cls(status.pid, os.readlink(f"/proc/{status.pid}/ns/pid"), root_uid)
         raise ProcessLookupError(f"no container has the first process {pid}")
 
     def process_ids(self) -> list[int]:
@@ -50,6 +52,19 @@ class ProcessTree:
                     if os.readlink(entry / "ns/pid") == self.namespace:
                         found.append(int(entry.name))
         return found
+
+    def _descendants(self) -> Iterator[int]:
+        """Yield the first process and its descendants; a process that loses its parent meanwhile may be missing.
+
+        Takes no longer on a host with many processes, and is called up to forty times a second.
+        """
+        unread = [self.first_pid]
+        while unread:
+            pid = unread.pop()
+            yield pid
+            with suppress(OSError):
+                for task in os.scandir(f"/proc/{pid}/task"):
+                    unread += map(int, Path(task.path, "children").read_text().split())
 
     def stop(self) -> None:
         """Stop all but the X server. Raises: OSError: some still run."""
@@ -77,7 +92,7 @@ class ProcessTree:
     def processor_s(self) -> tuple[float, float]:
         """Return the seconds that they used a processor, and 0: how long they waited is unknown. Raises: OSError."""
         used = 0
-        for pid in self.process_ids():
+        for pid in self._descendants():
             with suppress(OSError):
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 # utime, stime, and those of the children that have ended (proc(5)).
