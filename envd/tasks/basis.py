@@ -59,14 +59,19 @@ def judged_digest(task: Task) -> str:
 
 @cache
 def _module_digest(name: str) -> str:
-    """Return the digest of a module's code, to which neither comments nor bare strings such as docstrings belong."""
+    """Return the digest of a module's code without comments, imports and bare strings such as docstrings."""
     package, _, module = name.rpartition(".")
     tree = ast.parse((files(package) / f"{module}.py").read_text("utf-8"))
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            kept = [each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
-            node.body = kept  # type: ignore[attr-defined]
+            node.body = [each for each in body if not _is_silent(each)]  # type: ignore[attr-defined]
     return _digest(ast.dump(tree))
+
+
+def _is_silent(statement: ast.stmt) -> bool:
+    """Return whether a statement judges nothing: an import, whose names the code uses, or a bare string."""
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_text or isinstance(statement, ast.Import | ast.ImportFrom)
 
 
 @cache
