@@ -149,7 +149,7 @@ class Opening:
         settle: SettlePolicy,
         lease_ttl_s: float,
     ) -> GroupResult:
-        group_id, digest, now = self._factory.new_group_id(), task_digest(task), self._context.clock.now()
+        group_id, digest, clock = self._factory.new_group_id(), task_digest(task), self._context.clock
         specs = [
             EpisodeSpec(
                 episode_id=self._factory.new_episode_id(),
@@ -163,7 +163,8 @@ class Opening:
                 settle=settle,
                 automatic=command.automatic,
                 origin=member.origin,
-                create_time=now,
+                # Of its own: episodes are listed in the order of their times.
+                create_time=clock.now(),
             )
             for member in group.members
         ]
@@ -304,14 +305,14 @@ class Opening:
                 await pool.release(member.machine for member in group.members)
                 raise context.registry.not_found(episode.episode_id)
         context.journal.save_lease(episode)
-        now = context.clock.now()
+        clock = context.clock
         specs = [
             replace(
                 episode.spec,
                 episode_id=self._factory.new_episode_id(),
                 parent_episode_id=episode.episode_id,
                 origin=member.origin,
-                create_time=now,
+                create_time=clock.now(),
             )
             for member in group.members
         ]
