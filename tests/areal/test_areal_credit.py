@@ -16,7 +16,7 @@ from tests.support.credit import by_definition, random_tree
 from tests.support.server import serve_fake
 from tests.support.slime import Tokenizer
 from trainer.adapters.areal.checks import check_credit
-from trainer.adapters.areal.conversation import TurnRow
+from trainer.adapters.areal.engine import TurnRow
 from trainer.adapters.areal.group import ArealConfig, values_of
 from trainer.adapters.areal.rows import Rewarded, batch
 from trainer.config import ConfigError

@@ -16,7 +16,7 @@ from trainer.agent.grammars import grammar
 from trainer.agent.loop import run_episode
 from trainer.agent.settings import AgentSettings
 from trainer.agent.turns import BranchPoint
-from trainer.agent.types import Outcome
+from trainer.agent.types import Outcome, Reply
 
 SETTINGS = AgentSettings(max_turns=6)
 SPACE = CoordinateSpace.of("normalised", image_px=(1248, 800), screen_px=(1280, 800))
@@ -152,7 +152,7 @@ async def test_the_tree_shows_the_numbers_of_marks() -> None:
 async def test_an_episode_offers_branch_points_and_their_duration_is_not_charged() -> None:
     points: list[tuple[BranchPoint, float]] = []
 
-    async def offer_branch(_: int, branch_point: Callable[[], BranchPoint]) -> None:
+    async def offer_branch(_: int, __: Reply, branch_point: Callable[[], BranchPoint]) -> None:
         points.append((branch_point(), asyncio.get_running_loop().time()))
         await asyncio.sleep(0.5)
 
@@ -175,7 +175,7 @@ async def continued(replies: Sequence[str]) -> ScriptedReplies:
 async def test_a_branch_continues_its_history_and_has_only_the_remaining_time() -> None:
     points: list[BranchPoint] = []
 
-    async def offer_branch(_: int, branch_point: Callable[[], BranchPoint]) -> None:
+    async def offer_branch(_: int, __: Reply, branch_point: Callable[[], BranchPoint]) -> None:
         points.append(branch_point())
 
     replies = solution("fake/save-note")

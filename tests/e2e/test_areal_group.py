@@ -14,7 +14,7 @@ from tests.support.faulty import Faults
 from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import END, Processor, Tokenizer
-from trainer.adapters.areal.conversation import Request
+from trainer.adapters.areal.engine import Request
 from trainer.adapters.areal.group import ArealConfig, GroupResult, run_task_group
 from trainer.adapters.areal.rows import columns
 from trainer.config import ConfigError

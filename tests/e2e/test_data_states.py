@@ -24,10 +24,9 @@ from trainer.adapters.session import SessionSettings, session
 from trainer.agent.starts import start_of, state_of
 from trainer.cli.app import app
 from trainer.config import ConfigError
-from trainer.slime import replay
-from trainer.slime.filters import keep_informative
-from trainer.slime.generate import generate
-from trainer.slime.samples import facts_of, is_void
+from trainer.slime import job as registry
+from trainer.slime.hooks import generate, keep_informative
+from trainer.slime.play.samples import facts_of, is_void
 from trainer.tokens.chat import Chat
 
 COUNT = Click(819, 100)
@@ -158,7 +157,7 @@ async def test_a_group_starts_in_the_state_in_which_an_episode_failed(tmp_path: 
 async def test_a_success_from_a_checkpoint_is_replayed_only_to_groups_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replay, "_pools", {})
+    monkeypatch.setattr(registry, "_jobs", {})
     options: dict[str, Any] = {"members": 2, "replay": {"seed": 2}}
     beginning, give_up = {"metadata": {"task_id": TASK}}, [[Done()]]
     async with host(tmp_path) as server:

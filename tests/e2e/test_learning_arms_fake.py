@@ -16,8 +16,8 @@ from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_
 from tests.tools.learning import replay
 from tests.tools.learning.arms import generate
 from trainer.learn.metrics import shares_of_all
-from trainer.slime.group import normalize_rewards
-from trainer.slime.samples import facts_of, is_void
+from trainer.slime.hooks import normalize_rewards
+from trainer.slime.play.samples import facts_of, is_void
 
 
 @asynccontextmanager

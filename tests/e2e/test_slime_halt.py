@@ -7,10 +7,9 @@ import pytest
 
 from tests.support.server import serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
-from trainer.slime.filters import keep_informative
-from trainer.slime.generate import generate
-from trainer.slime.guard import Halted
-from trainer.slime.samples import facts_of
+from trainer.slime.config import Halted
+from trainer.slime.hooks import generate, keep_informative
+from trainer.slime.play.samples import facts_of
 
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 

@@ -15,9 +15,8 @@ from tests.support.faulty import Faults
 from tests.support.served import ServedDaemon
 from tests.support.server import serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
-from trainer.slime.generate import generate
-from trainer.slime.group import normalize_rewards
-from trainer.slime.samples import facts_of, is_void
+from trainer.slime.hooks import generate, normalize_rewards
+from trainer.slime.play.samples import facts_of, is_void
 
 COUNT = 32
 #: Concurrent rollouts slow each other down.

@@ -17,10 +17,9 @@ from tests.support.counting import PARAMS, SAY, TASK, turn_in
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
 from trainer.slime import slime_compat
-from trainer.slime.generate import generate
-from trainer.slime.partial import partial_of
-from trainer.slime.replay import data_source
-from trainer.slime.samples import facts_of
+from trainer.slime.hooks import data_source, generate
+from trainer.slime.play.partial import partial_of
+from trainer.slime.play.samples import facts_of
 
 AGENT = {**counting.AGENT, "max_turns": 6}
 PLAN: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125)], [Click(640, 125)], [Done()]]

@@ -12,12 +12,9 @@ from envd.tasks.model import Task
 from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting
 from tests.support.server import load_fake_tasks, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
-from trainer.slime import replay
-from trainer.slime.config import SlimeConfig
-from trainer.slime.filters import keep_informative
-from trainer.slime.generate import generate
-from trainer.slime.group import normalize_rewards
-from trainer.slime.samples import facts_of
+from trainer.slime import job as registry
+from trainer.slime.hooks import generate, keep_informative, normalize_rewards
+from trainer.slime.play.samples import facts_of
 
 
 def give_up(prompt: str) -> str:
@@ -37,7 +34,7 @@ async def rolled_out(args: Any, group: list[Any], *, evaluation: bool = False) -
 
 @pytest.mark.parametrize("agent", [{}, {"images_per_row": 2, "images_kept": 1}], ids=["one row", "rows"])
 async def test_a_failed_group_gets_an_earlier_success(agent: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_pools", {})
+    monkeypatch.setattr(registry, "_jobs", {})
     says = [counting]
 
     def say(prompt: str) -> str:
@@ -53,9 +50,8 @@ async def test_a_failed_group_gets_an_earlier_success(agent: dict[str, int], mon
                 "agent": {**AGENT, **agent},
             }
             args = stand_in_args(envd, n_samples_per_prompt=2)
-            settings = SlimeConfig.from_args(args).replay
-            assert settings
-            pool = replay.pool_of(settings)
+            pool = registry.job_of(args).pool
+            assert pool is not None
             await rolled_out(args, group_of(1, group_index=8), evaluation=True)
             assert len(pool) == 0, "evaluations are not replayed"
             solved = await rolled_out(args, group_of(2, group_index=0))
@@ -82,7 +78,7 @@ async def test_a_failed_group_gets_an_earlier_success(agent: dict[str, int], mon
 
 
 async def test_a_success_in_a_perturbed_world_is_not_kept_for_another_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_pools", {})
+    monkeypatch.setattr(registry, "_jobs", {})
     # Drawn desktops have no programs for the true ones.
     verbs = [{"kind": "make_directory", "path": "/home/user/perturbed"}]
     monkeypatch.setitem(perturbations._KINDS, "theme", (lambda _: verbs, True))
@@ -92,9 +88,9 @@ async def test_a_success_in_a_perturbed_world_is_not_kept_for_another_world(monk
         with stand_in_slime(ScriptedEngine(counting)):
             envd = {"hosts": [server.address], "engine_timeout_s": 20.0, "replay": {"seed": 3}, "agent": AGENT}
             args = stand_in_args(envd, n_samples_per_prompt=2)
-            settings = SlimeConfig.from_args(args).replay
-            assert settings
+            pool = registry.job_of(args).pool
+            assert pool is not None
             solved = await rolled_out(args, group_of(2, group_index=0, task=task.task_id))
     facts = [facts_of(sample) for sample in solved]
     assert [(known["task_score"], known["start"]) for known in facts] == [(1.0, "")] * 2
-    assert len(replay.pool_of(settings)) == 0
+    assert len(pool) == 0

@@ -10,13 +10,12 @@ import pytest
 from cuaenv.client import Done
 from tests.support.counting import AGENT, PARAMS, SAY, TASK
 from tests.support.server import FakeServer, serve_fake
-from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
+from tests.support.slime import Sample, ScriptedEngine, rollout_metrics, stand_in_args, stand_in_slime
 from trainer.config import ConfigError
-from trainer.slime import once, slime_compat
-from trainer.slime.generate import generate
-from trainer.slime.metrics import rollout_metrics
-from trainer.slime.replay import data_source
-from trainer.slime.samples import facts_of
+from trainer.slime import job as registry
+from trainer.slime import slime_compat
+from trainer.slime.hooks import data_source, generate
+from trainer.slime.play.samples import facts_of
 
 CHAT = [{"role": "user", "content": "Count."}]
 GOOD: dict[str, Any] = {"prompt": CHAT, "metadata": {"task_id": TASK}}
@@ -24,7 +23,7 @@ GOOD: dict[str, Any] = {"prompt": CHAT, "metadata": {"task_id": TASK}}
 
 @pytest.fixture(autouse=True)
 def nothing_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "_done", set())
+    monkeypatch.setattr(registry, "_jobs", {})
 
 
 def written(directory: Path, *rows: Any) -> str:

@@ -13,11 +13,9 @@ from cuaenv.client import Done
 from envd.episodes.types import ForkCommand, GroupResult
 from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting, turn_in
 from tests.support.server import FakeServer, serve_fake
-from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
-from trainer.slime.generate import generate
-from trainer.slime.group import normalize_rewards
-from trainer.slime.metrics import rollout_metrics
-from trainer.slime.samples import by_rollout, facts_of, flatten, is_void
+from tests.support.slime import Sample, ScriptedEngine, Tokenizer, rollout_metrics, stand_in_args, stand_in_slime
+from trainer.slime.hooks import generate, normalize_rewards
+from trainer.slime.play.samples import by_rollout, facts_of, flatten, is_void
 
 
 class World:

@@ -32,7 +32,7 @@ from tests.support.server import serve_fake, served_client
 from trainer.adapters.areal.group import ArealConfig, run_task_group
 from trainer.agent.attempts import run_task
 from trainer.agent.settings import AgentSettings
-from trainer.slime.generate import generate
+from trainer.slime.hooks import generate
 from trainer.tokens.chat import Chat
 
 

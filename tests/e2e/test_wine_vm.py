@@ -27,8 +27,8 @@ from tests.support.leftovers import machine_leftovers
 from tests.support.program import run_program
 from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
 from trainer.recipes.catalogue import effective, launcher
-from trainer.slime.generate import generate
-from trainer.slime.samples import facts_of
+from trainer.slime.hooks import generate
+from trainer.slime.play.samples import facts_of
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="module")]
 

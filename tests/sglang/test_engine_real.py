@@ -21,8 +21,8 @@ from tests.support.sglang import SglangServer
 from tests.support.sglang_process import ROOT, SglangProcess, router_of
 from tests.support.slime_job import SlimeJob, check_train_data, counting_job, log_prob_gaps
 from trainer.agent.types import Message
-from trainer.slime import once
-from trainer.slime.samples import facts_of, flatten, is_void
+from trainer.slime import job as registry
+from trainer.slime.play.samples import facts_of, flatten, is_void
 from trainer.tokens.chat import Chat
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2400)]
@@ -149,7 +149,7 @@ def test_our_patch_lets_slimes_engine_keep_ids(
         subprocess.run(
             ["patch", "-p1", "-F0", "-i", str(ROOT / "deploy/slime/keep-input-ids.patch")], cwd=overlay, check=True
         )
-    once._done.clear()
+    registry._jobs.clear()
     with (
         caplog.at_level(logging.WARNING),
         SglangProcess(checkpoint, tmp_path / "log", overlay=overlay) as patched,

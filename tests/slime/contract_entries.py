@@ -10,8 +10,7 @@ from cuaenv.client import Done
 from tests.support.server import serve_fake
 from tests.support.slime import ScriptedEngine, stand_in_args, stand_in_state
 from trainer.agent.grammars import grammar
-from trainer.slime import generate as module
-from trainer.slime import metrics, slime_compat
+from trainer.slime import hooks, slime_compat
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
@@ -26,18 +25,18 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         sample.metadata["task_id"] = "fake/save-note"
         with (
             patch.object(slime_compat, "generate_state", lambda _: stand_in_state()),
-            patch.object(slime_compat, "post", engine.post),
+            patch.object(slime_compat, "other_client", lambda: engine.post),
         ):
-            return await module.generate(args, sample, {"max_new_tokens": 200, **sampling_params}, evaluation)
+            return await hooks.generate(args, sample, {"max_new_tokens": 200, **sampling_params}, evaluation)
 
 
 def log_rollout(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float) -> bool:
     """Log, and set the attribute that slime's test checks."""
     args.logged_rollout_id = rollout_id
-    return metrics.log_rollout(rollout_id, args, samples, rollout_extra_metrics, rollout_time)
+    return hooks.log_rollout(rollout_id, args, samples, rollout_extra_metrics, rollout_time)
 
 
 def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
     """Log, and set the attribute that slime's test checks."""
     args.logged_eval_rollout_id = rollout_id
-    return metrics.log_evaluation(rollout_id, args, data, extra_metrics)
+    return hooks.log_evaluation(rollout_id, args, data, extra_metrics)

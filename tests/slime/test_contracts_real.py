@@ -46,7 +46,7 @@ def test_generate_passes_slimes_contract_tests() -> None:
 def test_the_log_and_reward_hooks_pass_slimes_contract_tests() -> None:
     count = passed_count(
         "runtime_hook",
-        custom_reward_post_process="trainer.slime.group.normalize_rewards",
+        custom_reward_post_process="trainer.slime.hooks.normalize_rewards",
         custom_rollout_log_function="contract_entries.log_rollout",
         custom_eval_rollout_log_function="contract_entries.log_evaluation",
     )
@@ -56,8 +56,8 @@ def test_the_log_and_reward_hooks_pass_slimes_contract_tests() -> None:
 def test_the_filter_and_the_reward_pass_slimes_contract_tests() -> None:
     count = passed_count(
         "path_loading",
-        dynamic_sampling_filter="trainer.slime.filters.keep_informative",
-        custom_rm="trainer.slime.rewards.reward_func",
+        dynamic_sampling_filter="trainer.slime.hooks.keep_informative",
+        custom_rm="trainer.slime.hooks.reward_func",
     )
     assert count >= 16
 

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slime, pytest.mark.timeout(300)]
 def sample_of(index: int, reward: float, mask: list[int], **facts: Any) -> Any:
     from slime.utils.types import Sample
 
-    from trainer.slime.samples import note
+    from trainer.slime.play.samples import note
 
     sample = Sample(group_index=0, index=index, rollout_id=index, response_length=len(mask), tokens=[1, *mask])
     sample.loss_mask, sample.reward, sample.status = mask, reward, Sample.Status.COMPLETED
@@ -23,8 +23,7 @@ def test_slime_hands_advantages_by_token_to_the_learner() -> None:
     import torch
     from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
 
-    from trainer.slime.credit import advantages
-    from trainer.slime.group import normalize_rewards
+    from trainer.slime.hooks import advantages, normalize_rewards
 
     args = SimpleNamespace(
         advantage_estimator="grpo",

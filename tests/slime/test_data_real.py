@@ -15,7 +15,7 @@ from trainer.data.files import write_rows
 from trainer.data.prompts import prompt_rows
 from trainer.data.sft import sft_row
 from trainer.replay.trajectory import StoredTrajectory
-from trainer.slime.sft import generate_rollout
+from trainer.slime.hooks import generate_rollout
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(300)]
 

@@ -92,11 +92,11 @@ class Job:
         config = directory / "envd.yaml"
         config.write_text(yaml.safe_dump({"envd": {**settings, "agent": AGENT}}), encoding="utf-8")
         hooks = {
-            "generate-function": "trainer.slime.generate.generate",
-            "rm": "trainer.slime.rewards.reward_func",
-            "reward-post-process": "trainer.slime.group.normalize_rewards",
-            "rollout-log-function": "trainer.slime.metrics.log_rollout",
-            "eval-rollout-log-function": "trainer.slime.metrics.log_evaluation",
+            "generate-function": "trainer.slime.hooks.generate",
+            "rm": "trainer.slime.hooks.reward_func",
+            "reward-post-process": "trainer.slime.hooks.normalize_rewards",
+            "rollout-log-function": "trainer.slime.hooks.log_rollout",
+            "eval-rollout-log-function": "trainer.slime.hooks.log_evaluation",
         }
         values = {
             "prompt-data": str(write_tasks(directory / "tasks.jsonl", TASKS)),

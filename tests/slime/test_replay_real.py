@@ -11,9 +11,8 @@ from cuaenv.client import Click, Done
 from tests.support.sglang import SglangServer
 from tests.support.slime_job import SlimeJob, check_sample, counting_job
 from trainer.agent.grammars import grammar
-from trainer.slime import replay
-from trainer.slime.config import SlimeConfig
-from trainer.slime.samples import facts_of, flatten
+from trainer.slime import job as registry
+from trainer.slime.play.samples import facts_of, flatten
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(300)]
 
@@ -31,7 +30,7 @@ def plan() -> dict[int, str]:
 def job_of(
     checkpoint: Path, fake_daemon: str, tmp_path: Path, plan: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
-    monkeypatch.setattr(replay, "_pools", {})
+    monkeypatch.setattr(registry, "_jobs", {})
     with ExitStack() as open_things:
         engine = open_things.enter_context(
             SglangServer(checkpoint, script=lambda prompt: plan.get(prompt.count("<|im_start|>assistant\n")))
@@ -49,13 +48,13 @@ def test_a_failed_rollout_trains_on_an_earlier_success(job_of: Any, plan: dict[i
     with job_of() as job:
         solved = flatten(job.rollout().samples)
         assert [sample.reward for sample in solved] == [1.0, 1.0]
-        settings = SlimeConfig.from_args(job.args).replay
-        assert settings
-        assert len(replay.pool_of(settings)) == 2
+        pool = registry.job_of(job.args).pool
+        assert pool is not None
+        assert len(pool) == 2
 
     plan.clear()
     plan[1] = SAY([Done()])
-    with job_of(dynamic_sampling_filter_path="trainer.slime.filters.keep_informative") as job:
+    with job_of(dynamic_sampling_filter_path="trainer.slime.hooks.keep_informative") as job:
         groups = job.rollout(1).samples
         data = job.train_data(groups)
         for sample in flatten(groups):

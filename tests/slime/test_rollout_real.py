@@ -16,10 +16,10 @@ from tests.support.sglang import SglangServer
 from tests.support.slime_job import SlimeJob, check_sample, check_train_data, counting_job, log_prob_gaps
 from trainer.agent.grammars import grammar
 from trainer.learn.slime_job import write_tasks
-from trainer.slime.guard import Halted
-from trainer.slime.metrics import log_rollout
-from trainer.slime.partial import partial_of
-from trainer.slime.samples import facts_of, flatten, is_void
+from trainer.slime.config import Halted
+from trainer.slime.hooks import log_rollout
+from trainer.slime.play.partial import partial_of
+from trainer.slime.play.samples import facts_of, flatten, is_void
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
 
@@ -122,7 +122,7 @@ def test_aborted_samples_continue_in_later_rollouts(
         over_sampling_batch_size=2,
         partial_rollout=True,
         mask_offpolicy_in_partial_rollout=is_masked,
-        data_source_path="trainer.slime.replay.data_source",
+        data_source_path="trainer.slime.hooks.data_source",
     )
     samples: list[Any] = []
     for number in range(3):
@@ -222,7 +222,7 @@ def test_a_rollout_of_unknown_tasks_ends_the_job(job_of: Any, tmp_path: Path) ->
         rollout_batch_size=2,
         over_sampling_batch_size=2,
         prompt_data=str(write_tasks(tmp_path / "unknown.jsonl", ["fake/no-such-task"] * 4)),
-        dynamic_sampling_filter_path="trainer.slime.filters.keep_informative",
+        dynamic_sampling_filter_path="trainer.slime.hooks.keep_informative",
     )
     with pytest.raises(Halted, match=r"consecutive groups were lost \(TaskNotFound \d+\); .*fake/no-such-task"):
         job.rollout()
@@ -260,9 +260,7 @@ def test_slimes_loop_calls_our_filter_and_log_hooks(
     monkeypatch.setattr(logging_utils, "log", lambda args, metrics, step_key: logged.update(metrics))
     engine.script = by_luck
     job = job_of(
-        n_samples_per_prompt=4,
-        global_batch_size=4,
-        dynamic_sampling_filter_path="trainer.slime.filters.keep_informative",
+        n_samples_per_prompt=4, global_batch_size=4, dynamic_sampling_filter_path="trainer.slime.hooks.keep_informative"
     )
     output = job.rollout()
     data = check_train_data(job, output.samples)

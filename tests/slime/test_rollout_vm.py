@@ -17,7 +17,7 @@ from tests.support.sglang import SglangServer
 from tests.support.slime_job import SlimeJob, check_train_data, slime_args
 from trainer.agent.grammars import grammar
 from trainer.learn.slime_job import write_tasks
-from trainer.slime.samples import facts_of, flatten
+from trainer.slime.play.samples import facts_of, flatten
 
 pytestmark = [pytest.mark.slime, pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1500)]
 

@@ -21,8 +21,8 @@ from trainer.learn.sight import ModelServer, job_args, rolled_out, tiny_model
 from trainer.sight.check import Episode, Learner, Patches, Report, compare, given_pictures
 from trainer.sight.episode import plan_of
 from trainer.sight.model import Model
-from trainer.slime.guard import Halted
-from trainer.slime.samples import facts_of, flatten
+from trainer.slime.config import Halted
+from trainer.slime.play.samples import facts_of, flatten
 from trainer.tokens.chat import Chat
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
@@ -232,7 +232,7 @@ def test_a_job_is_warned_or_refused_before_its_first_episode(
     world.server = BlindServer
     job_settings = {"sight": setting, "record_dir": str(tmp_path / "records"), "attempts": 1}
     with world.job(**job_settings, run=setting) as job:
-        job.args.custom_generate_function_path = "trainer.slime.generate.generate"
+        job.args.custom_generate_function_path = "trainer.slime.hooks.generate"
         job.args.rollout_batch_size = job.args.over_sampling_batch_size = job.args.global_batch_size = 1
         # No daemon answers: the check needs none, and an episode that starts is void.
         job.args.envd = {**job.args.envd, "agent": {**job.args.envd["agent"], "reset_timeout_s": 2.0}}

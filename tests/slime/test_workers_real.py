@@ -15,8 +15,9 @@ from tests.slime.test_rollout_real import AGENT, SAY
 from tests.support.clock import until
 from tests.support.sglang import SglangServer
 from tests.support.slime_job import SlimeJob, check_train_data, counting_job, log_prob_gaps
-from trainer.slime.samples import facts_of, flatten, is_void
-from trainer.slime.workers import Workers, workers_of
+from trainer.slime import job as registry
+from trainer.slime.play.samples import facts_of, flatten, is_void
+from trainer.slime.play.workers import Workers
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
 
@@ -50,7 +51,7 @@ def job_of(checkpoint: Path, engine: SglangServer, fake_daemon: str, tmp_path: P
 
     with stack:
         yield make
-        for pid in [pid for job in jobs for pid in workers_of(job.args, COUNT).pids()]:
+        for pid in [pid for job in jobs for pid in registry.job_of(job.args).workers(job.args).pids()]:
             os.kill(pid, signal.SIGKILL)
 
 
@@ -73,7 +74,7 @@ def test_samples_of_workers_are_those_of_one_process(job_of: Any, model: SglangS
             names = [event["name"] for event in sample.trace["events"] if event["type"] == "span_start"]
             assert names.count("env_evaluate") == 1
             assert max(log_prob_gaps(sample, model)) < 0.02, "tokens and pixels are those that were sampled with"
-        pids = workers_of(job.args, COUNT).pids()
+        pids = registry.job_of(job.args).workers(job.args).pids()
         blocks.append([pictures_in(pid) for pid in pids])
         del samples, group, sample
     assert len(pids) == COUNT
@@ -102,7 +103,7 @@ def test_samples_of_a_killed_worker_start_over(
     job_of: Any, engine: SglangServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = job_of(n_samples_per_prompt=2, rollout_batch_size=2, over_sampling_batch_size=2)
-    engine.script = killing(lambda: workers_of(job.args, COUNT), times=1)
+    engine.script = killing(lambda: registry.job_of(job.args).workers(job.args), times=1)
     samples: list[Any] = flatten(job.rollout().samples)
     assert [facts_of(sample).get("task_score") for sample in samples] == [1.0] * 4
     assert "ended with status -9; it starts over" in caplog.text
@@ -110,7 +111,7 @@ def test_samples_of_a_killed_worker_start_over(
 
 def test_a_sample_whose_workers_are_always_killed_is_void(job_of: Any, engine: SglangServer) -> None:
     job = job_of(n_samples_per_prompt=1, rollout_batch_size=1, over_sampling_batch_size=1, global_batch_size=1)
-    engine.script = killing(lambda: workers_of(job.args, COUNT), times=9)
+    engine.script = killing(lambda: registry.job_of(job.args).workers(job.args), times=9)
     (sample,) = flatten(job.rollout().samples)
     assert is_void(sample)
     assert (facts_of(sample)["void"], facts_of(sample)["owner"]) == ("WorkerLost", "trainer")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support import slime
-from trainer.adapters.areal.conversation import Request
+from trainer.adapters.areal.engine import Request
 from trainer.adapters.areal.group import Played
 from trainer.agent.types import Outcome, Reply, Trajectory, Turn
 from trainer.rewards.credit import Member

@@ -39,7 +39,7 @@ class SglangServer(GenerateServer):
         self.requests: list[Mapping[str, Any]] = []
         """Requests, in order."""
         self.answers: list[Sequence[Any]] = []
-        """`output_token_logprobs` of the replies to requests that ask for it."""
+        """`output_token_logprobs` of the replies to requests that ask for it, without those of probes: one token."""
         self.is_dead = False
         """Whether the engine is dead: it cuts requests off, the router still answers."""
         self.weight_version = "1"
@@ -169,10 +169,10 @@ class SglangServer(GenerateServer):
             weight_version=self.weight_version,
         )
         columns = answer["meta_info"]
-        if payload.get("return_logprob"):
-            self.answers.append(columns["output_token_logprobs"])
-        else:
+        if not payload.get("return_logprob"):
             del columns["output_token_logprobs"]
+        elif room > 1:
+            self.answers.append(columns["output_token_logprobs"])
         if (payload["sampling_params"].get("custom_params") or {}).get("return_top_p_token_ids"):
             # As with slime's patch; here the set of each token is that token alone.
             columns["top_p_token_ids"], columns["top_p_token_offsets"] = reply, list(range(len(reply) + 1))

@@ -18,13 +18,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from PIL import Image
 
 from trainer.learn.server import answer_of, picture_of
 from trainer.learn.slime_job import OVERRIDES
+from trainer.slime.config import SlimeConfig
+from trainer.slime.play.engine import EngineClient, SlimeEngine
+from trainer.slime.play.pictures import PictureFiles
+from trainer.slime.records import metrics_of, records_of
 
 IMAGE = "<|image_pad|>"
 END = "<|im_end|>"
@@ -241,14 +245,31 @@ SMALL_JOB: dict[str, Any] = {
     "balance_data": False,
     "balance_by_flops": False,
     "wandb_always_use_train_step": False,
-    "custom_rollout_log_function_path": "trainer.slime.metrics.log_rollout",
-    "custom_eval_rollout_log_function_path": "trainer.slime.metrics.log_evaluation",
+    "custom_rollout_log_function_path": "trainer.slime.hooks.log_rollout",
+    "custom_eval_rollout_log_function_path": "trainer.slime.hooks.log_evaluation",
 }
 
 
 def stand_in_args(envd: Mapping[str, Any], **changed: Any) -> Namespace:
     """Return the arguments of a small job, without slime: those that the trainer reads."""
     return Namespace(**{**OVERRIDES, **SMALL_JOB, "save": None, "load": None, "envd": dict(envd), **changed})
+
+
+def slime_engine(*, client: EngineClient | None = None, files: PictureFiles | None = None) -> SlimeEngine:
+    """Return an engine of a sample within `stand_in_slime`, which makes one attempt."""
+    return SlimeEngine(
+        stand_in_args({}),
+        Sample(index=0),
+        {},
+        config=SlimeConfig(hosts=("h:1",), engine_retries=1),
+        client=cast(EngineClient, client),
+        files=files,
+    )
+
+
+def rollout_metrics(args: Any, samples: Sequence[Any]) -> dict[str, float]:
+    """Return the metrics of the rollouts among samples."""
+    return metrics_of(records_of(args, samples))
 
 
 def _images(payload: Mapping[str, Any]) -> Sequence[str]:

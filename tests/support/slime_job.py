@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tests.support import stand_ins
 from tests.support.slime import SMALL_JOB
 from trainer.learn import slime_job
-from trainer.slime.samples import flatten, is_void
+from trainer.slime.play.samples import flatten, is_void
 
 if TYPE_CHECKING:
     from tests.support.sglang import SglangServer

@@ -25,11 +25,11 @@ from trainer.agent.forks import group_member
 from trainer.agent.ownership import is_fault
 from trainer.agent.starts import start_of
 from trainer.agent.training import TrainingConfig
-from trainer.agent.types import Message, ModelFailed, Trajectory
+from trainer.agent.types import ModelFailed, Trajectory
 from trainer.config import ConfigError
 from trainer.tokens.chat import Chat
+from trainer.tokens.conversation import Sampled, TokenConversation
 from trainer.tokens.rows import Row
-from trainer.tokens.sglang import SglangConversation, TokenBudget
 
 _GROUP_WAIT_S = 60.0
 
@@ -70,11 +70,14 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
         if not isinstance(task, str) or not task:
             raise ConfigError(f"data set row: no {self._config.task_key} (envd.task_key); it has {', '.join(row)}")
         start = start_of({**(row.get("extra_info") or {}), **row}, task)
-        conversations: list[_Conversation] = []
+        limits = self.rollout_config
+        budget = replace(self._config.agent.token_budget, prompt=limits.prompt_length, response=limits.response_length)
+        attempts: list[tuple[TokenConversation, _Engine]] = []
 
-        def new_conversation() -> _Conversation:
-            conversations.append(_Conversation(self, self._chat, self._config, sampling_params, row))
-            return conversations[-1]
+        def new_conversation() -> TokenConversation:
+            engine = _Engine(self, self._chat, self._config, sampling_params, row)
+            attempts.append((TokenConversation(self._chat, engine, budget=budget), engine))
+            return attempts[-1][0]
 
         group = await _group_of((row.get("uid"), start))
         trajectory = await run_task(
@@ -90,18 +93,15 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
                 raise trajectory.error
             cause = trajectory.error or trajectory.reason
             raise SessionVoid(f"episode {trajectory.episode_id} of {task}: void: {cause}") from trajectory.error
-        return self._output(conversations[-1], trajectory, row)
+        conversation, engine = attempts[-1]
+        return self._output(conversation.rows[-1], engine, trajectory, row)
 
     def _environments(self, group: "_Group") -> Environments:
         return _Environments(self._config, group)
 
-    def _output(
-        self, conversation: "_Conversation", trajectory: Trajectory, data: Mapping[str, Any]
-    ) -> AgentLoopOutput:
-        made: Row = conversation.rows[-1]
+    def _output(self, made: Row, engine: "_Engine", trajectory: Trajectory, data: Mapping[str, Any]) -> AgentLoopOutput:
         facts = trajectory.facts(max_turns=self._config.agent.max_turns, metadata=data)
         timings = trajectory.timings_s
-        with_log_probs = conversation.with_log_probs
         return AgentLoopOutput(
             prompt_ids=list(made.prompt_ids),
             response_ids=[token for piece in made.pieces for token in piece.train_ids],
@@ -109,7 +109,7 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
             response_logprobs=[
                 value for piece in made.pieces for value in piece.log_probs or [0.0] * len(piece.train_ids)
             ]
-            if with_log_probs
+            if engine.with_log_probs
             else None,
             multi_modal_data={"images": list(made.trained_images)} if made.trained_images else {},
             reward_score=self._config.breakdown_of(facts).total,
@@ -120,7 +120,7 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
                 compute_score=timings.get("evaluate", 0.0),
             ),
             extra_fields={
-                **conversation.extra_fields,
+                **engine.extra_fields,
                 "turn_scores": [],
                 "tool_rewards": [],
                 "reward_extra_info": {"task_score": facts.task_score, "truncated": float(facts.truncated)},
@@ -164,8 +164,8 @@ class _Environments:
         return group_member(self._client, task, group=group, size=group.size, wait_s=_GROUP_WAIT_S, **options)
 
 
-class _Conversation(SglangConversation):
-    """A conversation with verl's engine."""
+class _Engine:
+    """verl's engine in one session. See `trainer.tokens.conversation.Engine`."""
 
     def __init__(
         self,
@@ -175,51 +175,31 @@ class _Conversation(SglangConversation):
         sampling_params: Mapping[str, Any],
         row: Mapping[str, Any],
     ) -> None:
-        agent, rollout = config.agent, loop.rollout_config
-        budget = TokenBudget(
-            prompt=rollout.prompt_length,
-            reply=agent.reply_tokens,
-            total=agent.context_tokens,
-            images=agent.row_cost.images,
-        )
-        super().__init__(
-            chat,
-            self._call,
-            budget=budget,
-            sampling_params={},
-            is_aborted=lambda: False,
-            encode_image=lambda image: image,
-        )
         self.extra_fields: dict[str, Any] = {}
         """Fields of the engine's latest response, with the earliest version of the weights."""
         self.with_log_probs = bool(sampling_params.get("logprobs"))
+        self._chat = chat
         self._server = loop.server_manager
-        self._response_limit = rollout.response_length
-        self._verl_params = dict(sampling_params)
+        self._sampling_params = dict(sampling_params)
         self._timeout_s = config.engine_timeout_s
         self._priority = int(row.get("priority", 0))
         # verl sends the requests of one id to one server, which has their prefix cached.
         self._request_id = uuid.uuid4().hex
 
-    async def begin(self, messages: Sequence[Message]) -> None:
-        """Start the row. Raises: BudgetExhausted, GenerationAborted, ModelFailed."""
-        await super().begin(messages)
-        total = min(self._budget.total, self.rows[-1].token_count + self._response_limit)
-        self._budget = replace(self._budget, total=total)
+    def encode(self, images: Sequence[Any]) -> None:
+        """verl encodes pictures itself."""
 
-    async def _call(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call verl's engine for a request to SGLang's `/generate`; return an equivalent response."""
-        limit = payload["sampling_params"]["max_new_tokens"]
-        prompt = list(self.rows[-1].as_prompt().train_ids)
+    async def sample(self, row: Row, *, limit: int) -> Sampled:
+        """See `trainer.tokens.conversation.Engine`. Raises: ModelFailed."""
         started_s = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._server.generate(
                     request_id=self._request_id,
                     # With one placeholder per image token, as verl's own loops; its servers adapt it to their engine.
-                    prompt_ids=prompt,
-                    sampling_params={**self._verl_params, "max_tokens": limit},
-                    image_data=payload.get("image_data"),
+                    prompt_ids=list(row.as_prompt().train_ids),
+                    sampling_params={**self._sampling_params, "max_tokens": limit},
+                    image_data=list(row.images) or None,
                     priority=self._priority,
                 )
         except Exception as error:
@@ -231,20 +211,16 @@ class _Conversation(SglangConversation):
         self.extra_fields = dict(response.extra_fields)
         if first is not None:
             self.extra_fields["min_global_steps"] = first
-        ids = list(response.token_ids)
+        ids = tuple(response.token_ids)
         aborted = response.stop_reason in ("abort", "aborted")
         truncated = response.stop_reason == "length" or len(ids) >= limit
         if self.with_log_probs and not aborted and len(response.log_probs or ()) != len(ids):
             raise ModelFailed(
                 f"verl's engine returned {len(ids)} ids with {len(response.log_probs or ())} log-probabilities"
             )
-        log_probs = response.log_probs if self.with_log_probs else [0.0] * len(ids)
-        return {
-            "text": self._chat.decode(ids),
-            "meta_info": {
-                "finish_reason": {"type": "abort" if aborted else "length" if truncated else "stop"},
-                # verl reports no number of prompt tokens.
-                "prompt_tokens": len(prompt),
-                "output_token_logprobs": list(zip(log_probs or (), ids, strict=False)),
-            },
-        }
+        return Sampled(
+            ids=ids,
+            log_probs=tuple(response.log_probs or ()) if self.with_log_probs else (0.0,) * len(ids),
+            text=self._chat.decode(ids),
+            finish="abort" if aborted else "length" if truncated else "stop",
+        )

@@ -17,6 +17,22 @@ class ImpossibleBudget(ValueError):
     """The episode cannot fit into the row; the message shows the sum."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudget:
+    """Limits of a row, in tokens of the trainer's stream."""
+
+    prompt: int
+    """Tokens of the prompt, the first screenshot included."""
+    reply: int
+    """Tokens of one reply."""
+    total: int
+    """Tokens of the complete row."""
+    images: int
+    """Number of images."""
+    response: int | None = None
+    """Tokens after the prompt; None for no limit but `total`."""
+
+
 def text_tokens(chars: int) -> int:
     return math.ceil(chars / _CHARS_PER_TOKEN)
 

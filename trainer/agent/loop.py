@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Protocol
@@ -74,8 +73,8 @@ class AgentEpisode(Protocol):
 
 Interrupted = Callable[[BranchPoint], Awaitable[None]]
 """Takes the agent's state between two turns, in which its next reply was aborted."""
-OfferBranch = Callable[[int, Callable[[], BranchPoint]], Awaitable[None]]
-"""Takes the number of turns so far, and a function that returns the agent's state after them."""
+OfferBranch = Callable[[int, Reply, Callable[[], BranchPoint]], Awaitable[None]]
+"""Takes the number of turns so far, the next reply, and a function that returns the agent's state before it."""
 
 
 async def run_episode(
@@ -95,9 +94,8 @@ async def run_episode(
         episode: A new episode, or a copy of the machine at `branch_point`.
         conversation: The model; new, or with the rows written up to `branch_point`.
         branch_point: State to continue from; None for a new episode.
-        offer_branch: Awaited before each of its turns but the first is performed, when its reply is known, with a
-            function that returns the state in which the reply was sampled. Its duration does not count towards
-            `settings.timeout_s`.
+        offer_branch: Awaited before each of its turns but the first is performed, when its reply is known. Its duration
+            does not count towards `settings.timeout_s`.
         interrupted: Awaited when a reply is aborted, before the trajectory is returned as ABORTED; the machine is
             between two turns then. `run_episode` continues from the state that it gets.
     """
@@ -221,19 +219,20 @@ class _Run:
         for number in range(len(self._turns) + 1, settings.max_turns + 1):
             with span("turn", number=str(number)):
                 reply = await self._reply(history, observed, space)
-                await self._let_branch(history, observed, space)
+                await self._let_branch(reply, history, observed, space)
                 history.reply(reply.text)
                 parsed = self._grammar.parse(reply.text, space.picture(self._pointer))
+                actions, mistake = _placed(parsed, space)
                 # Before acting, so that a failure cannot lose a sampled reply.
-                self._turns.append(new_turn(reply, parsed, observed=observed, row=history.row))
-                mistake, step = parsed.error, None
-                if parsed.intents:
-                    mistake, step = await self._act(parsed, space)
+                self._turns.append(new_turn(reply, parsed, actions, observed=observed, row=history.row))
+                step, step_s = None, 0.0
+                if actions:
+                    mistake, step, step_s = await self._act(parsed, actions)
                 after = observed
                 if step is not None:
                     space = self._space(step.observation)
                     after = await self._observed(step.observation, space)
-                self._turns[-1] = completed_turn(self._turns[-1], after, mistake, step)
+                self._turns[-1] = completed_turn(self._turns[-1], after, mistake, step, step_s=step_s)
                 if step is not None and step.done:
                     if step.end_reason == GUEST_ENDED:
                         self._guest_end_cause = step.guest_end_cause or GUEST_ENDED
@@ -290,13 +289,15 @@ class _Run:
             spent_s=self._settings.timeout_s - left_s,
         )
 
-    async def _let_branch(self, history: History, observed: ModelObservation, space: CoordinateSpace) -> None:
+    async def _let_branch(
+        self, reply: Reply, history: History, observed: ModelObservation, space: CoordinateSpace
+    ) -> None:
         """Await `offer_branch` in the current state, and stop the episode's clock meanwhile."""
         if self._offer_branch is None or len(self._turns) == self._shared_count:
             return
         left_s = self._left_s
         self._limit.reschedule(None)
-        await self._offer_branch(len(self._turns), lambda: self._point(history, observed, space, left_s=left_s))
+        await self._offer_branch(len(self._turns), reply, lambda: self._point(history, observed, space, left_s=left_s))
         self._limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
     async def _observed(self, observation: Observation, space: CoordinateSpace) -> ModelObservation:
@@ -311,18 +312,8 @@ class _Run:
             screen_px=(observation.screen_width_px, observation.screen_height_px),
         )
 
-    async def _act(self, parsed: Parsed, space: CoordinateSpace) -> tuple[str, StepResult | None]:
-        """Perform all actions of a reply, or none. Returns the agent's mistake, or the step's result."""
-        try:
-            actions = tuple(to_screen_points(action, space) for action in parsed.actions)
-        except PointOutsidePicture as mistake:
-            return f"{mistake}", None
-        facts = self._turns[-1].facts
-        with_points = tuple(
-            replace(fact, point_px=next(iter(points_of(action)), None))
-            for fact, action in zip(facts.actions, actions, strict=True)
-        )
-        self._turns[-1] = replace(self._turns[-1], actions=actions, facts=replace(facts, actions=with_points))
+    async def _act(self, parsed: Parsed, actions: tuple[Action, ...]) -> tuple[str, StepResult | None, float]:
+        """Perform all actions of a reply, or none. Returns the agent's mistake, the step's result and its seconds."""
         started_s = time.monotonic()
         with self._timed("step"):
             try:
@@ -331,13 +322,13 @@ class _Run:
                 # Nothing was done. What the agent chose is its mistake, also if its grammar should have refused it.
                 if not error.field.startswith("actions"):
                     raise
-                return f"{error.args[0]}", None
-        self._turns[-1] = replace(self._turns[-1], step_s=time.monotonic() - started_s)
+                return f"{error.args[0]}", None, 0.0
+        step_s = time.monotonic() - started_s
         if step.state is State.FAILED:
             raise failure_of(self._episode.episode_id, step.end_reason)
         for action in parsed.actions:
             self._pointer = next(reversed(points_of(action)), self._pointer)
-        return "", step
+        return "", step, step_s
 
     async def _report(
         self,
@@ -380,3 +371,11 @@ class _Run:
                 yield
         finally:
             self._timings_s[phase] += time.monotonic() - started_s
+
+
+def _placed(parsed: Parsed, space: CoordinateSpace) -> tuple[tuple[Action, ...], str]:
+    """Return a reply's actions with points of the screen; none, and the agent's mistake, if one lies outside."""
+    try:
+        return tuple(to_screen_points(action, space) for action in parsed.actions), parsed.error
+    except PointOutsidePicture as mistake:
+        return (), f"{mistake}"

@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 
 from cuaenv.actions import Tool
 from cuaenv.client import View
-from trainer.agent.budget import OBSERVATION_TOKENS, RowCost, text_tokens
+from trainer.agent.budget import OBSERVATION_TOKENS, RowCost, TokenBudget, text_tokens
 from trainer.agent.coordinates import Units
 from trainer.agent.grammars import Grammar, grammar
 from trainer.config import STRICT, parse
@@ -135,6 +135,17 @@ class AgentSettings:
             turns=self.max_turns,
             reply=self.reply_tokens,
             observation=OBSERVATION_TOKENS + (text_tokens(self.tool_chars) if self.tools else 0),
+        )
+
+    @property
+    def token_budget(self) -> TokenBudget:
+        """Limits of a row of tokens."""
+        cost = self.row_cost
+        return TokenBudget(
+            prompt=cost.prompt + cost.image + cost.tree,
+            reply=self.reply_tokens,
+            total=self.context_tokens,
+            images=cost.images,
         )
 
     @property

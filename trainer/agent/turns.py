@@ -5,9 +5,9 @@ A `BranchPoint` is the agent's state between two turns, from which episodes in c
 
 from dataclasses import dataclass, replace
 
-from cuaenv.client import Origin, State, StepResult
+from cuaenv.client import Action, Origin, State, StepResult
 from cuaenv.copying import copied
-from trainer.agent.coordinates import CoordinateSpace
+from trainer.agent.coordinates import CoordinateSpace, points_of
 from trainer.agent.grammars import Parsed
 from trainer.agent.history import History
 from trainer.agent.prompts import ModelObservation
@@ -42,22 +42,31 @@ class BranchPoint:
         return 0 if self.is_resumed else len(self.turns)
 
 
-def new_turn(reply: Reply, parsed: Parsed, *, observed: ModelObservation, row: int) -> Turn:
+def new_turn(
+    reply: Reply, parsed: Parsed, actions: tuple[Action, ...], *, observed: ModelObservation, row: int
+) -> Turn:
+    """Return a turn whose actions, in the screen's pixels, are not performed yet; none if they cannot be."""
+    points = [next(iter(points_of(action)), None) for action in actions] or [None] * len(parsed.intents)
     facts = copied(
         TurnFacts,
         parsed,
         text=reply.text,
-        actions=tuple(replace(intent.facts, executed=False) for intent in parsed.intents),
+        actions=tuple(
+            replace(intent.facts, executed=False, point_px=point)
+            for intent, point in zip(parsed.intents, points, strict=True)
+        ),
         errors=(parsed.error,) if parsed.error else (),
         tree_before=observed.tree,
         boxes_before=observed.boxes_px,
         terminal_before=observed.terminal,
         token_count=len(reply.token_ids),
     )
-    return Turn(reply=reply, actions=(), facts=facts, row=row, image_id=observed.image_id)
+    return Turn(reply=reply, actions=actions, facts=facts, row=row, image_id=observed.image_id)
 
 
-def completed_turn(turn: Turn, after: ModelObservation, mistake: str, step: StepResult | None) -> Turn:
+def completed_turn(
+    turn: Turn, after: ModelObservation, mistake: str, step: StepResult | None, *, step_s: float
+) -> Turn:
     """Return the turn with the result of its actions."""
     facts = replace(turn.facts, tree_after=after.tree, terminal_after=after.terminal)
     if step is None:
@@ -75,7 +84,7 @@ def completed_turn(turn: Turn, after: ModelObservation, mistake: str, step: Step
         changed_fraction=None if change is None else change.changed_fraction,
         grey_difference=None if change is None else change.grey_difference,
     )
-    return replace(turn, facts=facts)
+    return replace(turn, facts=facts, step_s=step_s)
 
 
 def end_of_episode(step: StepResult) -> tuple[Outcome, str]:

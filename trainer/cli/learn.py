@@ -20,7 +20,7 @@ from trainer.learn import LearnError
 from trainer.learn.daemons import print_oracles, started_daemons
 from trainer.learn.settings import SMOKE, Settings
 from trainer.learn.setup import COMMIT, URL, default_home, fetch_slime, is_checkout, missing_packages
-from trainer.slime.guard import Halted
+from trainer.slime.config import Halted
 
 
 class Stage(StrEnum):

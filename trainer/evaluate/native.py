@@ -13,7 +13,8 @@ from trainer.agent.types import Conversation
 from trainer.evaluate.chat import Sampling
 from trainer.evaluate.endpoint import Endpoint, EndpointError
 from trainer.tokens.chat import Chat
-from trainer.tokens.sglang import SglangConversation, TokenBudget
+from trainer.tokens.conversation import TokenConversation
+from trainer.tokens.sglang import SglangEngine
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -46,13 +47,6 @@ def native_conversations(
         endpoint: SGLang's base URL, without `/v1`.
         sampling: `more` goes into `sampling_params`.
     """
-    cost = settings.row_cost
-    room = TokenBudget(
-        prompt=settings.prompt_tokens + cost.image + cost.tree,
-        reply=settings.reply_tokens,
-        total=settings.context_tokens,
-        images=cost.images,
-    )
 
     async def ask(payload: Mapping[str, Any]) -> Mapping[str, Any]:
         return await endpoint.post("/generate", payload)
@@ -68,6 +62,6 @@ def native_conversations(
             **({"stop": list(sampling.stop)} if sampling.stop else {}),
             **sampling.more,
         }
-        return SglangConversation(chat, ask, budget=room, sampling_params=params, is_aborted=lambda: False)
+        return TokenConversation(chat, SglangEngine(ask, sampling_params=params), budget=settings.token_budget)
 
     return new_conversation

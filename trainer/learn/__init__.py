@@ -3,7 +3,7 @@
 ```text
 demos    oracles played by daemons ──► frames and token rows, on disk
 clone    rows ──► supervised training of a small Qwen3-VL from random weights
-rl       worker processes: slime's rollout ─► trainer.slime.generate ─► daemons
+rl       worker processes: slime's rollout ─► trainer.slime.hooks.generate ─► daemons
              │ POST /generate                    │ slime's train data
              ▼                                   ▼
          engine (this process) ◄─ weights ─ learner: slime's advantages and loss

@@ -54,7 +54,7 @@ def rows_of(data: Mapping[str, Sequence[Any]], *, images: Sequence[int]) -> list
 
 
 def _by_token(reward: Any, count: int) -> list[float]:
-    """Return what `trainer.slime.group.normalize_rewards` made of a row's reward, by token of its response."""
+    """Return what `trainer.slime.hooks.normalize_rewards` made of a row's reward, by token of its response."""
     return reward.tolist() if isinstance(reward, torch.Tensor) else [float(reward)] * count
 
 

@@ -74,7 +74,7 @@ def job_args(
         over_sampling_batch_size=count,
         global_batch_size=count,
         rollout_max_response_len=512,
-        custom_generate_function_path="trainer.slime.sight.generate",
+        custom_generate_function_path="trainer.slime.hooks.play_sight",
         sglang_router_ip=engine[0],
         sglang_router_port=engine[1],
     )

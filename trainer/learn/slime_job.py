@@ -18,7 +18,7 @@ from typing import Any
 
 from trainer.learn import LearnError
 from trainer.learn.setup import is_checkout
-from trainer.slime.samples import flatten
+from trainer.slime.play.samples import flatten
 
 #: Packages that slime imports and a rollout does not use. slime imports `qwen_vl_utils` for each task of a data set:
 #: each search that did not find it took 14 ms.
@@ -153,7 +153,7 @@ OVERRIDES: dict[str, Any] = {
     "router_policy": None,
     "load_debug_rollout_data": None,
     "use_rollout_logprobs": True,  # the ratio of the loss is to the policy that sampled
-    "custom_generate_function_path": "trainer.slime.generate.generate",
-    "custom_rm_path": "trainer.slime.rewards.reward_func",
-    "custom_reward_post_process_path": "trainer.slime.group.normalize_rewards",
+    "custom_generate_function_path": "trainer.slime.hooks.generate",
+    "custom_rm_path": "trainer.slime.hooks.reward_func",
+    "custom_reward_post_process_path": "trainer.slime.hooks.normalize_rewards",
 }

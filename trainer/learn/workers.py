@@ -252,15 +252,15 @@ class _Worker:
         }
         if rl.envd.get("credit") == "siblings":
             # Required by it; here `trainer.learn.loss` reads the advantages from the rewards.
-            given["custom_advantage_function_path"] = "trainer.slime.credit.advantages"
+            given["custom_advantage_function_path"] = "trainer.slime.hooks.advantages"
         self._rollouts = SlimeRollouts(slime_args(settings.plugin(spec.host), **{**given, **rl.slime}))
 
     def rollout(self, number: int) -> dict[str, Any]:
         """Roll out and write patches; returns slime's train data of the rows with an advantage."""
         import torch  # noqa: PLC0415 -- imported before
 
+        from trainer.slime.play.samples import flatten  # noqa: PLC0415
         from trainer.slime.records import records_of  # noqa: PLC0415
-        from trainer.slime.samples import flatten  # noqa: PLC0415
 
         groups = self._rollouts.rollout(number).samples
         data = self._rollouts.train_data(groups)
@@ -282,7 +282,7 @@ class _Worker:
         """Play this process's held-out tasks."""
         from slime.utils.eval_config import EvalDatasetConfig  # noqa: PLC0415 -- from the user's checkout
 
-        from trainer.slime.samples import facts_of, is_void  # noqa: PLC0415
+        from trainer.slime.play.samples import facts_of, is_void  # noqa: PLC0415
 
         path = self._spec.directory / "held_out.jsonl"
         if not path.read_text(encoding="utf-8"):

@@ -32,12 +32,12 @@ ENV_ARGS=(
    --input-key prompt
    --metadata-key metadata
    --apply-chat-template
-   --custom-generate-function-path trainer.slime.generate.generate
-   --custom-rm-path trainer.slime.rewards.reward_func
-   --custom-reward-post-process-path trainer.slime.group.normalize_rewards
-   --dynamic-sampling-filter-path trainer.slime.filters.keep_informative
-   --custom-rollout-log-function-path trainer.slime.metrics.log_rollout
-   --custom-eval-rollout-log-function-path trainer.slime.metrics.log_evaluation
+   --custom-generate-function-path trainer.slime.hooks.generate
+   --custom-rm-path trainer.slime.hooks.reward_func
+   --custom-reward-post-process-path trainer.slime.hooks.normalize_rewards
+   --dynamic-sampling-filter-path trainer.slime.hooks.keep_informative
+   --custom-rollout-log-function-path trainer.slime.hooks.log_rollout
+   --custom-eval-rollout-log-function-path trainer.slime.hooks.log_evaluation
 )
 CLIP_ARGS=(--eps-clip 0.2 --eps-clip-high 0.28)
 ADAM_ARGS=(--lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98)

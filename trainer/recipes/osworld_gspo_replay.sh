@@ -19,7 +19,7 @@ CKPT_ARGS=(
 )
 ROLLOUT_ARGS=(
    --rollout-temperature 0.8
-   --data-source-path trainer.slime.replay.data_source # saves the replay pool with each checkpoint
+   --data-source-path trainer.slime.hooks.data_source # saves the replay pool with each checkpoint
    --rollout-stop "</tool_call>"
    --rollout-max-context-len 13312
    --rollout-max-response-len 400

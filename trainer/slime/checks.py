@@ -5,34 +5,29 @@ Missing arguments pass: slime's contract tests give only a few.
 
 import logging
 from collections.abc import Iterator
-from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
-from cuaenv.client import AsyncEnvClient, EnvError
 from trainer.config import ConfigError
 from trainer.slime.config import SlimeConfig
-from trainer.slime.group import CENTRED
-from trainer.slime.once import once
-from trainer.slime.slime_compat import engine_count
+from trainer.slime.play.groups import CENTRED
 
 logger = logging.getLogger(__name__)
-_NORMALIZER = "trainer.slime.group.normalize_rewards"
-_CREDIT = "trainer.slime.credit.advantages"
-_FILTER = "trainer.slime.filters.keep_informative"
-_DATA_SOURCE = "trainer.slime.replay.data_source"
-_LOG = "trainer.slime.metrics.log_rollout"
-_EVALUATION_LOG = "trainer.slime.metrics.log_evaluation"
+_NORMALIZER = "trainer.slime.hooks.normalize_rewards"
+_CREDIT = "trainer.slime.hooks.advantages"
+_FILTER = "trainer.slime.hooks.keep_informative"
+_DATA_SOURCE = "trainer.slime.hooks.data_source"
+_LOG = "trainer.slime.hooks.log_rollout"
+_EVALUATION_LOG = "trainer.slime.hooks.log_evaluation"
 #: For hooks of users.
-_IS_VOID = "leave them out by trainer.slime.samples.is_void, see docs/train.md, section Own hooks"
+_IS_VOID = "leave them out by trainer.slime.hooks.is_void, see docs/train.md, section Own hooks"
 
 
 def check(args: Any, config: SlimeConfig) -> None:
-    """Refuse arguments that cannot work; warn once per process of others. Raises: ConfigError."""
+    """Refuse arguments that cannot work; warn of others. Raises: ConfigError."""
     for problem in refusals(args, config):
         raise ConfigError(problem)
     for warning in warnings(args, config):
-        _warn_once(warning)
+        logger.warning("[envd] %s", warning)
 
 
 def refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
@@ -168,53 +163,6 @@ def _hook_warnings(args: Any) -> Iterator[str]:
         )
 
 
-def capacity_warning(*, concurrency: int, group_size: int, capacity: int, is_forked: bool) -> str | None:
-    """Return a warning if slime runs more episodes than there are machines, else None.
-
-    Args:
-        concurrency: Concurrent episodes: `--sglang-server-concurrency` times engines.
-        group_size: `--n-samples-per-prompt`.
-        capacity: Machines of all hosts.
-        is_forked: Whether a group takes all its machines together.
-    """
-    if is_forked and concurrency < group_size:
-        return (
-            f"slime runs {concurrency} concurrent episodes, but a group has {group_size}: machines of members that wait"
-            " for their turn are idle. Raise --sglang-server-concurrency, or set envd.group to off"
-        )
-    # Groups are complete: the last one may have started with its first member only.
-    needed = -(-concurrency // group_size) * group_size if is_forked else concurrency
-    if needed > capacity:
-        return (
-            f"slime runs {concurrency} concurrent episodes, which need {needed} machines, but there are {capacity}: the"
-            " others wait in the queue, up to envd.agent.reset_timeout_s. Set --sglang-server-concurrency to"
-            f" {capacity} / engines"
-        )
-    return None
-
-
-async def warn_of_capacity(args: Any, config: SlimeConfig, client: AsyncEnvClient) -> None:
-    """Ask the daemons once for their capacity, and warn if slime runs more episodes."""
-    await once(("capacity", config.hosts), lambda: _compared(args, config, client))
-
-
-async def _compared(args: Any, config: SlimeConfig, client: AsyncEnvClient) -> bool:
-    """Compare the capacity; return whether the daemons answered."""
-    try:
-        pools = await client.list_pools(timeout=timedelta(seconds=10))
-    except EnvError:
-        return False  # the first reset reports the error
-    warning = capacity_warning(
-        concurrency=args.sglang_server_concurrency * engine_count(args),
-        group_size=args.n_samples_per_prompt,
-        capacity=sum(pool.capacity for pool in pools if config.pool in ("", pool.name)),
-        is_forked=config.group == "fork",
-    )
-    if warning:
-        _warn_once(warning)
-    return True
-
-
 def row_unit(args: Any) -> int:
     """Return the number that must divide the rows of a step; 0 if any number of rows works or args do not say."""
     if getattr(args, "use_dynamic_batch_size", False):
@@ -225,8 +173,3 @@ def row_unit(args: Any) -> int:
         return int(gpus // model * args.micro_batch_size)
     except (AttributeError, TypeError):
         return 0
-
-
-@lru_cache
-def _warn_once(message: str) -> None:
-    logger.warning("[envd] %s", message)

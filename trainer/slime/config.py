@@ -1,22 +1,71 @@
 """The mapping `envd:` in the YAML file of slime's `--custom-config-path`, whose keys become attributes of args."""
 
-import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from cuaenv.problems import did_you_mean
 from trainer.agent.training import GroupConfig
-from trainer.config import ConfigError, json_of
+from trainer.config import ConfigError
 from trainer.replay.pool import PoolSettings
-from trainer.slime.guard import Halt
+
+#: Names of `trainer.slime.records.metrics_of`, and prefixes of names that depend on the data.
+METRICS = (
+    "branched_frac", "ended_by_guest_frac", "fallback_frac", "mixed_origin_frac", "parsed_frac", "reply_tokens",
+    "reward", "rows", "sampled_entropy", "success_frac", "task_score", "turns", "undecided_frac", "void_frac",
+    "zero_std_frac",
+)  # fmt: skip
+FAMILIES = ("ended/", "reward_part/", "seconds/", "tree/", "void/")
+#: A policy can cause void episodes: a run in which they prevail measures only what is left.
+DEFAULT_ABOVE: Mapping[str, float] = {"void_frac": 0.5, "undecided_frac": 0.1}
+
+
+class Halted(RuntimeError):
+    """The run was ended; the message names the reason and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halt:
+    """When to stop.
+
+    Raises:
+        ValueError: A metric is unknown, or `rollouts` is below 1.
+    """
+
+    below: Mapping[str, float] = field(default_factory=dict)
+    """Stop if one of these metrics falls below its value."""
+    above: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_ABOVE))
+    """Stop if one of these metrics rises above its value. Replaces the default bounds; `{}` turns them off."""
+    rollouts: int = 2
+    """Consecutive rollouts out of bounds. A rollout counts once per batch of groups that it used up. A metric that a
+    rollout lacks is within bounds."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in (*self.below, *self.above):
+            if name not in METRICS and not name.startswith(FAMILIES):
+                near = did_you_mean(name, METRICS)
+                hint = near or f"; known metrics: {', '.join((*METRICS, *FAMILIES))}"
+                raise ValueError(f"metric {name}: unknown{hint}")
+        if self.rollouts < 1:
+            raise ValueError(f"rollouts is {self.rollouts}; it must be at least 1")
+
+    def crossed(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return a description of each metric out of bounds."""
+        return [
+            f"{name} is {metrics[name]:.3g}, {side} {bound:g}"
+            for side, bounds in (("below", self.below), ("above", self.above))
+            for name, bound in bounds.items()
+            if name in metrics and (metrics[name] < bound if side == "below" else metrics[name] > bound)
+        ]
 
 
 class Replay(PoolSettings):
-    """Replay of earlier successes to groups that failed; see `trainer.slime.replay`."""
+    """Replay of earlier successes to groups that failed; see `trainer.slime.play.replay`."""
 
     files: tuple[Path, ...] = ()
     """Files of trajectories that the pool starts with."""
@@ -26,7 +75,7 @@ class SlimeConfig(GroupConfig):
     """How slime's rollout uses our desktops."""
 
     workers: int = Field(default=0, ge=0, le=64)
-    """Processes that run the samples, see `trainer.slime.workers`; 0 for slime's own process."""
+    """Processes that run the samples, see `trainer.slime.play.workers`; 0 for slime's own process."""
     min_valid_members: int = Field(default=2, ge=1)
     """Groups with fewer valid members are dropped as `env_failure`."""
     pad_rows_to: int = Field(default=1, ge=1)
@@ -43,12 +92,12 @@ class SlimeConfig(GroupConfig):
     """The run halts if no daemon answers for this time."""
     picture_dir: str = ""
     """Directory that this process and all engines read at the same path, such as one in /dev/shm if they share a host:
-    requests name the files of pictures, see `trainer.slime.pictures`. Empty: requests carry all pictures of a row."""
+    requests name the files of pictures, see `trainer.slime.play.pictures`. Empty: requests carry a row's pictures."""
     record_dir: str = ""
     """Directory of the files that `trainer.slime.hooks.record_sample` writes; empty for none."""
     sight: Literal["off", "warn", "refuse"] = "off"
-    """Before the first episode, check that engine and rows have the pixels of every turn, see `trainer.slime.sight`:
-    `warn` logs a fault, `refuse` halts the run."""
+    """Before the first episode, check that engine and rows have the pixels of every turn: `warn` logs a fault, `refuse`
+    halts the run. See `trainer.slime.play.sight`."""
     replay: Replay | None = None
     """Earlier successes for groups that failed; None for no replay."""
     halt: Halt = Field(default_factory=Halt)
@@ -57,11 +106,7 @@ class SlimeConfig(GroupConfig):
     @staticmethod
     def from_args(args: Any) -> "SlimeConfig":
         """Return the configuration in slime's args. Raises: ConfigError."""
-        mapping = getattr(args, "envd", None)
-        if not isinstance(mapping, Mapping):
-            raise ConfigError("--custom-config-path: no mapping `envd:`; name a YAML file that has one")
-        # Called for every sample: equal text is parsed once.
-        return _parsed(json_of(mapping))
+        return SlimeConfig.from_mapping(envd_of(args))
 
     @property
     def lease_ttl(self) -> timedelta:
@@ -75,6 +120,11 @@ class SlimeConfig(GroupConfig):
         attempt_s = agent.reset_timeout_s + agent.timeout_s + agent.step_timeout_s + agent.evaluate_timeout_s
         # In a tree, another member's episode may run first.
         return (self.attempts + (self.group == "tree")) * attempt_s + 60.0
+
+    def multiple(self, *, evaluation: bool) -> int | None:
+        """Return what divides the number of a rollout's rows; None if its result is one sample, not a list of rows."""
+        # With rows, always a list: slime infers the shape of a batch from its first member.
+        return self.pad_rows_to if self.agent.images_per_row and not evaluation else None
 
     @field_validator("replay")
     @classmethod
@@ -94,6 +144,9 @@ class SlimeConfig(GroupConfig):
         return self
 
 
-@lru_cache(maxsize=8)
-def _parsed(text: str) -> SlimeConfig:
-    return SlimeConfig.from_mapping(json.loads(text))
+def envd_of(args: Any) -> Mapping[str, Any]:
+    """Return the mapping `envd:` in slime's args. Raises: ConfigError: There is none."""
+    mapping = getattr(args, "envd", None)
+    if not isinstance(mapping, Mapping):
+        raise ConfigError("--custom-config-path: no mapping `envd:`; name a YAML file that has one")
+    return mapping

@@ -6,15 +6,46 @@ rollout whose groups are all dropped never ends. Therefore `generate` reports to
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
-from trainer.slime.config import SlimeConfig
-from trainer.slime.guard import Guard, Halted
+from trainer.slime.config import Halt, Halted, SlimeConfig
+from trainer.slime.play.samples import flatten
 from trainer.slime.records import EpisodeRecord, metrics_of, records_of
-from trainer.slime.samples import flatten
 from trainer.slime.slime_compat import log_metrics
 
 _LEAST_LOST_GROUPS, _MOST_LOST_GROUPS = 4, 32
+
+
+class Guard:
+    """Checks the consecutive rollouts of a run."""
+
+    def __init__(self, halt: Halt) -> None:
+        self._halt = halt
+        self._last_good: int | None = None
+        self._crossed_count = 0
+
+    def check(self, rollout_id: int, metrics: Mapping[str, float], *, count: int = 1) -> None:
+        """Check the next rollout, which used up `count` batches of groups. Raises: Halted."""
+        if not self._halt.crossed(metrics):
+            self._last_good, self._crossed_count = rollout_id, 0
+            return
+        self._check(metrics, when=f"after rollout {rollout_id}", count=count)
+        self._crossed_count += count
+
+    def check_unfinished(self, metrics: Mapping[str, float], *, count: int) -> None:
+        """Check a rollout that has used up `count` batches of groups and has not ended. Raises: Halted."""
+        self._check(metrics, when="during a rollout", count=count)
+
+    def _check(self, metrics: Mapping[str, float], *, when: str, count: int) -> None:
+        crossed = self._halt.crossed(metrics)
+        crossed_count = self._crossed_count + count
+        if crossed and crossed_count >= self._halt.rollouts:
+            good = "none" if self._last_good is None else f"rollout {self._last_good}"
+            raise Halted(
+                f"halted {when}: {'; '.join(crossed)}, in {crossed_count} consecutive rollouts; last rollout within"
+                f" bounds: {good}. Continue from a checkpoint of that time with other settings, or change envd.halt"
+            )
 
 
 class RunMonitor:
@@ -138,11 +169,3 @@ def _batches(group_count: int, batch_size: int) -> int:
 def is_fully_async(args: Any) -> bool:
     """Return whether slime's fully asynchronous loop runs."""
     return "fully_async" in (getattr(args, "rollout_function_path", None) or "")
-
-
-_monitors: dict[str, RunMonitor] = {}
-
-
-def monitor_of(config: SlimeConfig) -> RunMonitor:
-    """Return the process's monitor of a run."""
-    return _monitors.setdefault(repr(config), RunMonitor(config))

@@ -8,13 +8,9 @@ from typing import Any
 
 from trainer.agent.ownership import Owner
 from trainer.rewards.groups import has_signal
-from trainer.slime.credit import group_credit
-from trainer.slime.group import rollout_reward
-from trainer.slime.samples import by_rollout, facts_of
+from trainer.slime.play.groups import group_credit, rollout_reward
+from trainer.slime.play.samples import PADDING, by_rollout, facts_of
 from trainer.slime.slime_compat import Sample
-
-PADDING = "padding"
-"""Void reason of samples that only pad a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,13 @@ user or by slime's contract tests take effect. If a name moved between versions,
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from importlib import import_module
 from typing import Any, Protocol
 
-from trainer.slime.engine_client import engine_client
+from trainer.tokens.chat import Chat
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,13 @@ def generate_state(args: Any) -> GenerateState:
     return state
 
 
+def chat(args: Any) -> Chat:
+    """Return the chat format of the job's model."""
+    state = generate_state(args)
+    options = getattr(args, "apply_chat_template_kwargs", None)
+    return Chat(state.tokenizer, state.processor, template_options=options)
+
+
 def data_source(args: Any) -> Any:
     """Return slime's data source."""
     return import_module("slime.rollout.data_source").RolloutDataSourceWithBuffer(args)
@@ -109,25 +116,15 @@ def sft_tools(checkpoint: str, mask_type: str) -> tuple[Any, Any, Any]:
     return tokenizer, processor, masks.MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=mask_type)
 
 
-async def post(url: str, payload: Mapping[str, Any], *, max_retries: int, headers: Mapping[str, str] | None) -> Any:
-    """Call the engine; neither client has a timeout.
+def other_client() -> Callable[..., Awaitable[Any]] | None:
+    """Return slime's client of engines if it sends from other processes or is replaced; None if ours may send.
 
-    By slime's client, which retries after a second, if it sends from other processes or is replaced: otherwise by ours,
-    which does not retry.
-
-    Args:
-        url: Address of the engine.
-        payload: JSON values; `image_data` as bytes.
-        max_retries: Attempts of slime's client.
-        headers: More headers.
+    It has no timeout, takes `url`, `payload`, `max_retries` and `headers`, and retries after a second.
     """
     module = import_module("slime.utils.http_utils")
-    is_slimes = getattr(module.post, "__module__", "") == module.__name__
-    if is_slimes and not getattr(module, "_distributed_post_enabled", False):
-        return await engine_client().post(url, payload, headers=headers)
-    if "image_data" in payload:
-        payload = {**payload, "image_data": [image.decode("ascii") for image in payload["image_data"]]}
-    return await module.post(url, payload, max_retries=max_retries, headers=headers)
+    post: Callable[..., Awaitable[Any]] = module.post
+    is_slimes = getattr(post, "__module__", "") == module.__name__
+    return None if is_slimes and not getattr(module, "_distributed_post_enabled", False) else post
 
 
 def engine_count(args: Any) -> int:

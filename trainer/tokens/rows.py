@@ -39,8 +39,8 @@ class Piece:
     """Whether it is not trained, although the model sampled it."""
     text: str = ""
     image_count: int = 0
-    meta_info: Mapping[str, Any] | None = field(default=None, repr=False)
-    """Metadata of the engine's response, for slime."""
+    extra: Mapping[str, Any] | None = field(default=None, repr=False)
+    """What else the engine reported of a reply, for its trainer."""
 
 
 class Row:
@@ -73,14 +73,14 @@ class Row:
         self._add(Piece(train_ids=segment.train_ids, sampled=False, text=segment.text, image_count=len(segment.images)))
 
     def reply(
-        self, token_ids: Sequence[int], log_probs: Sequence[float], *, text: str, meta_info: Mapping[str, Any]
+        self, token_ids: Sequence[int], log_probs: Sequence[float], *, text: str, extra: Mapping[str, Any]
     ) -> None:
         """Add a sampled reply. Raises: ValueError: The numbers of ids and log-probabilities differ."""
         if len(token_ids) != len(log_probs):
             raise ValueError(f"{len(token_ids)} ids came with {len(log_probs)} log-probabilities")
         self.engine_ids += token_ids
         piece = Piece(
-            train_ids=tuple(token_ids), log_probs=tuple(log_probs), sampled=True, text=text, meta_info=dict(meta_info)
+            train_ids=tuple(token_ids), log_probs=tuple(log_probs), sampled=True, text=text, extra=dict(extra)
         )
         self._add(piece)
 

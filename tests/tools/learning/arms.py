@@ -19,10 +19,10 @@ from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import GUEST_ENDED
 from trainer.agent.types import Outcome, Trajectory
 from trainer.data.split import template_id
-from trainer.slime.environments import SampleEnvironments, WrappedEpisode
-from trainer.slime.generate import run_sample
-from trainer.slime.rollout import Rollout
-from trainer.slime.samples import facts_of, note
+from trainer.slime.job import job_of
+from trainer.slime.play.environments import SampleEnvironments, WrappedEpisode
+from trainer.slime.play.rollout import Rollout
+from trainer.slime.play.samples import facts_of, note
 
 #: A machine is lost before one of so many first steps, or before the evaluation.
 _STEPS = 3
@@ -31,11 +31,11 @@ _STEPS = 3
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Run a sample as the arm says; evaluations run unchanged."""
     if evaluation:
-        return await run_sample(args, sample, sampling_params, evaluation=True)
+        return await job_of(args).run(args, sample, sampling_params, evaluation=True)
     if seeds := getattr(args, "drawn_seeds", 0):
         seed = _rng(args, sample).randrange(seeds)
         sample.metadata["task_id"] = f"{template_id(sample.metadata['task_id'])}?seed={seed}"
-    result = await run_sample(args, sample, sampling_params, rollout_type=_ArmRollout)
+    result = await job_of(args).run(args, sample, sampling_params, rollout_type=_ArmRollout)
     if facts_of(sample).get("void") == EscapeLost.__name__:
         # `trainer learn` counts it as an escape.
         note(sample, {"guest_end_cause": "escape"})

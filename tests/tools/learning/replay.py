@@ -19,9 +19,9 @@ from trainer.learn import LearnError
 from trainer.learn.record import read_evaluations
 from trainer.learn.settings import Settings
 from trainer.learn.slime_job import write_tasks
-from trainer.slime.environments import SampleEnvironments, WrappedEpisode
-from trainer.slime.generate import run_sample
-from trainer.slime.rollout import Rollout
+from trainer.slime.job import job_of
+from trainer.slime.play.environments import SampleEnvironments, WrappedEpisode
+from trainer.slime.play.rollout import Rollout
 
 _DIRECTORY = "played"
 _FILE = "episode.json"
@@ -56,7 +56,7 @@ class Played:
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Run a sample and record its episode in the directory `args.save`."""
-    return await run_sample(args, sample, sampling_params, evaluation=evaluation, rollout_type=_RecordedRollout)
+    return await job_of(args).run(args, sample, sampling_params, evaluation=evaluation, rollout_type=_RecordedRollout)
 
 
 class _RecordedRollout(Rollout):

@@ -32,11 +32,13 @@ from trainer.learn.daemons import started_daemons
 from trainer.learn.server import GenerateServer, answer_of, file_of
 from trainer.learn.settings import Settings
 from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime, write_tasks
-from trainer.slime.environments import SampleEnvironments, WrappedEpisode
-from trainer.slime.generate import run_sample
-from trainer.slime.rollout import Rollout
-from trainer.slime.samples import facts_of, flatten, is_void
-from trainer.slime.workers import workers_of
+from trainer.slime.job import job_of
+from trainer.slime.play.engine import SlimeEngine
+from trainer.slime.play.environments import SampleEnvironments, WrappedEpisode
+from trainer.slime.play.rollout import Rollout
+from trainer.slime.play.samples import facts_of, flatten, is_void
+from trainer.tokens.conversation import Sampled
+from trainer.tokens.rows import Row
 from trainer.workers import WorkerProcess
 
 _SCREEN_PX: Final = (1280, 800)
@@ -115,7 +117,7 @@ def _scaling(job: SlimeRollouts, count: int, *, episodes: int, turns: int) -> di
         job.args.envd = {**job.args.envd, "workers": workers}
         _roll_out(job, episodes, is_busy=False)
         gc.freeze()  # each rollout begins with a collection
-        pids = [os.getpid(), *(workers_of(job.args, workers).pids() if workers else ())]
+        pids = [os.getpid(), *(job_of(job.args).workers(job.args).pids() if workers else ())]
         before, started_s = [*map(_cpu_s, pids)], time.monotonic()
         _roll_out(job, episodes, is_busy=False)
         seconds = time.monotonic() - started_s
@@ -189,25 +191,29 @@ def _loop_s() -> float:
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """Run one sample as `trainer.slime.generate.generate`, measured."""
-    result = await run_sample(args, sample, sampling_params, evaluation=evaluation, rollout_type=_MeasuredRollout)
+    """Run one sample as `trainer.slime.hooks.generate`, measured."""
+    result = await job_of(args).run(args, sample, sampling_params, evaluation=evaluation, rollout_type=_MeasuredRollout)
     # slime gives them to the learner; kept, those of 256 episodes would not fit into memory.
     sample.multimodal_train_inputs = None
     return result
 
 
-class _MeasuredRollout(Rollout):
-    def __init__(self, *given: Any, **named: Any) -> None:
-        # A worker lacks slime.
-        use_slime(Path(os.environ[_HOME]))
-        super().__init__(*given, **named)
-
-    async def _call_engine(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
+class _MeasuredEngine(SlimeEngine):
+    async def sample(self, row: Row, *, limit: int) -> Sampled:
         if _measured.is_single:
             _measured.cpu_s.append(time.process_time() - _measured.composing_s)
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
             _measured.resident_bytes.append(pages * resource.getpagesize())
-        return await super()._call_engine(payload)
+        return await super().sample(row, limit=limit)
+
+
+class _MeasuredRollout(Rollout):
+    engine_type = _MeasuredEngine
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        # A worker lacks slime.
+        use_slime(Path(os.environ[_HOME]))
+        super().__init__(*given, **named)
 
     def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:
         return _BusyEpisode(episode) if _measured.is_busy else episode

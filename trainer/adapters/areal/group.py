@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple, Self, cast
 from pydantic import Field, model_validator
 
 from cuaenv.client import Checkpoint
-from trainer.adapters.areal.conversation import ArealConversation, Engine
+from trainer.adapters.areal.engine import ArealEngine, Ask
 from trainer.adapters.areal.rows import Rewarded, discounted
 from trainer.agent.attempts import GroupEnvironments, run_group, run_task
+from trainer.agent.branching import BranchContext, TreeMember
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import Owner, ruling_on
 from trainer.agent.pacing import pacer_of_loop
@@ -22,8 +23,8 @@ from trainer.agent.tree import Tree
 from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.config import ConfigError
 from trainer.rewards.credit import Member, sibling_credit
-from trainer.tokens.branches import BranchContext, TreeMember
 from trainer.tokens.chat import Chat
+from trainer.tokens.conversation import TokenConversation
 
 logger = logging.getLogger(__name__)
 _METRICS = ("reward", "task_score", "turns", "branched", "truncated", "ended_by_guest", "void", "undecided")
@@ -70,7 +71,7 @@ class Played(NamedTuple):
     """The episode that it branched from; empty if it began at the beginning of the task."""
 
 
-NewConversation = Callable[[], ArealConversation]
+NewConversation = Callable[[], TokenConversation]
 
 
 class _Paced:
@@ -89,7 +90,7 @@ class _Paced:
 
 
 async def run_task_group(
-    environments: GroupEnvironments, data: Mapping[str, Any], engine: Engine, *, chat: Chat, config: ArealConfig
+    environments: GroupEnvironments, data: Mapping[str, Any], ask: Ask, *, chat: Chat, config: ArealConfig
 ) -> GroupResult:
     """Run the task of a data set row as a group.
 
@@ -101,18 +102,24 @@ async def run_task_group(
     task = data.get(config.task_key)
     if not isinstance(task, str) or not task:
         raise ConfigError(f"data set row: no {config.task_key} (envd.task_key); it has {', '.join(data)}")
-    conversations: list[ArealConversation] = []
+    conversations: list[tuple[TokenConversation, ArealEngine]] = []
 
-    def new_conversation() -> ArealConversation:
-        made = ArealConversation(chat, engine, settings=config.agent, engine_timeout_s=config.engine_timeout_s)
-        conversations.append(made)
-        return made
+    def new_conversation() -> TokenConversation:
+        context_tokens, timeout_s = config.agent.context_tokens, config.engine_timeout_s
+        engine = ArealEngine(ask, chat, context_tokens=context_tokens, timeout_s=timeout_s)
+        conversations.append((TokenConversation(chat, engine, budget=config.agent.token_budget), engine))
+        return conversations[-1][0]
 
     start = start_of({**(data.get("metadata") or {}), **data}, task)
     run = _run_tree if config.group == "tree" else _run_forks
     played = await run(environments, start, new_conversation, config)
     # A reply stays one object from its sampling to its turn, so its identity maps turns to rows, also after retries.
-    rows_by_reply = {id(reply): row for one in conversations for reply, row in one.turns}
+    # The engine has one more row if the conversation refused the last reply.
+    rows_by_reply = {
+        id(reply): row
+        for conversation, engine in conversations
+        for reply, row in zip(conversation.replies, engine.turns, strict=False)
+    }
     rewards = [_reward_of(trajectory, data, config) for trajectory, _ in played]
     values = values_of(played, rewards, config)
     rewarded: list[Rewarded] = []
@@ -160,7 +167,7 @@ async def _run_tree(
         member = TreeMember(client, tree, config=config, size=config.group_size)
 
         async def run(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
-            return await member.run(episode, cast(ArealConversation, conversation), settings=config.agent)
+            return await member.run(episode, cast(TokenConversation, conversation), settings=config.agent)
 
         trajectory = await run_task(
             member, start, new_conversation, settings=config.agent, pool=config.pool, attempts=config.attempts, run=run

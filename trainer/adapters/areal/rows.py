@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.adapters.areal.conversation import TurnRow
+from trainer.adapters.areal.engine import TurnRow
 from trainer.tokens.chat import Chat
 
 #: torch types of the columns, as in AReaL's own workflows.

@@ -13,7 +13,7 @@ from areal.utils import stats_tracker
 from areal.utils.hf_utils import load_hf_processor_and_tokenizer, load_hf_tokenizer
 
 from cuaenv.client import close_shared_clients, shared_client
-from trainer.adapters.areal.conversation import Request
+from trainer.adapters.areal.engine import Request
 from trainer.adapters.areal.group import ArealConfig, run_task_group
 from trainer.adapters.areal.rows import batch
 from trainer.agent.attempts import GroupEnvironments

@@ -13,9 +13,9 @@ from pydantic import BaseModel, Field
 from cuaenv.client import Tls
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, ConfigError, parse
-from trainer.slime.checks import capacity_warning, refusals, row_unit, warnings
-from trainer.slime.config import SlimeConfig
-from trainer.slime.guard import Halt
+from trainer.slime.checks import refusals, row_unit, warnings
+from trainer.slime.config import Halt, SlimeConfig
+from trainer.slime.probes import capacity_warning
 
 HOSTS = {"hosts": ["127.0.0.1:50051"]}
 
@@ -113,11 +113,6 @@ def test_a_misspelt_key_below_a_list_or_a_mapping_is_named() -> None:
     for mapping in ({"items": [{}, {"scores": 1.0}]}, {"by_id": {"x": {"scores": 1.0}}}):
         with pytest.raises(ConfigError, match=r"scores: unknown key; did you mean score"):
             parse(Settings, mapping)
-
-
-def test_equal_args_share_one_configuration() -> None:
-    args = Namespace(envd={**HOSTS})
-    assert SlimeConfig.from_args(args) is SlimeConfig.from_args(args)
 
 
 @pytest.mark.parametrize(

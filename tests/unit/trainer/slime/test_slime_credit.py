@@ -8,10 +8,11 @@ from tests.support.slime import stand_in_args
 from trainer.config import ConfigError
 from trainer.slime.checks import refusals
 from trainer.slime.config import SlimeConfig
-from trainer.slime.credit import advantages, group_credit, token_advantages
+from trainer.slime.hooks import advantages
+from trainer.slime.play.groups import group_credit, token_advantages
 from trainer.slime.records import EpisodeRecord, metrics_of
 
-PATH = "trainer.slime.credit.advantages"
+PATH = "trainer.slime.hooks.advantages"
 SIBLINGS = {"hosts": ["127.0.0.1:1"], "group": "tree", "credit": "siblings"}
 
 

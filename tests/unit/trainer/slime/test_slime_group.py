@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
-from trainer.slime.filters import drop_reason, keep_informative
-from trainer.slime.group import normalize_rewards
-from trainer.slime.metrics import log_evaluation, log_rollout, rollout_metrics
-from trainer.slime.rewards import reward_func
-from trainer.slime.samples import make_void, note, set_status
+from tests.support.slime import Sample, ScriptedEngine, rollout_metrics, stand_in_slime
+from trainer.slime.hooks import keep_informative, log_evaluation, log_rollout, normalize_rewards, reward_func
+from trainer.slime.play.groups import drop_reason
+from trainer.slime.play.samples import make_void, note, set_status
 
 ARGS = SimpleNamespace(
     advantage_estimator="grpo",

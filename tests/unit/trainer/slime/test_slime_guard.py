@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.slime import Sample
-from trainer.slime import metrics, monitor
-from trainer.slime.guard import FAMILIES, METRICS, Guard, Halt, Halted
-from trainer.slime.metrics import log_rollout, rollout_metrics
-from trainer.slime.samples import note, set_status
+from tests.support.slime import Sample, rollout_metrics
+from trainer.slime import hooks, job
+from trainer.slime.config import FAMILIES, METRICS, Halt, Halted
+from trainer.slime.hooks import log_rollout
+from trainer.slime.monitor import Guard
+from trainer.slime.play.samples import note, set_status
 
 HALT = Halt(below={"sampled_entropy": 0.2}, above={"void_frac": 0.5}, rollouts=2)
 FINE = {"sampled_entropy": 1.0, "void_frac": 0.1}
@@ -72,8 +73,8 @@ def test_entropy_is_over_sampled_tokens_only() -> None:
 
 def test_the_log_hook_ends_the_job_and_logs_the_rollout_that_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[Any] = []
-    monkeypatch.setattr(monitor, "_monitors", {})
-    monkeypatch.setattr(metrics, "log_metrics", lambda args, logged_metrics, **_: logged.append(logged_metrics))
+    monkeypatch.setattr(job, "_jobs", {})
+    monkeypatch.setattr(hooks, "log_metrics", lambda args, logged_metrics, **_: logged.append(logged_metrics))
     args = SimpleNamespace(envd={"hosts": ["h:1"], "halt": {"below": {"sampled_entropy": 0.2}}})
     collapsed = [sample_of([-0.01], [1])]
     assert log_rollout(0, args, collapsed, {}, 1.0) is False

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from cuaenv.client import AsyncEnvClient, Unauthenticated, Unavailable
-from trainer.slime.health import DaemonWatch, watch_of
+from trainer.slime.play.rollout import DaemonWatch
 
 
 class Client:
@@ -25,13 +25,9 @@ class Client:
         return []
 
 
-def watch(client: Client, timeout_s: float) -> DaemonWatch:
-    return DaemonWatch(cast(AsyncEnvClient, client), timeout_s)
-
-
 async def test_unreachable_daemons_are_reported_after_the_timeout() -> None:
     client = Client(Unavailable("connection refused"))
-    async with watch(client, 0.05).use() as used:
+    async with DaemonWatch(0.05).use(cast(AsyncEnvClient, client)) as used:
         async with asyncio.timeout(30):
             while not used.failure:
                 await asyncio.sleep(0.01)
@@ -39,8 +35,8 @@ async def test_unreachable_daemons_are_reported_after_the_timeout() -> None:
 
 
 async def test_a_watch_does_not_keep_its_client() -> None:
-    client = Client(None)
-    async with watch_of(cast(AsyncEnvClient, client), 60.0).use():
+    client, watch = Client(None), DaemonWatch(60.0)
+    async with watch.use(cast(AsyncEnvClient, client)):
         await asyncio.sleep(0)
     left = weakref.ref(client)
     del client
@@ -53,7 +49,7 @@ async def test_a_watch_does_not_keep_its_client() -> None:
 @pytest.mark.parametrize("error", [None, Unauthenticated("bad token")])
 async def test_a_daemon_that_answers_is_reachable(error: Exception | None) -> None:
     client = Client(error)
-    async with watch(client, 0.01).use() as used:
+    async with DaemonWatch(0.01).use(cast(AsyncEnvClient, client)) as used:
         async with asyncio.timeout(30):
             for _ in range(5):
                 client.called.clear()

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
-from trainer.slime import monitor
-from trainer.slime.config import SlimeConfig
-from trainer.slime.guard import Halted
-from trainer.slime.metrics import log_rollout
-from trainer.slime.monitor import monitor_of
-from trainer.slime.samples import make_void, note, set_status
+from trainer.slime import job, monitor
+from trainer.slime.config import Halted
+from trainer.slime.hooks import log_rollout
+from trainer.slime.job import job_of
+from trainer.slime.play.samples import make_void, note, set_status
 
 COUNTS = {"turns": 1, "shared_turns": 0, "rows": 1, "reply_tokens": 5, "parsed": 1, "fallbacks": 0}
 FACTS = {**COUNTS, "reason": "done", "timings_s": {}, "reward_parts": {}}
@@ -23,7 +22,7 @@ FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
 @pytest.fixture(autouse=True)
 def _new_monitors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "_monitors", {})
+    monkeypatch.setattr(job, "_jobs", {})
 
 
 def args_of(**changed: Any) -> Any:
@@ -50,7 +49,7 @@ def group_of(group_index: int, *scores: float | None) -> list[Any]:
 def record(args: Any, *groups: list[Any]) -> None:
     for group in groups:
         for sample in group:
-            monitor_of(SlimeConfig.from_args(args)).record(args, sample)
+            job_of(args).monitor.record(args, sample)
 
 
 def logged(args: Any, kept: list[Any], rollout_id: int = 0) -> dict[str, Any]:
@@ -126,7 +125,7 @@ def test_consecutive_lost_groups_halt_the_run_with_the_last_error() -> None:
     with pytest.raises(Halted, match=r"3 consecutive groups were lost \(TaskNotFound 6\); last error: no task a/b;"):
         record(args, lost[4])
     with pytest.raises(Halted, match="3 consecutive groups"):
-        monitor_of(SlimeConfig.from_args(args)).check(args)
+        job_of(args).monitor.check(args)
 
 
 def test_zero_never_halts_for_lost_groups() -> None:
@@ -140,16 +139,16 @@ def test_few_lost_groups_are_enough_where_empty_batches_reach_the_learner(functi
     args.rollout_batch_size = 2
     for index in range(limit - 1):
         record(args, group_of(index, None, None))
-    assert not monitor_of(SlimeConfig.from_args(args)).is_halted
+    assert not job_of(args).monitor.is_halted
     with suppress(Halted):
         record(args, group_of(limit, None, None))
-    assert monitor_of(SlimeConfig.from_args(args)).is_halted
+    assert job_of(args).monitor.is_halted
 
 
 def test_in_the_fully_asynchronous_loop_only_the_log_function_raises() -> None:
     args = args_of(envd={"max_lost_groups": 1}, rollout_function_path=FULLY_ASYNC)
     lost = group_of(0, None, None)
     record(args, lost)
-    assert monitor_of(SlimeConfig.from_args(args)).is_halted
+    assert job_of(args).monitor.is_halted
     with pytest.raises(Halted, match="1 consecutive groups"):
         logged(args, [lost])

@@ -2,45 +2,43 @@
 
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from tests.support.slime import Processor, Tokenizer
-from trainer.agent.types import ModelFailed
+from tests.support.slime import Processor, ScriptedEngine, Tokenizer, slime_engine, stand_in_slime
 from trainer.learn.server import file_of, picture_of
-from trainer.slime import once, pictures
-from trainer.slime.guard import Halted
-from trainer.slime.pictures import PictureFiles, require_readable
+from trainer.slime.config import Halted
+from trainer.slime.play.pictures import PictureFiles
+from trainer.slime.probes import require_readable
 from trainer.tokens.chat import Chat
 
 
-@pytest.fixture(autouse=True)
-def nothing_checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(once, "_done", set())
-    pictures.files_of.cache_clear()
-    yield
-    pictures.files_of.cache_clear()
-
-
-class Engine:
+class Server(ScriptedEngine):
     """Reads what it can."""
 
     def __init__(self, *, reads_files: bool = True, works: bool = True) -> None:
+        super().__init__(str)
         self.uris: list[str] = []
         self._reads_files = reads_files
         self._works = works
 
-    async def __call__(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        (uri,) = (each.decode() for each in payload["image_data"])
+    async def post(self, url: str, payload: Mapping[str, Any], **options: Any) -> Any:
+        (uri,) = payload["image_data"]
         self.uris.append(uri)
         if not self._works or (uri.startswith("file:") and not self._reads_files):
-            raise ModelFailed("the engine refused the request, status 500")
+            raise ConnectionError("refused")
         assert picture_of(uri).size == (64, 64)
-        return {"meta_info": {"prompt_tokens": 1}}
+        return await super().post(url, payload, **options)
+
+
+async def check(server: Server, directory: Path) -> bool:
+    with stand_in_slime(server):
+        in_files, in_requests = slime_engine(files=PictureFiles(str(directory))), slime_engine()
+        return await require_readable(in_files, in_requests, Chat(Tokenizer(), Processor()), str(directory))
 
 
 def files_in(directory: Path) -> list[str]:
@@ -75,29 +73,20 @@ def test_only_what_killed_processes_of_this_host_left_is_removed(tmp_path: Path)
     assert kept < names
 
 
-async def test_an_engine_that_reads_files_is_asked_once(tmp_path: Path) -> None:
-    engine, chat = Engine(), Chat(Tokenizer(), Processor())
-    for _ in range(2):
-        await require_readable(engine, "u", chat, str(tmp_path))
-    (uri,) = engine.uris
+async def test_the_file_that_an_engine_read_is_removed(tmp_path: Path) -> None:
+    server = Server()
+    assert await check(server, tmp_path)
+    (uri,) = server.uris
     assert (path := file_of(uri)) is not None
     assert not path.exists()
 
 
 async def test_an_engine_that_reads_no_files_halts_the_run(tmp_path: Path) -> None:
-    with pytest.raises(Halted, match=r"envd\.picture_dir .*: engine u does not read its files"):
-        await require_readable(Engine(reads_files=False), "u", Chat(Tokenizer(), Processor()), str(tmp_path))
+    with pytest.raises(Halted, match=r"envd\.picture_dir .*: engine http://.* does not read its files"):
+        await check(Server(reads_files=False), tmp_path)
     assert files_in(tmp_path) == []
 
 
-async def test_an_engine_that_fails_is_left_to_the_first_episode_and_asked_again(tmp_path: Path) -> None:
-    await require_readable(Engine(works=False), "u", Chat(Tokenizer(), Processor()), str(tmp_path))
-    with pytest.raises(Halted, match="does not read its files"):
-        await require_readable(Engine(reads_files=False), "u", Chat(Tokenizer(), Processor()), str(tmp_path))
-
-
-async def test_nothing_is_asked_without_files_or_images(tmp_path: Path) -> None:
-    engine = Engine()
-    await require_readable(engine, "u", Chat(Tokenizer(), Processor()), "")
-    await require_readable(engine, "u", Chat(Tokenizer()), str(tmp_path))
-    assert engine.uris == []
+async def test_an_engine_that_fails_is_left_to_the_first_episode(tmp_path: Path) -> None:
+    assert not await check(Server(works=False), tmp_path)
+    assert files_in(tmp_path) == []

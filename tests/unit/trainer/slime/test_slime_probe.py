@@ -1,17 +1,20 @@
 """The probe of an engine at the start of a job."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
+from PIL import Image
 
 from tests.support.slime import IMAGE, Processor, Tokenizer
 from trainer.agent.types import ModelFailed
-from trainer.slime import once, probe
-from trainer.slime.probe import warn_of_engine
+from trainer.slime import probes
+from trainer.slime.play.engine import SlimeEngine
+from trainer.slime.probes import warn_of_engine
 from trainer.tokens.chat import Chat
+from trainer.tokens.conversation import Sampled
+from trainer.tokens.rows import Row
 
-IMAGE_TOKENS = (probe._SIDE_PX // 32) ** 2
+IMAGE_TOKENS = (probes._SIDE_PX // 32) ** 2
 
 
 class MergingTokenizer(Tokenizer):
@@ -27,53 +30,48 @@ class MergingTokenizer(Tokenizer):
         return "".join("the" if i == self._THE else super(MergingTokenizer, self).decode([i]) for i in ids)
 
 
-class Engine:
+class Engine(SlimeEngine):
     """Counts prompt tokens as SGLang does."""
 
-    def __init__(self, *, tokenises_again: bool = False) -> None:
-        self.requests: list[Mapping[str, Any]] = []
+    def __init__(self, url: str, *, tokenises_again: bool = False, works: bool = True) -> None:
+        self.url = url
+        self.asked_count = 0
         self._tokenises_again = tokenises_again
+        self._works = works
 
-    async def __call__(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        self.requests.append(payload)
-        tokenizer, ids = MergingTokenizer(), list(payload["input_ids"])
+    def encode(self, images: Sequence[Image.Image]) -> None:
+        pass
+
+    async def sample(self, row: Row, *, limit: int) -> Sampled:
+        self.asked_count += 1
+        if not self._works:
+            raise ModelFailed("no response")
+        tokenizer, ids = MergingTokenizer(), row.engine_ids
         read = tokenizer.encode(tokenizer.decode(ids)) if self._tokenises_again else ids
         placeholders = read.count(tokenizer.convert_tokens_to_ids(IMAGE))
-        return {"meta_info": {"prompt_tokens": len(read) + placeholders * (IMAGE_TOKENS - 1)}}
-
-
-@pytest.fixture(autouse=True)
-def nothing_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "_done", set())
+        prompt_tokens = len(read) + placeholders * (IMAGE_TOKENS - 1)
+        return Sampled(ids=(5,), log_probs=(-1.0,), text="", finish="length", prompt_tokens=prompt_tokens)
 
 
 async def test_an_engine_that_keeps_ids_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    engine, chat = Engine(), Chat(MergingTokenizer(), Processor())
-    await warn_of_engine(engine, "u", chat)
-    await warn_of_engine(engine, "u", chat)
-    assert len(engine.requests) == 1
+    engine = Engine("u")
+    assert await warn_of_engine(engine, Chat(MergingTokenizer(), Processor()))
+    assert engine.asked_count == 1
     assert not caplog.records
 
 
 async def test_an_engine_that_tokenises_prompts_again_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    await warn_of_engine(Engine(tokenises_again=True), "http://engine", Chat(MergingTokenizer(), Processor()))
+    engine = Engine("http://engine", tokenises_again=True)
+    assert await warn_of_engine(engine, Chat(MergingTokenizer(), Processor()))
     assert "[envd] engine http://engine: it tokenises prompts with images again" in caplog.text
 
 
-async def test_models_without_images_or_merged_tokens_are_not_probed() -> None:
-    engine = Engine()
-    await warn_of_engine(engine, "a", Chat(MergingTokenizer()))
-    await warn_of_engine(engine, "b", Chat(Tokenizer(), Processor()))
-    assert not engine.requests
+async def test_models_without_merged_tokens_are_not_probed() -> None:
+    engine = Engine("u")
+    assert await warn_of_engine(engine, Chat(Tokenizer(), Processor()))
+    assert not engine.asked_count
 
 
-async def test_an_engine_that_fails_is_left_to_the_first_episode_and_probed_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def fail(payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        raise ModelFailed("no response")
-
-    await warn_of_engine(fail, "u", Chat(MergingTokenizer(), Processor()))
+async def test_an_engine_that_fails_is_left_to_the_first_episode(caplog: pytest.LogCaptureFixture) -> None:
+    assert not await warn_of_engine(Engine("u", works=False), Chat(MergingTokenizer(), Processor()))
     assert not caplog.records
-    await warn_of_engine(Engine(tokenises_again=True), "u", Chat(MergingTokenizer(), Processor()))
-    assert "it tokenises prompts with images again" in caplog.text

@@ -12,18 +12,18 @@ import pytest
 from PIL import Image
 
 from cuaenv.client import Evaluation
-from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, stand_in_slime
+from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, rollout_metrics, stand_in_slime
 from trainer.agent.types import Outcome, Reply, Trajectory, Turn
 from trainer.config import ConfigError
 from trainer.replay.trajectory import StoredTrajectory, TokenRow
 from trainer.rewards.facts import TurnFacts
-from trainer.slime import replay, slime_compat
+from trainer.slime import job as registry
+from trainer.slime import slime_compat
 from trainer.slime.checks import refusals, warnings
 from trainer.slime.config import SlimeConfig
-from trainer.slime.filters import keep_informative
-from trainer.slime.group import normalize_rewards
-from trainer.slime.metrics import rollout_metrics
-from trainer.slime.samples import facts_of, make_void, note, set_status
+from trainer.slime.hooks import data_source, keep_informative, normalize_rewards
+from trainer.slime.play import replay
+from trainer.slime.play.samples import facts_of, make_void, note, set_status
 from trainer.tokens.rows import Row, Segment
 
 IMAGE_ID = Tokenizer().convert_tokens_to_ids(IMAGE)
@@ -33,7 +33,7 @@ START = "basis//prompt"
 
 @pytest.fixture(autouse=True)
 def _slime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(replay, "_pools", {})
+    monkeypatch.setattr(registry, "_jobs", {})
     with stand_in_slime(ScriptedEngine(lambda prompt: "")):
         yield
 
@@ -102,9 +102,9 @@ def member(
 
 
 def pool(args: Any) -> Any:
-    settings = SlimeConfig.from_args(args).replay
-    assert settings
-    return replay.pool_of(settings)
+    found = registry.job_of(args).pool
+    assert found is not None
+    return found
 
 
 def test_a_failed_group_keeps_its_size_and_its_last_member_becomes_a_success() -> None:
@@ -160,7 +160,7 @@ def test_without_replay_a_failed_group_is_dropped() -> None:
     group = [member(index, 0.0) for index in range(2)]
     verdict = keep_informative(args, group)
     assert (verdict.keep, verdict.reason) == (False, "zero_std_0.0")
-    assert not replay._pools
+    assert registry.job_of(args).pool is None
 
 
 def test_a_member_of_several_rows_is_replaced_by_all_rows_of_a_success() -> None:
@@ -197,7 +197,7 @@ def test_metrics_do_not_count_replays_as_successes() -> None:
     assert metrics["zero_std_frac"] == 0.0, "but its group teaches something now"
     assert metrics["replayed"] == 1.0
     assert metrics["mixed_origin_frac"] == 0.0
-    assert replay.replay_metrics(args)["replay/injected_count"] == 1.0
+    assert pool(args).statistics()["replay/injected_count"] == 1.0
 
 
 def lived(
@@ -207,7 +207,7 @@ def lived(
     rows, samples = [], []
     for number in range(2):
         row = Row(Segment(text="", engine_ids=(9, IMAGE_ID), train_ids=(9, IMAGE_ID, IMAGE_ID), images=(shared,)))
-        row.reply([11, 12], [-0.25, -0.5], text="x", meta_info={})
+        row.reply([11, 12], [-0.25, -0.5], text="x", extra={})
         rows.append(row)
         sample = Sample(index=number, tokens=[9, IMAGE_ID, IMAGE_ID, 11, 12], response_length=2, reward=0.9)
         sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [1, 1], [-0.25, -0.5], ["3"]
@@ -226,16 +226,13 @@ def lived(
 
 async def test_the_pool_keeps_successes_as_sampled_and_no_failures() -> None:
     args = args_of()
-    config = SlimeConfig.from_args(args)
-    await replay.keep_success(config, *lived(0.4))
+    await replay.keep_success(pool(args), *lived(0.4))
     assert len(pool(args)) == 0
-    await replay.keep_success(config, *lived(1.0))
+    await replay.keep_success(pool(args), *lived(1.0))
     kept = pool(args).pick(TASK, START)
     assert kept.rows == (token_row(), token_row())
     assert len(kept.images) == 1, "a screenshot that rows share is kept once"
     assert (kept.reward, kept.metadata["reward_total"], kept.metadata["weight_versions"]) == (1.0, 0.9, [["3"], ["3"]])
-    await replay.keep_success(SlimeConfig.from_args(args_of(replay={})), *lived(1.0))
-    assert len(pool(args)) == 1
 
 
 @pytest.mark.parametrize("start", ["basis/chk_1/prompt", "other//prompt", "basis//other", ""])
@@ -260,9 +257,8 @@ def test_a_group_with_several_or_unknown_starts_gets_no_replay(starts: list[str]
 
 async def test_the_pool_keeps_no_success_that_began_in_mid_episode_or_in_an_unknown_state() -> None:
     args = args_of()
-    config = SlimeConfig.from_args(args)
-    await replay.keep_success(config, *lived(1.0, shared_turn_count=1))
-    await replay.keep_success(config, *lived(1.0, start=""))
+    await replay.keep_success(pool(args), *lived(1.0, shared_turn_count=1))
+    await replay.keep_success(pool(args), *lived(1.0, start=""))
     assert len(pool(args)) == 0
 
 
@@ -283,14 +279,14 @@ def test_the_pool_is_saved_and_resumed_with_slimes_checkpoints(tmp_path: Path, m
     monkeypatch.setattr(slime_compat, "data_source", lambda args: Source())
     args = args_of()
     args.save = args.load = str(tmp_path)
-    source = replay.data_source(args)
+    source = data_source(args)
     pool(args).add(success())
     source.save(7)
     pool(args).add(success(token_row(images=2), images=2))
     source.save(8)
     before = pool(args)
-    monkeypatch.setattr(replay, "_pools", {})
-    again = replay.data_source(args)
+    monkeypatch.setattr(registry, "_jobs", {})
+    again = data_source(args)
     again.load(7)
     assert len(pool(args)) == 1
     again.load(8)
@@ -308,7 +304,7 @@ def test_files_are_read_when_the_job_starts(
     known, unknown = success(), success(start="")
     path.write_text("".join(json.dumps(each.as_row()) + "\n" for each in (known, unknown)))
     args = args_of(replay={"files": [str(path)]})
-    replay.data_source(args)
+    data_source(args)
     assert len(pool(args)) == 1
     assert pool(args).pick(TASK, START) == known
     assert "1 trajectories are never replayed" in caplog.text

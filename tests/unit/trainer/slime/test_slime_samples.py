@@ -9,8 +9,18 @@ import pytest
 from tests.support.slime import Sample
 from trainer.config import ConfigError
 from trainer.slime.hooks import record_sample
-from trainer.slime.rows import start_of_row
-from trainer.slime.samples import by_rollout, facts_of, flatten, is_void, make_void, note, reset_sample, row_samples
+from trainer.slime.play.partial import Partial, load_buffer
+from trainer.slime.play.samples import (
+    by_rollout,
+    facts_of,
+    flatten,
+    is_void,
+    make_void,
+    note,
+    reset_sample,
+    row_samples,
+)
+from trainer.slime.probes import start_of_row
 
 BARE = SimpleNamespace()
 
@@ -78,3 +88,13 @@ async def test_nothing_is_recorded_without_a_directory(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     await record_sample(SimpleNamespace(envd={"hosts": ["a:1"]}), Sample(index=1))
     assert not list(tmp_path.iterdir())
+
+
+def test_aborted_groups_that_0_2_0_saved_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "partial" / "7.pickle"
+    path.parent.mkdir()
+    # A list with the class, as that release named it.
+    path.write_bytes(b"(lctrainer.slime.partial\nPartial\na.")
+    source = SimpleNamespace(buffer=[])
+    load_buffer(source, str(tmp_path), 7)
+    assert source.buffer == [Partial]

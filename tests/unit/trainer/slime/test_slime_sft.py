@@ -7,8 +7,9 @@ import pytest
 from PIL import Image
 
 from tests.support.slime import IMAGE, Processor, Sample, Tokenizer
-from trainer.slime import sft, slime_compat
-from trainer.slime.sft import CannotTrain, expanded, generate_rollout
+from trainer.slime import hooks, slime_compat
+from trainer.slime.hooks import generate_rollout
+from trainer.slime.play.warmup import CannotTrain, expanded
 
 IMAGE_ID = Tokenizer().convert_tokens_to_ids(IMAGE)
 
@@ -24,7 +25,7 @@ class Masks:
 @pytest.fixture(autouse=True)
 def _tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slime_compat, "sft_tools", lambda checkpoint, kind: (Tokenizer(), Processor(), Masks()))
-    sft._tools.cache_clear()
+    hooks._warmup_tools.cache_clear()
 
 
 def example(conversation: str, *, image_count: int) -> Sample:

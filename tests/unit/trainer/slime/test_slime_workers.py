@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.slime import Sample
-from trainer.slime import workers
+from trainer.slime.play import workers
 from trainer.tokens import patches
 
 PID = 999_999_999
@@ -58,12 +58,16 @@ def test_blocks_of_a_lost_worker_are_not_freed_in_another_one(monkeypatch: pytes
     assert pipe.sent[0][-1] == []
 
 
+async def play(*_: Any, **__: Any) -> Any:
+    raise AssertionError
+
+
 def test_an_answer_that_cannot_be_sent_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tensor:
         shape = (1, 2)
 
     monkeypatch.setattr(patches, "shared_by", lambda value: 7 if isinstance(value, Tensor) else None)
-    server = workers._Server(pipe := Pipe(), None)
+    server = workers._Server(pipe := Pipe(), None, play)
     unpicklable = Sample(multimodal_train_inputs={"pixel_values": Tensor()}, metadata={"lock": threading.Lock()})
     server._send(3, unpicklable)
     (number, error) = pipe.sent[0]

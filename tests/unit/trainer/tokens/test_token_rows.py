@@ -11,12 +11,14 @@ from PIL import Image
 
 from cuaenv.client import ToolResult
 from tests.support.slime import IMAGE, Processor, Sample, ScriptedEngine, Tokenizer
+from trainer.agent.budget import TokenBudget
 from trainer.agent.prompts import tool_text
 from trainer.agent.types import BudgetExhausted, GenerationAborted, Message, ModelFailed
-from trainer.slime.samples import fill
+from trainer.slime.play.samples import fill
 from trainer.tokens.chat import Chat
+from trainer.tokens.conversation import Sampled, TokenConversation
 from trainer.tokens.rows import Row, Segment
-from trainer.tokens.sglang import SglangConversation, TokenBudget
+from trainer.tokens.sglang import SglangEngine
 
 TOKENIZER = Tokenizer()
 IMAGE_ID = TOKENIZER.convert_tokens_to_ids(IMAGE)
@@ -34,14 +36,13 @@ def chat(*, has_vision: bool = True) -> Chat:
 
 def conversation(
     engine: ScriptedEngine, *, budget: TokenBudget = BUDGET, aborted: Sequence[bool] = ()
-) -> SglangConversation:
+) -> TokenConversation:
     async def ask(payload: Mapping[str, Any]) -> Mapping[str, Any]:
         answer: Mapping[str, Any] = await engine.post("", payload, max_retries=1, headers=None)
         return answer
 
-    return SglangConversation(
-        chat(), ask, budget=budget, sampling_params={"temperature": 1.0}, is_aborted=lambda: bool(aborted)
-    )
+    sglang = SglangEngine(ask, sampling_params={"temperature": 1.0})
+    return TokenConversation(chat(), sglang, budget=budget, is_aborted=lambda: bool(aborted))
 
 
 def test_an_image_has_one_placeholder_for_the_engine_and_one_per_token_for_the_trainer() -> None:
@@ -175,7 +176,7 @@ def test_a_filled_sample_is_consistent_for_any_row(prompt: list[int], parts: lis
     row = Row(Segment(text="p", engine_ids=tuple(prompt), train_ids=tuple(prompt)))
     for is_reply, ids in parts:
         if is_reply:
-            row.reply(ids, [-0.5] * len(ids), text="r", meta_info={})
+            row.reply(ids, [-0.5] * len(ids), text="r", extra={})
         else:
             row.observe(Segment(text="o", engine_ids=tuple(ids), train_ids=tuple(ids)))
     sample = Sample(index=0)
@@ -191,15 +192,15 @@ def test_a_filled_sample_is_consistent_for_any_row(prompt: list[int], parts: lis
 def test_a_reply_needs_one_log_probability_per_id() -> None:
     row = Row(Segment(text="", engine_ids=(1,), train_ids=(1,)))
     with pytest.raises(ValueError, match="2 ids came with 1"):
-        row.reply([1, 2], [-0.5], text="", meta_info={})
+        row.reply([1, 2], [-0.5], text="", extra={})
 
 
 def test_images_after_the_last_reply_are_not_trained() -> None:
     first, second, third = screen(), screen(), screen()
     row = Row(chat().opening([Message("user", (first,))]))
-    row.reply([7], [-0.5], text="x", meta_info={})
+    row.reply([7], [-0.5], text="x", extra={})
     row.observe(chat().following(Message("user", (second,)), last_id=7))
-    row.reply([8], [-0.5], text="y", meta_info={})
+    row.reply([8], [-0.5], text="y", extra={})
     row.observe(chat().following(Message("user", (third,)), last_id=8))
     assert [id(image) for image in row.trained_images] == [id(first), id(second)]
 
@@ -220,3 +221,38 @@ async def test_the_result_of_a_tool_is_read_and_not_trained() -> None:
     trained = [token for token, bit in zip(ids, sample.loss_mask or [], strict=True) if bit]
     assert "Result of run_shell:\n< |im_end|>42" in TOKENIZER.decode(read)
     assert TOKENIZER.decode(trained) == "run it<|im_end|>so it is 42<|im_end|>"
+
+
+async def test_tokens_after_the_prompt_have_a_limit_of_their_own() -> None:
+    budget = TokenBudget(prompt=1000, reply=50, total=2000, images=4, response=30)
+    talk = conversation(ScriptedEngine(lambda _: "x" * 20), budget=budget)
+    await talk.begin([Message("user", ("go",))])
+    await talk.generate()
+    used = len(talk.rows[0].prompt_ids) + 30
+    with pytest.raises(BudgetExhausted, match=f"of {used}") as ended:
+        await talk.append(Message("user", ("y" * 9,)))
+    assert ended.value.budget == "total"
+
+
+async def test_an_engine_that_counts_no_prompt_tokens_is_believed() -> None:
+    class Engine:
+        def encode(self, images: Sequence[Image.Image]) -> None:
+            pass
+
+        async def sample(self, row: Row, *, limit: int) -> Sampled:
+            return Sampled(ids=(7,), log_probs=(-1.0,), text="b", finish="stop")
+
+    talk = TokenConversation(chat(), Engine(), budget=BUDGET)
+    await talk.begin([Message("user", ("go",))])
+    assert await talk.generate() == talk.replies[0]
+
+
+@pytest.mark.parametrize("answer", [{}, {"meta_info": {}}, {"text": "x", "meta_info": {"finish_reason": {}}}, []])
+async def test_a_response_that_is_none_of_sglang_is_a_failure_of_the_engine(answer: Any) -> None:
+    async def ask(_: Mapping[str, Any]) -> Any:
+        return answer
+
+    talk = TokenConversation(chat(), SglangEngine(ask, sampling_params={}), budget=BUDGET)
+    await talk.begin([Message("user", ("go",))])
+    with pytest.raises(ModelFailed, match="response is malformed"):
+        await talk.generate()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from trainer.adapters.areal.conversation import TurnRow
+from trainer.adapters.areal.engine import TurnRow
 from trainer.adapters.areal.group import ArealConfig
 from trainer.adapters.areal.rows import Rewarded, columns, discounted
 from trainer.config import ConfigError

@@ -19,30 +19,15 @@ from cuaenv.client import (
     View,
 )
 from cuaenv.client.view import ResetOptions
+from trainer.agent.branching import TreeMember
 from trainer.agent.forks import group_member
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.pacing import pacer_of_loop
 from trainer.agent.starts import task_id_of
-from trainer.agent.tree import Tree
-from trainer.slime.partial import Partial
+from trainer.slime.play.partial import Partial
 from trainer.slime.slime_compat import Sample, span
-from trainer.tokens.branches import BranchContext, TreeMember
 
 logger = logging.getLogger(__name__)
-
-
-class TracedMember(TreeMember):
-    """A member of a tree whose branches appear in slime's traces."""
-
-    def __init__(self, client: AsyncEnvClient, tree: Tree[BranchContext], sample: Sample, **options: Any) -> None:
-        """Prepare, as `TreeMember` does."""
-        super().__init__(client, tree, **options)
-        self._sample = sample
-
-    async def branch(self, episode: AsyncEpisode, context: BranchContext) -> None:
-        """See `TreeMember`."""
-        with span(self._sample, "env_branch", {"waiting": self.tree.waiting_count}):
-            await super().branch(episode, context)
 
 
 class SampleEnvironments:
@@ -83,6 +68,15 @@ class SampleEnvironments:
         self._group_size = group_size
         self._group_wait_s = group_wait_s
         self._lease_ttl = lease_ttl
+
+    def facts(self) -> dict[str, object]:
+        """Return how the latest episode was opened, for the sample's facts."""
+        branched = self.member.context if self.member else None
+        return {
+            "attempts": self.reset_count,
+            "continued_turns": len(self.resumed.point.turns) if self.resumed else 0,
+            "parent_episode_id": branched.episode_id if branched else "",
+        }
 
     @asynccontextmanager
     async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncIterator[AgentEpisode]:

@@ -13,6 +13,8 @@ from trainer.tokens.rows import Row
 
 METADATA_KEY = "envd"
 """Key of the episode's facts in `Sample.metadata`."""
+PADDING = "padding"
+"""Void reason of samples that only pad a batch."""
 _RAW_REWARD_KEY = "raw_reward"  # slime's key of the task's score
 
 StatusName = Literal["PENDING", "COMPLETED", "TRUNCATED", "ABORTED", "FAILED"]
@@ -78,7 +80,7 @@ def fill(sample: Sample, row: Row, args: Any) -> None:
             tokens=list(piece.train_ids),
             log_probs=list(piece.log_probs) if piece.sampled and not piece.is_masked else None,
             trainable=piece.sampled and not piece.is_masked,
-            meta_info=dict(piece.meta_info) if piece.meta_info is not None else None,
+            meta_info=dict(piece.extra) if piece.extra is not None else None,
             text=piece.text,
         )
     offsets = sample.rollout_top_p_token_offsets
@@ -106,6 +108,32 @@ def make_void(sample: Sample, args: Any, *, status: StatusName, reason: str, err
     set_status(sample, status)
     note(sample, {"void": reason, **({"error": error} if error else {})})
     return sample
+
+
+def spread(sample: Sample, count: int, multiple: int | None, args: Any) -> list[Sample]:
+    """Return samples for the rows of one rollout.
+
+    Args:
+        sample: The rollout's sample.
+        count: Number of rows.
+        multiple: Void ones pad them to a multiple of this; None for the sample alone.
+        args: slime's.
+    """
+    if multiple is None:
+        return [sample]
+    samples = row_samples(sample, -(-count // multiple) * multiple)
+    for padding in samples[count:]:
+        make_void(padding, args, status="COMPLETED", reason=PADDING)
+    return samples
+
+
+def void_result(
+    sample: Sample, multiple: int | None, args: Any, *, status: StatusName, reason: str, error: str = ""
+) -> Any:
+    """Make a rollout void; return its sample, or with `multiple` a list of its rows, see `spread`."""
+    samples = spread(sample, 1, multiple, args)
+    make_void(sample, args, status=status, reason=reason, error=error)
+    return sample if multiple is None else samples
 
 
 def is_void(sample: Sample) -> bool:

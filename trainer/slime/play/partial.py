@@ -77,8 +77,17 @@ def load_buffer(source: Any, directory: str, rollout_id: int | None) -> None:
     path = _buffer_path(directory, rollout_id)
     if path.exists():
         # Of the same directory, and as trusted, as the weights that slime unpickles.
-        source.buffer = pickle.loads(path.read_bytes())  # noqa: S301
+        with path.open("rb") as file:
+            source.buffer = _Unpickler(file).load()
         logger.info("[envd] %d aborted groups continue", len(source.buffer))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads files of 0.2.0, too, in which this module has its former name."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """See `pickle.Unpickler`."""
+        return super().find_class(__name__ if module_name == "trainer.slime.partial" else module_name, global_name)
 
 
 def _buffer_path(directory: str, rollout_id: int | None) -> Path:

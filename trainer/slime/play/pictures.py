@@ -5,7 +5,6 @@ them at each turn. A process has a directory of its own below `envd.picture_dir`
 a killed process is removed by the next one on the host.
 """
 
-import asyncio
 import atexit
 import fcntl
 import itertools
@@ -21,16 +20,8 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from trainer.agent.types import BudgetExhausted, Message, ModelFailed, data_uri
-from trainer.slime.guard import Halted
-from trainer.slime.once import once
-from trainer.tokens.chat import Chat
-from trainer.tokens.sglang import Engine
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-_SIDE_PX = 64
 
 
 def _lock(directory: Path, *, wait: bool = True) -> int:
@@ -98,44 +89,3 @@ class PictureFiles:
 def files_of(directory: str) -> PictureFiles:
     """Return the process's files in a directory. Raises: OSError."""
     return PictureFiles(directory)
-
-
-async def require_readable(engine: Engine, url: str, chat: Chat, directory: str) -> None:
-    """Check once per engine that it reads the files of a directory.
-
-    Args:
-        engine: Calls the engine.
-        url: Its address.
-        chat: The model's chat format.
-        directory: `envd.picture_dir`; empty to check nothing.
-
-    Raises:
-        Halted: It reads pictures in requests, but not in files.
-        OSError: The directory cannot be written.
-    """
-    if directory and chat.image_id is not None:
-        await once((directory, url), lambda: _read(engine, url, chat, directory))
-
-
-async def _read(engine: Engine, url: str, chat: Chat, directory: str) -> bool:
-    """Return whether the engine reads files; False if it does not answer. Raises: Halted, OSError."""
-    image, files = Image.new("RGB", (_SIDE_PX, _SIDE_PX)), files_of(directory)
-    address = await asyncio.to_thread(files.add, image)
-    request = {
-        "input_ids": list(chat.opening([Message("user", (image, "-"))]).engine_ids),
-        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-    }
-    try:
-        await engine({**request, "image_data": [address]})
-    except (BudgetExhausted, ModelFailed) as error:
-        try:
-            await engine({**request, "image_data": [data_uri(image).encode("ascii")]})
-        except (BudgetExhausted, ModelFailed):
-            return False  # the first episode reports the error
-        raise Halted(
-            f"envd.picture_dir {directory}: engine {url} does not read its files ({error}); share the directory with"
-            " the engines, or remove the key"
-        ) from error
-    finally:
-        files.remove([address])
-    return True

@@ -1,18 +1,17 @@
 """Replay earlier successes to groups that failed: `envd.replay`.
 
-The pool belongs to the process. `generate` adds successful training episodes with their tokens, log-probabilities and
-screenshots; evaluations add nothing. `filters.keep_informative` replaces a member of a failed group by a success before
-it judges the group; if slime calls no filter, as in its fully asynchronous loop, `group.normalize_rewards` does it.
-`--data-source-path trainer.slime.replay.data_source` saves and resumes the pool with slime's checkpoints. The image
-tensors of a replay are built when rewards are normalised: no episode waits for the loop then. Replayed samples were
-sampled by earlier weights and are off-policy: `--use-tis` or `--use-rollout-logprobs` must weight them.
+The pool belongs to the job. Successful training episodes are added with their tokens, log-probabilities and
+screenshots; evaluations add nothing. `hooks.keep_informative` replaces a member of a failed group by a success before
+it judges the group; if slime calls no filter, as in its fully asynchronous loop, `hooks.normalize_rewards` does it.
+`hooks.data_source` saves and resumes the pool with slime's checkpoints. The image tensors of a replay are built when
+rewards are normalised: no episode waits for the loop then. Replayed samples were sampled by earlier weights and are
+off-policy: `--use-tis` or `--use-rollout-logprobs` must weight them.
 """
 
 import asyncio
 import io
 import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.agent.types import ModelFailed, Trajectory, data_uri
@@ -22,11 +21,8 @@ from trainer.replay.reader import read_jsonl
 from trainer.replay.trajectory import StoredTrajectory, TokenRow, image_bytes
 from trainer.slime import slime_compat
 from trainer.slime.config import Replay, SlimeConfig
-from trainer.slime.partial import load_buffer, save_buffer
-from trainer.slime.rows import refuse_rows
-from trainer.slime.samples import facts_of, flatten, is_void, make_void, note, reset_sample, row_samples, set_status
+from trainer.slime.play.samples import facts_of, flatten, is_void, make_void, note, reset_sample, set_status, spread
 from trainer.slime.slime_compat import Sample
-from trainer.tokens.chat import Chat
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -38,18 +34,9 @@ logger = logging.getLogger(__name__)
 #: Metadata key of the trajectory whose image tensors are not built yet.
 _PENDING_KEY = "envd_replay"
 
-_pools: dict[Replay, ReplayPool] = {}
 
-
-def pool_of(replay: Replay) -> ReplayPool:
-    """Return the process's pool; on first use it is filled from its files. Raises: OSError."""
-    if replay not in _pools:
-        _pools[replay] = ReplayPool(replay)
-        _load_files(_pools[replay], replay)
-    return _pools[replay]
-
-
-def _load_files(pool: ReplayPool, replay: Replay) -> None:
+def load_files(pool: ReplayPool, replay: Replay) -> None:
+    """Add the successes of the configured files to a pool. Raises: OSError."""
     for file in replay.files:
         read = read_jsonl(file, success_at=replay.success_at, max_per_task=replay.max_per_task)
         known = [trajectory for trajectory in read.trajectories if trajectory.start]
@@ -63,56 +50,18 @@ def _load_files(pool: ReplayPool, replay: Replay) -> None:
             )
 
 
-def data_source(args: Any) -> Any:
-    """Return slime's data source, extended to save and resume pool and aborted samples, for `--data-source-path`.
-
-    Raises:
-        ConfigError: A data file has rows that slime cannot read, or none that can be played.
-    """
-    config = SlimeConfig.from_args(args)
-    # Before slime reads them: its own errors do not name the row.
-    refuse_rows(args, config)
-    source = slime_compat.data_source(args)
-    replay, is_partial = config.replay, getattr(args, "partial_rollout", False)
-    if replay is not None:
-        pool_of(replay)
-    save, load = source.save, source.load
-
-    def save_both(rollout_id: int) -> None:
-        save(rollout_id)
-        if args.save is not None and replay is not None:
-            pool_of(replay).save(Path(args.save) / "replay", name=str(rollout_id))
-        if args.save is not None and is_partial:
-            save_buffer(source, args.save, rollout_id)
-
-    def load_both(rollout_id: int | None = None) -> None:
-        load(rollout_id)
-        if args.load is not None and is_partial:
-            load_buffer(source, args.load, rollout_id)
-        if args.load is None or not (Path(args.load) / "replay" / f"pool-{rollout_id}.json").exists():
-            return
-        if replay is None:
-            return
-        pool = ReplayPool.resume(Path(args.load) / "replay", replay, name=str(rollout_id))
-        _load_files(pool, replay)
-        _pools[replay] = pool
-
-    source.save, source.load = save_both, load_both
-    return source
-
-
 async def keep_success(
-    config: SlimeConfig, trajectory: Trajectory, rows: "Sequence[Row]", samples: Sequence[Sample]
+    pool: ReplayPool, trajectory: Trajectory, rows: "Sequence[Row]", samples: Sequence[Sample]
 ) -> None:
     """Add a training episode to the pool if it succeeded. Encodes its screenshots in a thread.
 
     One that branched from another member is left out: it began in mid-episode, not where a failed group does.
     """
     score = 0.0 if trajectory.evaluation is None else trajectory.evaluation.score
-    if not config.replay or trajectory.shared_turn_count or not facts_of(samples[0]).get("start"):
+    if trajectory.shared_turn_count or not facts_of(samples[0]).get("start"):
         return
-    if score >= config.replay.success_at:
-        pool_of(config.replay).add(await asyncio.to_thread(_stored, trajectory, score, rows, samples))
+    if score >= pool.settings.success_at:
+        pool.add(await asyncio.to_thread(_stored, trajectory, score, rows, samples))
 
 
 def _stored(trajectory: Trajectory, score: float, rows: "Sequence[Row]", samples: Sequence[Sample]) -> StoredTrajectory:
@@ -144,18 +93,17 @@ def _stored(trajectory: Trajectory, score: float, rows: "Sequence[Row]", samples
     )
 
 
-def show_success(args: Any, config: SlimeConfig, samples: list[Any]) -> None:
+def show_success(pool: ReplayPool, args: Any, config: SlimeConfig, samples: list[Any]) -> None:
     """Replace a member of a complete group by a success, if the raw scores of all valid members are failures.
 
     Only by one with the group's start. A group whose members started differently gets none.
 
     Args:
+        pool: The successes.
         args: slime's.
-        config: The configuration; does nothing without `replay`.
+        config: The configuration.
         samples: The group's members, each a sample or its rows. Changed in place; its length stays.
     """
-    if not config.replay:
-        return
     heads = [next((row for row in flatten([member]) if not is_void(row)), None) for member in samples]
     facts = [None if head is None else facts_of(head) for head in heads]
     starts = {(str(known["task_id"]), str(known.get("start", ""))) for known in facts if known}
@@ -165,28 +113,25 @@ def show_success(args: Any, config: SlimeConfig, samples: list[Any]) -> None:
     if not start:
         return
     raw_rewards = [float(known["task_score"]) if known else None for known in facts]
-    injection = inject(pool_of(config.replay), task_id, raw_rewards, start=start)
+    injection = inject(pool, task_id, raw_rewards, start=start)
     if injection is not None:
         samples[injection.index] = _replayed(args, config, samples[injection.index], injection)
 
 
-def show_successes(args: Any, samples: Sequence[Sample]) -> None:
+def show_successes(pool: ReplayPool, args: Any, config: SlimeConfig, samples: Sequence[Sample]) -> None:
     """Call `show_success` for each group of a rollout if slime calls no filter.
 
     Does nothing if members may have several rows: in the flat list that slime passes to its normaliser, a success
     cannot have more rows than the member that it replaces.
     """
-    if not getattr(args, "envd", None) or getattr(args, "dynamic_sampling_filter_path", "unknown") is not None:
-        return
-    config = SlimeConfig.from_args(args)
-    if not config.replay or config.agent.images_per_row:
+    if getattr(args, "dynamic_sampling_filter_path", "unknown") is not None or config.agent.images_per_row:
         return
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         if sample.group_index is not None:
             groups.setdefault(sample.group_index, []).append(sample)
     for group in groups.values():
-        show_success(args, config, group)
+        show_success(pool, args, config, group)
 
 
 def _replayed(args: Any, config: SlimeConfig, member: Any, injection: Injection) -> Any:
@@ -197,11 +142,9 @@ def _replayed(args: Any, config: SlimeConfig, member: Any, injection: Injection)
         # The last row, as in evaluation.
         _fill(sample, injection, len(rows) - 1)
         return sample
-    group = row_samples(sample, -(-len(rows) // config.pad_rows_to) * config.pad_rows_to)
+    group = spread(sample, len(rows), config.pad_rows_to, args)
     for number, one in enumerate(group[: len(rows)]):
         _fill(one, injection, number)
-    for padding in group[len(rows) :]:
-        make_void(padding, args, status="COMPLETED", reason="padding")
     return group
 
 
@@ -230,26 +173,12 @@ def build_tensors(args: Any, samples: Sequence[Sample]) -> None:
         if pending is None:
             continue
         trajectory, row = pending
-        state = slime_compat.generate_state(args)
         try:
             images = [_image(trajectory.images[index]) for index in row.images]
-            sample.multimodal_train_inputs = Chat(state.tokenizer, state.processor).tensors(images, row.tokens)
+            sample.multimodal_train_inputs = slime_compat.chat(args).tensors(images, row.tokens)
         except (ModelFailed, OSError) as error:
             logger.warning("[envd] sample %s: replay of %s is void: %s", sample.index, trajectory.task_id, error)
             make_void(sample, args, status="FAILED", reason="replay")
-
-
-def replay_metrics(args: Any) -> Mapping[str, float]:
-    """Return the pool's sizes and counters; empty without replay."""
-    if not getattr(args, "envd", None):
-        return {}
-    replay = SlimeConfig.from_args(args).replay
-    return pool_of(replay).statistics() if replay else {}
-
-
-def is_replayed(sample: Sample) -> bool:
-    """Return whether a sample is a replay, which says nothing about the current policy."""
-    return "replay" in facts_of(sample)
 
 
 def _image(uri: str) -> "Image.Image":

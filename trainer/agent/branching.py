@@ -1,12 +1,12 @@
 """A member of a group that branches: where its episode starts, and when other members may continue from it."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import ceil
 from statistics import fmean
-from typing import Unpack
+from typing import Any, Protocol, Unpack
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint
 from cuaenv.client.view import ResetOptions
@@ -17,9 +17,17 @@ from trainer.agent.starts import task_id_of
 from trainer.agent.training import GroupConfig
 from trainer.agent.tree import Tree
 from trainer.agent.turns import BranchPoint
-from trainer.agent.types import Trajectory
-from trainer.tokens.rows import Row, Segment
-from trainer.tokens.sglang import SglangConversation
+from trainer.agent.types import Conversation, Reply, Trajectory
+
+
+class BranchingConversation(Conversation, Protocol):
+    """A conversation from whose rows others continue, such as `trainer.tokens.conversation.TokenConversation`."""
+
+    def prefix(self) -> Any:
+        """Return all that the model read and sampled in the current row before its latest reply."""
+
+    async def continue_from(self, prefix: Any) -> None:
+        """Start with the prefix of another conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +37,21 @@ class BranchContext:
     episode_id: str
     """The episode."""
     point: BranchPoint
-    prefix: Segment
-    """The current row: all that the model read and sampled in it."""
+    prefix: Any
+    """Of its conversation."""
+
+
+def branches(config: GroupConfig, *, turns_since: int, reply: Reply) -> bool:
+    """Return whether others branch off before a reply is performed: the policy of when to branch.
+
+    Args:
+        config: When to branch.
+        turns_since: Turns since the member's last branch point, or its start.
+        reply: The reply. Others branch if it surprised the policy that sampled it.
+    """
+    surprise = -fmean(reply.log_probs or (0.0,))
+    is_unsure = config.branch_above is not None and surprise > config.branch_above
+    return is_unsure or turns_since >= config.branch_every
 
 
 class TreeMember:
@@ -44,6 +65,7 @@ class TreeMember:
         config: GroupConfig,
         size: int,
         lease_ttl: timedelta = timedelta(minutes=5),
+        traced: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
     ) -> None:
         """Prepare; opens nothing.
 
@@ -53,13 +75,15 @@ class TreeMember:
             config: When to branch, and into how many.
             size: Members of the group.
             lease_ttl: How long forks outlive this process.
+            traced: Returns the context of a fork, given the number of waiting members.
         """
         self.context: BranchContext | None = None
         """The history with which the latest episode started; None at the beginning of its task."""
         self._client = client
-        self.tree = tree
+        self._tree = tree
         self._config = config
         self._lease_ttl = lease_ttl
+        self._traced = traced
         self._is_new = True
         self._episode: AsyncEpisode | None = None
         # The others continue on forks, on the host of their root.
@@ -79,28 +103,24 @@ class TreeMember:
                 yield episode
             return
         options["branches"] = self._forks_per_root
-        async with self.tree.member(begin) as (self._episode, self.context):
+        async with self._tree.member(begin) as (self._episode, self.context):
             yield self._episode
 
     async def run(
-        self, episode: AgentEpisode, conversation: SglangConversation, *, settings: AgentSettings
+        self, episode: AgentEpisode, conversation: BranchingConversation, *, settings: AgentSettings
     ) -> Trajectory:
-        """Run the open episode, and let others branch from it.
-
-        They do before a reply of which the policy was unsure, and `branch_every` turns after the last branch point.
-        """
-        context, config = self.context, self._config
+        """Run the open episode, and let others branch from it, see `branches`."""
+        context = self.context
         branched_at = len(context.point.turns) if context else 0
 
-        async def offer_branch(turn_count: int, branch_point: Callable[[], BranchPoint]) -> None:
+        async def offer_branch(turn_count: int, reply: Reply, branch_point: Callable[[], BranchPoint]) -> None:
             nonlocal branched_at
-            row = conversation.rows[-1]
-            if self._episode is None or (turn_count - branched_at < config.branch_every and not self._is_unsure(row)):
+            if self._episode is None or not branches(self._config, turns_since=turn_count - branched_at, reply=reply):
                 return
             branched_at = turn_count
-            prefix = row.as_prompt(without_last_reply=True)
+            prefix = conversation.prefix()
             at = BranchContext(episode_id=episode.episode_id, point=branch_point(), prefix=prefix)
-            await self.branch(self._episode, at)
+            await self._branch(self._episode, at)
 
         point = None
         if context is not None:
@@ -110,16 +130,12 @@ class TreeMember:
             episode, conversation, settings=settings, branch_point=point, offer_branch=offer_branch
         )
 
-    async def branch(self, episode: AsyncEpisode, context: BranchContext) -> None:
+    async def _branch(self, episode: AsyncEpisode, context: BranchContext) -> None:
         """Let waiting members continue from an episode."""
         wait = timedelta(seconds=self._config.group_wait_s)
-        await self.tree.branch(
-            lambda count: self._client.fork(episode, count=count, lease_ttl=self._lease_ttl, timeout=wait),
-            most=self._config.branch_ways - 1,
-            context=context,
-        )
-
-    def _is_unsure(self, row: Row) -> bool:
-        """Whether the reply with which a row ends surprised the policy that sampled it."""
-        log_probs, limit = row.pieces[-1].log_probs, self._config.branch_above
-        return limit is not None and -fmean(log_probs or (0.0,)) > limit
+        with self._traced(self._tree.waiting_count):
+            await self._tree.branch(
+                lambda count: self._client.fork(episode, count=count, lease_ttl=self._lease_ttl, timeout=wait),
+                most=self._config.branch_ways - 1,
+                context=context,
+            )

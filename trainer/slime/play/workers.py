@@ -16,15 +16,14 @@ import pickle
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
 
 from trainer.slime import slime_compat
-from trainer.slime.guard import Halted
-from trainer.slime.rollout import Rollout
-from trainer.slime.samples import flatten
+from trainer.slime.config import Halted
+from trainer.slime.play.samples import flatten
 from trainer.slime.slime_compat import Sample
 from trainer.tokens import patches
 from trainer.workers import WorkerProcess
@@ -40,12 +39,17 @@ class WorkerLost(Exception):
     """A worker process ended while it ran a sample, or cannot return it."""
 
 
+Play = Callable[..., Coroutine[Any, Any, Any]]
+"""A function of a module: takes slime's args, a sample, sampling parameters and the options of `Workers.run`."""
+
+
 class Workers:
     """The worker processes of a job. One that ended is replaced when it is needed."""
 
-    def __init__(self, args: Any, count: int) -> None:
-        """Start nothing yet; `args` are slime's."""
+    def __init__(self, args: Any, count: int, play: Play) -> None:
+        """Start nothing yet; `args` are slime's, and `play` plays a sample in a worker."""
         self._args = args
+        self._play = play
         self._workers: list[_Worker | None] = [None] * count
         self._lock = threading.Lock()
 
@@ -53,10 +57,8 @@ class Workers:
         """Return the process ids of the workers that run."""
         return [worker.pid for worker in self._workers if worker is not None and not worker.is_lost]
 
-    async def run(
-        self, sample: Sample, params: Mapping[str, Any], *, evaluation: bool, rollout_type: type[Rollout]
-    ) -> Any:
-        """Run a sample and fill it; return it, or its rows. If its worker ends, it runs once more, alone.
+    async def run(self, sample: Sample, params: Mapping[str, Any], **options: Any) -> Any:
+        """Run a sample and fill it; return it, or its rows. If its worker ends, it runs once more, `is_alone`.
 
         Raises:
             Halted: The run cannot go well.
@@ -67,8 +69,7 @@ class Workers:
         number = sample.group_index if sample.group_index is not None else sample.index or 0
         for attempt in range(1, _ATTEMPTS + 1):
             worker = await asyncio.to_thread(self._at, number % len(self._workers))
-            options = {"evaluation": evaluation, "rollout_type": rollout_type, "is_alone": attempt > 1}
-            call = await asyncio.to_thread(worker.call, sample, dict(params), options)
+            call = await asyncio.to_thread(worker.call, sample, dict(params), {**options, "is_alone": attempt > 1})
             try:
                 filled = await _answer(worker, call, state)
             except WorkerLost as error:
@@ -85,7 +86,7 @@ class Workers:
         with self._lock:
             worker = self._workers[index]
             if worker is None or worker.is_lost:
-                worker = self._workers[index] = _Worker(self._args)
+                worker = self._workers[index] = _Worker(self._args, self._play)
             return worker
 
 
@@ -109,8 +110,8 @@ async def _answer(worker: "_Worker", call: "tuple[int, Future[Any]]", state: sli
 class _Worker:
     """One process, and the calls that it runs. Thread-safe."""
 
-    def __init__(self, args: Any) -> None:
-        self._process = WorkerProcess(_serve, args, name="rollout-worker")
+    def __init__(self, args: Any, play: Play) -> None:
+        self._process = WorkerProcess(_serve, args, play, name="rollout-worker")
         self._pipe = self._process.pipe
         self.pid = self._process.pid
         self.is_lost = False
@@ -183,17 +184,18 @@ def _mapped(pid: int, fd: int, shape: tuple[int, ...]) -> Any:
 # In a worker
 
 
-def _serve(pipe: Any, args: Any) -> None:
+def _serve(pipe: Any, args: Any, play: Play) -> None:
     patches.share_memory()
-    asyncio.run(_Server(pipe, args).run())
+    asyncio.run(_Server(pipe, args, play).run())
 
 
 class _Server:
     """Runs the samples that come through a pipe until it is closed."""
 
-    def __init__(self, pipe: Any, args: Any) -> None:
+    def __init__(self, pipe: Any, args: Any, play: Play) -> None:
         self._pipe = pipe
         self._args = args
+        self._play = play
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._is_aborted = False
         self._held: dict[int, Any] = {}
@@ -230,13 +232,11 @@ class _Server:
             self._is_aborted = slime_compat.generate_state(self._args).aborted = True
 
     async def _run(self, number: int, sample: Sample, params: Any, options: Mapping[str, Any], freed: Any) -> None:
-        from trainer.slime.generate import play  # noqa: PLC0415 -- it imports this module
-
         for fd in freed:
             self._held.pop(fd, None)
         filled: Any
         try:
-            filled = await play(self._args, sample, params, **options)
+            filled = await self._play(self._args, sample, params, **options)
         except Exception as error:
             filled = error if isinstance(error, Halted) else WorkerLost(f"{type(error).__name__}: {error}")
         finally:
@@ -281,13 +281,3 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         self._held[fd] = value
         return _mapped, (os.getpid(), fd, tuple(value.shape))
-
-
-_workers: dict[str, Workers] = {}
-
-
-def workers_of(args: Any, count: int) -> Workers:
-    """Return the process's workers for a job."""
-    names = ("envd", "hf_checkpoint", "sglang_router_ip", "sglang_router_port")
-    key = repr((count, [getattr(args, name, None) for name in names]))
-    return _workers.setdefault(key, Workers(args, count))

@@ -1,4 +1,4 @@
-"""Supervised warm-up with images, for `--rollout-function-path trainer.slime.sft.generate_rollout`.
+"""The examples of a supervised warm-up with images, for `trainer.slime.hooks.generate_rollout`.
 
 slime's own `slime.rollout.sft_rollout` (624b824a8) tokenises the text only: an image becomes one placeholder, and its
 pixels are lost. Here each placeholder is repeated once per image token, and the pixels are added. Masks are slime's
@@ -7,46 +7,18 @@ pixels are lost. Here each placeholder is repeated once per image token, and the
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
-from trainer.agent.types import ModelFailed
-from trainer.slime import slime_compat
 from trainer.slime.slime_compat import Sample
 from trainer.tokens.chat import Chat
-
-__all__ = ["generate_rollout"]
 
 
 class CannotTrain(ValueError):
     """A conversation is not a valid example: it has no trained turn, or its images do not match its text."""
 
 
-def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> list[list[Sample]]:  # noqa: ARG001
-    """Return the next conversations of the data set as samples with tokens, masks and image tensors.
-
-    Raises:
-        CannotTrain: A conversation is not a valid example; the message names its task.
-    """
-    if evaluation:
-        raise ValueError("a supervised warm-up has no evaluation; remove --eval-interval")
-    tokenizer, processor, masks = _tools(args.hf_checkpoint, args.loss_mask_type)
-    chat = Chat(tokenizer, processor)
-    groups: list[list[Sample]] = data_source.get_samples(args.rollout_batch_size)
-    for (sample,) in groups:
-        try:
-            _fill(sample, chat, masks)
-        except (ModelFailed, CannotTrain) as error:
-            raise CannotTrain(f"sample {sample.index} ({sample.label}): {error}") from error
-    return groups
-
-
-@lru_cache(maxsize=1)
-def _tools(checkpoint: str, mask_type: str) -> tuple[Any, Any, Any]:
-    return slime_compat.sft_tools(checkpoint, mask_type)
-
-
-def _fill(sample: Sample, chat: Chat, masks: Any) -> None:
+def fill_conversation(sample: Sample, chat: Chat, masks: Any) -> None:
+    """Fill a sample with the tokens, masks and image tensors of its conversation. Raises: CannotTrain, ModelFailed."""
     images = (sample.multimodal_inputs or {}).get("images") or []
     ids, mask = masks.get_loss_mask(sample.prompt, tools=(sample.metadata or {}).get("tools"))
     counts = [chat.image_token_count(image.width, image.height) for image in images]
