@@ -26,8 +26,9 @@ _HEADER = """# Reference of the Python client
 All names are in `trainer.client`. [client.md](client.md) has examples, and explains placement and retries.
 
 The methods are those of `AsyncEnvClient` and `AsyncEpisode`. `EnvClient` and `Episode` have the same ones without
-`async` and `await`, with two exceptions: `aclose` is `close`, and
-`Episode.frames` does not exist. Positions and sizes are in pixels of the screen, unless a `coordinate_space` is given.
+`async` and `await`, except that `aclose` is `close`, and `Episode` has no `frames`, `begin_close` and `when_closed`.
+What `reset`, `reset_group`, `fork` and `attach` return is a block, too: `async with client.reset(task) as episode:`.
+Positions and sizes are in pixels of the screen, unless a `coordinate_space` is given.
 
 """
 _CLASSES = {"Clients": [client.AsyncEnvClient, client.Tls, client.RetryPolicy], "Episodes": [client.AsyncEpisode]}
@@ -57,7 +58,7 @@ _DATA = {
     ],
 }
 #: Public for other modules of the client only.
-_INTERNAL = {"accept", "block", "chosen_view", "credentials", "defaults"}
+_INTERNAL = {"accept", "chosen_view", "credentials", "defaults"}
 
 
 def page() -> str:
@@ -118,6 +119,8 @@ def _method(name: str, method: Callable[..., Any]) -> Iterator[str]:
     call = name + _short(str(signature.replace(parameters=list(signature.parameters.values())[1:])))
     if inspect.iscoroutinefunction(inspect.unwrap(method)):
         call = f"await {call}"
+    elif " -> Opening[" in call:
+        call = re.sub(r" -> Opening\[(.*)\]$", r" -> \1", f"await {call}")
     elif inspect.isasyncgenfunction(inspect.unwrap(method)) and hasattr(method, "__wrapped__"):
         call = re.sub(r" -> \w+\[(.*)\]$", r" as \1", f"async with {call}")
     lines = textwrap.wrap(call.removesuffix(" -> None"), 110, subsequent_indent="    ", break_long_words=False)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.adapters.areal.workflow import DesktopWorkflow
-from trainer.agent.attempts import GroupEnvironments
+from trainer.agent.attempts import Environments
 from trainer.sight.check import SampledReply, turns_of_row
 from trainer.sight.episode import PictureEnvironments, plan_of, settings_of, tokens_of
 
@@ -37,5 +37,5 @@ class SightWorkflow(DesktopWorkflow):
             turns += turns_of_row(tokens, mask, log_probs, inputs, **tokens_of(self._processor))
         return turns
 
-    def _environments(self) -> GroupEnvironments:
+    def _environments(self) -> Environments:
         return PictureEnvironments(self.plan)

@@ -193,6 +193,14 @@ async def test_an_episode_continues_after_its_forks_are_closed(client: AsyncEnvC
     assert episodes.actions[1] == Click(640, 400), "the parent's defaults apply"
 
 
+async def test_a_fork_has_its_parents_instruction_also_if_that_is_empty(client: AsyncEnvClient) -> None:
+    async with client.reset(TASK) as episode:
+        for instruction in ("", "Write it in French."):
+            episode.instruction = instruction
+            async with client.fork(episode, count=1) as (copy,):
+                assert copy.instruction == instruction
+
+
 async def test_a_fork_lost_by_the_network_is_performed_once(server: ApiServer, episodes: StubEpisodes) -> None:
     async with AsyncEnvClient(server.address, retry=QUICK) as client, client.reset(TASK) as parent:
         episodes.gate.clear()
@@ -568,8 +576,8 @@ async def test_calls_of_a_closed_synchronous_client_raise_client_closed(server: 
         episode = client.open(TASK)
         client.close()
         client.close()
-        calls = (client.list_pools, client.statistics, episode.observe, episode.close, lambda: client.open(TASK))
-        for call in (*calls, client.reset(TASK).__enter__):
+        opening = (lambda: client.reset_group(TASK, size=1), lambda: client.open(TASK))
+        for call in (client.list_pools, client.statistics, episode.observe, episode.close, *opening):
             with pytest.raises(
                 trainer.ClientClosed, match=f"client of {server.address}: it was closed; open another one"
             ):
@@ -579,12 +587,14 @@ async def test_calls_of_a_closed_synchronous_client_raise_client_closed(server: 
 
 
 async def test_a_synchronous_episode_has_what_an_asyncio_one_documents(server: ApiServer) -> None:
-    internal = {"block", "chosen_view", "defaults", "place", "frames"}  # `frames` is an asyncio generator
+    internal = {"chosen_view", "defaults"}
+    of_asyncio = {"begin_close", "frames", "when_closed"}
 
     def use() -> None:
         with EnvClient(server.address) as client, client.reset(TASK) as episode:
             inner = episode._inner
-            names = {name for name in {*vars(inner), *dir(type(inner))} if not name.startswith("_")} - internal
+            names = {name for name in {*vars(inner), *dir(type(inner))} if not name.startswith("_")}
+            names -= internal | of_asyncio
             assert names == {name for name in dir(episode) if not name.startswith("_")}
             shared = {name for name in names if not callable(getattr(inner, name))}
             assert {name: getattr(episode, name) for name in shared} == {name: getattr(inner, name) for name in shared}

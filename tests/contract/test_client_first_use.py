@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import copy
+import gc
 import inspect
 import traceback
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,11 +16,13 @@ import pytest
 from cuaenv import client as trainer
 from cuaenv.client import AsyncEnvClient, Click, EnvClient, EnvError, RetryPolicy, View
 from cuaenv.client import opening as client_opening
+from cuaenv.client.host import Host
 from cuaenv.v1 import env_pb2
 from envd.api.server import ApiServer
 from envd.base import errors
 from envd.base.telemetry.metrics import Metrics
 from tests.contract.test_client_hosts import unserved_address
+from tests.support.clock import until
 from tests.support.stub_episodes import StubEpisodes, pool_info
 
 TASK = "desktop/note"
@@ -39,7 +43,6 @@ async def test_an_episode_without_a_block_holds_its_place_until_it_is_closed(
 ) -> None:
     async with AsyncEnvClient(server.address, max_episodes=1) as client:
         first = await client.open(TASK, view=View(encoding="none"))
-        block = first.block  # else the garbage collector would leave it
         assert (await first.step(Click(1, 2))).errors == ()
         second = asyncio.create_task(client.open(TASK))
         while not client.statistics().gated_count:
@@ -47,7 +50,6 @@ async def test_an_episode_without_a_block_holds_its_place_until_it_is_closed(
         assert len(episodes.resets) == 1
         await asyncio.gather(first.close(), first.close())
         await (await asyncio.wait_for(second, 60)).close()
-        assert block is not None
     assert episodes.closed == [first.episode_id, second.result().episode_id]
 
 
@@ -71,6 +73,56 @@ async def test_an_episode_without_a_block_is_closed_although_its_closer_is_cance
     assert episode.episode_id in episodes.closed
 
 
+async def test_an_opening_cancelled_while_its_pictures_are_decoded_leaves_no_episode(
+    server: ApiServer, episodes: StubEpisodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding = asyncio.Event()
+
+    async def never(*_: object) -> None:
+        decoding.set()
+        await asyncio.Event().wait()
+
+    async with AsyncEnvClient(server.address, max_episodes=2) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(Host, "decode", never)
+            opening = asyncio.create_task(client.open_group(TASK, size=2))
+            await decoding.wait()
+            opening.cancel()
+            await asyncio.wait({opening})
+        assert (opening.cancelled(), client.episodes) == (True, [])
+        group = await asyncio.wait_for(client.open_group(TASK, size=2), 60)  # within `max_episodes`
+        await until(lambda: len(episodes.closed) == 2)
+    assert len(episodes.closed) == 4
+    assert {episode.episode_id for episode in group} == set(episodes.closed[2:])
+
+
+async def test_callbacks_of_an_episode_are_called_once_it_is_closed(server: ApiServer) -> None:
+    called: list[str] = []
+    async with AsyncEnvClient(server.address) as client:
+        episode = await client.open(TASK)
+        episode.when_closed(lambda: called.append("before"))
+        assert (called, episode.is_closed) == ([], False)
+        episode.begin_close()
+        episode.when_closed(lambda: called.append("meanwhile"))
+        assert (called, episode.is_closed) == ([], True)
+        await episode.close()
+        episode.when_closed(lambda: called.append("after"))
+        await until(lambda: called == ["before", "meanwhile", "after"])
+
+
+async def test_a_closed_episode_and_its_pixels_are_freed_without_the_garbage_collector(server: ApiServer) -> None:
+    gc.disable()
+    try:
+        async with AsyncEnvClient(server.address, max_episodes=1) as client:
+            episode = await client.open(TASK)
+            freed = weakref.ref(episode)
+            await episode.close()
+            del episode
+            await until(lambda: freed() is None)
+    finally:
+        gc.enable()
+
+
 async def test_the_synchronous_client_opens_without_a_block(server: ApiServer, episodes: StubEpisodes) -> None:
     def work() -> list[str]:
         client = EnvClient(server.address)
@@ -86,41 +138,55 @@ async def test_the_synchronous_client_opens_without_a_block(server: ApiServer, e
     assert await asyncio.to_thread(work) == episodes.closed
 
 
-def test_a_block_that_was_not_entered_says_how_to_get_an_episode() -> None:
-    with EnvClient("127.0.0.1:1") as client:
-        with pytest.raises(AttributeError, match=r"no 'step' .*`with client\.reset\(\.\.\.\) as episode:`"):
-            cast("Any", client.reset(TASK)).step(Click(1, 2))
-        with pytest.raises(TypeError, match=r"EnvClient\.fork: parent is .*, not an Episode"):
-            client.fork(cast("Any", client.reset(TASK)), count=1)
+async def test_opened_episodes_are_blocks_too(server: ApiServer, episodes: StubEpisodes) -> None:
+    async with AsyncEnvClient(server.address) as client, await client.open(TASK) as first:
+        assert [episode.episode_id for episode in client.episodes] == [first.episode_id]
+        one, other = await client.open_group(TASK, size=2)
+        await asyncio.gather(one.close(), other.close())
+        assert (one.is_closed, first.is_closed) == (True, False)
+
+    def work() -> list[str]:
+        with EnvClient(server.address) as client:
+            group = client.open_group(TASK, size=2)
+            with client.open(TASK) as third, group as (one, _):
+                copies = client.fork(one, count=1)
+                copies.close()
+            return [episode.episode_id for episode in (*copies, *group, third)]
+
+    # The members of a group are closed together, in any order.
+    assert sorted(await asyncio.to_thread(work)) == sorted(episodes.closed[3:])
+
+
+def test_something_else_than_an_episode_is_not_forked() -> None:
+    with EnvClient("127.0.0.1:1") as client, pytest.raises(TypeError, match=r"EnvClient\.fork: parent is .*, not an E"):
+        client.fork(cast("Any", "episode"), count=1)
 
 
 # -- help ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("client", [AsyncEnvClient, EnvClient])
-@pytest.mark.parametrize("name", ["reset", "open", "reset_group"])
+@pytest.mark.parametrize("name", ["reset", "open", "reset_group", "open_group"])
 def test_help_shows_every_option_with_its_type_and_meaning(client: type, name: str) -> None:
     method = getattr(client, name)
     signature = inspect.signature(method)
     options = list(inspect.signature(AsyncEnvClient.reset_group).parameters)
-    if name != "reset_group":
+    if "group" not in name:
         options.remove("size")
     assert list(signature.parameters) == options
     assert signature.parameters["timeout"].annotation is timedelta
     documented = inspect.getdoc(method) or ""
     for option in options[1:]:
         assert f"\n    {option}: " in documented
-    assert ("\n    size: " in documented) == (name == "reset_group")
+    assert ("\n    size: " in documented) == ("group" in name)
     assert "\nRaises:\n    EnvError: " in documented
 
 
 async def test_the_synchronous_client_forwards_and_has_statistics(server: ApiServer, episodes: StubEpisodes) -> None:
     def work() -> tuple[int, int]:
         with EnvClient(server.address) as client:
-            # The client closes an episode to which no reference is left.
-            episode = client.open(TASK)
+            client.open(TASK)
             (info,) = client.list_episodes()
-            assert info.episode_id == episode.episode_id
             with client.forward(info, 9222) as forward:
                 assert forward.local_port
             return len(client.statistics().hosts), len(client.list_episodes())
@@ -206,7 +272,7 @@ async def test_an_error_of_the_synchronous_client_shows_two_frames(server: ApiSe
             episodes.failures = [errors.TaskNotFound("x")]
             with pytest.raises(EnvError) as refused, client.reset(TASK):
                 pass
-            assert frames_of(refused.value) == ["__enter__", "_wait"]
+            assert frames_of(refused.value) == ["reset", "_wait"]
             with client.reset(TASK) as episode:
                 episodes.failures = [errors.EpisodeEnded("x")]
                 with pytest.raises(EnvError) as ended:

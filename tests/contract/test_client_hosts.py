@@ -13,6 +13,7 @@ import pytest
 
 from cuaenv import client as trainer
 from cuaenv.client import AsyncEnvClient, HostState, RetryPolicy, TypeText, View
+from cuaenv.client.pacing import ResetPacer
 from envd.api.server import ApiServer
 from envd.base import errors
 from envd.base.telemetry.metrics import Metrics
@@ -198,6 +199,32 @@ async def test_a_rejected_reset_on_a_single_host_does_not_delay_the_next() -> No
 
 
 # Unavailable hosts
+
+
+async def test_resets_that_follow_failed_ones_pause_until_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    wait = ResetPacer.wait
+
+    async def recorded(pacer: ResetPacer, task: str) -> None:
+        began_s = asyncio.get_running_loop().time()
+        await wait(pacer, task)
+        if asyncio.get_running_loop().time() - began_s >= 0.04:
+            waited.append(task)
+
+    monkeypatch.setattr(ResetPacer, "wait", recorded)
+    async with stub_hosts(8) as (host,), client_of([host]) as client:
+        host.episodes.failures = [errors.TaskNotFound("no such task")] * 2
+        for _ in range(2):
+            with pytest.raises(trainer.TaskNotFound):
+                await client.open(TASK, view=NOTHING)
+        assert waited == [TASK], "the second one, after the first failed"
+        first = await client.open(TASK, view=NOTHING)
+        waited.clear()
+        host.episodes.failures = [errors.NotForkable("a dialog is open")]
+        with pytest.raises(trainer.NotForkable):
+            await client.fork(first, count=1)
+        await client.open(TASK, view=NOTHING)
+        assert waited == [], "failed forks are not resets"
 
 
 async def test_a_host_that_is_down_gets_no_episodes_until_it_is_up_again(tmp_path: Path) -> None:
@@ -410,15 +437,15 @@ async def test_an_episode_of_another_event_loop_raises_an_error_with_a_remedy() 
 async def test_calls_of_a_closed_client_raise_client_closed() -> None:
     async with stub_hosts(8) as (host,):
         client = AsyncEnvClient(host.address, retry=QUICK)
-        opening = client.reset(TASK, view=NOTHING)
-        episode = await opening.__aenter__()
-        observing = asyncio.create_task(episode.step(TypeText("x")))
+        episode = await client.open(TASK, view=NOTHING)
+        stepping = asyncio.create_task(episode.step(TypeText("x")))
         host.episodes.gate.clear()
         await host.episodes.wait_for_call("step")
         await client.aclose()
         with pytest.raises(trainer.ClientClosed):
-            await observing
+            await stepping
         with pytest.raises(trainer.ClientClosed):
             await episode.observe()
         host.episodes.gate.set()
-        await opening.__aexit__(None, None, None)
+        await episode.close()
+        assert host.episodes.closed == [episode.episode_id]

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import Action, AsyncEpisode, Click, Done, GuestUnresponsive, StepResult, Wait
+from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Click, Done, GuestUnresponsive, StepResult, Wait
 from envd.tasks.model import Task
 from tests.support.faulty import Faults
 from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import FakeServer, served_client
-from trainer.agent.attempts import run_group, run_task
+from trainer.agent.attempts import run_task
+from trainer.agent.forks import GroupMember
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome, Reply, Trajectory
@@ -130,10 +131,28 @@ async def test_an_unknown_task_is_not_retried() -> None:
     assert trajectory.evaluation is None
 
 
+async def run_group(
+    client: AsyncEnvClient, task: str, new_conversation: Callable[[], Conversation], *, size: int, **options: Any
+) -> list[Trajectory]:
+    """Run the members of a group together, as frameworks do."""
+    group = object()
+    runs = (
+        run_task(
+            GroupMember(client, group=group, size=size, wait_s=60.0),
+            task,
+            new_conversation,
+            settings=SETTINGS,
+            **options,
+        )
+        for _ in range(size)
+    )
+    return await asyncio.gather(*runs)
+
+
 async def test_a_group_starts_in_one_state() -> None:
     async with served_client(size=4) as (_, client):
         model = functools.partial(ScriptedReplies.acting, [Done()])
-        group = await run_group(client, "fake/append-line", model, size=4, settings=SETTINGS)
+        group = await run_group(client, "fake/append-line", model, size=4)
     assert len({trajectory.origin for trajectory in group}) == 1
     assert len({trajectory.episode_id for trajectory in group}) == 4
     assert [trajectory.outcome for trajectory in group] == [Outcome.TERMINATED] * 4
@@ -142,7 +161,7 @@ async def test_a_group_starts_in_one_state() -> None:
 async def test_members_of_a_group_that_cannot_be_opened_have_trajectories_of_their_own() -> None:
     async with served_client(size=2) as (_, client):
         model = functools.partial(ScriptedReplies.acting, [Done()])
-        first, second = await run_group(client, "fake/none", model, size=2, settings=SETTINGS, attempts=1)
+        first, second = await run_group(client, "fake/none", model, size=2, attempts=1)
     assert (first.reason, second.reason) == ("TaskNotFound", "TaskNotFound")
     assert first is not second
     assert first.timings_s is not second.timings_s
@@ -159,7 +178,7 @@ async def test_a_lost_member_is_retried_and_the_others_are_unaffected() -> None:
 
     async with served_client(size=4, faults=Faults(die_after_inputs=8)) as (server, client):
         await only_standby_machines_die(server, 4)
-        group = await run_group(client, "fake/count-to-five", new_conversation, size=4, settings=SETTINGS)
+        group = await run_group(client, "fake/count-to-five", new_conversation, size=4)
         assert len(made) == 5
     scores = [trajectory.evaluation.score for trajectory in group if trajectory.evaluation]
     assert scores == [1.0, 0.0, 0.0, 0.0]
@@ -180,7 +199,7 @@ async def test_a_members_machine_is_released_before_the_slowest_member_ends() ->
                 return reply
 
         models = iter([Slow.acting([Done()]), ScriptedReplies.acting([Done()])])
-        await run_group(client, "fake/enable", lambda: next(models), size=2, settings=SETTINGS)
+        await run_group(client, "fake/enable", lambda: next(models), size=2)
     assert leased[-1] == 1
 
 

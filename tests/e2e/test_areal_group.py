@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import AsyncEnvClient, TaskNotFound
+from cuaenv.client import AsyncEnvClient
 from tests.support.areal import ScriptedEngine
 from tests.support.counting import AGENT, PLAN, SAY, counting, counting_apart
 from tests.support.faulty import Faults
@@ -132,29 +132,6 @@ async def test_old_screenshots_are_omitted_from_later_turns_only() -> None:
         result = await live(server, group_size=1, agent={**AGENT, "images_per_row": 2, "images_kept": 1})
     assert [len(row.turn.images) for row in result.rows] == [1, 2, 1]
     assert result.metrics["reward"] == [1.0]
-
-
-async def test_resets_of_an_unknown_task_are_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses_s: list[float] = []
-
-    async def record(duration_s: float) -> None:
-        pauses_s.append(duration_s)
-
-    class Environments:
-        def reset(self, task: Any, **_: Any) -> Any:
-            raise TaskNotFound(f"no task {task!r}")
-
-        reset_group = reset
-
-    config = ArealConfig.from_mapping({"hosts": ["127.0.0.1:1"]})
-    monkeypatch.setattr(asyncio, "sleep", record)
-    for _ in range(8):
-        result = await run_task_group(
-            Environments(), ROW, ScriptedEngine(counting).ask, chat=Chat(Tokenizer()), config=config
-        )
-        assert (result.rows, result.metrics["void"]) == ([], [1.0, 1.0])
-    assert len(pauses_s) == 7 * 2, "one for the task and one for all tasks, from the second group on"
-    assert sum(pauses_s) > 1.0
 
 
 async def test_a_data_set_row_without_a_task_is_refused() -> None:

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from cuaenv.client import (
     close_shared_clients,
     shared_client,
 )
+from cuaenv.client.episode import Opening
 from tests.support.clock import until
 from tests.support.server import FakeServer, serve_fake
 
@@ -113,9 +115,20 @@ async def test_a_draining_host_finishes_its_episodes_and_gets_no_new_ones() -> N
         await ending
 
 
+@asynccontextmanager
+async def closing(episodes: Awaitable[Sequence[AsyncEpisode]]) -> AsyncIterator[Sequence[AsyncEpisode]]:
+    """Open episodes by a call, and close each."""
+    opened = await episodes
+    try:
+        yield opened
+    finally:
+        await asyncio.gather(*(episode.close() for episode in opened))
+
+
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("are_blocks", [True, False])
 async def test_a_hundred_random_cancellations_leave_only_the_held_leases(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, are_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Episodes not closed in time are left to their leases, which are far longer than this test.
     monkeypatch.setattr(cuaenv.client.opening, "_CLOSE_TIMEOUT", timedelta(seconds=60))
@@ -124,15 +137,18 @@ async def test_a_hundred_random_cancellations_leave_only_the_held_leases(
     held: dict[str, AsyncEpisode] = {}
     leave = asyncio.Event()
 
+    def block(opening: Opening[Sequence[AsyncEpisode]]) -> AbstractAsyncContextManager[Sequence[AsyncEpisode]]:
+        return opening if are_blocks else closing(opening)
+
     async def rollout(client: AsyncEnvClient, *, stays: bool) -> None:
-        async with client.reset_group(TASK, size=rng.choice([1, 1, 2]), view=NOTHING) as group:
+        async with block(client.reset_group(TASK, size=rng.choice([1, 1, 2]), view=NOTHING)) as group:
             if stays:
                 held.update((episode.episode_id, episode) for episode in group)
                 await leave.wait()
                 return
             await group[0].step(COUNT)
             with contextlib.suppress(wire.PoolExhausted, wire.DeadlineExceeded):
-                async with client.fork(group[0], count=1, timeout=timedelta(seconds=1)) as (copy,):
+                async with block(client.fork(group[0], count=1, timeout=timedelta(seconds=1))) as (copy,):
                     await copy.step(COUNT)
 
     async with servers(6, 4) as served:
@@ -148,6 +164,7 @@ async def test_a_hundred_random_cancellations_leave_only_the_held_leases(
             await until(lambda: sum(host.leftover_count for host in client.statistics().hosts) == 0)
             await until(lambda: open_ids(served) == set(held))
             assert sum(host.episode_count for host in client.statistics().hosts) == len(held)
+            assert {episode.episode_id for episode in client.episodes} == set(held)
             assert sum(server.pool.statistics().leased_count for server in served) == len(held)
             assert any(isinstance(result, asyncio.CancelledError) for result in results)
             leave.set()
@@ -260,3 +277,55 @@ async def test_a_close_that_runs_at_the_end_of_its_loop_is_completed() -> None:
 
         await asyncio.to_thread(lambda: asyncio.run(ends_at_once()))
         await until(lambda: open_ids(served) == set())
+
+
+async def test_episodes_without_an_owner_are_closed_at_once_with_their_loop() -> None:
+    async with servers(2) as served:
+        settings = ClientSettings(targets=targets(served), retry=IMPATIENT)
+
+        async def forgets() -> None:
+            await shared_client(settings).open_group(TASK, size=2, view=NOTHING)
+
+        async with asyncio.timeout(15):  # less than the 20 s for which owners are waited for
+            await asyncio.to_thread(lambda: asyncio.run(forgets()))
+        assert open_ids(served) == set()
+
+
+# Taking over
+
+
+async def test_an_episode_of_an_earlier_process_is_taken_over() -> None:
+    async with servers(2, 2) as served, AsyncEnvClient(targets(served)) as earlier:
+        begun = await earlier.open(TASK)
+        await begun.step(COUNT)
+        async with AsyncEnvClient(targets(served), max_episodes=1) as client:
+            async with client.attach(begun.episode_id, view=NOTHING) as episode:
+                same = ("host.target", "group_id", "task_id", "pool", "instruction", "step_count", "max_steps", "epoch")
+                assert [attrgetter(name)(episode) for name in same] == [attrgetter(name)(begun) for name in same]
+                assert (episode.observation.frame_id, episode.observation.tiles) == (begun.observation.frame_id, None)
+                assert (await episode.step(COUNT)).step_count == 2
+                with pytest.raises(wire.StepIndexMismatch):
+                    await begun.step(COUNT)
+                async with client.reset(TASK, view=NOTHING):  # it does not count towards `max_episodes`
+                    pass
+            assert open_ids(served) == set()
+            with pytest.raises(wire.EpisodeNotFound, match=f"episode {begun.episode_id}: not open"):
+                await client.attach(begun.episode_id)
+
+
+async def test_an_episode_that_cannot_be_observed_stays_open() -> None:
+    async with servers(1) as served, AsyncEnvClient(targets(served)) as client:
+        begun = await client.open(TASK, view=NOTHING)
+        taking = asyncio.create_task(attached(client, begun.episode_id))
+        await asyncio.sleep(0)
+        taking.cancel()
+        await asyncio.wait({taking})
+        assert taking.cancelled()
+        with pytest.raises(wire.BadRequest):
+            await client.attach(begun.episode_id, view=wire.View(region=(0, 0, 5000, 5000)))
+        assert open_ids(served) == {begun.episode_id}
+        assert client.episodes == [begun]
+
+
+async def attached(client: AsyncEnvClient, episode_id: str) -> AsyncEpisode:
+    return await client.attach(episode_id)

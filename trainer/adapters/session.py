@@ -3,8 +3,8 @@
 A fault of ours never becomes a score. It voids the session: the call raises `SessionVoid`, `Session.score` returns a
 `Score` without a value, and the machine is released. A mistake of the caller is an `EnvError` and harms nothing.
 
-Every session has a task that owns its episode. The episode is closed when the session is closed, void, scored or idle
-for too long, when its loop ends, or when opening it is cancelled.
+The episode is closed when the session is closed, void, scored or idle for too long, when its loop ends, or when opening
+it is cancelled.
 
 Frameworks open the members of a group one by one. Sessions with an equal group key join one group of forks: the first
 opens all of them, the others take theirs, and the forks of members that never come are closed after `group_wait`.
@@ -13,7 +13,7 @@ opens all of them, the others take theirs, and the forks of members that never c
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -38,9 +38,9 @@ from cuaenv.client import (
 )
 from cuaenv.copying import copied
 from trainer.agent.coordinates import points_of
-from trainer.agent.forks import group_member
+from trainer.agent.forks import GroupMember
 from trainer.agent.ownership import GUEST_ENDED, failure_of, is_fault, reward_of
-from trainer.agent.starts import start_of, step_limit, task_id_of
+from trainer.agent.starts import start_of, step_limit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,20 +145,19 @@ class Score:
 class Session:
     """One episode. Concurrent calls take turns."""
 
-    def __init__(
-        self, episode: AsyncEpisode, settings: SessionSettings, *, owner: "asyncio.Task[None]", opened: "_Opened"
-    ) -> None:
+    def __init__(self, episode: AsyncEpisode, settings: SessionSettings) -> None:
         """Use `open_session`."""
         self.episode = episode
         """The client's episode; use it to read. Its calls bypass the session."""
         self.void = ""
         """Why the session is void; empty if it is not."""
         self._settings = settings
-        self._owner = owner
-        self._opened = opened
         self._turn = asyncio.Lock()
         self._score: Score | None = None
         self._guest_ended = False
+        self._was_closed = False
+        self._idle: asyncio.TimerHandle | None = None
+        self._watch_idle()
 
     def __repr__(self) -> str:
         return f"<Session {self.episode!r}{' void' if self.void else ''}>"
@@ -179,7 +178,7 @@ class Session:
     @property
     def done(self) -> bool:
         """Whether the session takes no more steps."""
-        return self.episode.state is not State.ACTIVE or self._guest_ended or self._closed
+        return self.episode.state is not State.ACTIVE or self._guest_ended or self.episode.is_closed
 
     @property
     def truncated(self) -> bool:
@@ -248,7 +247,7 @@ class Session:
                         guest_end_cause=cause,
                         checks=evaluation.checks,
                     )
-                    self._opened.closing.set()
+                    self._begin_close()
             except SessionVoid:
                 self._score = Score(value=None, void=self.void)
             except EpisodeEnded:
@@ -259,18 +258,19 @@ class Session:
 
     async def close(self) -> None:
         """Release the machine. Idempotent; never fails, and is completed even if the caller is cancelled."""
-        self._opened.closing.set()
-        await asyncio.shield(asyncio.wait({self._owner}))
+        self._begin_close()
+        await self.episode.close()
 
-    @property
-    def _closed(self) -> bool:
-        return self._opened.closing.is_set() or self._opened.idle_limit.expired() or self._owner.done()
+    def _begin_close(self) -> None:
+        self._was_closed = True
+        self._stop_watching_idle()
+        self.episode.begin_close()
 
     @asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:
         async with self._turn:
             self._require_open()
-            self._opened.idle_limit.reschedule(None)
+            self._stop_watching_idle()
             try:
                 yield
             except EnvError as error:
@@ -283,23 +283,30 @@ class Session:
                 self._lose("cancelled during a call, whose effect is unknown")
                 raise
             finally:
-                if not self._closed:
-                    now_s = asyncio.get_running_loop().time()
-                    self._opened.idle_limit.reschedule(now_s + self._settings.idle_timeout.total_seconds())
+                if not self.episode.is_closed:
+                    self._watch_idle()
 
     def _require_open(self) -> None:
-        if not self._closed:
+        if not self.episode.is_closed:
             return
         episode = f"episode {self.episode.episode_id}"
-        if not self.void and self._opened.closing.is_set():
+        if not self.void and self._was_closed:
             raise EpisodeEnded(f"{episode}: the session is closed; open another")
-        idle_s = self._settings.idle_timeout.total_seconds()
-        self.void = self.void or f"{episode}: closed after {idle_s:g} s without a call, or with its event loop"
+        self.void = self.void or f"{episode}: closed with its event loop"
         raise SessionVoid(self.void)
 
     def _lose(self, reason: str) -> None:
         self.void = self.void or reason
-        self._opened.closing.set()
+        self._begin_close()
+
+    def _watch_idle(self) -> None:
+        idle_s = self._settings.idle_timeout.total_seconds()
+        reason = f"episode {self.episode.episode_id}: closed after {idle_s:g} s without a call"
+        self._idle = asyncio.get_running_loop().call_later(idle_s, self._lose, reason)
+
+    def _stop_watching_idle(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
 
 
 def _in_picture(action: Action, error: str, seen: Observation) -> str:
@@ -324,14 +331,6 @@ def _ended_before(episode: AsyncEpisode, action_count: int) -> StepResult:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What a session and the task that owns its episode share."""
-
-    closing: asyncio.Event
-    idle_limit: asyncio.Timeout
-
-
 async def open_session(
     task: str | Mapping[str, Any] | Checkpoint, *, settings: SessionSettings, group: Hashable | None = None
 ) -> Session:
@@ -352,20 +351,24 @@ async def open_session(
         start = start_of({**(task.get("metadata") or {}), **task}, task_of_row(task))
     else:
         start = task
-    future: asyncio.Future[tuple[AsyncEpisode, _Opened]] = asyncio.get_running_loop().create_future()
     if isinstance(task, Checkpoint):
         settings = replace(settings, group_size=1, pool="", max_steps=0)
-    opening = _opening(start, settings, start if group is None else group)
-    owner = asyncio.create_task(_own(opening, future, settings.idle_timeout), name=f"session:{task_id_of(start)}")
-    # A loop references its tasks weakly.
-    _owners.add(owner)
-    owner.add_done_callback(_owners.discard)
-    try:
-        episode, opened = await asyncio.shield(future)
-    except asyncio.CancelledError:
-        owner.cancel()
-        raise
-    return Session(episode, settings, owner=owner, opened=opened)
+    member = GroupMember(
+        shared_client(settings.client),
+        group=(start if group is None else group, settings.client),
+        size=settings.group_size,
+        wait_s=settings.group_wait.total_seconds(),
+    )
+    episode = await member.reset(
+        start,
+        pool=settings.pool,
+        max_steps=step_limit(start, settings.max_steps),
+        view=settings.view,
+        settle=settings.settle,
+        lease_ttl=settings.lease_ttl,
+        timeout=settings.reset_timeout,
+    )
+    return Session(episode, settings)
 
 
 @asynccontextmanager
@@ -387,47 +390,3 @@ def task_of_row(row: Mapping[str, Any]) -> str:
     if not isinstance(task, str) or not task:
         raise ValueError(f"row: no column {TASK_COLUMN}; it has {', '.join(map(str, row)) or 'no columns'}")
     return task
-
-
-def _opening(
-    start: str | Checkpoint, settings: SessionSettings, group: Hashable
-) -> AbstractAsyncContextManager[AsyncEpisode]:
-    return group_member(
-        shared_client(settings.client),
-        start,
-        group=(group, start, settings.client),
-        size=settings.group_size,
-        wait_s=settings.group_wait.total_seconds(),
-        pool=settings.pool,
-        max_steps=step_limit(start, settings.max_steps),
-        view=settings.view,
-        settle=settings.settle,
-        lease_ttl=settings.lease_ttl,
-        timeout=settings.reset_timeout,
-    )
-
-
-async def _own(
-    opening: AbstractAsyncContextManager[AsyncEpisode],
-    future: "asyncio.Future[tuple[AsyncEpisode, _Opened]]",
-    idle_timeout: timedelta,
-) -> None:
-    """Hold an episode until its session is closed or idle for too long."""
-    closing = asyncio.Event()
-    try:
-        async with opening as episode:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(idle_timeout.total_seconds()) as limit:
-                    future.set_result((episode, _Opened(closing, limit)))
-                    await closing.wait()
-    except Exception as error:
-        if future.done():
-            raise
-        future.set_exception(error)
-        # Retrieved here, so that the loop does not log it if the caller was cancelled.
-        future.exception()
-    finally:
-        future.cancel()
-
-
-_owners: set[asyncio.Task[None]] = set()

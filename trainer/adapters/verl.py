@@ -11,22 +11,23 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
-from cuaenv.client import AsyncEpisode, Checkpoint, EnvError, shared_client
+from cuaenv.client import Checkpoint, EnvError, shared_client
 from trainer.adapters.session import SessionVoid
 from trainer.agent.attempts import Environments, run_task
-from trainer.agent.forks import group_member
+from trainer.agent.forks import GroupMember
 from trainer.agent.ownership import is_fault
 from trainer.agent.starts import start_of
 from trainer.agent.training import TrainingConfig
 from trainer.agent.types import ModelFailed, Trajectory
 from trainer.config import ConfigError
+from trainer.sight.check import Turn, turns_of_row
+from trainer.sight.episode import PictureEnvironments, plan_of, settings_of, tokens_of
 from trainer.tokens.chat import Chat
 from trainer.tokens.conversation import Sampled, TokenConversation
 from trainer.tokens.rows import Row
@@ -97,7 +98,8 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
         return self._output(conversation.rows[-1], engine, trajectory, row)
 
     def _environments(self, group: "_Group") -> Environments:
-        return _Environments(self._config, group)
+        client = shared_client(self._config.client)
+        return GroupMember(client, group=group, size=group.size, wait_s=_GROUP_WAIT_S)
 
     def _output(self, made: Row, engine: "_Engine", trajectory: Trajectory, data: Mapping[str, Any]) -> AgentLoopOutput:
         facts = trajectory.facts(max_turns=self._config.agent.max_turns, metadata=data)
@@ -128,6 +130,36 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
         )
 
 
+class SightAgentLoop(DesktopAgentLoop):
+    """Checks that engine and rows have the pixels of every turn; see `trainer.sight.check`.
+
+    Rows of tasks `sight/N` play the pictures of `trainer.sight.episode.plan_of(settings).episodes[N]`, greedily and
+    without a daemon. `turns_of` returns the turns of each.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Check the configuration, as `DesktopAgentLoop` does. Raises: ConfigError."""
+        super().__init__(*arguments, **options)
+        self._plan = plan_of(self._config.agent)
+        self._config = self._config.model_copy(update={"agent": settings_of(self._config.agent)})
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        """Play the episode of a row. Raises: those of `DesktopAgentLoop.run`."""
+        greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "logprobs": True}
+        return await super().run({**sampling_params, **greedy}, **row)
+
+    def _environments(self, group: "_Group") -> Environments:  # noqa: ARG002 -- members of a group are equal
+        return PictureEnvironments(self._plan)
+
+
+def turns_of(row: Mapping[str, Any], processor: Any) -> list[Turn]:
+    """Return the turns of a row that verl hands its learner, a batch of one, for `trainer.sight.check.compare`."""
+    names = ("prompts", "responses", "response_mask", "rollout_log_probs")
+    prompt, response, mask, log_probs = (row[name][0].tolist() for name in names)
+    inputs = dict(row["multi_modal_inputs"][0].items()) if "multi_modal_inputs" in row.keys() else {}  # noqa: SIM118 -- tensordict
+    return turns_of_row([*prompt, *response], mask, log_probs, inputs, **tokens_of(processor))
+
+
 @dataclass(eq=False, slots=True)
 class _Group:
     """The sessions of one prompt."""
@@ -150,18 +182,6 @@ async def _group_of(key: tuple[Any, str | Checkpoint]) -> _Group:
     await asyncio.sleep(0)
     _arriving.pop(here, None)
     return group
-
-
-class _Environments:
-    """`trainer.agent.attempts.Environments` of one session: the first episode in its group, repeated ones alone."""
-
-    def __init__(self, config: TrainingConfig, group: _Group) -> None:
-        self._client = shared_client(config.client)
-        self._group: _Group | None = group
-
-    def reset(self, task: str | Checkpoint, **options: Any) -> AbstractAsyncContextManager[AsyncEpisode]:
-        group, self._group = self._group or _Group(1), None
-        return group_member(self._client, task, group=group, size=group.size, wait_s=_GROUP_WAIT_S, **options)
 
 
 class _Engine:

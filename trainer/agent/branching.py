@@ -1,7 +1,7 @@
 """A member of a group that branches: where its episode starts, and when other members may continue from it."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import ceil
@@ -11,9 +11,7 @@ from typing import Any, Protocol, Unpack
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint
 from cuaenv.client.view import ResetOptions
 from trainer.agent.loop import AgentEpisode, run_episode
-from trainer.agent.pacing import pacer_of_loop
 from trainer.agent.settings import AgentSettings
-from trainer.agent.starts import task_id_of
 from trainer.agent.training import GroupConfig
 from trainer.agent.tree import Tree
 from trainer.agent.turns import BranchPoint
@@ -89,22 +87,15 @@ class TreeMember:
         # The others continue on forks, on the host of their root.
         self._forks_per_root = max(0, ceil((size - config.branch_roots) / config.branch_roots))
 
-    @asynccontextmanager
-    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncIterator[AsyncEpisode]:
+    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncEpisode:
         """Open its episode in the tree the first time, later alone at the beginning of the task. Raises: EnvError."""
-
-        def begin() -> AbstractAsyncContextManager[AsyncEpisode]:
-            return pacer_of_loop().open(task_id_of(task), lambda: self._client.reset(task, **options))
-
         is_new, self._is_new = self._is_new, False
         self.context = self._episode = None
         if not is_new:
-            async with begin() as episode:
-                yield episode
-            return
+            return await self._client.reset(task, **options)
         options["branches"] = self._forks_per_root
-        async with self._tree.member(begin) as (self._episode, self.context):
-            yield self._episode
+        self._episode, self.context = await self._tree.member(lambda: self._client.reset(task, **options))
+        return self._episode
 
     async def run(
         self, episode: AgentEpisode, conversation: BranchingConversation, *, settings: AgentSettings

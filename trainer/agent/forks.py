@@ -1,8 +1,8 @@
 """The members of a GRPO group on forks of one state, although the framework starts each member separately.
 
-The first member opens the whole group; the others take a slot in it. A separate task owns the group, so a member that
-ends or is cancelled does not take machines away from the others. Slots that are not taken in time are released, and
-members that come later open an episode alone.
+The first member opens the whole group; the others take a slot in it. Each member closes the episode of its own slot, so
+one that ends or is cancelled does not take machines away from the others. The episodes of slots that are not taken in
+time are closed, and members that come later open another group.
 
 No locks: code between two awaits is atomic in an event loop, and each loop has its own groups.
 """
@@ -10,19 +10,17 @@ No locks: code between two awaits is atomic in an event loop, and each loop has 
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Unpack
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from copy import copy
+from typing import Any, Unpack
 
-from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint, GroupTooLarge
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint, EnvError, GroupTooLarge
 from cuaenv.client.view import ResetOptions
-from trainer.agent.pacing import pacer_of_loop
-from trainer.agent.starts import task_id_of
 
 logger = logging.getLogger(__name__)
 
-OpenGroup = Callable[[int], AbstractAsyncContextManager[Sequence[AsyncEpisode]]]
-"""Opens the given number of episodes in one state, and closes them on exit."""
+OpenGroup = Callable[[int], Coroutine[Any, Any, Sequence[AsyncEpisode]]]
+"""Opens the given number of episodes in one state; if cancelled, it leaves none open."""
 
 
 class Forks:
@@ -30,17 +28,12 @@ class Forks:
 
     def __init__(self) -> None:
         self._open: dict[Hashable, _Group] = {}
-        # A loop references its tasks weakly.
-        self._owners: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
-        return f"<Forks {len(self._open)} with free slots, {len(self._owners)} open>"
+        return f"<Forks {len(self._open)} with free slots>"
 
-    @asynccontextmanager
-    async def member(
-        self, key: Hashable, *, size: int, open_group: OpenGroup, wait_s: float
-    ) -> AsyncIterator[AsyncEpisode]:
-        """Take a slot in the group of that key, opening the group if necessary; close the slot's episode on exit.
+    async def member(self, key: Hashable, *, size: int, open_group: OpenGroup, wait_s: float) -> AsyncEpisode:
+        """Take a slot in the group of that key, opening the group if necessary; the caller closes the episode.
 
         Args:
             open_group: Opens it. If no pool can hold the group, each member opens an episode alone.
@@ -52,128 +45,118 @@ class Forks:
         group = self._open.get(key)
         if group is None:
             group = self._open[key] = _Group(size)
-            owner = asyncio.create_task(self._own(key, group, open_group, wait_s), name=f"group:{key}")
-            self._owners.add(owner)
-            owner.add_done_callback(self._owners.discard)
-            group.owner = owner
+            group.opening = asyncio.create_task(self._opened(key, group, open_group, wait_s), name=f"group:{key}")
+            # Retrieved here, so that the loop does not log its error if no member is left.
+            group.opening.add_done_callback(lambda task: task.cancelled() or task.exception())
         slot = group.take()
         if group.is_full:
             self._forget(key, group)
         try:
-            try:
-                episode = (await asyncio.shield(group.opened))[slot]
-            except GroupTooLarge as error:
-                logger.warning("[envd] %s; each member resets alone, from the same template", error)
-                async with open_group(1) as alone:
-                    yield alone[0]
-                return
-            try:
-                yield episode
-            finally:
-                await episode.close()
-        finally:
-            group.leave()
-            if group.is_empty and not group.opened.done():
-                # All members left before the group was open; the next member opens another group.
+            return (await asyncio.shield(group.opening))[slot]
+        except GroupTooLarge as error:
+            logger.warning("[envd] %s; each member resets alone, from the same template", error)
+        except EnvError as error:
+            raise copy(error) from None  # one error for all members would collect their tracebacks
+        except asyncio.CancelledError:
+            group.leave(slot)
+            if group.is_abandoned:
                 self._forget(key, group)
-                if group.owner is not None:
-                    group.owner.cancel()
+                group.opening.cancel()
+            raise
+        (episode,) = await open_group(1)
+        return episode
 
-    async def _own(self, key: Hashable, group: "_Group", open_group: OpenGroup, wait_s: float) -> None:
+    async def _opened(
+        self, key: Hashable, group: "_Group", open_group: OpenGroup, wait_s: float
+    ) -> Sequence[AsyncEpisode]:
         try:
-            async with open_group(group.size) as episodes:
-                group.opened.set_result(episodes)
-                await group.wait_full(wait_s)
-                self._forget(key, group)
-                for episode in group.release_free(episodes):
-                    logger.warning("[envd] group %s: slot of %s not taken within %.0f s", key, episode, wait_s)
-                    await episode.close()
-                await group.wait_empty()
-        except Exception as error:
+            episodes = await open_group(group.size)
+        except BaseException:
             self._forget(key, group)
-            if group.opened.done():
-                logger.warning("[envd] group %s: failed to close: %s", key, error)
-                return
-            group.opened.set_exception(error)
-            # Retrieved here, so that the loop does not log it if no member is left.
-            group.opened.exception()
-        finally:
-            group.opened.cancel()
+            raise
+        for slot in group.left:
+            episodes[slot].begin_close()
+        if not group.is_full:
+            loop = asyncio.get_running_loop()
+            group.waiting = loop.call_later(wait_s, self._release_free, key, group, wait_s)
+        return episodes
+
+    def _release_free(self, key: Hashable, group: "_Group", wait_s: float) -> None:
+        self._forget(key, group)
+        for episode in group.opening.result()[group.taken_count :]:
+            logger.warning("[envd] group %s: slot of %s not taken within %.0f s", key, episode, wait_s)
+            episode.begin_close()
 
     def _forget(self, key: Hashable, group: "_Group") -> None:
         if self._open.get(key) is group:
             del self._open[key]
+        if group.waiting is not None:
+            group.waiting.cancel()
 
 
 class _Group:
+    """Who has come to a group."""
+
+    opening: "asyncio.Task[Sequence[AsyncEpisode]]"
+    waiting: asyncio.TimerHandle | None = None
+    """Ends the wait for missing members."""
+
     def __init__(self, size: int) -> None:
         self.size = size
-        self.owner: asyncio.Task[None] | None = None
-        self.opened: asyncio.Future[Sequence[AsyncEpisode]] = asyncio.get_running_loop().create_future()
-        self._taken = 0
-        self._left = 0
-        self._changed = asyncio.Event()
+        self.taken_count = 0
+        self.left = set[int]()
+        """Slots of the members that were cancelled before the group was open."""
 
     @property
     def is_full(self) -> bool:
-        return self._taken == self.size
+        return self.taken_count == self.size
 
     @property
-    def is_empty(self) -> bool:
-        return self._taken == self._left
+    def is_abandoned(self) -> bool:
+        """Whether no member awaits the opening any more."""
+        return not self.opening.done() and len(self.left) == self.taken_count
 
     def take(self) -> int:
-        self._taken += 1
-        self._changed.set()
-        return self._taken - 1
+        self.taken_count += 1
+        return self.taken_count - 1
 
-    def leave(self) -> None:
-        self._left += 1
-        self._changed.set()
-
-    def release_free(self, episodes: Sequence[AsyncEpisode]) -> Sequence[AsyncEpisode]:
-        """Remove the free slots; return their episodes."""
-        free, self.size = episodes[self._taken :], self._taken
-        return free
-
-    async def wait_full(self, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._until(lambda: self.is_full)
-        except TimeoutError:
-            pass
-
-    async def wait_empty(self) -> None:
-        await self._until(lambda: self.is_empty)
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            self._changed.clear()
-            await self._changed.wait()
+    def leave(self, slot: int) -> None:
+        """Give up a slot whose episode its member has not received."""
+        if not self.opening.done():
+            self.left.add(slot)
+        elif not self.opening.cancelled() and self.opening.exception() is None:
+            self.opening.result()[slot].begin_close()
 
 
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Forks] = weakref.WeakKeyDictionary()
 
 
-def group_member(
-    client: AsyncEnvClient,
-    start: str | Checkpoint,
-    *,
-    group: Hashable,
-    size: int,
-    wait_s: float,
-    **options: Unpack[ResetOptions],
-) -> AbstractAsyncContextManager[AsyncEpisode]:
-    """Open an episode of a task or checkpoint in the running loop's group of that key; see `Forks.member`.
+class GroupMember:
+    """`trainer.agent.attempts.Environments` of one member of a group: its first episode there, repeated ones alone."""
 
-    Failing resets pause.
-    """
-    # A framework may run several loops, each in its own thread.
-    return _by_loop.setdefault(asyncio.get_running_loop(), Forks()).member(
-        group,
-        size=size,
-        open_group=lambda count: pacer_of_loop().open(
-            task_id_of(start), lambda: client.reset_group(start, size=count, **options)
-        ),
-        wait_s=wait_s,
-    )
+    def __init__(self, client: AsyncEnvClient, *, group: Hashable, size: int, wait_s: float) -> None:
+        """Prepare; opens nothing.
+
+        Args:
+            client: Opens the episodes.
+            group: Key of the group among those of the running loop that start where this member does.
+            size: Members of the group; 1 to open each episode alone.
+            wait_s: How long the group keeps a slot for a missing member.
+        """
+        self._client = client
+        self._group = group
+        self._size = size
+        self._wait_s = wait_s
+
+    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncEpisode:
+        """Open an episode, as `Forks.member` does the first time. Raises: EnvError."""
+        size, self._size = self._size, 1
+        if size == 1:
+            return await self._client.reset(task, **options)
+        # A framework may run several loops, each in its own thread.
+        return await _by_loop.setdefault(asyncio.get_running_loop(), Forks()).member(
+            (self._group, task),
+            size=size,
+            open_group=lambda count: self._client.open_group(task, size=count, **options),
+            wait_s=self._wait_s,
+        )

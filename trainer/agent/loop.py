@@ -70,6 +70,9 @@ class AgentEpisode(Protocol):
     async def evaluate(self, *, timeout: timedelta = ...) -> Evaluation:
         """Score the episode's final state. Raises: EnvError."""
 
+    async def close(self) -> None:
+        """Release the machine. Idempotent; never fails."""
+
 
 Interrupted = Callable[[BranchPoint], Awaitable[None]]
 """Takes the agent's state between two turns, in which its next reply was aborted."""

@@ -3,7 +3,7 @@
 The first member starts alone, or as many as the tree has roots; the others wait. At each branch point of a member, its
 machine is forked for some of the waiting members, which continue from there with the history so far as their prompt.
 The shared prefix is trained only in the member that sampled it. When no member is left to branch from, a waiting member
-starts from the beginning.
+starts from the beginning. A member is in the tree until its episode is closed.
 
 No locks: code between two awaits is atomic in an event loop, and each loop has its own trees.
 """
@@ -12,9 +12,8 @@ import asyncio
 import logging
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from cuaenv.client import AsyncEpisode
@@ -23,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 Context = TypeVar("Context")
 """The history at a branch point."""
-OpenOne = Callable[[], AbstractAsyncContextManager[AsyncEpisode]]
-"""Opens an episode at the beginning of its task, and closes it on exit."""
-Fork = Callable[[int], AbstractAsyncContextManager[Sequence[AsyncEpisode]]]
-"""Forks an episode the given number of times, and closes the forks on exit."""
+OpenOne = Callable[[], Awaitable[AsyncEpisode]]
+"""Opens an episode at the beginning of its task; if cancelled, it leaves none open."""
+Fork = Callable[[int], Awaitable[Sequence[AsyncEpisode]]]
+"""Forks an episode the given number of times; if cancelled, it leaves no fork open."""
 
 
 @dataclass(slots=True)
@@ -35,7 +34,6 @@ class Branch(Generic[Context]):
 
     episode: AsyncEpisode
     context: Context
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Tree(Generic[Context]):
@@ -45,38 +43,32 @@ class Tree(Generic[Context]):
         self.running_count = 0
         self._roots_left = root_count
         self._waiting: deque[asyncio.Future[Branch[Context] | None]] = deque()
-        # A loop references its tasks weakly.
-        self._owners: set[asyncio.Task[None]] = set()
 
     @property
     def waiting_count(self) -> int:
         """Number of waiting members."""
         return len(self._waiting)
 
-    @asynccontextmanager
-    async def member(self, open_one: OpenOne) -> AsyncIterator[tuple[AsyncEpisode, Context | None]]:
-        """Start an episode if no member runs or a root is missing, else wait for a branch; close it on exit.
+    async def member(self, open_one: OpenOne) -> tuple[AsyncEpisode, Context | None]:
+        """Start an episode if no member runs or a root is missing, else wait for a branch; the caller closes it.
 
-        Yields:
+        Returns:
             The episode and its history so far, None at the beginning of the task.
 
         Raises:
             EnvError: The episode could not be opened.
         """
         branch = await self._next_branch()
+        if branch is not None:
+            branch.episode.when_closed(self._leave)
+            return branch.episode, branch.context
         try:
-            if branch is None:
-                async with open_one() as episode:
-                    yield episode, None
-            else:
-                try:
-                    yield branch.episode, branch.context
-                finally:
-                    await branch.episode.close()
-        finally:
-            if branch is not None:
-                branch.ended.set()
+            episode = await open_one()
+        except BaseException:
             self._leave()
+            raise
+        episode.when_closed(self._leave)
+        return episode, None
 
     async def branch(self, fork: Fork, *, most: int, context: Context) -> None:
         """Let up to `most` waiting members continue from a member's episode. If the fork fails, they keep waiting.
@@ -92,43 +84,22 @@ class Tree(Generic[Context]):
         chosen = [self._waiting.popleft() for _ in range(count)]
         # They count as running from now on, so that no other waiting member starts from the beginning.
         self.running_count += count
-        forked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        owner = asyncio.create_task(self._own(fork, chosen, context, forked), name="branch")
-        self._owners.add(owner)
-        owner.add_done_callback(self._owners.discard)
-        await asyncio.shield(forked)
-
-    async def _own(
-        self,
-        fork: Fork,
-        chosen: Sequence["asyncio.Future[Branch[Context] | None]"],
-        context: Context,
-        forked: "asyncio.Future[None]",
-    ) -> None:
-        """Hold the forks until their members have ended: the forked member may end earlier."""
-        branches: list[Branch[Context]] = []
         try:
-            async with fork(len(chosen)) as episodes:
-                for waiter, episode in zip(chosen, episodes, strict=True):
-                    if waiter.done():
-                        self._leave()  # the waiting member was cancelled
-                        await episode.close()
-                        continue
-                    branches.append(Branch(episode, context))
-                    waiter.set_result(branches[-1])
-                forked.set_result(None)
-                for one in branches:
-                    await one.ended.wait()
-        except Exception as error:
+            episodes = await fork(count)
+        except BaseException as error:
+            self._waiting.extendleft(waiter for waiter in reversed(chosen) if not waiter.done())
+            for _ in chosen:
+                self._leave()
+            if not isinstance(error, Exception):
+                raise
             logger.warning("[envd] fork failed; the waiting members wait for the next branch point: %s", error)
-            if not forked.done():
-                for waiter in reversed(chosen):
-                    if not waiter.done():
-                        self._waiting.appendleft(waiter)
-                    self._leave()
-        finally:
-            if not forked.done():
-                forked.set_result(None)
+            return
+        for waiter, episode in zip(chosen, episodes, strict=True):
+            if waiter.done():  # the waiting member was cancelled
+                episode.when_closed(self._leave)
+                episode.begin_close()
+            else:
+                waiter.set_result(Branch(episode, context))
 
     async def _next_branch(self) -> Branch[Context] | None:
         if self.running_count == 0 or self._roots_left > 0:
@@ -143,11 +114,13 @@ class Tree(Generic[Context]):
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
             elif not waiter.cancelled():
-                # A branch was assigned at the moment of cancellation.
-                if (branch := waiter.result()) is not None:
-                    branch.ended.set()
-                    await branch.episode.close()
-                self._leave()
+                # It was let in at the moment of cancellation.
+                branch = waiter.result()
+                if branch is None:
+                    self._leave()
+                else:
+                    branch.episode.when_closed(self._leave)
+                    branch.episode.begin_close()
             raise
 
     def _leave(self) -> None:

@@ -3,8 +3,7 @@
 import asyncio
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -211,7 +210,6 @@ class _Opener:
         self._options: dict[str, Any] = {} if perturb is None else {"perturb": perturb}
         self.episode: AgentEpisode | None = None
 
-    @asynccontextmanager
-    async def reset(self, task: str | Checkpoint, **options: Any) -> AsyncIterator[AgentEpisode]:
-        async with self._environments.reset(task, **options, **self._options) as self.episode:
-            yield self.episode
+    async def reset(self, task: str | Checkpoint, **options: Any) -> AgentEpisode:
+        self.episode = await self._environments.reset(task, **options, **self._options)
+        return self.episode

@@ -1,7 +1,6 @@
 """An episode whose screens are given pictures, for `run_episode`; it needs no daemon and no machine."""
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -59,6 +58,9 @@ class PictureEpisode:
     async def evaluate(self, *, timeout: timedelta | None = None) -> Evaluation:  # noqa: ARG002 -- the protocol's
         """Return a score of 0: nothing is learnt from it."""
         return Evaluation(score=0.0, checks=(), timings_ms={})
+
+    async def close(self) -> None:
+        """Do nothing: it has no machine."""
 
 
 def _observation(picture: Image.Image) -> Observation:
@@ -133,25 +135,14 @@ def _turn_count(agent: AgentSettings) -> int:
 
 
 class PictureEnvironments:
-    """Opens the episodes of a plan as tasks `sight/N`. See `trainer.agent.attempts.GroupEnvironments`."""
+    """Opens the episodes of a plan as tasks `sight/N`. See `trainer.agent.attempts.Environments`."""
 
     def __init__(self, plan: Plan) -> None:
         """Take the plan."""
         self._plan = plan
 
-    @asynccontextmanager
-    async def reset(self, task: str | Checkpoint, **_: object) -> AsyncIterator[PictureEpisode]:
+    async def reset(self, task: str | Checkpoint, **_: object) -> PictureEpisode:
         """Open an episode."""
-        yield self._episode(task)
-
-    @asynccontextmanager
-    async def reset_group(
-        self, task: str | Checkpoint, *, size: int, **_: object
-    ) -> AsyncIterator[Sequence[PictureEpisode]]:
-        """Open equal episodes."""
-        yield [self._episode(task) for _ in range(size)]
-
-    def _episode(self, task: str | Checkpoint) -> PictureEpisode:
         return PictureEpisode(self._plan.episodes[int(task_id_of(task).removeprefix("sight/"))])
 
 

@@ -1,8 +1,8 @@
 """Episodes as machines of OSWorld's `DesktopEnv`; `envd.integrations.osworld.provider` registers them."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -69,7 +69,7 @@ class EnvdProvider:
             return
         try:
             with self._errors():
-                self._replace(self._reset())
+                self._start(self._reset())
                 self._check_pool(self._current.episode)
         except ProviderError:
             self.stop_emulator("")
@@ -86,7 +86,7 @@ class EnvdProvider:
         if earlier is not None:
             earlier.held.close()
         with self._errors():
-            self._snapshots[snapshot_name] = _opened(self._fork(self._current))
+            self._snapshots[snapshot_name] = _held(self._fork(self._current))
 
     def revert_to_snapshot(self, path_to_vm: str, snapshot_name: str) -> str:
         """Replace the machine by a fork of the state saved under a name, or of the pool's template if there is none.
@@ -98,7 +98,10 @@ class EnvdProvider:
         """
         saved = self._snapshots.get(snapshot_name)
         with self._errors():
-            self._replace(self._fork(saved) if saved else self._reset())
+            if self._machine is not None:
+                self._machine.held.close()
+                self._machine = None
+            self._start(self._fork(saved) if saved else self._reset())
         return path_to_vm
 
     def stop_emulator(self, path_to_vm: str) -> None:  # noqa: ARG002
@@ -123,22 +126,19 @@ class EnvdProvider:
             self._client = EnvClient(self._address, token=self._token, tls=self._tls)
         return self._client
 
-    def _reset(self) -> AbstractContextManager[Episode]:
-        return self._open_client().reset(
+    def _reset(self) -> Episode:
+        return self._open_client().open(
             DESKTOP_TASK, pool=self._pool, lease_ttl=_LEASE, view=_NO_PIXELS, timeout=_RESET_TIMEOUT
         )
 
-    def _fork(self, parent: _Machine) -> AbstractContextManager[Episode]:
-        return _only(self._open_client().fork(parent.episode, count=1, lease_ttl=_LEASE, view=_NO_PIXELS))
+    def _fork(self, parent: _Machine) -> Episode:
+        return self._open_client().fork(parent.episode, count=1, lease_ttl=_LEASE, view=_NO_PIXELS)[0]
 
-    def _replace(self, opening: AbstractContextManager[Episode]) -> None:
-        """Close the present machine, open another, and forward its ports."""
-        if self._machine is not None:
-            self._machine.held.close()
-            self._machine = None
-        machine = self._machine = _opened(opening)
+    def _start(self, episode: Episode) -> None:
+        """Make an episode the present machine, and forward its ports."""
+        machine = self._machine = _held(episode)
         for port in _GUEST_PORTS:
-            machine.ports.append(machine.held.enter_context(machine.episode.forward(port)).local_port)
+            machine.ports.append(machine.held.enter_context(episode.forward(port)).local_port)
 
     def _check_pool(self, episode: Episode) -> None:
         """Check that DesktopEnv can use the machine. Raises: EnvError."""
@@ -163,15 +163,10 @@ class EnvdProvider:
             raise ProviderError(f"envd at {self._address}: {error}") from error
 
 
-def _opened(opening: AbstractContextManager[Episode]) -> _Machine:
+def _held(episode: Episode) -> _Machine:
     held = ExitStack()
-    return _Machine(held.enter_context(opening), held)
-
-
-@contextmanager
-def _only(group: AbstractContextManager[Sequence[Episode]]) -> Iterator[Episode]:
-    with group as (episode,):
-        yield episode
+    held.enter_context(episode)
+    return _Machine(episode, held)
 
 
 class EnvdManager:

@@ -12,13 +12,15 @@ with EnvClient("127.0.0.1:50051") as client, client.reset("desktop/type-greeting
     print(episode.evaluate().score)
 ```
 
-`client.open(task)` and `episode.close()` do the same without a block.
+`client.open(task)` and `episode.close()` do the same without a block. A client closes at its end the episodes that are
+still open.
 
 `AsyncEnvClient` is the same with `async with` and `await`, for many episodes at once. `reset_group` opens a group of
-episodes in one state, and `fork` branches an episode in its current state. `checkpoint` stores a state on disk, in
-which `reset` opens episodes later. `forward` opens a local port that leads to a port of an episode's guest, such as a
-browser's DevTools. Both clients accept several hosts and open episodes on those with free machines; `shared_client`
-returns one client for all event loops of a process. See docs/client.md.
+episodes in one state, `fork` branches an episode in its current state, and `attach` takes over an episode of an earlier
+process. What they return can be awaited, or entered as a block that closes the episodes. `checkpoint` stores a state on
+disk, in which `reset` opens episodes later. `forward` opens a local port that leads to a port of an episode's guest,
+such as a browser's DevTools. Both clients accept several hosts and open episodes on those with free machines;
+`shared_client` returns one client for all event loops of a process. See docs/client.md.
 
 Every call has a deadline. A lost call is retried until then under the same request id, so the service performs it once;
 actions are never repeated. If the daemon was never reached, a call fails after `RetryPolicy.connect_timeout` (10 s).
@@ -50,7 +52,7 @@ EnvError
 │   └── ScopeTooSmall     the token's scope does not cover this call
 ├── NotSupported          the daemon's release or its settings do not have this call
 ├── MessageTooLarge       more than 64 MiB in one message
-├── ClientClosed          the client was closed, or its process was forked
+├── ClientClosed          the client, or the episode during a call, was closed; or the process was forked
 ├── PoolExhausted         no machine became free before the deadline
 ├── RateLimited           the token exceeded its call rate until the deadline
 ├── Unavailable           the daemon could not be reached before the deadline

@@ -3,23 +3,22 @@
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Self, Unpack
+from typing import Final, Self, Unpack
 
 from cuaenv.argument_types import checks_arguments
 from cuaenv.client.archives import export_to, import_from
 from cuaenv.client.credentials import Access, Tls
 from cuaenv.client.drawn_placement import OpenRequest
-from cuaenv.client.episode import AsyncEpisode
-from cuaenv.client.errors import EnvError, NotSupported
+from cuaenv.client.episode import AsyncEpisode, Opening, close_all, finish
+from cuaenv.client.errors import NotSupported
 from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.host import Host
 from cuaenv.client.host_pool import ClientStatistics, HostPool
 from cuaenv.client.limiter import EpisodeLimiter
-from cuaenv.client.observation import Observation
 from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import (
     Checkpoint,
@@ -118,9 +117,9 @@ class AsyncEnvClient:
         await self.aclose()
 
     async def aclose(self, *, wait: timedelta = timedelta(0)) -> None:
-        """Close the running loop's connections, after ending its cancelled openings at their hosts.
+        """Close the running loop's episodes and connections, after ending its cancelled openings at their hosts.
 
-        Closes the episodes of `open`. Idempotent; another call connects again.
+        Idempotent; another call connects again.
 
         Args:
             wait: First wait this long for open episodes to be closed by their owners.
@@ -128,10 +127,15 @@ class AsyncEnvClient:
         loop = asyncio.get_running_loop()
         hosts = self._host_pools.get(loop)
         if hosts is not None:
-            await asyncio.gather(*(episode.close() for episode in list(hosts.opened)))
             await hosts.wait_until_idle(wait)
             self._host_pools.pop(loop, None)
             await finish(hosts.aclose())
+
+    @property
+    def episodes(self) -> Sequence[AsyncEpisode]:
+        """The episodes that are open in the running loop; `aclose` closes them."""
+        hosts = self._host_pools.get(asyncio.get_running_loop())
+        return list(hosts.episodes) if hosts else []
 
     def statistics(self) -> ClientStatistics:
         """Return statistics of the hosts in the running loop."""
@@ -155,9 +159,8 @@ class AsyncEnvClient:
             )
         return hosts
 
-    @asynccontextmanager
     @checks_arguments
-    async def reset_group(
+    def reset_group(
         self,
         task: str | Checkpoint,
         *,
@@ -173,10 +176,12 @@ class AsyncEnvClient:
         checkpoint_on: Collection[CheckpointTrigger] = (),
         perturb: Perturb | None = None,
         timeout: timedelta = timedelta(minutes=10),
-    ) -> AsyncIterator[Sequence[AsyncEpisode]]:
-        """Open episodes of one task or checkpoint, all or none; renew their leases, and close them on exit.
+    ) -> Opening[Sequence[AsyncEpisode]]:
+        """Open episodes of one task or checkpoint, all or none, and renew their leases until they are closed.
 
-        If cancelled while opening, the opening is ended at its host, in the background.
+        Await it for the episodes, and close each; or enter it as a block, which closes them on exit. If cancelled
+        while opening, the opening is ended at its host, in the background. Resets that follow failed ones pause, up to
+        a quarter of a second.
 
         Args:
             task: Id of the task; or a checkpoint, to begin in that state, on its host.
@@ -201,7 +206,6 @@ class AsyncEnvClient:
             ValueError: An occasion is unknown, or `size` is below 1.
         """
         _require_count("size", size)
-        hosts = self._host_pool
         triggers = wire_triggers(checkpoint_on)
         checkpoint = task if isinstance(task, Checkpoint) else None
         task_id = task.task_id if isinstance(task, Checkpoint) else task
@@ -209,6 +213,7 @@ class AsyncEnvClient:
         ready_timeout = max(timeout - timedelta(seconds=5), timeout / 2)
 
         def request() -> env_pb2.ResetRequest:
+            may_choose = self._host_pool.may_choose
             return env_pb2.ResetRequest(
                 request_id=new_id(),
                 task_id=task_id,
@@ -221,56 +226,56 @@ class AsyncEnvClient:
                 settle=wire_settle(settle),
                 observation=wire_view(view or View()),
                 perturb=wire_perturb(perturb),
-                ready_timeout=wire_duration(
-                    min(ready_timeout, self._retry.patience) if hosts.may_choose else ready_timeout
-                ),
+                ready_timeout=wire_duration(min(ready_timeout, self._retry.patience) if may_choose else ready_timeout),
                 checkpoint_every_steps=checkpoint_every,
                 checkpoint_on=triggers,
                 share_images=True,
             )
 
-        async with hosts.limiter.acquired(size):
-            opening = OpenRequest(
-                make_request=request,
-                size=size,
-                branch_count=branches,
-                task=task_id,
-                pool=pool,
-                deadline_s=asyncio.get_running_loop().time() + timeout.total_seconds(),
-                host=await hosts.host(checkpoint.host, timeout=timeout) if checkpoint else None,
+        async def open_group() -> Sequence[AsyncEpisode]:
+            episodes = await self._host_pool.reset(
+                OpenRequest(
+                    make_request=request,
+                    size=size,
+                    timeout=timeout,
+                    lease_ttl=lease_ttl,
+                    defaults=StepOptions(settle=settle, view=view, coordinate_space=coordinate_space),
+                    task=task_id,
+                    pool=pool,
+                    branch_count=branches,
+                    target=checkpoint.host if checkpoint else "",
+                )
             )
-            try:
-                host, response = await hosts.open(opening)
-            except EnvError as error:
-                raise error.with_traceback(None) from None  # the frames in between are of no use to the caller
-            host.note_pool(task_id, response.episodes[0].pool)
-            defaults = StepOptions(settle=settle, view=view, coordinate_space=coordinate_space)
-            opened = _held(host, response, lease_ttl, instruction=response.instruction, defaults=defaults)
-            async with opened as episodes:
-                if perturb is not None and not episodes[0].perturbations:
-                    raise NotSupported.by_release("`perturb`", host=host.target)
-                yield episodes
+            if perturb is not None and not episodes[0].perturbations:
+                await close_all(episodes)
+                raise NotSupported.by_release("`perturb`", host=episodes[0].host.target)
+            return episodes
+
+        return Opening(open_group, lambda episodes: episodes)
+
+    @takes_options_of(reset_group)
+    async def open_group(
+        self, task: str | Checkpoint, *, size: int, **options: Unpack[ResetOptions]
+    ) -> Sequence[AsyncEpisode]:
+        """Open episodes of one task or checkpoint, all or none, and renew their leases until the caller closes them."""
+        return await self.reset_group(task, size=size, **options)
 
     @takes_options_of(reset_group, without=["size"])
-    @asynccontextmanager
     @checks_arguments
-    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncIterator[AsyncEpisode]:
-        """Open one episode of a task or checkpoint; renew its lease, and close it on exit."""
-        async with self.reset_group(task, size=1, **options) as episodes:
-            yield episodes[0]
+    def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> Opening[AsyncEpisode]:
+        """Open one episode of a task or checkpoint, and renew its lease until it is closed.
+
+        Await it for the episode, and close that; or enter it as a block, which closes the episode on exit.
+        """
+        return Opening(self.reset_group(task, size=1, **options).open_all, lambda episodes: episodes[0])
 
     @takes_options_of(reset_group, without=["size"])
     async def open(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncEpisode:
-        """Open one episode of a task without a block, and renew its lease until `AsyncEpisode.close` or `aclose`."""
-        block = self.reset(task, **options)
-        episode = await block.__aenter__()
-        episode.block = block
-        self._host_pool.opened.add(episode)
-        return episode
+        """Open one episode of a task or checkpoint, and renew its lease until the caller closes it."""
+        return await self.reset(task, **options)
 
-    @asynccontextmanager
     @checks_arguments
-    async def fork(
+    def fork(
         self,
         parent: AsyncEpisode,
         *,
@@ -278,11 +283,11 @@ class AsyncEnvClient:
         lease_ttl: timedelta = timedelta(minutes=5),
         view: View | None = None,
         timeout: timedelta = timedelta(minutes=10),
-    ) -> AsyncIterator[Sequence[AsyncEpisode]]:
-        """Branch an active episode: open copies of its current state, all or none, and close them on exit.
+    ) -> Opening[Sequence[AsyncEpisode]]:
+        """Branch an active episode: open copies of its current state, all or none, as `reset_group` does.
 
-        The parent continues, and the copies may outlive it. Their leases are renewed. If cancelled while opening, the
-        opening is ended at its host, in the background.
+        The parent continues, and the copies may outlive it. If cancelled while opening, the opening is ended at its
+        host, in the background.
 
         Args:
             parent: The episode; no step of it may be running.
@@ -297,30 +302,67 @@ class AsyncEnvClient:
             ValueError: `count` is below 1.
         """
         _require_count("count", count)
-        request = env_pb2.ForkRequest(
-            request_id=new_id(),
-            episode_id=parent.episode_id,
-            step_index=parent.step_count,
-            fork_count=count,
-            lease_ttl=wire_duration(lease_ttl),
-            observation=wire_view(parent.chosen_view(view), known=parent.observation),
-            epoch=parent.epoch,
-            share_images=True,
-        )
-        opening = OpenRequest(
-            make_request=lambda: request,
-            size=count,
-            deadline_s=asyncio.get_running_loop().time() + timeout.total_seconds(),
-            host=parent.host,
-        )
-        seen = parent.observation
-        try:
-            host, response = await self._host_pool.open(opening)
-        except EnvError as error:
-            raise error.with_traceback(None) from None
-        opened = _held(host, response, lease_ttl, instruction=parent.instruction, defaults=parent.defaults, seen=seen)
-        async with opened as episodes:
-            yield episodes
+
+        async def open_forks() -> Sequence[AsyncEpisode]:
+            request = env_pb2.ForkRequest(
+                request_id=new_id(),
+                episode_id=parent.episode_id,
+                step_index=parent.step_count,
+                fork_count=count,
+                lease_ttl=wire_duration(lease_ttl),
+                observation=wire_view(parent.chosen_view(view), known=parent.observation),
+                epoch=parent.epoch,
+                share_images=True,
+            )
+            return await self._host_pool.open(
+                OpenRequest(
+                    make_request=lambda: request,
+                    size=count,
+                    timeout=timeout,
+                    lease_ttl=lease_ttl,
+                    defaults=parent.defaults,
+                    host=parent.host,
+                    instruction=parent.instruction,
+                    seen=parent.observation,
+                )
+            )
+
+        return Opening(open_forks, lambda episodes: episodes)
+
+    @checks_arguments
+    def attach(
+        self,
+        episode_id: str,
+        *,
+        lease_ttl: timedelta = timedelta(minutes=5),
+        settle: Settle | None = None,
+        view: View | None = None,
+        coordinate_space: tuple[int, int] | None = None,
+        timeout: timedelta = timedelta(minutes=1),
+    ) -> Opening[AsyncEpisode]:
+        """Take over an open episode of an earlier process with the same token, as `reset` opens a new one.
+
+        Two processes must not act on one episode: a step of the one fails with `StepIndexMismatch` after one of the
+        other. It does not count towards `max_episodes`.
+
+        Args:
+            episode_id: Id of the episode, on any of the hosts.
+            lease_ttl: How long its machine outlives this process, 10 s to 1 h.
+            settle: See `reset_group`.
+            view: See `reset_group`.
+            coordinate_space: See `reset_group`.
+            timeout: Longest search and observation.
+
+        Raises:
+            EpisodeNotFound: It was closed, its lease expired, or it is another token's.
+            EnvError: See the module's tree; the episode stays open.
+        """
+        defaults = StepOptions(settle=settle, view=view, coordinate_space=coordinate_space)
+
+        async def attach_to() -> Sequence[AsyncEpisode]:
+            return [await self._host_pool.attach(episode_id, lease_ttl=lease_ttl, defaults=defaults, timeout=timeout)]
+
+        return Opening(attach_to, lambda episodes: episodes[0])
 
     @checks_arguments
     async def list_tasks(
@@ -529,40 +571,3 @@ class AsyncEnvClient:
 def _require_count(name: str, count: int) -> None:
     if count < 1:
         raise ValueError(f"{name}={count}: no episodes; give at least 1")
-
-
-@asynccontextmanager
-async def _held(
-    host: Host,
-    response: Any,
-    lease_ttl: timedelta,
-    *,
-    instruction: str,
-    defaults: StepOptions,
-    seen: Observation | None = None,
-) -> AsyncIterator[Sequence[AsyncEpisode]]:
-    """Renew the leases of opened episodes; on exit close them."""
-    leases = [host.leases.take(info.episode_id, lease_ttl) for info in response.episodes]
-    try:
-        episodes = []
-        shown = {seen.image_id: seen} if seen else {}
-        for lease, info, message in zip(leases, response.episodes, response.observations, strict=True):
-            observation = await host.decode(message, shown.get(message.frame.unchanged.base_image_id, seen))
-            if message.frame.WhichOneof("content"):
-                shown[observation.image_id] = observation
-            episode = AsyncEpisode(host, lease, info, observation, instruction=instruction, defaults=defaults)
-            episode.opening_timings_ms = dict(response.timings_ms)
-            episodes.append(episode)
-        yield episodes
-    finally:
-        await finish(asyncio.gather(*(lease.close() for lease in leases)))
-
-
-async def finish(work: Awaitable[object]) -> None:
-    """Wait until the work is done; deliver a cancellation afterwards."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise

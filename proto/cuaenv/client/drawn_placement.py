@@ -19,9 +19,11 @@ from cuaenv.client.connection import Connection
 from cuaenv.client.credentials import Access
 from cuaenv.client.errors import Draining, EnvError, PoolExhausted, RateLimited, SampleVoid, Unavailable, Unreachable
 from cuaenv.client.host import Host, HostState
+from cuaenv.client.observation import Observation
 from cuaenv.client.opening import OpeningRequest
 from cuaenv.client.placement import NextAttempt, RetryPolicy, choose, next_attempt
 from cuaenv.client.targets import Address, is_name, is_ray, resolve
+from cuaenv.client.view import StepOptions
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,11 @@ class OpenRequest:
     make_request: Callable[[], OpeningRequest]
     """Makes the request for a host that got none yet."""
     size: int
-    deadline_s: float
+    timeout: timedelta
+    """Longest admission and setup."""
+    lease_ttl: timedelta
+    defaults: StepOptions
+    """Defaults of the episodes' steps."""
     task: str = ""
     pool: str = ""
     """Empty for the task's own pool."""
@@ -48,6 +54,14 @@ class OpenRequest:
     """Further machines that forks of the episodes may take later."""
     host: Host | None = None
     """The only possible host; None for any."""
+    target: str = ""
+    """Its address if the host itself is not known; empty for any."""
+    instruction: str | None = None
+    """The task's instruction; None for that of the response."""
+    seen: Observation | None = None
+    """The observation that the request names as known."""
+    deadline_s: float = field(default=0.0, init=False)
+    """Deadline by the loop's clock; set when it is sent."""
     sent: dict[Host, OpeningRequest] = field(default_factory=dict)
     """The request of each host: retries repeat it, so a host opens at most one group."""
     excluded: dict[Host, EnvError] = field(default_factory=dict)

@@ -1,21 +1,24 @@
-"""An open episode, on the host that it was opened on."""
+"""An open episode, on the host that it was opened on, until its opener closes it.
+
+No call leaves an episode open without an owner: a caller that is cancelled while it opens episodes gets none, and those
+that were opened by then are closed.
+"""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final, Generic, Self, TypeVar
 
 import grpc
 
 from cuaenv.action_codec import from_proto, to_proto
 from cuaenv.actions import Action, longest
 from cuaenv.argument_types import checks_arguments
-from cuaenv.client.errors import EnvError
+from cuaenv.client.errors import ClientClosed, EnvError, EpisodeNotFound
 from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.host import Host
-from cuaenv.client.leases import Lease
 from cuaenv.client.observation import Observation, read_frame
 from cuaenv.client.results import (
     STATES,
@@ -36,27 +39,32 @@ from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, wire_duration
 
-_HANDOVER_POLL_S = 1.0
+_HANDOVER_POLL_S: Final = 1.0
+_CLOSE_WAIT_S: Final = 5.0
+
+Opened = TypeVar("Opened")
 
 
 class AsyncEpisode:
-    """One attempt at one task on one machine. Call its steps one after the other."""
+    """One attempt at one task on one machine, until it is closed. Call its steps one after the other.
+
+    It is a block, too: `async with` closes it on exit.
+    """
 
     def __init__(
         self,
         host: Host,
-        lease: Lease,
         info: env_pb2.Episode,
         observation: Observation,
         *,
         instruction: str,
         defaults: StepOptions,
+        opening_timings_ms: Mapping[str, float] | None = None,
     ) -> None:
-        self.block: AbstractAsyncContextManager[object] | None = None
-        """The block to leave when it is closed; None if its owner leaves it."""
         self.host = host
         """Its host; all its calls go there."""
-        self._lease = lease
+        self._closing: asyncio.Future[Any] | None = None
+        self._when_closed: list[Callable[[], None]] = []
         self.defaults = defaults
         """Options of the reset that are the steps' defaults."""
         self.episode_id = info.episode_id
@@ -66,7 +74,7 @@ class AsyncEpisode:
         self.checkpoint_id = info.checkpoint_id
         """The checkpoint that it was opened from; empty if none."""
         self.origin = copied(Origin, info.origin)
-        """Origin of its first state."""
+        """Origin of its first state; its texts are empty if the episode was attached."""
         self.task_id = info.task_id
         self.pool = info.pool
         self.max_steps = info.max_steps
@@ -76,8 +84,8 @@ class AsyncEpisode:
         """The task's instruction for the agent."""
         self.observation = observation
         """The latest observation."""
-        self.opening_timings_ms: Mapping[str, float] = {}
-        """Duration of each phase of the Reset or Fork that opened this episode."""
+        self.opening_timings_ms: Mapping[str, float] = dict(opening_timings_ms or {})
+        """Duration of each phase of the Reset or Fork that opened this episode; empty if it was attached."""
         # Responses are read in the order of their arrival, one at a time: threads decode images, and without this an
         # older observation could replace a newer one, or a step return the state after a rollback.
         self._reading = asyncio.Lock()
@@ -86,6 +94,12 @@ class AsyncEpisode:
     def __repr__(self) -> str:
         at = f"step {self.step_count} at {self.host.target}"
         return f"<{type(self).__name__} {self.episode_id} {self.task_id} {self.state.value} {at}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     def _note(self, info: env_pb2.Episode) -> None:
         self.state = STATES[info.state]
@@ -248,17 +262,37 @@ class AsyncEpisode:
             self._note(response.episode)
         return read_evaluation(response)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed here, or is being closed."""
+        return self._closing is not None
+
     async def close(self) -> None:
         """Release the machine. Idempotent, completed even if the caller is cancelled; never fails.
 
-        If the daemon cannot be reached, the lease ends the episode.
+        Waits at most 5 s for a daemon that cannot be reached. Retries continue in the background, and else the lease
+        ends the episode.
         """
-        block, self.block = self.block, None
-        try:
-            await self._lease.close()
-        finally:
-            if block is not None:
-                await block.__aexit__(None, None, None)
+        await finish(self.begin_close())
+
+    def begin_close(self) -> "asyncio.Future[Any]":
+        """Start to release the machine, for callers that cannot wait; return what `close` waits for. Idempotent."""
+        closing = self._closing
+        if closing is None:
+            released = self.host.leases.begin_close(self.episode_id)
+            closing = self._closing = asyncio.ensure_future(asyncio.wait({released}, timeout=_CLOSE_WAIT_S))
+            # Emptied, because callbacks refer to the episode: its pixels would wait for the garbage collector.
+            callbacks, self._when_closed = self._when_closed, []
+            for callback in callbacks:
+                self.when_closed(callback)
+        return closing
+
+    def when_closed(self, callback: Callable[[], None]) -> None:
+        """Call back once when it is closed here, or soon if it already is."""
+        if self._closing is None:
+            self._when_closed.append(callback)
+        else:
+            self._closing.add_done_callback(lambda _: callback())
 
     @checks_arguments
     async def checkpoint(
@@ -377,11 +411,70 @@ class AsyncEpisode:
         return forwarded(self.host.connection, self.episode_id, port, local_port=local_port)
 
     async def _call(self, method: str, request: Any, timeout: timedelta, *, retry: bool = True) -> Any:
+        was_closed = self.is_closed
         try:
             return await self.host.connection.call(method, request, timeout, retry=retry)
         except EnvError as error:
+            if isinstance(error, EpisodeNotFound) and self.is_closed and not was_closed:
+                # Not lost: another machine for it would have no owner.
+                message = f"episode {self.episode_id}: it was closed here during the call; open another one"
+                raise ClientClosed(message, host=self.host.target) from None
             raise error.with_traceback(None) from None
 
     def chosen_view(self, view: View | None) -> View:
         """Return the given view, or else that of the reset."""
         return view or self.defaults["view"] or View()
+
+
+class Opening(AbstractAsyncContextManager[Opened], Awaitable[Opened], Generic[Opened]):
+    """Episodes that are opened when this is awaited, and then closed by the caller, or when it is entered as a block.
+
+    Leaving the block closes them. It is used once.
+    """
+
+    def __init__(
+        self,
+        open_all: Callable[[], Coroutine[Any, Any, Sequence[AsyncEpisode]]],
+        result_of: Callable[[Sequence[AsyncEpisode]], Opened],
+    ) -> None:
+        """Prepare; nothing is opened yet.
+
+        Args:
+            open_all: Opens the episodes; if cancelled, it leaves none open.
+            result_of: Returns what the caller gets.
+        """
+        self.open_all = open_all
+        self._result_of = result_of
+        self._episodes: Sequence[AsyncEpisode] = ()
+
+    def __await__(self) -> Generator[Any, Any, Opened]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Opened:
+        return await self._open()
+
+    async def __aexit__(self, *_: object) -> None:
+        await close_all(self._episodes)
+
+    async def _open(self) -> Opened:
+        try:
+            self._episodes = await self.open_all()
+        except EnvError as error:
+            raise error.with_traceback(None) from None  # the frames in between are of no use to the caller
+        return self._result_of(self._episodes)
+
+
+async def close_all(episodes: Sequence[AsyncEpisode]) -> None:
+    """Close episodes together, as `AsyncEpisode.close` does."""
+    if closings := [episode.begin_close() for episode in episodes]:
+        await finish(asyncio.wait(closings))
+
+
+async def finish(work: Awaitable[object]) -> None:
+    """Wait until the work is done; deliver a cancellation afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

@@ -217,7 +217,7 @@ class PoolFailing(Unavailable, causes=["POOL_FAILING"]):
 
 
 class ClientClosed(EnvError):
-    """The client was closed, and its connections with it; or this process was forked from one that uses a client."""
+    """The client, or the episode during a call, was closed here; or this process was forked from one with a client."""
 
 
 class DeadlineExceeded(EnvError, causes=["DEADLINE_EXCEEDED"]):

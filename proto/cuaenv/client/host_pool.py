@@ -5,9 +5,9 @@ Counts need no lock: code between two awaits is atomic.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
-import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,10 +15,16 @@ from typing import Any, Final, TypeVar
 
 from cuaenv.client.credentials import Access
 from cuaenv.client.drawn_placement import DrawnPlacement, OpenRequest
-from cuaenv.client.errors import DeadlineExceeded, EnvError, Unavailable
+from cuaenv.client.episode import AsyncEpisode, close_all
+from cuaenv.client.errors import DeadlineExceeded, EnvError, EpisodeNotFound, Unavailable
 from cuaenv.client.host import Host, HostStatistics
 from cuaenv.client.limiter import EpisodeLimiter
+from cuaenv.client.observation import Observation
+from cuaenv.client.pacing import ResetPacer
 from cuaenv.client.placement import NextAttempt, RetryPolicy, next_attempt, retry_pause_s
+from cuaenv.client.view import StepOptions, View, wire_settle, wire_view
+from cuaenv.v1 import env_pb2
+from cuaenv.wire import wire_duration
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +43,7 @@ class ClientStatistics:
 
 
 class HostPool:
-    """Opens episodes on hosts."""
+    """Opens episodes on hosts, and holds them until they are closed."""
 
     def __init__(
         self,
@@ -50,9 +56,10 @@ class HostPool:
         rng: random.Random,
     ) -> None:
         """Prepare; nothing is connected yet."""
-        self.limiter = EpisodeLimiter(max_episodes)
-        self.opened: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Each `AsyncEpisode` without a block; the client closes them at its end."""
+        self.episodes: set[AsyncEpisode] = set()
+        """Those that are open here."""
+        self._limiter = EpisodeLimiter(max_episodes)
+        self._pacer = ResetPacer()
         self._retry = retry
         self._rng = rng
         self._placement = DrawnPlacement(
@@ -60,7 +67,7 @@ class HostPool:
         )
 
     def __repr__(self) -> str:
-        return f"<HostPool {self._placement}, {self.limiter}>"
+        return f"<HostPool {self._placement}, {self._limiter}>"
 
     @property
     def may_choose(self) -> bool:
@@ -69,7 +76,7 @@ class HostPool:
 
     def statistics(self) -> ClientStatistics:
         hosts = tuple(host.statistics() for host in self._placement.known)
-        return ClientStatistics(hosts=hosts, gated_count=self.limiter.waiting_count)
+        return ClientStatistics(hosts=hosts, gated_count=self._limiter.waiting_count)
 
     async def wait_until_idle(self, timeout: timedelta) -> None:
         """Return when no episode is open or being opened, or after `timeout`."""
@@ -79,17 +86,108 @@ class HostPool:
                     await self._placement.changed.wait()
 
     async def aclose(self) -> None:
-        """Wait at most 20 s until abandoned openings have ended, then disconnect. Idempotent."""
+        """Close the episodes, wait at most 20 s until abandoned openings have ended, then disconnect. Idempotent."""
+        await close_all(list(self.episodes))
         await self._placement.aclose()
         await asyncio.gather(*(host.aclose(_CLOSE_TIMEOUT_S) for host in self._placement.known))
 
-    async def open(self, opening: OpenRequest) -> tuple[Host, Any]:
-        """Open episodes on one host; return it, and its response.
+    async def reset(self, opening: OpenRequest) -> Sequence[AsyncEpisode]:
+        """Open episodes of a task or checkpoint: paced while resets fail, and within `max_episodes`.
+
+        If cancelled, the opening is ended at its host, in the background.
+
+        Raises:
+            EnvError: None were opened; or no response came, and leases end what was opened.
+            ValueError: They are more than `max_episodes`.
+        """
+        await self._pacer.wait(opening.task)
+        await self._limiter.acquire(opening.size)
+        try:
+            episodes = await self.open(opening)
+        except BaseException as error:
+            self._limiter.release(opening.size)
+            if isinstance(error, EnvError):
+                self._pacer.note_failure(opening.task, error)
+            raise
+        self._pacer.note_success(opening.task)
+        for episode in episodes:
+            episode.when_closed(self._limiter.release)
+        episodes[0].host.note_pool(opening.task, episodes[0].pool)
+        return episodes
+
+    async def open(self, opening: OpenRequest) -> Sequence[AsyncEpisode]:
+        """Open episodes on one host.
+
+        If cancelled, the opening is ended at its host, in the background.
 
         Raises:
             EnvError: None were opened; or no response came, and leases end what was opened.
         """
+        opening.deadline_s = asyncio.get_running_loop().time() + opening.timeout.total_seconds()
+        host, response = await self._opened(opening)
+        for info in response.episodes:
+            host.leases.take(info.episode_id, opening.lease_ttl)
+        try:
+            observations = await _observations_of(response, host, opening.seen)
+        except BaseException:
+            for info in response.episodes:
+                host.leases.begin_close(info.episode_id)
+            raise
+        instruction = response.instruction if opening.instruction is None else opening.instruction
+        return [
+            self._hold(
+                AsyncEpisode(
+                    host,
+                    info,
+                    observation,
+                    instruction=instruction,
+                    defaults=opening.defaults,
+                    opening_timings_ms=response.timings_ms,
+                )
+            )
+            for info, observation in zip(response.episodes, observations, strict=True)
+        ]
+
+    async def attach(
+        self, episode_id: str, *, lease_ttl: timedelta, defaults: StepOptions, timeout: timedelta
+    ) -> AsyncEpisode:
+        """Renew the lease of an open episode, and observe it. Raises: EnvError."""
+        renewal = env_pb2.KeepAliveRequest(episode_ids=[episode_id], lease_ttl=wire_duration(lease_ttl))
+
+        async def find(host: Host) -> list[tuple[Host, env_pb2.Episode]]:
+            response = await host.connection.call("KeepAlive", renewal, timeout)
+            return [(host, info) for info in response.episodes]
+
+        found = list(itertools.chain.from_iterable(await self.call_all(find, timeout=timeout)))
+        if not found:
+            raise EpisodeNotFound(
+                f"episode {episode_id}: not open, with this token, on a host that responds; reset a new one",
+                code="NOT_FOUND",
+            )
+        host, info = found[0]
+        request = env_pb2.ObserveRequest(
+            episode_id=episode_id,
+            observation=wire_view(defaults["view"] or View()),
+            settle=wire_settle(defaults["settle"]),
+        )
+        observation = await host.decode((await host.connection.call("Observe", request, timeout)).observation)
+        listing = env_pb2.ListTasksRequest(task_ids=[info.task_id])
+        tasks = (await host.connection.call("ListTasks", listing, timeout)).tasks
+        host.leases.take(episode_id, lease_ttl)
+        instruction = tasks[0].instruction if tasks else ""
+        return self._hold(AsyncEpisode(host, info, observation, instruction=instruction, defaults=defaults))
+
+    def _hold(self, episode: AsyncEpisode) -> AsyncEpisode:
+        """Close an episode with the client unless it is closed before; return it."""
+        self.episodes.add(episode)
+        episode.when_closed(lambda: self.episodes.discard(episode))
+        return episode
+
+    async def _opened(self, opening: OpenRequest) -> tuple[Host, Any]:
+        """Return the host that opened episodes, and its response. Raises: those of `open`."""
         host = opening.host or self._placement.only_host
+        if opening.target:
+            host = await self.host(opening.target, timeout=opening.timeout)
         if host is not None:
             return host, await self._open_there(opening, host)
         while True:
@@ -157,6 +255,18 @@ class HostPool:
         if not succeeded:
             raise failed[0]
         return succeeded
+
+
+async def _observations_of(response: Any, host: Host, seen: Observation | None) -> Sequence[Observation]:
+    """Return the observations of a response, which has each image once. Raises: ServiceFault."""
+    shown = {seen.image_id: seen} if seen else {}
+    observations: list[Observation] = []
+    for message in response.observations:
+        observation = await host.decode(message, shown.get(message.frame.unchanged.base_image_id, seen))
+        if message.frame.WhichOneof("content"):
+            shown[observation.image_id] = observation
+        observations.append(observation)
+    return observations
 
 
 def _note(opening: OpenRequest, error: EnvError) -> None:

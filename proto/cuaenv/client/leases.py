@@ -1,4 +1,4 @@
-"""Leases at one host: renewed together while models think, and closed exactly once."""
+"""Leases at one host: renewed together while models think, until their episodes are closed."""
 
 import asyncio
 import contextlib
@@ -14,27 +14,8 @@ from cuaenv.v1 import env_pb2
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT: Final = timedelta(seconds=20)
-_CLOSE_WAIT_S: Final = 5.0
 #: Most ids that `KeepAlive` takes.
 _BATCH_COUNT: Final = 1000
-
-
-class Lease:
-    """One episode's hold on its machine."""
-
-    def __init__(self, keeper: "LeaseKeeper", episode_id: str) -> None:
-        self.episode_id = episode_id
-        self._keeper = keeper
-        self._closing: asyncio.Task[None] | None = None
-
-    async def close(self) -> None:
-        """Release the machine. Idempotent, completed even if the caller is cancelled; never fails.
-
-        Waits at most 5 s for an unreachable host; retries continue in the background.
-        """
-        if self._closing is None:
-            self._closing = self._keeper.begin_close(self.episode_id)
-        await asyncio.wait({self._closing}, timeout=_CLOSE_WAIT_S)
 
 
 class LeaseKeeper:
@@ -58,13 +39,12 @@ class LeaseKeeper:
     def __len__(self) -> int:
         return len(self._ttls)
 
-    def take(self, episode_id: str, ttl: timedelta) -> Lease:
-        """Renew a lease of this length from now on."""
+    def take(self, episode_id: str, ttl: timedelta) -> None:
+        """Renew an episode's lease of this length from now on."""
         self._ttls[episode_id] = ttl
         self._taken.set()
         if self._task is None:
             self._task = asyncio.create_task(self._keep(), name=f"keep-leases:{self._connection.target}")
-        return Lease(self, episode_id)
 
     def begin_close(self, episode_id: str) -> asyncio.Task[None]:
         """Stop renewing, and return the task that closes the episode; it is owned here."""

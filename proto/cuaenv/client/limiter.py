@@ -2,8 +2,6 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 
 class EpisodeLimiter:
@@ -24,9 +22,12 @@ class EpisodeLimiter:
     def waiting_count(self) -> int:
         return sum(count for count, admitted in self._queue if not admitted.done())
 
-    @asynccontextmanager
-    async def acquired(self, count: int) -> AsyncIterator[None]:
-        """Wait for `count` episodes to be admitted; release them on exit. Raises: ValueError: count above the limit."""
+    async def acquire(self, count: int) -> None:
+        """Wait for `count` episodes to be admitted; a cancelled caller holds none.
+
+        Raises:
+            ValueError: `count` is above the limit.
+        """
         if self._limit is not None and count > self._limit:
             raise ValueError(f"a group of {count} never fits max_episodes={self._limit}; raise it, or open fewer")
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -34,13 +35,17 @@ class EpisodeLimiter:
         self._admit()
         try:
             await admitted
-            yield
-        finally:
-            if admitted.cancelled():
-                self._queue = deque(waiting for waiting in self._queue if waiting[1] is not admitted)
-            else:
+        except asyncio.CancelledError:
+            if not admitted.cancelled():
                 self._held_count -= count
+            self._queue = deque(waiting for waiting in self._queue if waiting[1] is not admitted)
             self._admit()
+            raise
+
+    def release(self, count: int = 1) -> None:
+        """Let others take the places of `count` admitted episodes."""
+        self._held_count -= count
+        self._admit()
 
     def _admit(self) -> None:
         while self._queue and (self._limit is None or self._held_count + self._queue[0][0] <= self._limit):

@@ -13,6 +13,7 @@ from typing import Final
 from cuaenv.argument_types import Checked
 from cuaenv.client.async_client import AsyncEnvClient
 from cuaenv.client.credentials import Tls
+from cuaenv.client.episode import close_all
 from cuaenv.client.placement import RetryPolicy
 
 _CLOSE_TIMEOUT: Final = timedelta(seconds=20)
@@ -70,15 +71,17 @@ async def close_shared_clients() -> None:
     """
     loop = asyncio.get_running_loop()
     with _lock:
-        closers = [_closers.pop(key) for key in list(_closers) if key[0] is loop]
-    for closer in closers:
+        closers = {key[1]: _closers.pop(key) for key in list(_closers) if key[0] is loop}
+    await asyncio.gather(*(client.aclose(wait=_CLOSE_TIMEOUT) for client in closers))
+    for closer in closers.values():
         closer.cancel()
-    await asyncio.gather(*closers, return_exceptions=True)
+    await asyncio.gather(*closers.values(), return_exceptions=True)
 
 
 async def _close_with_loop(client: AsyncEnvClient) -> None:
     try:
         await asyncio.get_running_loop().create_future()
     finally:
-        # The other cancelled tasks of the loop close their episodes now.
+        # The other cancelled tasks of the loop end their openings now, and no owner needs an open episode.
+        await close_all(client.episodes)
         await client.aclose(wait=_CLOSE_TIMEOUT)

@@ -3,20 +3,19 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import wraps
 from operator import attrgetter
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
 from cuaenv.argument_types import require_types
 from cuaenv.client.async_client import AsyncEnvClient
 from cuaenv.client.connection import require_own_process
 from cuaenv.client.credentials import Tls
-from cuaenv.client.episode import AsyncEpisode
+from cuaenv.client.episode import AsyncEpisode, Opening, close_all
 from cuaenv.client.errors import ClientClosed, EnvError
 from cuaenv.client.forwarding import PortForward
 from cuaenv.client.host import Host
@@ -25,7 +24,7 @@ from cuaenv.client.observation import Observation
 from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import Checkpoint, EpisodeInfo, Origin, State
 from cuaenv.client.signatures import takes_options_of
-from cuaenv.client.view import ForkOptions, ResetOptions
+from cuaenv.client.view import AttachOptions, ForkOptions, ResetOptions
 
 Inner = TypeVar("Inner")
 Result = TypeVar("Result")
@@ -49,6 +48,15 @@ class _Blocking(Generic[Inner]):
             future.cancel()
             raise
 
+    @contextmanager
+    def _entered(self, block: AbstractAsyncContextManager[Result]) -> Iterator[Result]:
+        """Enter and leave a block of the asyncio client."""
+        entered = self._wait(block.__aenter__())
+        try:
+            yield entered
+        finally:
+            self._wait(block.__aexit__(None, None, None))
+
 
 def _blocking(
     method: Callable[Concatenate[Inner, P], Coroutine[Any, Any, Result]],
@@ -60,28 +68,6 @@ def _blocking(
         return self._wait(method(self._inner, *args, **options))
 
     return call
-
-
-@dataclass(eq=False)
-class _Block(AbstractContextManager[Result], Generic[Result, Inner]):
-    """Enters and leaves a block of the asyncio client."""
-
-    _owner: _Blocking[Any]
-    _block: AbstractAsyncContextManager[Inner]
-    _result_of: Callable[[Inner], Result]
-
-    def __enter__(self) -> Result:
-        return self._result_of(self._owner._wait(self._block.__aenter__()))
-
-    def __exit__(self, *_error: object) -> None:
-        self._owner._wait(self._block.__aexit__(None, None, None))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        # A first use is often `episode = client.reset(...)`.
-        raise AttributeError(
-            f"a block of EnvClient has no {name!r} before it is entered; write `with client.reset(...) as episode:`,"
-            " or use `EnvClient.open`"
-        )
 
 
 class EnvClient(_Blocking[AsyncEnvClient]):
@@ -127,29 +113,35 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         return self._inner.targets
 
     @takes_options_of(AsyncEnvClient.reset)
-    def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AbstractContextManager["Episode"]:
-        """Open one episode of a task or checkpoint; renew its lease, and close it on exit."""
-        return _Block(self, self._inner.reset(task, **options), self._episode)
+    def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> "Episode":
+        """Open one episode of a task or checkpoint, and renew its lease until `Episode.close`.
 
-    @takes_options_of(AsyncEnvClient.reset)
-    def open(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> "Episode":
-        """Open one episode of a task without a block, and renew its lease until `Episode.close` or `close`."""
-        return self._episode(self._wait(self._inner.open(task, **options)))
+        It also is a block, which closes it on exit: `with client.reset(task) as episode:`.
+        """
+        return Episode(self._wait(_opened(self._inner.reset(task, **options))), self)
+
+    open = reset
 
     @takes_options_of(AsyncEnvClient.reset_group)
-    def reset_group(
-        self, task: str | Checkpoint, *, size: int, **options: Unpack[ResetOptions]
-    ) -> AbstractContextManager[Sequence["Episode"]]:
-        """Open episodes of one task, all or none; renew their leases, and close them on exit."""
-        return _Block(self, self._inner.reset_group(task, size=size, **options), self._episodes)
+    def reset_group(self, task: str | Checkpoint, *, size: int, **options: Unpack[ResetOptions]) -> "Episodes":
+        """Open episodes of one task, all or none, and renew their leases until they are closed.
+
+        They also are a block, which closes them on exit: `with client.reset_group(task, size=2) as (one, other):`.
+        """
+        return self._episodes(self._inner.reset_group(task, size=size, **options))
+
+    open_group = reset_group
 
     @takes_options_of(AsyncEnvClient.fork)
-    def fork(
-        self, parent: "Episode", *, count: int, **options: Unpack[ForkOptions]
-    ) -> AbstractContextManager[Sequence["Episode"]]:
-        """Branch an active episode: open copies of its current state, all or none, and close them on exit."""
+    def fork(self, parent: "Episode", *, count: int, **options: Unpack[ForkOptions]) -> "Episodes":
+        """Branch an active episode: open copies of its current state, all or none, as `reset_group` does."""
         require_types("EnvClient.fork", {"parent": Episode}, {"parent": parent})
-        return _Block(self, self._inner.fork(parent._inner, count=count, **options), self._episodes)
+        return self._episodes(self._inner.fork(parent._inner, count=count, **options))
+
+    @takes_options_of(AsyncEnvClient.attach)
+    def attach(self, episode_id: str, **options: Unpack[AttachOptions]) -> "Episode":
+        """Take over an open episode of an earlier process with the same token, as `reset` opens a new one."""
+        return Episode(self._wait(_opened(self._inner.attach(episode_id, **options))), self)
 
     list_tasks = _blocking(AsyncEnvClient.list_tasks)
     list_pools = _blocking(AsyncEnvClient.list_pools)
@@ -175,13 +167,10 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         self, episode: EpisodeInfo, port: int, *, local_port: int = 0, timeout: timedelta = timedelta(seconds=30)
     ) -> AbstractContextManager[PortForward]:
         """Forward a local port to a port of a listed episode's guest during a block; see `Episode.forward`."""
-        return _Block(self, self._inner.forward(episode, port, local_port=local_port, timeout=timeout), lambda it: it)
+        return self._entered(self._inner.forward(episode, port, local_port=local_port, timeout=timeout))
 
-    def _episode(self, episode: AsyncEpisode) -> "Episode":
-        return Episode(episode, self)
-
-    def _episodes(self, episodes: Sequence[AsyncEpisode]) -> Sequence["Episode"]:
-        return [self._episode(episode) for episode in episodes]
+    def _episodes(self, opening: Opening[Sequence[AsyncEpisode]]) -> "Episodes":
+        return Episodes(Episode(episode, self) for episode in self._wait(_opened(opening)))
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> "Future[Result]":
         """Start a coroutine on the loop. Raises: ClientClosed."""
@@ -197,6 +186,10 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         require_own_process(targets, self._pid)
         if self._loop.is_closed():
             raise ClientClosed(f"client of {targets}: it was closed; open another one", host=targets)
+
+
+async def _opened(opening: Opening[Result]) -> Result:
+    return await opening
 
 
 class Episode(_Blocking[AsyncEpisode]):
@@ -221,6 +214,7 @@ class Episode(_Blocking[AsyncEpisode]):
     guest_end_cause: str
     step_count: int
     epoch: int
+    is_closed: bool
 
     def __init__(self, episode: AsyncEpisode, client: EnvClient) -> None:
         self._inner = episode
@@ -228,6 +222,12 @@ class Episode(_Blocking[AsyncEpisode]):
 
     def __repr__(self) -> str:
         return repr(self._inner).replace("AsyncEpisode", "Episode", 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     step = _blocking(AsyncEpisode.step)
     observe = _blocking(AsyncEpisode.observe)
@@ -243,7 +243,22 @@ class Episode(_Blocking[AsyncEpisode]):
     @takes_options_of(AsyncEpisode.forward)
     def forward(self, port: int, *, local_port: int = 0) -> AbstractContextManager[PortForward]:
         """Listen on 127.0.0.1 during a block; each connection leads to a TCP port of the guest's 127.0.0.1."""
-        return _Block(self, self._inner.forward(port, local_port=local_port), lambda forward: forward)
+        return self._entered(self._inner.forward(port, local_port=local_port))
+
+
+class Episodes(tuple[Episode, ...]):
+    """Episodes that were opened together, until they are closed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release their machines together; see `Episode.close`."""
+        if self:
+            self[0]._wait(close_all([episode._inner for episode in self]))
 
 
 # Each declared attribute is that of the asyncio episode.

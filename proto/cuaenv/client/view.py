@@ -169,3 +169,11 @@ class ForkOptions(TypedDict, total=False):
     lease_ttl: timedelta
     view: View | None
     timeout: timedelta
+
+
+class AttachOptions(TypedDict, total=False):
+    lease_ttl: timedelta
+    settle: Settle | None
+    view: View | None
+    coordinate_space: tuple[int, int] | None
+    timeout: timedelta

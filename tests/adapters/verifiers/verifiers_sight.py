@@ -32,8 +32,7 @@ class SightEnv(DesktopEnv):
 
     @asynccontextmanager
     async def _opened(self, task_id: str) -> AsyncIterator[AgentEpisode]:
-        async with PictureEnvironments(self.plan).reset(task_id) as episode:
-            yield episode
+        yield await PictureEnvironments(self.plan).reset(task_id)
 
 
 def turns_of(trace: Any, processor: Any) -> list[SampledReply]:

@@ -125,11 +125,14 @@ def test_all_public_records_and_calls_are_checked() -> None:
     assert unchecked == {
         "AsyncEnvClient.aclose",
         "AsyncEnvClient.open",
+        "AsyncEnvClient.open_group",
         "AsyncEnvClient.statistics",
+        "AsyncEpisode.begin_close",
         "AsyncEpisode.chosen_view",
         "AsyncEpisode.close",
         "AsyncEpisode.forward",
         "AsyncEpisode.frames",
+        "AsyncEpisode.when_closed",
     }
     assert client.Click is Click
 

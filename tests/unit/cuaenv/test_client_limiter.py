@@ -16,9 +16,10 @@ async def acquiring(limiter: EpisodeLimiter, count: int) -> AsyncIterator[asynci
     admitted, leave = asyncio.Event(), asyncio.Event()
 
     async def hold() -> None:
-        async with limiter.acquired(count):
-            admitted.set()
-            await leave.wait()
+        await limiter.acquire(count)
+        admitted.set()
+        await leave.wait()
+        limiter.release(count)
 
     task = asyncio.create_task(hold())
     try:
@@ -38,7 +39,7 @@ async def run_ready_tasks() -> None:
 async def test_an_episode_over_the_limit_waits_until_another_is_released() -> None:
     limiter = EpisodeLimiter(2)
     async with acquiring(limiter, 1), acquiring(limiter, 1):
-        late = asyncio.create_task(limiter.acquired(1).__aenter__())
+        late = asyncio.create_task(limiter.acquire(1))
         await run_ready_tasks()
         assert (limiter.waiting_count, late.done()) == (1, False)
     await asyncio.wait_for(late, 60)
@@ -56,25 +57,24 @@ async def test_small_groups_do_not_overtake_a_large_one() -> None:
 async def test_a_cancelled_waiter_leaves_the_queue_and_releases_nothing() -> None:
     limiter = EpisodeLimiter(1)
     async with acquiring(limiter, 1):
-        cancelled = asyncio.create_task(limiter.acquired(1).__aenter__())
+        cancelled = asyncio.create_task(limiter.acquire(1))
         await run_ready_tasks()
         cancelled.cancel()
         await asyncio.wait({cancelled})
         assert limiter.waiting_count == 0
-    async with asyncio.timeout(60), limiter.acquired(1):
-        pass
+    async with asyncio.timeout(60):
+        await limiter.acquire(1)
 
 
 async def test_without_a_limit_everything_is_admitted() -> None:
     limiter = EpisodeLimiter(None)
-    async with limiter.acquired(1000), limiter.acquired(1000):
-        pass
+    for _ in range(2):
+        await asyncio.wait_for(limiter.acquire(1000), 60)
 
 
 async def test_a_group_over_the_limit_is_rejected_at_once() -> None:
     with pytest.raises(ValueError, match=r"of 3 .*max_episodes=2"):
-        async with EpisodeLimiter(2).acquired(3):
-            pass
+        await EpisodeLimiter(2).acquire(3)
 
 
 def test_a_limit_below_one_is_rejected() -> None:
@@ -90,14 +90,16 @@ async def test_random_holds_and_cancellations_never_exceed_the_limit_nor_leak(se
 
     async def hold(count: int, pauses: int) -> None:
         nonlocal held
-        async with limiter.acquired(count):
-            held += count
-            assert held <= 5
-            try:
-                for _ in range(pauses):
-                    await asyncio.sleep(0)
-            finally:
-                held -= count
+        await limiter.acquire(count)
+        held += count
+        assert held <= 5
+        try:
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+        finally:
+            held -= count
+            for _ in range(count):  # as the members of a group, one by one
+                limiter.release()
 
     tasks = [asyncio.create_task(hold(rng.randint(1, 5), rng.randint(0, 6))) for _ in range(60)]
     for task in rng.sample(tasks, 30):
@@ -106,5 +108,5 @@ async def test_random_holds_and_cancellations_never_exceed_the_limit_nor_leak(se
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
-    async with asyncio.timeout(60), limiter.acquired(5):
-        assert limiter.waiting_count == 0
+    await asyncio.wait_for(limiter.acquire(5), 60)
+    assert limiter.waiting_count == 0

@@ -3,26 +3,26 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self, cast
 
 from pydantic import Field, model_validator
 
-from cuaenv.client import Checkpoint
+from cuaenv.client import AsyncEnvClient, Checkpoint
 from trainer.adapters.areal.engine import ArealEngine, Ask
 from trainer.adapters.areal.rows import Rewarded, discounted
-from trainer.agent.attempts import GroupEnvironments, run_group, run_task
+from trainer.agent.attempts import run_task
 from trainer.agent.branching import BranchContext, TreeMember
+from trainer.agent.forks import GroupMember
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import Owner, ruling_on
-from trainer.agent.pacing import pacer_of_loop
-from trainer.agent.starts import start_of, task_id_of
+from trainer.agent.starts import start_of
 from trainer.agent.training import GroupConfig
 from trainer.agent.tree import Tree
 from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.config import ConfigError
 from trainer.rewards.credit import Member, sibling_credit
+from trainer.sight.episode import PictureEnvironments
 from trainer.tokens.chat import Chat
 from trainer.tokens.conversation import TokenConversation
 
@@ -74,27 +74,19 @@ class Played(NamedTuple):
 NewConversation = Callable[[], TokenConversation]
 
 
-class _Paced:
-    """Environments whose resets are spaced while they fail: AReaL replaces each rejected group at once, without end."""
-
-    def __init__(self, environments: GroupEnvironments) -> None:
-        self._environments = environments
-
-    def reset(self, task: str | Checkpoint, **options: Any) -> AbstractAsyncContextManager[AgentEpisode]:
-        return pacer_of_loop().open(task_id_of(task), lambda: self._environments.reset(task, **options))
-
-    def reset_group(
-        self, task: str | Checkpoint, **options: Any
-    ) -> AbstractAsyncContextManager[Sequence[AgentEpisode]]:
-        return pacer_of_loop().open(task_id_of(task), lambda: self._environments.reset_group(task, **options))
-
-
 async def run_task_group(
-    environments: GroupEnvironments, data: Mapping[str, Any], ask: Ask, *, chat: Chat, config: ArealConfig
+    client: AsyncEnvClient | PictureEnvironments, data: Mapping[str, Any], ask: Ask, *, chat: Chat, config: ArealConfig
 ) -> GroupResult:
     """Run the task of a data set row as a group.
 
     Void episodes are omitted, never scored 0.
+
+    Args:
+        client: Opens the episodes; pictures are equal without a group.
+        data: The row.
+        engine: Samples the replies.
+        chat: Renders the messages.
+        config: How the group is played.
 
     Raises:
         ConfigError: The row has no task id, or a malformed checkpoint.
@@ -111,8 +103,7 @@ async def run_task_group(
         return conversations[-1][0]
 
     start = start_of({**(data.get("metadata") or {}), **data}, task)
-    run = _run_tree if config.group == "tree" else _run_forks
-    played = await run(environments, start, new_conversation, config)
+    played = await _run_members(client, start, new_conversation, config)
     # A reply stays one object from its sampling to its turn, so its identity maps turns to rows, also after retries.
     # The engine has one more row if the conversation refused the last reply.
     rows_by_reply = {
@@ -143,39 +134,33 @@ async def run_task_group(
     return GroupResult(rows=rewarded, metrics=metrics)
 
 
-async def _run_forks(
-    environments: GroupEnvironments, start: str | Checkpoint, new_conversation: NewConversation, config: ArealConfig
+async def _run_members(
+    client: AsyncEnvClient | PictureEnvironments,
+    start: str | Checkpoint,
+    new_conversation: NewConversation,
+    config: ArealConfig,
 ) -> list[Played]:
-    trajectories = await run_group(
-        _Paced(environments),
-        start,
-        new_conversation,
-        size=config.group_size,
-        settings=config.agent,
-        pool=config.pool,
-        attempts=config.attempts,
-    )
-    return [Played(trajectory) for trajectory in trajectories]
-
-
-async def _run_tree(
-    client: Any, start: str | Checkpoint, new_conversation: NewConversation, config: ArealConfig
-) -> list[Played]:
+    """Play the members of a group together; each repeats its own losses, alone."""
+    key, size = object(), config.group_size
     tree = Tree[BranchContext](root_count=config.branch_roots)
+    options: dict[str, Any] = {"settings": config.agent, "pool": config.pool, "attempts": config.attempts}
 
     async def play() -> Played:
-        member = TreeMember(client, tree, config=config, size=config.group_size)
+        if not isinstance(client, AsyncEnvClient):
+            return Played(await run_task(client, start, new_conversation, **options))
+        if config.group == "fork":
+            in_group = GroupMember(client, group=key, size=size, wait_s=config.group_wait_s)
+            return Played(await run_task(in_group, start, new_conversation, **options))
+        member = TreeMember(client, tree, config=config, size=size)
 
         async def run(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
             return await member.run(episode, cast(TokenConversation, conversation), settings=config.agent)
 
-        trajectory = await run_task(
-            member, start, new_conversation, settings=config.agent, pool=config.pool, attempts=config.attempts, run=run
-        )
+        trajectory = await run_task(member, start, new_conversation, run=run, **options)
         return Played(trajectory, member.context.episode_id if member.context else "")
 
     async with asyncio.TaskGroup() as tasks:
-        playing = [tasks.create_task(play()) for _ in range(config.group_size)]
+        playing = [tasks.create_task(play()) for _ in range(size)]
     return [each.result() for each in playing]
 
 

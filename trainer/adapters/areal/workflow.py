@@ -16,7 +16,7 @@ from cuaenv.client import close_shared_clients, shared_client
 from trainer.adapters.areal.engine import Request
 from trainer.adapters.areal.group import ArealConfig, run_task_group
 from trainer.adapters.areal.rows import batch
-from trainer.agent.attempts import GroupEnvironments
+from trainer.agent.attempts import Environments
 from trainer.config import ConfigError
 from trainer.tokens.chat import Chat
 
@@ -86,5 +86,5 @@ class DesktopWorkflow(RolloutWorkflow):  # type: ignore[misc] # AReaL is not ins
                 tracker.scalar(**{f"envd/{name}": value})
         return await asyncio.to_thread(batch, result.rows, self._chat) if result.rows else None
 
-    def _environments(self) -> GroupEnvironments:
+    def _environments(self) -> Environments:
         return shared_client(self._config.client)

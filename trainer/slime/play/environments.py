@@ -1,8 +1,6 @@
 """Open one sample's episodes: the first in its group, repeated attempts alone. Calls are traced for slime."""
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from typing import Any, Unpack
 
@@ -20,9 +18,8 @@ from cuaenv.client import (
 )
 from cuaenv.client.view import ResetOptions
 from trainer.agent.branching import TreeMember
-from trainer.agent.forks import group_member
+from trainer.agent.forks import GroupMember
 from trainer.agent.loop import AgentEpisode
-from trainer.agent.pacing import pacer_of_loop
 from trainer.agent.starts import task_id_of
 from trainer.slime.play.partial import Partial
 from trainer.slime.slime_compat import Sample, span
@@ -65,8 +62,7 @@ class SampleEnvironments:
         """The latest episode."""
         self._client = client
         self._sample = sample
-        self._group_size = group_size
-        self._group_wait_s = group_wait_s
+        self._in_group = GroupMember(client, group=sample.group_index, size=group_size, wait_s=group_wait_s)
         self._lease_ttl = lease_ttl
 
     def facts(self) -> dict[str, object]:
@@ -78,39 +74,34 @@ class SampleEnvironments:
             "parent_episode_id": branched.episode_id if branched else "",
         }
 
-    @asynccontextmanager
-    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncIterator[AgentEpisode]:
+    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AgentEpisode:
         """Open the sample's episode: where it continues, in its group the first time, or alone. Raises: EnvError."""
         self.reset_count += 1
         options = {**options, "lease_ttl": self._lease_ttl}
-        async with AsyncExitStack() as stack:
-            with span(self._sample, "env_reset", {"task": task_id_of(task), "attempt": self.reset_count}):
-                episode = await self._continued(stack, options)
-                if episode is None:
-                    episode = await stack.enter_async_context(self._opening(task, options))
-                self.resumed = self._partial
-            self.episode = episode
-            yield _Traced(episode, self._sample)
+        with span(self._sample, "env_reset", {"task": task_id_of(task), "attempt": self.reset_count}):
+            episode = await self._continued(options) or await self._begun(task, options)
+        self.resumed, self.episode = self._partial, episode
+        return _Traced(episode, self._sample)
 
-    async def _continued(self, stack: AsyncExitStack, options: ResetOptions) -> AsyncEpisode | None:
+    async def _continued(self, options: ResetOptions) -> AsyncEpisode | None:
         """Open the episode where the sample continues; None if it has to begin. Raises: EnvError."""
         if self._partial is None:
             return None
         kept: ResetOptions = {"view": options["view"], "timeout": options["timeout"], "lease_ttl": self._lease_ttl}
         try:
-            return await stack.enter_async_context(self._client.reset(self._partial.checkpoint, **kept))
+            return await self._client.reset(self._partial.checkpoint, **kept)
         except (CheckpointNotFound, CheckpointUnusable, Unavailable) as error:
             logger.warning("[envd] sample %s: starts over: %s", self._sample.index, error)
             self._partial = None
             return None
 
-    def _opening(self, start: str | Checkpoint, options: ResetOptions) -> AbstractAsyncContextManager[AsyncEpisode]:
+    async def _begun(self, start: str | Checkpoint, options: ResetOptions) -> AsyncEpisode:
+        """Open the episode at the sample's start. Raises: EnvError."""
         if self.member is not None:
-            return self.member.reset(start, **options)
-        if self._group_size == 1 or self.reset_count > 1:
-            return pacer_of_loop().open(task_id_of(start), lambda: self._client.reset(start, **options))
-        key, wait_s = (self._sample.group_index, start), self._group_wait_s
-        return group_member(self._client, start, group=key, size=self._group_size, wait_s=wait_s, **options)
+            return await self.member.reset(start, **options)
+        if self.reset_count == 1:
+            return await self._in_group.reset(start, **options)
+        return await self._client.reset(start, **options)
 
 
 class WrappedEpisode:
@@ -136,6 +127,10 @@ class WrappedEpisode:
     async def evaluate(self, *, timeout: timedelta = timedelta(minutes=5)) -> Evaluation:
         """See `AgentEpisode`."""
         return await self._episode.evaluate(timeout=timeout)
+
+    async def close(self) -> None:
+        """See `AgentEpisode`."""
+        await self._episode.close()
 
 
 class _Traced(WrappedEpisode):

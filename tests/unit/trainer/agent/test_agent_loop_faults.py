@@ -79,6 +79,9 @@ class Desktop:
             raise self.evaluation_error
         return Evaluation(score=0.5, checks=(), timings_ms={})
 
+    async def close(self) -> None:
+        """Do nothing: the caller of the loop closes episodes."""
+
 
 class Model:
     """Replies with a wait, and raises at a chosen call."""

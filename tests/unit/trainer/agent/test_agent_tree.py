@@ -2,14 +2,14 @@
 
 import asyncio
 import gc
+import random
 import weakref
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 
-from cuaenv.client import NotForkable
+from cuaenv.client import NotForkable, Unavailable
 from trainer.agent.tree import Fork, OpenOne, Tree, tree_of_loop
 
 
@@ -17,10 +17,17 @@ class Machine:
     """An episode's part that trees use."""
 
     def __init__(self) -> None:
-        self.closed_count = 0
+        self.is_closed = False
+        self._callbacks: list[Callable[[], None]] = []
 
-    async def close(self) -> None:
-        self.closed_count += 1
+    def when_closed(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def begin_close(self) -> None:
+        assert not self.is_closed
+        self.is_closed = True
+        for callback in self._callbacks:
+            callback()
 
 
 class Hall:
@@ -29,37 +36,43 @@ class Hall:
     def __init__(self) -> None:
         self.tree: Tree[str] = Tree()
         self.copies: list[Machine] = []
-        self.held_count = 0
-        self.begun_count = 0
+        self.begun: list[Machine] = []
         self.may_copy = asyncio.Event()
         self.may_copy.set()
         self.refusal: Exception | None = None
 
-    @asynccontextmanager
-    async def _open_one(self) -> AsyncIterator[Machine]:
-        self.begun_count += 1
-        yield Machine()
+    @property
+    def begun_count(self) -> int:
+        return len(self.begun)
 
-    @asynccontextmanager
-    async def _copy(self, count: int) -> AsyncIterator[Sequence[Machine]]:
+    @property
+    def held_count(self) -> int:
+        return sum(not machine.is_closed for machine in self.copies)
+
+    async def _open_one(self) -> Machine:
+        if self.refusal:
+            raise self.refusal
+        self.begun.append(Machine())
+        return self.begun[-1]
+
+    async def _copy(self, count: int) -> Sequence[Machine]:
         await self.may_copy.wait()
         if self.refusal:
             raise self.refusal
         machines = [Machine() for _ in range(count)]
         self.copies += machines
-        self.held_count += count
-        try:
-            yield machines
-        finally:
-            self.held_count -= count
+        return machines
 
     async def live(self, stay: asyncio.Event | None = None, *, fails: bool = False) -> str | None:
-        async with self.tree.member(cast(OpenOne, self._open_one)) as (_, story):
+        machine, story = await self.tree.member(cast(OpenOne, self._open_one))
+        try:
             if stay is not None:
                 await stay.wait()
             if fails:
                 raise RuntimeError("a member failed")
             return story
+        finally:
+            machine.begin_close()
 
     async def branch(self, *, most: int = 1, story: str = "so far") -> None:
         await self.tree.branch(cast(Fork, self._copy), most=most, context=story)
@@ -110,7 +123,7 @@ async def test_a_failing_member_spares_the_others(hall: Hall) -> None:
     assert results[1] is None
 
 
-async def test_forks_outlive_their_parent_and_are_released_with_the_last_one(hall: Hall) -> None:
+async def test_forks_outlive_their_parent(hall: Hall) -> None:
     first_stays, stay = asyncio.Event(), asyncio.Event()
     first = asyncio.create_task(hall.live(first_stays))
     others = [asyncio.create_task(hall.live(stay)) for _ in range(2)]
@@ -121,8 +134,7 @@ async def test_forks_outlive_their_parent_and_are_released_with_the_last_one(hal
     assert hall.held_count == 2
     stay.set()
     await asyncio.gather(*others)
-    await settled()
-    assert (hall.held_count, [one.closed_count for one in hall.copies]) == (0, [1, 1])
+    assert (hall.held_count, len(hall.copies), hall.tree.running_count) == (0, 2, 0)
 
 
 async def test_members_keep_waiting_if_a_fork_fails(hall: Hall) -> None:
@@ -164,7 +176,7 @@ async def test_a_member_cancelled_during_its_fork_leaves_no_machine(hall: Hall) 
     hall.may_copy.set()
     await branching
     await settled()
-    assert ([one.closed_count for one in hall.copies], hall.held_count, hall.tree.running_count) == ([1], 0, 1)
+    assert (len(hall.copies), hall.held_count, hall.tree.running_count) == (1, 0, 1)
     stay.set()
     await members[0]
     assert hall.tree.running_count == 0
@@ -180,18 +192,21 @@ async def test_a_member_cancelled_when_its_fork_arrives_leaves_no_machine(hall: 
     members[1].cancel()
     await branching
     await settled()
-    assert ([one.closed_count for one in hall.copies], hall.held_count, hall.tree.running_count) == ([1], 0, 1)
+    assert (len(hall.copies), hall.held_count, hall.tree.running_count) == (1, 0, 1)
     stay.set()
     await members[0]
 
 
-async def test_forks_of_a_cancelled_parent_go_to_waiting_members(hall: Hall) -> None:
+async def test_a_member_whose_parent_is_cancelled_during_the_fork_starts_from_the_beginning(hall: Hall) -> None:
     member_waits = asyncio.Event()
 
-    async def first() -> Any:
-        async with hall.tree.member(cast(OpenOne, hall._open_one)):
+    async def first() -> None:
+        machine, _ = await hall.tree.member(cast(OpenOne, hall._open_one))
+        try:
             await member_waits.wait()
             await hall.branch()
+        finally:
+            machine.begin_close()
 
     hall.may_copy.clear()
     trunk = asyncio.create_task(first())
@@ -202,10 +217,40 @@ async def test_forks_of_a_cancelled_parent_go_to_waiting_members(hall: Hall) -> 
     await settled()
     trunk.cancel()
     await asyncio.wait({trunk})
-    hall.may_copy.set()
-    assert await other == "so far"
-    await settled()
-    assert (hall.held_count, hall.tree.running_count) == (0, 0)
+    assert await other is None
+    assert (hall.begun_count, hall.copies, hall.tree.running_count) == (2, [], 0)
+
+
+async def test_a_member_that_cannot_start_lets_another_try(hall: Hall) -> None:
+    hall.refusal = Unavailable("no host")
+    results = await asyncio.gather(hall.live(), hall.live(), return_exceptions=True)
+    assert [type(result) for result in results] == [Unavailable] * 2
+    assert (hall.begun_count, hall.tree.running_count, hall.tree.waiting_count) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_random_cancellations_leave_no_machine_and_no_member(hall: Hall, seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def play() -> None:
+        machine, _ = await hall.tree.member(cast(OpenOne, hall._open_one))
+        try:
+            for _ in range(rng.randint(0, 4)):
+                await asyncio.sleep(0)
+                await hall.branch(most=rng.randint(1, 2))
+        finally:
+            machine.begin_close()
+
+    members = [asyncio.create_task(play()) for _ in range(20)]
+    for task in rng.sample(members, 10):
+        for _ in range(rng.randint(0, 3)):
+            await asyncio.sleep(0)
+        task.cancel()
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(*members, return_exceptions=True)
+    assert [result for result in results if not isinstance(result, asyncio.CancelledError | None)] == []
+    assert (hall.held_count, hall.tree.running_count, hall.tree.waiting_count) == (0, 0, 0)
+    assert all(machine.is_closed for machine in hall.begun)
 
 
 async def test_a_group_has_one_tree_per_loop_while_it_has_members() -> None:

@@ -1,7 +1,5 @@
 """Attempts in perturbed worlds: which world an attempt gets."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
@@ -20,18 +18,9 @@ class NoMachines:
     def __init__(self) -> None:
         self.asked: list[Perturb | None] = []
 
-    @asynccontextmanager
-    async def reset(self, task: Any, **options: Any) -> AsyncIterator[Any]:
+    async def reset(self, task: Any, **options: Any) -> Any:
         self.asked.append(options.get("perturb"))
-        if self.asked:
-            raise Unreachable("no daemon")
-        yield
-
-    @asynccontextmanager
-    async def reset_group(self, task: str, *, size: int, **options: Any) -> AsyncIterator[Any]:
-        if size:
-            raise NotImplementedError
-        yield
+        raise Unreachable("no daemon")
 
 
 def task(name: str) -> Task:

@@ -1,13 +1,11 @@
 """Pauses between failing resets."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
-from cuaenv.client import PoolExhausted, TaskNotFound
-from trainer.agent.pacing import ResetPacer
+from cuaenv.client import EnvError, GroupTooLarge, PoolExhausted, TaskNotFound
+from cuaenv.client.pacing import ResetPacer
 
 _sleep = asyncio.sleep
 
@@ -24,19 +22,12 @@ class Pauses:
         await _sleep(0)
 
 
-@asynccontextmanager
-async def opening(error: Exception | None = None) -> AsyncIterator[None]:
-    if error is not None:
-        raise error
-    yield
-
-
-async def reset(pacer: ResetPacer, task: str, error: Exception | None = None) -> None:
-    try:
-        async with pacer.open(task, lambda: opening(error)):
-            pass
-    except (TaskNotFound, PoolExhausted):
-        pass
+async def reset(pacer: ResetPacer, task: str, error: EnvError | None = None) -> None:
+    await pacer.wait(task)
+    if error is None:
+        pacer.note_success(task)
+    else:
+        pacer.note_failure(task, error)
 
 
 async def test_failing_resets_are_spaced_up_to_four_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,8 +51,9 @@ async def test_a_success_ends_the_pauses(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(pauses.taken_s) == 1, "its own pause remains"
 
 
-async def test_a_full_pool_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [PoolExhausted("no machine"), GroupTooLarge("3 of 2")])
+async def test_a_full_or_small_pool_is_not_a_failure(monkeypatch: pytest.MonkeyPatch, error: EnvError) -> None:
     pauses, pacer = Pauses(monkeypatch), ResetPacer()
-    await reset(pacer, "task", PoolExhausted("no machine"))
+    await reset(pacer, "task", error)
     await reset(pacer, "task")
     assert pauses.taken_s == []
