@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from trainer.config import ConfigError
 from trainer.extensions import called, is_own, named, require_call
@@ -67,7 +67,7 @@ def prompt_of(name: str) -> Prompt:
     if not inspect.isclass(kind):
         raise ConfigError(f"prompt {name}: is a {type(kind).__name__}; name a class")
     require_call("prompt", name, kind)
-    made: Prompt = called("prompt", name, kind)
+    made: Any = called("prompt", name, kind)
     given = {"shown": "a screenshot", "max_turns": 15, "instructions": "How to act."}
     for method, positional, options in (("system", (), given), ("task", ("Open the editor.",), {})):
         function = getattr(made, method, None)
@@ -77,4 +77,5 @@ def prompt_of(name: str) -> Prompt:
         text = called("prompt", f"{name}.{method}", function, *positional, **options)
         if not isinstance(text, str):
             raise ConfigError(f"prompt {name}.{method}: it returned a {type(text).__name__}; return a text")
-    return made
+    prompt: Prompt = made
+    return prompt

@@ -141,4 +141,5 @@ def _own(name: str, kind: Any, options: Mapping[str, object]) -> Callable[[Episo
     if not callable(reward):
         raise ConfigError(f"reward {name}: it has no __call__(self, facts); see trainer.rewards.recipes.Recipe")
     require_call("reward", name, reward, _TRIALS[0])
-    return reward
+    made: Callable[[EpisodeFacts], Any] = reward
+    return made
