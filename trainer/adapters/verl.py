@@ -26,8 +26,6 @@ from trainer.agent.starts import start_of
 from trainer.agent.training import TrainingConfig
 from trainer.agent.types import ModelFailed, Trajectory
 from trainer.config import ConfigError
-from trainer.sight.check import Turn, turns_of_row
-from trainer.sight.episode import PictureEnvironments, plan_of, settings_of, tokens_of
 from trainer.tokens.chat import Chat
 from trainer.tokens.conversation import Sampled, TokenConversation
 from trainer.tokens.rows import Row
@@ -128,36 +126,6 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
                 "reward_extra_info": {"task_score": facts.task_score, "truncated": float(facts.truncated)},
             },
         )
-
-
-class SightAgentLoop(DesktopAgentLoop):
-    """Checks that engine and rows have the pixels of every turn; see `trainer.sight.check`.
-
-    Rows of tasks `sight/N` play the pictures of `trainer.sight.episode.plan_of(settings).episodes[N]`, greedily and
-    without a daemon. `turns_of` returns the turns of each.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Check the configuration, as `DesktopAgentLoop` does. Raises: ConfigError."""
-        super().__init__(*arguments, **options)
-        self._plan = plan_of(self._config.agent)
-        self._config = self._config.model_copy(update={"agent": settings_of(self._config.agent)})
-
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        """Play the episode of a row. Raises: those of `DesktopAgentLoop.run`."""
-        greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "logprobs": True}
-        return await super().run({**sampling_params, **greedy}, **row)
-
-    def _environments(self, group: "_Group") -> Environments:  # noqa: ARG002 -- members of a group are equal
-        return PictureEnvironments(self._plan)
-
-
-def turns_of(row: Mapping[str, Any], processor: Any) -> list[Turn]:
-    """Return the turns of a row that verl hands its learner, a batch of one, for `trainer.sight.check.compare`."""
-    names = ("prompts", "responses", "response_mask", "rollout_log_probs")
-    prompt, response, mask, log_probs = (row[name][0].tolist() for name in names)
-    inputs = dict(row["multi_modal_inputs"][0].items()) if "multi_modal_inputs" in row.keys() else {}  # noqa: SIM118 -- tensordict
-    return turns_of_row([*prompt, *response], mask, log_probs, inputs, **tokens_of(processor))
 
 
 @dataclass(eq=False, slots=True)

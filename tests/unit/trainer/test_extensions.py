@@ -213,7 +213,8 @@ class Unwritten(Grammar):
 
 class Crashes(Base):
     def read(self, text: str, picture: Picture) -> Sequence[Intent]:
-        return [intent(Click(*map(int, text.split())), "click", {})]
+        x, y = text.split()
+        return [intent(Click(int(x), int(y)), "click", {})]
 
 
 class CrashesLater(Base):

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from cuaenv.client import AsyncEnvClient, Checkpoint
 from trainer.adapters.areal.engine import ArealEngine, Ask
 from trainer.adapters.areal.rows import Rewarded, discounted
-from trainer.agent.attempts import run_task
+from trainer.agent.attempts import Environments, run_task
 from trainer.agent.branching import BranchContext, TreeMember
 from trainer.agent.forks import GroupMember
 from trainer.agent.loop import AgentEpisode
@@ -22,7 +22,6 @@ from trainer.agent.tree import Tree
 from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.config import ConfigError
 from trainer.rewards.credit import Member, sibling_credit
-from trainer.sight.episode import PictureEnvironments
 from trainer.tokens.chat import Chat
 from trainer.tokens.conversation import TokenConversation
 
@@ -75,18 +74,11 @@ NewConversation = Callable[[], TokenConversation]
 
 
 async def run_task_group(
-    client: AsyncEnvClient | PictureEnvironments, data: Mapping[str, Any], ask: Ask, *, chat: Chat, config: ArealConfig
+    environments: Environments, data: Mapping[str, Any], ask: Ask, *, chat: Chat, config: ArealConfig
 ) -> GroupResult:
     """Run the task of a data set row as a group.
 
     Void episodes are omitted, never scored 0.
-
-    Args:
-        client: Opens the episodes; pictures are equal without a group.
-        data: The row.
-        engine: Samples the replies.
-        chat: Renders the messages.
-        config: How the group is played.
 
     Raises:
         ConfigError: The row has no task id, or a malformed checkpoint.
@@ -103,7 +95,7 @@ async def run_task_group(
         return conversations[-1][0]
 
     start = start_of({**(data.get("metadata") or {}), **data}, task)
-    played = await _run_members(client, start, new_conversation, config)
+    played = await _run_members(environments, start, new_conversation, config)
     # A reply stays one object from its sampling to its turn, so its identity maps turns to rows, also after retries.
     # The engine has one more row if the conversation refused the last reply.
     rows_by_reply = {
@@ -135,10 +127,7 @@ async def run_task_group(
 
 
 async def _run_members(
-    client: AsyncEnvClient | PictureEnvironments,
-    start: str | Checkpoint,
-    new_conversation: NewConversation,
-    config: ArealConfig,
+    environments: Environments, start: str | Checkpoint, new_conversation: NewConversation, config: ArealConfig
 ) -> list[Played]:
     """Play the members of a group together; each repeats its own losses, alone."""
     key, size = object(), config.group_size
@@ -146,12 +135,12 @@ async def _run_members(
     options: dict[str, Any] = {"settings": config.agent, "pool": config.pool, "attempts": config.attempts}
 
     async def play() -> Played:
-        if not isinstance(client, AsyncEnvClient):
-            return Played(await run_task(client, start, new_conversation, **options))
+        if not isinstance(environments, AsyncEnvClient):
+            return Played(await run_task(environments, start, new_conversation, **options))
         if config.group == "fork":
-            in_group = GroupMember(client, group=key, size=size, wait_s=config.group_wait_s)
+            in_group = GroupMember(environments, group=key, size=size, wait_s=config.group_wait_s)
             return Played(await run_task(in_group, start, new_conversation, **options))
-        member = TreeMember(client, tree, config=config, size=size)
+        member = TreeMember(environments, tree, config=config, size=size)
 
         async def run(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
             return await member.run(episode, cast(TokenConversation, conversation), settings=config.agent)
