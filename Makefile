@@ -47,7 +47,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # For running machines and building images.
 APT_RUN := qemu-system-x86 qemu-utils libvirt-daemon-driver-qemu libvirt-daemon-system ovmf seabios swtpm \
-	mmdebstrap debian-archive-keyring e2fsprogs
+	mmdebstrap debian-archive-keyring e2fsprogs runc uidmap
 # For installing libvirt-python, which is compiled against the host's libvirt.
 APT_BUILD := gcc libvirt-dev pkg-config
 # For building the Wine image.

@@ -14,7 +14,7 @@ FROM ${BASE}
 RUN apt-get update \
  && apt-get install -y --no-install-recommends \
       qemu-system-x86 qemu-utils libvirt-daemon-driver-qemu libvirt0 ovmf seabios swtpm swtpm-tools \
-      mmdebstrap debian-archive-keyring e2fsprogs python3 tini \
+      mmdebstrap debian-archive-keyring e2fsprogs runc uidmap python3 tini \
  && rm -rf /var/lib/apt/lists/*
 # libvirt's default user of QEMU, which Debian's libvirtd package makes, and envd's.
 RUN getent group kvm || groupadd --system kvm \

@@ -18,16 +18,8 @@ from envd.api.security.access import TRUSTED, Caller, Scope
 from envd.base.config import SettlePolicy
 from envd.base.errors import InvalidRequest, Unimplemented
 from envd.desktop.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
-from envd.episodes.types import (
-    AutomaticCheckpoints,
-    CheckpointCommand,
-    CheckpointTrigger,
-    ForkCommand,
-    ResetCommand,
-    RollbackCommand,
-    ScoreCommand,
-    StepCommand,
-)
+from envd.episodes.progress import AutomaticCheckpoints, CheckpointTrigger
+from envd.episodes.types import CheckpointCommand, ForkCommand, ResetCommand, RollbackCommand, ScoreCommand, StepCommand
 from envd.tasks.fields import MAX_PERTURBATIONS
 from envd.tasks.perturbations import Perturb
 from envd.tasks.templates import MAX_SEED

@@ -7,7 +7,6 @@ from typing import overload
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from cuaenv.copying import copied
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import wire_duration
@@ -21,17 +20,9 @@ from envd.desktop.observation import (
     TileDelta,
     Unchanged,
 )
-from envd.episodes.checkpoints.store import Checkpoint
-from envd.episodes.types import (
-    CheckpointTrigger,
-    EpisodeInfo,
-    EpisodeState,
-    EvaluateResult,
-    GroupResult,
-    RollbackResult,
-    ScoreResult,
-    StepResult,
-)
+from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.progress import CheckpointTrigger, EpisodeState, Origin, ScoreResult
+from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, RollbackResult, StepResult
 from envd.pool.queue import QueuedGroup
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task
@@ -96,7 +87,14 @@ def step_response(result: StepResult) -> env_pb2.StepResponse:
         episode=episode_message(result.episode),
         observation=observation_message(result.observation),
         action_results=[
-            copied(env_pb2.ActionResult, outcome, error=_text(outcome.error), output=_text(outcome.output))
+            env_pb2.ActionResult(
+                error=_text(outcome.error),
+                input_ms=outcome.input_ms,
+                output=_text(outcome.output),
+                exit_code=outcome.exit_code,
+                timed_out=outcome.timed_out,
+                left_out_bytes=outcome.left_out_bytes,
+            )
             for outcome in result.outcomes
         ],
         timings_ms=result.timings_ms,
@@ -118,31 +116,67 @@ def rollback_response(result: RollbackResult) -> env_pb2.RollbackResponse:
 
 
 def evaluate_response(result: ScoreResult) -> env_pb2.EvaluateResponse:
-    return copied(
-        env_pb2.EvaluateResponse,
-        result,
+    return env_pb2.EvaluateResponse(
         episode=episode_message(result.episode) if isinstance(result, EvaluateResult) else None,
-        checks=[copied(env_pb2.Check, check, evidence=_text(check.evidence)) for check in result.checks],
+        score=result.score,
+        checks=[
+            env_pb2.Check(name=check.name, score=check.score, evidence=_text(check.evidence)) for check in result.checks
+        ],
+        timings_ms=result.timings_ms,
+        cached=result.cached,
+        basis_digest=result.basis_digest,
     )
 
 
 def episode_message(info: EpisodeInfo, *, with_origin: bool = False) -> env_pb2.Episode:
-    return copied(
-        env_pb2.Episode,
-        info,
-        state=_STATES[info.state],
-        create_time=_timestamp(info.create_time),
+    spec, progress = info.spec, info.progress
+    return env_pb2.Episode(
+        episode_id=spec.episode_id,
+        group_id=spec.group_id,
+        parent_episode_id=spec.parent_episode_id,
+        task_id=spec.task_id,
+        pool=spec.pool,
+        state=_STATES[progress.state],
+        end_reason=progress.end_reason,
+        step_count=progress.step_count,
+        max_steps=spec.max_steps,
+        create_time=_timestamp(spec.create_time),
         expire_time=_timestamp(info.expire_time),
-        origin=copied(env_pb2.Origin, info.origin) if with_origin else None,
-        checkpoint_id=info.origin.checkpoint_id,
-        perturbations=info.origin.perturbations,
+        run=spec.run,
+        origin=_origin(spec.origin) if with_origin else None,
+        guest_end_cause=progress.guest_end_cause,
+        checkpoint_id=spec.origin.checkpoint_id,
+        perturbations=progress.perturbations,
+        tools=info.tools,
+        epoch=info.epoch,
+    )
+
+
+def _origin(origin: Origin) -> env_pb2.Origin:
+    return env_pb2.Origin(
+        template_digest=origin.template_digest,
+        overlay_parent=origin.overlay_parent,
+        first_frame_id=origin.first_frame_id,
+        is_new_session=origin.is_new_session,
     )
 
 
 def checkpoint_message(checkpoint: Checkpoint) -> env_pb2.Checkpoint:
-    return copied(
-        env_pb2.Checkpoint,
-        checkpoint,
+    spec, progress = checkpoint.spec, checkpoint.progress
+    return env_pb2.Checkpoint(
+        checkpoint_id=checkpoint.checkpoint_id,
+        label=checkpoint.label,
+        episode_id=spec.episode_id,
+        task_id=spec.task_id,
+        pool=spec.pool,
+        run=spec.run,
+        step_count=progress.step_count,
+        max_steps=spec.max_steps,
+        frame_id=checkpoint.frame_id,
+        parent_checkpoint_id=progress.last_checkpoint_id,
+        size_bytes=checkpoint.size_bytes,
+        pinned=checkpoint.pinned,
+        epoch=checkpoint.epoch,
         create_time=_timestamp(checkpoint.create_time),
         expire_time=_timestamp(checkpoint.expire_time),
         trigger=_TRIGGERS.get(checkpoint.trigger, env_pb2.CHECKPOINT_TRIGGER_UNSPECIFIED),
@@ -159,7 +193,12 @@ def observation_message(observation: Observation) -> env_pb2.Observation:
         terminal=_text(observation.terminal),
         settle=None
         if settle is None
-        else copied(env_pb2.SettleResult, settle, moving_regions=[_rect(region) for region in settle.moving]),
+        else env_pb2.SettleResult(
+            settled=settle.settled,
+            settle_ms=settle.settle_ms,
+            change_count=settle.change_count,
+            moving_regions=[_rect(region) for region in settle.moving],
+        ),
         timings_ms=observation.timings_ms,
     )
 
@@ -176,16 +215,29 @@ def pool_messages(
 
 def _queued_group(group: QueuedGroup) -> env_pb2.QueuedGroup:
     waited, left = (wire_duration(timedelta(seconds=length_s)) for length_s in (group.waited_s, group.left_s))
-    return copied(env_pb2.QueuedGroup, group, waited=waited, left=left)
+    return env_pb2.QueuedGroup(
+        run=group.run,
+        machine_count=group.machine_count,
+        position=group.position,
+        waited=waited,
+        left=left,
+        reason=group.reason,
+    )
 
 
 def task_message(task: Task, *, variant_count: int, obstacles: Sequence[str] | None) -> env_pb2.Task:
     """Return the message for a task, without its setup, checker and oracle; `obstacles` is None if unknown."""
-    return copied(
-        env_pb2.Task,
-        task,
+    return env_pb2.Task(
+        task_id=task.task_id,
+        instruction=task.instruction,
+        level=task.level,
         suite=suite_of(task),
+        version=task.version,
+        tags=task.tags,
+        max_steps=task.max_steps,
         os=task.os.value,
+        domain=task.domain,
+        tools=task.tools,
         split=split_of(task),
         variant_count=variant_count,
         runnable=None if obstacles is None else not obstacles,
@@ -203,13 +255,34 @@ def _pool(pool: PoolStatus) -> env_pb2.Pool:
         health = env_pb2.Pool.HEALTH_DEGRADED if pool.problem else env_pb2.Pool.HEALTH_HEALTHY
     else:
         health = env_pb2.Pool.HEALTH_FAILING
-    return copied(env_pb2.Pool, pool, capacity_count=pool.capacity, health=health)
+    return env_pb2.Pool(
+        name=pool.name,
+        image=pool.image,
+        os=pool.os,
+        accelerator=pool.accelerator,
+        capacity_count=pool.capacity,
+        idle_count=pool.idle_count,
+        leased_count=pool.leased_count,
+        starting_count=pool.starting_count,
+        dying_count=pool.dying_count,
+        waiting_count=pool.waiting_count,
+        memory_bytes=pool.memory_bytes,
+        health=health,
+        problem=pool.problem,
+        pss_bytes=pool.pss_bytes,
+        template_digest=pool.template_digest,
+        always_running=pool.always_running,
+        tools=pool.tools,
+        not_forkable=pool.not_forkable,
+    )
 
 
 def frame_message(frame: EncodedFrame) -> env_pb2.Frame:
-    message = copied(
-        env_pb2.Frame,
-        frame,
+    message = env_pb2.Frame(
+        frame_id=frame.frame_id,
+        image_id=frame.image_id,
+        width_px=frame.width_px,
+        height_px=frame.height_px,
         screen=env_pb2.Size(width_px=frame.screen_width_px, height_px=frame.screen_height_px),
         capture_time=_timestamp(frame.capture_time),
         cursor=None if frame.cursor is None else env_pb2.Point(x=frame.cursor.x_px, y=frame.cursor.y_px),
@@ -252,7 +325,12 @@ def _elements(elements: Elements | None) -> env_pb2.A11yElements | None:
 def _screen_change(change: ScreenChange | None) -> env_pb2.ScreenChange | None:
     if change is None:
         return None
-    return copied(env_pb2.ScreenChange, change, changed_regions=[_rect(region) for region in change.changed_regions])
+    return env_pb2.ScreenChange(
+        base_frame_id=change.base_frame_id,
+        changed_fraction=change.changed_fraction,
+        changed_regions=[_rect(region) for region in change.changed_regions],
+        grey_difference=change.grey_difference,
+    )
 
 
 def _rect(region: Region) -> env_pb2.Rect:

@@ -135,7 +135,8 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         response = env_pb2.ObserveResponse(observation=observation_message(observation))
         if (episode := self._episodes.find(episode_id)) is not None:
             human = episode.human
-            response.human_actions.extend(map(to_proto, human.reported()))
+            human.observed()
+            response.human_actions.extend(map(to_proto, episode.progress.people_actions))
             if human.control_id:
                 response.controller = human.holder
         return response
@@ -181,9 +182,9 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
                 (
                     checkpoint
                     for checkpoint in found
-                    if request.run in ("", checkpoint.run)
-                    and request.task_id in ("", checkpoint.task_id)
-                    and request.source_episode_id in ("", checkpoint.episode_id)
+                    if request.run in ("", checkpoint.spec.run)
+                    and request.task_id in ("", checkpoint.spec.task_id)
+                    and request.source_episode_id in ("", checkpoint.spec.episode_id)
                 ),
                 key=lambda checkpoint: listing_key(checkpoint.create_time, checkpoint.checkpoint_id),
                 page_size=request.page_size,
@@ -277,8 +278,8 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     ) -> env_pb2.ListEpisodesResponse:
         caller = current_caller()
         page = page_of(
-            (info for info in self._episodes.list_episodes() if caller.may_list(info.owner)),
-            key=lambda info: listing_key(info.create_time, info.episode_id),
+            (info for info in self._episodes.list_episodes() if caller.may_list(info.spec.owner)),
+            key=lambda info: listing_key(info.spec.create_time, info.episode_id),
             page_size=request.page_size,
             page_token=request.page_token,
         )

@@ -167,7 +167,8 @@ class HypervisorConfig(_Section):
 
     uri: HypervisorUri = ""
     """`qemu:///embed?root=/DIR` (QEMU driver inside the daemon), `qemu:///system` (a libvirtd; one with another socket
-    is `qemu+unix:///system?socket=/PATH`), or `fake` (a drawn desktop, no guest). Default: embed under `state_dir`."""
+    is `qemu+unix:///system?socket=/PATH`), `oci:` (containers by runc; `oci:RUNTIME` for another OCI runtime), or
+    `fake` (a drawn desktop, no guest). Default: embed under `state_dir`."""
     accelerator: Literal["auto", "kvm", "tcg"] = "auto"
     """`kvm`, `tcg`, or `auto`: KVM if a probe succeeds in running guest code, else TCG."""
     qemu_user: str = ""

@@ -47,7 +47,10 @@ def demo(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Fork four desktops from one task state, branch two of them, and check every reward."""
+    """Fork four desktops from one task state, branch two of them, and check every reward.
+
+    Containers are not branched: each desktop runs the task's setup.
+    """
     task = load_tasks(settings).get(
         task_id or DEFAULT_TASKS[backend_of(settings.hypervisor.uri).capabilities.task_suite].demo
     )

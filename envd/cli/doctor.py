@@ -40,6 +40,7 @@ from envd.cli.command import command
 from envd.cli.options import config_options
 from envd.cli.remote import TlsCert, TlsKey
 from envd.daemon.state_lock import holder
+from envd.hypervisor.oci.checks import check_containers, unused_by_containers
 from envd.hypervisor.qemu.checks import check_host_name, check_kvm, check_libvirt, check_qemu, check_qemu_img
 from envd.images.checks import check_firmware, check_images, check_mmdebstrap, check_qemu_user, check_tpm
 from envd.integrations.osworld.environment import check_osworld
@@ -117,10 +118,11 @@ async def examine(config: Config, *, tls: Tls | None = None) -> list[Check]:
     reserve_bytes = config.limits.disk_reserve_mib << 20
     checks: dict[str, Callable[[], _Found | Awaitable[_Found]]] = {
         "python": lambda: ok("python", f"{platform.python_version()}, envd {envd_version()}"),
-        "qemu-system-x86_64": check_qemu,
+        "qemu-system-x86_64": lambda: unused_by_containers(config, "qemu-system-x86_64") or check_qemu(),
         "qemu-img": check_qemu_img,
-        "libvirt": lambda: check_libvirt(config),
-        "kvm": lambda: check_kvm(config),
+        "libvirt": lambda: unused_by_containers(config, "libvirt") or check_libvirt(config),
+        "containers": lambda: check_containers(config),
+        "kvm": lambda: unused_by_containers(config, "kvm") or check_kvm(config),
         "qemu_user": lambda: check_qemu_user(config),
         "firmware": lambda: check_firmware(config),
         "tpm": lambda: check_tpm(config),

@@ -55,7 +55,9 @@ _OPTIONS: Mapping[str, tuple[str, Any]] = {
     ),
     "state_dir": _option("state_dir", Path, "State directory of the daemon.", "DIR"),
     "cache_dir": _option("cache_dir", Path, "Image cache; daemons may share it.", "DIR"),
-    "hypervisor": _option("hypervisor.uri", str, "Hypervisor: qemu:///embed?root=/DIR, qemu:///system or fake.", "URI"),
+    "hypervisor": _option(
+        "hypervisor.uri", str, "Hypervisor: qemu:///embed?root=/DIR, qemu:///system, oci: or fake.", "URI"
+    ),
     "accelerator": _option("hypervisor.accelerator", str, "Accelerator: auto, kvm or tcg."),
     "log_format": _option("log_format", str, "Log format: text or json."),
     "log_level": _option("log_level", str, "Log level: debug, info, warning or error."),

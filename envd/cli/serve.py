@@ -22,7 +22,7 @@ from envd.cli.options import EVERY_SETTING, config_options
 from envd.daemon.composition import Daemon, open_daemon, read_inputs
 from envd.daemon.process import prepare_process
 from envd.daemon.service_manager import ServiceManager
-from envd.episodes.types import EpisodeState
+from envd.episodes.progress import EpisodeState
 from envd.hypervisor.backends import backend_of
 from envd.pool.status import PoolStatus
 
@@ -114,7 +114,7 @@ class _Serving:
             what = "machine" if len(daemon.reaped) == 1 else "machines"
             self.print_line(f"removed {len(daemon.reaped)} {what} of an earlier daemon: {', '.join(daemon.reaped)}")
         if daemon.known:
-            active_count = sum(info.state is EpisodeState.ACTIVE for info in daemon.known)
+            active_count = sum(info.progress.state is EpisodeState.ACTIVE for info in daemon.known)
             what = "episode" if len(daemon.known) == 1 else "episodes"
             self.print_line(
                 f"{len(daemon.known)} {what} of an earlier daemon: {active_count} continue,"

@@ -152,7 +152,7 @@ async def _watch(daemon: Daemon, shown: AsyncEpisode, demonstration: _Demonstrat
     url = f"http://{daemon.console_address}/#episode={shown.episode_id}"
     err.print(f"open {url}\nTake control, show the task, and hand back.", markup=False, soft_wrap=True)
     episode = _episode(daemon, shown)
-    while episode.human.control_id or not episode.human.actions:
+    while episode.human.control_id or not episode.progress.people_actions:
         demonstration.stepped_now.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(_POLL_S):

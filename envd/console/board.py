@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from envd.base.clock import Clock
-from envd.base.errors import EvaluatorFailed
 from envd.console.runs import Facts, Runs
-from envd.episodes.checkpoints.store import Checkpoint
+from envd.episodes.checkpoints.manifest import Checkpoint
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import EvaluateResult
 from envd.pool.queue import QueuedGroup
 from envd.pool.status import PoolStatus
 
@@ -51,8 +49,8 @@ class EpisodeHistory(EpisodeObserver):
 
     def opened(self, episode: Episode) -> None:
         """Start a timeline; it begins with the steps before a fork or a checkpoint, if their episode is open."""
-        member_count, open_ids = self._labels.get(episode.group_id, (0, set()))
-        parent = self._timelines.get(episode.parent_episode_id)
+        member_count, open_ids = self._labels.get(episode.spec.group_id, (0, set()))
+        parent = self._timelines.get(episode.spec.parent_episode_id)
         steps: deque[PerformedStep] = deque(maxlen=_MAX_STEPS)
         if parent is None:
             member_count += 1
@@ -60,13 +58,13 @@ class EpisodeHistory(EpisodeObserver):
         else:
             parent.branch_count += 1
             label = f"{parent.label}.{parent.branch_count}"
-        if (source := parent or self._timelines.get(episode.origin.checkpoint_episode_id)) is not None:
-            time = (None if parent else episode.origin.checkpoint_time) or episode.create_time
-            kept = (step for step in source.steps if step.is_before(step_count=episode.step_count, time=time))
+        if (source := parent or self._timelines.get(episode.spec.origin.checkpoint_episode_id)) is not None:
+            time = (None if parent else episode.spec.origin.checkpoint_time) or episode.spec.create_time
+            kept = (step for step in source.steps if step.is_before(step_count=episode.progress.step_count, time=time))
             steps.extend(step for step in kept if not step.is_rolled_back)
         open_ids.add(episode.episode_id)
-        self._labels[episode.group_id] = member_count, open_ids
-        self._timelines[episode.episode_id] = Timeline(label, episode.step_count, steps)
+        self._labels[episode.spec.group_id] = member_count, open_ids
+        self._timelines[episode.episode_id] = Timeline(label, episode.progress.step_count, steps)
 
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
         if (timeline := self._timelines.get(episode.episode_id)) is not None:
@@ -75,16 +73,16 @@ class EpisodeHistory(EpisodeObserver):
     def rolled_back(self, episode: Episode, *, time: datetime) -> None:
         if (timeline := self._timelines.get(episode.episode_id)) is not None:
             for at, step in enumerate(timeline.steps):
-                if not step.is_before(step_count=episode.step_count, time=time):
+                if not step.is_before(step_count=episode.progress.step_count, time=time):
                     timeline.steps[at] = replace(step, is_rolled_back=True)
 
     def closed(self, episode: Episode) -> None:
         """Forget the timeline, and the group with its last episode."""
         self._timelines.pop(episode.episode_id, None)
-        _, open_ids = self._labels.get(episode.group_id, (0, set()))
+        _, open_ids = self._labels.get(episode.spec.group_id, (0, set()))
         open_ids.discard(episode.episode_id)
         if not open_ids:
-            self._labels.pop(episode.group_id, None)
+            self._labels.pop(episode.spec.group_id, None)
 
 
 class Board:
@@ -157,56 +155,56 @@ class Board:
 
 def episode_facts(episode: Episode, timeline: Timeline, *, clock: Clock) -> Facts:
     """Return what a tile shows."""
-    info = episode.info(clock)
+    spec, progress, info = episode.spec, episode.progress, episode.info(clock)
     last = timeline.steps[-1].actions if timeline.steps and timeline.steps[-1].index >= timeline.first_index else ()
     return {
-        "id": info.episode_id,
-        "group": info.group_id,
-        "parent": info.parent_episode_id or info.origin.checkpoint_episode_id,
+        "id": spec.episode_id,
+        "group": spec.group_id,
+        "parent": spec.parent_episode_id or spec.origin.checkpoint_episode_id,
         "label": timeline.label,
         "first": timeline.first_index,
-        "task": info.task_id,
-        "pool": info.pool,
-        "run": info.run,
-        "owner": info.owner,
-        "state": info.state.value,
-        "reason": info.end_reason,
-        "step": info.step_count,
-        "max_steps": info.max_steps,
-        "checkpoint": episode.last_checkpoint_id,
-        "created": round(info.create_time.timestamp()),
+        "task": spec.task_id,
+        "pool": spec.pool,
+        "run": spec.run,
+        "owner": spec.owner,
+        "state": progress.state.value,
+        "reason": progress.end_reason,
+        "step": progress.step_count,
+        "max_steps": spec.max_steps,
+        "checkpoint": progress.last_checkpoint_id,
+        "created": round(spec.create_time.timestamp()),
         # Whole seconds: the exact value differs with every reading.
         "expires": round(info.expire_time.timestamp()),
         "lease_s": episode.lease.ttl_s,
         "in_call": episode.lease.in_call,
         "action": last[-1] if last else "",
-        "score": episode.verdict.score if isinstance(episode.verdict, EvaluateResult) else None,
+        "score": None if progress.score is None else progress.score.score,
     }
 
 
 def episode_detail(episode: Episode, facts: Facts, timeline: Timeline, checkpoints: Iterable[Checkpoint]) -> Facts:
     """Return what the full view shows, with the checkpoints of its tree."""
-    verdict = episode.verdict
+    score = episode.progress.score
     return {
         **facts,
         "checkpoints": [
             {
                 "id": each.checkpoint_id,
-                "parent": each.parent_checkpoint_id,
-                "episode": each.episode_id,
-                "step": each.step_count,
+                "parent": each.progress.last_checkpoint_id,
+                "episode": each.spec.episode_id,
+                "step": each.progress.step_count,
                 "label": each.label or each.trigger.replace("_", " "),
             }
             for each in checkpoints
         ],
         "instruction": episode.task.instruction,
         "machine": episode.machine.machine_id,
-        "cause": episode.cause,
+        "cause": episode.progress.cause,
         "checks": [
             {"name": check.name, "score": check.score, "evidence": check.evidence}
-            for check in (verdict.checks if isinstance(verdict, EvaluateResult) else ())
+            for check in (() if score is None else score.checks)
         ],
-        "evaluator_error": str(verdict) if isinstance(verdict, EvaluatorFailed) else "",
+        "evaluator_error": episode.progress.evaluator_error,
         "steps": [
             {
                 "index": step.index,

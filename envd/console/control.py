@@ -95,9 +95,9 @@ class ControlRoutes:
         episode_id, body = self._own(request), await _body(request)
         await self._episodes.release_control(episode_id, control_id=_text(body, "control"))
         episode = self._episodes.find(episode_id)
-        if episode is None or episode.run != RUN:
+        if episode is None or episode.spec.run != RUN:
             raise InvalidRequest("episode", "only an episode that was opened in the console can be scored here")
-        episode.human.reported()
+        episode.human.observed()
         result = await self._episodes.evaluate(episode_id, request_id=f"console-{episode_id}", fingerprint=b"console")
         return {"score": result.score, "checks": [{"name": each.name, "score": each.score} for each in result.checks]}
 
@@ -106,7 +106,7 @@ class ControlRoutes:
         episode_id = self._own(request)
         await _body(request)
         episode = self._episodes.find(episode_id)
-        if episode is not None and episode.run != RUN:
+        if episode is not None and episode.spec.run != RUN:
             raise InvalidRequest("episode", "only an episode that was opened in the console can be closed here")
         await self._episodes.close(episode_id)
         return {}

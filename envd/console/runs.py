@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envd.base.clock import Clock
-from envd.base.errors import EvaluatorFailed
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
-from envd.episodes.types import EpisodeState, EvaluateResult
+from envd.episodes.progress import EpisodeState
 
 Facts = dict[str, Any]
 
@@ -55,8 +54,8 @@ class Runs(EpisodeObserver):
         run.steps_by_second[-1][1] += 1
 
     def scored(self, episode: Episode) -> None:
-        if isinstance(episode.verdict, EvaluateResult):
-            run, score = self._active(episode), episode.verdict.score
+        if episode.progress.score is not None:
+            run, score = self._active(episode), episode.progress.score.score
             run.scored_count += 1
             run.score_sum += score
             run.success_count += score >= _SUCCESS
@@ -65,8 +64,8 @@ class Runs(EpisodeObserver):
         """Count a void episode: one that failed, or whose evaluation did, without a score."""
         run = self._active(episode)
         run.open_count = max(0, run.open_count - 1)
-        if not episode.has_score:
-            run.void_count += episode.state is EpisodeState.FAILED or isinstance(episode.verdict, EvaluatorFailed)
+        if not episode.progress.has_score:
+            run.void_count += episode.progress.state is EpisodeState.FAILED or bool(episode.progress.evaluator_error)
 
     def facts(self) -> list[Facts]:
         """Return what the page shows of runs, the newest first."""
@@ -89,7 +88,7 @@ class Runs(EpisodeObserver):
         ]
 
     def _active(self, episode: Episode) -> _Run:
-        key = (episode.owner, episode.run)
+        key = (episode.spec.owner, episode.spec.run)
         run = self._runs.setdefault(key, _Run(since_s=self._clock.monotonic()))
         run.active = self._clock.now().timestamp()
         if len(self._runs) > MAX_RUNS:

@@ -15,7 +15,6 @@ from typing import Any
 
 from aiohttp.typedefs import Middleware
 
-from cuaenv.copying import copied
 from envd.api.security.access import Scope
 from envd.api.security.http import limit_rate, require_local_host_name, require_token, tls_context
 from envd.api.security.secret_files import read_secret
@@ -39,10 +38,10 @@ from envd.daemon.suites import load_tasks
 from envd.daemon.web import PoolWeb, open_web
 from envd.desktop.desktop import Desktop
 from envd.episodes.checkpoints.store import CheckpointStore
-from envd.episodes.persistence.recovery import PersistedState, load_persisted
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
+from envd.episodes.recovery import PersistedState, load_persisted
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
 from envd.hypervisor.backends import backend_of, open_hypervisor
@@ -149,7 +148,19 @@ async def open_daemon(config: Config, inputs: Inputs | None = None) -> AsyncIter
         open_endpoints(config, storage, episodes) as endpoints,
     ):
         await episodes.service.start()
-        yield copied(Daemon, storage, machines, episodes, endpoints, config=config)
+        yield Daemon(
+            config=config,
+            hypervisor=machines.hypervisor,
+            pools=machines.pools,
+            service=episodes.service,
+            server=endpoints.server,
+            address=endpoints.address,
+            metrics_address=storage.metrics_address,
+            console_address=endpoints.console_address,
+            compat_addresses=endpoints.compat_addresses,
+            reaped=machines.reaped,
+            known=episodes.known,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

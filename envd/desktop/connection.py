@@ -136,11 +136,17 @@ class DisplayConnection:
     async def _open(self) -> RfbClient:
         try:
             async with running_timeout(DISPLAY_TIMEOUT_S):
-                return await RfbClient.connect(*await self._channels.open_display(), size_limit_px=self._size_limit_px)
+                client = await RfbClient.connect(
+                    *await self._channels.open_display(), size_limit_px=self._size_limit_px
+                )
         except TimeoutError as error:
             raise self._unresponsive() from error
         except OSError as error:
             raise MachineLost(f"the display of {self._channels.machine_id} cannot be reached: {error}") from error
+        if client.draws_pointer:
+            at = self._input.pointer(client.size)
+            client.pointer(at.x_px, at.y_px, buttons=0)
+        return client
 
     def _unresponsive(self) -> GuestUnresponsive:
         return GuestUnresponsive(

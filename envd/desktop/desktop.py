@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from cuaenv.actions import Action, ToolAction
-from cuaenv.copying import copied
 from envd.base.channels import GuestChannels
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
@@ -316,8 +315,15 @@ class Desktop:
         if self._view is not None:
             return self._view
         frame = await self._display.newest_frame(refresh=True)
-        own = {"frame": frame, "inputs": self._input.held, "encoder": self._encoder.branch()}
-        return copied(DesktopView, self._screen, self._session, **own)
+        return DesktopView(
+            frame=frame,
+            cursor=self._screen.cursor,
+            caps_lock=self._screen.caps_lock,
+            inputs=self._input.held,
+            guestd_types=self._session.guestd_types,
+            home=self._session.home,
+            encoder=self._encoder.branch(),
+        )
 
     @while_alive
     async def observe(

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import Draining, EnvdError
-from envd.base.telemetry import traces
 from envd.base.telemetry.metrics import Metrics
+from envd.base.telemetry.traces import Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import Answer, Ledger, Request
 from envd.episodes.persistence.journal import Journal
@@ -25,26 +25,6 @@ T = TypeVar("T")
 def draining_error() -> Draining:
     """Return the error for calls that a stopping daemon no longer starts."""
     return Draining("the daemon is draining and opens no more episodes; try another host", retry_after_s=1.0)
-
-
-class Stopwatch:
-    """Milliseconds by phase."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._begin_s = self._lap_s = clock.monotonic()
-        self.timings_ms: dict[str, float] = {}
-
-    def lap(self, phase: str) -> None:
-        """End the phase that began at the previous lap."""
-        now_s = self._clock.monotonic()
-        self.timings_ms[phase] = (now_s - self._lap_s) * 1000
-        traces.phase(phase, now_s - self._lap_s)
-        self._lap_s = now_s
-
-    @property
-    def total_ms(self) -> float:
-        return (self._clock.monotonic() - self._begin_s) * 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +74,10 @@ class EpisodeContext:
 
     def settle_policy(self, episode: Episode, requested: SettlePolicy | None) -> SettlePolicy:
         """Return when the episode's screen counts as settled, with the regions that its pool ignores."""
-        return (requested or episode.settle).ignoring(self.pools[episode.pool].settings.settle.ignored_regions)
+        return (requested or episode.spec.settle).ignoring(
+            self.pools[episode.spec.pool].settings.settle.ignored_regions
+        )
 
     def count_failure(self, episode: Episode, operation: str, error: Exception) -> None:
         reason = error.reason if isinstance(error, EnvdError) else EnvdError.reason
-        self.metrics.episode_failed(pool=episode.pool, operation=operation, reason=reason)
+        self.metrics.episode_failed(pool=episode.spec.pool, operation=operation, reason=reason)

@@ -6,15 +6,24 @@ they are also refused until the agent has observed.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from cuaenv.actions import Action, Click, Drag, MouseDown, MouseUp, Move, Scroll, TypeText
+from cuaenv.actions import (
+    MAX_TEXT_BYTES,
+    MAX_WHEEL_CLICKS,
+    Action,
+    Click,
+    Drag,
+    MouseDown,
+    MouseUp,
+    Move,
+    Scroll,
+    TypeText,
+)
 from envd.base.errors import HumanInControl
 
 #: The page renews a third of its lease earlier.
 CONTROL_TTL_S = 30.0
-#: Actions of people that an observation reports; older ones are in the recording.
-_MAX_REPORTED = 200
 #: When a refused caller may try again.
 _RETRY_AFTER_S = 1.0
 
@@ -29,8 +38,6 @@ class HumanControl:
     """Name of the holder's token; empty without tokens."""
     expire_s: float = 0.0
     """Monotonic time."""
-    actions: list[Action] = field(default_factory=list)
-    """What people did since the agent's last step, oldest first, as an agent would do it."""
     was_observed: bool = True
     """Whether the agent has observed since a person last acted."""
 
@@ -60,34 +67,34 @@ class HumanControl:
         else:
             self.require_agent(episode_id)
 
-    def acted(self, actions: Iterable[Action]) -> None:
-        """Note what a person did."""
-        self.actions = merged([*self.actions, *actions])[-_MAX_REPORTED:]
+    def acted(self) -> None:
+        """Note that a person acted."""
         self.was_observed = False
 
-    def reported(self) -> tuple[Action, ...]:
-        """Return what people did since the agent's last step, for an observation of the agent."""
+    def observed(self) -> None:
+        """Note that the agent has observed, which counts once no person controls the episode."""
         self.was_observed = self.was_observed or not self.control_id
-        return tuple(self.actions)
 
 
 def merged(actions: Iterable[Action]) -> list[Action]:
     """Return input as it arrives from a page as the actions that an agent would use.
 
     Text is joined, a press, moves and a release are a drag, repeated clicks at one place are one, moves end at the
-    last, and turns of the wheel add up.
+    last, and turns of the wheel add up; none becomes longer than an action of the contract may be.
     """
     found: list[Action] = []
     for action in actions:
         last = found[-1] if found else None
         match last, action:
-            case TypeText(), TypeText():
+            case TypeText(), TypeText() if len((last.text + action.text).encode()) <= MAX_TEXT_BYTES:
                 found[-1] = TypeText(last.text + action.text)
             case Move(), Move() | Click() | MouseDown() | Scroll() if _place(action) is not None:
                 found[-1] = action
             case Click(), Click() if _place(last) == _place(action) and last.count + action.count <= 3:
                 found[-1] = replace(action, count=last.count + action.count)
-            case Scroll(), Scroll() if _place(last) == _place(action):
+            case Scroll(), Scroll() if _place(last) == _place(action) and _fits(
+                last.dx + action.dx, last.dy + action.dy
+            ):
                 found[-1] = replace(action, dx=last.dx + action.dx, dy=last.dy + action.dy)
             case _, MouseUp() if (drag := _drag(found, action)) is not None:
                 while not isinstance(found.pop(), MouseDown):
@@ -110,6 +117,10 @@ def _drag(actions: list[Action], up: MouseUp) -> Drag | None:
     if start is None or end is None:
         return None
     return Drag(start_x=start[0], start_y=start[1], end_x=end[0], end_y=end[1], button=up.button)
+
+
+def _fits(dx: int, dy: int) -> bool:
+    return max(abs(dx), abs(dy)) <= MAX_WHEEL_CLICKS
 
 
 def _place(action: Action) -> tuple[int, int] | None:

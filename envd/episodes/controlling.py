@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from cuaenv.actions import Action, MouseDown, MouseUp
 from envd.base.aio import OwnedTasks
 from envd.base.errors import EnvdError, EpisodeEnded, HumanInControl
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.observation import ActionOutcome
-from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.context import EpisodeContext
 from envd.episodes.control import CONTROL_TTL_S, merged
 from envd.episodes.episode import Episode
-from envd.episodes.types import EpisodeState
+from envd.episodes.progress import EpisodeState
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,9 @@ class Controlling:
         """
         episode = self._context.registry.get(episode_id)
         episode.require_machine()
-        if episode.state is not EpisodeState.ACTIVE:
-            raise EpisodeEnded(f"episode {episode_id}: {episode.state.value}; only active episodes can be controlled")
+        if episode.progress.state is not EpisodeState.ACTIVE:
+            state = episode.progress.state.value
+            raise EpisodeEnded(f"episode {episode_id}: {state}; only active episodes can be controlled")
         human, now_s = episode.human, self._context.clock.monotonic()
         if human.control_id not in ("", control_id):
             raise HumanInControl(
@@ -94,7 +96,8 @@ class Controlling:
                     outcomes = [await episode.machine.desktop.act(action) for action in actions]
             except EnvdError as error:
                 raise await context.registry.lose(episode, error) from error
-            episode.human.acted(actions)
+            episode.person_acted(actions)
+            context.journal.save(episode)
             session.pending += zip(actions, outcomes, strict=True)
             session.changed.set()
         return outcomes

@@ -1,8 +1,10 @@
-"""Score episodes: the checkers run once, on the state that the machine is in. A lost machine never yields a score."""
+"""Score episodes and checkpoints. A lost machine never yields a score.
+
+The checkers of an episode run once, on the state that its machine is in. A checkpoint is scored on a machine of its
+own, so that no episode has to end for its score.
+"""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -10,13 +12,16 @@ from cuaenv.actions import Done, Fail
 from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
 from envd.base.losses import ENDS_MACHINE, Loss, Owner
 from envd.base.telemetry import traces
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
-from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
-from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.desktop.observation import Encoding, ObservationOptions
+from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
-from envd.episodes.ledger import EVALUATE, Request
+from envd.episodes.ledger import EVALUATE, SCORE, Request
 from envd.episodes.losing import find_loss
-from envd.episodes.types import EpisodeState, EvaluateResult
+from envd.episodes.opening import Opening
+from envd.episodes.progress import EpisodeState, ScoreResult
+from envd.episodes.types import EvaluateResult, ResetCommand, ScoreCommand
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
 from envd.tasks.evaluate import Evaluation, judge_ended
@@ -36,12 +41,11 @@ class RunCheckers(Protocol):
 
 @dataclass(eq=False)
 class Evaluating:
-    """The `evaluate` call of an episode service."""
+    """The `evaluate` and `score` calls of an episode service."""
 
     _context: EpisodeContext
-    _automatic: AutomaticCheckpointing
+    _opening: Opening
     _run_checkers: RunCheckers
-    _at_start: Callable[[Episode], AbstractAsyncContextManager[LeasedMachine]]
 
     async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes, epoch: int = 0) -> EvaluateResult:
         """Score an episode in its machine's present state, and end it if active. The checkers run once.
@@ -63,24 +67,24 @@ class Evaluating:
         async with context.registry.call(episode, renews=True), episode.turn:
             watch.lap("queue")
             episode.require_epoch(epoch)
-            if isinstance(episode.verdict, EvaluatorFailed):
-                raise EvaluatorFailed(str(episode.verdict)) from episode.verdict
-            if episode.verdict is not None:
-                return replace(episode.verdict, cached=True)
-            if not episode.guest_end_cause:
+            if episode.progress.evaluator_error:
+                raise EvaluatorFailed(episode.progress.evaluator_error)
+            if episode.progress.score is not None:
+                return self._result(episode, replace(episode.progress.score, cached=True))
+            if not episode.progress.guest_end_cause:
                 episode.require_machine()
             episode.human.require_agent(episode.episode_id)
             await context.journal.begin(request)
-            if episode.state is EpisodeState.ACTIVE:
+            if episode.progress.state is EpisodeState.ACTIVE:
                 context.registry.end(episode, EpisodeState.TRUNCATED, "EVALUATED")
-            end_copy, score = await self._automatic.before_evaluation(episode), None
+            end_copy, score = await self._opening.automatic.before_evaluation(episode), None
             try:
                 evaluation = await self._score_or_zero(episode, watch)
                 score = evaluation.score
                 watch.lap("evaluate")
             except EnvdError as error:
                 if isinstance(error, EvaluatorFailed):
-                    episode.verdict = error
+                    episode.progress = replace(episode.progress, evaluator_error=str(error) or type(error).__name__)
                     context.registry.events.scored(episode)
                     context.journal.save(episode)
                     context.journal.forget_answer(request)
@@ -89,21 +93,30 @@ class Evaluating:
             finally:
                 end_copy(score == 0)
             episode.lease.renew(context.clock.monotonic())
-            episode.verdict = EvaluateResult(
-                episode=episode.info(context.clock),
+            scored = ScoreResult(
                 score=evaluation.score,
                 checks=evaluation.checks,
                 timings_ms={**watch.timings_ms, "total": watch.total_ms},
-                basis_digest=basis.digest_of(episode.task, episode.machine.machine.spec, episode.settle),
+                basis_digest=basis.digest_of(episode.task, episode.machine.machine.spec, episode.spec.settle),
             )
+            episode.progress = replace(episode.progress, score=scored)
+            result = self._result(episode, scored)
         context.registry.events.scored(episode)
         logger.info("episode %s: scored %g", episode.episode_id, evaluation.score)
-        context.metrics.episode_evaluated(
-            pool=episode.pool, score=evaluation.score, timings_ms=episode.verdict.timings_ms
-        )
+        context.metrics.episode_evaluated(pool=episode.spec.pool, score=evaluation.score, timings_ms=scored.timings_ms)
         with traces.timed("store"):
-            await context.journal.answered(request, episode, episode.verdict)
-        return episode.verdict
+            await context.journal.answered(request, episode, result)
+        return result
+
+    def _result(self, episode: Episode, scored: ScoreResult) -> EvaluateResult:
+        return EvaluateResult(
+            episode=episode.info(self._context.clock),
+            score=scored.score,
+            checks=scored.checks,
+            timings_ms=scored.timings_ms,
+            basis_digest=scored.basis_digest,
+            cached=scored.cached,
+        )
 
     async def _score_or_zero(self, episode: Episode, watch: Stopwatch) -> Evaluation:
         """Run the checkers; if they cannot run because the guest ended itself or its session, see `judge_ended`.
@@ -112,14 +125,14 @@ class Evaluating:
             EvaluatorFailed, MachineLost: See `judge`.
         """
         reason, is_compared = "", False
-        while episode.guest_end_cause not in ENDS_MACHINE:
+        while episode.progress.guest_end_cause not in ENDS_MACHINE:
             try:
                 async with self._context.awake(episode, watch):
                     return await self._judge(episode, episode.machine)
             except EvaluatorFailed as error:
                 loss = await find_loss(episode, error)
                 # Whatever failed, a judge that a file ended included: what the agent left may be the cause.
-                if loss is None and not episode.guest_end_cause and error.__cause__ is not None:
+                if loss is None and not episode.progress.guest_end_cause and error.__cause__ is not None:
                     if is_compared:
                         reason = f"at the task's start the checkers work, but not here: {error}"
                         loss = Loss(Owner.GUEST, reason, "UNCHECKABLE")
@@ -127,17 +140,17 @@ class Evaluating:
                         continue
                 if loss is not None and loss.owner is not Owner.UNDECIDED:
                     self._context.registry.end_by(episode, error, loss)
-                if not episode.guest_end_cause:
+                if not episode.progress.guest_end_cause:
                     if loss is not None and loss.owner is Owner.HOST:
                         # What the host broke may work on another machine.
                         raise loss.error(f"episode {episode.episode_id}") from error
                     raise
             except EnvdError as error:
                 raised = await self._context.registry.lose(episode, error)
-                if not episode.guest_end_cause:
+                if not episode.progress.guest_end_cause:
                     raise raised from error
             break
-        return judge_ended(episode.task, episode.guest_end_cause, reason)
+        return judge_ended(episode.task, episode.progress.guest_end_cause, reason)
 
     async def _works_at_start(self, episode: Episode) -> bool:
         """Return whether the checkers give a score for the task's start, so that a failure is of the agent's making.
@@ -145,7 +158,7 @@ class Evaluating:
         False if no machine is free for it: then the failure is not decided, and there is no score.
         """
         try:
-            async with self._at_start(episode) as machine, machine.running():
+            async with self._opening.at_start(episode) as machine, machine.running():
                 await self._judge(episode, machine)
         except Exception as error:
             logger.warning("episode %s: the start of its task was not checked either: %r", episode.episode_id, error)
@@ -157,10 +170,81 @@ class Evaluating:
             episode.task,
             machine,
             run_checkers=self._run_checkers,
-            last_action=episode.last_action,
+            last_action=episode.progress.last_action,
             timeout_s=self._context.limits.evaluate_timeout_s,
             subject=f"episode {episode.episode_id}",
         )
+
+    async def score(self, command: ScoreCommand) -> ScoreResult:
+        """Score the state of a checkpoint; nothing else changes. Idempotent on `request_id`.
+
+        Timings: those of `Checkpointing.restore`, then `resume`, `evaluate` and `total`.
+
+        Raises:
+            EvaluatorFailed: A checker failed, or the machine was lost; there is no score.
+            RequestIdReused: The id came before with a different body.
+            CheckpointNotFound, CheckpointCorrupt, CheckpointUnusable: See `Checkpointing.find`.
+            GroupTooLarge, PoolExhausted, TokenQuotaReached, PoolFailing, Draining: No machine for it.
+            SetupFailed, HypervisorError: It did not start.
+        """
+        request = Request(SCORE, "", f"{command.owner}/{command.request_id}", command.fingerprint)
+        answer = await self._context.requests.answer(request, lambda: self._score(command))
+        return replace(answer.value, cached=True) if answer.replayed else answer.value
+
+    async def _score(self, command: ScoreCommand) -> ScoreResult:
+        found, task, pool = await self._opening.checkpoints.find(
+            command.checkpoint_id, lambda owner: command.sees_all_owners or owner == command.owner
+        )
+        reset = ResetCommand(
+            request_id=command.request_id,
+            task_id=found.spec.task_id,
+            checkpoint_id=found.checkpoint_id,
+            owner=command.owner,
+            observe=ObservationOptions(encoding=Encoding.NONE),
+            timeout_s=command.timeout_s,
+        )
+        clock = self._context.clock
+        with self._opening.quotas.reserve(command.owner, 1, max_machines=command.max_machines):
+            group = await self._opening.checkpoints.restore(found, pool, reset)
+            (member,) = group.members
+            began_s = clock.monotonic()
+            try:
+                evaluation, resume_ms = await self._judge_resumed(
+                    f"checkpoint {found.checkpoint_id}", task, member.machine
+                )
+            finally:
+                await pool.release([member.machine])
+        evaluate_ms = (clock.monotonic() - began_s) * 1000 - resume_ms
+        return ScoreResult(
+            score=evaluation.score,
+            checks=evaluation.checks,
+            timings_ms={
+                **group.timings_ms,
+                "resume": resume_ms,
+                "evaluate": evaluate_ms,
+                "total": group.timings_ms["total"] + resume_ms + evaluate_ms,
+            },
+            basis_digest=basis.digest_of(task, member.machine.machine.spec, found.spec.settle),
+        )
+
+    async def _judge_resumed(self, subject: str, task: Task, machine: LeasedMachine) -> tuple[Evaluation, float]:
+        """Run the checkers; returns their result and the milliseconds of resuming. Raises: EvaluatorFailed."""
+        try:
+            async with machine.running() as resume_ms:
+                evaluation = await judge(
+                    task,
+                    machine,
+                    run_checkers=self._run_checkers,
+                    last_action=None,
+                    timeout_s=self._context.limits.evaluate_timeout_s,
+                    subject=subject,
+                )
+        except EvaluatorFailed:
+            raise
+        except EnvdError as error:
+            problem = f"machine lost: {machine.machine.lost_reason}" if machine.lost.is_set() else error
+            raise EvaluatorFailed(f"{subject}: not scored: {problem}") from error
+        return evaluation, resume_ms
 
 
 async def judge(

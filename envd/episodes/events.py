@@ -60,7 +60,7 @@ class EpisodeObserver:
         """An episode was put back to the state at its present step and a time; steps from there on do not count."""
 
     def scored(self, episode: Episode) -> None:
-        """The checkers ran; `episode.verdict` is the result."""
+        """The checkers ran; its progress has the score, or why there is none."""
 
     def closed(self, episode: Episode) -> None:
         """An episode was closed, for whatever reason."""
@@ -104,7 +104,7 @@ class EpisodeEvents:
         time: datetime,
     ) -> None:
         """Report what a person did: actions, each with the reason why the guest refused it, empty if it did not."""
-        index = episode.step_count
+        index = episode.progress.step_count
         outcomes = [(action, ActionOutcome(error=error)) for action, error in actions]
         self._report(
             episode, outcomes, index=index, is_settled=is_settled, total_ms=total_ms, time=time, source="human"

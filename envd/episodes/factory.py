@@ -1,53 +1,26 @@
 """Create episodes from machines at the start of a task, all at once. Never waits: ownership moves in one step."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from cuaenv.copying import copied
 from envd.base.clock import Clock
-from envd.base.config import SettlePolicy
 from envd.base.store.statements import EpisodeRow
+from envd.episodes.control import HumanControl
 from envd.episodes.episode import Episode
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
-from envd.episodes.members import Group, Member
+from envd.episodes.members import Group
 from envd.episodes.persistence.journal import Journal
-from envd.episodes.persistence.records import EpisodeSnapshot
+from envd.episodes.persistence.records import StoredEpisode
+from envd.episodes.progress import EpisodeSpec
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.types import AutomaticCheckpoints
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
+from envd.tasks.basis import task_digest
 from envd.tasks.model import Task
-from envd.tasks.user import Exchange
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeParams:
-    """Parameters shared by all episodes of one reset or fork."""
-
-    group_id: str
-    parent_episode_id: str = ""
-    """Empty if none."""
-    task: Task
-    run: str
-    owner: str
-    max_steps: int
-    step_count: int = 0
-    asked: tuple[Exchange, ...] = ()
-    settle: SettlePolicy
-    lease_ttl_s: float
-    automatic: AutomaticCheckpoints
-    last_checkpoint_id: str = ""
-    """The checkpoint that their state descends from; empty if none."""
-
-    @classmethod
-    def of_fork(cls, parent: Episode, *, step_count: int, lease_ttl_s: float) -> Self:
-        """Return the parameters of an episode's forks."""
-        return copied(cls, parent, parent_episode_id=parent.episode_id, step_count=step_count, lease_ttl_s=lease_ttl_s)
 
 
 class EpisodeFactory:
@@ -64,54 +37,58 @@ class EpisodeFactory:
     def new_group_id(self) -> str:
         return f"group-{self._make_id()}"
 
-    def create(self, group: Group, pool: Pool, params: EpisodeParams) -> tuple[Episode, ...]:
-        """Create an episode per machine; their leases start now, and the registry releases the machines from now on."""
-        return tuple(self._create_one(member, pool, params) for member in group.members)
+    def new_episode_id(self) -> str:
+        return f"ep-{self._make_id()}"
 
-    def _create_one(self, member: Member, pool: Pool, params: EpisodeParams) -> Episode:
-        episode_id = f"ep-{self._make_id()}"
-        episode = copied(
-            Episode,
-            params,
-            episode_id=episode_id,
-            origin=member.origin,
-            pool=pool.name,
-            pool_tools=pool.settings.tools,
-            machine=member.machine,
-            lease=Lease(ttl_s=params.lease_ttl_s, now_s=self._clock.monotonic()),
-            create_time=self._clock.now(),
-            requests=self._new_ledger(episode_id),
-        )
-        self._registry.add(episode, pool)
-        logger.info(
-            "episode %s: opened%s, task %s, machine %s, group %s%s",
-            episode_id,
-            f" by {params.owner}" if params.owner else "",
-            params.task.task_id,
-            member.machine.machine_id,
-            params.group_id,
-            f", a fork of {params.parent_episode_id}" if params.parent_episode_id else "",
-        )
-        return episode
+    def create(
+        self, group: Group, specs: Sequence[EpisodeSpec], *, pool: Pool, task: Task, lease_ttl_s: float
+    ) -> tuple[Episode, ...]:
+        """Create an episode per machine; their leases start now, and the registry releases the machines from now on."""
+        episodes = []
+        for member, spec in zip(group.members, specs, strict=True):
+            episode = Episode(
+                spec=spec,
+                progress=group.progress,
+                task=task,
+                pool_tools=pool.settings.tools,
+                machine=member.machine,
+                lease=Lease(ttl_s=lease_ttl_s, now_s=self._clock.monotonic()),
+                requests=self._new_ledger(spec.episode_id),
+            )
+            self._registry.add(episode, pool)
+            logger.info(
+                "episode %s: opened%s, task %s, machine %s, group %s%s",
+                spec.episode_id,
+                f" by {spec.owner}" if spec.owner else "",
+                spec.task_id,
+                member.machine.machine_id,
+                spec.group_id,
+                f", a fork of {spec.parent_episode_id}" if spec.parent_episode_id else "",
+            )
+            episodes.append(episode)
+        return tuple(episodes)
 
     def restore(
-        self, row: EpisodeRow, snapshot: EpisodeSnapshot, *, machine: LeasedMachine, pool: Pool, task: Task
+        self, row: EpisodeRow, stored: StoredEpisode, *, machine: LeasedMachine, pool: Pool, task: Task
     ) -> Episode:
-        """Recreate an episode of a previous daemon in its persisted state, with the rest of its lease."""
+        """Recreate an episode of a previous daemon in its persisted state, with the rest of its lease.
+
+        The task may have another definition since. An agent that a person interrupted has to observe again.
+        """
         now_s = self._clock.monotonic()
         lease = Lease(ttl_s=row.lease_ttl_s, now_s=now_s)
         left_s = row.expire_time_s - self._clock.now().timestamp()
         lease.expire_s = now_s + min(left_s, row.lease_ttl_s)
-        episode = copied(
-            Episode,
-            snapshot,
-            row,
+        episode = Episode(
+            spec=replace(stored.spec, task_digest=task_digest(task)),
+            progress=stored.progress,
+            epoch=row.epoch,
             task=task,
-            pool=pool.name,
             pool_tools=pool.settings.tools,
             machine=machine,
             lease=lease,
             requests=self._new_ledger(row.episode_id),
+            human=HumanControl(was_observed=not stored.progress.people_actions),
         )
         self._registry.add(episode, pool)
         return episode

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from envd.base.clock import Clock
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
 from envd.base.telemetry import traces
-from envd.episodes.context import Stopwatch
+from envd.base.telemetry.traces import Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.members import Group, start_from
 from envd.episodes.perform import check_region
@@ -36,6 +36,7 @@ async def fork_group(
     Args:
         last_use: Gets the frozen state at once; returns what to call after the last fork, which discards it.
     """
+    pool.require_copies()
     watch = Stopwatch(clock)
     # During a step the parent's next step index is not known yet, so check only after it.
     if not parent.turn.locked():
@@ -44,8 +45,8 @@ async def fork_group(
     granted = await pool.lease(
         0,
         reserved=command.fork_count,
-        run=parent.run,
-        owner=parent.owner,
+        run=parent.spec.run,
+        owner=parent.spec.owner,
         retained_count=1,
         timeout_s=command.timeout_s,
     )
@@ -54,6 +55,7 @@ async def fork_group(
         frozen = await freeze_at(
             pool, parent, command.step_index, registry=registry, check=lambda: _check(parent, command)
         )
+        progress = parent.progress  # of the frozen state: the parent continues only at the next await
         release = last_use(frozen)
         subject, starting = f"fork of episode {command.episode_id}", Stopwatch(clock)
         try:
@@ -77,7 +79,7 @@ async def fork_group(
         "start": starting.timings_ms["fork"],
         "total": watch.total_ms,
     }
-    return Group(members=members, timings_ms=timings_ms)
+    return Group(members=members, progress=progress, timings_ms=timings_ms)
 
 
 def _check(parent: Episode, command: ForkCommand) -> None:

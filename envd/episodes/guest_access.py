@@ -6,9 +6,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from envd.base.errors import AccessDenied, NotFound, RateLimited
 from envd.base.streams import close
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.agent import CommandResult
 from envd.desktop.desktop import Desktop
-from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.port_connection import PortConnection
 
@@ -92,7 +93,7 @@ class GuestAccess:
 
     @contextmanager
     def _counted(self, episode: Episode) -> Iterator[None]:
-        counts, gauge = self._connection_counts, self._context.metrics.port_connections.labels(pool=episode.pool)
+        counts, gauge = self._connection_counts, self._context.metrics.port_connections.labels(pool=episode.spec.pool)
         counts[episode.episode_id] += 1
         gauge.inc()
         try:
@@ -106,9 +107,9 @@ class GuestAccess:
     def _accessible(self, episode_id: str) -> Episode:
         """Return an episode whose guest clients may access. Raises: EpisodeNotFound, AccessDenied."""
         episode = self._context.registry.get(episode_id)
-        if not self._context.pools[episode.pool].settings.allow_guest_access:
+        if not self._context.pools[episode.spec.pool].settings.allow_guest_access:
             raise AccessDenied(
-                f"pool {episode.pool!r}: clients have no access to its guests; ask the operator to set"
+                f"pool {episode.spec.pool!r}: clients have no access to its guests; ask the operator to set"
                 " allow_guest_access"
             )
         return episode

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, NotForkable, SetupFailed
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.display.marks import marks_of
 from envd.desktop.observation import Encoding, Observation, ObservationOptions, SettleResult
 from envd.desktop.view import DesktopView
-from envd.episodes.context import Stopwatch
 from envd.episodes.perform import check_region
-from envd.episodes.types import Origin
+from envd.episodes.progress import Origin, Progress
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
 
@@ -36,12 +36,9 @@ class Group:
     """All machines of one reset or fork, ready to become episodes."""
 
     members: tuple[Member, ...]
+    progress: Progress
+    """The progress that belongs to their state."""
     timings_ms: dict[str, float]
-
-    def perturbed(self, kinds: tuple[str, ...]) -> "Group":
-        """Return the group with the perturbations of its world."""
-        members = (replace(each, origin=replace(each.origin, perturbations=kinds)) for each in self.members)
-        return replace(self, members=tuple(members)) if kinds else self
 
 
 async def start_from(
@@ -80,7 +77,7 @@ async def start_from(
     started = list(machines)
     try:
         if reservations:
-            started += await _gather(pool.fork(reservation, frozen) for reservation in reservations)
+            started += await gather(pool.fork(reservation, frozen) for reservation in reservations)
             watch.lap("fork")
     finally:
         await asyncio.gather(encoding, return_exceptions=True)
@@ -88,12 +85,13 @@ async def start_from(
     observations = [shared] * len(started)
     # A guest runs only if the options ask for more than pixels, or if it always runs from here on.
     if options.asks_guest or pool.settings.always_running:
-        observations = await _gather(_observe(machine, view, shared, options, subject) for machine in started)
+        observations = await gather(_observe(machine, view, shared, options, subject) for machine in started)
     watch.lap("observe")
     origin = Origin(
         template_digest=frozen.snapshot.digest,
         overlay_parent=frozen.snapshot.disk_digest,
         first_frame_id=view.frame.frame_id,
+        is_new_session=not pool.copies_running_machines,
     )
     return tuple(
         Member(machine=machine, observation=observation, origin=origin)
@@ -135,7 +133,7 @@ def map_errors(machine: LeasedMachine, subject: str) -> Iterator[None]:
         raise
 
 
-async def _gather(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all concurrently. The first failure cancels the rest and is raised."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -1,11 +1,12 @@
 """Open episodes: by reset, at the start of a task, and by fork, in the present state of another episode."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from envd.base.aio import shielded
+from envd.base.config import SettlePolicy
 from envd.base.errors import (
     EnvdError,
     EpisodeEnded,
@@ -21,17 +22,19 @@ from envd.episodes.checkpoints.calls import Checkpointing
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.context import EpisodeContext, draining_error
 from envd.episodes.episode import Episode
-from envd.episodes.factory import EpisodeFactory, EpisodeParams
+from envd.episodes.factory import EpisodeFactory
 from envd.episodes.forking import fork_group
 from envd.episodes.ledger import FORK, RESET, Answer, Request
 from envd.episodes.members import Group
 from envd.episodes.perform import with_pixels
+from envd.episodes.progress import NO_CHECKPOINTS, CheckpointTrigger, EpisodeSpec, Progress
 from envd.episodes.quotas import MachineQuotas
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
 from envd.episodes.task_states import TaskStates
-from envd.episodes.types import CheckpointTrigger, ForkCommand, GroupResult, ResetCommand
+from envd.episodes.types import ForkCommand, GroupResult, ResetCommand
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
+from envd.tasks.basis import task_digest
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from envd.tasks.perturbations import own_perturb, perturb
@@ -94,6 +97,7 @@ class Opening:
             MachineLost: Machines died in two attempts.
             HypervisorError: The state after setup could not be frozen or forked.
             CheckpointNotFound, CheckpointUnusable, CheckpointCorrupt: See `Checkpointing.find`.
+            NotForkable: It asks for automatic checkpoints, and the pool's machines cannot be copied.
         """
         # Owners have separate id spaces, so no caller can guess another's response. Token names contain no slash.
         request = Request(RESET, "", f"{command.owner}/{command.request_id}", command.fingerprint)
@@ -111,23 +115,61 @@ class Opening:
             return await self._reset_to_checkpoint(command, request, ttl_s=ttl_s)
         task = self._tasks.get(command.task_id)
         pool = choose_pool(task, command.pool, context.pools)
+        if command.automatic != NO_CHECKPOINTS:
+            pool.require_copies()
         max_steps = context.limits.max_steps_for(command.max_steps, task_max_steps=task.max_steps)
         wanted = command.perturb or own_perturb(task, request.request_id)
         start, perturbations = perturb(task, wanted) if wanted else (task, ())
         with self._resetting(command, pool):
             self._require_runnable(task)
             group = await self._start(pool, start, command)
-        params = EpisodeParams(
-            group_id=self._factory.new_group_id(),
+        group = replace(group, progress=Progress(perturbations=perturbations))
+        return await self._publish_reset(
+            request,
+            group,
+            command,
+            pool=pool,
             task=task,
             run=command.run,
-            owner=command.owner,
             max_steps=max_steps,
             settle=command.settle or pool.settings.settle,
             lease_ttl_s=ttl_s,
-            automatic=command.automatic,
         )
-        return await self._publish(request, group.perturbed(perturbations), pool, params, instruction=task.instruction)
+
+    async def _publish_reset(
+        self,
+        request: Request,
+        group: Group,
+        command: ResetCommand,
+        *,
+        pool: Pool,
+        task: Task,
+        run: str,
+        max_steps: int,
+        settle: SettlePolicy,
+        lease_ttl_s: float,
+    ) -> GroupResult:
+        group_id, digest, now = self._factory.new_group_id(), task_digest(task), self._context.clock.now()
+        specs = [
+            EpisodeSpec(
+                episode_id=self._factory.new_episode_id(),
+                group_id=group_id,
+                task_id=task.task_id,
+                task_digest=digest,
+                pool=pool.name,
+                run=run,
+                owner=command.owner,
+                max_steps=max_steps,
+                settle=settle,
+                automatic=command.automatic,
+                origin=member.origin,
+                create_time=now,
+            )
+            for member in group.members
+        ]
+        return await self._publish(
+            request, group, specs, pool=pool, task=task, lease_ttl_s=lease_ttl_s, instruction=task.instruction
+        )
 
     async def _start(self, pool: Pool, task: Task, command: ResetCommand) -> Group:
         context = self._context
@@ -150,17 +192,17 @@ class Opening:
 
         Raises: As `reset`; PoolExhausted if no machine is free within 2 minutes.
         """
-        pool, setup_s = self._context.pools[episode.pool], self._context.limits.setup_timeout_s
+        pool, setup_s = self._context.pools[episode.spec.pool], self._context.limits.setup_timeout_s
         command = ResetCommand(
             request_id="",
-            task_id=episode.task.task_id,
-            run=episode.run,
-            owner=episode.owner,
+            task_id=episode.spec.task_id,
+            run=episode.spec.run,
+            owner=episode.spec.owner,
             observe=ObservationOptions(encoding=Encoding.NONE),
             timeout_s=_COMPARISON_ADMISSION_S + setup_s,
             admission_timeout_s=_COMPARISON_ADMISSION_S,
         )
-        with self.quotas.reserve(episode.owner, 1, max_machines=None):
+        with self.quotas.reserve(episode.spec.owner, 1, max_machines=None):
             group = await self._start(pool, episode.task, command)
             try:
                 yield group.members[0].machine
@@ -169,23 +211,20 @@ class Opening:
 
     async def _reset_to_checkpoint(self, command: ResetCommand, request: Request, *, ttl_s: float) -> GroupResult:
         checkpoint, task, pool = await self.checkpoints.find_for(command)
-        max_steps = self._context.limits.max_steps_for(command.max_steps, task_max_steps=checkpoint.max_steps)
+        max_steps = self._context.limits.max_steps_for(command.max_steps, task_max_steps=checkpoint.spec.max_steps)
         with self._resetting(command, pool):
             group = await self.checkpoints.restore(checkpoint, pool, command)
-        params = EpisodeParams(
-            group_id=self._factory.new_group_id(),
+        return await self._publish_reset(
+            request,
+            group,
+            command,
+            pool=pool,
             task=task,
-            run=command.run or checkpoint.run,
-            owner=command.owner,
+            run=command.run or checkpoint.spec.run,
             max_steps=max_steps,
-            step_count=checkpoint.step_count,
-            asked=checkpoint.asked,
-            settle=command.settle or checkpoint.settle,
+            settle=command.settle or checkpoint.spec.settle,
             lease_ttl_s=ttl_s,
-            automatic=command.automatic,
-            last_checkpoint_id=checkpoint.checkpoint_id,
         )
-        return await self._publish(request, group, pool, params, instruction=task.instruction)
 
     @contextmanager
     def _resetting(self, command: ResetCommand, pool: Pool) -> Iterator[None]:
@@ -243,10 +282,10 @@ class Opening:
         if command.fork_count < 1:
             raise InvalidRequest("fork_count", f"{command.fork_count} is below 1")
         ttl_s = context.limits.lease_ttl_for(command.lease_ttl_s)
-        pool = context.pools[episode.pool]
+        pool = context.pools[episode.spec.pool]
         async with context.registry.call(episode, renews=True):
             try:
-                with self.quotas.reserve(episode.owner, command.fork_count, max_machines=command.max_machines):
+                with self.quotas.reserve(episode.spec.owner, command.fork_count, max_machines=command.max_machines):
                     group = await fork_group(
                         pool,
                         episode,
@@ -265,22 +304,40 @@ class Opening:
                 await pool.release(member.machine for member in group.members)
                 raise context.registry.not_found(episode.episode_id)
         context.journal.save_lease(episode)
-        params = EpisodeParams.of_fork(episode, step_count=command.step_index, lease_ttl_s=ttl_s)
-        return await self._publish(request, group.perturbed(episode.origin.perturbations), pool, params)
+        now = context.clock.now()
+        specs = [
+            replace(
+                episode.spec,
+                episode_id=self._factory.new_episode_id(),
+                parent_episode_id=episode.episode_id,
+                origin=member.origin,
+                create_time=now,
+            )
+            for member in group.members
+        ]
+        return await self._publish(request, group, specs, pool=pool, task=episode.task, lease_ttl_s=ttl_s)
 
     async def _publish(
-        self, request: Request, group: Group, pool: Pool, params: EpisodeParams, *, instruction: str = ""
+        self,
+        request: Request,
+        group: Group,
+        specs: Sequence[EpisodeSpec],
+        *,
+        pool: Pool,
+        task: Task,
+        lease_ttl_s: float,
+        instruction: str = "",
     ) -> GroupResult:
         """Turn the machines of a group into episodes, and persist them before the caller learns of them.
 
         Callers must not await between the end of the group's setup and this call. Raises: StoreError: none is open.
         """
         context = self._context
-        episodes = self._factory.create(group, pool, params)
-        prefix = "fork_" if params.parent_episode_id else ""
+        episodes = self._factory.create(group, specs, pool=pool, task=task, lease_ttl_s=lease_ttl_s)
+        prefix = "fork_" if request.kind is FORK else ""
         context.metrics.episodes_opened(
             pool=pool.name,
-            run=params.run,
+            run=specs[0].run,
             count=len(episodes),
             timings_ms={f"{prefix}{phase}": length_ms for phase, length_ms in group.timings_ms.items()},
         )
@@ -301,7 +358,7 @@ class Opening:
     async def close_opening(self, request_id: str, *, owner: str) -> None:
         """End the owner's reset or forks with this id, and close the episodes that they opened. Idempotent."""
         context = self._context
-        forks = (episode.requests.end(FORK, request_id) for episode in context.registry if episode.owner == owner)
+        forks = (episode.requests.end(FORK, request_id) for episode in context.registry if episode.spec.owner == owner)
         await asyncio.gather(context.requests.end(RESET, f"{owner}/{request_id}"), *forks)
 
     async def _with_pixels(self, answer: Answer[GroupResult], options: ObservationOptions) -> GroupResult:

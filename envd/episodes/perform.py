@@ -1,21 +1,20 @@
-"""Perform one step on a desktop: act, settle, observe. Knows no ledgers or leases."""
+"""The parts of a step on a desktop: act, settle, observe. Knows no ledgers or leases."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
 from cuaenv.actions import MAX_STEP_S, Action, Done, Fail, PressKeys, RunShell, ToolAction, TypeText, Wait
 from envd.base.aio import LoopThrottle
-from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import EnvdError, InvalidRequest
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
 from envd.desktop.display.frames import Frame
 from envd.desktop.observation import ActionOutcome, Encoding, Observation, ObservationOptions
-from envd.episodes.context import Stopwatch
 from envd.episodes.episode import Episode
 
 _OUT_OF_TIME: Final = f"the actions of one step together take at most {MAX_STEP_S:g} s; send the rest in another step"
@@ -23,18 +22,6 @@ _OUT_OF_TIME: Final = f"the actions of one step together take at most {MAX_STEP_
 _TYPED_AT_ONCE_CHARS = 1000
 #: An action that lacks less is not cut short, so that two waits of 60 s fit.
 _TOLERANCE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Performed:
-    """The effect of a step."""
-
-    outcomes: tuple[ActionOutcome, ...]
-    last_action: Done | Fail | None
-    """The action with which the agent ended the episode, if it did."""
-    observation: Observation
-    timings_ms: dict[str, float]
-    """`input`, `settle` and `observe`."""
 
 
 def check_region(options: ObservationOptions, size_px: tuple[int, int]) -> None:
@@ -78,7 +65,7 @@ async def observe(
 
 
 @asynccontextmanager
-async def _heartbeat(desktop: Desktop, limits: LimitsConfig) -> AsyncIterator[None]:
+async def heartbeat(desktop: Desktop, limits: LimitsConfig) -> AsyncIterator[None]:
     """Check a long-silent guest for life during the block, and return with its answer."""
     if desktop.idle_since_response_s <= limits.heartbeat_interval_s:
         yield
@@ -96,39 +83,24 @@ async def perform(
     desktop: Desktop,
     actions: tuple[Action, ...],
     *,
-    settle: SettlePolicy,
-    options: ObservationOptions,
-    clock: Clock,
-    limits: LimitsConfig,
-    throttle: LoopThrottle,
     use_tool: Callable[[ToolAction], Awaitable[ActionOutcome]],
-) -> Performed:
-    """Perform actions in order, up to the first `Done` or `Fail`, then settle and observe.
+    watch: Stopwatch,
+) -> tuple[ActionOutcome, ...]:
+    """Perform actions in order, up to the first `Done` or `Fail`. The phase `input` of `watch`, which just started.
 
     Actions that do not fit into `MAX_STEP_S` are not performed, and their outcomes say so. Otherwise one reply of many
     waits or commands would outlast its client's deadline, and an agent could void its episode.
-    A guest that has been silent for `limits.heartbeat_interval_s` is checked for life meanwhile.
 
     On failure some actions may have been performed: the episode is void.
     """
-    watch = Stopwatch(clock)
-    before = await desktop.frame() if options.include_screen_change or options.include_grey_difference else None
     outcomes: list[ActionOutcome] = []
-    last_action: Done | Fail | None = None
     for action in actions:
         if isinstance(action, Done | Fail):
-            last_action = action
             outcomes.append(ActionOutcome())
             break
         outcomes.append(await _act(action, desktop=desktop, use_tool=use_tool, watch=watch))
     watch.lap("input")
-    async with _heartbeat(desktop, limits):
-        observation = await observe(
-            desktop, settle=settle, options=options, since=before, watch=watch, throttle=throttle
-        )
-    return Performed(
-        outcomes=tuple(outcomes), last_action=last_action, observation=observation, timings_ms=watch.timings_ms
-    )
+    return tuple(outcomes)
 
 
 async def _act(

@@ -109,7 +109,7 @@ class PortConnection:
         context, episode = self._context, self._episode
         if not byte_count:
             return
-        context.metrics.port_bytes.labels(pool=episode.pool, direction=direction).inc(byte_count)
+        context.metrics.port_bytes.labels(pool=episode.spec.pool, direction=direction).inc(byte_count)
         self._used_s = now_s = context.clock.monotonic()
         if now_s >= self._renewed_s + _RENEWAL_INTERVAL_S:
             self._renewed_s = now_s

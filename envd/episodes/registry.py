@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 from envd.base.aio import Changes, OwnedTasks, race
@@ -22,7 +23,8 @@ from envd.episodes.events import EpisodeEvents
 from envd.episodes.lease import next_expiry_s
 from envd.episodes.losing import find_loss
 from envd.episodes.persistence.journal import Journal
-from envd.episodes.types import EpisodeState, GroupResult
+from envd.episodes.progress import EpisodeState
+from envd.episodes.types import GroupResult
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 
@@ -84,7 +86,7 @@ class EpisodeRegistry:
     @property
     def has_unfailed(self) -> bool:
         """Whether an episode is left that its client can still use; a FAILED one only reports why it failed."""
-        return any(episode.state is not EpisodeState.FAILED for episode in self._episodes.values())
+        return any(episode.progress.state is not EpisodeState.FAILED for episode in self._episodes.values())
 
     def extend_leases_by(self, lag: LoopLag) -> None:
         """Extend all leases by the delays that `lag` measures: `KeepAlive` calls waited too."""
@@ -133,13 +135,17 @@ class EpisodeRegistry:
 
     def owner_of(self, episode_id: str) -> str | None:
         """Return the owner of an open or closed episode; None if the id is unknown."""
-        known = self._episodes.get(episode_id) or self._closed.get(episode_id)
-        return None if known is None else known.owner
+        if (episode := self._episodes.get(episode_id)) is not None:
+            return episode.spec.owner
+        closed = self._closed.get(episode_id)
+        return None if closed is None else closed.owner
 
     def machine_count(self, owner: str) -> int:
         """Return how many machines an owner's episodes hold: one each, except those that lost theirs."""
         return sum(
-            e.owner == owner and e.state is not EpisodeState.FAILED and e.guest_end_cause not in ENDS_MACHINE
+            e.spec.owner == owner
+            and e.progress.state is not EpisodeState.FAILED
+            and e.progress.guest_end_cause not in ENDS_MACHINE
             for e in self._episodes.values()
         )
 
@@ -170,14 +176,14 @@ class EpisodeRegistry:
 
     def end(self, episode: Episode, state: EpisodeState, reason: str, *, cause: str = "") -> None:
         """Move an episode to a later state; count it if it was active."""
-        was_active = episode.state is EpisodeState.ACTIVE
+        was_active = episode.progress.state is EpisodeState.ACTIVE
         episode.end(state, reason, cause=cause)
         self._journal.save(episode)
         if was_active:
             self.count_end(episode)
 
     def count_end(self, episode: Episode) -> None:
-        self._metrics.episode_ended(pool=episode.pool, run=episode.run, state=episode.state.value)
+        self._metrics.episode_ended(pool=episode.spec.pool, run=episode.spec.run, state=episode.progress.state.value)
 
     async def lose(self, episode: Episode, error: Exception) -> Exception:
         """End an episode after an error: by its guest if that caused the error, otherwise void.
@@ -202,17 +208,20 @@ class EpisodeRegistry:
             self.void(episode, error)
             return
         if loss.owner is not Owner.GUEST:
-            self._metrics.losses.labels(pool=episode.pool, owner=loss.owner.value).inc()
+            self._metrics.losses.labels(pool=episode.spec.pool, owner=loss.owner.value).inc()
             self.void(episode, loss.error(f"machine {episode.machine.machine_id}"))
             return
         logger.warning(
-            "episode %s: ended by its guest after step %d: %s", episode.episode_id, episode.step_count, loss.reason
+            "episode %s: ended by its guest after step %d: %s",
+            episode.episode_id,
+            episode.progress.step_count,
+            loss.reason,
         )
-        self._metrics.ended_by_guest.labels(pool=episode.pool, cause=loss.cause).inc()
-        if episode.state is EpisodeState.ACTIVE:
+        self._metrics.ended_by_guest.labels(pool=episode.spec.pool, cause=loss.cause).inc()
+        if episode.progress.state is EpisodeState.ACTIVE:
             self.end(episode, EpisodeState.TERMINATED, GuestEnded.reason, cause=loss.cause)
         else:
-            episode.cause = loss.cause
+            episode.progress = replace(episode.progress, cause=loss.cause)
             self._journal.save(episode)
         if episode.machine.lost.is_set():
             self._tasks.spawn(self._release(episode), name=f"episode:{episode.episode_id}:release")
@@ -223,7 +232,7 @@ class EpisodeRegistry:
         if _is_over(episode):
             return
         reason = error.reason if isinstance(error, EnvdError) else EnvdError.reason
-        logger.warning("episode %s: void after step %d: %s", episode.episode_id, episode.step_count, error)
+        logger.warning("episode %s: void after step %d: %s", episode.episode_id, episode.progress.step_count, error)
         self.end(episode, EpisodeState.FAILED, reason, cause=str(error) or type(error).__name__)
         self._tasks.spawn(self._release(episode), name=f"episode:{episode.episode_id}:release")
         self.changes.notify()
@@ -249,10 +258,10 @@ class EpisodeRegistry:
         episode = self._episodes.pop(episode_id, None)
         if episode is None:
             return self._closing.get(episode_id)
-        if episode.state is EpisodeState.ACTIVE:
+        if episode.progress.state is EpisodeState.ACTIVE:
             self.end(episode, EpisodeState.TRUNCATED, reason)
         text = f"{_CLOSED_TEXTS[reason]} at {self._clock.now().isoformat(timespec='seconds')}"
-        self.remember_closed(episode_id, text, owner=episode.owner)
+        self.remember_closed(episode_id, text, owner=episode.spec.owner)
         self._journal.forget(episode_id)
         self.events.closed(episode)
         episode.closed.set()
@@ -260,7 +269,7 @@ class EpisodeRegistry:
             "episode %s: %s after step %d, machine %s",
             episode_id,
             reason,
-            episode.step_count,
+            episode.progress.step_count,
             episode.machine.machine_id,
         )
         closing = self._tasks.spawn(self._finish_close(episode), name=f"episode:{episode_id}:close")
@@ -329,4 +338,4 @@ class EpisodeRegistry:
 
 def _is_over(episode: Episode) -> bool:
     """Return whether a failure changes nothing about an episode."""
-    return episode.state is EpisodeState.FAILED or episode.closed.is_set() or episode.has_score
+    return episode.progress.state is EpisodeState.FAILED or episode.closed.is_set() or episode.progress.has_score

@@ -6,7 +6,7 @@ others are forked from the resulting state. If the task allows it, that state is
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from envd.base.clock import Clock
@@ -19,12 +19,13 @@ from envd.base.errors import (
     SetupFailed,
     TemplateCorrupt,
 )
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
 from envd.desktop.observation import SettleResult
 from envd.desktop.view import DesktopView
-from envd.episodes.context import Stopwatch
-from envd.episodes.members import ALREADY_SETTLED, Group, Member, map_errors, start_from
+from envd.episodes.members import ALREADY_SETTLED, Group, Member, gather, map_errors, start_from
 from envd.episodes.perform import check_region
+from envd.episodes.progress import Progress
 from envd.episodes.task_states import StateKey, TaskState, TaskStates
 from envd.episodes.types import ResetCommand
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
@@ -124,7 +125,7 @@ async def reset_group(
 
 def _state_key(pool: Pool, task: Task, template: FrozenDesktop) -> StateKey | None:
     """Return the cache key of the state after the task's setup on a template; None if it is not cached."""
-    if not task.freeze_setup or not pool.settings.task_templates:
+    if not task.freeze_setup or not pool.settings.task_templates or not pool.copies_running_machines:
         return None
     return StateKey(
         pool=pool.name, task_id=task.task_id, task_version=task.version, template_digest=template.snapshot.digest
@@ -148,7 +149,8 @@ class _Reset:
         """Lease machines and bring them to the start of the task, from its cached state if there is one."""
         count = self.command.group_size
         # Ready machines are in the template's state; machines for another state are forked from that.
-        ready_count = 0 if state is not None else 1 if self.task.has_start else count
+        is_forked = self.task.has_start and self.pool.copies_running_machines
+        ready_count = 0 if state is not None else 1 if is_forked else count
         granted = await self.pool.lease(
             ready_count,
             reserved=count - ready_count,
@@ -161,29 +163,27 @@ class _Reset:
             if state is not None:
                 settle = SettleResult(settled=state.settle.settled, settle_ms=0.0, change_count=0)
                 members = await self._start_from(state.frozen, (), granted.reservations, settle=settle)
-            elif self.task.has_start:
+            elif is_forked:
                 members = await self._set_up(granted.machines[0], granted.reservations, deadline_s=deadline_s)
+            elif self.task.has_start:
+                members = await self._set_up_each(granted.machines, deadline_s=deadline_s)
             else:
                 frozen = granted.machines[0].frozen
                 members = await self._start_from(frozen, granted.machines, (), settle=ALREADY_SETTLED)
         except BaseException:
             await self.pool.release([*granted.machines, *granted.reservations])
             raise
-        return Group(members=members, timings_ms={**self.watch.timings_ms, "total": self.watch.total_ms})
+        return Group(
+            members=members, progress=Progress(), timings_ms={**self.watch.timings_ms, "total": self.watch.total_ms}
+        )
 
     async def _set_up(
         self, first: LeasedMachine, reservations: Sequence[Reservation], *, deadline_s: float
     ) -> tuple[Member, ...]:
         """Run the setup on the first machine, and fork the others from the resulting state."""
         check_region(self.command.observe, first.desktop.screen_size)
-        timeout_s = max(0.0, min(self.setup_timeout_s, deadline_s - self.clock.monotonic()))
         with map_errors(first, f"task {self.task.task_id}"):
-            async with first.running():
-                await self.run_setup(self.task, first.desktop, timeout_s=timeout_s)
-                self.watch.lap("setup")
-                default = self.pool.settings.settle
-                settle = await first.desktop.settle((self.command.settle or default).ignoring(default.ignored_regions))
-                self.watch.lap("settle")
+            settle = await self._run_setup(first, deadline_s=deadline_s)
             key = _state_key(self.pool, self.task, first.frozen)
             if not reservations and key is None:
                 # The guest is paused again, so this view is the state in which the first step starts.
@@ -202,6 +202,36 @@ class _Reset:
         finally:
             if not cached:
                 self.states.discard(frozen)
+
+    async def _set_up_each(self, machines: Sequence[LeasedMachine], *, deadline_s: float) -> tuple[Member, ...]:
+        """Run the setup on every machine, where machines cannot be copied: equal by construction, not copies."""
+
+        resets = [replace(self, watch=Stopwatch(self.clock)) for _ in machines]
+        members = await gather(
+            reset._set_up_one(machine, deadline_s=deadline_s) for reset, machine in zip(resets, machines, strict=True)
+        )
+        slowest = max((reset.watch for reset in resets), key=lambda watch: watch.total_ms)
+        self.watch.timings_ms.update(slowest.timings_ms)
+        return tuple(members)
+
+    async def _set_up_one(self, machine: LeasedMachine, *, deadline_s: float) -> Member:
+        check_region(self.command.observe, machine.desktop.screen_size)
+        with map_errors(machine, f"task {self.task.task_id}"):
+            settle = await self._run_setup(machine, deadline_s=deadline_s)
+            view = await machine.desktop.view()
+        (member,) = await self._start_from(machine.frozen, [machine], (), settle=settle, view=view)
+        return member
+
+    async def _run_setup(self, machine: LeasedMachine, *, deadline_s: float) -> SettleResult:
+        """Run the setup on a machine, which is paused again afterwards. Raises: SetupFailed, MachineLost."""
+        timeout_s = max(0.0, min(self.setup_timeout_s, deadline_s - self.clock.monotonic()))
+        async with machine.running():
+            await self.run_setup(self.task, machine.desktop, timeout_s=timeout_s)
+            self.watch.lap("setup")
+            default = self.pool.settings.settle
+            settle = await machine.desktop.settle((self.command.settle or default).ignoring(default.ignored_regions))
+            self.watch.lap("settle")
+        return settle
 
     async def _start_from(
         self,

@@ -18,7 +18,6 @@ from envd.base.config import LimitsConfig
 from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.checkpoints.rollback import RollingBack
-from envd.episodes.checkpoints.scoring import Scoring
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.context import EpisodeContext, draining_error
 from envd.episodes.controlling import Controlling
@@ -29,7 +28,7 @@ from envd.episodes.guest_access import GuestAccess
 from envd.episodes.ledger import Ledger
 from envd.episodes.opening import Opening
 from envd.episodes.persistence.journal import Journal
-from envd.episodes.persistence.recovery import PersistedState, Recovery
+from envd.episodes.recovery import PersistedState, Recovery
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.resetting import RunSetup
 from envd.episodes.stepping import Stepping
@@ -49,8 +48,8 @@ class EpisodeService:
     """Opens, steps, scores and closes episodes on machines of its pools; starts and closes the pools.
 
     Its calls are those of its parts, which document them: `Opening.reset`, `fork` and `close_opening`; `Checkpointing`;
-    `RollingBack.rollback`; `Scoring.score`; `Stepping.step`, `observe`, `watch_frames` and `watch_screen`;
-    `Evaluating.evaluate`; `GuestAccess.read_file`, `write_file`, `run_command` and `connect_port`;
+    `RollingBack.rollback`; `Stepping.step`, `observe`, `watch_frames` and `watch_screen`;
+    `Evaluating.evaluate` and `score`; `GuestAccess.read_file`, `write_file`, `run_command` and `connect_port`;
     `Controlling.take`, `act` and `release`; `EpisodeRegistry.find`, `owner_of` and `close`.
     """
 
@@ -112,17 +111,15 @@ class EpisodeService:
         self._opening = Opening(context, self._factory, tasks=tasks, run_setup=run_setup, checkpoints=checkpoints)
         self.checkpoints = self._opening.checkpoints
         """Creates, lists and deletes checkpoints."""
-        automatic = self._opening.automatic
-        stepping, guest_access = Stepping(context, automatic), GuestAccess(context)
+        stepping, guest_access = Stepping(context, self._opening.automatic), GuestAccess(context)
         self._controlling = Controlling(context)
         self.rollback = RollingBack(context, self.checkpoints, self._controlling).rollback
-        self.score = Scoring(context, self.checkpoints, self._opening.quotas, run_checkers=run_checkers).score
         self.reset, self.fork = self._opening.reset, self._opening.fork
         self.close_opening = self._opening.close_opening
         self.step, self.observe = stepping.step, stepping.observe
         self.watch_frames, self.watch_screen = stepping.watch_frames, stepping.watch_screen
-        self._evaluating = Evaluating(context, automatic, run_checkers, self._opening.at_start)
-        self.evaluate = self._evaluating.evaluate
+        self._evaluating = Evaluating(context, self._opening, run_checkers)
+        self.evaluate, self.score = self._evaluating.evaluate, self._evaluating.score
         self.read_file, self.write_file = guest_access.read_file, guest_access.write_file
         self.run_command, self.connect_port = guest_access.run_command, guest_access.connect_port
         self.take_control, self.act = self._controlling.take, self._controlling.act

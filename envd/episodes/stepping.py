@@ -1,24 +1,25 @@
 """Step, observe and watch episodes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
-from cuaenv.actions import AskUser, ToolAction
+from cuaenv.actions import Action, AskUser, Done, Fail, ToolAction
 from envd.base.aio import LoopThrottle, race
 from envd.base.clock import Clock, wait_until
 from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed, GuestEnded, GuestError, MachineLost, StoreError, UserUnavailable
 from envd.base.telemetry import traces
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import ScreenView
 from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, Unchanged
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
-from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import STEP, Request
-from envd.episodes.perform import Performed, check_region, observe, perform, with_pixels
+from envd.episodes.perform import check_region, heartbeat, observe, perform, with_pixels
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import StepCommand, StepResult
 from envd.tasks.model import allowed_tools
@@ -64,7 +65,7 @@ class Stepping:
 
     async def _step(self, episode: Episode, command: StepCommand, request: Request) -> StepResult:
         context = self._context
-        watch = Stopwatch(context.clock)
+        watch, timings_ms = Stopwatch(context.clock), dict[str, float]()
         async with context.registry.call(episode, renews=True), episode.turn:
             watch.lap("queue")
             episode.require_step(command.step_index, epoch=command.epoch)
@@ -73,16 +74,8 @@ class Stepping:
                 async with self._begun(episode, request) as resume_ms:
                     if resume_ms > 0:
                         watch.lap("resume")
-                    performed = await perform(
-                        episode.machine.desktop,
-                        command.actions,
-                        settle=context.settle_policy(episode, command.settle),
-                        options=command.observe,
-                        clock=context.clock,
-                        limits=context.limits,
-                        throttle=self._throttle,
-                        use_tool=partial(use_tool, episode, context=context),
-                    )
+                    acting = Stopwatch(context.clock)
+                    outcomes, observation = await self._act(episode, command, watch=acting)
                 # The machine may have died at the very end of a step that succeeded.
                 episode.require_machine()
             except StoreError:
@@ -92,23 +85,22 @@ class Stepping:
                 if not isinstance(raised, GuestEnded):
                     context.count_failure(episode, "step", raised)
                     raise raised from error
-                performed = await self._performed_until_end(episode, command)
-                episode.step_count += 1
+                failed = ActionOutcome(error=f"the machine ended during this step: {episode.progress.guest_end_cause}")
+                outcomes, observation = (failed,) * len(command.actions), await self._last_seen(episode, command)
+                episode.progress = episode.progress.after_step(None)
             else:
-                if episode.count_step(performed.last_action):
+                timings_ms.update(acting.timings_ms)
+                if episode.count_step(_end_of(command.actions)):
                     context.registry.count_end(episode)
-                timings_ms = performed.timings_ms
                 began_ms = watch.total_ms
                 if await self._automatic.after_step(episode):
-                    timings_ms = {**timings_ms, "checkpoint": watch.total_ms - began_ms}
-                performed = replace(performed, timings_ms=timings_ms)
-        timings_ms = {**watch.timings_ms, **performed.timings_ms, "total": watch.total_ms}
-        context.metrics.step_done(pool=episode.pool, timings_ms=timings_ms)
-        episode.human.actions.clear()
+                    timings_ms["checkpoint"] = watch.total_ms - began_ms
+        timings_ms = {**watch.timings_ms, **timings_ms, "total": watch.total_ms}
+        context.metrics.step_done(pool=episode.spec.pool, timings_ms=timings_ms)
         result = StepResult(
             episode=episode.info(context.clock),
-            observation=performed.observation,
-            outcomes=performed.outcomes,
+            observation=observation,
+            outcomes=outcomes,
             timings_ms=timings_ms,
             unrecorded=episode.machine.desktop.take_unrecorded(),
         )
@@ -117,19 +109,36 @@ class Stepping:
             await context.journal.answered(request, episode, result)
         return result
 
-    async def _performed_until_end(self, episode: Episode, command: StepCommand) -> Performed:
-        """Return the result of a step during which the guest ended: the last frame that its display has shown."""
+    async def _act(
+        self, episode: Episode, command: StepCommand, *, watch: Stopwatch
+    ) -> tuple[tuple[ActionOutcome, ...], Observation]:
+        """Perform a step's actions, then settle and observe. Phases of `watch`: `input`, `settle`, `observe`.
+
+        A guest that has been silent for `limits.heartbeat_interval_s` is checked for life meanwhile.
+        """
+        context, desktop, options = self._context, episode.machine.desktop, command.observe
+        compares = options.include_screen_change or options.include_grey_difference
+        before = await desktop.frame() if compares else None
+        outcomes = await perform(
+            desktop, command.actions, use_tool=partial(use_tool, episode, context=context), watch=watch
+        )
+        async with heartbeat(desktop, context.limits):
+            observation = await observe(
+                desktop,
+                settle=context.settle_policy(episode, command.settle),
+                options=options,
+                since=before,
+                watch=watch,
+                throttle=self._throttle,
+            )
+        return outcomes, observation
+
+    async def _last_seen(self, episode: Episode, command: StepCommand) -> Observation:
+        """Return the last frame that the display of a guest that ended has shown."""
         machine = episode.machine
         view = machine.desktop.view_nowait()
         frame = view.frame if view else machine.frozen.view.frame
-        encoded = await machine.desktop.encode(frame, replace(command.observe, draw_marks=False))
-        failed = ActionOutcome(error=f"the machine ended during this step: {episode.guest_end_cause}")
-        return Performed(
-            outcomes=(failed,) * len(command.actions),
-            last_action=None,
-            observation=Observation(frame=encoded),
-            timings_ms={},
-        )
+        return Observation(frame=await machine.desktop.encode(frame, replace(command.observe, draw_marks=False)))
 
     async def observe(
         self, episode_id: str, options: ObservationOptions, *, refresh: bool = False, settle: SettlePolicy | None = None
@@ -205,6 +214,11 @@ class Stepping:
             raise
 
 
+def _end_of(actions: Iterable[Action]) -> Done | Fail | None:
+    """Return the action with which the agent ended the episode, if it did; those after it are not performed."""
+    return next((action for action in actions if isinstance(action, Done | Fail)), None)
+
+
 async def use_tool(episode: Episode, action: ToolAction, *, context: EpisodeContext) -> ActionOutcome:
     """Use a tool on the episode's machine, or ask its user.
 
@@ -219,7 +233,7 @@ async def use_tool(episode: Episode, action: ToolAction, *, context: EpisodeCont
     user = episode.task.user
     if user is None:
         return ActionOutcome(error="this task has no user to ask")
-    if len(episode.asked) >= user.max_questions:
+    if len(episode.progress.asked) >= user.max_questions:
         return ActionOutcome(error=f"the user answers no more than {user.max_questions} questions")
 
     async def ask(question: str, asked: Sequence[Exchange]) -> str:
@@ -232,8 +246,9 @@ async def use_tool(episode: Episode, action: ToolAction, *, context: EpisodeCont
         except (EvaluatorFailed, GuestError) as error:
             raise UserUnavailable(f"the user's facts: {error}") from error.__cause__
 
-    answer = await answer_or_nothing(ask, action.question, episode.asked) or user.unknown
-    episode.asked = (*episode.asked, Exchange(action.question, answer))
+    answer = await answer_or_nothing(ask, action.question, episode.progress.asked) or user.unknown
+    asked = (*episode.progress.asked, Exchange(action.question, answer))
+    episode.progress = replace(episode.progress, asked=asked)
     return ActionOutcome(output=answer)
 
 

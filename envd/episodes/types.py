@@ -3,111 +3,30 @@
 import math
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import Enum
-from typing import Final
 
 from cuaenv.actions import Action
 from envd.base.config import SettlePolicy
 from envd.desktop.gateway import UnrecordedRequest
 from envd.desktop.observation import ActionOutcome, Observation, ObservationOptions
-from envd.tasks.evaluate import CheckResult
+from envd.episodes.progress import NO_CHECKPOINTS, AutomaticCheckpoints, EpisodeSpec, Progress, ScoreResult
 from envd.tasks.perturbations import Perturb
-
-
-class EpisodeState(Enum):
-    """State of an episode."""
-
-    #: Accepts steps.
-    ACTIVE = "active"
-    #: The agent sent done or fail, or the task reached a terminal state.
-    TERMINATED = "terminated"
-    #: Ended by a limit or by `Evaluate`; not terminal in the task.
-    TRUNCATED = "truncated"
-    #: Lost to a failure of envd or its guest; void for training.
-    FAILED = "failed"
-
-
-class CheckpointTrigger(Enum):
-    """Occasion at which an episode stores a checkpoint by itself."""
-
-    #: A number of steps.
-    STEPS = "steps"
-    #: A fork, of the state that the copies begin in.
-    BRANCH_POINT = "branch_point"
-    #: The step in which the agent sent done or fail.
-    DONE = "done"
-    #: An evaluation that gave 0.
-    FAILURE = "failure"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutomaticCheckpoints:
-    """When an episode stores checkpoints by itself."""
-
-    every_steps: int = 0
-    """After every so many steps; 0 for never."""
-    on: frozenset[CheckpointTrigger] = frozenset()
-    """Further occasions."""
-
-    def after_step(self, step_count: int, *, is_done: bool) -> CheckpointTrigger | None:
-        """Return the occasion that a step is, if it is one."""
-        if is_done and CheckpointTrigger.DONE in self.on:
-            return CheckpointTrigger.DONE
-        if not is_done and self.every_steps and step_count % self.every_steps == 0:
-            return CheckpointTrigger.STEPS
-        return None
-
-
-NO_CHECKPOINTS: Final = AutomaticCheckpoints()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Source of an episode's first state. Equal origins prove that episodes began in the same state."""
-
-    template_digest: str
-    """Identifies the frozen machine that its machine was forked from: memory, devices, disk and settings."""
-    overlay_parent: str
-    """Identifies the disk on which its machine's overlay is based."""
-    first_frame_id: str
-    checkpoint_id: str = ""
-    """The checkpoint in whose state it began; empty if none."""
-    checkpoint_episode_id: str = ""
-    checkpoint_time: datetime | None = None
-    """When that checkpoint was made."""
-    perturbations: tuple[str, ...] = ()
-    """Kinds of the perturbations of its world."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeInfo:
-    """A snapshot of one episode."""
+    """An episode at one time."""
 
-    episode_id: str
-    group_id: str
-    parent_episode_id: str
-    """The episode from which it was forked; empty if none."""
-    task_id: str
-    pool: str
-    state: EpisodeState
-    end_reason: str
-    """Why it is no longer active, UPPER_SNAKE: AGENT_DONE, AGENT_FAIL, GUEST_ENDED, MAX_STEPS or EVALUATED; if it
-    FAILED, the reason of the error: MACHINE_LOST, LOSS_UNDECIDED, GUEST_UNRESPONSIVE, GUEST_ERROR or BUG. Empty while
-    it is active."""
-    step_count: int
+    spec: EpisodeSpec
+    progress: Progress
+    epoch: int
+    """Increases with each rollback."""
     expire_time: datetime
-    create_time: datetime
-    max_steps: int
-    run: str
-    origin: Origin
-    guest_end_cause: str = ""
-    """Cause if its guest ended itself, UPPER_SNAKE; otherwise empty."""
-    owner: str = ""
-    """Name of the token that opened it or its first ancestor; empty if the daemon uses no tokens."""
     tools: tuple[str, ...] = ()
     """Tools that the agent can use: `shell`, `files`, `ask_user`, and `mcp:NAME` for each MCP server."""
-    epoch: int = 1
-    """Increases with each rollback."""
+
+    @property
+    def episode_id(self) -> str:
+        return self.spec.episode_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,19 +181,6 @@ class StepResult:
     """Whether this is the recorded response to an earlier call with the same request_id."""
     unrecorded: tuple[UnrecordedRequest, ...] = ()
     """What its guest asked for since the step before, and its web recording does not have."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreResult:
-    """The score of a state."""
-
-    score: float
-    """A value in [0, 1]."""
-    checks: tuple[CheckResult, ...]
-    timings_ms: dict[str, float]
-    basis_digest: str = ""
-    """Digest of what the score depends on, see `envd.tasks.basis`."""
-    cached: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

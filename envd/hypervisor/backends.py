@@ -28,6 +28,7 @@ class Backend:
 _MODULES: Final[Mapping[str, str]] = {
     "qemu": "envd.hypervisor.qemu.backend",
     "qemu+unix": "envd.hypervisor.qemu.backend",
+    "oci": "envd.hypervisor.oci.backend",
     "fake": "envd.drawn.backend",
 }
 _DEFAULT_SCHEME: Final = "qemu"

@@ -1,7 +1,7 @@
 """Protocols of a hypervisor backend: machines, the snapshots they are forked from, and the hypervisor that makes them.
 
-Implementations: `envd.hypervisor.qemu` (QEMU through libvirt) and `envd.drawn` (drawn desktops,
-for load and fault tests). Both pass the contract suite `tests.support.machine_contract.machine`.
+Implementations: `envd.hypervisor.qemu` (QEMU through libvirt), `envd.hypervisor.oci` (containers) and `envd.drawn`
+(drawn desktops, for load and fault tests). All pass the contract suite `tests.support.machine_contract.machine`.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,6 +23,8 @@ class Accelerator(Enum):
     KVM = "kvm"
     #: QEMU's translator: works on any host, but is slow.
     TCG = "tcg"
+    #: The host's kernel runs guest programs, in containers.
+    NATIVE = "native"
     #: No guest code runs.
     FAKE = "fake"
 
@@ -146,8 +148,12 @@ class Capabilities:
     """What a backend's machines can do and need, so that no caller asks which backend it has."""
 
     runs_guests: bool
-    """Guest code runs, in a QEMU process per machine: programs take time to react and memory grows. Otherwise envd
-    draws the desktops, and a desktop has reacted before its input call returns."""
+    """Guest code runs: programs take time to react and memory grows. Otherwise envd draws the desktops, and a desktop
+    has reacted before its input call returns."""
+    not_forkable: str = ""
+    """Why no machine can be captured while it runs, and what can; empty if machines can be. Without captures a fork of
+    a template is a new session on its files, there are no forks of episodes and no checkpoints, and each member of a
+    group runs the task's setup."""
     stand_in_image: DiskImage | None = None
     """Image used by every pool in place of one from the image catalogue; None if the backend boots real images."""
     task_suite: str

@@ -22,7 +22,7 @@ from functools import partial
 from envd.base.aio import Changes, OwnedTasks, shielded
 from envd.base.clock import Clock, SystemClock, wait_until
 from envd.base.config import PoolConfig
-from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, TemplateCorrupt
+from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, NotForkable, TemplateCorrupt
 from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
 from envd.desktop.desktop import Desktop
@@ -192,6 +192,16 @@ class Pool:
         return self.settings.capacity
 
     @property
+    def copies_running_machines(self) -> bool:
+        """Whether its machines can be forked in the state that they are in: see `Capabilities`."""
+        return not self.hypervisor.capabilities.not_forkable
+
+    def require_copies(self) -> None:
+        """Raises: NotForkable: No machine of this pool can be forked in the state that it is in."""
+        if reason := self.hypervisor.capabilities.not_forkable:
+            raise NotForkable(f"pool {self.name}: {reason}")
+
+    @property
     def template(self) -> FrozenDesktop | None:
         """The state that its ready machines are forked from; None while there is none."""
         return self._template.frozen
@@ -218,6 +228,7 @@ class Pool:
             capacity=self.capacity,
             always_running=self.settings.always_running,
             tools=self.settings.tools,
+            not_forkable=self.hypervisor.capabilities.not_forkable,
             idle_count=states[LifecycleState.IDLE],
             leased_count=states[LifecycleState.LEASED],
             starting_count=states[LifecycleState.STARTING],

@@ -39,6 +39,8 @@ class PoolStatus:
     """Whether guests run between calls."""
     tools: tuple[Tool, ...] = ()
     """What its agents may use in any task."""
+    not_forkable: str = ""
+    """Why its machines cannot be copied while they run; see `Capabilities`."""
     reserved_count: int = field(default=0, compare=False)
     """Reservations without a machine."""
     waiting_by_run: Mapping[str, int] = field(default_factory=dict, compare=False)

@@ -61,4 +61,8 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
         ("ResetRequest.share_images", "ForkRequest.share_images"), "Sends an image that a group shows only once."
     ),
     "close_opening": Capability(("CloseRequest.opening_id",), "Ends a reset or fork by its request id."),
+    "not_forkable": Capability(
+        ("Pool.not_forkable", "Origin.is_new_session"),
+        "Says which pools cannot copy running machines, and which episodes began in a new session.",
+    ),
 }

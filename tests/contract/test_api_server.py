@@ -447,7 +447,7 @@ async def test_a_step_stream_is_limited_to_one_episode(stub: "CUAEnvAsyncStub", 
             pass
     violations = details_of(caught.value)["BadRequest"].field_violations
     assert [violation.field for violation in violations] == ["step.episode_id"]
-    assert {info.episode_id: info.step_count for info in episodes.list_episodes()} == {first: 1, second: 0}
+    assert {info.episode_id: info.progress.step_count for info in episodes.list_episodes()} == {first: 1, second: 0}
 
 
 async def test_a_watch_reports_pools_at_once_and_on_change_until_the_server_drains(

@@ -55,7 +55,8 @@ async def test_starts_of_a_session_are_one_episode_until_it_is_stopped(world: Co
     await asyncio.to_thread(sandbox.sandbox_stop)
     again = await asyncio.to_thread(sandbox.sandbox_start)
     assert again["sandboxId"] != first.episode_id
-    assert world.server.service.list_episodes()[0].task_id == first.task_id, "a start after a revert names no task"
+    restarted = world.server.service.list_episodes()[0]
+    assert restarted.spec.task_id == first.spec.task_id, "a start after a revert names no task"
 
 
 async def test_a_start_after_the_episode_was_lost_opens_another(world: CompatWorld) -> None:

@@ -30,12 +30,12 @@ async def provider(server: FakeServer) -> AsyncIterator[EnvdProvider]:
 
 def live(server: FakeServer) -> dict[str, str]:
     """Return the template digests of live episodes, by episode id."""
-    return {info.episode_id: info.origin.template_digest for info in server.service.list_episodes()}
+    return {info.episode_id: info.spec.origin.template_digest for info in server.service.list_episodes()}
 
 
 def parents(server: FakeServer) -> dict[str, str]:
     """Return the parents of live episodes, by episode id."""
-    return {info.episode_id: info.parent_episode_id for info in server.service.list_episodes()}
+    return {info.episode_id: info.spec.parent_episode_id for info in server.service.list_episodes()}
 
 
 async def test_a_machine_is_an_episode_that_stop_closes(server: FakeServer, provider: EnvdProvider) -> None:

@@ -1,14 +1,16 @@
 """Checkpoints that travel between hosts as files: equal states there, and no damaged or foreign file is stored."""
 
 import asyncio
+import functools
 import itertools
 import json
+import operator
 import pickle
 import shutil
 import stat
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,14 @@ from envd.base.config import CheckpointsConfig
 from envd.base.errors import InvalidRequest
 from envd.episodes.checkpoints import archive as module
 from envd.episodes.checkpoints import calls
-from envd.episodes.checkpoints.store import Checkpoint as StoredCheckpoint
+from envd.episodes.checkpoints.manifest import Checkpoint as StoredCheckpoint
 from envd.episodes.checkpoints.store import CheckpointStore
+from envd.episodes.progress import EpisodeSpec, Progress
+from envd.tasks.basis import task_digest
+from envd.tasks.user import Exchange
 from tests.support.callers import Tokens
 from tests.support.command import run_envd
-from tests.support.server import FakeServer, served_client
+from tests.support.server import FakeServer, served_client, with_user
 
 TASK = "fake/save-note"
 EDITOR = Click(379, 311)
@@ -133,23 +138,33 @@ async def test_a_refusal_during_the_transfer_keeps_its_reason(tmp_path: Path) ->
                 await client.import_checkpoint(file)
 
 
-def resealed(data: bytes, **changes: object) -> bytes:
-    """Return an archive with other values in its manifest, and a digest that fits."""
+def manifest_in(data: bytes) -> bytes:
     start = len(module._MAGIC) + 4
-    length = int.from_bytes(data[start - 4 : start], "little")
-    text = json.dumps(json.loads(data[start : start + length]) | changes).encode()
+    return data[start : start + int.from_bytes(data[start - 4 : start], "little")]
+
+
+def resealed(data: bytes, **changes: object) -> bytes:
+    """Return an archive with other values in its manifest, by path, and a digest that fits."""
+    original = manifest_in(data)
+    manifest = json.loads(original)
+    for name, value in changes.items():
+        *parents, last = name.split(".")
+        functools.reduce(operator.getitem, parents, manifest)[last] = value
+    text = json.dumps(manifest).encode()
     head = module._MAGIC + len(text).to_bytes(4, "little") + text + xxhash.xxh3_128(text).digest()
-    return head + data[start + length + 16 :]
+    return head + data[len(module._MAGIC) + 4 + len(original) + 16 :]
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
         ({"template_digest": "0" * 32}, CheckpointUnusable, "another template"),
-        ({"task_digest": "0" * 32}, CheckpointUnusable, "has changed"),
-        ({"task_id": "fake/none"}, CheckpointUnusable, "is not served"),
-        ({"pool": "other"}, CheckpointUnusable, "no pool 'other'"),
-        ({"format": 2}, BadRequest, "this version of envd does not read"),
+        ({"spec.task_digest": "0" * 32}, CheckpointUnusable, "has changed"),
+        ({"spec.task_id": "fake/none"}, CheckpointUnusable, "is not served"),
+        ({"spec.pool": "other"}, CheckpointUnusable, "no pool 'other'"),
+        ({"format": 3}, BadRequest, r"this version of envd does not read \(manifest: format 3 is of a newer envd"),
+        ({"spec.later": ""}, BadRequest, "this version of envd does not read"),
+        ({"progress.later": ""}, BadRequest, "this version of envd does not read"),
         ({"checkpoint_id": "../../etc"}, BadRequest, "no checkpoint has"),
         ({"checkpoint_id": "ckpt-../x"}, BadRequest, "no checkpoint has"),
         ({"files": {"../memory": {"size_bytes": 1, "digest": ""}}}, BadRequest, "no checkpoint has"),
@@ -159,9 +174,9 @@ def resealed(data: bytes, **changes: object) -> bytes:
         ({"create_time": "2026-01-01T00:00:00"}, BadRequest, "create_time"),
         ({"expire_time": "9999-12-31T23:59:59+00:00"}, BadRequest, "expire_time"),
         ({"expire_time": "2026-01-01T00:00:00Z"}, BadRequest, "lifetime"),
-        ({"step_count": 1 << 40}, BadRequest, "step_count: must be at most"),
+        ({"progress.step_count": 1 << 40}, BadRequest, "step_count: must be at most"),
         ({"label": "x" * 257}, BadRequest, "label"),
-        ({"run": "\ud800"}, BadRequest, "does not read"),
+        ({"spec.run": "\ud800"}, BadRequest, "does not read"),
     ],
 )
 async def test_an_archive_of_something_else_is_refused(
@@ -180,12 +195,57 @@ async def test_an_archive_of_something_else_is_refused(
 WRONG: tuple[Any, ...] = (None, -1, 1 << 31, 10**400, 1.5, "x" * 300, "2026-01-01T00:00:00", [], [["a", "b"]] * 200, {})
 
 
+STORED = Path(__file__).parents[1] / "support" / "stored"
+
+
+@pytest.mark.parametrize("release", ["0.2.0", "0.3.0.dev0"])
+async def test_archives_and_checkpoints_of_earlier_releases_are_read(tmp_path: Path, release: str) -> None:
+    async with served(tmp_path, extra_tasks=[with_user()]) as (server, client):
+        async with client.reset("fake/with-user"):
+            template = server.pool.template
+        assert template is not None
+        file = tmp_path / "state.ckpt"
+        # Other versions of the drawn desktop and of its suite have other digests.
+        digests = {"template_digest": template.snapshot.template_digest, "task_digest": task_digest(with_user())}
+        file.write_bytes(resealed((STORED / release / "state.ckpt").read_bytes(), **digests))
+        there = await client.import_checkpoint(file)
+        assert (there.label, there.task_id, there.run, there.pool) == ("to keep", "fake/with-user", "run-1", "fake")
+        assert (there.step_count, there.max_steps, there.epoch, there.pinned) == (1, 9, 1, True)
+        if release == "0.2.0":  # which stored drawn desktops in a format that is not read
+            with pytest.raises(CheckpointUnusable):
+                await client.open(there)
+        else:
+            async with client.reset(there) as episode:
+                assert (episode.step_count, episode.perturbations) == (1, ("theme",))
+                assert server.service._registry.get(episode.episode_id).progress.asked == (
+                    Exchange("Which room?", "The room."),
+                )
+        # As a daemon of that release stored it.
+        path = tmp_path / "checkpoints" / there.checkpoint_id / "checkpoint.json"
+        path.write_bytes(manifest_in(file.read_bytes()))
+    async with served(tmp_path) as (_, client):
+        (found,) = await client.list_checkpoints()
+        assert (found.checkpoint_id, found.step_count, found.frame_id) == (
+            there.checkpoint_id,
+            there.step_count,
+            there.frame_id,
+        )
+
+
+#: Every value of a manifest.
+PATHS = [
+    *StoredCheckpoint.model_fields,
+    *(f"spec.{each.name}" for each in fields(EpisodeSpec)),
+    *(f"progress.{each.name}" for each in fields(Progress)),
+]
+
+
 async def test_no_value_in_an_archive_breaks_a_later_call(tmp_path: Path) -> None:
     async with exported(tmp_path) as (_, file, _), served(tmp_path / "second") as (_, client):
         original = file.read_bytes()
         stored_count = 0
         bugs = []
-        for name, value in itertools.product(StoredCheckpoint.model_fields, WRONG):
+        for name, value in itertools.product(PATHS, WRONG):
             file.write_bytes(resealed(original, **{name: value}))
             try:
                 there = await client.import_checkpoint(file)
@@ -287,7 +347,7 @@ async def test_an_archive_that_differs_from_the_checkpoint_here_is_refused(tmp_p
 
 async def test_without_tokens_an_imported_checkpoint_has_no_owner(tmp_path: Path) -> None:
     async with exported(tmp_path) as (checkpoint, file, _):
-        file.write_bytes(resealed(file.read_bytes(), owner="alice"))
+        file.write_bytes(resealed(file.read_bytes(), **{"spec.owner": "alice"}))
         await asyncio.to_thread(shutil.copytree, tmp_path / "first", tmp_path / "second", dirs_exist_ok=True)
         shutil.rmtree(tmp_path / "second" / "checkpoints")
         async with served(tmp_path / "second") as (_, client):

@@ -281,8 +281,10 @@ async def test_another_template_or_task_is_refused(tmp_path: Path) -> None:
         checkpoint = await episode.checkpoint()
     path = tmp_path / "checkpoints" / checkpoint.checkpoint_id / "checkpoint.json"
     description = json.loads(path.read_text())
-    for field, text in (("template_digest", "another template"), ("task_digest", "has changed")):
-        path.write_text(json.dumps(description | {field: "0" * 32}))
+    other = "0" * 32
+    changed_task = {"spec": description["spec"] | {"task_digest": other}}
+    for changes, text in (({"template_digest": other}, "another template"), (changed_task, "has changed")):
+        path.write_text(json.dumps(description | changes))
         async with served(tmp_path) as (server, client):
             with pytest.raises(CheckpointUnusable, match=text):
                 await client.open(at(checkpoint, server))

@@ -162,7 +162,7 @@ def test_after_a_daemon_was_killed_clients_get_machine_lost_and_recorded_scores(
             except MachineLost as error:
                 stepping.append(error)
 
-        caller = threading.Thread(target=step)
+        caller = threading.Thread(target=step, daemon=True)  # it outlives a test that fails
         caller.start()
         while not started_steps(state_dir):
             time.sleep(0.05)

@@ -8,7 +8,7 @@ import pytest
 from tests.support.server import serve_fake
 
 FORKED = """\
-import asyncio, multiprocessing, os, sys
+import asyncio, gc, multiprocessing, os, sys
 from cuaenv.client import AsyncEnvClient, ClientClosed, EnvClient
 
 async def pools(client):
@@ -48,7 +48,7 @@ with EnvClient(target) as client:
     "a new synchronous client": """
 with EnvClient(target) as client:
     client.list_pools()
-in_a_fork(lambda _: EnvClient(target).list_pools(), None)
+in_a_fork(lambda _: (gc.collect(), EnvClient(target).list_pools()), None)  # the closed client leaves nothing to it
 """,
     "the same asyncio client": """
 client = AsyncEnvClient(target)

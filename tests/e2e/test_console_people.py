@@ -60,7 +60,7 @@ async def test_a_person_drives_from_a_checkpoint_to_a_score(tmp_path: Path) -> N
         await expect(page.locator("#control-note")).to_have_text("Score 1")
         found = service.find(episode_id)
         assert found is not None
-        assert found.step_count == 2
+        assert found.progress.step_count == 2
 
 
 async def recorded(words: Sequence[str], tmp_path: Path, name: str, act: Act, *, setup: Sequence[Any] = ()) -> Path:

@@ -15,13 +15,15 @@ import grpc
 import pytest
 
 from cuaenv import client as wire
-from cuaenv.actions import Action, Click, Done, Fail, KeyDown, KeyUp, TypeText, Wait
+from cuaenv.action_codec import from_proto
+from cuaenv.actions import Action, AskUser, Click, Done, Fail, KeyDown, KeyUp, TypeText, Wait
 from cuaenv.client import AsyncEnvClient
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.base.clock import SystemClock
 from envd.base.errors import (
     EpisodeNotFound,
     EvaluatorFailed,
+    HumanInControl,
     MachineLost,
     RequestIdReused,
     StepIndexMismatch,
@@ -30,9 +32,13 @@ from envd.base.errors import (
 from envd.base.store.statements import AnswerRow, EpisodeRow, MachineRow
 from envd.base.store.store import SqliteStore
 from envd.desktop.observation import Encoding, Keyframe, ObservationOptions
-from envd.episodes.types import EpisodeState, ForkCommand, ResetCommand, StepCommand, StepResult
+from envd.episodes.progress import AutomaticCheckpoints, CheckpointTrigger, EpisodeState, Progress
+from envd.episodes.recovery import load_persisted
+from envd.episodes.types import ForkCommand, ResetCommand, StepCommand, StepResult
+from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.user import Exchange
 from tests.support.faulty import FakeHost
-from tests.support.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, load_fake_tasks, serve_fake, with_user
 
 TASK = "fake/count-to-five"
 COUNT = Click(819, 100)
@@ -114,7 +120,7 @@ async def clicks(server: FakeServer, episode_id: str) -> bytes:
 
 def state_of(server: FakeServer, episode_id: str) -> tuple[EpisodeState, str]:
     (info,) = [info for info in server.service.list_episodes() if info.episode_id == episode_id]
-    return info.state, info.end_reason
+    return info.progress.state, info.progress.end_reason
 
 
 # -- machines that die with their daemon ---------------------------------------------------------------------------
@@ -131,7 +137,7 @@ async def test_a_recorded_step_is_replayed_without_pixels_and_not_performed_agai
         assert again.replayed
         assert again.observation.frame.content is None
         assert again.observation.frame.frame_id == first.observation.frame.frame_id
-        assert (again.outcomes, again.episode.step_count) == (first.outcomes, 1)
+        assert (again.outcomes, again.episode.progress.step_count) == (first.outcomes, 1)
         assert [m.input_count for m in server.hypervisor.machines.values()] == [0] * len(server.hypervisor.machines)
         with pytest.raises(RequestIdReused):
             await server.service.step(replace(command, fingerprint=b"another"))
@@ -255,7 +261,7 @@ async def test_an_episode_continues_where_it_was(system: Home) -> None:
         with pytest.raises(StepIndexMismatch):
             await server.service.step(step_command(episode_id, 1, request_id="stale"))
         result = await server.service.step(step_command(episode_id, 2))
-        assert result.episode.step_count == 3
+        assert result.episode.progress.step_count == 3
         assert await clicks(server, episode_id) == b"3\n"
         for index in (3, 4):
             await server.service.step(step_command(episode_id, index))
@@ -434,7 +440,7 @@ async def test_a_daemon_killed_at_any_moment_never_repeats_or_loses_a_click(syst
                 episode_id, lost_count = "", lost_count + 1
             else:
                 index += 1
-                assert result.episode.step_count == index
+                assert result.episode.progress.step_count == index
                 assert await clicks(server, episode_id) == b"%d\n" % index
             await server.kill()
 
@@ -540,7 +546,7 @@ async def test_an_outcome_that_cannot_be_recorded_voids_the_episode_at_a_restart
 
         monkeypatch.setattr(store, "commit", second_fails)
         result: StepResult = await server.service.step(step_command(episode_id, 0))
-        assert result.episode.step_count == 1
+        assert result.episode.progress.step_count == 1
         await server.kill()
     async with system.daemon() as server:
         with pytest.raises(MachineLost, match="step step-0"):
@@ -594,3 +600,116 @@ async def test_a_machine_is_recorded_before_it_is_created(embed: Home, monkeypat
     later = SqliteStore(embed.database)
     assert await later.rows(MachineRow) == [], "destroyed machines have no row"
     await later.aclose()
+
+
+async def test_what_a_person_did_survives_a_restart_and_the_agent_observes_it_first(system: Home) -> None:
+    async with system.daemon() as server:
+        episode_id = await open_one(server)
+        server.service.take_control(episode_id, control_id="page", holder="")
+        await server.service.act(episode_id, control_id="page", actions=[COUNT])
+        await server.service.release_control(episode_id, control_id="page")
+        await server.kill()
+    async with system.daemon() as server, grpc.aio.insecure_channel(server.address) as channel:
+        with pytest.raises(HumanInControl, match="a person has acted since the last observation"):
+            await server.service.step(step_command(episode_id, 0))
+        stub = env_pb2_grpc.CUAEnvStub(channel)
+        observed = await stub.Observe(env_pb2.ObserveRequest(episode_id=episode_id), timeout=60)  # type: ignore[misc]
+        assert [from_proto(action) for action in observed.human_actions] == [COUNT]
+        await server.service.step(step_command(episode_id, 0))
+        assert (await clicks(server, episode_id)).strip() == b"2"
+        observed = await stub.Observe(env_pb2.ObserveRequest(episode_id=episode_id), timeout=60)  # type: ignore[misc]
+        assert not observed.human_actions
+
+
+# -- databases of earlier releases ---------------------------------------------------------------------------------
+
+STORED = Path(__file__).parents[1] / "support" / "stored"
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A database that a daemon of an earlier release left when it was killed."""
+
+    path: Path
+    clock: OffsetClock
+    """Shows the time of the kill."""
+    ids: dict[str, str]
+    """Ids of episodes by what they are."""
+
+
+@pytest.fixture(params=["0.2.0", "0.3.0.dev0"])
+def earlier(request: pytest.FixtureRequest, tmp_path: Path) -> Earlier:
+    path = tmp_path / "envd.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((STORED / request.param / "database.sql").read_text())
+        (killed_s,) = connection.execute("SELECT max(time_s) FROM answers").fetchone()
+        rows = connection.execute("SELECT episode_id, last_action || verdict || cause FROM episodes").fetchall()
+    marks = {"forked": "Fail", "scored": "Done", "unscored": "cannot be read", "lost": "killed by a test"}
+    found = {name: episode_id for name, mark in marks.items() for episode_id, text in rows if mark in text}
+    (found["asking"],) = (episode_id for episode_id, text in rows if not text)
+    return Earlier(path, OffsetClock(offset_s=killed_s - time.time()), found)
+
+
+async def test_episodes_of_an_earlier_release_have_their_spec_and_their_progress(earlier: Earlier) -> None:
+    store = SqliteStore(earlier.path)
+    tasks = TaskCatalogue([*load_fake_tasks().list(), with_user()])
+    state = await load_persisted(store, clock=earlier.clock, pools=["fake"], tasks=tasks)
+    await store.aclose()
+    found = {decision.row.episode_id: decision for decision in state.decisions}
+    asking, forked, scored, unscored, lost = (
+        found[earlier.ids[name]] for name in ("asking", "forked", "scored", "unscored", "lost")
+    )
+    outcomes = [each.outcome.value for each in (asking, forked, scored, unscored, lost)]
+    assert outcomes == ["resume", "resume", "resume", "resume", "lost"]
+    assert asking.stored is not None
+    assert forked.stored is not None
+    assert scored.stored is not None
+    assert unscored.stored is not None
+    assert lost.stored is not None
+    spec, progress = asking.stored.spec, asking.stored.progress
+    assert (spec.task_id, spec.pool, spec.run, spec.max_steps) == ("fake/with-user", "fake", "run-1", 9)
+    assert spec.automatic == AutomaticCheckpoints(every_steps=3, on=frozenset([CheckpointTrigger.DONE]))
+    assert (spec.settle.quiet_ms, len(spec.origin.template_digest), asking.row.epoch) == (20, 64, 2)
+    assert progress == Progress(
+        step_count=1,
+        asked=(Exchange("Which room?", "The room."),),
+        perturbations=("theme",),
+        last_checkpoint_id=progress.last_checkpoint_id,
+    )
+    assert progress.last_checkpoint_id.startswith("ckpt-")
+    assert (forked.stored.spec.parent_episode_id, forked.stored.spec.group_id) == (spec.episode_id, spec.group_id)
+    assert (forked.stored.progress.step_count, forked.stored.progress.end_reason) == (3, "AGENT_FAIL")
+    assert forked.stored.progress.last_action == Fail("it cannot be done")
+    assert scored.stored.progress.last_action == Done("42")
+    assert scored.stored.progress.score is not None
+    assert (scored.stored.progress.score.score, len(scored.stored.progress.score.checks)) == (0.0, 1)
+    assert unscored.stored.progress.evaluator_error == "the note cannot be read"
+    assert (lost.stored.progress.state, lost.stored.progress.end_reason) == (EpisodeState.FAILED, "MACHINE_LOST")
+    assert "killed by a test" in lost.stored.progress.cause
+
+
+async def test_responses_of_an_earlier_release_are_replayed(earlier: Earlier) -> None:
+    options: dict[str, Any] = {"database": earlier.path, "clock": earlier.clock, "extra_tasks": [with_user()]}
+    async with serve_fake(**options) as server:
+        assert len(server.service.list_episodes()) == 5
+        command = StepCommand(
+            request_id="step-0",
+            episode_id=earlier.ids["asking"],
+            step_index=0,
+            actions=(AskUser("Which room?"),),
+            observe=NOTHING,
+            fingerprint=b"f",
+        )
+        step = await server.service.step(command)
+        assert (step.replayed, step.outcomes[0].output) == (True, "The room.")
+        info = step.episode
+        assert (info.progress.step_count, info.spec.max_steps, info.tools) == (1, 9, ("ask_user",))
+        assert (info.progress.state, info.progress.perturbations) == (EpisodeState.ACTIVE, ("theme",))
+        score = await server.service.evaluate(earlier.ids["scored"], request_id="evaluate", fingerprint=b"f")
+        assert (score.cached, score.score, score.episode.progress.end_reason) == (True, 0.0, "AGENT_DONE")
+        # A fork or reset whose machines are lost is not replayed, but its other responses are all read.
+        assert len(await server.store.rows(AnswerRow)) == 6  # type: ignore[union-attr]
+        with pytest.raises(EvaluatorFailed, match="the note cannot be read"):
+            await server.service.evaluate(earlier.ids["unscored"], request_id="again", fingerprint=b"f")
+        with pytest.raises(MachineLost, match="killed by a test"):
+            await server.service.step(replace(command, request_id="next", episode_id=earlier.ids["lost"]))

@@ -17,7 +17,7 @@ from cuaenv.client import AsyncEnvClient, AsyncEpisode
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig
-from envd.episodes.types import EpisodeState
+from envd.episodes.progress import EpisodeState
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step, without_target
@@ -317,7 +317,7 @@ async def test_leaving_the_server_destroys_the_machines_of_open_episodes(tmp_pat
         stub: Any = env_pb2_grpc.CUAEnvStub(channel)
         await stub.Reset(env_pb2.ResetRequest(request_id=str(uuid.uuid4()), task_id="fake/save-note"), timeout=60)
         [episode] = server.service.list_episodes()
-        assert episode.state is EpisodeState.ACTIVE
+        assert episode.progress.state is EpisodeState.ACTIVE
         assert server.hypervisor.live_machine_ids
     assert server.hypervisor.machines == {}
     with pytest.raises((FileNotFoundError, ConnectionRefusedError)):

@@ -268,7 +268,7 @@ async def test_a_parent_lost_during_its_fork_is_machine_lost_whatever_failed_fir
         with pytest.raises(wire.MachineLost, match="signal"):
             await episode.step(COUNT)
         (info,) = server.service.list_episodes()
-        assert info.end_reason == "MACHINE_LOST"
+        assert info.progress.end_reason == "MACHINE_LOST"
     assert nothing_is_left(server)
 
 

@@ -39,17 +39,19 @@ from cuaenv.client.observation import read_observation
 from envd.base import errors
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import RequestIdReused
+from envd.base.store.statements import EpisodeRow
 from envd.episodes.checkpoints.store import CheckpointStore
+from envd.episodes.progress import EpisodeState, Progress, ScoreResult
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.types import RollbackCommand, ScoreCommand, StepCommand
 from envd.hypervisor.machine import MachineState
 from envd.tasks import perturbations
-from envd.tasks.model import Task
+from envd.tasks.user import Exchange
 from tests.support.callers import Tokens
 from tests.support.faulty import FakeHost, Faults
-from tests.support.server import FakeServer, load_fake_tasks, served_client
+from tests.support.server import FakeServer, served_client, with_user
 
 TASK = "fake/save-note"
 EDITOR, SAVE = Click(379, 311), Click(82, 86)
@@ -100,88 +102,104 @@ async def test_an_episode_goes_back_and_does_otherwise(tmp_path: Path) -> None:
         assert (await episode.evaluate()).score == 1
 
 
-#: What an episode is, its parameters and its calls; every other field is progress, and a checkpoint has it.
-NOT_PROGRESS = frozenset(
-    [
-        "episode_id",
-        "group_id",
-        "parent_episode_id",
-        "task",
-        "pool",
-        "run",
-        "owner",
-        "max_steps",
-        "settle",
-        "machine",
-        "lease",
-        "create_time",
-        "pool_tools",
-        "automatic",
-        "epoch",
-        "turn",
-        "closed",
-        "requests",
-        "origin",
-        "human",
-    ]
-)
-
-
-def progress_of(server: FakeServer, episode_id: str) -> dict[str, Any]:
-    """Return what an episode has done, and the world that it is in."""
-    episode = server.service._registry.get(episode_id)
-    found = {each.name: getattr(episode, each.name) for each in fields(episode) if each.name not in NOT_PROGRESS}
-    return found | {"perturbations": episode.origin.perturbations, "actions_of_people": tuple(episode.human.actions)}
-
-
-def with_user() -> Task:
-    blank = load_fake_tasks().get(TASK).model_dump(exclude_unset=True, exclude={"oracle"})
-    user = {"facts": [{"about": word, "answer": f"The {word}."} for word in ("room", "date")], "max_questions": 2}
-    return Task.model_validate({**blank, "task_id": "fake/with-user", "tools": ("ask_user",), "user": user})
-
-
 async def answer_to(episode: AsyncEpisode, question: str) -> str:
     (result,) = (await episode.step(AskUser(question))).tool_results
     assert result is not None
     return result.output
 
 
-@pytest.mark.parametrize("way", ["rollback", "fork", "reset", "restart"])
-async def test_a_stored_state_has_the_progress_that_the_episode_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setitem(perturbations._KINDS, "theme", (lambda _: [], True))
+#: A value of each field that differs from the one before: of an active episode, and of one that has ended.
+BEFORE = {
+    "step_count": 1,
+    "asked": (Exchange("Which room?", "The room."),),
+    "people_actions": (Click(1, 2),),
+    "perturbations": ("theme",),
+    "last_checkpoint_id": "ckpt-0",
+}
+CHANGED = Progress(
+    step_count=3,
+    asked=(Exchange("Which date?", "The date."),),
+    people_actions=(Click(3, 4),),
+    perturbations=("background",),
+    last_checkpoint_id="ckpt-1",
+    state=EpisodeState.TERMINATED,
+    end_reason="AGENT_DONE",
+    cause="SESSION_ENDED",
+    last_action=Done("done"),
+    score=ScoreResult(score=1.0, checks=(), timings_ms={}),
+    evaluator_error="a checker failed",
+)
+
+
+#: No episode with a cause, which its guest or its machine ended, is rolled back.
+WAYS = [
+    (way, each.name)
+    for way in ("rollback", "fork", "reset", "restart")
+    for each in fields(Progress)
+    if (way, each.name) != ("rollback", "cause")
+]
+
+
+@pytest.mark.parametrize(("way", "field"), WAYS)
+async def test_a_stored_state_has_the_progress_that_the_episode_had(tmp_path: Path, way: str, field: str) -> None:
     host = FakeHost()
-    options: dict[str, Any] = {"extra_tasks": [with_user()], "host": host, "database": tmp_path / "envd.db"}
-    world = Perturb(seed=1, kinds=("theme",))
+    options: dict[str, Any] = {"host": host, "database": tmp_path / "envd.db"}
+    progress = Progress(**{name: value for name, value in BEFORE.items() if name == field})  # type: ignore[arg-type]
+    if way == "restart":
+        progress = replace(progress, **{field: getattr(CHANGED, field)})
     async with AsyncExitStack() as stack:
         server, client = await stack.enter_async_context(served(tmp_path, **options))
-        episode = await stack.enter_async_context(client.reset("fake/with-user", perturb=world))
-        assert await answer_to(episode, "Which room?") == "The room."
-        checkpoint = await episode.checkpoint()
-        expected = progress_of(server, episode.episode_id)
-        assert (expected["step_count"], len(expected["asked"])) == (1, 1)
-        if way == "fork":
-            (episode,) = await stack.enter_async_context(client.fork(episode, count=1))
-        elif way == "restart":
+        episode = await stack.enter_async_context(client.reset(TASK))
+        found = server.service._registry.get(episode.episode_id)
+        found.progress, episode.step_count = progress, progress.step_count
+        if way == "restart":
+            server.service.journal.save(found)
+            await server.store.rows(EpisodeRow)  # type: ignore[union-attr]
             await server.kill()
             server, _ = await stack.enter_async_context(served(tmp_path, listen=server.address, **options))
+        elif way == "fork":
+            (episode,) = await stack.enter_async_context(client.fork(episode, count=1))
         else:
-            # Everything that a step, a person or an evaluation changes.
-            await answer_to(episode, "Which date?")
-            await episode.step(Done())
-            await episode.evaluate()
-            server.service._registry.get(episode.episode_id).human.actions.append(EDITOR)
-            changed = progress_of(server, episode.episode_id)
-            constant = {"cause", "perturbations", "last_checkpoint_id"}
-            assert {name for name in changed if changed[name] == expected[name]} == constant
-        if way == "rollback":
-            await episode.rollback(checkpoint)
-        elif way == "reset":
-            episode = await stack.enter_async_context(client.reset(checkpoint))
-        assert progress_of(server, episode.episode_id) == expected
-        assert await answer_to(episode, "Which date?") == "The date."
+            checkpoint = await episode.checkpoint()
+            progress = replace(progress, last_checkpoint_id=checkpoint.checkpoint_id)
+            found.progress = replace(found.progress, **{field: getattr(CHANGED, field)})
+            assert found.progress != progress
+            if way == "rollback":
+                await episode.rollback(checkpoint)
+            else:
+                episode = await stack.enter_async_context(client.reset(checkpoint))
+        assert server.service._registry.get(episode.episode_id).progress == progress
         await episode.close()  # while its server runs
+
+
+async def test_what_was_asked_before_a_rollback_can_be_asked_again(tmp_path: Path) -> None:
+    async with served(tmp_path, extra_tasks=[with_user()]) as (_, client), client.reset("fake/with-user") as episode:
+        assert await answer_to(episode, "Which room?") == "The room."
+        checkpoint = await episode.checkpoint()
+        assert await answer_to(episode, "Which date?") == "The date."
+        assert "no more than 2 questions" in (await episode.step(AskUser("Which?"))).action_errors[0]
+        await episode.rollback(checkpoint)
+        assert await answer_to(episode, "Which date?") == "The date."
+
+
+async def test_a_fork_has_the_progress_of_its_parent_when_that_was_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        served(tmp_path, extra_tasks=[with_user()]) as (server, client),
+        client.reset("fake/with-user") as episode,
+    ):
+        original = type(server.pool).fork
+
+        async def ask_meanwhile(*args: Any) -> Any:
+            await answer_to(episode, "Which room?")
+            return await original(*args)
+
+        monkeypatch.setattr(type(server.pool), "fork", ask_meanwhile)
+        async with client.fork(episode, count=1) as (copy,):
+            forked, parent = (server.service._registry.get(each.episode_id).progress for each in (copy, episode))
+        assert (forked.step_count, forked.asked) == (0, ())
+        assert (parent.step_count, len(parent.asked)) == (1, 1)
 
 
 async def test_a_rollback_to_a_state_of_another_episode_names_the_perturbations_of_its_world(
@@ -343,7 +361,7 @@ async def test_a_rollback_waits_for_a_step_and_refuses_those_behind_it(tmp_path:
         assert (await rollback).frame_id == checkpoint.frame_id
         with pytest.raises((StaleEpoch, StepIndexMismatch)):
             await late
-        assert (found.epoch, found.step_count) == (2, 0)
+        assert (found.epoch, found.progress.step_count) == (2, 0)
 
 
 async def test_responses_are_read_in_the_order_of_their_arrival(
@@ -401,7 +419,7 @@ async def test_calls_that_are_overtaken_fail_and_harm_nothing(tmp_path: Path) ->
         with pytest.raises(StaleEpoch):
             await command
         await episode.step(EDITOR)
-        assert (found.epoch, found.step_count, found.state.value) == (2, 1, "active")
+        assert (found.epoch, found.progress.step_count, found.progress.state.value) == (2, 1, "active")
         await until(lambda: episode.observation.frame_id in shown)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -517,7 +535,7 @@ async def test_a_rollback_is_done_once_over_a_kill_of_the_daemon(
             await server.kill()
         async with serve() as (server, _):
             (info,) = server.service.list_episodes()
-            assert (info.epoch, info.step_count, info.state.value) == (2, 1, "active")
+            assert (info.epoch, info.progress.step_count, info.progress.state.value) == (2, 1, "active")
             assert machines_of(server) == machines
             again = await server.service.rollback(done)
             assert (again.episode.epoch, again.observation.frame.frame_id) == (2, checkpoint.frame_id)
@@ -541,7 +559,7 @@ async def test_a_rollback_is_done_once_over_a_kill_of_the_daemon(
             rollback.cancel()
         async with serve() as (server, _):
             (info,) = server.service.list_episodes()
-            assert (info.epoch, info.step_count, info.state.value) == (2, 2, "active")
+            assert (info.epoch, info.progress.step_count, info.progress.state.value) == (2, 2, "active")
             assert (await server.service.rollback(undone)).episode.epoch == 3
             assert len(machines_of(server)) == 1
             await server.service.close(info.episode_id)

@@ -113,7 +113,7 @@ async def test_two_evaluations_share_a_daemon_by_their_labels(tmp_path: Path) ->
         model = ScriptedModel({instructions["fake/enable"]: ENABLE, instructions["fake/save-note"]: DO_NOTHING})
 
         async def note_runs() -> None:
-            runs.update(episode.run for episode in server.service.list_episodes())
+            runs.update(episode.spec.run for episode in server.service.list_episodes())
 
         model.before_reply = note_runs
 

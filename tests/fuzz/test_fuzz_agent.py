@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from envd.base.errors import EnvdError, GuestError
 from envd.desktop.agent import CommandResult, GuestAgent
-from envd.hypervisor.qemu.agent_channel import AgentChannel
+from envd.hypervisor.agent_channel import AgentChannel
 from tests.support.fuzz import corpus, fuzzed, inputs, json_values
 from tests.support.stubs import StubChannels
 

@@ -18,8 +18,9 @@ from envd.base.losses import ENDS_MACHINE
 from envd.base.telemetry.metrics import Metrics
 from envd.desktop.desktop import Desktop
 from envd.desktop.observation import Encoding, ObservationOptions
+from envd.episodes.progress import EpisodeState
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import EpisodeInfo, EpisodeState, ForkCommand, GroupResult, ResetCommand, StepCommand
+from envd.episodes.types import EpisodeInfo, ForkCommand, GroupResult, ResetCommand, StepCommand
 from envd.pool.fairness import RunShares
 from envd.pool.pool import Pool, PoolHost, PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
@@ -210,7 +211,7 @@ class World:
     def state(self, episode_id: str) -> tuple[EpisodeState, str]:
         """Return an episode's state and end reason."""
         info = self.info(episode_id)
-        return info.state, info.end_reason
+        return info.progress.state, info.progress.end_reason
 
     def check_no_leaks(self) -> None:
         """Assert that each machine is idle or leased to an episode, and that no reservation or unused state is left."""
@@ -218,7 +219,7 @@ class World:
         live = [
             e
             for e in self.service.list_episodes()
-            if e.state is not EpisodeState.FAILED and e.guest_end_cause not in ENDS_MACHINE
+            if e.progress.state is not EpisodeState.FAILED and e.progress.guest_end_cause not in ENDS_MACHINE
         ]
         assert (s.leased_count, s.reserved_count) == (len(live), 0)
         assert len(self.hypervisor.machines) == s.idle_count + s.leased_count

@@ -16,7 +16,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from envd.hypervisor.qemu.agent_channel import AgentChannel
+from envd.hypervisor.agent_channel import AgentChannel
 from tests.support.faulty import Agent
 
 _PIECE = b"[]," * 20_000

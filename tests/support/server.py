@@ -24,7 +24,7 @@ from envd.desktop.desktop import Desktop
 from envd.desktop.readiness import GuestPauses
 from envd.drawn import fake_image
 from envd.episodes.checkpoints.store import CheckpointStore
-from envd.episodes.persistence.recovery import load_persisted
+from envd.episodes.recovery import load_persisted
 from envd.episodes.service import EpisodeService
 from envd.pool.machines import unregister_all
 from envd.pool.pool import Pool, PoolHost, PoolSettings
@@ -78,6 +78,13 @@ class FakeServer:
 def load_fake_tasks() -> TaskCatalogue:
     """Return the suite `fake` of the drawn desktop. Read once per test run."""
     return TaskCatalogue.load([Path(drawn.__file__).parent / "suite.yaml"], include_builtin=False)
+
+
+def with_user() -> Task:
+    """Return the task `fake/with-user`: its user knows the room and the date, and answers two questions."""
+    blank = load_fake_tasks().get("fake/save-note").model_dump(exclude_unset=True, exclude={"oracle"})
+    user = {"facts": [{"about": word, "answer": f"The {word}."} for word in ("room", "date")], "max_questions": 2}
+    return Task.model_validate({**blank, "task_id": "fake/with-user", "tools": ("ask_user",), "user": user})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ def test_the_map_of_the_code_names_every_package() -> None:
 
 
 def test_the_paths_of_contributors_pages_exist() -> None:
-    """Also those that are short for a path in `envd` or `trainer`, such as `api/servicer.py`."""
+    """Return whether a path, or one that is short for a path in `envd` or `trainer`, exists: `api/servicer.py`."""
     text = "".join(map(text_of, (ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "design.md")))
     words = {word for words in re.findall(r"`([^`\n]+)`", text) for word in re.split(r"[\s,]+|::.*", words)}
     paths = {word for word in words if _PATH.fullmatch(word) or re.fullmatch(r"\w+/[\w/]*\w\.py", word)}

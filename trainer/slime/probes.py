@@ -7,14 +7,14 @@ whether it could be made: an engine or a host may start later than the first sam
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from PIL import Image
 
-from cuaenv.client import AsyncEnvClient, Checkpoint, EnvError, Task
+from cuaenv.client import AsyncEnvClient, Checkpoint, EnvError, Pool, Task
 from cuaenv.problems import did_you_mean
 from trainer.agent.starts import start_of, task_id_of
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed
@@ -198,16 +198,30 @@ def capacity_warning(*, concurrency: int, group_size: int, capacity: int, is_for
     return None
 
 
+def tree_obstacle(pools: Iterable[Pool]) -> str | None:
+    """Return why a tree cannot grow in these pools, of which one would get its branches; None if it can."""
+    for pool in pools:
+        if pool.not_forkable:
+            return f"envd.group is tree, but pool {pool.name} of {pool.host} has no branches: {pool.not_forkable}"
+    return None
+
+
 async def warn_of_capacity(args: Any, config: SlimeConfig, client: AsyncEnvClient) -> bool:
-    """Ask the daemons for their capacity, and warn if slime runs more episodes; return whether they answered."""
+    """Ask the daemons for their capacity, and warn if slime runs more episodes; return whether they answered.
+
+    Raises: ConfigError: The group is a tree, and a pool cannot copy running machines.
+    """
     try:
         pools = await client.list_pools(timeout=timedelta(seconds=10))
     except EnvError:
         return False  # the first reset reports the error
+    used = [pool for pool in pools if config.pool in ("", pool.name)]
+    if config.group == "tree" and (problem := tree_obstacle(used)):
+        raise ConfigError(f"{problem}; set envd.group to fork")
     warning = capacity_warning(
         concurrency=args.sglang_server_concurrency * slime_compat.engine_count(args),
         group_size=args.n_samples_per_prompt,
-        capacity=sum(pool.capacity for pool in pools if config.pool in ("", pool.name)),
+        capacity=sum(pool.capacity for pool in used),
         is_forked=config.group == "fork",
     )
     if warning:

@@ -78,7 +78,10 @@ class PlayedGroup:
 
 
 async def play_group(client: AsyncEnvClient, task: Task, directory: DemoDirectory, *, runs_guests: bool) -> PlayedGroup:
-    """Play the group for `task`, write every frame, evaluate all episodes, and close them, also on failure."""
+    """Play the group for `task`, write every frame, evaluate all episodes, and close them, also on failure.
+
+    Machines that cannot be copied have no branches.
+    """
     members = members_for(task)
     print_progress(f"resetting a group of {len(members)} episodes of {task.task_id}")
     opening = client.reset_group(
@@ -90,7 +93,7 @@ async def play_group(client: AsyncEnvClient, task: Task, directory: DemoDirector
         for member, episode in zip(members, episodes, strict=True):
             player = _Player(episode, directory, policy=member.policy, runs_guests=runs_guests)
             players.append(player)
-            if member.branch is None:
+            if member.branch is None or episode.origin.is_new_session:
                 await player.play(member.policy.steps)
                 continue
             await player.play(member.policy.steps[: member.branch_at])

@@ -7,17 +7,10 @@ from dataclasses import dataclass, fields
 from importlib.resources import files
 from typing import Any, NamedTuple, TypeVar
 
-#: Version of the schema below. A newer database is refused; an older one is upgraded.
-SCHEMA_VERSION = 2
+#: Version of the schema below. A newer database is refused; an older one is upgraded, see `upgrades`.
+SCHEMA_VERSION = 3
 
 SCHEMA = (files("envd.base.store") / "schema.sql").read_text(encoding="ascii")
-#: Statements that upgrade a database of each earlier version to the next one.
-UPGRADES = {
-    1: "ALTER TABLE episodes ADD COLUMN epoch INTEGER NOT NULL DEFAULT 1;"
-    " ALTER TABLE episodes ADD COLUMN last_checkpoint_id TEXT NOT NULL DEFAULT '';"
-    " ALTER TABLE episodes ADD COLUMN automatic TEXT NOT NULL DEFAULT '{}';"
-    " ALTER TABLE episodes ADD COLUMN asked TEXT NOT NULL DEFAULT '[]';"
-}
 
 
 class Statement(NamedTuple):
@@ -29,38 +22,19 @@ class Statement(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRow:
-    """One episode that holds a lease. Structured fields are JSON."""
+    """One episode that holds a lease."""
 
     episode_id: str
-    group_id: str
-    parent_episode_id: str
-    task_id: str
-    pool: str
-    run: str
     owner: str
     """Name of the token that created it."""
-    max_steps: int
-    settle: str
-    origin: str
-    create_time_s: float
-    machine_id: str
-    state: str
-    end_reason: str
-    cause: str
-    """Error message of a failed episode."""
-    step_count: int
+    spec: str
+    """Its `EpisodeSpec` as JSON."""
+    progress: str
+    """Its `Progress` after the last step as JSON."""
     epoch: int
-    last_checkpoint_id: str
-    automatic: str
-    """When it stores checkpoints by itself."""
-    last_action: str
-    """The agent's final action; empty if there was none."""
-    verdict: str
-    """Its score, or why there is none; empty before its evaluation."""
-    asked: str
-    """What the agent asked the task's user, and the answers."""
-    bearings: str
-    """Connection state of its desktop after the last step."""
+    machine_id: str
+    connection: str
+    """Connection state of its desktop after the last step, as JSON."""
     lease_ttl_s: float
     expire_time_s: float
 

@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from envd.base.errors import ConfigError, StoreError
-from envd.base.store.statements import COLUMNS, SCHEMA, SCHEMA_VERSION, TABLES, UPGRADES, Row, Statement
+from envd.base.store.statements import COLUMNS, SCHEMA, SCHEMA_VERSION, TABLES, Row, Statement
+from envd.base.store.upgrades import UPGRADES
 
 logger = logging.getLogger(__name__)
 
@@ -355,9 +356,14 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA wal_autocheckpoint = 0")
-    if version < SCHEMA_VERSION:
-        statements = " ".join(UPGRADES[each] for each in range(version, SCHEMA_VERSION)) if version else SCHEMA
+    if not version:
         connection.executescript(
-            f"BEGIN IMMEDIATE; PRAGMA application_id = {_APPLICATION_ID}; {statements}"
+            f"BEGIN IMMEDIATE; PRAGMA application_id = {_APPLICATION_ID}; {SCHEMA}"
             f" PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
+    elif version < SCHEMA_VERSION:
+        connection.execute("BEGIN IMMEDIATE")
+        for each in range(version, SCHEMA_VERSION):
+            UPGRADES[each](connection)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")

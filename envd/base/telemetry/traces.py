@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from envd.base.clock import Clock
 from envd.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,3 +124,23 @@ def phase(name: str, duration_s: float) -> None:
 def timed(name: str) -> AbstractContextManager[object]:
     """Record the block as a phase of the present call."""
     return _OFF if _tracer is None else _tracer.start_as_current_span(name)
+
+
+class Stopwatch:
+    """Milliseconds by phase; each phase is also one of the current span."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._begin_s = self._lap_s = clock.monotonic()
+        self.timings_ms: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """End the phase that began at the previous lap."""
+        now_s = self._clock.monotonic()
+        self.timings_ms[name] = (now_s - self._lap_s) * 1000
+        phase(name, now_s - self._lap_s)
+        self._lap_s = now_s
+
+    @property
+    def total_ms(self) -> float:
+        return (self._clock.monotonic() - self._begin_s) * 1000

@@ -53,6 +53,7 @@ class Encoding(IntEnum):
     LED_STATE = -261
     EXTENDED_DESKTOP_SIZE = -308
     ALPHA_CURSOR = -314
+    CURSOR_POSITION = 0x574D5666
 
 
 # ALPHA_CURSOR comes before CURSOR: servers use the first one that they know.
@@ -66,6 +67,8 @@ _REQUESTED = (
     Encoding.POINTER_TYPE_CHANGE,
     Encoding.EXTENDED_KEY_EVENT,
     Encoding.LED_STATE,
+    # Sent by TigerVNC when a program moves the pointer: see `_follow_pointer`.
+    Encoding.CURSOR_POSITION,
 )
 
 
@@ -158,7 +161,15 @@ class RfbClient:
         self._width_px = width_px
         self._height_px = height_px
         self._size_limit_px = size_limit_px
+        self.draws_pointer = name.startswith("TigerVNC")
+        """Whether the server draws the pointer into the screen, unless it is where this viewer has put it
+        (needRenderedCursor in TigerVNC's common/rfb/VNCSConnectionST.cxx). So a new viewer puts it where it is."""
         self._extended_keys = False
+        self._pointer_px: tuple[int, int] | None = None
+        self._buttons = 0
+        """Position and buttons that were sent last."""
+        self._moved_to_px: tuple[int, int] | None = None
+        """Where the server has the pointer, of an update that was not handled yet."""
         self.absolute_pointer = True
         """Whether pointer events are absolute; False until the guest has loaded its tablet driver."""
 
@@ -213,6 +224,7 @@ class RfbClient:
     def pointer(self, x_px: int, y_px: int, *, buttons: int) -> None:
         """Send the pointer's position and the pressed buttons (bit 0 left, 1 middle, 2 right, 3-6 the wheel)."""
         offset_px = self._pointer_offset_px
+        self._pointer_px, self._buttons = (x_px, y_px), buttons
         self._write(struct.pack(">BBHH", 5, buttons, x_px + offset_px, y_px + offset_px))
 
     def wake(self) -> None:
@@ -244,11 +256,15 @@ class RfbClient:
             MachineLost: The stream ended.
         """
         self._flush()
+        kept: tuple[Rect, ...] = ()
         while True:
             kind = (await self._read(1))[0]
             match kind:
                 case 0:
-                    return await self._read_rects()
+                    rects = await self._read_rects()
+                    if not self._follow_pointer():
+                        return kept + rects
+                    kept += tuple(rect for rect in rects if not isinstance(rect, PixelRect))
                 case 1:  # a colour map, which true colour does not use
                     (count,) = struct.unpack(">xxxH", await self._read(5))
                     await self._read(count * 6)
@@ -263,6 +279,19 @@ class RfbClient:
                     await self._read(length)
                 case _:
                     raise DisplayError(f"display sent an unknown message of type {kind}")
+
+    def _follow_pointer(self) -> bool:
+        """Return whether the pointer was moved by a program, and may be drawn into the update that was just read.
+
+        A pointer event with that position moves nothing, but makes it this viewer's. Another whole update follows.
+        """
+        moved_to_px, self._moved_to_px = self._moved_to_px, None
+        if moved_to_px is None or moved_to_px == self._pointer_px:
+            return False
+        self.pointer(*moved_to_px, buttons=self._buttons)
+        self.request(incremental=False)
+        self._flush()
+        return True
 
     async def close(self) -> None:
         """Close the connection after everything is sent, or after 1 s. Idempotent; never fails."""
@@ -337,6 +366,8 @@ class RfbClient:
                 case Encoding.LED_STATE:
                     lights = (await self._read(1))[0]
                     rects.append(KeyboardLeds(caps_lock=bool(lights & 4)))
+                case Encoding.CURSOR_POSITION:
+                    self._moved_to_px = (x_px, y_px)
                 case _:
                     raise DisplayError(f"display sent a rectangle of type {encoding}, which was not requested")
         return tuple(rects)
@@ -387,9 +418,9 @@ class RfbClient:
             raise DisplayError(f"display sent a cursor in encoding {encoding}; only raw was requested")
         # The protocol specifies R, G, B, A; QEMU sends ARGB words, which are B, G, R, A in memory (ui/vnc.c,
         # `vnc_cursor_define`), premultiplied by the guest's X server.
-        bgra = np.frombuffer(await self._read(width_px * height_px * 4), dtype=np.uint8)
-        bgra_HWC = bgra.reshape(height_px, width_px, 4)
-        return CursorShape(hot_x_px, hot_y_px, bgra_HWC[..., [2, 1, 0, 3]])
+        pixels = np.frombuffer(await self._read(width_px * height_px * 4), dtype=np.uint8)
+        pixels_HWC = pixels.reshape(height_px, width_px, 4)
+        return CursorShape(hot_x_px, hot_y_px, pixels_HWC if self.draws_pointer else pixels_HWC[..., [2, 1, 0, 3]])
 
 
 def _write(writer: asyncio.StreamWriter, message: bytes) -> None:

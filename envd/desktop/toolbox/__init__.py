@@ -18,7 +18,6 @@ from typing import Any
 from pydantic import JsonValue
 
 from cuaenv.actions import AskUser, CallTool, EditFile, ListDirectory, ReadFile, RunShell, ToolAction, WriteFile
-from cuaenv.copying import copied
 from envd.base.clock import running_timeout
 from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive
 from envd.desktop.agent import CommandResult
@@ -150,8 +149,13 @@ class Toolbox:
 
 
 def _outcome(result: Result) -> ActionOutcome:
-    output = None if result.error else result.output
-    return copied(ActionOutcome, result, error=result.error[:_MAX_ERROR_CHARS], output=output)
+    return ActionOutcome(
+        error=result.error[:_MAX_ERROR_CHARS],
+        output=None if result.error else result.output,
+        exit_code=result.exit_code,
+        timed_out=result.timed_out,
+        left_out_bytes=result.left_out_bytes,
+    )
 
 
 def _last_line(done: CommandResult) -> str:

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from cuaenv.problems import problem_of
 from envd.base.errors import CheckpointCorrupt, InvalidRequest
-from envd.episodes.checkpoints.store import MANIFEST, Checkpoint, StoredFile, in_thread, is_id
+from envd.episodes.checkpoints.manifest import Checkpoint, StoredFile, parse_manifest
+from envd.episodes.checkpoints.store import MANIFEST, in_thread, is_id
 
 #: Bytes of each message.
 CHUNK_BYTES: Final = 1 << 20
@@ -58,13 +59,14 @@ class ArchiveReader:
         if await self._exactly(_DIGEST_BYTES) != xxhash.xxh3_128(text).digest():
             raise CheckpointCorrupt("archive of a checkpoint: its manifest is damaged; export it again")
         try:
-            manifest = Checkpoint.model_validate_json(text)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "manifest"
+            manifest = parse_manifest(text)
+        except ValueError as error:
+            first = error.errors()[0] if isinstance(error, ValidationError) else None
+            where = ".".join(map(str, first["loc"])) if first and first["loc"] else "manifest"
+            problem = problem_of(first) if first else error
             raise InvalidRequest(
                 "data",
-                f"is an archive that this version of envd does not read ({where[:100]}: {problem_of(first)}); use the"
+                f"is an archive that this version of envd does not read ({where[:100]}: {problem}); use the"
                 " same version on both hosts",
             ) from error
         names = manifest.files.keys()

@@ -15,10 +15,10 @@ from envd.base.aio import Changes, OwnedTasks
 from envd.base.clock import wait_until
 from envd.base.errors import EnvdError, RateLimited
 from envd.episodes.checkpoints.calls import Checkpointing
-from envd.episodes.checkpoints.store import Checkpoint
+from envd.episodes.checkpoints.manifest import Checkpoint
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
-from envd.episodes.types import CheckpointTrigger
+from envd.episodes.progress import CheckpointTrigger
 from envd.pool.leased import FrozenDesktop
 
 logger = logging.getLogger(__name__)
@@ -50,14 +50,16 @@ class AutomaticCheckpointing:
 
     async def after_step(self, episode: Episode) -> bool:
         """Copy and store the state after a step, if it is an occasion; returns whether it is. Hold the turn."""
-        trigger = episode.automatic.after_step(episode.step_count, is_done=episode.last_action is not None)
+        trigger = episode.spec.automatic.after_step(
+            episode.progress.step_count, is_done=episode.progress.last_action is not None
+        )
         if trigger is not None and await self._waited(episode):
             frozen = None
             try:
                 frozen = await self._copy(episode)
             finally:
                 if frozen is None:
-                    self._release(episode.owner)
+                    self._release(episode.spec.owner)
             if frozen is not None:
                 self._spawn(episode, self._checkpoints.describe(episode, frozen, trigger), frozen)
         return trigger is not None
@@ -67,7 +69,7 @@ class AutomaticCheckpointing:
 
         Call the result with whether the episode failed: only then the copy is stored.
         """
-        if CheckpointTrigger.FAILURE not in episode.automatic.on or episode.guest_end_cause:
+        if CheckpointTrigger.FAILURE not in episode.spec.automatic.on or episode.progress.guest_end_cause:
             return lambda _: None
         frozen = await self._copy(episode)
 
@@ -83,7 +85,7 @@ class AutomaticCheckpointing:
 
     def last_use(self, episode: Episode, frozen: FrozenDesktop, trigger: CheckpointTrigger) -> Callable[[], None]:
         """Return what to call after the last fork of a present state: keeps it at an occasion, else discards it."""
-        if trigger not in episode.automatic.on:
+        if trigger not in episode.spec.automatic.on:
             return partial(self._checkpoints.discard, frozen)
         return partial(self._keep, episode, self._checkpoints.describe(episode, frozen, trigger), frozen)
 
@@ -99,7 +101,7 @@ class AutomaticCheckpointing:
     async def _copy(self, episode: Episode) -> FrozenDesktop | None:
         """Copy the state of an episode whose turn the caller has; None if that failed, which is logged."""
         try:
-            return await self._context.pools[episode.pool].freeze(episode.machine)
+            return await self._context.pools[episode.spec.pool].freeze(episode.machine)
         except EnvdError as error:
             self._failed(episode, error)
             return None
@@ -108,14 +110,14 @@ class AutomaticCheckpointing:
         """Wait until an episode's owner may have another copy, and count it; returns whether it may."""
         clock = self._context.clock
         deadline_s = clock.monotonic() + _WAIT_S
-        while self._copies[episode.owner] >= MAX_COPIES and clock.monotonic() < deadline_s:
+        while self._copies[episode.spec.owner] >= MAX_COPIES and clock.monotonic() < deadline_s:
             await wait_until(clock, deadline_s, or_event=self._changes.next)
         return self._counted(episode)
 
     def _counted(self, episode: Episode) -> bool:
         """Count another copy of an episode's owner; returns whether it may have it."""
-        if self._copies[episode.owner] >= MAX_COPIES:
-            who = f"token {episode.owner!r}" if episode.owner else "the daemon"
+        if self._copies[episode.spec.owner] >= MAX_COPIES:
+            who = f"token {episode.spec.owner!r}" if episode.spec.owner else "the daemon"
             self._failed(
                 episode,
                 RateLimited(
@@ -124,7 +126,7 @@ class AutomaticCheckpointing:
                 ),
             )
             return False
-        self._copies[episode.owner] += 1
+        self._copies[episode.spec.owner] += 1
         return True
 
     def _release(self, owner: str) -> None:
@@ -150,12 +152,12 @@ class AutomaticCheckpointing:
             self._failed(episode, error)
         finally:
             self._checkpoints.discard(frozen)
-            self._release(described.owner)
+            self._release(described.spec.owner)
 
     def _failed(self, episode: Episode, error: EnvdError) -> None:
         """Count a failure, and log those of an owner once a minute."""
         self._context.count_failure(episode, "checkpoint", error)
-        now_s, owner = self._context.clock.monotonic(), episode.owner
+        now_s, owner = self._context.clock.monotonic(), episode.spec.owner
         if now_s < self._logged_s.get(owner, -_LOG_S) + _LOG_S:
             self._omitted[owner] += 1
             return

@@ -15,7 +15,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Final
 
-from cuaenv.copying import copied
 from envd.base.aio import shielded
 from envd.base.clock import Clock, wait_until
 from envd.base.errors import (
@@ -31,25 +30,20 @@ from envd.base.errors import (
     StoreError,
     Unimplemented,
 )
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.observation import ObservationOptions
 from envd.episodes.checkpoints.archive import ArchiveReader, archived
-from envd.episodes.checkpoints.store import (
-    Checkpoint,
-    CheckpointResult,
-    CheckpointStore,
-    Draft,
-    in_thread,
-    not_found,
-    store_error,
-)
+from envd.episodes.checkpoints.manifest import Checkpoint, CheckpointResult
+from envd.episodes.checkpoints.store import CheckpointStore, Draft, in_thread, not_found, store_error
 from envd.episodes.checkpoints.views import read_view, write_view
-from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.forking import freeze_at
 from envd.episodes.ledger import CHECKPOINT, Request
 from envd.episodes.members import Group, Member, start_from
+from envd.episodes.progress import CheckpointTrigger
 from envd.episodes.task_states import TaskStates
-from envd.episodes.types import CheckpointCommand, CheckpointTrigger, ResetCommand
+from envd.episodes.types import CheckpointCommand, ResetCommand
 from envd.pool.leased import FrozenDesktop, Reservation
 from envd.pool.pool import Pool
 from envd.tasks.basis import task_digest
@@ -112,22 +106,22 @@ class Checkpointing:
     async def list(self, is_visible: Callable[[str], bool]) -> tuple[Checkpoint, ...]:
         """Return the checkpoints of this host whose owners are visible, oldest first."""
         found = await in_thread(self._store.list)
-        return tuple(checkpoint for checkpoint in found if is_visible(checkpoint.owner))
+        return tuple(checkpoint for checkpoint in found if is_visible(checkpoint.spec.owner))
 
     async def delete(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> None:
         """Delete a checkpoint, unless it does not exist or is another owner's.
 
-        The owner of a damaged one is unknown: only callers that may use all can delete it.
+        The owner of one that cannot be read is unknown: only callers that may use all can delete it.
 
         Raises:
             StoreError: The disk cannot be read or written now.
         """
         try:
-            if not is_own((await in_thread(self._store.find, checkpoint_id)).owner):
+            if not is_own((await in_thread(self._store.find, checkpoint_id)).spec.owner):
                 return
         except CheckpointNotFound:
             return
-        except CheckpointCorrupt as error:
+        except (CheckpointCorrupt, CheckpointUnusable) as error:
             if not is_own(""):
                 return
             logger.warning("%s; it is deleted", error)
@@ -146,7 +140,7 @@ class Checkpointing:
         """
         loop = asyncio.get_running_loop()
         found = await in_thread(self._store.find, checkpoint_id)
-        if not is_own(found.owner):
+        if not is_own(found.spec.owner):
             raise not_found(checkpoint_id)
         with ExitStack() as stack:
             await self._exporting[caller].acquire()
@@ -188,7 +182,7 @@ class Checkpointing:
             manifest = await archive.manifest()
             self._usable(manifest)
             if not self._store.owners():
-                manifest = manifest.model_copy(update={"owner": ""})
+                manifest = manifest.model_copy(update={"spec": replace(manifest.spec, owner="")})
             if (same := await in_thread(self._store.same_as, manifest)) is not None:
                 return same
             async with self._draft(manifest) as draft:
@@ -223,7 +217,7 @@ class Checkpointing:
             CheckpointUnusable: This daemon has not its pool, template or task.
         """
         found = await in_thread(self._store.find, checkpoint_id)
-        if not is_own(found.owner):
+        if not is_own(found.spec.owner):
             raise not_found(checkpoint_id)
         task, pool = self._usable(found)
         return found, task, pool
@@ -233,21 +227,25 @@ class Checkpointing:
         found, task, pool = await self.find(
             command.checkpoint_id, lambda owner: command.sees_all_owners or owner == command.owner
         )
-        for field, asked, stored in (("task_id", command.task_id, found.task_id), ("pool", command.pool, found.pool)):
+        spec = found.spec
+        for field, asked, stored in (("task_id", command.task_id, spec.task_id), ("pool", command.pool, spec.pool)):
             if asked not in ("", stored):
                 raise InvalidRequest(field, f"{asked} is not that of checkpoint {found.checkpoint_id}: {stored}")
-        if command.max_steps is not None and command.max_steps <= found.step_count:
-            raise InvalidRequest("max_steps", f"must be above the step count of the checkpoint, {found.step_count}")
+        if command.max_steps is not None and command.max_steps <= found.progress.step_count:
+            raise InvalidRequest(
+                "max_steps", f"must be above the step count of the checkpoint, {found.progress.step_count}"
+            )
         return found, task, pool
 
     def _usable(self, found: Checkpoint) -> tuple[Task, Pool]:
         """Return the task and pool of a checkpoint. Raises: CheckpointUnusable: not those that it needs."""
-        pool, task = self._context.pools.get(found.pool), self._tasks.find(found.task_id)
+        spec = found.spec
+        pool, task = self._context.pools.get(spec.pool), self._tasks.find(spec.task_id)
         if pool is None:
-            raise CheckpointUnusable(f"checkpoint {found.checkpoint_id}: this daemon has no pool {found.pool!r}")
-        if task is None or task_digest(task) != found.task_digest:
+            raise CheckpointUnusable(f"checkpoint {found.checkpoint_id}: this daemon has no pool {spec.pool!r}")
+        if task is None or task_digest(task) != spec.task_digest:
             raise CheckpointUnusable(
-                f"checkpoint {found.checkpoint_id}: task {found.task_id} has changed or is not served; start it over"
+                f"checkpoint {found.checkpoint_id}: task {spec.task_id} has changed or is not served; start it over"
             )
         if pool.template is not None:
             _require_template(found, pool.template)
@@ -263,7 +261,7 @@ class Checkpointing:
         granted = await pool.lease(
             0,
             reserved=command.group_size,
-            run=command.run or checkpoint.run,
+            run=command.run or checkpoint.spec.run,
             owner=command.owner,
             timeout_s=command.timeout_s,
         )
@@ -282,6 +280,7 @@ class Checkpointing:
             raise
         return Group(
             members=tuple(_opened_from(checkpoint, member) for member in members),
+            progress=checkpoint.start,
             timings_ms={**watch.timings_ms, "total": watch.total_ms},
         )
 
@@ -336,11 +335,11 @@ class Checkpointing:
         if (known := await self._known(checkpoint_id, command)) is not None:
             return CheckpointResult(checkpoint=known, timings_ms={})
         watch = Stopwatch(context.clock)
-        pool = context.pools[episode.pool]
+        pool = context.pools[episode.spec.pool]
         async with context.registry.call(episode, renews=True):
             try:
                 # Before the copy: callers that wait for the disk hold none.
-                async with self._writer(episode.owner):
+                async with self._writer(episode.spec.owner):
                     watch.lap("queue")
                     frozen = await freeze_at(
                         pool, episode, command.step_index, registry=context.registry, epoch=command.epoch
@@ -362,15 +361,17 @@ class Checkpointing:
 
     def describe(self, episode: Episode, frozen: FrozenDesktop, trigger: CheckpointTrigger) -> Checkpoint:
         """Return the description of an episode's present state, for `store`."""
-        name = f"{trigger.value}/{episode.epoch}/{episode.step_count}"
-        command = CheckpointCommand(request_id=name, episode_id=episode.episode_id, step_index=episode.step_count)
+        name = f"{trigger.value}/{episode.epoch}/{episode.progress.step_count}"
+        command = CheckpointCommand(
+            request_id=name, episode_id=episode.episode_id, step_index=episode.progress.step_count
+        )
         described = self._describe(episode, command, frozen, _id_of(episode, name))
         return described.model_copy(update={"trigger": trigger.value})
 
     async def store(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
         """Store a state of an episode that no request asked for."""
-        async with self._writer(episode.owner):
-            stored = await self._write(described, frozen, self._context.pools[episode.pool])
+        async with self._writer(episode.spec.owner):
+            stored = await self._write(described, frozen, self._context.pools[episode.spec.pool])
         await self._stored(episode, stored)
 
     def discard(self, frozen: FrozenDesktop) -> None:
@@ -380,15 +381,15 @@ class Checkpointing:
     async def _stored(self, episode: Episode, stored: Checkpoint) -> None:
         """Report a new checkpoint; later ones of the same epoch descend from it."""
         if stored.epoch == episode.epoch:
-            episode.last_checkpoint_id = stored.checkpoint_id
+            episode.progress = replace(episode.progress, last_checkpoint_id=stored.checkpoint_id)
             self._context.journal.save(episode)
-        self._context.metrics.checkpoints_created.labels(pool=episode.pool).inc()
+        self._context.metrics.checkpoints_created.labels(pool=episode.spec.pool).inc()
         await self._report()
         logger.info(
             "episode %s: checkpoint %s at step %d, %.1f MiB",
             episode.episode_id,
             stored.checkpoint_id,
-            stored.step_count,
+            stored.progress.step_count,
             stored.size_bytes / (1 << 20),
         )
 
@@ -407,20 +408,17 @@ class Checkpointing:
     ) -> Checkpoint:
         now = self._context.clock.now()
         ttl_s = self._store.settings.ttl_s if command.ttl_s is None else command.ttl_s
-        return copied(
-            Checkpoint,
-            episode,
-            command,
+        return Checkpoint(
             checkpoint_id=checkpoint_id,
-            parent_checkpoint_id=episode.last_checkpoint_id,
-            task_id=episode.task.task_id,
-            task_digest=task_digest(episode.task),
+            label=command.label,
+            spec=episode.spec,
+            progress=episode.progress,
+            epoch=episode.epoch,
             template_digest=frozen.snapshot.template_digest,
-            step_count=command.step_index,
-            perturbations=episode.origin.perturbations,
             frame_id=frozen.view.frame.frame_id,
             create_time=now,
             expire_time=now + timedelta(seconds=ttl_s),
+            pinned=command.pinned,
             fingerprint=command.fingerprint.hex(),
         )
 
@@ -464,8 +462,8 @@ def _require_template(checkpoint: Checkpoint, template: FrozenDesktop) -> None:
     """Raises: CheckpointUnusable: The checkpoint builds on another template."""
     if template.snapshot.template_digest != checkpoint.template_digest:
         raise CheckpointUnusable(
-            f"checkpoint {checkpoint.checkpoint_id}: pool {checkpoint.pool} has another template now (image, machine"
-            " size, QEMU or processor changed); use a host that has the old one, or start over"
+            f"checkpoint {checkpoint.checkpoint_id}: pool {checkpoint.spec.pool} has another template now (image,"
+            " machine size, QEMU or processor changed); use a host that has the old one, or start over"
         )
 
 
@@ -473,18 +471,17 @@ def _opened_from(checkpoint: Checkpoint, member: Member) -> Member:
     origin = replace(
         member.origin,
         checkpoint_id=checkpoint.checkpoint_id,
-        checkpoint_episode_id=checkpoint.episode_id,
+        checkpoint_episode_id=checkpoint.spec.episode_id,
         checkpoint_time=checkpoint.create_time,
-        perturbations=checkpoint.perturbations,
     )
     return replace(member, origin=origin)
 
 
 def tree_of(episode: Episode, found: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints that are connected with an episode's by their parents, in their order."""
-    links = [{each.checkpoint_id, each.parent_checkpoint_id} - {""} for each in found]
-    connected = {episode.origin.checkpoint_id, episode.last_checkpoint_id}
-    connected |= {each.checkpoint_id for each in found if each.episode_id == episode.episode_id}
+    links = [{each.checkpoint_id, each.progress.last_checkpoint_id} - {""} for each in found]
+    connected = {episode.spec.origin.checkpoint_id, episode.progress.last_checkpoint_id}
+    connected |= {each.checkpoint_id for each in found if each.spec.episode_id == episode.episode_id}
     while more := set().union(*(link for link in links if link & connected)) - connected:
         connected |= more
     return [each for each in found if each.checkpoint_id in connected]

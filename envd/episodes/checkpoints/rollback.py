@@ -8,9 +8,10 @@ import logging
 from dataclasses import replace
 
 from envd.base.errors import EnvdError, InvalidRequest, MachineLost
+from envd.base.telemetry.traces import Stopwatch
 from envd.episodes.checkpoints.calls import Checkpointing
-from envd.episodes.checkpoints.store import Checkpoint
-from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.context import EpisodeContext
 from envd.episodes.controlling import Controlling
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import ROLLBACK, Request
@@ -57,13 +58,13 @@ class RollingBack:
         async with context.registry.call(episode, renews=True):
             try:
                 checkpoint, task, pool = await self._checkpoints.find(
-                    command.checkpoint_id, lambda owner: owner == episode.owner
+                    command.checkpoint_id, lambda owner: owner == episode.spec.owner
                 )
-                if (task.task_id, pool.name) != (episode.task.task_id, episode.pool):
+                if (task.task_id, pool.name) != (episode.task.task_id, episode.spec.pool):
                     raise InvalidRequest(
                         "checkpoint_id",
                         f"{checkpoint.checkpoint_id} is of task {task.task_id} in pool {pool.name}, but episode"
-                        f" {episode.episode_id} is of task {episode.task.task_id} in pool {episode.pool}",
+                        f" {episode.episode_id} is of task {episode.task.task_id} in pool {episode.spec.pool}",
                     )
                 async with episode.turn:
                     watch.lap("queue")
@@ -81,7 +82,7 @@ class RollingBack:
     ) -> Member:
         """Return a machine with the checkpoint's state. On failure and on cancellation there is none."""
         subject = f"rollback of episode {episode.episode_id}"
-        async with pool.replacing(run=episode.run) as reservation:
+        async with pool.replacing(run=episode.spec.run) as reservation:
             (member,) = await self._checkpoints.start_from(
                 checkpoint, pool, [reservation], options=command.observe, subject=subject, watch=watch
             )
@@ -96,7 +97,7 @@ class RollingBack:
         self, episode: Episode, request: Request, checkpoint: Checkpoint, member: Member, watch: Stopwatch
     ) -> RollbackResult:
         context, old = self._context, episode.machine
-        episode.go_back(member.machine, checkpoint)
+        episode.go_back(member.machine, checkpoint.start)
         context.registry.events.rolled_back(episode, time=checkpoint.create_time)
         result = RollbackResult(
             episode=episode.info(context.clock),
@@ -108,12 +109,12 @@ class RollingBack:
         finally:
             # Not before: a daemon that was killed by now would continue with it.
             context.registry.release_soon(episode, old)
-        context.metrics.rollbacks.labels(pool=episode.pool).inc()
+        context.metrics.rollbacks.labels(pool=episode.spec.pool).inc()
         logger.info(
             "episode %s: rolled back to checkpoint %s at step %d, epoch %d, machine %s",
             episode.episode_id,
             checkpoint.checkpoint_id,
-            episode.step_count,
+            episode.progress.step_count,
             episode.epoch,
             episode.machine.machine_id,
         )

@@ -27,15 +27,14 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Final, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 import xxhash
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from envd.base.aio import shielded
-from envd.base.config import CheckpointsConfig, SettlePolicy
+from envd.base.config import CheckpointsConfig
 from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointStoreFull, CheckpointUnusable, StoreError
-from envd.tasks.user import Exchange
+from envd.episodes.checkpoints.manifest import Checkpoint, NewerManifest, StoredFile, parse_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ T = TypeVar("T")
 _PREFIX: Final = "ckpt-"
 #: Names of directories that are being filled or removed.
 _PART_PREFIX: Final = "part-"
-#: Name of the file with its description.
+#: Name of the file with its manifest.
 MANIFEST: Final = "checkpoint.json"
 _MAX_ID_CHARS: Final = 64
 _CHUNK_BYTES: Final = 1 << 20
@@ -61,79 +60,6 @@ _LOCK_POLL_S: Final = 0.02
 EXPIRED_SWEEPS: Final = 5
 #: A directory may change again without another time stamp for as long as the resolution of a file system's.
 _STAMP_NS: Final = 1_000_000_000
-
-
-def _in_utc(moment: datetime) -> datetime:
-    if not 2000 <= moment.year < 9000:  # beyond, converting it or adding to it may overflow
-        raise ValueError(f"{moment.isoformat()} is not a time of this millennium")
-    return moment.astimezone(UTC)
-
-
-# A description may come from another host, and lists of all callers contain it: every value must fit a response.
-_Text = Annotated[str, Field(max_length=256)]
-_Time = Annotated[AwareDatetime, AfterValidator(_in_utc)]
-_Steps = Annotated[int, Field(ge=0, le=100_000)]
-
-
-class StoredFile(BaseModel):
-    """A file of a checkpoint."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    size_bytes: Annotated[int, Field(ge=0, le=1 << 50)]
-    digest: _Text
-    """xxh3-128 of its content, 32 hex digits."""
-
-
-class Checkpoint(BaseModel):
-    """Description of a checkpoint, stored with it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format: Literal[1] = 1
-    checkpoint_id: _Text
-    label: _Text
-    episode_id: _Text
-    parent_checkpoint_id: _Text
-    """The previous checkpoint of that episode, or the one that it was opened from; empty if none."""
-    task_id: _Text
-    task_digest: _Text
-    """Digest of the task's definition: of another version, the stored state is not a state."""
-    template_digest: _Text
-    """Digest of the template whose memory and disk the state builds on."""
-    pool: _Text
-    run: _Text
-    owner: _Text
-    step_count: _Steps
-    asked: Annotated[tuple[Exchange, ...], Field(max_length=100)] = ()
-    """What the agent had asked the task's user."""
-    perturbations: Annotated[tuple[_Text, ...], Field(max_length=64)] = ()
-    """Kinds of the perturbations of the episode's world."""
-    epoch: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
-    """The episode's, in which the state was."""
-    max_steps: _Steps
-    frame_id: _Text
-    settle: SettlePolicy
-    create_time: _Time
-    expire_time: _Time
-    pinned: bool
-    trigger: _Text = ""
-    """Value of the `CheckpointTrigger` at which its episode stored it; empty if a request did."""
-    fingerprint: _Text
-    """Digest of the request that created it; empty if none did."""
-    files: Annotated[dict[str, StoredFile], Field(max_length=64)] = {}
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.files.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointResult:
-    """A new checkpoint, and the milliseconds of each phase."""
-
-    checkpoint: Checkpoint
-    timings_ms: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +86,7 @@ class _Known(NamedTuple):
     inode: int
     """Number of its directory: another one if it was deleted and stored again."""
     checkpoint: Checkpoint | None
-    """None if its description is damaged."""
+    """None if this envd cannot read its manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,21 +126,22 @@ class CheckpointStore:
         return self.directory / checkpoint_id
 
     def find(self, checkpoint_id: str) -> Checkpoint:
-        """Return a checkpoint that has not expired. Raises: CheckpointNotFound, CheckpointCorrupt, StoreError."""
+        """Return a checkpoint that has not expired. Raises: CheckpointNotFound, CheckpointCorrupt,
+        CheckpointUnusable, StoreError."""
         if is_id(checkpoint_id):
             try:
                 found = self._read(checkpoint_id)
-            except CheckpointCorrupt:
+            except (CheckpointCorrupt, CheckpointUnusable):
                 self._forget(checkpoint_id)
                 raise
-            if found is not None and found.expire_time > self.now() and (not found.owner or self.owners()):
+            if found is not None and found.expire_time > self.now() and (not found.spec.owner or self.owners()):
                 return found
         raise not_found(checkpoint_id)
 
     def list(self) -> tuple[Checkpoint, ...]:
         """Return all readable checkpoints that have not expired, oldest first. Raises: StoreError."""
         now, has_owners = self.now(), bool(self.owners())
-        return tuple(each for each in self._all() if each.expire_time > now and (has_owners or not each.owner))
+        return tuple(each for each in self._all() if each.expire_time > now and (has_owners or not each.spec.owner))
 
     def usage(self) -> StoreUsage:
         found = self._all()
@@ -393,7 +320,7 @@ class CheckpointStore:
         present = [*kept.values(), *(each for name, each in held.items() if name not in kept), new]
         owner_bytes = Counter[str]()
         for each in present:
-            owner_bytes[each.owner] += each.size_bytes
+            owner_bytes[each.spec.owner] += each.size_bytes
         run_bytes = sum(each.size_bytes for each in present if _run(each) == _run(new))
         limit_bytes, total_bytes = settings.limit_gib * _GIB, owner_bytes.total()
         unwritten_bytes = sum(draft.unwritten_bytes for draft in tuple(self._drafts))
@@ -401,7 +328,7 @@ class CheckpointStore:
         spare_bytes = shutil.disk_usage(self.directory).free - self.reserve_bytes - unwritten_bytes
         owner_count = len({*owner_bytes, *self.owners()})
         share_bytes = min(limit_bytes, total_bytes + spare_bytes) / owner_count
-        pinned_bytes = sum(each.size_bytes for each in present if each.pinned and each.owner == new.owner)
+        pinned_bytes = sum(each.size_bytes for each in present if each.pinned and each.spec.owner == new.spec.owner)
         if new.pinned and pinned_bytes > limit_bytes / owner_count and owner_count > 1:
             raise _full(
                 new, f"each of {owner_count} tokens may pin its share of checkpoints.limit_gib = {settings.limit_gib:g}"
@@ -412,12 +339,12 @@ class CheckpointStore:
         removable: dict[str, deque[Checkpoint]] = {owner: deque() for owner in owner_bytes}
         candidates = (each for each in kept.values() if not each.pinned and each.checkpoint_id not in held)
         for each in sorted(candidates, key=self._removal_order):
-            removable[each.owner].append(each)
+            removable[each.spec.owner].append(each)
         victims: list[Checkpoint] = []
         while True:
             if run_bytes > run_limit_bytes:
-                limit = f"run {new.run!r} may hold checkpoints.run_limit_gib = {settings.run_limit_gib:g}"
-                victim = next((each for each in removable[new.owner] if each.run == new.run), None)
+                limit = f"run {new.spec.run!r} may hold checkpoints.run_limit_gib = {settings.run_limit_gib:g}"
+                victim = next((each for each in removable[new.spec.owner] if each.spec.run == new.spec.run), None)
             elif total_bytes > limit_bytes or spare_bytes < 0:
                 limit = f"all may hold checkpoints.limit_gib = {settings.limit_gib:g}"
                 if total_bytes <= limit_bytes:
@@ -425,15 +352,15 @@ class CheckpointStore:
                 above = [
                     owner
                     for owner, own in removable.items()
-                    if own and (owner == new.owner or owner_bytes[owner] > share_bytes)
+                    if own and (owner == new.spec.owner or owner_bytes[owner] > share_bytes)
                 ]
                 victim = removable[max(above, key=owner_bytes.__getitem__)][0] if above else None
             else:
                 break
             if victim is None:
                 raise _full(new, f"{limit}, and removing others that are not pinned does not suffice")
-            removable[victim.owner].remove(victim)
-            owner_bytes[victim.owner] -= victim.size_bytes
+            removable[victim.spec.owner].remove(victim)
+            owner_bytes[victim.spec.owner] -= victim.size_bytes
             run_bytes -= victim.size_bytes if _run(victim) == _run(new) else 0
             total_bytes -= victim.size_bytes
             spare_bytes += victim.size_bytes
@@ -484,7 +411,7 @@ class CheckpointStore:
             try:
                 if (found := self._read(name)) is not None:
                     known[name] = _Known(inodes[name], found)
-            except CheckpointCorrupt:
+            except (CheckpointCorrupt, CheckpointUnusable):
                 known[name] = _Known(inodes[name], None)
             except StoreError as error:
                 self._unreadable.append(error)
@@ -496,19 +423,24 @@ class CheckpointStore:
         """Return a checkpoint; None if there is none.
 
         Raises:
-            CheckpointCorrupt: Its description is damaged.
+            CheckpointCorrupt: Its manifest is damaged.
+            CheckpointUnusable: A newer envd stored it.
             StoreError: It may be readable later.
         """
         path = self.path(checkpoint_id) / MANIFEST
         try:
-            found = Checkpoint.model_validate_json(path.read_bytes())
+            found = parse_manifest(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise StoreError(
                 f"checkpoint {checkpoint_id}: {MANIFEST} cannot be read: {error.strerror}; check the disk, then retry"
             ) from error
-        except ValidationError as error:
+        except NewerManifest as error:
+            raise CheckpointUnusable(
+                f"checkpoint {checkpoint_id}: {MANIFEST}: {error}; use that envd, or delete the checkpoint"
+            ) from error
+        except ValueError as error:
             raise CheckpointCorrupt(
                 f"checkpoint {checkpoint_id}: {MANIFEST} cannot be read; delete the checkpoint"
             ) from error
@@ -528,7 +460,7 @@ def _errors(checkpoint_id: str, act: str = "stored") -> Iterator[None]:
 
 def _run(checkpoint: Checkpoint) -> tuple[str, str]:
     """Return the run of a checkpoint; owners have separate runs."""
-    return checkpoint.owner, checkpoint.run
+    return checkpoint.spec.owner, checkpoint.spec.run
 
 
 def _full(new: Checkpoint, why: str) -> CheckpointStoreFull:

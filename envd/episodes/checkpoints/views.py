@@ -3,13 +3,12 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import zstandard
 from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
-from cuaenv.copying import copied
 from cuaenv.frames import TiledImage
 from cuaenv.problems import problem_of, without_path
 from envd.base.errors import CheckpointCorrupt
@@ -34,6 +33,11 @@ class _Cursor:
     shape: tuple[_CursorSide, _CursorSide, Literal[4]]
     """(height, width, 4)."""
 
+    @classmethod
+    def of(cls, cursor: CursorShape) -> Self:
+        height_px, width_px, _ = cursor.rgba_HWC.shape
+        return cls(hot_x_px=cursor.hot_x_px, hot_y_px=cursor.hot_y_px, shape=(height_px, width_px, 4))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
@@ -55,8 +59,16 @@ _ADAPTER = TypeAdapter(_View)
 def write_view(view: DesktopView, directory: Path) -> None:
     """Write a view. Raises: OSError."""
     cursor = view.cursor
-    shape = None if cursor is None else copied(_Cursor, cursor, shape=cursor.rgba_HWC.shape)
-    state = copied(_View, view.frame, view, cursor=shape)
+    state = _View(
+        width_px=view.frame.width_px,
+        height_px=view.frame.height_px,
+        capture_time=view.frame.capture_time,
+        cursor=None if cursor is None else _Cursor.of(cursor),
+        caps_lock=view.caps_lock,
+        inputs=view.inputs,
+        guestd_types=view.guestd_types,
+        home=view.home,
+    )
     (directory / _STATE).write_bytes(_ADAPTER.dump_json(state))
     _write_pixels(directory / _SCREEN, view.frame.rgb_HWC)
     if cursor is not None:
@@ -72,7 +84,8 @@ def read_view(directory: Path, checkpoint_id: str) -> DesktopView:
         image = TiledImage.from_rgb(_read_pixels(directory / _SCREEN, (state.height_px, state.width_px, 3)))
         cursor = None
         if state.cursor is not None:
-            cursor = copied(CursorShape, state.cursor, rgba_HWC=_read_pixels(directory / _CURSOR, state.cursor.shape))
+            pixels = _read_pixels(directory / _CURSOR, state.cursor.shape)
+            cursor = CursorShape(state.cursor.hot_x_px, state.cursor.hot_y_px, pixels)
     except (OSError, ValueError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         why = f"{_STATE}: {'.'.join(map(str, first['loc']))}: {problem_of(first)}" if first else without_path(error)
@@ -80,7 +93,14 @@ def read_view(directory: Path, checkpoint_id: str) -> DesktopView:
             f"checkpoint {checkpoint_id}: its screen cannot be read ({why}); delete the checkpoint"
         ) from error
     frame = Frame(frame_id=image.image_id, image=image, capture_time=state.capture_time)
-    return copied(DesktopView, state, frame=frame, cursor=cursor)
+    return DesktopView(
+        frame=frame,
+        cursor=cursor,
+        caps_lock=state.caps_lock,
+        inputs=state.inputs,
+        guestd_types=state.guestd_types,
+        home=state.home,
+    )
 
 
 def _check(state: _View) -> None:

@@ -5,46 +5,25 @@ has a frame without content, so the client can tell. The same applies to long gu
 """
 
 import json
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 from pydantic_core import PydanticSerializationError
 
-from cuaenv.actions import Done, Fail
-from cuaenv.copying import copied
 from envd.base.clock import Clock
-from envd.base.config import SettlePolicy
-from envd.base.errors import EvaluatorFailed
 from envd.base.store.statements import EpisodeRow
 from envd.desktop.observation import Observation
 from envd.desktop.view import ConnectionState
 from envd.episodes.episode import Episode
-from envd.episodes.types import (
-    AutomaticCheckpoints,
-    EpisodeState,
-    EvaluateResult,
-    GroupResult,
-    Origin,
-    RollbackResult,
-    StepResult,
-)
-from envd.tasks.user import Exchange
+from envd.episodes.progress import EpisodeSpec, Progress
+from envd.episodes.types import GroupResult, RollbackResult, StepResult
 
 T = TypeVar("T")
-_ASKED = tuple[Exchange, ...]
 
 #: Longest text of a response, such as an accessibility tree, that is persisted.
 MAX_TEXT_CHARS: Final = 65_536
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure:
-    """Persisted form of an `EvaluatorFailed` verdict."""
-
-    failure: str
 
 
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
@@ -60,9 +39,9 @@ def dump(value: object) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _dump_constant(value: SettlePolicy | Origin | AutomaticCheckpoints) -> str:
+def _dump_spec(spec: EpisodeSpec) -> str:
     """Return what never changes in an episode's row, which is written after each step."""
-    return dump(value)
+    return dump(spec)
 
 
 def load(kind: type[T], text: str) -> T:
@@ -100,76 +79,31 @@ def _if_short(text: str | None) -> str | None:
 
 def row_of(episode: Episode, clock: Clock) -> EpisodeRow:
     left_s = episode.lease.expire_s - clock.monotonic()
-    return copied(
-        EpisodeRow,
-        episode,
-        task_id=episode.task.task_id,
-        settle=_dump_constant(episode.settle),
-        origin=_dump_constant(episode.origin),
-        create_time_s=episode.create_time.timestamp(),
+    return EpisodeRow(
+        episode_id=episode.episode_id,
+        owner=episode.spec.owner,
+        spec=_dump_spec(episode.spec),
+        progress=dump(episode.progress),
+        epoch=episode.epoch,
         machine_id=episode.machine.machine_id,
-        state=episode.state.value,
-        automatic=_dump_constant(episode.automatic),
-        last_action=_dump_action(episode.last_action),
-        verdict=_dump_verdict(episode.verdict),
-        asked=json.dumps(episode.asked),
-        bearings=dump(episode.machine.desktop.connection_state),
+        connection=dump(episode.machine.desktop.connection_state),
         lease_ttl_s=episode.lease.ttl_s,
         expire_time_s=clock.now().timestamp() + left_s,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeSnapshot:
-    """The parsed columns of an episode's row."""
+class StoredEpisode(NamedTuple):
+    """The values in an episode's row."""
 
-    settle: SettlePolicy
-    automatic: AutomaticCheckpoints
-    origin: Origin
-    create_time: datetime
-    state: EpisodeState
-    last_action: Done | Fail | None
-    verdict: EvaluateResult | EvaluatorFailed | None
-    asked: tuple[Exchange, ...]
-    bearings: ConnectionState
+    spec: EpisodeSpec
+    progress: Progress
+    connection: ConnectionState
 
 
-def snapshot_of(row: EpisodeRow) -> EpisodeSnapshot:
-    """Parse a row. Raises: ValueError, TypeError, KeyError: not in this release's format."""
-    return EpisodeSnapshot(
-        settle=load(SettlePolicy, row.settle),
-        automatic=load(AutomaticCheckpoints, row.automatic),
-        origin=load(Origin, row.origin),
-        create_time=datetime.fromtimestamp(row.create_time_s, UTC),
-        state=EpisodeState(row.state),
-        last_action=_load_action(row.last_action),
-        verdict=_load_verdict(row.verdict),
-        asked=load(_ASKED, row.asked),
-        bearings=load(ConnectionState, row.bearings),
+def stored_in(row: EpisodeRow) -> StoredEpisode:
+    """Parse a row. Raises: ValueError: not in this release's format."""
+    return StoredEpisode(
+        spec=load(EpisodeSpec, row.spec),
+        progress=load(Progress, row.progress),
+        connection=load(ConnectionState, row.connection),
     )
-
-
-def _dump_action(action: Done | Fail | None) -> str:
-    return "" if action is None else json.dumps({"kind": type(action).__name__, "action": json.loads(dump(action))})
-
-
-def _load_action(text: str) -> Done | Fail | None:
-    if not text:
-        return None
-    loaded = json.loads(text)
-    kind: type[Done] | type[Fail] = Done if loaded["kind"] == "Done" else Fail
-    return kind(**loaded["action"])
-
-
-def _dump_verdict(verdict: EvaluateResult | EvaluatorFailed | None) -> str:
-    if verdict is None:
-        return ""
-    return dump(_Failure(failure=str(verdict)) if isinstance(verdict, EvaluatorFailed) else verdict)
-
-
-def _load_verdict(text: str) -> EvaluateResult | EvaluatorFailed | None:
-    if not text:
-        return None
-    if "failure" in json.loads(text):
-        return EvaluatorFailed(load(_Failure, text).failure)
-    return load(EvaluateResult, text)

@@ -27,7 +27,6 @@ from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.recording.records import Kind, packed, packed_json
 from envd.episodes.recording.writer import RecordingDirectory, RecordingFile
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import EvaluateResult
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ class Recorder(EpisodeObserver):
     def rolled_back(self, episode: Episode, *, time: datetime) -> None:
         """Record a rollback; the steps that it took back stay."""
         time_s = self.now_s
-        value = {"step_count": episode.step_count, "epoch": episode.epoch, "state_time": time.timestamp()}
+        value = {"step_count": episode.progress.step_count, "epoch": episode.epoch, "state_time": time.timestamp()}
         self._add(episode, _Item(time_s, record=packed_json(Kind.ROLLBACK, time_s, value)))
 
     def scored(self, episode: Episode) -> None:
@@ -109,10 +108,10 @@ class Recorder(EpisodeObserver):
 
     def closed(self, episode: Episode) -> None:
         end = {
-            "state": episode.state.value,
-            "reason": episode.end_reason,
-            "cause": episode.cause,
-            "step_count": episode.step_count,
+            "state": episode.progress.state.value,
+            "reason": episode.progress.end_reason,
+            "cause": episode.progress.cause,
+            "step_count": episode.progress.step_count,
             **_score(episode),
         }
         self._add(episode, _Item(self.now_s, end=end))
@@ -254,28 +253,28 @@ class _Recording:
 
 
 def _meta(episode: Episode) -> dict[str, Any]:
-    checkpoint_time = episode.origin.checkpoint_time
+    checkpoint_time = episode.spec.origin.checkpoint_time
     return {
         "episode_id": episode.episode_id,
-        "group_id": episode.group_id,
-        "parent_episode_id": episode.parent_episode_id,
+        "group_id": episode.spec.group_id,
+        "parent_episode_id": episode.spec.parent_episode_id,
         "task_id": episode.task.task_id,
         "instruction": episode.task.instruction,
-        "pool": episode.pool,
-        "run": episode.run,
-        "owner": episode.owner,
-        "max_steps": episode.max_steps,
+        "pool": episode.spec.pool,
+        "run": episode.spec.run,
+        "owner": episode.spec.owner,
+        "max_steps": episode.spec.max_steps,
         "tools": list(episode.tools),
-        "first_step": episode.step_count,
-        "checkpoint_episode_id": episode.origin.checkpoint_episode_id,
+        "first_step": episode.progress.step_count,
+        "checkpoint_episode_id": episode.spec.origin.checkpoint_episode_id,
         "checkpoint_time": None if checkpoint_time is None else checkpoint_time.timestamp(),
-        "create_time": episode.create_time.timestamp(),
+        "create_time": episode.spec.create_time.timestamp(),
     }
 
 
 def _score(episode: Episode) -> dict[str, Any]:
-    verdict = episode.verdict
-    if not isinstance(verdict, EvaluateResult):
-        return {"score": None, "evaluator_error": "" if verdict is None else str(verdict)}
-    checks = [{"name": check.name, "score": check.score, "evidence": check.evidence} for check in verdict.checks]
-    return {"score": verdict.score, "checks": checks}
+    score = episode.progress.score
+    if score is None:
+        return {"score": None, "evaluator_error": episode.progress.evaluator_error}
+    checks = [{"name": check.name, "score": check.score, "evidence": check.evidence} for check in score.checks]
+    return {"score": score.score, "checks": checks}

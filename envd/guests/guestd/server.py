@@ -43,8 +43,16 @@ class Connection(BaseHTTPRequestHandler):
     #: Another one after each start.
     sys_version = secrets.token_hex(8)
     timeout = SOCKET_TIMEOUT_S
-    disable_nagle_algorithm = True
     wbufsize = -1
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether the connection is one of a Unix socket, which has no options of TCP."""
+        return bool(self.request.family == socket.AF_UNIX)
+
+    @property
+    def disable_nagle_algorithm(self) -> bool:  # type: ignore[override]
+        return not self._is_local
 
     def do_GET(self) -> None:
         self._respond("GET")
@@ -105,8 +113,9 @@ class Connection(BaseHTTPRequestHandler):
             program.settimeout(None)
             program.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.connection.settimeout(None)
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+            if not self._is_local:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
             self._switch_protocols()
             upstream = threading.Thread(target=relay, args=(program, self.connection), name="forward", daemon=True)
             upstream.start()
@@ -180,7 +189,7 @@ class Server(ThreadingHTTPServer):
         if listening is not None:
             self.socket.close()
             self.socket = listening
-            self.server_address = listening.getsockname()[:2]
+            self.server_address = listening.getsockname()
         self.guest = guest
         self.replays = Replays()
 

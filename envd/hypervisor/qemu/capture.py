@@ -22,7 +22,6 @@ from uuid import UUID
 import numpy as np
 import xxhash
 
-from cuaenv.copying import copied
 from envd.base.errors import EnvdError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
 from envd.hypervisor.machine import Accelerator, CaptureReport, Firmware, MachineSpec, MachineState
 from envd.hypervisor.qemu.domain_xml import MEMORY, VIDEO_ALIAS, FirmwareFiles, MachineFiles, MemoryFile, domain_xml
@@ -103,8 +102,16 @@ def captured_snapshot(
 
     Without `patch` it only backs existing forks: a previous daemon had the pages in memory, so nothing can be forked.
     """
-    more = {"memory_path": parent.memory_path, "patch": patch, "parent": parent, "report": report}
-    return copied(LibvirtSnapshot, record, files=files, **more)
+    return LibvirtSnapshot(
+        files=files,
+        spec=record.spec,
+        digest=record.digest,
+        disk_digest=record.disk_digest,
+        memory_path=parent.memory_path,
+        patch=patch,
+        parent=parent,
+        report=report,
+    )
 
 
 async def _copy(

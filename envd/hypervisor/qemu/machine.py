@@ -23,8 +23,8 @@ from pydantic import JsonValue
 from envd.base.aio import race, shielded
 from envd.base.errors import EnvdError, GuestUnresponsive, HypervisorError, MachineLost
 from envd.base.losses import FULL_DISK_BYTES, Loss, Owner, Silence, loss_by_shutdown, loss_by_silence
+from envd.hypervisor.agent_channel import AgentChannel
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
-from envd.hypervisor.qemu.agent_channel import AgentChannel
 from envd.hypervisor.qemu.connection import is_alive
 from envd.hypervisor.qemu.domain_xml import MachineFiles, parse_forwarded_port
 from envd.hypervisor.qemu.monitor import Monitor

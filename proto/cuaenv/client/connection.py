@@ -1,6 +1,7 @@
 """The connection to one daemon: deadlines and retries of lost calls."""
 
 import asyncio
+import gc
 import logging
 import os
 import random
@@ -54,14 +55,23 @@ _HINTS: Final = (
 _channel_pid: int | None = None
 
 
-def require_own_process(targets: str, pid: int | None) -> None:
-    """Check that this process was not forked from `pid`, which has used a client: its gRPC would hang or crash.
+# In a forked process, the collection of its parent's channels would wait without end for threads that it does not have.
+os.register_at_fork(after_in_child=gc.freeze)
 
-    Raises: ClientClosed.
+
+def require_own_process(targets: str, made_by: int | None = None) -> None:
+    """Check that this process was not forked from one that has used a client: its gRPC would hang or crash.
+
+    Args:
+        made_by: Id of the process that made the client.
+
+    Raises:
+        ClientClosed: It was.
     """
-    if pid not in (None, os.getpid()):
+    other = next((pid for pid in (made_by, _channel_pid) if pid not in (None, os.getpid())), None)
+    if other is not None:
         raise ClientClosed(
-            f"client of {targets}: process {pid} had used a client before this process was forked from it, and gRPC"
+            f"client of {targets}: process {other} had used a client before this process was forked from it, and gRPC"
             " does not work after a fork; start child processes with the method `spawn` or `forkserver` of"
             " multiprocessing, or use no client before the fork",
             host=targets,
@@ -78,7 +88,7 @@ class Connection:
             ValueError: The token would travel to another host in clear text.
             OSError: A TLS file cannot be read.
         """
-        require_own_process(address.target, _channel_pid)
+        require_own_process(address.target)
         globals()["_channel_pid"] = os.getpid()
         self.target = address.target
         self.retry = retry
@@ -101,10 +111,15 @@ class Connection:
 
     async def aclose(self) -> None:
         """Close the channel; running calls fail. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()
-        await self._channel.close()
+        channel = self._channel
+        # Freed here, by its own process and loop, and not by a later garbage collection.
+        del self._channel, self._stub
+        await channel.close()
 
     def stub(self) -> "CUAEnvAsyncStub":
         """Return the service stub.
@@ -113,7 +128,7 @@ class Connection:
             RuntimeError: Called in another event loop.
             ClientClosed: It was closed, or this process was forked since.
         """
-        require_own_process(self.target, _channel_pid)
+        require_own_process(self.target)
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError(
                 f"an episode at {self.target} was opened in another event loop; use it there, or open one here"

@@ -203,6 +203,9 @@ class Origin:
     """Digest of the disk under its machine's overlay."""
     first_frame_id: str
     """The first frame."""
+    is_new_session: bool = False
+    """Whether its machine is a new session on the template's files, in which the task's setup ran, instead of a copy:
+    equal to the others of its group by construction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +240,8 @@ class Pool:
     """Groups that wait, in the order of their turns; empty unless requested."""
     tools: tuple[str, ...] = ()
     """Tools that its agents may use in any task."""
+    not_forkable: str = ""
+    """Why its episodes can be neither forked nor stored as checkpoints, and what can be; empty if they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

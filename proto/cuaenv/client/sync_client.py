@@ -86,6 +86,8 @@ class EnvClient(_Blocking[AsyncEnvClient]):
     ) -> None:
         """Create a client; the first call connects."""
         self._inner = AsyncEnvClient(targets, run=run, max_episodes=max_episodes, retry=retry, token=token, tls=tls)
+        # Before the thread starts: in a forked process it was seen to hang, on a busy host.
+        require_own_process(", ".join(self.targets))
         self._client = self
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()

@@ -90,7 +90,7 @@ def test_sessions_of_a_group_start_on_forks_of_one_state(desktops: DrawnDesktops
         first, second = one.reset(**group), two.reset(**group)
         assert first.observation.screenshot == second.observation.screenshot
         episodes = desktops.server.service.list_episodes()
-        assert len({episode.group_id for episode in episodes}) == 1
+        assert len({episode.spec.group_id for episode in episodes}) == 1
 
 
 def test_mistakes_are_errors_of_openenv_and_lose_nothing(desktops: DrawnDesktops) -> None:

@@ -76,7 +76,7 @@ async def test_a_group_starts_on_forks_of_one_state_and_doing_nothing_is_rewarde
     async with environment(desktops, GIVE_UP, group_size=2) as (env, context, model):
 
         async def note() -> None:
-            groups.update(episode.group_id for episode in desktops.server.service.list_episodes())
+            groups.update(episode.spec.group_id for episode in desktops.server.service.list_episodes())
 
         model.before_reply = note
         episodes = await play(env, context, count=2)

@@ -39,7 +39,7 @@ async def test_a_client_that_trusts_the_ca_is_served_over_tls(certs: Certs) -> N
         AsyncEnvClient(address, tls=Tls(ca=certs["ca"])) as client,
         client.reset("desktop/note"),
     ):
-        assert [info.owner for info in episodes.list_episodes()] == [""]
+        assert [info.spec.owner for info in episodes.list_episodes()] == [""]
 
 
 async def test_the_synchronous_client_supports_tls_with_a_token(certs: Certs, tokens: Tokens) -> None:

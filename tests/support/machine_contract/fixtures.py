@@ -193,6 +193,8 @@ class MachineFixtures:
         """Connect to a machine's display."""
         client = await RfbClient.connect(*await machine.open_display())
         try:
+            if client.draws_pointer:
+                client.pointer(client.size[0] // 2, client.size[1] // 2, buttons=0)
             yield client
         finally:
             await client.close()

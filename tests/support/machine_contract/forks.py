@@ -31,8 +31,8 @@ _PATHS = (_DISK_PATH, _MEMORY_PATH)
 _CLOCK_TOLERANCE_S = 1.0
 
 
-class ForkContract(MachineFixtures):
-    """Tests of a machine's copies. One machine is booted; all others are its descendants."""
+class TemplateContract(MachineFixtures):
+    """Tests of templates, and of machines forked from them. One machine is booted; all others are its descendants."""
 
     # The template
 
@@ -200,6 +200,43 @@ class ForkContract(MachineFixtures):
             await self.wait_agent(machine)
             assert await self.run(machine, "echo", "alive") == b"alive\n"
 
+    async def test_a_machine_loads_one_state_only_and_is_lost_by_another(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with self.fork(hypervisor, template) as machine:
+            with pytest.raises(HypervisorError, match=f"not waiting for a state of .*template {template.digest[:12]}"):
+                await hypervisor.load(machine, template)
+            assert machine.lost.is_set()
+        assert self.leftovers(hypervisor, machine.machine_id) == []
+
+    async def test_a_machine_killed_while_it_waits_is_lost_and_leaves_nothing(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with self.waiting(hypervisor, template) as machine:
+            await self.kill(machine)
+            async with asyncio.timeout(self.prompt_s):
+                await machine.lost.wait()
+            with pytest.raises((MachineLost, HypervisorError)):
+                await hypervisor.load(machine, template)
+        assert self.leftovers(hypervisor, machine.machine_id) == []
+
+    async def test_a_removed_template_allows_no_forks_and_its_machines_continue(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with self.fork(hypervisor, template) as machine:
+            await machine.resume()
+            with self.removed(hypervisor, template):
+                with pytest.raises(TemplateCorrupt, match="removed or replaced"):
+                    await hypervisor.check_intact(template)
+                with pytest.raises(TemplateCorrupt, match="removed or replaced"):
+                    await hypervisor.fork(template, new_machine_id())
+                assert await self.run(machine, "echo", "alive") == b"alive\n"
+            await hypervisor.check_intact(template)
+
+
+class ForkContract(TemplateContract):
+    """Tests of captures, the copies of running machines, in addition to `TemplateContract`."""
+
     async def test_a_waiting_machine_can_load_a_capture_that_is_younger_than_it(
         self, hypervisor: Hypervisor, template: Snapshot
     ) -> None:
@@ -227,28 +264,6 @@ class ForkContract(MachineFixtures):
                 assert await self.read_file(child, path) == b"child"
                 assert await self.read_file(parent, path) == b"parent"
         assert await self.snapshot_leftovers(hypervisor) == []
-
-    async def test_a_machine_loads_one_state_only_and_is_lost_by_another(
-        self, hypervisor: Hypervisor, template: Snapshot
-    ) -> None:
-        async with self.fork(hypervisor, template) as machine:
-            with pytest.raises(HypervisorError, match=f"not waiting for a state of .*template {template.digest[:12]}"):
-                await hypervisor.load(machine, template)
-            assert machine.lost.is_set()
-        assert self.leftovers(hypervisor, machine.machine_id) == []
-
-    async def test_a_machine_killed_while_it_waits_is_lost_and_leaves_nothing(
-        self, hypervisor: Hypervisor, template: Snapshot
-    ) -> None:
-        async with self.waiting(hypervisor, template) as machine:
-            await self.kill(machine)
-            async with asyncio.timeout(self.prompt_s):
-                await machine.lost.wait()
-            with pytest.raises((MachineLost, HypervisorError)):
-                await hypervisor.load(machine, template)
-        assert self.leftovers(hypervisor, machine.machine_id) == []
-
-    # Captures
 
     async def test_a_capture_includes_earlier_writes_and_no_later_ones(
         self, hypervisor: Hypervisor, template: Snapshot
@@ -411,17 +426,10 @@ class ForkContract(MachineFixtures):
                     assert machine.lost.is_set(), f"killed after {delay_s} s"
             assert await self.snapshot_leftovers(hypervisor) == [], f"killed after {delay_s} s"
 
-    async def test_a_removed_template_allows_no_forks_and_its_machines_continue(
+    async def test_a_fork_of_a_removed_template_cannot_be_captured(
         self, hypervisor: Hypervisor, template: Snapshot
     ) -> None:
-        async with self.fork(hypervisor, template) as machine:
-            await machine.resume()
-            with self.removed(hypervisor, template):
-                with pytest.raises(TemplateCorrupt, match="removed or replaced"):
-                    await hypervisor.check_intact(template)
-                with pytest.raises(TemplateCorrupt, match="removed or replaced"):
-                    await hypervisor.fork(template, new_machine_id())
-                with pytest.raises(NotForkable, match="removed or replaced"):
-                    await hypervisor.capture(machine)
-                assert await self.run(machine, "echo", "alive") == b"alive\n"
-            await hypervisor.check_intact(template)
+        async with self.running_fork(hypervisor, template) as machine:
+            with self.removed(hypervisor, template), pytest.raises(NotForkable, match="removed or replaced"):
+                await hypervisor.capture(machine)
+            assert await self.run(machine, "echo", "alive") == b"alive\n"

@@ -37,9 +37,9 @@ from envd.desktop.desktop import Desktop
 from envd.desktop.observation import CursorMode, EncodedFrame, Encoding, Keyframe, ObservationOptions, TileDelta
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
 from tests.support.machine_contract.fixtures import new_machine_id, read_to_end
-from tests.support.machine_contract.forks import ForkContract
+from tests.support.machine_contract.forks import ForkContract, TemplateContract
 
-__all__ = ["MachineContract", "new_machine_id"]
+__all__ = ["ContainerContract", "MachineContract", "new_machine_id"]
 
 
 def _rebuilt(sent: EncodedFrame, base_HWC: npt.NDArray[np.uint8] | None) -> npt.NDArray[np.uint8]:
@@ -69,8 +69,8 @@ def _rebuilt(sent: EncodedFrame, base_HWC: npt.NDArray[np.uint8] | None) -> npt.
 _PROBE_PATH = "/tmp/envd-contract-probe"  # noqa: S108  (a path in the guest)
 
 
-class MachineContract(ForkContract):
-    """Tests of one hypervisor and its machines, in addition to `ForkContract`."""
+class ContainerContract(TemplateContract):
+    """Tests of a hypervisor that cannot copy running machines, in addition to `TemplateContract`."""
 
     # Tests on the shared machine
 
@@ -250,3 +250,7 @@ class MachineContract(ForkContract):
             async with asyncio.timeout(self.prompt_s):
                 with pytest.raises(MachineLost):
                     await command
+
+
+class MachineContract(ContainerContract, ForkContract):
+    """Tests of a hypervisor that can copy running machines: all of them."""

@@ -14,7 +14,6 @@ import shutil
 import socket
 import uuid
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,9 +82,3 @@ class PictureFiles:
         for address in addresses:
             with suppress(OSError):
                 (self._directory / address.decode("ascii").rpartition("/")[2]).unlink()
-
-
-@cache
-def files_of(directory: str) -> PictureFiles:
-    """Return the process's files in a directory. Raises: OSError."""
-    return PictureFiles(directory)

@@ -38,11 +38,13 @@ from envd.desktop.observation import (
     TileDelta,
     Unchanged,
 )
-from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
+from envd.episodes.progress import EpisodeState, Origin, Progress
+from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, StepResult
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
 from envd.tasks.evaluate import CheckResult
 from envd.tasks.model import Task
+from tests.support.episode_values import episode_spec
 from tests.support.stub_episodes import pool_info
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=UTC)
@@ -59,19 +61,19 @@ def info(
     parent_episode_id: str = "",
 ) -> EpisodeInfo:
     return EpisodeInfo(
-        episode_id=episode_id,
-        group_id="group-1",
-        parent_episode_id=parent_episode_id,
-        task_id="desktop/note",
-        pool="debian",
-        state=state,
-        end_reason=end_reason,
-        step_count=3,
+        spec=episode_spec(
+            episode_id=episode_id,
+            parent_episode_id=parent_episode_id,
+            task_id="desktop/note",
+            pool="debian",
+            create_time=MOMENT,
+            max_steps=15,
+            run="run-1",
+            origin=ORIGIN,
+        ),
+        progress=Progress(state=state, end_reason=end_reason, step_count=3),
+        epoch=1,
         expire_time=MOMENT + timedelta(minutes=5),
-        create_time=MOMENT,
-        max_steps=15,
-        run="run-1",
-        origin=ORIGIN,
     )
 
 

@@ -17,8 +17,8 @@ Name = Annotated[str | None, typer.Option("--name", help="A name.")]
 
 
 def greeting(given: dict[str, Any]) -> str:
-    if given["name"] == "nobody":
-        raise ConfigError("--name nobody: unknown")
+    if given["name"] == "unknown-name":
+        raise ConfigError("--name unknown-name: unknown")
     return f"hello {given['name']}"
 
 
@@ -35,7 +35,7 @@ def app_of(function: Any) -> typer.Typer:
 def greet(text: str, *, times: Annotated[int, typer.Option("--times")] = 1, as_json: Json = False) -> None:
     """Greet somebody."""
     if times < 1:
-        raise EpisodeNotFound("nobody listens")
+        raise EpisodeNotFound("no one listens")
     print(json.dumps({"text": text}) if as_json else " ".join([text] * times))
 
 
@@ -52,7 +52,7 @@ def test_the_help_has_the_options_in_order_with_json_last() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "status", "reason"),
-    [(["--name", "nobody"], 2, "CONFIG_ERROR"), (["--times", "0"], 1, "EPISODE_NOT_FOUND")],
+    [(["--name", "unknown-name"], 2, "CONFIG_ERROR"), (["--times", "0"], 1, "EPISODE_NOT_FOUND")],
 )
 def test_errors_of_the_argument_and_of_the_command_are_reported_alike(
     arguments: list[str], status: int, reason: str

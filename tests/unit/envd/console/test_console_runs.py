@@ -5,38 +5,36 @@ from typing import Any, cast
 
 import pytest
 
-from envd.base.errors import EvaluatorFailed
 from envd.console import runs
 from envd.console.runs import Runs
-from envd.episodes.types import EpisodeState, EvaluateResult
+from envd.episodes.progress import EpisodeState, Progress, ScoreResult
 from tests.support.clock import ManualClock
+from tests.support.episode_values import episode_spec
 
 
-def episode(run: str, *, verdict: object = None, state: EpisodeState = EpisodeState.ACTIVE) -> Any:
-    return SimpleNamespace(
-        owner="alice", run=run, verdict=verdict, state=state, has_score=isinstance(verdict, EvaluateResult)
-    )
+def episode(run: str, **progress: Any) -> Any:
+    return SimpleNamespace(spec=episode_spec(owner="alice", run=run), progress=Progress(**progress))
 
 
-def score(value: float) -> EvaluateResult:
-    return EvaluateResult(episode=cast(Any, None), score=value, checks=(), timings_ms={})
+def score(value: float) -> ScoreResult:
+    return ScoreResult(score=value, checks=(), timings_ms={})
 
 
 def test_scores_and_losses_are_counted_and_outlive_their_episodes() -> None:
     counted = Runs(ManualClock())
     ended = EpisodeState.TRUNCATED
     every = [
-        episode("main", verdict=score(1.0), state=ended),
-        episode("main", verdict=score(0.5), state=ended),
+        episode("main", score=score(1.0), state=ended),
+        episode("main", score=score(0.5), state=ended),
         episode("main", state=EpisodeState.FAILED),
-        episode("main", verdict=EvaluatorFailed("broken"), state=ended),
-        episode("main", verdict=score(0.0), state=EpisodeState.FAILED),
+        episode("main", evaluator_error="broken", state=ended),
+        episode("main", score=score(0.0), state=EpisodeState.FAILED),
         episode("main"),
     ]
     for each in every:
         counted.opened(each)
     for each in every[:-1]:
-        if each.verdict is not None:
+        if each.progress.score or each.progress.evaluator_error:
             counted.scored(each)
         counted.closed(each)
     (found,) = counted.facts()

@@ -146,6 +146,39 @@ async def test_a_cursor_becomes_rgba(rect: bytes, hot: tuple[int, int], rgba: li
     assert cursor.rgba_HWC.tolist() == rgba
 
 
+TIGERVNC = GREETING[:-4] + struct.pack(">I", 8) + b"TigerVNC"
+
+
+async def test_a_cursor_of_tigervnc_has_the_channels_of_the_protocol() -> None:
+    rect = pseudo_rect(-314, 0, 0, 1, 1, bytes(4) + b"\x11\x22\x33\x80")
+    (cursor,) = await (await connected(update(rect), greeting=TIGERVNC)).read_update()
+    assert isinstance(cursor, CursorShape)
+    assert cursor.rgba_HWC.tolist() == [[[0x11, 0x22, 0x33, 0x80]]]
+
+
+async def test_a_pointer_that_a_program_moved_is_taken_over_and_the_screen_requested_again() -> None:
+    (reader, writer), (from_client, server) = memory_streams()
+    drawn = pseudo_rect(0, 0, 0, 1, 1, b"\1\1\1\0")
+    clean = pseudo_rect(0, 0, 0, 1, 1, b"\2\2\2\0")
+    position = pseudo_rect(0x574D5666, 20, 10, 0, 0)
+    server.write(TIGERVNC + update(pseudo_rect(-261, 0, 0, 1, 1, b"\x04"), drawn, position) + update(clean))
+    client = await RfbClient.connect(reader, writer)
+    assert client.draws_pointer
+    lights, pixels = await client.read_update()
+    assert lights == KeyboardLeds(caps_lock=True)
+    assert isinstance(pixels, PixelRect)
+    assert pixels.bgrx_HW.tolist() == [[0x020202]], "the pixels with the pointer in them are dropped"
+    await client.drain()
+    sent = await from_client.read(1 << 16)
+    assert sent.endswith(struct.pack(">BBHH", 5, 0, 20, 10) + struct.pack(">BBHHHH", 3, 0, 0, 0, 32, 16))
+
+
+async def test_a_pointer_that_is_where_it_was_put_causes_no_request() -> None:
+    client = await connected(update(pseudo_rect(0x574D5666, 20, 10, 0, 0)), greeting=TIGERVNC)
+    client.pointer(20, 10, buttons=0)
+    assert await client.read_update() == ()
+
+
 async def test_bells_colour_maps_and_clipboards_are_skipped() -> None:
     noise = b"\x02" + struct.pack(">BxHH", 1, 0, 2) + bytes(12) + struct.pack(">BxxxI", 3, 5) + b"hello"
     assert await (await connected(noise + update())).read_update() == ()

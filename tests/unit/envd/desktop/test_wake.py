@@ -38,6 +38,8 @@ class ScriptedGuest(StubChannels):
                 return {"pid": 1}
             case "guest-exec-status":
                 return {"exited": True, "exitcode": self._exit_code, "err-data": base64.b64encode(b"no").decode()}
+            case "guest-get-time":
+                return self.time_ns
             case "guest-set-time":
                 self.time_ns = fields["time"]
         return {}
@@ -65,6 +67,13 @@ def test_equal_machines_have_equal_guest_ids_and_others_do_not() -> None:
 async def test_a_fork_whose_clock_cannot_be_set_raises_an_error_with_the_guests_message() -> None:
     with pytest.raises(GuestError, match=r"m-9: .*clock .*exit 1.*: no"):
         await renew_identity(GuestAgent(ScriptedGuest(exit_code=1)), machine_id="m-9", windows=False)
+
+
+async def test_a_fork_that_has_the_hosts_clock_needs_not_set_it() -> None:
+    guest = ScriptedGuest(exit_code=1)
+    guest.time_ns = time.time_ns()
+    await renew_identity(GuestAgent(guest), machine_id="m-9", windows=False)
+    assert guest.asked[-1] == "guest-get-time"
 
 
 async def test_in_a_windows_guest_only_the_clock_is_set() -> None:

@@ -19,17 +19,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from envd.base.config import CheckpointsConfig, SettlePolicy
+from envd.base.config import CheckpointsConfig
 from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointStoreFull, CheckpointUnusable, StoreError
 from envd.episodes.checkpoints import store as module
-from envd.episodes.checkpoints.store import (
-    EXPIRED_SWEEPS,
-    Checkpoint,
-    CheckpointStore,
-    StoredFile,
-    StoreUsage,
-    in_thread,
-)
+from envd.episodes.checkpoints.manifest import Checkpoint, StoredFile
+from envd.episodes.checkpoints.store import EXPIRED_SWEEPS, CheckpointStore, StoreUsage, in_thread
+from envd.episodes.progress import Progress
+from tests.support.episode_values import episode_spec
 
 MIB = 1 << 20
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -71,21 +67,14 @@ class Home:
         return stored
 
     def described(self, name: str, **changes: Any) -> Checkpoint:
+        spec = episode_spec(**{each: changes.pop(each) for each in ("run", "owner") if each in changes})
         fields: dict[str, Any] = {
             "checkpoint_id": f"ckpt-{name}",
             "label": "",
-            "episode_id": "ep-1",
-            "parent_checkpoint_id": "",
-            "task_id": "fake/save-note",
-            "task_digest": "",
+            "spec": spec,
+            "progress": Progress(step_count=1),
             "template_digest": "",
-            "pool": "fake",
-            "run": "",
-            "owner": "",
-            "step_count": 1,
-            "max_steps": 2,
             "frame_id": "",
-            "settle": SettlePolicy(),
             "create_time": self.now,
             "expire_time": self.now + timedelta(hours=1),
             "pinned": False,
@@ -166,7 +155,7 @@ def test_a_damaged_file_is_refused_by_name(home: Home, damage: Callable[[Path], 
         home.store.verify(stored)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1}', '{"format": 2}', '{"format": "3"}'])
 def test_a_damaged_description_is_refused_and_not_listed(home: Home, text: str) -> None:
     home.add("a")
     kept = home.add("b")
@@ -174,6 +163,21 @@ def test_a_damaged_description_is_refused_and_not_listed(home: Home, text: str) 
     with pytest.raises(CheckpointCorrupt, match=r"ckpt-a: checkpoint\.json cannot be read"):
         home.store.find("ckpt-a")
     assert home.store.list() == (kept,)
+    home.store.delete("ckpt-a")
+    assert home.names == ["ckpt-b"]
+
+
+def test_a_checkpoint_of_a_newer_envd_is_refused_by_name_and_kept(home: Home) -> None:
+    home.add("a")
+    kept = home.add("b")
+    path = home.store.path("ckpt-a") / "checkpoint.json"
+    path.write_text(path.read_text().replace('"format":2', '"format":3'))
+    with pytest.raises(CheckpointUnusable, match=r"format 3 is of a newer envd; .* use that envd, or delete"):
+        home.store.find("ckpt-a")
+    assert home.store.list() == (kept,)
+    os.utime(path.parent, (BEGIN.timestamp(), BEGIN.timestamp()))
+    home.sweep_until_sure()
+    assert home.names == ["ckpt-a", "ckpt-b"]
     home.store.delete("ckpt-a")
     assert home.names == ["ckpt-b"]
 
@@ -304,7 +308,7 @@ def test_without_tokens_there_are_only_checkpoints_without_an_owner(home: Home) 
         home.store.find("ckpt-a")
     home.owners = ("alice",)
     assert [each.checkpoint_id for each in home.store.list()] == ["ckpt-a", "ckpt-b"]
-    assert home.store.find("ckpt-a").owner == "alice"
+    assert home.store.find("ckpt-a").spec.owner == "alice"
 
 
 def test_a_clock_that_is_ahead_for_some_minutes_removes_nothing(home: Home) -> None:

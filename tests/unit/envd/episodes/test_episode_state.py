@@ -7,19 +7,17 @@ from unittest.mock import AsyncMock
 import pytest
 
 from cuaenv.actions import Done, Fail
-from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeEnded, EpisodeNotFound, MachineLost, StepIndexMismatch
 from envd.episodes.episode import Episode
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
-from envd.episodes.types import EpisodeState, Origin
+from envd.episodes.progress import EpisodeState, Progress
 from envd.hypervisor.machine import MachineSpec
 from envd.pool.leased import FrozenDesktop, LeasedMachine
 from envd.tasks.model import Task
 from tests.support.clock import ManualClock
+from tests.support.episode_values import ORIGIN, episode_spec
 from tests.support.stubs import IMAGE, StubHypervisor, StubMachine, StubSnapshot, blank_view
-
-ORIGIN = Origin(template_digest="1" * 32, overlay_parent="2" * 32, first_frame_id="f1")
 
 
 def make_episode(clock: ManualClock, *, max_steps: int = 3, step_count: int = 0, parent_id: str = "") -> Episode:
@@ -29,21 +27,12 @@ def make_episode(clock: ManualClock, *, max_steps: int = 3, step_count: int = 0,
     frozen = FrozenDesktop(snapshot=snapshot, view=blank_view(1280, 800))
     machine = StubMachine(spec, hypervisor, snapshot=snapshot)
     return Episode(
-        episode_id="ep-1",
-        group_id="group-1",
-        parent_episode_id=parent_id,
-        origin=ORIGIN,
+        spec=episode_spec(parent_episode_id=parent_id, max_steps=max_steps, create_time=clock.now()),
+        progress=Progress(step_count=step_count),
         task=Task(task_id="suite/name", instruction="Do nothing.", level=1, infeasible=True),
-        pool="desktop",
-        owner="",
-        run="",
-        max_steps=max_steps,
-        settle=SettlePolicy(),
         machine=LeasedMachine(machine=machine, desktop=hypervisor.desktop(machine, view=frozen.view), frozen=frozen),
         lease=Lease(ttl_s=300.0, now_s=clock.monotonic()),
-        create_time=clock.now(),
         requests=Ledger(clock=clock, abandoned=lambda: EpisodeNotFound("gone"), close_group=AsyncMock()),
-        step_count=step_count,
     )
 
 
@@ -72,29 +61,29 @@ def test_only_documented_transitions_are_allowed(episode: Episode, before: Episo
         episode.end(before, "EARLIER")
     if (before, after) in ALLOWED:
         episode.end(after, "NOW")
-        assert (episode.state, episode.end_reason) == (after, "NOW")
+        assert (episode.progress.state, episode.progress.end_reason) == (after, "NOW")
     else:
         with pytest.raises(RuntimeError, match=f"cannot become {after.value}"):
             episode.end(after, "NOW")
-        assert episode.state is before
+        assert episode.progress.state is before
 
 
 @pytest.mark.parametrize(("action", "reason"), [(Done(answer="42"), "AGENT_DONE"), (Fail(), "AGENT_FAIL")])
 def test_done_and_fail_terminate(episode: Episode, action: Done | Fail, reason: str) -> None:
     assert episode.count_step(action)
-    assert (episode.state, episode.end_reason) == (EpisodeState.TERMINATED, reason)
-    assert episode.last_action == action
+    assert (episode.progress.state, episode.progress.end_reason) == (EpisodeState.TERMINATED, reason)
+    assert episode.progress.last_action == action
 
 
 def test_the_last_allowed_step_truncates(episode: Episode) -> None:
     assert [episode.count_step(None) for _ in range(3)] == [False, False, True]
-    assert (episode.state, episode.end_reason) == (EpisodeState.TRUNCATED, "MAX_STEPS")
+    assert (episode.progress.state, episode.progress.end_reason) == (EpisodeState.TRUNCATED, "MAX_STEPS")
 
 
 def test_done_in_the_last_allowed_step_terminates(clock: ManualClock) -> None:
     episode = make_episode(clock, max_steps=1)
     episode.count_step(Done())
-    assert episode.state is EpisodeState.TERMINATED
+    assert episode.progress.state is EpisodeState.TERMINATED
 
 
 def test_only_the_next_step_is_allowed(episode: Episode) -> None:
@@ -108,10 +97,10 @@ def test_only_the_next_step_is_allowed(episode: Episode) -> None:
 def test_a_fork_continues_its_parents_step_count(clock: ManualClock) -> None:
     episode = make_episode(clock, max_steps=3, step_count=2, parent_id="ep-0")
     info = episode.info(clock)
-    assert (info.parent_episode_id, info.step_count, info.origin) == ("ep-0", 2, ORIGIN)
+    assert (info.spec.parent_episode_id, info.progress.step_count, info.spec.origin) == ("ep-0", 2, ORIGIN)
     episode.require_step(2)
     assert episode.count_step(None)
-    assert (episode.state, episode.end_reason) == (EpisodeState.TRUNCATED, "MAX_STEPS")
+    assert (episode.progress.state, episode.progress.end_reason) == (EpisodeState.TRUNCATED, "MAX_STEPS")
 
 
 def test_the_error_of_an_ended_episode_has_the_step_and_the_reason(episode: Episode) -> None:

@@ -1,17 +1,14 @@
 """Recovery decisions for a previous daemon's episodes, and the round trip of persisted results."""
 
-import json
 from dataclasses import fields, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from cuaenv.actions import Done
+from cuaenv.actions import Click, Done, PressKeys, Scroll
 from cuaenv.region import Region
 from envd.base.clock import SystemClock
 from envd.base.config import SettlePolicy
-from envd.base.errors import EvaluatorFailed
 from envd.base.store.statements import AnswerRow, EpisodeRow, upsert
 from envd.base.store.store import SqliteStore
 from envd.desktop.observation import (
@@ -25,31 +22,18 @@ from envd.desktop.observation import (
     SettleResult,
 )
 from envd.desktop.view import ConnectionState
-from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, snapshot_of, without_pixels
-from envd.episodes.persistence.recovery import RecoveryOutcome, decide, load_persisted
-from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
+from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, stored_in, without_pixels
+from envd.episodes.progress import AutomaticCheckpoints, EpisodeState, Progress, ScoreResult
+from envd.episodes.recovery import RecoveryOutcome, decide, load_persisted
+from envd.episodes.types import GroupResult, StepResult
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.evaluate import CheckResult
+from envd.tasks.user import Exchange
+from tests.support.episode_values import NOON, episode_info, episode_spec
 
 NOW_S = 1_900_000_000.0
-NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
-ORIGIN = Origin(template_digest="t", overlay_parent="o", first_frame_id="f")
-INFO = EpisodeInfo(
-    episode_id="ep-1",
-    group_id="group-1",
-    parent_episode_id="",
-    task_id="suite/name",
-    pool="desktop",
-    state=EpisodeState.ACTIVE,
-    end_reason="",
-    step_count=3,
-    expire_time=NOON,
-    create_time=NOON,
-    max_steps=5,
-    run="",
-    owner="",
-    origin=ORIGIN,
-)
+SPEC = episode_spec(settle=SettlePolicy(quiet_ms=20), automatic=AutomaticCheckpoints(every_steps=2))
+INFO = episode_info(Progress(step_count=3))
 FRAME = EncodedFrame(
     frame_id="f",
     image_id="i",
@@ -77,40 +61,25 @@ STEP = StepResult(
     outcomes=(ActionOutcome(error="no such key", input_ms=2.0),),
     timings_ms={"total": 9.0},
 )
-BEARINGS = ConnectionState(pointer=Point(3, 4), is_holding=False, guestd_types=True, home="/home/user")
+CONNECTION = ConnectionState(pointer=Point(3, 4), is_holding=False, guestd_types=True, home="/home/user")
 
 
 def row(**fields: object) -> EpisodeRow:
     usual = EpisodeRow(
         episode_id="ep-1",
-        group_id="group-1",
-        parent_episode_id="",
-        task_id="suite/name",
-        pool="desktop",
-        run="",
         owner="trainer",
-        max_steps=5,
-        settle=dump(SettlePolicy(quiet_ms=20)),
-        origin=dump(ORIGIN),
-        create_time_s=NOW_S - 60,
-        machine_id="desktop-1",
-        state="active",
-        end_reason="",
-        cause="",
-        step_count=3,
+        spec=dump(SPEC),
+        progress=dump(Progress(step_count=3)),
         epoch=1,
-        last_checkpoint_id="",
-        automatic="{}",
-        last_action="",
-        verdict="",
-        asked="[]",
-        bearings=dump(BEARINGS),
+        machine_id="desktop-1",
+        connection=dump(CONNECTION),
         lease_ttl_s=300.0,
         expire_time_s=NOW_S + 200,
     )
     return replace(usual, **fields)  # type: ignore[arg-type]
 
 
+DONE = Progress(state=EpisodeState.TERMINATED, end_reason="AGENT_DONE")
 RUNNING = AnswerRow(kind="step", scope="ep-1", request_id="r-9", fingerprint=b"f", answer="", time_s=NOW_S - 1)
 LAPSED = {"expire_time_s": NOW_S - 1}
 
@@ -119,29 +88,31 @@ LAPSED = {"expire_time_s": NOW_S - 1}
     ("fields", "running", "is_served", "outcome", "why"),
     [
         ({}, [], True, RecoveryOutcome.RESUME, ""),
-        ({"state": "terminated", "end_reason": "AGENT_DONE"}, [], True, RecoveryOutcome.RESUME, ""),
+        ({"progress": dump(DONE)}, [], True, RecoveryOutcome.RESUME, ""),
         ({}, [RUNNING], True, RecoveryOutcome.LOST, "restarted during step r-9"),
         (LAPSED, [], True, RecoveryOutcome.EXPIRED, "lease expired while no daemon ran"),
         (LAPSED, [RUNNING], True, RecoveryOutcome.LOST, "restarted during step r-9"),
         (
-            {"state": "failed", "end_reason": "GUEST_ERROR", "cause": "no screen"},
+            {"progress": dump(Progress(state=EpisodeState.FAILED, end_reason="GUEST_ERROR", cause="no screen"))},
             [],
             True,
             RecoveryOutcome.LOST,
             "no screen",
         ),
         (
-            {"bearings": dump(replace(BEARINGS, is_holding=True))},
+            {"connection": dump(replace(CONNECTION, is_holding=True))},
             [],
             True,
             RecoveryOutcome.LOST,
             "key or button was held",
         ),
         ({}, [], False, RecoveryOutcome.EXPIRED, "this one does not"),
-        ({"origin": "{}"}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
-        ({"state": "asleep"}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
+        ({"spec": "{}"}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
+        ({"spec": ""}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
+        ({"progress": '{"state": "asleep"}'}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
+        ({"progress": '{"later": 1}'}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
         (
-            {"last_action": '{"kind": "Done", "action": {"colour": 1}}'},
+            {"progress": '{"last_action": {"action": "done", "colour": 1}}'},
             [],
             True,
             RecoveryOutcome.EXPIRED,
@@ -152,17 +123,17 @@ LAPSED = {"expire_time_s": NOW_S - 1}
 def test_the_outcome_of_each_persisted_episode(
     fields: dict[str, object], running: list[AnswerRow], is_served: bool, outcome: RecoveryOutcome, why: str
 ) -> None:
-    decision = decide(row(**fields), running, now_s=NOW_S, is_served=is_served)
+    decision = decide(row(**fields), running, now_s=NOW_S, is_served=lambda _: is_served)
     assert decision.outcome is outcome
     assert why in decision.why
-    assert (decision.snapshot is None) is (outcome is RecoveryOutcome.EXPIRED)
+    assert (decision.stored is None) is (outcome is RecoveryOutcome.EXPIRED)
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(EpisodeRow)])
 def test_a_row_with_a_value_of_a_wrong_type_is_an_expired_episode(name: str) -> None:
     # SQLite stores any value in any column.
     wrong = "abc" if isinstance(getattr(row(), name), float | int) else b"abc"
-    decision = decide(row(**{name: wrong}), [], now_s=NOW_S, is_served=True)
+    decision = decide(row(**{name: wrong}), [], now_s=NOW_S, is_served=lambda _: True)
     assert decision.outcome is RecoveryOutcome.EXPIRED
 
 
@@ -173,7 +144,7 @@ async def test_a_database_with_values_of_wrong_types_does_not_stop_the_start(tmp
     await store.commit(upsert(row()), upsert(answer))
     await store.commit(
         upsert(replace(row(), episode_id="ep-2", expire_time_s="abc")),  # type: ignore[arg-type]
-        upsert(replace(row(), episode_id="ep-3", task_id=b"abc")),  # type: ignore[arg-type]
+        upsert(replace(row(), episode_id="ep-3", spec=b"abc")),  # type: ignore[arg-type]
         upsert(replace(answer, request_id="s", time_s="abc")),  # type: ignore[arg-type]
     )
     tasks = TaskCatalogue([])
@@ -204,19 +175,23 @@ def test_a_group_is_persisted_without_pixels() -> None:
     assert load(GroupResult, text).episodes == (INFO, INFO)
 
 
-def test_a_row_round_trips_verdict_and_last_action() -> None:
-    score = EvaluateResult(
-        episode=INFO, score=0.5, checks=(CheckResult(name="c", score=0.5, evidence="seen"),), timings_ms={"total": 1.0}
+def test_a_row_has_everything_that_an_episode_has_done() -> None:
+    score = ScoreResult(
+        score=0.5, checks=(CheckResult(name="c", score=0.5, evidence="\ud800"),), timings_ms={"total": 1.0}
     )
-    snapshot = snapshot_of(
-        row(verdict=dump(score), last_action=json.dumps({"kind": "Done", "action": {"answer": "42"}}))
+    progress = Progress(
+        step_count=3,
+        asked=(Exchange("Which?", "That."),),
+        people_actions=(Click(1, 2), Scroll(dy=-3, x=1, y=2), PressKeys(["ctrl", "s"])),
+        perturbations=("theme",),
+        last_checkpoint_id="ckpt-1",
+        state=EpisodeState.TERMINATED,
+        end_reason="AGENT_DONE",
+        cause="SESSION_ENDED",
+        last_action=Done(answer="42"),
+        score=score,
+        evaluator_error="a checker failed",
     )
-    assert (snapshot.verdict, snapshot.last_action, snapshot.bearings, snapshot.origin) == (
-        score,
-        Done(answer="42"),
-        BEARINGS,
-        ORIGIN,
-    )
-    failed = snapshot_of(row(verdict='{"failure":"a checker failed"}')).verdict
-    assert isinstance(failed, EvaluatorFailed)
-    assert str(failed) == "a checker failed"
+    default = Progress()
+    assert [each.name for each in fields(Progress) if getattr(progress, each.name) == getattr(default, each.name)] == []
+    assert stored_in(row(progress=dump(progress))) == (SPEC, progress, CONNECTION)

@@ -40,8 +40,8 @@ from envd.base.losses import Loss, Owner, Silence
 from envd.desktop.gateway import UnrecordedRequest
 from envd.desktop.observation import A11yFormat, ObservationOptions
 from envd.episodes.lease import MAX_CALL_S
+from envd.episodes.progress import EpisodeState
 from envd.episodes.resetting import choose_pool
-from envd.episodes.types import EpisodeState
 from envd.hypervisor.machine import DiskImage, GuestOs
 from envd.pool.pool import Pool, PoolHost, PoolSettings
 from tests.support.clock import begun, run_ready, run_turns
@@ -54,8 +54,13 @@ from tests.support.stubs import StubHypervisor
 async def test_a_reset_opens_an_episode_and_returns_its_timings(world: World) -> None:
     result = await world.reset(run="night-1")
     (info,) = result.episodes
-    assert (info.state, info.step_count, info.max_steps, info.run) == (EpisodeState.ACTIVE, 0, 5, "night-1")
-    assert info.pool == "desktop"
+    assert (info.progress.state, info.progress.step_count, info.spec.max_steps, info.spec.run) == (
+        EpisodeState.ACTIVE,
+        0,
+        5,
+        "night-1",
+    )
+    assert info.spec.pool == "desktop"
     assert result.instruction == "Do it."
     assert result.observations[0].settle is not None
     assert set(result.timings_ms) == {"acquire", "setup", "settle", "observe", "total"}
@@ -65,7 +70,7 @@ async def test_a_reset_opens_an_episode_and_returns_its_timings(world: World) ->
 
 async def test_a_group_shares_an_id_and_no_machine(world: World) -> None:
     result = await world.reset(group_size=3)
-    assert len({info.group_id for info in result.episodes}) == 1
+    assert len({info.spec.group_id for info in result.episodes}) == 1
     assert len({info.episode_id for info in result.episodes}) == 3
     assert len({world.machine(info.episode_id).machine_id for info in result.episodes}) == 3
     assert [info.episode_id for info in world.service.list_episodes()] == [i.episode_id for i in result.episodes]
@@ -206,7 +211,7 @@ async def test_a_step_acts_in_order_then_settles_then_observes(world: World, epi
     assert desktop.calls[-4:] == ["act", "act", "settle", "observe"]
     assert desktop.upcoming[-1] == ObservationOptions(), "the frame is encoded while the screen settles"
     assert len(result.outcomes) == 2
-    assert result.episode.step_count == 1
+    assert result.episode.progress.step_count == 1
     assert result.observation.settle is not None
     assert not result.replayed
     assert set(result.timings_ms) == {"queue", "resume", "input", "settle", "observe", "total"}
@@ -235,7 +240,7 @@ async def test_a_retried_step_joins_the_running_one_then_replays(world: World, e
     retry = await begun(world.service.step(command))
     desktop.gates["act"].set()
     result = await retry
-    assert result.episode.step_count == 1
+    assert result.episode.progress.step_count == 1
     assert await world.service.step(command) == replace(result, replayed=True)
     assert len(desktop.actions) == 1
 
@@ -263,7 +268,7 @@ async def test_steps_of_an_episode_run_one_at_a_time_in_the_order_of_arrival(wor
     await run_ready()
     assert desktop.calls.count("act") == 1
     desktop.gates["act"].set()
-    assert [(await step).episode.step_count for step in steps] == [1, 2, 3]
+    assert [(await step).episode.progress.step_count for step in steps] == [1, 2, 3]
     assert desktop.actions == texts
 
 
@@ -273,7 +278,7 @@ async def test_a_step_with_the_wrong_index_does_nothing_and_can_be_resent(world:
         await world.service.step(early)
     assert world.desktop(episode_id).actions == []
     await world.service.step(world.step_command(episode_id, 0))
-    assert (await world.service.step(early)).episode.step_count == 2
+    assert (await world.service.step(early)).episode.progress.step_count == 2
 
 
 async def test_done_ends_the_episode_and_later_actions_are_not_performed(world: World, episode_id: str) -> None:
@@ -281,7 +286,10 @@ async def test_done_ends_the_episode_and_later_actions_are_not_performed(world: 
     result = await world.service.step(world.step_command(episode_id, 0, *actions))
     assert len(result.outcomes) == 2
     assert world.desktop(episode_id).actions == [TypeText(text="a")]
-    assert (result.episode.state, result.episode.end_reason) == (EpisodeState.TERMINATED, "AGENT_DONE")
+    assert (result.episode.progress.state, result.episode.progress.end_reason) == (
+        EpisodeState.TERMINATED,
+        "AGENT_DONE",
+    )
     with pytest.raises(EpisodeEnded, match=r"step 1 \(AGENT_DONE\)"):
         await world.service.step(world.step_command(episode_id, 1))
     assert world.metrics.ends == ["terminated"]
@@ -291,7 +299,7 @@ async def test_the_step_limit_truncates(world: World) -> None:
     episode_id = await world.open(max_steps=2)
     await world.service.step(world.step_command(episode_id, 0))
     result = await world.service.step(world.step_command(episode_id, 1))
-    assert (result.episode.state, result.episode.end_reason) == (EpisodeState.TRUNCATED, "MAX_STEPS")
+    assert (result.episode.progress.state, result.episode.progress.end_reason) == (EpisodeState.TRUNCATED, "MAX_STEPS")
     with pytest.raises(EpisodeEnded, match="MAX_STEPS"):
         await world.service.step(world.step_command(episode_id, 2))
 
@@ -300,7 +308,7 @@ async def test_the_agents_mistakes_are_in_the_result(world: World, episode_id: s
     world.desktop(episode_id).action_error = "no key is named 'hyper'"
     result = await world.service.step(world.step_command(episode_id, 0))
     assert result.outcomes[0].error == "no key is named 'hyper'"
-    assert result.episode.state is EpisodeState.ACTIVE
+    assert result.episode.progress.state is EpisodeState.ACTIVE
 
 
 async def test_a_region_off_the_screen_is_refused_before_any_action(world: World, episode_id: str) -> None:
@@ -383,8 +391,11 @@ async def test_a_step_in_which_the_guest_powers_off_ends_the_episode_and_scores_
     machine_id = world.machine(episode_id).machine_id
     world.machine(episode_id).end(POWER_OFF)
     result = await step
-    assert (result.episode.state, result.episode.end_reason) == (EpisodeState.TERMINATED, "GUEST_ENDED")
-    assert (result.episode.guest_end_cause, result.episode.step_count) == ("POWER_OFF", 1)
+    assert (result.episode.progress.state, result.episode.progress.end_reason) == (
+        EpisodeState.TERMINATED,
+        "GUEST_ENDED",
+    )
+    assert (result.episode.progress.guest_end_cause, result.episode.progress.step_count) == ("POWER_OFF", 1)
     assert ["POWER_OFF" in outcome.error for outcome in result.outcomes] == [True]
     assert (await world.service.step(command)).replayed
     for call in (
@@ -417,7 +428,7 @@ async def test_a_guest_that_powers_off_after_done_is_scored_0(world: World, epis
     await run_ready()
     assert world.state(episode_id) == (EpisodeState.TERMINATED, "AGENT_DONE")
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
-    assert (evaluated.score, evaluated.episode.guest_end_cause) == (0.0, "POWER_OFF")
+    assert (evaluated.score, evaluated.episode.progress.guest_end_cause) == (0.0, "POWER_OFF")
 
 
 async def test_a_guest_that_powers_off_while_it_is_evaluated_is_scored_0(world: World, episode_id: str) -> None:
@@ -432,7 +443,10 @@ async def test_a_session_that_ends_is_evaluated_on_what_is_left(world: World, ep
     world.desktop(episode_id).errors["settle"] = GuestUnresponsive("no update within 30 s")
     world.machine(episode_id).silence = Silence(run_state="running", agent_answers=True)
     result = await world.service.step(world.step_command(episode_id, 0))
-    assert (result.episode.end_reason, result.episode.guest_end_cause) == ("GUEST_ENDED", "SESSION_ENDED")
+    assert (result.episode.progress.end_reason, result.episode.progress.guest_end_cause) == (
+        "GUEST_ENDED",
+        "SESSION_ENDED",
+    )
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (evaluated.score, world.tasks.checks) == (world.tasks.score, 1)
 
@@ -443,7 +457,7 @@ async def test_a_checker_that_the_ended_session_cannot_answer_scores_0(world: Wo
     failure.__cause__ = GuestUnresponsive("no answer within 60 s")
     world.tasks.check_error = failure
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
-    assert (evaluated.score, evaluated.episode.guest_end_cause) == (0.0, "UNRESPONSIVE")
+    assert (evaluated.score, evaluated.episode.progress.guest_end_cause) == (0.0, "UNRESPONSIVE")
 
 
 async def test_a_checker_that_the_hosts_full_disk_stops_voids_the_episode_as_lost(
@@ -472,7 +486,7 @@ async def test_what_the_agent_made_uncheckable_scores_0_if_checked_twice(
 ) -> None:
     world.tasks.check_errors = errors
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
-    assert (evaluated.score, evaluated.episode.guest_end_cause, world.tasks.checks) == (score, cause, 3)
+    assert (evaluated.score, evaluated.episode.progress.guest_end_cause, world.tasks.checks) == (score, cause, 3)
     if cause:
         assert "at the task's start the checkers work" in evaluated.checks[0].evidence
     assert world.pool.statistics().leased_count == 1
@@ -510,7 +524,7 @@ async def test_a_guest_that_powers_off_when_its_check_has_failed_is_scored_0(
     world.tasks.setup_gate.set()
     world.desktop(episode_id).gates["run"].set()
     evaluated = await evaluating
-    assert (evaluated.score, evaluated.episode.guest_end_cause) == (0.0, "POWER_OFF")
+    assert (evaluated.score, evaluated.episode.progress.guest_end_cause) == (0.0, "POWER_OFF")
     assert world.tasks.checks == 2 + is_compared
 
 
@@ -543,7 +557,7 @@ async def test_the_comparison_waits_for_a_machine_and_its_setup_has_the_whole_li
     await world.clock.advance(250)
     world.tasks.setup_gate.set()
     evaluated = await evaluating
-    assert (evaluated.score, evaluated.episode.guest_end_cause) == (0, "UNCHECKABLE")
+    assert (evaluated.score, evaluated.episode.progress.guest_end_cause) == (0, "UNCHECKABLE")
     assert world.tasks.setup_limits_s[1] == pytest.approx(LimitsConfig().setup_timeout_s)
 
 
@@ -555,7 +569,7 @@ async def test_an_evaluation_that_is_late_or_whose_judge_ends_is_compared_like_o
     late.__cause__ = cause
     world.tasks.check_errors = [late, None, late]
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
-    assert (evaluated.score, evaluated.episode.guest_end_cause) == (0, "UNCHECKABLE")
+    assert (evaluated.score, evaluated.episode.progress.guest_end_cause) == (0, "UNCHECKABLE")
 
 
 async def test_the_machine_of_a_comparison_counts_for_its_owner_who_may_be_at_the_limit(world: World) -> None:
@@ -617,7 +631,7 @@ async def test_evaluate_scores_once_and_ends_the_episode(world: World, episode_i
     other = await world.service.evaluate(episode_id, request_id="e2", fingerprint=b"")
     assert (first.score, first.cached) == (1.0, False)
     assert first.checks[0].evidence == "seen"
-    assert first.episode.end_reason == "EVALUATED"
+    assert first.episode.progress.end_reason == "EVALUATED"
     assert set(first.timings_ms) == {"queue", "resume", "evaluate", "total"}
     assert again == other == replace(first, cached=True)
     assert world.tasks.checks == 1
@@ -648,7 +662,10 @@ async def test_evaluate_waits_for_the_running_step_and_sees_its_end_state(world:
     await step
     result = await score
     assert world.tasks.last_action == done
-    assert (result.episode.state, result.episode.end_reason) == (EpisodeState.TERMINATED, "AGENT_DONE")
+    assert (result.episode.progress.state, result.episode.progress.end_reason) == (
+        EpisodeState.TERMINATED,
+        "AGENT_DONE",
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ from envd.base.errors import (
     StepIndexMismatch,
 )
 from envd.desktop.observation import A11yFormat, Encoding, ObservationOptions
-from envd.episodes.types import EpisodeState, GroupResult
+from envd.drawn.backend import CAPABILITIES
+from envd.episodes.progress import EpisodeState
+from envd.episodes.types import GroupResult
 from envd.hypervisor.machine import MachineState
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import CAPACITY, FROZEN, PLAIN, TASK, World, running_world
@@ -51,17 +53,22 @@ async def test_copies_start_in_their_parents_state(world: World) -> None:
     parent = world.info(parent_id)
     (state,) = world.captured()
     for info, observation in zip(result.episodes, result.observations, strict=True):
-        assert (info.parent_episode_id, info.group_id) == (parent_id, parent.group_id)
-        assert (info.task_id, info.run, info.max_steps, info.step_count) == (parent.task_id, "night-1", 4, 2)
-        assert (info.state, info.origin.template_digest) == (EpisodeState.ACTIVE, state.digest)
-        assert (info.origin.overlay_parent, info.origin.first_frame_id) == (
+        assert (info.spec.parent_episode_id, info.spec.group_id) == (parent_id, parent.spec.group_id)
+        assert (info.spec.task_id, info.spec.run, info.spec.max_steps, info.progress.step_count) == (
+            parent.spec.task_id,
+            "night-1",
+            4,
+            2,
+        )
+        assert (info.progress.state, info.spec.origin.template_digest) == (EpisodeState.ACTIVE, state.digest)
+        assert (info.spec.origin.overlay_parent, info.spec.origin.first_frame_id) == (
             state.disk_digest,
             world.machine(parent_id).frame_id,
         )
-        assert observation.frame.frame_id == info.origin.first_frame_id
+        assert observation.frame.frame_id == info.spec.origin.first_frame_id
         assert world.machine(info.episode_id).snapshot is state
         assert world.machine(info.episode_id).calls == [], "no copy has run"
-    assert parent.state is EpisodeState.ACTIVE
+    assert parent.progress.state is EpisodeState.ACTIVE
     assert result.timings_ms == {"acquire": 0.0, "pause": 2.0, "copy": 5.0, "start": 0.0, "total": 0.0}
     assert set(world.metrics.opened[-1]) == {f"fork_{phase}" for phase in result.timings_ms}
     await run_ready()
@@ -74,7 +81,7 @@ async def test_copies_and_their_parent_are_independent(world: World, parent_id: 
     results = await asyncio.gather(
         *(world.service.step(world.step_command(i, 1, text)) for i, text in zip(ids, texts, strict=True))
     )
-    assert [result.episode.step_count for result in results] == [2, 2, 2]
+    assert [result.episode.progress.step_count for result in results] == [2, 2, 2]
     assert len({result.observation.frame.frame_id for result in results}) == 3
     assert [world.desktop(i).actions[-1] for i in ids] == texts
 
@@ -96,15 +103,15 @@ async def test_a_copy_has_its_own_lease_and_ledgers(world: World, parent_id: str
 async def test_a_copy_can_be_forked_again(world: World, parent_id: str) -> None:
     (copy,) = (await world.fork(parent_id, 1)).episodes
     (second,) = (await world.fork(copy.episode_id, 1)).episodes
-    assert second.parent_episode_id == copy.episode_id
-    assert second.group_id == world.info(parent_id).group_id
-    assert second.origin.first_frame_id == copy.origin.first_frame_id
+    assert second.spec.parent_episode_id == copy.episode_id
+    assert second.spec.group_id == world.info(parent_id).spec.group_id
+    assert second.spec.origin.first_frame_id == copy.spec.origin.first_frame_id
 
 
 async def test_an_episode_that_has_not_run_can_be_forked(world: World) -> None:
     parent_id = await world.open(task_id=PLAIN.task_id)
     (copy,) = (await world.fork(parent_id)).episodes
-    assert copy.origin.first_frame_id == world.info(parent_id).origin.first_frame_id
+    assert copy.spec.origin.first_frame_id == world.info(parent_id).spec.origin.first_frame_id
     await world.service.step(world.step_command(copy.episode_id, 0))
 
 
@@ -116,16 +123,16 @@ async def test_a_fork_waits_for_the_running_step(world: World, parent_id: str) -
     assert world.captured() == []
     desktop.gates["act"].set()
     await step
-    assert (await fork).episodes[0].step_count == 2
+    assert (await fork).episodes[0].progress.step_count == 2
 
 
 async def test_the_parent_is_paused_only_while_it_is_frozen(world: World, parent_id: str) -> None:
     world.hypervisor.gates["fork"].clear()
     fork = await begun(world.fork(parent_id, 1))
     assert len(world.captured()) == 1
-    assert (await world.service.step(world.step_command(parent_id, 1))).episode.step_count == 2
+    assert (await world.service.step(world.step_command(parent_id, 1))).episode.progress.step_count == 2
     world.hypervisor.gates["fork"].set()
-    assert (await fork).episodes[0].step_count == 1, "the parent's step count when it was frozen"
+    assert (await fork).episodes[0].progress.step_count == 1, "the parent's step count when it was frozen"
 
 
 # -- retries ----------------------------------------------------------------------------------------------------
@@ -348,10 +355,10 @@ async def test_random_forks_cancellations_and_kills_leak_nothing(seed: int) -> N
             if dice.random() < 0.5:
                 await world.service.step(world.step_command(parent_id, 0))
             forked = await world.fork(
-                parent_id, world.info(parent_id).step_count, fork_count=dice.randint(1, 3), timeout_s=20.0
+                parent_id, world.info(parent_id).progress.step_count, fork_count=dice.randint(1, 3), timeout_s=20.0
             )
             for info in (*forked.episodes, *result.episodes):
-                await world.service.step(world.step_command(info.episode_id, info.step_count))
+                await world.service.step(world.step_command(info.episode_id, info.progress.step_count))
                 await world.service.close(info.episode_id)
 
         callers: list[asyncio.Task[None]] = []
@@ -372,3 +379,15 @@ async def test_random_forks_cancellations_and_kills_leak_nothing(seed: int) -> N
         assert world.service.list_episodes() == [], "the leases of open episodes have expired"
         world.check_no_leaks()
         assert world.hypervisor.peak_count <= 5
+
+
+async def test_a_fork_where_machines_cannot_be_copied_is_refused_without_waiting_for_a_machine(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    episode_id = await opened(world)
+    monkeypatch.setattr(world.hypervisor, "capabilities", replace(CAPABILITIES, not_forkable="no copies"))
+    leases = world.hypervisor.counts["capture"]
+    with pytest.raises(NotForkable, match="no copies"):
+        await world.service.fork(world.fork_command(episode_id, 1))
+    assert world.hypervisor.counts["capture"] == leases
+    assert world.info(episode_id).progress.state is EpisodeState.ACTIVE

@@ -1,6 +1,7 @@
 """Groups start in one state: the template's, or the state after the task's setup, which runs once."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,8 @@ from envd.base.errors import (
     SetupFailed,
 )
 from envd.desktop.observation import A11yFormat, Encoding, Keyframe, ObservationOptions, SettleResult
+from envd.drawn.backend import CAPABILITIES
+from envd.episodes.progress import AutomaticCheckpoints
 from envd.episodes.types import GroupResult
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
@@ -29,7 +32,7 @@ WITH_TREE = ObservationOptions(encoding=Encoding.NONE, a11y_format=A11yFormat.OS
 
 
 def check_that_all_began_alike(result: GroupResult) -> None:
-    origins = {info.origin for info in result.episodes}
+    origins = {info.spec.origin for info in result.episodes}
     frames = {observation.frame.frame_id for observation in result.observations}
     assert len(origins) == 1
     assert frames == {origin.first_frame_id for origin in origins}
@@ -39,8 +42,8 @@ async def test_a_task_without_setup_starts_in_the_templates_state_and_no_guest_r
     result = await world.reset(task_id=PLAIN.task_id, group_size=3)
     check_that_all_began_alike(result)
     template = world.hypervisor.snapshots[0]
-    assert result.episodes[0].origin.template_digest == template.digest
-    assert result.episodes[0].origin.overlay_parent == template.disk_digest
+    assert result.episodes[0].spec.origin.template_digest == template.digest
+    assert result.episodes[0].spec.origin.overlay_parent == template.disk_digest
     assert result.observations[0].settle is not None
     assert result.observations[0].settle.settled
     assert set(result.timings_ms) == {"acquire", "observe", "total"}
@@ -65,8 +68,8 @@ async def test_a_setup_runs_once_for_a_group_and_all_start_in_the_resulting_stat
     (state,) = world.captured()
     assert world.tasks.setups == 1
     assert result.observations[2].frame.frame_id == "start of suite/name, setup 1"
-    assert result.episodes[0].origin.template_digest == state.digest
-    assert result.episodes[0].origin.overlay_parent == state.disk_digest
+    assert result.episodes[0].spec.origin.template_digest == state.digest
+    assert result.episodes[0].spec.origin.overlay_parent == state.disk_digest
     assert set(result.timings_ms) == {"acquire", "setup", "settle", "freeze", "fork", "observe", "total"}
     first, *others = [world.machine(info.episode_id) for info in result.episodes]
     assert first.snapshot is world.hypervisor.snapshots[0]
@@ -81,7 +84,7 @@ async def test_a_group_of_one_is_not_frozen_and_is_paused_when_observed(world: W
     result = await world.reset()
     check_that_all_began_alike(result)
     assert world.captured() == []
-    assert result.episodes[0].origin.template_digest == world.hypervisor.snapshots[0].digest
+    assert result.episodes[0].spec.origin.template_digest == world.hypervisor.snapshots[0].digest
     machine = world.machine(result.episodes[0].episode_id)
     assert (machine.state, machine.calls) == (MachineState.PAUSED, ["resume", "pause"])
 
@@ -107,7 +110,7 @@ async def test_the_start_of_a_task_with_freeze_setup_is_cached_and_setup_is_skip
     check_that_all_began_alike(second)
     assert world.tasks.setups == 1
     assert len(world.captured()) == 1
-    assert second.episodes[0].origin == first.episodes[0].origin
+    assert second.episodes[0].spec.origin == first.episodes[0].spec.origin
     assert second.observations[0].frame.frame_id == first.observations[0].frame.frame_id
     assert set(second.timings_ms) == {"acquire", "fork", "observe", "total"}
     assert second.observations[0].settle is not None
@@ -297,21 +300,21 @@ async def test_a_perturbed_reset_runs_its_own_setup_and_says_what_was_perturbed(
     perturbed = await world.reset(task_id=task_id, group_size=2, perturb=Perturb(seed=4, kinds=("update", "theme")))
     check_that_all_began_alike(perturbed)
     assert world.tasks.setups == 2, "the cached state is that of the clean world"
-    assert [info.origin.perturbations for info in perturbed.episodes] == [("update",)] * 2
-    assert clean.episodes[0].origin.perturbations == ()
+    assert [info.progress.perturbations for info in perturbed.episodes] == [("update",)] * 2
+    assert clean.episodes[0].progress.perturbations == ()
     fork = await world.fork(perturbed.episodes[0].episode_id, 0)
-    assert fork.episodes[0].origin.perturbations == ("update",)
+    assert fork.episodes[0].progress.perturbations == ("update",)
 
 
 async def test_a_task_without_setup_gets_one_if_its_world_is_perturbed(world: World) -> None:
     result = await world.reset(task_id=PLAIN.task_id, perturb=Perturb(seed=4))
     assert world.tasks.setups == 1
-    assert len(result.episodes[0].origin.perturbations) == 1
+    assert len(result.episodes[0].progress.perturbations) == 1
 
 
 async def test_a_task_perturbs_each_reset_differently_and_its_retry_and_group_equally(world: World) -> None:
     result = await world.reset(task_id=PERTURBED.task_id, group_size=2, request_id="first")
-    kinds = {info.origin.perturbations for info in result.episodes}
+    kinds = {info.progress.perturbations for info in result.episodes}
     assert len(kinds) == 1
     assert len(kinds.pop()) == 2
     assert (await world.reset(task_id=PERTURBED.task_id, group_size=2, request_id="first")) == result
@@ -320,15 +323,50 @@ async def test_a_task_perturbs_each_reset_differently_and_its_retry_and_group_eq
     drawn = set()
     for number in range(12):
         (episode,) = (await world.reset(task_id=PERTURBED.task_id, request_id=f"r{number}")).episodes
-        drawn.add(episode.origin.perturbations)
+        drawn.add(episode.progress.perturbations)
         await world.service.close(episode.episode_id)
     assert drawn == {("background", "theme"), ("background", "update"), ("theme", "update")}
     other = Perturb(seed=1, kinds=("notification",))
     (episode,) = (await world.reset(task_id=PERTURBED.task_id, perturb=other)).episodes
-    assert episode.origin.perturbations == ("notification",)
+    assert episode.progress.perturbations == ("notification",)
 
 
 async def test_an_unknown_perturbation_takes_no_machine(world: World) -> None:
     with pytest.raises(InvalidRequest, match="tornado: unknown"):
         await world.reset(perturb=Perturb(seed=4, kinds=("tornado",)))
+    assert world.tasks.setups == 0
+
+
+async def test_where_machines_cannot_be_copied_each_member_runs_the_setup(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.hypervisor, "capabilities", replace(CAPABILITIES, not_forkable="no copies"))
+    result = await world.reset(group_size=3)
+    assert world.tasks.setups == 3
+    assert world.captured() == []
+    template = world.hypervisor.snapshots[0]
+    assert {info.spec.origin.template_digest for info in result.episodes} == {template.digest}
+    assert {info.spec.origin.is_new_session for info in result.episodes} == {True}
+    assert all(observation.settle is not None for observation in result.observations)
+    assert set(result.timings_ms) == {"acquire", "setup", "settle", "observe", "total"}
+    for info in result.episodes:
+        assert world.machine(info.episode_id).state is MachineState.PAUSED
+
+
+async def test_where_machines_cannot_be_copied_a_state_after_setup_is_not_kept(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.hypervisor, "capabilities", replace(CAPABILITIES, not_forkable="no copies"))
+    for _ in range(2):
+        await world.open(task_id=FROZEN[0].task_id)
+    assert world.tasks.setups == 2
+    assert world.captured() == []
+
+
+async def test_automatic_checkpoints_are_refused_before_any_machine_is_leased(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.hypervisor, "capabilities", replace(CAPABILITIES, not_forkable="no copies"))
+    with pytest.raises(NotForkable, match="no copies"):
+        await world.reset(automatic=AutomaticCheckpoints(every_steps=1))
     assert world.tasks.setups == 0

@@ -8,8 +8,8 @@ import pytest
 from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeNotFound, GuestError, GuestUnresponsive, LossUndecided, MachineLost
 from envd.desktop.observation import A11yFormat, Encoding, ObservationOptions
+from envd.episodes.progress import EpisodeState
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import EpisodeState
 from envd.hypervisor.machine import MachineState
 from tests.support.clock import begun, run_ready
 from tests.support.episode_world import NO_PIXELS, PLAIN, TASK, World, running_world

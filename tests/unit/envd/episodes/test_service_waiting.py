@@ -6,7 +6,8 @@ import pytest
 
 from envd.base.config import RunShare
 from envd.base.errors import GroupTooLarge, HypervisorError, PoolFailing
-from envd.episodes.types import EpisodeState, GroupResult
+from envd.episodes.progress import EpisodeState
+from envd.episodes.types import GroupResult
 from envd.pool.fairness import RunShares
 from tests.support.clock import begun, run_ready
 from tests.support.episode_world import CAPACITY, NO_PIXELS, PLAIN, World, running_world
@@ -26,10 +27,10 @@ async def test_step_evaluate_keep_alive_and_close_never_wait_for_resets_and_fork
     scoring = asyncio.create_task(world.service.evaluate(second, request_id="e", fingerprint=b""))
     keeping = await begun(world.service.keep_alive([third], None))
     # No time has passed and no machine became free, so the calls did not wait.
-    assert stepping.result().episode.step_count == 1
+    assert stepping.result().episode.progress.step_count == 1
     assert observing.result().frame.frame_id
     assert scoring.result().score == 1.0
-    assert [info.state for info in keeping.result()] == [EpisodeState.ACTIVE]
+    assert [info.progress.state for info in keeping.result()] == [EpisodeState.ACTIVE]
     assert not any(task.done() for task in parked)
     assert len(world.pool.statistics().waiting_by_run) == 8
 

@@ -72,7 +72,7 @@ async def test_a_reply_that_runs_out_of_time_still_ends_the_episode(
     world: World, episode_id: str, performed: list[Action]
 ) -> None:
     result = await world.service.step(world.step_command(episode_id, 0, *(Wait(MINUTE),) * 3, Done()))
-    assert result.episode.end_reason == "AGENT_DONE"
+    assert result.episode.progress.end_reason == "AGENT_DONE"
     assert len(performed) == 2
 
 

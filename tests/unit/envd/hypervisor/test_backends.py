@@ -15,16 +15,25 @@ ROOT = Path(qemu.__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "uri", ["", "fake", "qemu:///system", "qemu+unix:///system?socket=/run/a/sock", "qemu:///embed?root=/srv/envd"]
+    "uri",
+    [
+        "",
+        "fake",
+        "qemu:///system",
+        "qemu+unix:///system?socket=/run/a/sock",
+        "qemu:///embed?root=/srv/envd",
+        "oci:",
+        "oci:/opt/runsc",
+    ],
 )
 def test_known_hypervisors_are_accepted(uri: str) -> None:
     config = load(flags={"hypervisor.uri": uri}, check_uri=backend_of)
     assert backend_of(config.hypervisor.uri).capabilities.runs_guests == (uri != "fake")
 
 
-@pytest.mark.parametrize("uri", ["xen:///", "fake:1", "qemu:///other", "qemu:///embed?root=", "nonsense"])
+@pytest.mark.parametrize("uri", ["xen:///", "fake:1", "oci:a b", "qemu:///other", "qemu:///embed?root=", "nonsense"])
 def test_an_unknown_hypervisor_is_refused_with_its_source(uri: str) -> None:
-    known = "qemu:///system, qemu+unix:///system?socket=/PATH, qemu:///embed?root=/DIR, fake"
+    known = "qemu:///system, qemu+unix:///system?socket=/PATH, qemu:///embed?root=/DIR, oci:[RUNTIME], fake"
     with pytest.raises(ConfigError) as refused:
         load(environ={"ENVD_HYPERVISOR__URI": uri}, check_uri=backend_of)
     assert str(refused.value) == f"ENVD_HYPERVISOR__URI: hypervisor.uri: {uri!r} is not supported; use one of {known}"

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
-from cuaenv.client import Tls
+from cuaenv.client import Pool, Tls
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, ConfigError, parse
 from trainer.slime.checks import refusals, row_unit, warnings
 from trainer.slime.config import Halt, SlimeConfig
-from trainer.slime.probes import capacity_warning
+from trainer.slime.probes import capacity_warning, tree_obstacle
 
 HOSTS = {"hosts": ["127.0.0.1:50051"]}
 
@@ -212,6 +212,18 @@ def test_more_episodes_than_machines_cause_a_warning(
 ) -> None:
     warning = capacity_warning(concurrency=concurrency, group_size=group_size, capacity=capacity, is_forked=is_forked)
     assert warning is None if said is None else said in (warning or "")
+
+
+def test_a_tree_is_refused_where_machines_cannot_be_copied() -> None:
+    forks = Pool(
+        name="desktop", image="desktop", accelerator="kvm", capacity=2, idle_count=0, leased_count=0, dying_count=0,
+        waiting_count=0, is_failing=False, problem="", host="a:1",
+    )  # fmt: skip
+    containers = dataclasses.replace(forks, host="b:1", not_forkable="containers cannot be copied")
+    assert tree_obstacle([forks]) is None
+    assert tree_obstacle([forks, containers]) == (
+        "envd.group is tree, but pool desktop of b:1 has no branches: containers cannot be copied"
+    )
 
 
 @pytest.mark.parametrize("names", [SlimeConfig.model_fields, [one.name for one in dataclasses.fields(AgentSettings)]])

@@ -1,7 +1,6 @@
 """The database: commits are durable, ordered and atomic, and foreign files are refused."""
 
 import asyncio
-import re
 import resource
 import sqlite3
 import stat
@@ -18,9 +17,7 @@ from envd.base.errors import ConfigError, StoreError
 from envd.base.store.statements import (
     SCHEMA,
     SCHEMA_VERSION,
-    UPGRADES,
     AnswerRow,
-    EpisodeRow,
     MachineRow,
     Statement,
     delete_episode,
@@ -308,23 +305,6 @@ async def test_the_database_of_an_earlier_release_shrinks_too(path: Path) -> Non
     assert store._connection.execute("PRAGMA auto_vacuum").fetchone() == (2,)
     await store.aclose()
     assert path.stat().st_size < 1_000_000
-
-
-async def test_a_database_of_the_first_schema_is_upgraded(path: Path) -> None:
-    connection = sqlite3.connect(path)
-    new = re.findall(r"ADD COLUMN (\w+) ", UPGRADES[1])
-    first = "\n".join(line for line in SCHEMA.splitlines() if not line.strip().startswith(tuple(f"{n} " for n in new)))
-    connection.executescript(f"PRAGMA application_id = {0x656E7664}; {first} PRAGMA user_version = 1;")
-    names = [row[1] for row in connection.execute("PRAGMA table_info(episodes)")]
-    assert (new, set(new) & set(names)) == (["epoch", "last_checkpoint_id", "automatic", "asked"], set())
-    connection.execute(f"INSERT INTO episodes VALUES ({', '.join('1' for _ in names)})")  # noqa: S608 -- ones
-    connection.commit()
-    connection.close()
-    for _ in range(2):  # the second start finds it upgraded
-        store = SqliteStore(path)
-        (row,) = await store.rows(EpisodeRow)
-        assert (row.epoch, row.last_checkpoint_id, row.automatic, row.asked) == (1, "", "{}", "[]")
-        await store.aclose()
 
 
 async def test_a_database_of_a_newer_envd_is_refused_and_unchanged(path: Path) -> None:

@@ -5,6 +5,9 @@ import hashlib
 import http.client
 import json
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -358,3 +361,20 @@ def test_one_connection_serves_many_requests(service: Service) -> None:
         connection.request("GET", "/platform")
         assert connection.getresponse().read() == b"Linux"
     connection.close()
+
+
+def test_a_unix_socket_is_served_and_replaces_one_that_an_earlier_service_left(tmp_path: Path) -> None:
+    path = tmp_path / "guestd.sock"
+    path.touch()
+    command = [sys.executable, "-m", "envd.guests.guestd", "--socket", str(path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as guestd:
+        try:
+            assert guestd.stderr is not None
+            assert f"listening on {path}" in guestd.stderr.readline()
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(path))
+                client.sendall(b"GET /platform HTTP/1.1\r\nHost: guest\r\nConnection: close\r\n\r\n")
+                response = client.makefile("rb").read()
+            assert response.startswith(b"HTTP/1.1 200")
+        finally:
+            guestd.terminate()

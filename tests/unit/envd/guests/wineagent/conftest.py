@@ -23,7 +23,7 @@ from envd.guests.wineagent.drive import Drive, Files
 from envd.guests.wineagent.processes import Processes
 from envd.guests.wineagent.scripts import Scripts
 from envd.guests.wineagent.shell import Shell
-from envd.hypervisor.qemu.agent_channel import AgentChannel
+from envd.hypervisor.agent_channel import AgentChannel
 
 #: Runs the file that a Windows path names.
 WINE = r"""#!/bin/sh

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from envd.base.errors import GuestUnresponsive
-from envd.hypervisor.qemu.agent_channel import AgentChannel
+from envd.hypervisor.agent_channel import AgentChannel
 
 Respond = Callable[[dict[str, Any]], bytes]
 

@@ -7,7 +7,7 @@ running when the daemon died is unknown: the request is never repeated, and its 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -19,9 +19,10 @@ from envd.base.store.store import Store
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, Ledger, Request, RequestKind
 from envd.episodes.persistence.journal import Journal
-from envd.episodes.persistence.records import EpisodeSnapshot, load, snapshot_of
+from envd.episodes.persistence.records import StoredEpisode, load, stored_in
+from envd.episodes.progress import EpisodeSpec, EpisodeState
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.types import EpisodeState, EvaluateResult, GroupResult, RollbackResult, StepResult
+from envd.episodes.types import EvaluateResult, GroupResult, RollbackResult, StepResult
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue
@@ -57,7 +58,7 @@ class RecoveryDecision:
     """The outcome for one episode, and why."""
 
     row: EpisodeRow
-    snapshot: EpisodeSnapshot | None
+    stored: StoredEpisode | None
     """None if EXPIRED."""
     outcome: RecoveryOutcome
     why: str
@@ -87,31 +88,29 @@ async def load_persisted(store: Store, *, clock: Clock, pools: Collection[str], 
         if not answer.answer:
             running[answer.scope].append(answer)
     now_s = clock.now().timestamp()
-    decisions = tuple(
-        decide(
-            row,
-            running[row.episode_id],
-            now_s=now_s,
-            is_served=is_well_typed(row) and row.pool in pools and tasks.find(row.task_id) is not None,
-        )
-        for row in rows
-    )
+
+    def is_served(spec: EpisodeSpec) -> bool:
+        return spec.pool in pools and tasks.find(spec.task_id) is not None
+
+    decisions = tuple(decide(row, running[row.episode_id], now_s=now_s, is_served=is_served) for row in rows)
     return PersistedState(decisions=decisions, answers=tuple(answer for answer in answers if answer.answer))
 
 
-def decide(row: EpisodeRow, running: Sequence[AnswerRow], *, now_s: float, is_served: bool) -> RecoveryDecision:
+def decide(
+    row: EpisodeRow, running: Sequence[AnswerRow], *, now_s: float, is_served: Callable[[EpisodeSpec], bool]
+) -> RecoveryDecision:
     """Decide what happens to one episode.
 
     Args:
         now_s: Seconds since 1970.
-        is_served: Whether this daemon has its pool and its task.
+        is_served: Returns whether this daemon has an episode's pool and task.
     """
 
     def expired(why: str) -> RecoveryDecision:
-        return RecoveryDecision(row=row, snapshot=None, outcome=RecoveryOutcome.EXPIRED, why=why)
+        return RecoveryDecision(row=row, stored=None, outcome=RecoveryOutcome.EXPIRED, why=why)
 
     def lost(why: str) -> RecoveryDecision:
-        return RecoveryDecision(row=row, snapshot=snapshot, outcome=RecoveryOutcome.LOST, why=why)
+        return RecoveryDecision(row=row, stored=stored, outcome=RecoveryOutcome.LOST, why=why)
 
     if not is_well_typed(row):
         logger.warning("episode %s: its database row has a value of a wrong type", row.episode_id)
@@ -119,21 +118,24 @@ def decide(row: EpisodeRow, running: Sequence[AnswerRow], *, now_s: float, is_se
     # A lease does not expire during a call.
     if row.expire_time_s <= now_s and not running:
         return expired("closed because its lease expired while no daemon ran")
-    if not is_served:
-        return expired(f"ended with a daemon that served pool {row.pool!r} and task {row.task_id!r}; this one does not")
     try:
-        snapshot = snapshot_of(row)
-    except (ValueError, TypeError, KeyError) as error:
+        stored = stored_in(row)
+    except ValueError as error:
         logger.warning("episode %s: its database row cannot be read: %s", row.episode_id, error)
         return expired("persisted by an incompatible release of envd")
-    if snapshot.state is EpisodeState.FAILED:
-        return lost(row.cause)
+    spec, progress = stored.spec, stored.progress
+    if not is_served(spec):
+        return expired(
+            f"ended with a daemon that served pool {spec.pool!r} and task {spec.task_id!r}; this one does not"
+        )
+    if progress.state is EpisodeState.FAILED:
+        return lost(progress.cause)
     if running:
         requests = " and ".join(f"{answer.kind} {answer.request_id}" for answer in running)
         return lost(f"the daemon restarted during {requests}; its effect is unknown")
-    if snapshot.bearings.is_holding:
+    if stored.connection.is_holding:
         return lost("the daemon restarted while a key or button was held down, and it is no longer held")
-    return RecoveryDecision(row=row, snapshot=snapshot, outcome=RecoveryOutcome.RESUME, why="")
+    return RecoveryDecision(row=row, stored=stored, outcome=RecoveryOutcome.RESUME, why="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,27 +157,27 @@ class Recovery:
             self._restore_answer(answer)
 
     async def _restore_episode(self, decision: RecoveryDecision, machines: Mapping[str, Machine]) -> None:
-        row, snapshot = decision.row, decision.snapshot
-        if snapshot is None:
+        row, stored = decision.row, decision.stored
+        if stored is None:
             self.registry.remember_closed(row.episode_id, decision.why, owner=row.owner)
             self.journal.forget(row.episode_id)
             return
-        pool = self.pools[row.pool]
+        pool = self.pools[stored.spec.pool]
         why, leased = decision.why, None
         if decision.outcome is RecoveryOutcome.RESUME:
             machine = machines.get(row.machine_id)
             why = "the daemon restarted, and machines on this host do not outlive it"
             if machine is not None:
                 try:
-                    leased = await pool.adopt(machine, snapshot.bearings, run=row.run)
+                    leased = await pool.adopt(machine, stored.connection, run=stored.spec.run)
                 except EnvdError as error:
                     why = f"the daemon restarted and could not adopt the machine: {error}"
         episode = self.factory.restore(
             row,
-            snapshot,
+            stored,
             machine=leased or pool.gone(row.machine_id, reason=why),
             pool=pool,
-            task=self.tasks.get(row.task_id),
+            task=self.tasks.get(stored.spec.task_id),
         )
         self.journal.track(episode)
         if leased is None:
@@ -185,7 +187,7 @@ class Recovery:
         logger.info(
             "episode %s: restored after step %d: %s",
             episode.episode_id,
-            episode.step_count,
+            episode.progress.step_count,
             "resumed" if leased else why,
         )
 

@@ -1,0 +1,99 @@
+"""The file systems of images as directories, which containers share: unpacked from an image's disk when first needed.
+
+```text
+<cache>/images/<name>/<digest16>/container-<user ids>/    complete, never changed
+```
+Its files belong to the users of the containers, so each user of the host who runs a daemon has a copy.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from envd.base.errors import HypervisorError
+from envd.base.tools import run_tool
+from envd.hypervisor.machine import DiskImage, Firmware, GuestOs
+from envd.hypervisor.oci.ids import IdMap
+from envd.hypervisor.oci.namespace import Namespace, owner_of_files
+
+logger = logging.getLogger(__name__)
+
+#: Name of the directory of images in the namespace.
+IMAGES: Final = "images"
+_UNPACK_TIMEOUT_S: Final = 900.0
+_X_SERVER: Final = "tigervnc-standalone-server"
+
+
+def obstacle(image: DiskImage) -> str:
+    """Return why containers cannot run an image; empty if they can."""
+    if image.os is not GuestOs.LINUX:
+        return f"image {image.name}: its guests run {image.os.value}, which a container cannot; use --hypervisor qemu"
+    if image.firmware is not Firmware.DIRECT_KERNEL or not image.has_guestd:
+        return f"image {image.name}: an imported disk cannot run as a container; use --hypervisor qemu"
+    if _X_SERVER not in {line.partition(" ")[0] for line in image.packages.splitlines()}:
+        return (
+            f"image {image.name}: it has no {_X_SERVER}, because an earlier version of envd built it; run"
+            f" `envd image build {image.name}`"
+        )
+    return ""
+
+
+class ImageFiles:
+    """Unpacked images of one daemon."""
+
+    def __init__(self, root: Path, *, ids: IdMap, namespace: Namespace) -> None:
+        """Use the images below `root`, which the namespace knows as `IMAGES`."""
+        self._root = root
+        self._ids = ids
+        self._namespace = namespace
+
+    async def directory(self, image: DiskImage) -> PurePosixPath:
+        """Return the directory of an image's file system, as a path of the namespace; unpack it if there is none.
+
+        Raises:
+            HypervisorError: Containers cannot run it, or it could not be unpacked.
+        """
+        if problem := obstacle(image):
+            raise HypervisorError(problem)
+        unpacked = image.disk.parent / f"container-{self._ids.name}"
+        try:
+            if not unpacked.is_dir():
+                await self._unpack(image, unpacked)
+        except OSError as error:
+            raise HypervisorError(f"image {image.name}: could not be unpacked for containers: {error}") from error
+        return self._inside(unpacked)
+
+    def _inside(self, path: Path) -> PurePosixPath:
+        return Namespace.inside(IMAGES) / path.resolve().relative_to(self._root.resolve())
+
+    async def _unpack(self, image: DiskImage, unpacked: Path) -> None:
+        partial = unpacked.with_name(f".{unpacked.name}")
+        raw = unpacked.with_name(f".{unpacked.name}.raw")
+        lock = os.open(unpacked.with_name(f".{unpacked.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            # Another daemon, or another pool of this one, may be unpacking it.
+            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+            if unpacked.is_dir():
+                return
+            logger.info("image %s: unpacking its file system for containers", image.name)
+            command = ["qemu-img", "convert", "-f", image.disk_format, "-O", "raw", str(image.disk), str(raw)]
+            await asyncio.to_thread(run_tool, command, what=f"unpacking image {image.name}", error=HypervisorError)
+            raw.chmod(0o644)
+            if partial.exists():
+                await self._namespace.call("empty", path=str(self._inside(partial)))
+            partial.mkdir(exist_ok=True)
+            os.chown(partial, *owner_of_files(self._ids))
+            # debugfs reads the disk without mounting it, and as the containers' root it gives each file its owner.
+            dump = f"rdump / {self._inside(partial)}"
+            await self._namespace.call(
+                "run", argv=["debugfs", "-R", dump, str(self._inside(raw))], timeout_s=_UNPACK_TIMEOUT_S
+            )
+            if not (partial / "usr/bin/Xtigervnc").exists():
+                raise HypervisorError(f"image {image.name}: its disk could not be read by debugfs; build it again")
+            partial.rename(unpacked)
+        finally:
+            raw.unlink(missing_ok=True)
+            os.close(lock)

@@ -1,0 +1,207 @@
+"""Templates of containers: what the first start of a desktop wrote, and the notes about its screen.
+
+```text
+<template_dir>/containers/<key>/template.json     written last: without it there is no template
+<template_dir>/containers/<key>/upper             files that differ from the image
+```
+A machine starts a new session on the template's files. It has none of the memory of the one that was frozen.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from envd.base.errors import HypervisorError, TemplateCorrupt
+from envd.hypervisor.machine import CaptureReport, MachineSpec
+from envd.hypervisor.oci.ids import IdMap
+from envd.hypervisor.oci.namespace import Namespace, owner_of_files
+
+#: Name of the directory of templates in the namespace.
+TEMPLATES: Final = "templates"
+_MANIFEST, _UPPER = "template.json", "upper"
+_BOOT_POLL_S: Final = 0.1
+
+
+class _Manifest(BaseModel):
+    """One with unknown or missing fields is corrupt."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = 1
+    key: str
+    digest: str
+    image: str
+    size_bytes: int
+    create_time: str
+    """ISO 8601, UTC."""
+    notes: dict[str, str]
+
+
+@dataclass(kw_only=True, eq=False)
+class OciSnapshot:
+    """Implements `envd.hypervisor.machine.Snapshot`: a template. Containers have no captures."""
+
+    spec: MachineSpec
+    digest: str
+    directory: Path
+    key: str
+    report: CaptureReport
+    notes: Mapping[str, str]
+    is_discarded: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        """Remember which files these are. Raises: OSError."""
+        self._identity = self._identify()
+
+    def __repr__(self) -> str:
+        return f"template {self.digest[:12]}"
+
+    @property
+    def disk_digest(self) -> str:
+        return self.digest
+
+    @property
+    def template_digest(self) -> str:
+        return self.digest
+
+    @property
+    def lower(self) -> PurePosixPath:
+        """Its files, as a path of the namespace."""
+        return Namespace.inside(TEMPLATES) / self.key / _UPPER
+
+    async def discard(self) -> None:
+        """Allow no more forks. Idempotent; the template stays on disk."""
+        self.is_discarded = True
+
+    def check_intact(self) -> None:
+        """Raises: TemplateCorrupt: It was removed or replaced."""
+        problem = f"template {self.key} was removed or replaced while it was in use"
+        try:
+            is_same = self._identify() == self._identity
+        except OSError as error:
+            raise TemplateCorrupt(f"{problem}: {error}") from error
+        if not is_same:
+            raise TemplateCorrupt(problem)
+
+    def _identify(self) -> tuple[tuple[int, int, int], ...]:
+        found = [(self.directory / name).stat() for name in (_MANIFEST, _UPPER)]
+        return tuple((status.st_dev, status.st_ino, status.st_mtime_ns) for status in found)
+
+
+class TemplateStore:
+    """The templates in one directory, which several daemons may share."""
+
+    def __init__(self, directory: Path, *, ids: IdMap, namespace: Namespace) -> None:
+        self._directory = directory
+        self._ids = ids
+        self._namespace = namespace
+
+    def key(self, spec: MachineSpec) -> str:
+        """Return the key of a template for such machines: a digest of all that its files and its screen depend on."""
+        parts = {
+            "image": spec.image.digest,
+            "machine": [spec.memory_mib, spec.vcpu_count, spec.screen_width_px, spec.screen_height_px],
+            "changes": [spec.keyboard_layout, spec.trusted_authority],
+            "users": asdict(self._ids),
+            "init": (files("envd.hypervisor.oci") / "init.sh").read_text(encoding="ascii"),
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @asynccontextmanager
+    async def making(self, spec: MachineSpec) -> AsyncIterator[None]:
+        """Exclude other daemons from finding or making the template; see `Hypervisor.making_template`."""
+        lock = os.open(self._directory / f"{self.key(spec)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while not _try_lock(lock):  # noqa: ASYNC110 -- another process unlocks it
+                await asyncio.sleep(_BOOT_POLL_S)
+            yield
+        finally:
+            os.close(lock)
+
+    async def find(self, spec: MachineSpec) -> OciSnapshot | None:
+        """Return the template for a spec, or None. Raises: TemplateCorrupt: it is damaged and has been removed."""
+        key = self.key(spec)
+        manifest = self._directory / key / _MANIFEST
+        if not manifest.exists():
+            return None
+        try:
+            stored = _Manifest.model_validate_json(manifest.read_bytes())
+            return self._snapshot(spec, stored, total_ms=0.0)
+        except (OSError, ValidationError) as error:
+            await self._remove(key)
+            raise TemplateCorrupt(f"template {key}: cannot be read: {error}") from error
+
+    async def add(
+        self, spec: MachineSpec, upper: PurePosixPath, notes: Mapping[str, str], *, began_s: float
+    ) -> OciSnapshot:
+        """Make a template of a stopped machine's files, which are moved. On failure nothing is stored.
+
+        Args:
+            began_s: When its machine was paused, on the event loop's clock.
+
+        Raises:
+            HypervisorError: The disk is full, for example.
+        """
+        key = self.key(spec)
+        await self._remove(key)
+        directory = self._directory / key
+        try:
+            directory.mkdir()
+            os.chown(directory, *owner_of_files(self._ids))
+            inside = str(Namespace.inside(TEMPLATES) / key / _UPPER)
+            await self._namespace.call("keep", source=str(upper), target=inside)
+            size_bytes = await self._namespace.call("disk_usage", path=inside)
+            stored = _Manifest(
+                key=key,
+                digest=hashlib.sha256(f"{key} {secrets.token_hex()}".encode()).hexdigest(),
+                image=spec.image.name,
+                size_bytes=int(str(size_bytes)),
+                create_time=datetime.now(UTC).isoformat(timespec="seconds"),
+                notes=dict(notes),
+            )
+            partial = self._directory / f"{key}.part"
+            partial.write_text(stored.model_dump_json(indent=1) + "\n")
+            partial.replace(directory / _MANIFEST)
+            return self._snapshot(spec, stored, total_ms=(asyncio.get_running_loop().time() - began_s) * 1000)
+        except BaseException as error:
+            await self._remove(key)
+            if isinstance(error, OSError):
+                raise HypervisorError(f"template {key}: could not be stored: {error}") from error
+            raise
+
+    async def _remove(self, key: str) -> None:
+        directory = self._directory / key
+        if directory.exists():
+            (directory / _MANIFEST).unlink(missing_ok=True)
+            await self._namespace.call("empty", path=str(Namespace.inside(TEMPLATES) / key))
+            directory.rmdir()
+
+    def _snapshot(self, spec: MachineSpec, stored: _Manifest, *, total_ms: float) -> OciSnapshot:
+        return OciSnapshot(
+            spec=spec,
+            digest=stored.digest,
+            directory=self._directory / stored.key,
+            key=stored.key,
+            report=CaptureReport(memory_bytes=max(1, stored.size_bytes), paused_ms=total_ms, total_ms=total_ms),
+            notes=stored.notes,
+        )
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

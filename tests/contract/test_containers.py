@@ -1,0 +1,256 @@
+"""Containers against hosts that lack something, guests that use up what they have, and daemons that are killed."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from envd.base.errors import ConfigError, HypervisorError, MachineLost
+from envd.base.losses import Owner
+from envd.desktop.agent import GuestAgent
+from envd.desktop.desktop import Desktop
+from envd.hypervisor.machine import DiskImage, MachineSpec
+from envd.hypervisor.oci.hypervisor import OciHypervisor
+from envd.hypervisor.oci.machine import OciMachine
+from tests.support.containers import desktop_image, settings
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
+
+_MACHINE_ID = "only-machine"
+
+
+@pytest.fixture(scope="module")
+def image() -> DiskImage:
+    return desktop_image()
+
+
+@pytest.fixture
+def state_dir() -> Iterator[Path]:
+    # Below a directory that everybody may enter, and with a short path for sockets.
+    with tempfile.TemporaryDirectory(prefix="envd-oci-", dir="/var/tmp") as directory:
+        yield Path(directory)
+
+
+@asynccontextmanager
+async def started(
+    state_dir: Path, image: DiskImage, *, memory_mib: int = 1024
+) -> AsyncIterator[tuple[OciHypervisor, OciMachine]]:
+    """Start one machine, which is destroyed at the end."""
+    hypervisor = await OciHypervisor.open(settings(state_dir), [image])
+    try:
+        spec = MachineSpec(machine_id=_MACHINE_ID, image=image, memory_mib=memory_mib)
+        machine = await hypervisor.create(spec)
+        try:
+            await machine.wait_started()
+            yield hypervisor, machine
+        finally:
+            await machine.destroy()
+        assert await hypervisor.leftovers() == []
+    finally:
+        await hypervisor.close()
+
+
+@contextmanager
+def mounted(kind: str, options: str, target: Path) -> Iterator[None]:
+    subprocess.run(["mount", "-t", kind, "-o", options, kind, str(target)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(target)], check=True)
+
+
+async def test_a_missing_runtime_is_reported_by_name(state_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="the runtime no-such-runtime is missing"):
+        await OciHypervisor.open(settings(state_dir), [], runtime="no-such-runtime")
+
+
+async def test_a_state_directory_that_is_itself_an_overlay_is_refused(state_dir: Path, image: DiskImage) -> None:
+    for name in ("lower", "upper", "work", "root"):
+        (state_dir / name).mkdir()
+    options = f"lowerdir={state_dir}/lower,upperdir={state_dir}/upper,workdir={state_dir}/work"
+    with (
+        mounted("overlay", options, state_dir / "root"),
+        pytest.raises(ConfigError, match="overlayfs cannot be used there in a user namespace"),
+    ):
+        await OciHypervisor.open(settings(state_dir / "root"), [image])
+
+
+async def test_a_full_disk_fails_the_start_and_leaves_nothing(state_dir: Path, image: DiskImage) -> None:
+    with mounted("tmpfs", "size=128k,mode=0711", state_dir):
+        hypervisor = await OciHypervisor.open(settings(state_dir), [image])
+        try:
+            with (state_dir / "filler").open("wb", buffering=0) as filler, suppress(OSError):
+                while filler.write(b"x" * 4096):
+                    pass
+            with pytest.raises(HypervisorError, match="No space left on device"):
+                await hypervisor.create(MachineSpec(machine_id=_MACHINE_ID, image=image))
+            assert await hypervisor.leftovers() == []
+        finally:
+            await hypervisor.close()
+
+
+async def test_images_that_containers_cannot_run_are_refused_by_name(state_dir: Path, image: DiskImage) -> None:
+    with pytest.raises(ConfigError, match="image old: it has no tigervnc-standalone-server"):
+        await OciHypervisor.open(settings(state_dir), [replace(image, name="old", packages="")])
+
+
+async def test_a_guest_that_fills_its_memory_loses_the_program_that_did(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image, memory_mib=512) as (_, machine):
+        desktop = Desktop(machine)
+        try:
+            program = "blocks = []\nwhile True: blocks.append(bytearray(b'x') * (16 << 20))"
+            result = await desktop.run(["python3", "-c", program], timeout_s=120)
+            assert result.exit_code in {-9, 128 + 9, 1}, "the kernel ended it, or it got no memory"
+            assert machine.loss is None
+            assert (await desktop.run(["echo", "alive"], timeout_s=30)).stdout == b"alive\n"
+        finally:
+            await desktop.close()
+
+
+async def test_a_fork_bomb_stays_in_its_machine(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (_, machine):
+        assert machine.groups is not None
+        desktop = Desktop(machine)
+        try:
+            await desktop.launch(["sh", "-c", "b() { b | b & }; b"])
+            before = len(machine.groups.process_ids())
+            async with asyncio.timeout(60):
+                while len(machine.groups.process_ids()) < before + 200:
+                    await asyncio.sleep(0.05)
+            await machine.pause()
+            assert len(machine.groups.process_ids()) <= 4096
+        finally:
+            await desktop.close()
+
+
+async def test_the_guests_root_can_neither_end_the_machine_nor_thaw_it_nor_reach_the_host(
+    state_dir: Path, image: DiskImage
+) -> None:
+    async with started(state_dir, image) as (_, machine):
+        agent = GuestAgent(machine)
+        refused = (
+            "kill -KILL 1; kill -TERM 1; sleep 0.2; kill -0 1 && exit 1",
+            "poweroff -f",
+            "reboot -f",
+            "mount -t tmpfs none /mnt",
+            "mount -t proc none /mnt",
+            "unshare --user true",
+            "unshare --mount true",
+            "mknod /tmp/sda b 8 0",
+            "echo 1 > /proc/sys/kernel/sysrq",
+            "echo c > /proc/sysrq-trigger",
+            "echo 0 > /sys/fs/cgroup/cgroup.freeze",
+            "cat /proc/kcore | head -c 1 | grep -q .",
+            "ls /sys/devices",
+            "chroot /proc/1/root/../../.. test -e /work",
+            "date -s 2001-01-01",
+            "sysctl -w kernel.panic=1",
+            "ip link add type dummy",
+        )
+        for act in refused:
+            result = await agent.run(["/bin/sh", "-c", act], timeout_s=30)
+            assert result.exit_code, f"{act} succeeded: {result.stdout!r}"
+        assert machine.loss is None
+        listed = await agent.run(["/bin/sh", "-c", "ls -A /dev; ls /envd; cat /proc/net/dev | wc -l"], timeout_s=30)
+        names = listed.stdout.decode().split()
+        assert not [name for name in names if name.startswith(("sd", "vd", "loop", "kvm", "mem", "nvme"))]
+        assert names[-1] == "3", "no network but the loopback: two lines of heading, and one"
+
+
+async def test_the_sessions_user_cannot_reach_the_hosts_sockets(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (_, machine):
+        desktop = Desktop(machine)
+        try:
+            for act in (
+                "ls /envd",
+                "test -r /envd/vnc.sock",
+                "rm -f /envd/agent.sock",
+                "kill -0 1",
+                "pkill -x Xtigervnc",
+            ):
+                assert (await desktop.run(["sh", "-c", act], timeout_s=30)).exit_code, act
+            show = "grep -E '^(CapEff|NoNewPrivs|Seccomp):' /proc/self/status"
+            ids = (await desktop.run(["sh", "-c", show], timeout_s=30)).stdout
+            assert b"CapEff:\t0000000000000000" in ids
+            assert b"NoNewPrivs:\t1" in ids
+            assert b"Seccomp:\t2" in ids
+        finally:
+            await desktop.close()
+
+
+async def test_the_first_process_has_no_file_of_the_host(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (_, machine):
+        result = await GuestAgent(machine).run(["/bin/sh", "-c", "readlink /proc/1/fd/*"], timeout_s=30)
+        assert set(result.stdout.decode().split()) <= {"/dev/null", "/envd/console.log"}
+
+
+async def test_a_machine_whose_first_process_the_host_kills_is_lost_by_the_host(
+    state_dir: Path, image: DiskImage
+) -> None:
+    async with started(state_dir, image) as (_, machine):
+        assert machine.groups is not None
+        os.kill(min(machine.groups.process_ids()), signal.SIGKILL)
+        async with asyncio.timeout(30):
+            await machine.lost.wait()
+        assert machine.loss is not None
+        assert (machine.loss.owner, machine.loss.reason) == (Owner.HOST, "its first process was killed by the host")
+        with pytest.raises(MachineLost, match="killed by the host"):
+            await machine.pause()
+
+
+_KILLED_DAEMON = """
+import asyncio, sys, time
+from pathlib import Path
+from envd.hypervisor.machine import MachineSpec
+from envd.hypervisor.oci.hypervisor import OciHypervisor
+from tests.support.containers import desktop_image, settings
+
+async def main():
+    image = desktop_image()
+    hypervisor = await OciHypervisor.open(settings(Path(sys.argv[1])), [image])
+    machine = await hypervisor.create(MachineSpec(machine_id="only-machine", image=image))
+    await machine.wait_started()
+    print(*machine.groups.process_ids(), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_daemons_containers_end_with_it_and_the_next_removes_the_rest(
+    state_dir: Path, image: DiskImage
+) -> None:
+    command = [sys.executable, "-c", _KILLED_DAEMON, str(state_dir)]
+    root = Path(__file__).parents[2]
+    daemon = await asyncio.create_subprocess_exec(*command, cwd=root, stdout=asyncio.subprocess.PIPE)
+    assert daemon.stdout is not None
+    pids = [int(pid) for pid in (await daemon.stdout.readline()).split()]
+    assert len(pids) > 5
+    daemon.kill()
+    await daemon.wait()
+    async with asyncio.timeout(30):
+        while any(_is_alive(pid) for pid in pids):
+            await asyncio.sleep(0.05)
+    assert (state_dir / "containers" / _MACHINE_ID).is_dir()
+    hypervisor = await OciHypervisor.open(settings(state_dir), [image])
+    try:
+        assert await hypervisor.reap() == [_MACHINE_ID]
+        assert await hypervisor.leftovers() == []
+        assert list((state_dir / "containers").iterdir()) == []
+    finally:
+        await hypervisor.close()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,154 @@
+"""The configuration of a container, its users' ids, and whose fault its end is. No container runs."""
+
+import os
+import signal
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from envd.base.checks import Status
+from envd.base.errors import ConfigError
+from envd.base.losses import Owner
+from envd.hypervisor.machine import DiskImage, Firmware, GuestOs
+from envd.hypervisor.oci import ids
+from envd.hypervisor.oci.bundle import ContainerSettings, container_config
+from envd.hypervisor.oci.checks import check_inotify, check_limits
+from envd.hypervisor.oci.control_groups import Hierarchies, _group
+from envd.hypervisor.oci.images import obstacle
+from envd.hypervisor.oci.machine import _loss_by_exit
+
+IMAGE = DiskImage(name="desktop", digest="d", disk=Path("/d"), packages="tigervnc-standalone-server 1.12\nxterm 1\n")
+
+
+def config(*, has_groups: bool = True) -> dict[str, object]:
+    groups = PurePosixPath("/groups/m1")
+    settings = ContainerSettings(
+        name="m1",
+        envd_directory=PurePosixPath("/mnt/machines/m1/envd"),
+        screen_px=(1280, 800),
+        keyboard_layout="de",
+        memory_mib=1024,
+        max_open_files=4096,
+        groups=groups / "guest" if has_groups else None,
+        display_group=groups / "display" if has_groups else None,
+    )
+    return dict(container_config(settings))
+
+
+def test_a_container_shares_no_namespace_with_the_host() -> None:
+    linux = config()["linux"]
+    assert isinstance(linux, dict)
+    assert {each["type"] for each in linux["namespaces"]} == {"pid", "network", "ipc", "uts", "mount", "cgroup"}
+
+
+def test_only_the_machines_own_directories_are_bound_from_the_host() -> None:
+    mounts = config()["mounts"]
+    assert isinstance(mounts, list)
+    bound = {each["destination"]: each["source"] for each in mounts if each["type"] == "bind"}
+    assert bound == {
+        "/envd": "/mnt/machines/m1/envd",
+        "/sys/fs/cgroup": "/groups/m1/guest",
+        "/envd/display": "/groups/m1/display",
+    }
+
+
+def test_without_control_groups_nothing_of_them_is_bound() -> None:
+    mounts = config(has_groups=False)["mounts"]
+    assert isinstance(mounts, list)
+    assert [each["destination"] for each in mounts if each["type"] == "bind"] == ["/envd"]
+    assert mounts[-1]["destination"] == "/sys/fs/cgroup", "the image's scripts need the directory"
+
+
+def test_no_capability_reaches_the_kernel_and_the_dangerous_calls_are_refused() -> None:
+    process, linux = config()["process"], config()["linux"]
+    assert isinstance(process, dict)
+    assert isinstance(linux, dict)
+    assert process["noNewPrivileges"] is True
+    for kind in ("bounding", "effective", "permitted"):
+        allowed = process["capabilities"][kind]
+        assert not {"CAP_SYS_ADMIN", "CAP_NET_ADMIN", "CAP_NET_RAW", "CAP_SYS_MODULE", "CAP_MKNOD"} & set(allowed)
+    refused = {name for rule in linux["seccomp"]["syscalls"] for name in rule["names"]}
+    named = "mount umount2 keyctl bpf userfaultfd perf_event_open io_uring_setup init_module kexec_load setns clone3"
+    assert {*named.split(), "unshare", "pivot_root", "open_by_handle_at"} <= refused
+
+
+@pytest.mark.parametrize(
+    ("status", "is_out_of_memory", "owner", "cause"),
+    [
+        (0, False, Owner.GUEST, "POWER_OFF"),
+        (1, False, Owner.GUEST, "POWER_OFF"),
+        (-signal.SIGSEGV, False, Owner.GUEST, "PANIC"),
+        (-signal.SIGKILL, True, Owner.GUEST, "PANIC"),
+        (-signal.SIGKILL, False, Owner.HOST, ""),
+    ],
+)
+def test_who_ended_a_container_follows_from_how_its_first_process_ended(
+    status: int, is_out_of_memory: bool, owner: Owner, cause: str
+) -> None:
+    loss = _loss_by_exit(status, is_out_of_memory=is_out_of_memory)
+    assert (loss.owner, loss.cause) == (owner, cause)
+
+
+@pytest.mark.parametrize(
+    ("image", "problem"),
+    [
+        (IMAGE, ""),
+        (DiskImage(name="wine", digest="d", disk=Path("/d"), os=GuestOs.WINDOWS), "image wine: its guests run windows"),
+        (
+            DiskImage(name="mine", digest="d", disk=Path("/d"), firmware=Firmware.BIOS),
+            "image mine: an imported disk cannot run as a container",
+        ),
+        (DiskImage(name="old", digest="d", disk=Path("/d"), packages="xterm 1\n"), "run `envd image build old`"),
+    ],
+)
+def test_images_that_containers_cannot_run_are_named_with_the_remedy(image: DiskImage, problem: str) -> None:
+    found = obstacle(image)
+    assert problem in found
+    assert bool(found) == bool(problem)
+
+
+def test_a_group_that_is_mounted_as_the_root_is_not_repeated_in_the_path() -> None:
+    assert _group("/sys/fs/cgroup", "/", "/a/b") == Path("/sys/fs/cgroup/a/b")
+    assert _group("/sys/fs/cgroup/memory", "/docker/1", "/docker/1/envd") == Path("/sys/fs/cgroup/memory/envd")
+
+
+def test_the_groups_of_this_host_are_found() -> None:
+    host = Hierarchies.of_host()
+    for directory in ([host.unified] if host.unified else []) + list(host.legacy.values()):
+        assert (directory / "cgroup.procs").exists()
+
+
+@pytest.mark.parametrize(("count", "status"), [(128, Status.WARN), (8192, Status.OK)])
+def test_few_inotify_instances_limit_the_desktops_in_containers(count: int, status: Status) -> None:
+    check = check_inotify(count)
+    assert check.status is status
+    assert f"about {count // 6} desktops" in check.detail
+    assert ("sysctl" in check.fix) == (status is Status.WARN)
+
+
+@pytest.mark.parametrize(
+    ("groups", "status"),
+    [
+        ("control groups", Status.OK),
+        ("control groups, without limits of memory", Status.WARN),
+        ("control groups cannot be created: Permission denied", Status.WARN),
+    ],
+)
+def test_missing_limits_are_a_warning(groups: str, status: Status) -> None:
+    check = check_limits(f"oci: containers of root by runc, {groups}")
+    assert check.status is status
+    assert ("Delegate=yes" in check.fix) == (status is Status.WARN)
+
+
+def test_a_user_without_subordinate_ids_gets_the_command_that_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_001)
+    with pytest.raises(ConfigError, match="usermod --add-subuids 100000-165535"):
+        ids.own_ids()
+
+
+def test_subordinate_ids_are_read_by_name_and_number_and_must_suffice(tmp_path: Path) -> None:
+    file = tmp_path / "subuid"
+    file.write_text("other:100000:65536\n4000001:200000:1000\n4000001:300000:65536\n# comment\n")
+    assert ids._subordinate(str(file), 4_000_001) == 300_000
+    assert ids._subordinate(str(file), 4_000_002) is None
+    assert ids._subordinate(str(tmp_path / "missing"), 4_000_001) is None
