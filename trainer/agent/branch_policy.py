@@ -56,7 +56,7 @@ class OwnPolicy:
 
 
 def own_policy(name: str) -> OwnPolicy:
-    """Return an own policy, named as `module:FUNCTION`. Raises: ConfigError: It is no `BranchPolicy`."""
+    """Return an own policy, named as `module:FUNCTION`. Raises: ConfigError: It is not a `BranchPolicy`."""
     known: Mapping[str, BranchPolicy] = {}
     function = named("branch", name, known)
     if isinstance(function, type):

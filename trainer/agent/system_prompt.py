@@ -21,7 +21,7 @@ STANDARD: Final = "standard"
 
 
 class Prompt(Protocol):
-    """What a model is told at the start of each row. Pure: equal arguments give equal texts."""
+    """The texts at the start of each row. Pure: equal arguments give equal texts."""
 
     def system(self, *, shown: str, max_turns: int, instructions: str) -> str:
         """Return the system message.

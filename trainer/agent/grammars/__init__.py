@@ -35,7 +35,7 @@ def grammar(name: str, *, fallbacks: Sequence[str] = (), tools: Sequence[Tool] =
 
     Raises:
         ConfigError: The grammar or a rule is unknown, or the grammar cannot express tools. Or it is an own class that
-            is no grammar, or that cannot read its own replies; see `trainer.agent.grammars.own`.
+            is not a grammar, or cannot read its own replies; see `trainer.agent.grammars.own`.
     """
     kind = checked_grammar(name) if is_own(name) else named("grammar", name, _GRAMMARS)
     if tools and not kind.takes_tools:

@@ -175,7 +175,7 @@ def _guarded(reader: Reader, text: str, picture: Picture) -> tuple[Intent, ...]:
     except Exception as error:
         raise ExtensionError(
             f"grammar: {getattr(reader, '__qualname__', reader)} raised {type(error).__name__}: {error}; it must raise"
-            " ParseError for what is no reply"
+            " ParseError for replies that do not follow the grammar"
         ) from error
     if not intents:
         raise ParseError("the reply has no action")

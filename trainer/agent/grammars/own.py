@@ -19,12 +19,12 @@ def checked_grammar(name: str) -> type[Grammar]:
     """Return an own grammar's class.
 
     Raises:
-        ConfigError: It cannot be imported, is no subclass of `Grammar`, lacks a method, or raises another error than
+        ConfigError: It cannot be imported, is not a subclass of `Grammar`, lacks a method, or raises another error than
             ParseError for a reply; or its instructions are no text, or it does not read a click as it writes it.
     """
     kind = named("grammar", name, {})
     if not (inspect.isclass(kind) and issubclass(kind, Grammar)):
-        raise ConfigError(f"grammar {name}: it is no subclass of trainer.agent.grammars.Grammar")
+        raise ConfigError(f"grammar {name}: it is not a subclass of trainer.agent.grammars.Grammar")
     if missing := sorted(kind.__abstractmethods__):
         raise ConfigError(f"grammar {name}: it lacks {', '.join(missing)}; see trainer.agent.grammars.Grammar")
     if not isinstance(getattr(kind, "name", None), str):
