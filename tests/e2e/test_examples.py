@@ -1,4 +1,7 @@
-"""Each program of docs/examples runs against drawn desktops. `grpo_trl.py` runs with TRL in tests/adapters/rl."""
+"""Each program of docs/examples runs against drawn desktops.
+
+`grpo_trl.py` runs with TRL in tests/adapters/rl, those of `own` in test_packages.py.
+"""
 
 import json
 import os
@@ -48,7 +51,9 @@ async def run(name: str, target: str, directory: Path, *words: str) -> str:
 
 
 def test_every_example_is_short_and_run_by_a_test() -> None:
-    programs = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.iterdir() if path.suffix != ".md"}
+    programs = {
+        path.name: len(path.read_text().splitlines()) for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")
+    }
     assert programs.keys() == RUN_HERE | IN_OTHER_TESTS
     assert max(programs.values()) <= 60
 

@@ -1,12 +1,20 @@
 """The packages that users install: both artefacts are built, and each runs in an environment of its own."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from cuaenv.client import AsyncEnvClient
+from tests.support.program import run_program
+from tests.support.scripted_model import ScriptedModel, served
+from tests.support.server import serve_fake
 
 ROOT = Path(__file__).parents[2]
 #: What differs between a checkout and an installed package: bindings, recipes, launchers, suites and the console.
@@ -70,3 +78,97 @@ print(trainer.client.EnvClient("127.0.0.1:1"))
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     assert "envd-trainer[client]" in project["optional-dependencies"]["trainer"]
+
+
+#: Own prompt, grammar, reward, advantage, branch policy and curriculum, used as an installed package has them.
+OWN_CODE = """
+import asyncio, sys
+from types import SimpleNamespace
+import trainer
+from trainer.agent.attempts import run_task
+from trainer.agent.types import Reply
+from trainer.client import AsyncEnvClient
+from trainer.data.curriculum import TaskHistory, curriculum_of
+from trainer.slime.config import SlimeConfig
+from my_advantage import leave_one_out
+
+config = SlimeConfig.from_mapping({
+    "hosts": [sys.argv[1]],
+    "agent": {"prompt": "my_prompt:Terse", "grammar": "my_grammar:Lines", "max_turns": 6},
+    "reward": {"recipe": "my_reward:Brisk", "per_turn": 0.1},
+    "group": "tree",
+    "branch": "my_branch:early",
+    "curriculum": "my_curriculum:not_yet_easy",
+})
+
+
+class Model:
+    replies = iter(["click 640 125", "nonsense", "done"])
+
+    async def begin(self, messages):
+        print(messages[0].parts[0].splitlines()[0])
+
+    async def append(self, message):
+        pass
+
+    async def generate(self):
+        return Reply(text=next(self.replies))
+
+
+async def main():
+    async with AsyncEnvClient(sys.argv[1]) as client:
+        played = await run_task(client, "fake/count-to-five", Model, settings=config.agent)
+    facts = played.facts(max_turns=6, metadata={})
+    print([turn.parsed for turn in facts.turns], dict(config.breakdown_of(facts).parts))
+
+
+asyncio.run(main())
+print(*(config.branch_policy(turns_since=turns, reply=Reply(text="")) for turns in (3, 2)))
+easy = TaskHistory(task_id="t", solved=(True,) * 10)
+print(curriculum_of(config.curriculum)(easy), curriculum_of(config.curriculum)(TaskHistory(task_id="t")))
+finished = SimpleNamespace(name="COMPLETED")
+group = [
+    SimpleNamespace(
+        index=n, group_index=0, reward=reward, rollout_id=n, metadata={}, remove_sample=False, status=finished
+    )
+    for n, reward in enumerate([1.0, 0.0, 0.5])
+]
+print(leave_one_out(None, group))
+print(trainer.__file__)
+"""
+
+
+async def test_an_installed_package_plays_and_evaluates_with_own_code(artefacts: list[Path], tmp_path: Path) -> None:
+    """In a virtual environment that has the wheel, and from here only what the wheel depends on."""
+    home, here = tmp_path / "venv", Path(sysconfig.get_path("purelib"))
+    await run_ok(sys.executable, "-m", "venv", "--without-pip", home)
+    (site,) = home.glob("lib/python*/site-packages")
+    await run_ok(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, artefacts[0])
+    # The editable project of this environment is named by a .pth file there, which is not followed.
+    (site / "dependencies.pth").write_text(f"{here}\n")
+    own = tmp_path / "own"
+    shutil.copytree(ROOT / "docs" / "examples" / "own", own)
+    (tmp_path / "agent.yaml").write_text('{prompt: "my_prompt:Terse", grammar: "my_grammar:Lines", max_turns: 3}\n')
+    python, environment = home / "bin" / "python", {"PATH": os.environ["PATH"], "PYTHONPATH": str(own)}
+    async with serve_fake(size=1, capacity=1) as server, AsyncEnvClient(server.address) as client:
+        done = await run_program(python, "-P", "-c", OWN_CODE, server.address, cwd=tmp_path, env=environment)
+        assert done.status == 0, done.err
+        (task,) = await client.list_tasks(task_ids=["fake/enable"])
+        async with served(ScriptedModel({f"Goal: {task.instruction}": ["click 642 209", "done"]})) as url:
+            (tmp_path / "run.toml").write_text(f'endpoint = "{url}"\nenvd = "{server.address}"\nagent = "agent.yaml"\n')
+            words = ("eval", "run.toml", "--task", task.task_id, "--json")
+            evaluated = await run_program(python, "-P", "-m", "trainer", *words, cwd=tmp_path, env=environment)
+        assert evaluated.status == 0, evaluated.err
+    lines = done.out.splitlines()
+    assert lines[0] == "You use a computer. After each reply you see a screenshot. 6 replies."
+    assert lines[1].startswith("[True, False, True] {'task': 0.0, 'turns': -0.3")
+    assert lines[2:4] == ["True False", "False True"]
+    assert lines[4] == "([1.0, 0.0, 0.5], [0.75, -0.75, 0.0])"
+    assert lines[5].startswith(str(site))
+    (row,) = json.loads(evaluated.out)["runs"][0]["rows"][:1]
+    assert row["success"]["mean"] == 1.0
+
+
+async def run_ok(*command: str | Path) -> None:
+    done = await run_program(*command)
+    assert done.status == 0, done.err

@@ -12,9 +12,9 @@ opens all of them, the others take theirs, and the forks of members that never c
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -25,14 +25,18 @@ from cuaenv.client import (
     Check,
     Checkpoint,
     ClientSettings,
+    Done,
     EnvError,
     EpisodeEnded,
+    Fail,
     GuestEnded,
     Observation,
+    PressKeys,
     Settle,
     State,
     StepResult,
     Tls,
+    TypeText,
     View,
     shared_client,
 )
@@ -41,6 +45,8 @@ from trainer.agent.coordinates import points_of
 from trainer.agent.forks import GroupMember
 from trainer.agent.ownership import GUEST_ENDED, failure_of, is_fault, reward_of
 from trainer.agent.starts import start_of, step_limit
+from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts
+from trainer.rewards.recipes import Recipe, recipe_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,16 +92,25 @@ class SessionSettings:
     """Members of a group, which start on forks of one state; 1 to open each session alone."""
     group_wait: timedelta = timedelta(minutes=1)
     """How long a group keeps a machine for a member that has not come."""
+    reward: str | Mapping[str, Any] = "task"
+    """The reward in training, as for slime: a name, `module:NAME`, or `recipe:` with options. A session has no replies:
+    the facts of its turns are those of its steps, without texts."""
     ended_by_guest_score: float = -0.1
     """Reward in training if the agent ended its guest without solving the task; see `docs/rewards.md`."""
     idle_timeout: timedelta = timedelta(hours=1)
     """A session without a call for this long is void, and its machine is released."""
+    _recipe: Recipe = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
             raise ValueError(f"group_size is {self.group_size}; it must be at least 1")
         if self.view.region is not None:
             raise ValueError("view.region: points of actions would not match a cropped picture; remove it")
+        object.__setattr__(self, "_recipe", recipe_of(self.reward))
+
+    def reward_of(self, facts: EpisodeFacts) -> Breakdown:
+        """Return the reward of an episode in training. Raises: ExtensionError."""
+        return reward_of(facts, self._recipe, ended_by_guest_score=self.ended_by_guest_score)
 
     @classmethod
     def connect(
@@ -133,7 +148,7 @@ class Score:
     value: float | None
     """A value in [0, 1]; None if the session is void."""
     reward: float | None = None
-    """The value for training: `SessionSettings.ended_by_guest_score` if the agent ended its guest."""
+    """The value for training, by `SessionSettings.reward`; None if the session is void."""
     guest_end_cause: str = ""
     """Cause, such as POWER_OFF, if the agent ended its guest; otherwise empty."""
     void: str = ""
@@ -155,6 +170,7 @@ class Session:
         self._turn = asyncio.Lock()
         self._score: Score | None = None
         self._guest_ended = False
+        self._turns: list[TurnFacts] = []
         self._was_closed = False
         self._idle: asyncio.TimerHandle | None = None
         self._watch_idle()
@@ -206,6 +222,7 @@ class Session:
             if result.state is State.FAILED:
                 raise failure_of(self.episode.episode_id, result.end_reason)
             errors = (_in_picture(*each, seen) for each in zip(actions, result.action_errors, strict=True))
+            self._turns.append(_turn_of(actions, result))
             return replace(result, action_errors=tuple(errors))
 
     async def observe(self) -> Observation:
@@ -231,23 +248,28 @@ class Session:
 
         Raises:
             EnvError: The session was closed before, or the request was refused.
+            ExtensionError: The own reward of the settings failed; the machine is released.
         """
         if self._score is None:
             try:
                 async with self._call():
                     evaluation = await self.episode.evaluate(timeout=self._settings.evaluate_timeout)
                     cause = evaluation.guest_end_cause or (GUEST_ENDED if self._guest_ended else "")
+                    self._begin_close()
+                    facts = EpisodeFacts(
+                        task_id=self.episode.task_id,
+                        task_score=evaluation.score,
+                        turns=tuple(self._turns),
+                        max_turns=self.episode.max_steps or max(1, len(self._turns)),
+                        truncated=self.truncated,
+                        guest_end_cause=cause,
+                    )
                     self._score = Score(
                         value=evaluation.score,
-                        reward=reward_of(
-                            evaluation.score,
-                            guest_end_cause=cause,
-                            ended_by_guest_score=self._settings.ended_by_guest_score,
-                        ),
+                        reward=self._settings.reward_of(facts).total,
                         guest_end_cause=cause,
                         checks=evaluation.checks,
                     )
-                    self._begin_close()
             except SessionVoid:
                 self._score = Score(value=None, void=self.void)
             except EpisodeEnded:
@@ -307,6 +329,30 @@ class Session:
     def _stop_watching_idle(self) -> None:
         if self._idle is not None:
             self._idle.cancel()
+
+
+def _turn_of(actions: Sequence[Action], result: StepResult) -> TurnFacts:
+    """Return the facts of a step; without points, which are in the picture's pixels."""
+    change = result.screen_change
+    return TurnFacts(
+        text="",
+        parsed=True,
+        actions=tuple(
+            ActionFacts(
+                kind=type(action).__name__,
+                arguments={name: value for name, value in asdict(action).items() if value is not None},
+                text=action.text if isinstance(action, TypeText) else None,
+                keys=tuple(action.keys) if isinstance(action, PressKeys) else (),
+                executed=not error,
+            )
+            for action, error in zip(actions, result.action_errors, strict=True)
+        ),
+        errors=result.errors,
+        done=any(isinstance(action, Done) for action in actions),
+        failed=any(isinstance(action, Fail) for action in actions),
+        changed_fraction=None if change is None else change.changed_fraction,
+        grey_difference=None if change is None else change.grey_difference,
+    )
 
 
 def _in_picture(action: Action, error: str, seen: Observation) -> str:

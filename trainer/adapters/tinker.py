@@ -23,7 +23,6 @@ from tinker_cookbook.rl.types import Env, EnvGroupBuilder, StepResult, StopReaso
 
 from trainer.adapters.session import SessionSettings, SessionVoid, session, task_of_row
 from trainer.agent.loop import run_episode
-from trainer.agent.ownership import reward_of
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message, Outcome, Reply, Trajectory
 
@@ -118,11 +117,7 @@ class DesktopEnv(Env):  # type: ignore[misc]
         completed = ended.outcome is Outcome.TERMINATED
         reason = StopReason.COMPLETED if completed else _STOP_REASONS.get(ended.reason, StopReason.MAX_TOKENS)
         return StepResult(
-            reward=reward_of(
-                ended.evaluation.score,
-                guest_end_cause=ended.guest_end_cause,
-                ended_by_guest_score=self._settings.ended_by_guest_score,
-            ),
+            reward=self._settings.reward_of(ended.facts(max_turns=self._agent.max_turns, metadata=self._row)).total,
             episode_done=True,
             next_observation=tinker.ModelInput.empty(),
             next_stop_condition=stop,

@@ -18,7 +18,7 @@ from cuaenv.client import EnvError, shared_client
 from trainer.adapters.background import blocking
 from trainer.adapters.session import SessionSettings, session
 from trainer.agent.loop import AgentEpisode, run_episode
-from trainer.agent.ownership import is_fault, reward_of
+from trainer.agent.ownership import is_fault
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed, Reply
 
@@ -74,6 +74,8 @@ class DesktopEnvConfig(vf.EnvConfig):
     """How long a group keeps a machine for an episode that was not started."""
     ended_by_guest_score: float = Field(default=-0.1, ge=-1, le=0)
     """Reward if the agent ended its guest without solving the task; set 0 to evaluate."""
+    reward: str | dict[str, Any] = "task"
+    """A reward by name or as `module:NAME`, see docs/make-it-yours.md."""
 
 
 class DesktopEnv(vf.Env[DesktopEnvConfig]):
@@ -95,6 +97,7 @@ class DesktopEnv(vf.Env[DesktopEnvConfig]):
             group_size=config.group_size,
             group_wait=timedelta(seconds=config.group_wait_s),
             ended_by_guest_score=config.ended_by_guest_score,
+            reward=config.reward,
         )
 
     async def run(self, task: Any, agents: Any) -> None:
@@ -115,12 +118,8 @@ class DesktopEnv(vf.Env[DesktopEnvConfig]):
             if not trace.errors:
                 raise RuntimeError(f"task {task.data.task_id}: no score: {trajectory.reason}") from trajectory.error
             return
-        reward = reward_of(
-            trajectory.evaluation.score,
-            guest_end_cause=trajectory.guest_end_cause,
-            ended_by_guest_score=self._settings.ended_by_guest_score,
-        )
-        trace.record_reward("score", reward)
+        facts = trajectory.facts(max_turns=self._agent.max_turns, metadata={})
+        trace.record_reward("score", self._settings.reward_of(facts).total)
         trace.record_metric("ended_by_guest", float(bool(trajectory.guest_end_cause)))
         trace.record_metric("turns", float(len(trajectory.turns)))
 

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import ceil
-from statistics import fmean
 from typing import Any, Protocol, Unpack
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint
@@ -37,19 +36,6 @@ class BranchContext:
     point: BranchPoint
     prefix: Any
     """Of its conversation."""
-
-
-def branches(config: GroupConfig, *, turns_since: int, reply: Reply) -> bool:
-    """Return whether others branch off before a reply is performed: the policy of when to branch.
-
-    Args:
-        config: When to branch.
-        turns_since: Turns since the member's last branch point, or its start.
-        reply: The reply. Others branch if it surprised the policy that sampled it.
-    """
-    surprise = -fmean(reply.log_probs or (0.0,))
-    is_unsure = config.branch_above is not None and surprise > config.branch_above
-    return is_unsure or turns_since >= config.branch_every
 
 
 class TreeMember:
@@ -100,13 +86,13 @@ class TreeMember:
     async def run(
         self, episode: AgentEpisode, conversation: BranchingConversation, *, settings: AgentSettings
     ) -> Trajectory:
-        """Run the open episode, and let others branch from it, see `branches`."""
-        context = self.context
+        """Run the open episode, and let others branch from it, as `GroupConfig.branch_policy` says."""
+        context, policy = self.context, self._config.branch_policy
         branched_at = len(context.point.turns) if context else 0
 
         async def offer_branch(turn_count: int, reply: Reply, branch_point: Callable[[], BranchPoint]) -> None:
             nonlocal branched_at
-            if self._episode is None or not branches(self._config, turns_since=turn_count - branched_at, reply=reply):
+            if self._episode is None or not policy(turns_since=turn_count - branched_at, reply=reply):
                 return
             branched_at = turn_count
             prefix = conversation.prefix()

@@ -48,6 +48,7 @@ from trainer.agent.types import (
     Trajectory,
     Turn,
 )
+from trainer.extensions import ExtensionError
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,9 @@ async def _result_of(run: "_Run", episode: AgentEpisode) -> Trajectory:
     except (EnvError, ModelFailed) as error:
         logger.warning("episode %s of %s is void: %s", episode.episode_id, episode.task_id, error)
         return run.trajectory(Outcome.FAILED, type(error).__name__, error=error)
+    except ExtensionError:
+        # Void, a policy could provoke it to remove its failures.
+        raise
     except Exception as error:
         # A bug in one episode must not end the others of this process.
         logger.exception("episode %s of %s is void", episode.episode_id, episode.task_id)
@@ -259,8 +263,8 @@ class _Run:
         with self._timed("model"):
             await self._conversation.begin(
                 history.begin(
-                    prompts.task_message(instruction, observed),
-                    Message("user", (f"{prompts.DROPPED}\n\n{prompts.TASK.format(instruction=instruction)}",)),
+                    prompts.task_message(instruction, observed, settings),
+                    prompts.dropped_task_message(instruction, settings),
                 )
             )
         return history, observed, space

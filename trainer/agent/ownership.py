@@ -5,7 +5,7 @@ so an episode is repeated only if the agent cannot have caused its loss. All plu
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -38,6 +38,8 @@ from cuaenv.client import (
     UserUnavailable,
 )
 from trainer.agent.types import BudgetExhausted, GenerationAborted, ModelFailed, Outcome, Trajectory
+from trainer.rewards.facts import Breakdown, EpisodeFacts
+from trainer.rewards.recipes import Recipe
 
 GUEST_ENDED: Final = "GUEST_ENDED"
 """`end_reason` of an episode whose guest ended itself."""
@@ -160,10 +162,18 @@ def failure_of(episode_id: str, end_reason: str) -> SampleVoid:
     return _FAILURES.get(reason, SampleVoid)(f"episode {episode_id} failed: {reason}", reason=reason)
 
 
-def reward_of(score: float, *, guest_end_cause: str, ended_by_guest_score: float) -> float:
-    """Return the score for training: `ended_by_guest_score` if the guest ended itself without solving the task.
+def reward_of(facts: EpisodeFacts, recipe: Recipe, *, ended_by_guest_score: float) -> Breakdown:
+    """Return the reward for training, with `ended_by_guest_score` if the guest ended itself without solving the task.
 
-    A solved task keeps its score, because a task may have the power-off as its goal. A recipe adds its other parts to
-    it, so that an escape is worth less than a failure in the same steps, whatever the recipe.
+    A solved task keeps its score, because a task may have the power-off as its goal. The recipe's parts are then those
+    of a failure, so that an escape is worth less than a failure in the same steps, whatever the recipe.
     """
-    return ended_by_guest_score if guest_end_cause and score < 1 else score
+    if not facts.guest_end_cause or facts.task_score >= 1:
+        return recipe(facts)
+    failed = recipe(replace(facts, task_score=0.0))
+    return Breakdown(
+        recipe=failed.recipe,
+        total=failed.total + ended_by_guest_score,
+        task_score=facts.task_score,
+        parts={**failed.parts, "ended_by_guest": ended_by_guest_score},
+    )

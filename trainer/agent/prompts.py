@@ -3,7 +3,6 @@
 Training and evaluation use only these, and log `prompt_hash`: equal hashes prove equal prompts.
 """
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -15,20 +14,12 @@ from cuaenv.client import Element, Observation, ToolResult
 from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Picture
 from trainer.agent.settings import AgentSettings
+from trainer.agent.system_prompt import STANDARD, SYSTEM, TASK
 from trainer.agent.types import CONTROL_TOKENS, Message, without_control_tokens
 
 if TYPE_CHECKING:
     from PIL import Image
 
-SYSTEM = (
-    "You carry out a task on a desktop computer, through its screen, mouse and keyboard. After each of your replies the"
-    " computer does what you said, and you are shown {shown}. Look at it before you go on: an action may have had"
-    " another effect than you meant, or none yet.\n\n"
-    "Say briefly what you see and what you do next, then act. Declare the task done only when all of it is done; if it"
-    " cannot be done on this computer, declare that instead of pretending. You have {max_turns} replies.\n\n"
-    "{instructions}"
-)
-TASK = "Task: {instruction}"
 SCREENSHOT, TREE, TERMINAL = "a screenshot", "the elements on the screen", "the text of the terminal"
 RESULT_OK = "Done."
 RESULT_MISTAKE = "That did not work: {mistake}"
@@ -125,22 +116,26 @@ def system_message(settings: AgentSettings, picture: Picture, *, offered: Sequen
         )
         if is_shown
     ]
-    text = SYSTEM.format(
-        shown=" and ".join(kinds),
-        max_turns=settings.max_turns,
-        instructions=settings.make_grammar(offered).instructions(picture),
-    )
+    instructions = settings.make_grammar(offered).instructions(picture)
     if settings.tools_of(offered):
-        text += f"\n\n{TOOLS}"
+        instructions += f"\n\n{TOOLS}"
     if "mcp" in settings.tools_of(offered):
         servers = ", ".join(name.removeprefix("mcp:") for name in offered if name.startswith("mcp:"))
-        text += f" {SERVERS.format(servers=servers)}"
+        instructions += f" {SERVERS.format(servers=servers)}"
+    text = settings.make_prompt().system(
+        shown=" and ".join(kinds), max_turns=settings.max_turns, instructions=instructions
+    )
     return Message("system", (text,))
 
 
-def task_message(instruction: str, observed: ModelObservation) -> Message:
+def task_message(instruction: str, observed: ModelObservation, settings: AgentSettings) -> Message:
     """Return the task with the first observation."""
-    return _message([], observed, after=[TASK.format(instruction=instruction)])
+    return _message([], observed, after=[settings.make_prompt().task(instruction)])
+
+
+def dropped_task_message(instruction: str, settings: AgentSettings) -> Message:
+    """Return the task without the first observation, for rows that do not show it."""
+    return Message("user", (f"{DROPPED}\n\n{settings.make_prompt().task(instruction)}",))
 
 
 def observation_message(result: str, observed: ModelObservation) -> Message:
@@ -201,7 +196,11 @@ def _middle_cut(text: str, max_chars: int) -> str:
 def prompt_hash(settings: AgentSettings) -> str:
     """Return a digest of everything that determines the prompts and the parsing of replies."""
     instructions = settings.make_grammar().instructions(Picture(1001, 1001))
-    text = json.dumps([_TEMPLATES, CONTROL_TOKENS, instructions, dataclasses.asdict(settings)], sort_keys=True)
+    parts = [_TEMPLATES, CONTROL_TOKENS, instructions, settings.recorded()]
+    if settings.prompt != STANDARD:
+        own = settings.make_prompt()
+        parts.append([own.system(shown="", max_turns=0, instructions=instructions), own.task("")])
+    text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -13,6 +13,7 @@ from cuaenv.client import View
 from trainer.agent.budget import OBSERVATION_TOKENS, RowCost, TokenBudget, text_tokens
 from trainer.agent.coordinates import Units
 from trainer.agent.grammars import Grammar, grammar
+from trainer.agent.system_prompt import STANDARD, Prompt, prompt_of
 from trainer.config import STRICT, parse
 
 
@@ -27,7 +28,9 @@ class AgentSettings:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     grammar: str = "qwen3-vl"
-    """How the model writes actions: a name of `trainer.agent.grammars.GRAMMARS`."""
+    """How the model writes actions: a name of `trainer.agent.grammars.GRAMMARS`, or an own one as `module:CLASS`."""
+    prompt: str = STANDARD
+    """System message and task: `standard`, or an own `trainer.agent.system_prompt.Prompt` as `module:CLASS`."""
     fallbacks: tuple[str, ...] = ()
     """Lenient rules for replies that do not follow the grammar, of `trainer.agent.grammars.FALLBACKS`."""
     coordinates: Units | None = None
@@ -95,6 +98,7 @@ class AgentSettings:
         if self.text_only and self.marks:
             raise ValueError("marks need screenshots; turn off text_only or marks")
         self.make_grammar()
+        self.make_prompt()
         self.row_cost.check(self.context_tokens)
 
     @classmethod
@@ -105,6 +109,17 @@ class AgentSettings:
     def make_grammar(self, offered: Sequence[str] | None = None) -> Grammar:
         """Return the grammar with the tools that an episode offers, or with all of `tools`. Raises: ValueError."""
         return grammar(self.grammar, fallbacks=self.fallbacks, tools=self.tools_of(offered))
+
+    def make_prompt(self) -> Prompt:
+        """Return the prompt. Raises: ConfigError."""
+        return prompt_of(self.prompt)
+
+    def recorded(self) -> dict[str, object]:
+        """Return the settings for records and digests, which equal those of releases that had one prompt."""
+        mapping = dataclasses.asdict(self)
+        if self.prompt == STANDARD:
+            del mapping["prompt"]
+        return mapping
 
     def tools_of(self, offered: Sequence[str] | None) -> tuple[Tool, ...]:
         """Return those of `tools` that an episode offers; all without an episode."""

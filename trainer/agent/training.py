@@ -1,18 +1,18 @@
 """Configuration that the training plug-ins share: the daemons, the reward and the agent."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cuaenv.client import ClientSettings, RetryPolicy, Tls
+from trainer.agent.branch_policy import STANDARD, BranchPolicy, StandardPolicy, own_policy
 from trainer.agent.ownership import reward_of
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, parse
 from trainer.rewards.facts import Breakdown, EpisodeFacts
-from trainer.rewards.recipes import Recipe, recipe
+from trainer.rewards.recipes import Recipe, recipe_of
 
 
 class TrainingConfig(BaseModel):
@@ -40,8 +40,9 @@ class TrainingConfig(BaseModel):
     ended_by_guest_score: float = Field(default=-0.1, ge=-1, le=0)
     """Replaces the task's score in training if the agent ended its guest without solving the task. Below 0, so that an
     escape is worth less than a failure; evaluations keep the score."""
-    reward: dict[str, Any] = Field(default_factory=dict)
-    """`recipe:`, a name of `trainer.rewards.recipes.NAMES` (default `task`), and that recipe's options."""
+    reward: str | dict[str, Any] = "task"
+    """A name of `trainer.rewards.recipes.NAMES` or an own reward as `module:NAME`; with options, a mapping of the name
+    under `recipe:` and the options."""
     agent: AgentSettings = Field(default_factory=AgentSettings)
     """Prompt, grammar, view and budgets; the same as for evaluation."""
 
@@ -52,22 +53,14 @@ class TrainingConfig(BaseModel):
 
     @cached_property
     def recipe(self) -> Recipe:
-        return _recipe(self.reward)
+        """The reward."""
+        return recipe_of(self.reward)
 
     def breakdown_of(self, facts: EpisodeFacts, *, evaluation: bool = False) -> Breakdown:
-        """Return an episode's reward, with `ended_by_guest_score` in training."""
-        score = reward_of(
-            facts.task_score, guest_end_cause=facts.guest_end_cause, ended_by_guest_score=self.ended_by_guest_score
-        )
-        if evaluation or score == facts.task_score:
+        """Return an episode's reward, with `ended_by_guest_score` in training. Raises: ExtensionError."""
+        if evaluation:
             return self.recipe(facts)
-        failed = self.recipe(replace(facts, task_score=0.0))
-        return Breakdown(
-            recipe=failed.recipe,
-            total=failed.total + score,
-            task_score=facts.task_score,
-            parts={**failed.parts, "ended_by_guest": score},
-        )
+        return reward_of(facts, self.recipe, ended_by_guest_score=self.ended_by_guest_score)
 
     @property
     def client(self) -> ClientSettings:
@@ -88,11 +81,8 @@ class TrainingConfig(BaseModel):
 
     @field_validator("reward")
     @classmethod
-    def _check_reward(cls, value: dict[str, Any]) -> dict[str, Any]:
-        try:
-            _recipe(value)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
+    def _check_reward(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+        recipe_of(value)
         return value
 
 
@@ -105,6 +95,9 @@ class GroupConfig(TrainingConfig):
     group_wait_s: float = Field(default=60.0, gt=0)
     """Time for which a group keeps a machine for a member that its trainer has not started yet, and a tree waits for
     machines to branch to."""
+    branch: str = STANDARD
+    """When members branch (`tree`): `standard`, by `branch_every` and `branch_above`, or an own
+    `trainer.agent.branch_policy.BranchPolicy` as `module:FUNCTION`."""
     branch_every: int = Field(default=4, ge=1)
     """Turns between the branch points of a member (`tree`)."""
     branch_ways: int = Field(default=2, ge=2)
@@ -118,9 +111,17 @@ class GroupConfig(TrainingConfig):
     """`returns`: a member's reward is compared with its group's. `siblings`: each turn is compared with what other
     members did in the same state, see `trainer.rewards.credit` (`tree`)."""
 
+    @cached_property
+    def branch_policy(self) -> BranchPolicy:
+        """When members branch. Raises: ConfigError."""
+        if self.branch == STANDARD:
+            return StandardPolicy(every=self.branch_every, above=self.branch_above)
+        return own_policy(self.branch)
+
     @model_validator(mode="after")
     def _check_tree(self) -> Self:
-        if self.group == "tree" and self.branch_every >= self.agent.max_turns:
+        _ = self.branch_policy
+        if self.group == "tree" and self.branch == STANDARD and self.branch_every >= self.agent.max_turns:
             raise ValueError(
                 f"branch_every is {self.branch_every}, but an episode has at most {self.agent.max_turns} turns"
                 " (agent.max_turns) and would never branch; lower it"
@@ -133,8 +134,3 @@ class GroupConfig(TrainingConfig):
         if self.credit == "siblings" and self.group != "tree":
             raise ValueError("credit: siblings compares members that branched from each other; set group to tree")
         return self
-
-
-def _recipe(reward: Mapping[str, Any]) -> Recipe:
-    options = {name: value for name, value in reward.items() if name != "recipe"}
-    return recipe(str(reward.get("recipe", "task")), **options)

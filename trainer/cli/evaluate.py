@@ -33,6 +33,7 @@ from trainer.evaluate.report import write_report
 from trainer.evaluate.results import Results, ResultsError, ResultsFile, Run
 from trainer.evaluate.selection import Selection, SelectionError, SplitName, choose, served_tasks
 from trainer.evaluate.summary import summarise
+from trainer.extensions import ExtensionError
 from trainer.tokens.chat import Chat
 
 #: Exit status of an evaluation that finished with attempts lost to errors.
@@ -67,7 +68,7 @@ class _Plan:
     key: str
 
 
-@reports_errors(CannotSplit, EndpointError, EvaluationStopped, ResultsError, SelectionError, OSError)
+@reports_errors(CannotSplit, EndpointError, EvaluationStopped, ExtensionError, ResultsError, SelectionError, OSError)
 def eval_command(
     *,
     file: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="File with settings.")] = None,
@@ -220,7 +221,7 @@ def _settings_json(plan: _Plan, *, url: str, model: str, tasks: list[Task]) -> M
         "model": model,
         "api": "chat completions" if plan.chat is None else "generate",
         "sampling": _plain(asdict(plan.sampling)),
-        "agent": _plain(asdict(plan.settings)),
+        "agent": _plain(plan.settings.recorded()),
         "task_versions": {task.task_id: task.version for task in tasks},
     }
     return settings

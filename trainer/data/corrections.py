@@ -166,7 +166,7 @@ class Corrections:
         space = CoordinateSpace.of(settings.units, image_px=picture.size, screen_px=screen_px)
         transcript = Transcript()
         transcript.add(prompts.system_message(settings, space.picture(), offered=offered))
-        transcript.add(prompts.task_message(facts["instruction"], _observed(picture)))
+        transcript.add(prompts.task_message(facts["instruction"], _observed(picture), settings))
         for number, step in enumerate(steps):
             if number:
                 reply = self._grammar.parse(transcript.messages[-1].content, space.picture())

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from cuaenv.frames.size import fit
 from cuaenv.problems import without_path
 from trainer.agent.settings import AgentSettings
+from trainer.agent.system_prompt import STANDARD
 from trainer.config import STRICT, parse
 from trainer.learn import LearnError
 from trainer.slime.config import SlimeConfig
@@ -103,7 +104,7 @@ class Reinforce(BaseModel):
     save_every: int = Field(default=25, ge=1)
     evaluate_every: int = Field(default=50, ge=1)
     envd: dict[str, Any] = Field(default_factory=dict)
-    """Further keys of `trainer.slime.config.SlimeConfig`, such as `group`, `reward` or `halt`."""
+    """Further keys of `trainer.slime.config.SlimeConfig`, such as `group`, `reward`, `branch` or `curriculum`."""
     slime: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of slime, such as `custom_generate_function_path` and those that this function reads."""
 
@@ -129,6 +130,10 @@ class Settings(BaseModel):
     """Processes that roll out, each with a daemon of its own if `trainer learn` starts the daemons."""
     machines: int = Field(default=48, ge=1)
     """Desktops of each daemon that `trainer learn` starts."""
+    prompt: str = STANDARD
+    """Prompt of demonstrations and policy, see `AgentSettings.prompt`."""
+    grammar: str = "qwen3-vl"
+    """Grammar of demonstrations and policy, see `AgentSettings.grammar`."""
     max_turns: int = Field(default=7, ge=1)
     reply_tokens: int = Field(default=40, ge=8)
     held_out_variants: int = Field(default=8, ge=0)
@@ -177,7 +182,8 @@ class Settings(BaseModel):
     def agent_mapping(self) -> dict[str, Any]:
         width, height = self.screen_px
         return {
-            "grammar": "qwen3-vl",
+            "grammar": self.grammar,
+            "prompt": self.prompt,
             "max_turns": self.max_turns,
             "images_per_row": 1,
             "images_kept": 1,
@@ -228,9 +234,13 @@ SMOKE = Settings(
 def fingerprint(settings: Settings, *, stage: str) -> Mapping[str, Any]:
     """Return the settings that must be equal for a resumed stage, as JSON values."""
     mapping: dict[str, Any] = json.loads(settings.model_dump_json())
+    # States of releases without these settings lack them.
+    for name in ("prompt", "grammar"):
+        if mapping[name] == Settings.model_fields[name].default:
+            del mapping[name]
     if stage == "clone":
-        kept = ("suite", "screen_px", "image_max_pixels", "size", "max_turns", "demos", "clone")
-        mapping = {key: mapping[key] for key in kept}
+        kept = ("suite", "prompt", "grammar", "screen_px", "image_max_pixels", "size", "max_turns", "demos", "clone")
+        mapping = {key: mapping[key] for key in kept if key in mapping}
     free = {"": ("device", "workers", "machines"), "clone": ("steps", "seconds", "stop_at", "is_compiled")}
     free["rl"] = ("updates", "seconds", "env_steps", "micro_rows")
     for name, keys in free.items():

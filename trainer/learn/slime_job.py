@@ -18,6 +18,7 @@ from typing import Any
 
 from trainer.learn import LearnError
 from trainer.learn.setup import is_checkout
+from trainer.slime.hooks import data_source
 from trainer.slime.play.samples import flatten
 
 #: Packages that slime imports and a rollout does not use. slime imports `qwen_vl_utils` for each task of a data set:
@@ -92,7 +93,7 @@ class SlimeRollouts:
         http.init_http_client(args)
         self._http = http
         self._functions: Any = import_module("slime.rollout.sglang_rollout")
-        self.data_source: Any = import_module("slime.rollout.data_source").RolloutDataSourceWithBuffer(args)
+        self.data_source = data_source(args)
         self._ray_rollout: Any = import_module("slime.ray.rollout")
         manager = self._ray_rollout.RolloutManager
         # Ray's decorator keeps the class; the stand-in's is the class itself.
@@ -154,6 +155,7 @@ OVERRIDES: dict[str, Any] = {
     "load_debug_rollout_data": None,
     "use_rollout_logprobs": True,  # the ratio of the loss is to the policy that sampled
     "custom_generate_function_path": "trainer.slime.hooks.generate",
+    "data_source_path": "trainer.slime.hooks.data_source",
     "custom_rm_path": "trainer.slime.hooks.reward_func",
     "custom_reward_post_process_path": "trainer.slime.hooks.normalize_rewards",
 }

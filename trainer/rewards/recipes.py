@@ -1,16 +1,21 @@
 """Rewards by name. `recipe("shaped", share=0.3)` returns a pure function from facts to a `Breakdown`.
 
-Each recipe is a frozen dataclass whose fields are its options, so recipes can be compared, printed and pickled.
+Each recipe is a frozen dataclass whose fields are its options, so recipes can be compared, printed and pickled. Own
+ones are named as `module:NAME`: such a class, any class whose arguments are its options, or a function of the facts.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from numbers import Real
+from typing import Any, ClassVar, Protocol
 
+from cuaenv.problems import did_you_mean
 from trainer.config import STRICT, ConfigError, parse
-from trainer.rewards.facts import Breakdown, EpisodeFacts
-from trainer.rewards.history.modal import VERSIONS, Modal
-from trainer.rewards.osworld import SlimeOSWorld
+from trainer.extensions import ExtensionError, called, is_own, named, require_call
+from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts
 from trainer.rewards.shaped import Shaped
 
 
@@ -32,34 +37,109 @@ class Task:
         return Breakdown(recipe="task", total=facts.task_score, task_score=facts.task_score, parts=parts)
 
 
-#: Class of each recipe, and the fields that its name sets.
-_RECIPES: Mapping[str, tuple[type, Mapping[str, str]]] = {
-    "task": (Task, {}),
-    "shaped": (Shaped, {}),
-    "slime_osworld": (SlimeOSWorld, {}),
-    **{f"modal_{version}": (Modal, {"version": version}) for version in VERSIONS},
-}
+_RECIPES: Mapping[str, type[Recipe]] = {"task": Task, "shaped": Shaped}
 
 NAMES = tuple(_RECIPES)
-"""All recipes; start with "task"."""
+"""The built-in recipes; start with "task"."""
+
+#: Recipes that were built in until 0.2.0, by prefix.
+_MOVED = {"slime_osworld": "slime_osworld:SlimeOSWorld", "modal_v": "modal_windows:Modal"}
+
+_TURN = TurnFacts(
+    text="a reply", parsed=True, actions=(ActionFacts(kind="left_click", point_px=(1, 1)),), changed_fraction=0.1
+)
+#: Episodes that an own reward must be able to score before it scores a real one.
+_TRIALS = (
+    EpisodeFacts(task_id="trial/solved", task_score=1.0, turns=(_TURN,), max_turns=4),
+    EpisodeFacts(task_id="trial/failed", task_score=0.0, turns=(_TURN,) * 4, max_turns=4, truncated=True),
+    EpisodeFacts(task_id="trial/unparsed", task_score=0.0, turns=(TurnFacts(text="?", parsed=False),), max_turns=4),
+    EpisodeFacts(task_id="trial/empty", task_score=0.0, turns=(), max_turns=4, truncated=True),
+)
+
+
+def recipe_of(reward: str | Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a setting: a name, or `recipe:` with its options. Raises: ConfigError, as `recipe`."""
+    if isinstance(reward, str):
+        return recipe(reward)
+    return recipe(str(reward.get("recipe", "task")), **{key: reward[key] for key in reward if key != "recipe"})
 
 
 def recipe(name: str = "task", **options: object) -> Recipe:
     """Return the recipe of that name.
 
     Args:
-        name: One of `NAMES`.
-        options: Fields of its class: `trainer.rewards.shaped.Shaped`, `.osworld.SlimeOSWorld`, `.history.modal.Modal`.
+        name: One of `NAMES`, or `module:NAME` of an own one: a class that takes the options, or a function. Both are
+            called with an `EpisodeFacts`, and return a `Breakdown`, or a number for one part.
+        options: Fields of its class, such as those of `trainer.rewards.shaped.Shaped`.
 
     Raises:
-        ConfigError: The recipe or an option is unknown, or a value is out of range; the message lists the valid ones.
+        ConfigError: The recipe or an option is unknown, a value is out of range, or an own recipe cannot score made-up
+            episodes: it raises, or returns neither a `Breakdown` nor a finite number.
     """
-    if name == "modal_v12c":
-        raise ConfigError(
-            "modal_v12c adds noise to the reward, and rewards here are deterministic; modal_v12b is the same without it"
-        )
-    if name not in _RECIPES:
-        raise ConfigError(f"unknown recipe {name!r}; choose one of {', '.join(NAMES)}")
-    kind, fixed = _RECIPES[name]
-    made: Recipe = parse(kind, {**options, **fixed}, path=name)
+    for prefix, example in _MOVED.items():
+        if name.startswith(prefix) and not is_own(name):
+            raise ConfigError(
+                f"reward {name!r} is no longer built in; copy docs/examples/own/{example.partition(':')[0]}.py of the"
+                f" repository to where Python finds it, and name it as {example}"
+            )
+    kind = named("reward", name, _RECIPES)
+    if not is_own(name):
+        made: Recipe = parse(kind, options, path=name)
+        return made
+    own = OwnReward(name, _own(name, kind, options))
+    for facts in _TRIALS:
+        own(facts)
+    return own
+
+
+@dataclass(frozen=True, slots=True)
+class OwnReward:
+    """A reward of the user's, whose results are checked."""
+
+    name: str
+    """As in the settings."""
+    function: Callable[[EpisodeFacts], Any]
+
+    def __call__(self, facts: EpisodeFacts) -> Breakdown:
+        """Return the reward and its parts. Raises: ExtensionError: It raised, or returned something else."""
+        made = called("reward", self.name, self.function, facts)
+        total = made.total if isinstance(made, Breakdown) else made
+        if isinstance(total, bool) or not isinstance(total, Real) or not math.isfinite(total):
+            shown = repr(total) if isinstance(total, Real) or total is None else f"a {type(total).__name__}"
+            raise ExtensionError(
+                f"reward {self.name}: it returned {shown} for {facts.task_id}; return a finite number, or a Breakdown"
+                " with one"
+            )
+        if not isinstance(made, Breakdown):
+            parts = {self.name.partition(":")[2]: float(total)}
+            return Breakdown(recipe=self.name, total=float(total), task_score=facts.task_score, parts=parts)
+        if made.task_score != facts.task_score:
+            raise ExtensionError(
+                f"reward {self.name}: its task_score is {made.task_score}, but that of {facts.task_id} is"
+                f" {facts.task_score}; return that of the facts"
+            )
+        return made
+
+
+def _own(name: str, kind: Any, options: Mapping[str, object]) -> Callable[[EpisodeFacts], Any]:
+    if not inspect.isclass(kind):
+        require_call("reward", name, kind, _TRIALS[0])
+        if options:
+            raise ConfigError(f"reward {name}: a function takes no options, but there is {', '.join(options)}")
+        function: Callable[[EpisodeFacts], Any] = kind
+        return function
+    if dataclasses.is_dataclass(kind):
+        known = [field.name for field in dataclasses.fields(kind) if field.init]
+        for key in options:
+            if key not in known:
+                near = did_you_mean(key, known) or f"; known keys: {', '.join(known) or 'none'}"
+                raise ConfigError(f"{name}.{key}: unknown key{near}")
+        reward: Any = parse(kind, options, path=name)
+    else:
+        require_call("reward", name, kind, **options)
+        reward = called("reward", name, kind, **options)
+    if not callable(reward):
+        raise ConfigError(f"reward {name}: it has no __call__(self, facts); see trainer.rewards.recipes.Recipe")
+    require_call("reward", name, reward, _TRIALS[0])
+    made: Callable[[EpisodeFacts], Any] = reward
     return made

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.config import ConfigError
+from trainer.data.curriculum import ALL
 from trainer.slime.config import SlimeConfig
 from trainer.slime.play.groups import CENTRED
 
@@ -51,6 +52,8 @@ def refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
             f"envd.max_episodes is {config.max_episodes}, but each of envd.workers would count alone; set it to 0 and"
             " limit episodes by --sglang-server-concurrency"
         )
+    if config.curriculum != ALL and getattr(args, "data_source_path", _DATA_SOURCE) != _DATA_SOURCE:
+        yield f"envd.curriculum {config.curriculum}: set --data-source-path to {_DATA_SOURCE}, which applies it"
     if config.workers and config.replay:
         yield "envd.workers: successes of a worker do not reach the pool of envd.replay; remove one of the two"
     if config.replay:

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from cuaenv.problems import did_you_mean
 from trainer.agent.training import GroupConfig
 from trainer.config import ConfigError
+from trainer.data.curriculum import ALL, curriculum_of
 from trainer.replay.pool import PoolSettings
 
 #: Names of `trainer.slime.records.metrics_of`, and prefixes of names that depend on the data.
@@ -98,6 +99,10 @@ class SlimeConfig(GroupConfig):
     sight: Literal["off", "warn", "refuse"] = "off"
     """Before the first episode, check that engine and rows have the pixels of every turn: `warn` logs a fault, `refuse`
     halts the run. See `trainer.slime.play.sight`."""
+    curriculum: str = ALL
+    """Which drawn tasks are played: `all`, `solve_rate` (those that 20 to 80 % of their latest episodes solved), or an
+    own `trainer.data.curriculum.Curriculum` as `module:FUNCTION`. Needs `--data-source-path
+    trainer.slime.hooks.data_source`."""
     replay: Replay | None = None
     """Earlier successes for groups that failed; None for no replay."""
     halt: Halt = Field(default_factory=Halt)
@@ -130,6 +135,12 @@ class SlimeConfig(GroupConfig):
     @classmethod
     def _none_if_empty(cls, value: Replay | None) -> Replay | None:
         return value if value is not None and value.model_fields_set else None
+
+    @field_validator("curriculum")
+    @classmethod
+    def _check_curriculum(cls, value: str) -> str:
+        curriculum_of(value)
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -12,9 +12,11 @@ from typing import Any
 
 from trainer.agent.starts import task_id_of
 from trainer.agent.types import ModelFailed
+from trainer.data.curriculum import ALL
 from trainer.slime import probes, slime_compat
 from trainer.slime.config import Halted
 from trainer.slime.job import job_of
+from trainer.slime.play.choice import chosen
 from trainer.slime.play.groups import drop_reason, normalized, rollout_reward
 from trainer.slime.play.partial import load_buffer, save_buffer
 from trainer.slime.play.replay import build_tensors, show_success, show_successes
@@ -145,7 +147,9 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:  # noqa: ARG001
 
 
 def data_source(args: Any) -> Any:
-    """Return slime's data source, extended to save and resume pool and aborted samples, for `--data-source-path`.
+    """Return slime's data source, extended for `--data-source-path`.
+
+    It saves and resumes pool and aborted samples, and passes over tasks as `envd.curriculum` says.
 
     Raises:
         ConfigError: A data file has rows that slime cannot read, or none that can be played.
@@ -173,6 +177,8 @@ def data_source(args: Any) -> Any:
             job.resume_pool(Path(args.load) / "replay", name=str(rollout_id))
 
     source.save, source.load = save_all, load_all
+    if job.config.curriculum != ALL:
+        chosen(source, job.tasks, task_key=job.config.task_key)
     return source
 
 

@@ -16,16 +16,18 @@ from typing import Any
 from cuaenv.client import Checkpoint, shared_client
 from trainer.agent.ownership import Owner
 from trainer.config import ConfigError, json_of
+from trainer.data.curriculum import TaskChoice, curriculum_of
 from trainer.replay.pool import ReplayPool
 from trainer.slime import probes, slime_compat
 from trainer.slime.checks import check
 from trainer.slime.config import Halted, SlimeConfig, envd_of
 from trainer.slime.monitor import RunMonitor
+from trainer.slime.play.choice import task_of
 from trainer.slime.play.engine import EngineClient, SlimeEngine, engine_url
 from trainer.slime.play.pictures import PictureFiles
 from trainer.slime.play.replay import load_files
 from trainer.slime.play.rollout import DaemonWatch, Resources, Rollout, play
-from trainer.slime.play.samples import note, void_result
+from trainer.slime.play.samples import facts_of, is_void, note, void_result
 from trainer.slime.play.sight import sight_problem
 from trainer.slime.play.workers import WorkerLost, Workers
 from trainer.slime.slime_compat import Sample
@@ -68,6 +70,11 @@ class Job:
         pool = ReplayPool(self.config.replay)
         load_files(pool, self.config.replay)
         return pool
+
+    @cached_property
+    def tasks(self) -> TaskChoice:
+        """Which tasks of the data set are played. Raises: ConfigError."""
+        return TaskChoice(curriculum_of(self.config.curriculum))
 
     def resume_pool(self, directory: Path, *, name: str) -> None:
         """Replace the pool by a saved one, if there is one of that name. Raises: OSError, ValueError."""
@@ -129,6 +136,7 @@ class Job:
             result = void_result(sample, multiple, args, status="FAILED", reason="WorkerLost", error=str(error))
             note(sample, {"owner": Owner.TRAINER.value})
         if not evaluation and sample.status.name != "ABORTED":
+            self._record_task(sample)
             self.monitor.record(args, result)
         return result
 
@@ -139,6 +147,12 @@ class Job:
         except ConfigError as error:
             sample.metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
             return "", str(error)
+
+    def _record_task(self, sample: Sample) -> None:
+        """Remember whether a task was solved. A void sample has no score, and says nothing of its task."""
+        score = facts_of(sample).get("task_score")
+        if score is not None and not is_void(sample):
+            self.tasks.record(task_of(sample, self.config.task_key), solved=score >= 1)
 
     async def _play(self, args: Any, sample: Sample, sampling_params: Mapping[str, Any], **options: Any) -> Any:
         if self.config.workers:

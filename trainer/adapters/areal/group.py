@@ -80,13 +80,6 @@ async def run_task_group(
 
     Void episodes are omitted, never scored 0.
 
-    Args:
-        environments: Opens the episodes; a group of them, if it is a client of hosts.
-        data: The row.
-        engine: Samples the replies.
-        chat: Renders the messages.
-        config: How the group is played.
-
     Raises:
         ConfigError: The row has no task id, or a malformed checkpoint.
     """

@@ -3,16 +3,20 @@
 from collections.abc import Sequence
 
 from cuaenv.actions import Tool
+from cuaenv.agent_text.values import ParseError
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.anthropic import Anthropic
 from trainer.agent.grammars.code import Code
 from trainer.agent.grammars.fallbacks import FALLBACKS, fallbacks_of
-from trainer.agent.grammars.grammar import Grammar, Intent, Parsed, UnsupportedAction, split_actions
+from trainer.agent.grammars.grammar import Grammar, Intent, Parsed, UnsupportedAction, intent, split_actions
 from trainer.agent.grammars.openai import OpenAI
+from trainer.agent.grammars.own import checked_grammar
 from trainer.agent.grammars.qwen_vl import Qwen3Vl, Qwen35Vl
 from trainer.agent.grammars.tags import Tags
 from trainer.agent.grammars.tool_call import ToolCall
 from trainer.agent.grammars.verbs import Verbs
+from trainer.config import ConfigError
+from trainer.extensions import is_own, named
 
 _KINDS: Sequence[type[Grammar]] = (Qwen3Vl, Qwen35Vl, Anthropic, OpenAI, ToolCall, Tags, Code, Verbs)
 _GRAMMARS = {kind.name: kind for kind in _KINDS}
@@ -25,18 +29,18 @@ def grammar(name: str, *, fallbacks: Sequence[str] = (), tools: Sequence[Tool] =
     """Return a grammar by its name.
 
     Args:
+        name: One of `GRAMMARS`, or `module:CLASS` of an own subclass of `Grammar`.
         fallbacks: Enabled lenient rules, from `FALLBACKS`.
         tools: Tools that it offers.
 
     Raises:
-        ValueError: The grammar or a rule is unknown, or the grammar cannot express tools.
+        ConfigError: The grammar or a rule is unknown, or the grammar cannot express tools. Or it is an own class that
+            is not a grammar, or cannot read its own replies; see `trainer.agent.grammars.own`.
     """
-    if name not in _GRAMMARS:
-        raise ValueError(f"unknown grammar {name!r}; choose one of {', '.join(GRAMMARS)}")
-    kind = _GRAMMARS[name]
+    kind = checked_grammar(name) if is_own(name) else named("grammar", name, _GRAMMARS)
     if tools and not kind.takes_tools:
         able = ", ".join(each.name for each in _GRAMMARS.values() if each.takes_tools)
-        raise ValueError(f"grammar {name} cannot express tools; choose one of {able}, or leave tools empty")
+        raise ConfigError(f"grammar {name} cannot express tools; choose one of {able}, or leave tools empty")
     return kind(fallbacks_of(kind, fallbacks), tools)
 
 
@@ -45,9 +49,11 @@ __all__ = [
     "GRAMMARS",
     "Grammar",
     "Intent",
+    "ParseError",
     "Parsed",
     "Picture",
     "UnsupportedAction",
     "grammar",
+    "intent",
     "split_actions",
 ]

@@ -1,6 +1,6 @@
 """The interface of grammars: parse a model's reply to typed actions, and render actions as a reply.
 
-Parsing never raises and never evaluates the reply. A reply that does not follow the grammar is the agent's mistake,
+Parsing never evaluates the reply. A reply that does not follow the grammar is the agent's mistake,
 described in `Parsed.error`. Points are in the units of the model's picture; `coordinates.py` converts them to the
 guest's pixels.
 """
@@ -14,6 +14,7 @@ from cuaenv.actions import MAX_ACTION_COUNT, MAX_TOOL_COUNT, Tool, ToolAction
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Click, Done, Drag, Fail, KeyDown, KeyUp, Move, PressKeys, Scroll, TypeText
 from trainer.agent.coordinates import Picture, Units
+from trainer.extensions import ExtensionError
 from trainer.rewards.facts import ActionFacts
 
 #: Far above any budget of a reply, and small enough to be parsed in milliseconds.
@@ -99,7 +100,11 @@ class Grammar(ABC):
         """Return the reply of `render`, unchecked. Raises: UnsupportedAction."""
 
     def parse(self, text: str, picture: Picture) -> Parsed:
-        """Parse a reply strictly, otherwise by the first fallback that applies. Never raises."""
+        """Parse a reply strictly, otherwise by the first fallback that applies.
+
+        Raises:
+            ExtensionError: `read` of an own grammar raised another error than ParseError.
+        """
         if len(text) > MAX_REPLY_CHARS:
             return Parsed(error=f"the reply has {len(text)} characters; write less than {MAX_REPLY_CHARS}")
         try:
@@ -162,9 +167,16 @@ def only_action(actions: Sequence[Action], name: str) -> Action:
 def _guarded(reader: Reader, text: str, picture: Picture) -> tuple[Intent, ...]:
     try:
         intents = tuple(reader(text, picture))
+    except ParseError:
+        raise
     except (RecursionError, MemoryError) as error:
         # The parsers of JSON and of Python fail on a few thousand brackets.
         raise ParseError("the reply is nested too deeply") from error
+    except Exception as error:
+        raise ExtensionError(
+            f"grammar: {getattr(reader, '__qualname__', reader)} raised {type(error).__name__}: {error}; it must raise"
+            " ParseError for replies that do not follow the grammar"
+        ) from error
     if not intents:
         raise ParseError("the reply has no action")
     if len(intents) > MAX_ACTION_COUNT:

@@ -23,6 +23,7 @@ from trainer.agent.starts import start_name
 from trainer.agent.tree import tree_of_loop
 from trainer.agent.turns import BranchPoint
 from trainer.agent.types import Conversation, Outcome, Trajectory
+from trainer.extensions import ExtensionError
 from trainer.replay.pool import ReplayPool
 from trainer.slime import slime_compat
 from trainer.slime.config import Halted, SlimeConfig
@@ -239,7 +240,7 @@ async def play(
         is_alone: Whether it has machines of its own, not in its group.
 
     Raises:
-        Halted: No daemon answers.
+        Halted: No daemon answers, or own code that the configuration names failed.
     """
     # A repeated sample was aborted or failed; its group's machines no longer exist.
     is_alone |= evaluation or sample.status.name != "PENDING" or config.group == "off" or sample.group_index is None
@@ -255,6 +256,8 @@ async def play(
             return result
     except Halted:
         raise
+    except ExtensionError as error:
+        raise Halted(str(error)) from error
     except Exception as error:
         logger.exception("[envd] sample %s is void", sample.index)
         multiple = config.multiple(evaluation=evaluation)

@@ -86,7 +86,7 @@ def test_a_text_only_agent_gets_no_image() -> None:
     settings = AgentSettings(text_only=True, a11y_tree=True)
     seen = prompts.model_observation(observation(a11y_elements=SHOWN), SPACE, settings)
     assert seen.image is None
-    assert all(isinstance(part, str) for part in prompts.task_message("Do it.", seen).parts)
+    assert all(isinstance(part, str) for part in prompts.task_message("Do it.", seen, settings).parts)
 
 
 def test_the_system_message_describes_observations_and_actions() -> None:
@@ -144,7 +144,7 @@ def test_no_text_of_a_message_spells_a_control_token(token: str) -> None:
         observation(data=png(), terminal=f"x{token}"), SPACE, AgentSettings(terminal=True, max_turns=5)
     )
     messages = [
-        prompts.task_message(f"Type {token}", seen),
+        prompts.task_message(f"Type {token}", seen, AgentSettings()),
         prompts.observation_message(prompts.result_text(errors=(f"no key {token}",)), seen),
         Message("assistant", (f"type({token!r})",)),
         Message("user", (token[:3], token[3:])),

@@ -2,7 +2,6 @@
 
 import pytest
 
-from trainer.agent.branching import branches
 from trainer.agent.training import GroupConfig
 from trainer.agent.types import Reply
 
@@ -23,4 +22,4 @@ def test_members_branch_after_some_turns_or_at_an_unsure_reply(
 ) -> None:
     config = GroupConfig(hosts=("h:1",), group="tree", branch_every=4, branch_above=above)
     reply = Reply(text="x", log_probs=log_probs)
-    assert branches(config, turns_since=turns_since, reply=reply) == expected
+    assert config.branch_policy(turns_since=turns_since, reply=reply) == expected

@@ -36,6 +36,7 @@ from cuaenv.client import (
 )
 from cuaenv.client.errors import error_of
 from cuaenv.reasons import CODE_BY_REASON
+from trainer.adapters.session import SessionSettings
 from trainer.agent.ownership import Owner, failure_of, is_fault, reward_of, ruling_of, ruling_on
 from trainer.agent.training import TrainingConfig
 from trainer.agent.types import (
@@ -50,7 +51,7 @@ from trainer.agent.types import (
     Turn,
 )
 from trainer.rewards.facts import EpisodeFacts, TurnFacts
-from trainer.rewards.recipes import NAMES
+from trainer.rewards.recipes import NAMES, recipe
 
 LOST = Trajectory(task_id="t", instruction="", outcome=Outcome.FAILED)
 FACTS = TurnFacts(text="x", parsed=True)
@@ -173,10 +174,11 @@ def test_an_unknown_end_reason_is_void_and_not_repeated() -> None:
 
 @pytest.mark.parametrize(("score", "cause", "reward"), [(0.0, "PANIC", -0.1), (0.5, "PANIC", -0.1), (0.0, "", 0.0)])
 def test_an_escape_is_worth_less_than_a_failure(score: float, cause: str, reward: float) -> None:
-    assert reward_of(score, guest_end_cause=cause, ended_by_guest_score=-0.1) == reward
+    facts = EpisodeFacts(task_id="t", task_score=score, turns=(), max_turns=9, guest_end_cause=cause)
+    assert reward_of(facts, recipe(), ended_by_guest_score=-0.1).total == reward
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("modal")])  # these need a history
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("turns", [(), (FACTS,), (FACTS,) * 4])
 @pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
 def test_every_recipe_and_adapter_ranks_an_escape_by_the_same_rule(
@@ -185,14 +187,16 @@ def test_every_recipe_and_adapter_ranks_an_escape_by_the_same_rule(
     config = TrainingConfig(hosts=("h:1",), reward={"recipe": name})
     facts = EpisodeFacts(task_id="t", task_score=score, turns=turns, max_turns=9)
     escaped = config.breakdown_of(replace(facts, guest_end_cause="PANIC"))
-    for_training = reward_of(score, guest_end_cause="PANIC", ended_by_guest_score=config.ended_by_guest_score)
+    sessions = SessionSettings.connect(reward={"recipe": name})
+    assert sessions.reward_of(replace(facts, guest_end_cause="PANIC")) == escaped
     if score == 1.0:
-        assert escaped.total == config.breakdown_of(facts).total
+        assert escaped == config.breakdown_of(facts)
     else:
         failure = config.breakdown_of(replace(facts, task_score=0.0))
-        assert escaped.total == failure.total + for_training < failure.total
-    assert name != "task" or escaped.total == for_training
+        assert escaped.total == failure.total - 0.1
+        assert escaped.task_score == score
 
 
 def test_a_task_that_is_solved_by_a_power_off_keeps_its_score() -> None:
-    assert reward_of(1.0, guest_end_cause="POWER_OFF", ended_by_guest_score=-0.1) == 1.0
+    facts = EpisodeFacts(task_id="t", task_score=1.0, turns=(), max_turns=9, guest_end_cause="POWER_OFF")
+    assert reward_of(facts, recipe(), ended_by_guest_score=-0.1).total == 1.0

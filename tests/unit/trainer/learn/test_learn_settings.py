@@ -63,7 +63,8 @@ def test_a_later_file_overrides_an_earlier_one_key_by_key(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_settings_of_an_ablation_name_it_and_are_valid(path: Path) -> None:
+def test_the_settings_of_an_ablation_name_it_and_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(path.parents[2] / "examples" / "own")
     settings = Settings().changed(path)
     names = [name.replace("_", "-") for name in (settings.ablation, settings.arm) if name]
     assert path.stem in ("-".join(names), "long", "cpu", "real")

@@ -25,7 +25,7 @@ PROSE = ["I will now open the editor."]
 def reward(version: str, texts: list[str], task_score: float = 0.0) -> float:
     turns = tuple(TurnFacts(text=text, parsed=True) for text in texts)
     facts = EpisodeFacts(task_id="t", task_score=task_score, turns=turns, max_turns=10)
-    breakdown = recipe(f"modal_{version}", historic=True)(facts)
+    breakdown = recipe("docs.examples.own.modal_windows:Modal", version=version)(facts)
     assert sum(breakdown.parts.values()) == pytest.approx(breakdown.total, abs=1e-9)
     assert breakdown.task_score == task_score
     return breakdown.total
@@ -90,11 +90,7 @@ def test_a_perfect_file_is_worth_18_and_a_wrong_one_less_than_none() -> None:
     assert reward("v12b", ["<action>wait 1</action>", "a", "<done/>"], 0.5) < reward("v12b", COMPLETE) == 13.2
 
 
-def test_historic_recipes_need_a_flag() -> None:
-    with pytest.raises(ConfigError, match=r"modal_v7: it is kept for comparison only; .*historic=True.*shaped"):
-        recipe("modal_v7")
-
-
-def test_a_reward_with_noise_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"modal_v12c adds noise.*deterministic.*modal_v12b"):
-        recipe("modal_v12c", historic=True)
+@pytest.mark.parametrize("version", ["v12c", "v13"])
+def test_an_unknown_version_is_refused_with_the_list(version: str) -> None:
+    with pytest.raises(ConfigError, match=f"version is {version}; choose one of v1, v2"):
+        recipe("docs.examples.own.modal_windows:Modal", version=version)

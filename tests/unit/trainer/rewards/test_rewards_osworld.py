@@ -10,6 +10,9 @@ from trainer.config import ConfigError
 from trainer.rewards.facts import ActionFacts, EpisodeFacts, TurnFacts
 from trainer.rewards.recipes import recipe
 
+#: An example of an own reward.
+SLIME_OSWORLD = "docs.examples.own.slime_osworld:SlimeOSWorld"
+
 #: Name in the model's grammar, name in Slime-OSWorld, whether it has a point, and its text in quotation marks.
 FORMS = [
     ("left_click", "click", True, None),
@@ -135,7 +138,7 @@ def test_a_thousand_episodes_agree_with_the_second_implementation(
     options: dict[str, object], weights: tuple[float, ...], alpha: float, span: tuple[int, int]
 ) -> None:
     chance = random.Random(7)
-    reward = recipe("slime_osworld", **options)
+    reward = recipe(SLIME_OSWORLD, **options)
     totals = set()
     for _ in range(1000):
         steps = [signal_of(chance) for _ in range(chance.randrange(27))]
@@ -158,7 +161,7 @@ def act(kind: str, *, point: tuple[int, int] | None = None) -> TurnFacts:
 
 
 def test_the_measurements_of_the_original_are_reproduced() -> None:
-    reward = recipe("slime_osworld")
+    reward = recipe(SLIME_OSWORLD)
     assert reward(episode(*[act("wait")] * 8)).total == 0.0
     assert reward(episode(TurnFacts(text="", parsed=True, done=True))).total == pytest.approx(0.105)
 
@@ -167,9 +170,9 @@ def test_the_complexity_comes_from_the_tasks_metadata() -> None:
     turns = (act("left_click", point=(1, 1)), act("left_click", point=(200, 1)))
     plain = EpisodeFacts(task_id="t", task_score=0.0, turns=turns, max_turns=15)
     declared = EpisodeFacts(task_id="t", task_score=0.0, turns=turns, max_turns=15, metadata={"complexity": "low"})
-    reward = recipe("slime_osworld")
+    reward = recipe(SLIME_OSWORLD)
     assert reward(declared).parts["tool"] - reward(plain).parts["tool"] == pytest.approx(0.3 * 0.25 * 0.4 * (1 - 2 / 5))
-    assert recipe("slime_osworld", complexity="medium")(declared) == reward(plain)
+    assert recipe(SLIME_OSWORLD, complexity="medium")(declared) == reward(plain)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +184,9 @@ def test_the_complexity_comes_from_the_tasks_metadata() -> None:
         ({"complexity": "hard"}, "it must be 'low', 'medium' or 'high'"),
         ({"a11y_mode": "sometimes"}, "it must be 'full', 'off' or 'every_n'"),
         ({"max_steps": 0}, "max_steps is 0"),
-        ({"beta": 1}, "slime_osworld.beta: unknown key; .*: weights, alpha, complexity, max_steps, a11y_mode"),
+        ({"beta": 1}, "SlimeOSWorld.beta: unknown key; .*: weights, alpha, complexity, max_steps, a11y_mode"),
     ],
 )
 def test_an_invalid_option_is_refused_by_name(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        recipe("slime_osworld", **options)
+        recipe(SLIME_OSWORLD, **options)

@@ -130,8 +130,17 @@ EXPLOITS = (
 )
 
 
+#: Of the Windows example.
+VERSIONS = ("v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12a", "v12b")
+
+
 def all_recipes() -> dict[str, Recipe]:
-    return {name: recipe(name, historic=True) if name.startswith("modal_") else recipe(name) for name in NAMES}
+    """Return the built-in recipes, and those of the examples."""
+    return {
+        **{name: recipe(name) for name in NAMES},
+        "slime_osworld": recipe("docs.examples.own.slime_osworld:SlimeOSWorld"),
+        **{f"modal_{each}": recipe("docs.examples.own.modal_windows:Modal", version=each) for each in VERSIONS},
+    }
 
 
 def not_below(reward: Recipe, reference: EpisodeFacts) -> list[str]:
@@ -182,10 +191,10 @@ def test_parts_that_do_not_sum_to_the_total_are_refused() -> None:
 
 
 def test_an_unknown_recipe_is_refused_with_the_list() -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown recipe 'shapd'; choose one of task, shaped, slime_osworld, modal_v1"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown reward 'shapd'; did you mean shaped\?"):
         recipe("shapd")
+    with pytest.raises(ConfigError, match="unknown reward 'mine'; choose one of task, shaped, or your own as module"):
+        recipe("mine")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -271,7 +280,7 @@ def test_honest_progress_is_worth_more_than_every_exploit() -> None:
 
 def test_the_recipes_that_can_be_gamed_are_known() -> None:
     fooled = {name for name, reward in all_recipes().items() if not_below(reward, HONEST)}
-    assert fooled == {"task", *(name for name in NAMES if name.startswith("modal_"))}
+    assert fooled == {"task", *(f"modal_{version}" for version in VERSIONS)}
     overpaid = {name for name, reward in all_recipes().items() if not_below(reward, HALF_SOLVED)}
     assert overpaid == {f"modal_v{version}" for version in ("5", "6", "7", "8", "9", "10", "11", "12a", "12b")}
 

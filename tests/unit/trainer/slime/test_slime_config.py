@@ -54,7 +54,7 @@ def test_every_part_is_parsed() -> None:
         ({"tls": {"certificate": "x"}}, r"envd\.tls\.certificate: unknown key; known keys: ca, cert, key"),
         ({"tls": {"cert": "x"}}, r"envd\.tls\.ca: missing"),
         ({"tls": {"ca": "x", "cert": "x"}}, r"envd\.tls: .*only one of cert and key"),
-        ({"reward": {"recipe": "best"}}, r"envd\.reward: unknown recipe 'best'"),
+        ({"reward": {"recipe": "best"}}, r"envd\.reward: unknown reward 'best'"),
         ({"reward": {"recipe": "task", "alpha": 1}}, r"envd\.reward: task\.alpha: unknown key"),
         ({"group": "forks"}, r"envd\.group is 'forks'; it must be 'fork', 'tree' or 'off'"),
         ({"branch_ways": 1}, r"envd\.branch_ways is 1; it must be at least 2"),

@@ -1,5 +1,8 @@
 """The hybrid reward of Slime-OSWorld, exact to every digit; a record of it, not a recommendation (docs/rewards.md).
 
+    reward: {recipe: "slime_osworld:SlimeOSWorld", weights: config_file}
+
+
     partial = sum of weight * signal, each signal a mean over the n turns or as below
     efficiency = max(0, (max_steps - n) / max_steps), 1 without turns
     tool       = 0.4 min(1, types / 3) + 0.4 complexity + 0.2 min(1, modalities / 2)

@@ -1,5 +1,7 @@
 """The reward recipes v1 to v12 of Modal's Windows example, kept for comparison and not for training.
 
+    reward: {recipe: "modal_windows:Modal", version: v10}
+
 They parse replies in verb tags (`<action>VERB ARGUMENTS</action>`, `<done/>`) only; to them, replies in another grammar
 are prose. Source: modal-labs/multinode-training-guide, pull request 80; each function names its commit.
 docs/evidence/rewards.md describes the purpose of each version and how it can be gamed.
@@ -269,18 +271,17 @@ class Modal:
     """One version of that history.
 
     Raises:
-        ValueError: `historic` is not set.
+        ValueError: The version is unknown.
     """
 
     __pydantic_config__: ClassVar = STRICT
 
     version: str
-    historic: bool = False
-    """Must be set: these recipes are kept for comparison, and most of them reward form over results."""
+    """A key of `VERSIONS`."""
 
     def __post_init__(self) -> None:
-        if not self.historic:
-            raise ValueError("it is kept for comparison only; set historic=True, or choose shaped or task")
+        if self.version not in VERSIONS:
+            raise ValueError(f"version is {self.version}; choose one of {', '.join(VERSIONS)}")
 
     def __call__(self, facts: EpisodeFacts) -> Breakdown:
         parts = VERSIONS[self.version](facts.task_score, [turn.text for turn in facts.turns])

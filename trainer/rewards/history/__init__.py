@@ -1,1 +1,0 @@
-"""Reward recipes kept for comparison, not for training."""
