@@ -257,7 +257,7 @@ lint: $(STAMP) ## Check style (ruff), spelling (codespell) and wording (docs/sty
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .
 	@$(BIN)/codespell
 	@# Prompts are part of what models were trained on: rewording them changes prompt_hash.
-	@if git grep -nIiP -f docs/style/banned-phrases.txt -- '*.py' '*.md' '*.proto' ':!trainer/agent/prompts.py'; then \
+	@if git grep -nIiP -f docs/style/banned-phrases.txt -- '*.py' '*.md' '*.proto' ':!trainer/agent/system_prompt.py'; then \
 		echo "lint: plain English, please: see docs/style/banned-phrases.txt and CONTRIBUTING.md" >&2; exit 1; fi
 
 types: $(STAMP) ## Check types (mypy)

@@ -139,7 +139,7 @@ print(trainer.__file__)
 
 
 async def test_an_installed_package_plays_and_evaluates_with_own_code(artefacts: list[Path], tmp_path: Path) -> None:
-    """In a virtual environment that has the wheel, and from here only what the wheel depends on."""
+    """A virtual environment has the wheel, and from here only what the wheel depends on."""
     home, here = tmp_path / "venv", Path(sysconfig.get_path("purelib"))
     await run_ok(sys.executable, "-m", "venv", "--without-pip", home)
     (site,) = home.glob("lib/python*/site-packages")

@@ -37,7 +37,7 @@ async def test_the_reward_is_computed_from_the_steps() -> None:
     assert (end.done, keys.done, SEEN[-1].truncated) == (True, False, False)
 
 
-async def test_a_reward_that_fails_is_no_score_and_releases_the_machine() -> None:
+async def test_a_reward_that_fails_gives_no_score_and_releases_the_machine() -> None:
     async with serve_fake(size=1, capacity=1) as server:
         settings = SessionSettings.connect(server.address, reward=f"{__name__}:fails_on_desktops")
         async with session("fake/count-to-five", settings=settings) as one:

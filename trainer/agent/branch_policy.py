@@ -44,7 +44,7 @@ class OwnPolicy:
     """A policy of the user's, whose results are checked."""
 
     name: str
-    """As in the settings."""
+    """The name in the settings."""
     function: BranchPolicy
 
     def __call__(self, *, turns_since: int, reply: Reply) -> bool:

@@ -35,7 +35,7 @@ class BranchContext:
     """The episode."""
     point: BranchPoint
     prefix: Any
-    """Of its conversation."""
+    """The prefix of its conversation."""
 
 
 class TreeMember:

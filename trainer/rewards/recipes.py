@@ -97,7 +97,7 @@ class OwnReward:
     """A reward of the user's, whose results are checked."""
 
     name: str
-    """As in the settings."""
+    """The name in the settings."""
     function: Callable[[EpisodeFacts], Any]
 
     def __call__(self, facts: EpisodeFacts) -> Breakdown:

@@ -239,10 +239,7 @@ class NoTexts(Base):
     [
         (f"{HERE}:Unwritten", "Unwritten: it lacks read, write"),
         (f"{HERE}:NoTask", "NoTask: it is not a subclass of trainer.agent.grammars.Grammar"),
-        (
-            f"{HERE}:Crashes",
-            r"Crashes.*ValueError.*it must raise ParseError for replies that do not follow",
-        ),
+        (f"{HERE}:Crashes", r"Crashes.*ValueError.*it must raise ParseError for replies that do not follow"),
         (f"{HERE}:Misreads", r"Misreads: it writes Click.* as 'done', which it reads as \(Done"),
         (f"{HERE}:NoTexts", "NoTexts: instructions returned a NoneType"),
     ],

@@ -20,7 +20,7 @@ def checked_grammar(name: str) -> type[Grammar]:
 
     Raises:
         ConfigError: It cannot be imported, is not a subclass of `Grammar`, lacks a method, or raises another error than
-            ParseError for a reply; or its instructions are no text, or it does not read a click as it writes it.
+            ParseError for a reply; or its instructions are not text, or it does not read a click as it writes it.
     """
     kind = named("grammar", name, {})
     if not (inspect.isclass(kind) and issubclass(kind, Grammar)):

@@ -21,7 +21,7 @@ def _slime() -> Iterator[None]:
 
 
 class Source:
-    """As slime's: rows in turn, without end."""
+    """Like slime's: rows in turn, without end."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
