@@ -182,7 +182,17 @@ class LeasedMachine:
 
 
 async def freeze(leased: LeasedMachine, *, hypervisor: Hypervisor) -> FrozenDesktop:
-    """Freeze a machine's state and view of one instant; see `Pool.freeze`."""
+    """Freeze a machine's state and view of one instant, to fork from. The machine is paused for that time.
+
+    The caller discards the snapshot after the last fork. On failure and on cancellation no snapshot is kept, and the
+    machine is unchanged.
+
+    Raises:
+        NotForkable: The machine has something that a fork cannot have; the message names it.
+        MachineLost: The machine is gone.
+        GuestUnresponsive, GuestError: Its display does not work.
+        HypervisorError: The backend refused, for example because the disk is full.
+    """
     capturing: asyncio.Task[Snapshot] | None = None
     try:
         async with leased.paused():

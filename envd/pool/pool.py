@@ -394,17 +394,7 @@ class Pool:
         return LeasedMachine(machine=machine, desktop=Desktop(machine), frozen=None)
 
     async def freeze(self, leased: LeasedMachine) -> FrozenDesktop:
-        """Freeze a leased machine's state, to fork from. The machine is paused for that time.
-
-        The caller discards the snapshot after the last fork. On failure and on cancellation no snapshot is kept,
-        and the machine is unchanged.
-
-        Raises:
-            NotForkable: The machine has something that a fork cannot have; the message names it.
-            MachineLost: The machine is gone.
-            GuestUnresponsive, GuestError: Its display does not work.
-            HypervisorError: libvirt or QEMU refused, for example because the disk is full.
-        """
+        """Freeze a leased machine's state, to fork from; see `leased.freeze`."""
         return await freeze(leased, hypervisor=self.hypervisor)
 
     async def release(self, items: Iterable[LeasedMachine | Reservation]) -> None:
