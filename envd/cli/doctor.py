@@ -193,7 +193,7 @@ def doctor(
 ) -> None:
     """Check this host, and show how to fix each problem."""
     if not (as_json or report):
-        err.print("checking; opening libvirt and probing KVM may take a few seconds")
+        err.print("checking; this may take a few seconds")
     try:
         trusted = settings.security.tls_cert
         tls = Tls(ca=trusted, cert=tls_cert, key=tls_key) if trusted and (tls_cert or tls_key) else None

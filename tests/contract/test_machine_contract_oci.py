@@ -126,7 +126,7 @@ class TestMachineContractOnContainers(ContainerContract):
         self, hypervisor: Hypervisor, machine: Machine, template: Snapshot, tmp_path: Path
     ) -> None:
         assert hypervisor.capabilities.not_forkable
-        with pytest.raises(NotForkable, match="containers cannot be copied while they run; use --hypervisor qemu"):
+        with pytest.raises(NotForkable, match="containers cannot be copied while they run; use QEMU, the default"):
             await hypervisor.capture(machine)
         for refused in (hypervisor.save(template, tmp_path), hypervisor.restore(template, tmp_path)):
             with pytest.raises(HypervisorError, match="containers cannot be copied"):

@@ -13,7 +13,7 @@ CAPABILITIES = Capabilities(
     runs_guests=True,
     task_suite="desktop",
     not_forkable=(
-        "containers cannot be copied while they run; use --hypervisor qemu for forks, branches and checkpoints, or"
+        "containers cannot be copied while they run; use QEMU, the default, for forks, branches and checkpoints, or"
         " reset a group, whose members each run the task's setup"
     ),
 )

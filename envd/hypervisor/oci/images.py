@@ -10,6 +10,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import shutil
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -24,21 +25,31 @@ logger = logging.getLogger(__name__)
 #: Name of the directory of images in the namespace.
 IMAGES: Final = "images"
 _UNPACK_TIMEOUT_S: Final = 900.0
+#: Where Debian has debugfs, and an ordinary user's PATH does not look.
+_SYSTEM_PROGRAMS: Final = "/usr/sbin:/sbin"
 _X_SERVER: Final = "tigervnc-standalone-server"
 
 
 def obstacle(image: DiskImage) -> str:
     """Return why containers cannot run an image; empty if they can."""
     if image.os is not GuestOs.LINUX:
-        return f"image {image.name}: its guests run {image.os.value}, which a container cannot; use --hypervisor qemu"
+        return f"image {image.name}: its guests run {image.os.value}, which a container cannot; use QEMU, the default"
     if image.firmware is not Firmware.DIRECT_KERNEL or not image.has_guestd:
-        return f"image {image.name}: an imported disk cannot run as a container; use --hypervisor qemu"
+        return f"image {image.name}: an imported disk cannot run as a container; use QEMU, the default"
     if _X_SERVER not in {line.partition(" ")[0] for line in image.packages.splitlines()}:
         return (
             f"image {image.name}: it has no {_X_SERVER}, because an earlier version of envd built it; run"
             f" `envd image build {image.name}`"
         )
     return ""
+
+
+def find_debugfs() -> str:
+    """Return the path of debugfs. Raises: HypervisorError: it is not installed."""
+    debugfs = shutil.which("debugfs", path=f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_PROGRAMS}")
+    if debugfs is None:
+        raise HypervisorError("unpacking an image needs debugfs; install the package e2fsprogs")
+    return debugfs
 
 
 class ImageFiles:
@@ -70,6 +81,7 @@ class ImageFiles:
         return Namespace.inside(IMAGES) / path.resolve().relative_to(self._root.resolve())
 
     async def _unpack(self, image: DiskImage, unpacked: Path) -> None:
+        debugfs = find_debugfs()
         partial = unpacked.with_name(f".{unpacked.name}")
         raw = unpacked.with_name(f".{unpacked.name}.raw")
         lock = os.open(unpacked.with_name(f".{unpacked.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -89,7 +101,7 @@ class ImageFiles:
             # debugfs reads the disk without mounting it, and as the containers' root it gives each file its owner.
             dump = f"rdump / {self._inside(partial)}"
             await self._namespace.call(
-                "run", argv=["debugfs", "-R", dump, str(self._inside(raw))], timeout_s=_UNPACK_TIMEOUT_S
+                "run", argv=[debugfs, "-R", dump, str(self._inside(raw))], timeout_s=_UNPACK_TIMEOUT_S
             )
             if not (partial / "usr/bin/Xtigervnc").exists():
                 raise HypervisorError(f"image {image.name}: its disk could not be read by debugfs; build it again")

@@ -7,14 +7,14 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from envd.base.checks import Status
-from envd.base.errors import ConfigError
+from envd.base.errors import ConfigError, HypervisorError
 from envd.base.losses import Owner
 from envd.hypervisor.machine import DiskImage, Firmware, GuestOs
-from envd.hypervisor.oci import ids
+from envd.hypervisor.oci import ids, images
 from envd.hypervisor.oci.bundle import ContainerSettings, container_config
 from envd.hypervisor.oci.checks import check_inotify, check_limits
 from envd.hypervisor.oci.control_groups import Hierarchies, _group
-from envd.hypervisor.oci.images import obstacle
+from envd.hypervisor.oci.images import find_debugfs, obstacle
 from envd.hypervisor.oci.machine import _loss_by_exit
 
 IMAGE = DiskImage(name="desktop", digest="d", disk=Path("/d"), packages="tigervnc-standalone-server 1.12\nxterm 1\n")
@@ -152,3 +152,21 @@ def test_subordinate_ids_are_read_by_name_and_number_and_must_suffice(tmp_path: 
     assert ids._subordinate(str(file), 4_000_001) == 300_000
     assert ids._subordinate(str(file), 4_000_002) is None
     assert ids._subordinate(str(tmp_path / "missing"), 4_000_001) is None
+
+
+def test_debugfs_is_found_where_the_path_of_an_ordinary_user_does_not_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "sbin" / "debugfs"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.setattr(images, "_SYSTEM_PROGRAMS", str(program.parent))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_debugfs() == str(program)
+
+
+def test_a_missing_debugfs_is_reported_with_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "_SYSTEM_PROGRAMS", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HypervisorError, match="install the package e2fsprogs"):
+        find_debugfs()
