@@ -118,6 +118,22 @@ async def test_a_guest_that_fills_its_memory_loses_the_program_that_did(state_di
             await desktop.close()
 
 
+async def test_files_at_any_depth_count_and_are_removed(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (hypervisor, machine):
+        desktop = Desktop(machine)
+        try:
+            before_bytes = await hypervisor._disk_usage(machine.machine_id)
+            # Deeper than Python recurses, and with a path longer than the kernel takes at once.
+            program = (
+                "import os\nfor _ in range(1500): os.mkdir('deep'); os.chdir('deep')\n"
+                "open('file', 'wb').write(bytes(64 << 20))"
+            )
+            assert (await desktop.run(["python3", "-c", program], timeout_s=60)).exit_code == 0
+            assert await hypervisor._disk_usage(machine.machine_id) >= before_bytes + (64 << 20)
+        finally:
+            await desktop.close()
+
+
 async def test_a_fork_bomb_stays_in_its_machine(state_dir: Path, image: DiskImage) -> None:
     async with started(state_dir, image) as (_, machine):
         assert machine.groups is not None
