@@ -134,6 +134,15 @@ async def test_files_at_any_depth_count_and_are_removed(state_dir: Path, image: 
             await desktop.close()
 
 
+async def test_the_guests_root_cannot_nest_control_groups_without_a_limit(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (_, machine):
+        if machine.groups is None or not machine.groups.is_unified:
+            pytest.skip("version 1 of control groups has no such limit")
+        nest = "cd /sys/fs/cgroup && mkdir -p $(yes d | head -1200 | tr '\\n' /)"
+        assert (await GuestAgent(machine).run(["/bin/sh", "-c", nest], timeout_s=60)).exit_code
+        assert not (machine.groups.guest / "/".join(["d"] * 40)).exists()
+
+
 async def test_a_fork_bomb_stays_in_its_machine(state_dir: Path, image: DiskImage) -> None:
     async with started(state_dir, image) as (_, machine):
         assert machine.groups is not None
