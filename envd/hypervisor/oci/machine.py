@@ -7,7 +7,7 @@ import signal
 import stat
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -217,7 +217,11 @@ class OciMachine:
     async def examine(self) -> Loss:
         with suppress(TimeoutError):  # an end that is about to be reported
             await asyncio.wait_for(self.lost.wait(), _LOSS_EVENT_TIMEOUT_S)
-        return self.loss or self._naming_full_disk(loss_by_silence(await self._observe_silence()))
+        if self.loss is not None:
+            return self.loss
+        loss = self._naming_full_disk(loss_by_silence(await self._observe_silence()))
+        # The X server is a process of the container, which ends or starves as the others do.
+        return replace(loss, explains_display=True)
 
     async def _observe_silence(self) -> Silence:
         before = self._processor_times() or (0.0, 0.0)
