@@ -40,6 +40,8 @@ class Loss:
     cause: str = ""
     """If the guest caused it, UPPER_SNAKE: POWER_OFF, REBOOT, PANIC, SESSION_ENDED, DISK_FULL, UNRESPONSIVE or
     UNCHECKABLE: checkers that work at the start of the task fail on what the agent left."""
+    explains_display: bool = False
+    """Whether a display that fails is part of it: the guest serves its display itself, and not the host."""
 
     def error(self, where: str) -> EnvdError:
         """Return the error of a call that needs the lost machine."""

@@ -32,6 +32,8 @@ async def find_loss(episode: Episode, error: BaseException) -> Loss | None:
     except EnvdError:
         loss = await machine.examine()
     is_of_qemu = isinstance(symptom, MachineLost | DisplayError | HypervisorError)
+    if loss.explains_display and not isinstance(symptom, HypervisorError):
+        return loss
     if machine.loss is None and loss.owner is Owner.GUEST and is_of_qemu:
         # QEMU serves the display and the monitor: one that fails while QEMU runs does not show that the guest failed.
         return Loss(Owner.UNDECIDED, str(error))

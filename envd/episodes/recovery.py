@@ -29,6 +29,10 @@ from envd.tasks.catalogue import TaskCatalogue
 
 logger = logging.getLogger(__name__)
 
+#: A day, which is longer than any lease; and the year 9000 in seconds since 1970.
+_MAX_LEASE_S: Final = 86_400.0
+_MAX_TIME_S: Final = 2.2e11
+
 #: Requests whose responses are recorded, and the type of these.
 _RECORDED: Final[Mapping[str, tuple[RequestKind, type[Any]]]] = {
     kind.name: (kind, result_type)
@@ -112,8 +116,8 @@ def decide(
     def lost(why: str) -> RecoveryDecision:
         return RecoveryDecision(row=row, stored=stored, outcome=RecoveryOutcome.LOST, why=why)
 
-    if not is_well_typed(row):
-        logger.warning("episode %s: its database row has a value of a wrong type", row.episode_id)
+    if not is_well_typed(row) or not _is_in_range(row):
+        logger.warning("episode %s: its database row has a value of a wrong type or size", row.episode_id)
         return expired("its record in the database was damaged")
     # A lease does not expire during a call.
     if row.expire_time_s <= now_s and not running:
@@ -136,6 +140,12 @@ def decide(
     if stored.connection.is_holding:
         return lost("the daemon restarted while a key or button was held down, and it is no longer held")
     return RecoveryDecision(row=row, stored=stored, outcome=RecoveryOutcome.RESUME, why="")
+
+
+def _is_in_range(row: EpisodeRow) -> bool:
+    """Return whether responses can contain the numbers of a row, which may be infinite or NaN."""
+    has_lease = 0 <= row.lease_ttl_s <= _MAX_LEASE_S and abs(row.expire_time_s) <= _MAX_TIME_S
+    return has_lease and 1 <= row.epoch < 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

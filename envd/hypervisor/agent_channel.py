@@ -19,6 +19,7 @@ from pydantic_core import from_json
 from envd.base import untrusted_json
 from envd.base.clock import running_timeout
 from envd.base.errors import GuestError, GuestUnresponsive
+from envd.hypervisor import guest_socket
 
 #: Most bytes of one response, by command: output of 16 MiB, or 1 MiB of a file, in base64 and its envelope.
 _RESPONSE_LIMIT_BYTES = {"guest-exec-status": 24 << 20, "guest-file-read": 2 << 20}
@@ -137,7 +138,7 @@ class AgentChannel:
         return response.get("return")
 
     async def _connect(self) -> _Connection:
-        connection = _Connection(*await asyncio.open_unix_connection(str(self._socket), limit=_CHUNK_BYTES))
+        connection = _Connection(*await guest_socket.connect(self._socket, limit=_CHUNK_BYTES))
         self._connection = connection
         sync_id = next(self._sync_ids)
         # A leading delimiter makes the agent discard a half-sent command.

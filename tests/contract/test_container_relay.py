@@ -1,11 +1,16 @@
 """The port of the host's loopback that leads to a Unix socket of a container."""
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from envd.base.errors import GuestUnresponsive
+from envd.hypervisor.agent_channel import AgentChannel
 from envd.hypervisor.oci.relay import Relay
 
 
@@ -49,6 +54,23 @@ async def test_a_connection_waits_for_a_service_that_starts_later(relay: Relay, 
     server = await asyncio.start_unix_server(reverse, tmp_path / "socket")
     assert await asking == b"ylrae"
     server.close()
+
+
+async def test_a_link_in_place_of_the_socket_leads_nowhere(tmp_path: Path) -> None:
+    # The container's root can replace the socket by a link to one of the host's, or of another container.
+    async with await asyncio.start_unix_server(reverse, tmp_path / "of-the-host"):
+        (tmp_path / "link").symlink_to(tmp_path / "of-the-host")
+        (tmp_path / "file").touch()
+        for name in ("link", "file"):
+            relay = Relay(tmp_path / name)
+            with suppress(ConnectionResetError):
+                assert await ask(await relay.open(), b"secret") == b""
+            relay.close()
+            await asyncio.sleep(0)
+            channel = AgentChannel(tmp_path / name, machine_id="m")
+            with pytest.raises(GuestUnresponsive, match=os.strerror(errno.ENOTSOCK)):
+                await channel.command("guest-ping", timeout_s=5)
+            await channel.close()
 
 
 async def test_closing_ends_open_connections_and_listens_no_more(relay: Relay, tmp_path: Path) -> None:

@@ -118,6 +118,31 @@ async def test_a_guest_that_fills_its_memory_loses_the_program_that_did(state_di
             await desktop.close()
 
 
+async def test_files_at_any_depth_count_and_are_removed(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (hypervisor, machine):
+        desktop = Desktop(machine)
+        try:
+            before_bytes = await hypervisor._disk_usage(machine.machine_id)
+            # Deeper than Python recurses, and with a path longer than the kernel takes at once.
+            program = (
+                "import os\nfor _ in range(1500): os.mkdir('deep'); os.chdir('deep')\n"
+                "open('file', 'wb').write(bytes(64 << 20))"
+            )
+            assert (await desktop.run(["python3", "-c", program], timeout_s=60)).exit_code == 0
+            assert await hypervisor._disk_usage(machine.machine_id) >= before_bytes + (64 << 20)
+        finally:
+            await desktop.close()
+
+
+async def test_the_guests_root_cannot_nest_control_groups_without_a_limit(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (_, machine):
+        if machine.groups is None or not machine.groups.is_unified:
+            pytest.skip("version 1 of control groups has no such limit")
+        nest = "cd /sys/fs/cgroup && mkdir -p $(yes d | head -1200 | tr '\\n' /)"
+        assert (await GuestAgent(machine).run(["/bin/sh", "-c", nest], timeout_s=60)).exit_code
+        assert not (machine.groups.guest / "/".join(["d"] * 40)).exists()
+
+
 async def test_a_fork_bomb_stays_in_its_machine(state_dir: Path, image: DiskImage) -> None:
     async with started(state_dir, image) as (_, machine):
         assert machine.groups is not None

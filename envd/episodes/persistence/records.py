@@ -46,7 +46,11 @@ def _dump_spec(spec: EpisodeSpec) -> str:
 
 def load(kind: type[T], text: str) -> T:
     """Return the value that was dumped. Raises: ValueError: not in this release's format."""
-    return _adapter(kind).validate_python(json.loads(text))  # type: ignore[no-any-return]
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return _adapter(kind).validate_python(value)  # type: ignore[no-any-return]
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:

@@ -26,6 +26,8 @@ from envd.hypervisor.oci.ids import IdMap
 _PERIOD_US: Final = 100_000
 #: Processes and threads of one machine. A desktop has about 60.
 _MAX_PROCESSES: Final = 4096
+#: Groups that a machine's root may create, and how deep. A desktop has about 10.
+_MAX_GROUPS, _MAX_GROUP_DEPTH = 1000, 32
 #: A group of processes that wait for a disk freezes only when they have what they wait for.
 _FREEZE_TIMEOUT_S: Final = 10.0
 _FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.02
@@ -158,7 +160,8 @@ class ControlGroups:
             ("memory.max", memory_bytes), ("memory.swap.max", 0), ("memory.limit_in_bytes", memory_bytes),
             ("memory.memsw.limit_in_bytes", memory_bytes), ("pids.max", _MAX_PROCESSES),
             ("cpu.max", f"{vcpu_count * _PERIOD_US} {_PERIOD_US}"), ("cpu.cfs_period_us", _PERIOD_US),
-            ("cpu.cfs_quota_us", vcpu_count * _PERIOD_US),
+            ("cpu.cfs_quota_us", vcpu_count * _PERIOD_US), ("cgroup.max.depth", _MAX_GROUP_DEPTH),
+            ("cgroup.max.descendants", _MAX_GROUPS),
         )  # fmt: skip
         try:
             for directory in groups.all:

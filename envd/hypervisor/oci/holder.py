@@ -36,6 +36,7 @@ _MAX_ANSWER_BYTES: Final = 4096
 _MAX_MESSAGE_CHARS: Final = 1500
 #: A killed process needs time to free its memory.
 _KILL_TIMEOUT_S: Final = 5.0
+_REMOVAL_TIMEOUT_S: Final = 600.0
 _ENOENT, _EINVAL = 2, 22
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -222,11 +223,9 @@ def is_first(pid: int) -> bool:
 def empty(*, path: str) -> None:
     """Remove what is in a directory, if that exists. The directory itself is the daemon's."""
     with suppress(FileNotFoundError):
-        for entry in os.scandir(path):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
+        entries = [entry.path for entry in os.scandir(path)]
+        # Not shutil.rmtree, which fails at directories that a guest has nested a thousand times.
+        run(argv=["rm", "-rf", "--", *entries], timeout_s=_REMOVAL_TIMEOUT_S)
 
 
 def keep(*, source: str, target: str) -> None:
@@ -240,12 +239,10 @@ def keep(*, source: str, target: str) -> None:
 
 def disk_usage(*, path: str) -> int:
     """Return the disk space in bytes that a directory uses; what disappears meanwhile does not count."""
-    total = 0
-    for directory, _, names in os.walk(path):
-        for entry in (directory, *(f"{directory}/{name}" for name in names)):
-            with suppress(OSError):
-                total += os.lstat(entry).st_blocks * 512
-    return total
+    # Not os.walk, which sees neither what is nested a thousand times nor what has a path of more than 4096 bytes.
+    done = subprocess.run(["du", "-s", "-k", "--", path], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    kib, _, _ = done.stdout.partition(b"\t")
+    return int(kib or 0) << 10
 
 
 _REQUESTS: Mapping[str, Callable[..., Any]] = {

@@ -301,7 +301,8 @@ class OciHypervisor:
         except HypervisorError:
             if not self._namespace.problem:
                 raise  # otherwise all containers have ended with their namespaces
-        await asyncio.to_thread(shutil.rmtree, self._directory / machine_id, True)
+        with suppress(RecursionError):  # what the end of the namespaces has left, the next daemon's remove
+            await asyncio.to_thread(shutil.rmtree, self._directory / machine_id, True)
         await self._remove_groups(machine_id)
 
     async def _remove_groups(self, machine_id: str) -> None:

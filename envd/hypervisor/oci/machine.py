@@ -7,7 +7,7 @@ import signal
 import stat
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from envd.base.aio import race, shielded
 from envd.base.errors import EnvdError, GuestUnresponsive, HypervisorError, MachineLost
 from envd.base.losses import FULL_DISK_BYTES, Loss, Owner, Silence, loss_by_silence
+from envd.hypervisor import guest_socket
 from envd.hypervisor.agent_channel import AgentChannel
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
 from envd.hypervisor.oci.control_groups import MachineGroups
@@ -150,7 +151,7 @@ class OciMachine:
     async def _is_session_ready(self) -> bool:
         """Ask guestd whether the desktop is up."""
         try:
-            reader, writer = await asyncio.open_unix_connection(str(self.files.guestd_socket))
+            reader, writer = await guest_socket.connect(self.files.guestd_socket)
         except OSError:
             return False
         try:
@@ -216,7 +217,11 @@ class OciMachine:
     async def examine(self) -> Loss:
         with suppress(TimeoutError):  # an end that is about to be reported
             await asyncio.wait_for(self.lost.wait(), _LOSS_EVENT_TIMEOUT_S)
-        return self.loss or self._naming_full_disk(loss_by_silence(await self._observe_silence()))
+        if self.loss is not None:
+            return self.loss
+        loss = self._naming_full_disk(loss_by_silence(await self._observe_silence()))
+        # The X server is a process of the container, which ends or starves as the others do.
+        return replace(loss, explains_display=True)
 
     async def _observe_silence(self) -> Silence:
         before = self._processor_times() or (0.0, 0.0)
@@ -242,7 +247,7 @@ class OciMachine:
         deadline_s = loop.time() + _LOSS_EVENT_TIMEOUT_S
         while True:
             try:
-                return await asyncio.open_unix_connection(str(self.files.display_socket), limit=1 << 20)
+                return await guest_socket.connect(self.files.display_socket, limit=1 << 20)
             except OSError as error:
                 # A container that has just been made has no X server yet, and one whose session failed starts another.
                 if loop.time() > deadline_s:

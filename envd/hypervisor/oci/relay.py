@@ -6,6 +6,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from envd.hypervisor import guest_socket
+
 #: guestd is started again a second after it has ended. In a virtual machine systemd holds its port meanwhile.
 _CONNECT_TIMEOUT_S = 10.0
 _POLL_S = 0.05
@@ -55,7 +57,7 @@ class Relay:
         deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
         while True:
             try:
-                return await asyncio.open_unix_connection(str(self._path), limit=_CHUNK_BYTES)
+                return await guest_socket.connect(self._path, limit=_CHUNK_BYTES)
             except (FileNotFoundError, ConnectionRefusedError):
                 if time.monotonic() > deadline_s:
                     raise

@@ -1,5 +1,6 @@
 """Recovery decisions for a previous daemon's episodes, and the round trip of persisted results."""
 
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -110,6 +111,14 @@ LAPSED = {"expire_time_s": NOW_S - 1}
         ({"spec": "{}"}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
         ({"spec": ""}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
         ({"progress": '{"state": "asleep"}'}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
+        ({"connection": "[" * 5000}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
+        ({"spec": '{"a":' * 5000}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
+        ({"lease_ttl_s": math.inf}, [], True, RecoveryOutcome.EXPIRED, "damaged"),
+        ({"lease_ttl_s": math.nan}, [], True, RecoveryOutcome.EXPIRED, "damaged"),
+        ({"lease_ttl_s": -1.0}, [], True, RecoveryOutcome.EXPIRED, "damaged"),
+        ({"expire_time_s": 1e308}, [], True, RecoveryOutcome.EXPIRED, "damaged"),
+        ({"epoch": 1 << 31}, [], True, RecoveryOutcome.EXPIRED, "damaged"),
+        ({"expire_time_s": math.inf}, [], True, RecoveryOutcome.EXPIRED, "damaged"),
         ({"progress": '{"later": 1}'}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
         (
             {"progress": '{"last_action": {"action": "done", "colour": 1}}'},
