@@ -19,7 +19,7 @@ BUDGETS = {
     "envd/drawn": 4600,
     "envd/episodes": 7300,
     "envd/guests": 4200,
-    "envd/hypervisor": 7900,
+    "envd/hypervisor": 8100,
     "envd/images": 2500,
     "envd/integrations": 5100,
     "envd/pool": 3100,

@@ -7,8 +7,8 @@
     /guest                                     everything but the X server: frozen while the machine is paused
     /display                                   the X server
 ```
-The container's root may create groups below `guest` and move processes there. It cannot thaw or leave `guest`, nor
-change a limit: those files belong to the host's root.
+The container's root may create groups below `guest` and move processes there, and to `display`, where they are not
+frozen. It cannot thaw `guest`, nor change a limit: those files belong to the host's root.
 """
 
 import asyncio
