@@ -87,4 +87,7 @@ async def _join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host
         try:
             await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
         finally:
+            # At once: a task that is cancelled before it starts would close nothing.
+            writer.close()
+            far_writer.close()
             await asyncio.gather(close(writer), close(far_writer))

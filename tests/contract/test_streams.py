@@ -5,8 +5,10 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
+import pytest
 import pytest_asyncio
 
+from envd.base import streams
 from envd.base.streams import relayed
 
 LIMIT = 8
@@ -69,3 +71,25 @@ async def echo_and_close(port: int) -> bytes:
     response, writer = await echo(port)
     writer.close()
     return response
+
+
+async def test_both_ends_are_closed_however_the_end_of_a_relay_is_interrupted(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing: list[asyncio.StreamWriter] = []
+    begun = asyncio.Event()
+
+    async def interrupted(writer: asyncio.StreamWriter) -> None:
+        closing.append(writer)
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(streams, "close", interrupted)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    async with relayed(listener, "127.0.0.1", service.port, limit=LIMIT):
+        line, writer = await echo(port)
+        writer.close()
+        await begun.wait()
+    assert line
+    assert [each.is_closing() for each in closing] == [True, True]
