@@ -58,7 +58,8 @@ async def relayed(listener: socket.socket, host: str, port: int, *, limit: int) 
     tasks: set[asyncio.Task[None]] = set()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(tasks) >= limit:
+        # One that was accepted just before the end arrives after it.
+        if len(tasks) >= limit or not server.is_serving():
             writer.transport.abort()
             return
         task = asyncio.create_task(_join(reader, writer, host, port), name=f"relay:{port}")

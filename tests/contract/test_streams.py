@@ -93,3 +93,16 @@ async def test_both_ends_are_closed_however_the_end_of_a_relay_is_interrupted(
         await begun.wait()
     assert line
     assert [each.is_closing() for each in closing] == [True, True]
+
+
+async def test_a_connection_that_is_accepted_as_the_relay_ends_is_closed(service: Service) -> None:
+    # The loop accepts it in one turn; its streams are made in later ones.
+    for turns in range(6):
+        listener = socket.create_server(("127.0.0.1", 0))
+        with socket.socket() as late:
+            async with relayed(listener, "127.0.0.1", service.port, limit=LIMIT):
+                late.connect(listener.getsockname())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            assert [task for task in asyncio.all_tasks() if task.get_name().startswith("relay:")] == []
