@@ -16,7 +16,6 @@ from enum import Enum
 from PIL import Image
 
 from envd.base.errors import EnvdError, GuestError, GuestUnresponsive
-from envd.desktop.desktop import ScreenView
 from envd.desktop.display.frames import Frame
 from envd.episodes.service import EpisodeService
 
@@ -112,11 +111,11 @@ class Pictures:
 
     async def _follow(self, source: Source) -> None:
         while True:
-            views = self._episodes.watch_screen(source.episode_id, max_rate_hz=source.size.max_rate_hz)
+            frames = self._episodes.watch_screen(source.episode_id, max_rate_hz=source.size.max_rate_hz)
             try:
-                async with aclosing(views):
-                    async for view in views:
-                        source.picture, source.problem = await self._picture(view, source), ""
+                async with aclosing(frames):
+                    async for frame in frames:
+                        source.picture, source.problem = await self._picture(frame, source), ""
                         self._notify(source)
             except EnvdError as error:
                 source.problem = str(error)
@@ -127,19 +126,16 @@ class Pictures:
                 return  # the episode was closed
             await asyncio.sleep(_RETRY_S)
 
-    async def _picture(self, view: ScreenView, source: Source) -> PagePicture:
+    async def _picture(self, frame: Frame, source: Source) -> PagePicture:
         known = source.picture
-        if known is not None and known.frame_id == view.frame.frame_id:
+        if known is not None and known.frame_id == frame.frame_id:
             jpeg_base64 = known.jpeg_base64
         else:
             loop = asyncio.get_running_loop()
-            jpeg_base64 = await loop.run_in_executor(self._executor, encode, view.frame, source.size)
-        at = None if view.pointer is None else (view.pointer.at.x_px, view.pointer.at.y_px)
+            jpeg_base64 = await loop.run_in_executor(self._executor, encode, frame, source.size)
+        at = None if frame.pointer is None else (frame.pointer.x_px, frame.pointer.y_px)
         return PagePicture(
-            frame_id=view.frame.frame_id,
-            jpeg_base64=jpeg_base64,
-            screen_px=(view.frame.width_px, view.frame.height_px),
-            pointer_px=at,
+            frame_id=frame.frame_id, jpeg_base64=jpeg_base64, screen_px=(frame.width_px, frame.height_px), pointer_px=at
         )
 
     def _notify(self, source: Source) -> None:

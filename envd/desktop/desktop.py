@@ -22,7 +22,7 @@ from envd.desktop.agent import CommandResult, GuestAgent, renew_identity
 from envd.desktop.connection import DisplayConnection
 from envd.desktop.display.change import screen_change
 from envd.desktop.display.encoder import FrameEncoder
-from envd.desktop.display.frames import Frame, PointerImage
+from envd.desktop.display.frames import Frame
 from envd.desktop.display.marks import Mark, marks_of
 from envd.desktop.display.screen import Screen
 from envd.desktop.freezing import freeze, thaw
@@ -42,9 +42,9 @@ from envd.desktop.session import GuestSession
 from envd.desktop.settling import Settler
 from envd.desktop.toolbox import Toolbox
 from envd.desktop.tunnel import open_port
-from envd.desktop.view import ConnectionState, DesktopView, ScreenView
+from envd.desktop.view import ConnectionState, DesktopView
 
-__all__ = ["CommandResult", "Desktop", "ScreenView"]
+__all__ = ["CommandResult", "Desktop"]
 
 
 T = TypeVar("T")
@@ -274,28 +274,23 @@ class Desktop:
 
         async def encode() -> None:
             with suppress(InvalidRequest):  # raised again to the caller of `observe`
-                await self.encode(await self._screen.newest_frame(), options)
+                await self.encode(self._display.with_pointer(await self._screen.newest_frame()), options)
 
         self._encoding = asyncio.create_task(encode(), name=f"encode:{self._channels.machine_id}")
 
     # Observing
 
     async def frame(self, *, refresh: bool = False) -> Frame:
-        """Return the newest frame; with `refresh`, make the display send what it has first."""
+        """Return the newest frame; with `refresh`, make the display send what it has first. Never wakes the machine."""
         if self._view is not None and not refresh:
             return self._view.frame
         return await self._alive(lambda: self._display.newest_frame(refresh=refresh))
 
-    async def screen_view(self) -> ScreenView:
-        """Return the newest frame with the pointer. Never wakes the machine."""
-        frame = await self.frame()
-        return ScreenView(frame=frame, pointer=self._pointer())
-
-    def view_nowait(self) -> ScreenView | None:
+    def frame_nowait(self) -> Frame | None:
         """Return what the display has shown so far; None while it is not connected."""
         if self._view is not None:
-            return ScreenView(frame=self._view.frame, pointer=self._view.pointer)
-        return ScreenView(frame=self._screen.frame(), pointer=self._pointer()) if self._screen.is_complete else None
+            return self._view.frame
+        return self._display.with_pointer(self._screen.frame()) if self._screen.is_complete else None
 
     @while_alive
     async def view(self) -> DesktopView:
@@ -305,7 +300,6 @@ class Desktop:
         frame = await self._display.newest_frame(refresh=True)
         return DesktopView(
             frame=frame,
-            cursor=self._screen.cursor,
             caps_lock=self._screen.caps_lock,
             inputs=self._input.held,
             guestd_types=self._session.guestd_types,
@@ -363,15 +357,7 @@ class Desktop:
         """
         if self._view is not None and frame is self._view.frame:
             return await self._view.encode(options)
-        return await self._encoder.encode(frame, options, pointer=self._pointer(), marks=marks)
-
-    def _pointer(self) -> PointerImage | None:
-        """Return the pointer; None if the guest draws it into its screen."""
-        if self._view is not None:
-            return self._view.pointer
-        if self._screen.cursor is None:
-            return None
-        return PointerImage(at=self._input.pointer(self._screen.size), shape=self._screen.cursor)
+        return await self._encoder.encode(frame, options, marks=marks)
 
     async def _read_tree(self, options: ObservationOptions) -> tuple[str | None, Elements | None]:
         """Return the tree as text and as elements, each if requested."""

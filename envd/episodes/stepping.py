@@ -13,7 +13,7 @@ from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed, GuestEnded, GuestError, MachineLost, StoreError, UserUnavailable
 from envd.base.telemetry import traces
 from envd.base.telemetry.traces import Stopwatch
-from envd.desktop.desktop import ScreenView
+from envd.desktop.display.frames import Frame
 from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, Unchanged
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext
@@ -136,8 +136,7 @@ class Stepping:
     async def _last_seen(self, episode: Episode, command: StepCommand) -> Observation:
         """Return the last frame that the display of a guest that ended has shown."""
         machine = episode.machine
-        view = machine.desktop.view_nowait()
-        frame = view.frame if view else machine.frozen.view.frame
+        frame = machine.desktop.frame_nowait() or machine.frozen.view.frame
         return Observation(frame=await machine.desktop.encode(frame, replace(command.observe, draw_marks=False)))
 
     async def observe(
@@ -179,22 +178,22 @@ class Stepping:
         episode = self._context.registry.get(episode_id)
         episode.require_machine()
         check_region(options, episode.machine.desktop.screen_size)
-        async with aclosing(self.watch_screen(episode_id, max_rate_hz=max_rate_hz)) as views:
-            async for view in views:
-                encoded = await episode.machine.desktop.encode(view.frame, options)
+        async with aclosing(self.watch_screen(episode_id, max_rate_hz=max_rate_hz)) as frames:
+            async for frame in frames:
+                encoded = await episode.machine.desktop.encode(frame, options)
                 if not isinstance(encoded.content, Unchanged):
                     options = replace(options, known_image_id=encoded.image_id)
                     yield encoded
 
-    async def watch_screen(self, episode_id: str, *, max_rate_hz: float) -> AsyncGenerator[ScreenView, None]:
+    async def watch_screen(self, episode_id: str, *, max_rate_hz: float) -> AsyncGenerator[Frame, None]:
         """Yield an episode's screen and pointer as `watch_frames` does, not encoded."""
         registry = self._context.registry
         episode = registry.get(episode_id)
         episode.require_machine()
-        views = views_of(episode, max_rate_hz=max_rate_hz, registry=registry, clock=self._context.clock)
-        async with aclosing(views):
-            async for view in views:
-                yield view
+        frames = frames_of(episode, max_rate_hz=max_rate_hz, registry=registry, clock=self._context.clock)
+        async with aclosing(frames):
+            async for frame in frames:
+                yield frame
 
     @asynccontextmanager
     async def _begun(self, episode: Episode, request: Request) -> AsyncIterator[float]:
@@ -252,23 +251,23 @@ async def use_tool(episode: Episode, action: ToolAction, *, context: EpisodeCont
     return ActionOutcome(output=answer)
 
 
-async def views_of(
+async def frames_of(
     episode: Episode, *, max_rate_hz: float, registry: EpisodeRegistry, clock: Clock
-) -> AsyncGenerator[ScreenView, None]:
+) -> AsyncGenerator[Frame, None]:
     """Yield an episode's screen and pointer at once and after each change, until it is closed. Encodes nothing."""
     while not episode.closed.is_set():
         began_s = clock.monotonic()
         machine = episode.machine
         changed = machine.desktop.changed
         try:
-            view = await machine.desktop.screen_view()
+            frame = await machine.desktop.frame()
         except MachineLost as error:
             if episode.closed.is_set():
                 return
             if machine is not episode.machine:  # rolled back
                 continue
             raise await registry.lose(episode, error) from error
-        yield view
+        yield frame
         await race(changed, episode.closed, machine.lost)
         if not episode.closed.is_set():
             await wait_until(clock, began_s + 1 / max_rate_hz, or_event=episode.closed)

@@ -61,7 +61,6 @@ def blank_view(width_px: int, height_px: int, *, frame_id: str = "blank") -> Des
     """Return the view of a black screen without held inputs."""
     return DesktopView(
         frame=Frame(frame_id=frame_id, image=_black(width_px, height_px), capture_time=_NOON),
-        cursor=None,
         caps_lock=False,
         inputs=HeldInputs(),
         guestd_types=True,
@@ -441,7 +440,7 @@ class StubDesktop(Desktop):
         self.files: dict[str, bytes] = {}
         self.closed = False
 
-    def view_nowait(self) -> None:
+    def frame_nowait(self) -> None:
         """Return None: it has shown nothing."""
 
     async def encode(self, frame: Frame, options: ObservationOptions, *, marks: tuple[Mark, ...] = ()) -> EncodedFrame:
