@@ -27,6 +27,7 @@ from envd.hypervisor.machine import (
     MachineSpec,
     MachineState,
     Snapshot,
+    load_or_destroy,
 )
 
 
@@ -101,11 +102,7 @@ class FakeHypervisor:
     async def fork(self, snapshot: Snapshot, machine_id: str) -> FakeMachine:
         """Create a paused machine in a snapshot's state. On failure or cancellation nothing is left."""
         machine = await self.prepare(snapshot, machine_id)
-        try:
-            await self.load(machine, snapshot)
-        except BaseException:
-            await machine.destroy()
-            raise
+        await load_or_destroy(self, machine, snapshot)
         return machine
 
     async def prepare(self, snapshot: Snapshot, machine_id: str) -> FakeMachine:

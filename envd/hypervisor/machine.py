@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from envd.base.channels import GuestChannels
+from envd.base.errors import HypervisorError, MachineLost
 from envd.base.losses import Loss
 
 
@@ -442,3 +443,17 @@ class Hypervisor(Protocol):
 
     async def close(self) -> None:
         """Disconnect from the hypervisor. Machines must have been destroyed before."""
+
+
+async def load_or_destroy(hypervisor: Hypervisor, machine: Machine, snapshot: Snapshot) -> None:
+    """Load a snapshot into a machine from `prepare`, which is destroyed on failure or cancellation.
+
+    Raises: What `Hypervisor.load` raises, but HypervisorError for a machine that has ended: it never was a fork.
+    """
+    try:
+        await hypervisor.load(machine, snapshot)
+    except BaseException as error:
+        await machine.destroy()
+        if isinstance(error, MachineLost):
+            raise HypervisorError(f"machine {machine.machine_id}: ended while it was starting: {error}") from error
+        raise

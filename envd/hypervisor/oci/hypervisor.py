@@ -31,6 +31,7 @@ from envd.hypervisor.machine import (
     MachineSpec,
     MachineState,
     Snapshot,
+    load_or_destroy,
 )
 from envd.hypervisor.oci.backend import CAPABILITIES, DEFAULT_RUNTIME
 from envd.hypervisor.oci.bundle import ContainerSettings, container_config
@@ -176,13 +177,7 @@ class OciHypervisor:
     async def fork(self, snapshot: Snapshot, machine_id: str) -> OciMachine:
         """See `Hypervisor.fork`: a new session on the template's files. Raises: TemplateCorrupt, HypervisorError."""
         machine = await self.prepare(snapshot, machine_id)
-        try:
-            await self.load(machine, snapshot)
-        except BaseException as error:
-            await machine.destroy()
-            if isinstance(error, MachineLost):
-                raise HypervisorError(f"machine {machine_id}: ended while it was starting: {error}") from error
-            raise
+        await load_or_destroy(self, machine, snapshot)
         return machine
 
     def _forkable(self, snapshot: Snapshot, machine_id: str) -> OciSnapshot:

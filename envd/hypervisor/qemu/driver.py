@@ -24,7 +24,7 @@ import libvirt
 from envd.base.aio import shielded
 from envd.base.config import HypervisorConfig
 from envd.base.errors import ConfigError, EnvdError, HypervisorError, MachineLost
-from envd.hypervisor.machine import Accelerator, DiskImage, Leftover, Machine, MachineSpec, Snapshot
+from envd.hypervisor.machine import Accelerator, DiskImage, Leftover, Machine, MachineSpec, Snapshot, load_or_destroy
 from envd.hypervisor.qemu.accelerator import AcceleratorChoice, choose_accelerator
 from envd.hypervisor.qemu.backend import CAPABILITIES
 from envd.hypervisor.qemu.capture import Freezer, capture, load_state
@@ -186,13 +186,7 @@ class LibvirtHypervisor:
     async def fork(self, snapshot: Snapshot, machine_id: str) -> LibvirtMachine:
         """See `Hypervisor.fork`. Raises: TemplateCorrupt, HypervisorUnavailable, HypervisorError."""
         machine = await self.prepare(snapshot, machine_id)
-        try:
-            await self.load(machine, snapshot)
-        except BaseException as error:
-            await machine.destroy()
-            if isinstance(error, MachineLost):
-                raise HypervisorError(f"machine {machine_id}: ended while it was starting: {error}") from error
-            raise
+        await load_or_destroy(self, machine, snapshot)
         return machine
 
     async def prepare(self, snapshot: Snapshot, machine_id: str) -> LibvirtMachine:
