@@ -18,7 +18,7 @@ from envd.desktop.observation import (
     Observation,
     ScreenChange,
     TileDelta,
-    Unchanged,
+    UnchangedImage,
 )
 from envd.episodes.checkpoints.manifest import Checkpoint
 from envd.episodes.progress import CheckpointTrigger, EpisodeState, Origin, ScoreResult
@@ -70,12 +70,12 @@ def fork_response(result: GroupResult, *, share_images: bool = False) -> env_pb2
 
 
 def _group_observations(result: GroupResult, *, share_images: bool) -> Iterator[Observation]:
-    """Yield the observations of a group; a shared image that was yielded before is `Unchanged`."""
+    """Yield the observations of a group; a shared image that was yielded before is `UnchangedImage`."""
     sent: set[str] = set()
     for observation in result.observations:
         frame = observation.frame
         if share_images and frame.content is not None and frame.image_id in sent:
-            yield replace(observation, frame=replace(frame, content=Unchanged(base_image_id=frame.image_id)))
+            yield replace(observation, frame=replace(frame, content=UnchangedImage(base_image_id=frame.image_id)))
         else:
             if frame.content is not None:
                 sent.add(frame.image_id)
@@ -293,7 +293,7 @@ def frame_message(frame: EncodedFrame) -> env_pb2.Frame:
         case TileDelta(base_image_id=base, tiles=tiles, data=data):
             delta = env_pb2.TileDelta(base_image_id=base, tiles=[_rect(tile) for tile in tiles], data=data)
             message.tiles.CopyFrom(delta)
-        case Unchanged(base_image_id=base):
+        case UnchangedImage(base_image_id=base):
             message.unchanged.base_image_id = base
         case None:
             pass

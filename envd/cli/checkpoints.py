@@ -14,7 +14,7 @@ from cuaenv.cli.terminal import Json, emit, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Checkpoint
 from envd.base.errors import CheckpointNotFound, ConfigError
 from envd.cli.command import command
-from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, Daemon, since
+from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, RemoteDaemon, since
 from envd.cli.terminal import columns, printable
 
 app = typer.Typer(
@@ -26,7 +26,7 @@ app = typer.Typer(
 @app.command("list")
 @command(DAEMON_OPTIONS)
 def list_(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     run: Annotated[str, typer.Option(metavar="RUN", help="Only those of this run.")] = "",
     task: Annotated[str, typer.Option(metavar="TASK", help="Only those of this task.")] = "",
@@ -46,7 +46,7 @@ def list_(
 @app.command("show")
 @command(DAEMON_OPTIONS)
 def show(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
     as_json: Json = False,
@@ -66,7 +66,9 @@ def show(
 @app.command("open")
 @command(DAEMON_OPTIONS)
 def open_(
-    daemon: Daemon, *, checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")]
+    daemon: RemoteDaemon,
+    *,
+    checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
 ) -> None:
     """Open an episode in the state of a checkpoint until Ctrl-C, for the console or `envd forward`. Prints its id."""
 
@@ -91,7 +93,7 @@ def open_(
 @app.command("delete")
 @command(DAEMON_OPTIONS)
 def delete(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     checkpoint_ids: Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="Ids of checkpoints.")],
     as_json: Json = False,
@@ -110,7 +112,7 @@ def delete(
 @app.command("export")
 @command(DAEMON_OPTIONS)
 def export(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; one that exists is replaced.")],
@@ -129,7 +131,7 @@ def export(
 @app.command("import")
 @command(DAEMON_OPTIONS)
 def import_(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File of `envd checkpoints export`.")],
     as_json: Json = False,
@@ -153,7 +155,7 @@ def _named(checkpoint_ids: Sequence[str], found: Sequence[Checkpoint]) -> list[C
     return [by_id[checkpoint_id] for checkpoint_id in checkpoint_ids]
 
 
-def _list(daemon: Daemon, **filters: str) -> list[Checkpoint]:
+def _list(daemon: RemoteDaemon, **filters: str) -> list[Checkpoint]:
     return daemon.call(lambda client: client.list_checkpoints(**filters, timeout=CALL_TIMEOUT))
 
 

@@ -15,8 +15,8 @@ from envd.cli.command import command
 from envd.cli.remote import (
     CALL_TIMEOUT,
     DAEMON_OPTIONS,
-    Daemon,
     PoolFilter,
+    RemoteDaemon,
     Reverse,
     RunFilter,
     Sort,
@@ -40,7 +40,7 @@ app = typer.Typer(
 @app.command("list")
 @command(DAEMON_OPTIONS)
 def list_(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     pool: PoolFilter = None,
     run: RunFilter = None,
@@ -63,7 +63,7 @@ def list_(
 @app.command("show")
 @command(DAEMON_OPTIONS)
 def show(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     episode_id: Annotated[str, typer.Argument(metavar="EPISODE", help="An episode's id.")],
     as_json: Json = False,
@@ -84,7 +84,7 @@ def show(
 @app.command("close")
 @command(DAEMON_OPTIONS)
 def close(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     episode_ids: Annotated[list[str], typer.Argument(metavar="EPISODE...", help="Ids of episodes.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -110,7 +110,7 @@ def close(
     emit({"closed": wanted}, f"closed {', '.join(wanted)}", as_json=as_json)
 
 
-def _list(daemon: Daemon) -> list[EpisodeInfo]:
+def _list(daemon: RemoteDaemon) -> list[EpisodeInfo]:
     return daemon.call(lambda client: client.list_episodes(timeout=CALL_TIMEOUT))
 
 

@@ -10,7 +10,7 @@ from cuaenv.cli.terminal import err, out
 from envd.base.errors import ConfigError
 from envd.cli.command import command
 from envd.cli.episodes import find_episodes
-from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, Daemon
+from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, RemoteDaemon
 
 _Port = Annotated[int, typer.Argument(metavar="PORT", min=1, max=65_535, help="A TCP port of the guest.")]
 _LocalPort = Annotated[
@@ -20,7 +20,7 @@ _LocalPort = Annotated[
 
 @command(DAEMON_OPTIONS)
 def forward(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     episode_id: Annotated[str, typer.Argument(metavar="EPISODE", help="An episode's id.")],
     port: _Port,

@@ -275,7 +275,7 @@ def _pools(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Episodes:
+class ServedEpisodes:
     """The episode service, with the episodes of a previous daemon."""
 
     service: EpisodeService
@@ -286,7 +286,7 @@ class Episodes:
 @asynccontextmanager
 async def open_episodes(
     config: Config, inputs: Inputs, storage: Storage, machines: Machines
-) -> AsyncIterator[Episodes]:
+) -> AsyncIterator[ServedEpisodes]:
     """Create the episode service, restore persisted episodes, and look for leftovers. Ends all episodes at the end."""
     store, metrics = storage.store, storage.metrics
     async with AsyncExitStack() as stack:
@@ -348,7 +348,7 @@ async def open_episodes(
         run(audit.run(), "audit")
         if workers is not None and any(pool.image == IMAGE for pool in config.pools.values()):
             run(_warm(workers), "osworld:warm")
-        yield Episodes(service=service, library=library, known=tuple(service.list_episodes()))
+        yield ServedEpisodes(service=service, library=library, known=tuple(service.list_episodes()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +362,7 @@ class Endpoints:
 
 
 @asynccontextmanager
-async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -> AsyncIterator[Endpoints]:
+async def open_endpoints(config: Config, storage: Storage, episodes: ServedEpisodes) -> AsyncIterator[Endpoints]:
     """Listen for clients. Raises: ConfigError: an address is taken, or a token or certificate file is invalid."""
     service, metrics = episodes.service, storage.metrics
     async with AsyncExitStack() as stack:
@@ -401,7 +401,7 @@ def _serve_secured_metrics(metrics: Metrics, config: Config) -> AbstractAsyncCon
 
 
 def _serve_console(
-    episodes: Episodes, checks: Sequence[Middleware], tls: ssl.SSLContext | None, config: Config
+    episodes: ServedEpisodes, checks: Sequence[Middleware], tls: ssl.SSLContext | None, config: Config
 ) -> AbstractAsyncContextManager[str]:
     """Serve the console by the rules of `security`, on loopback too."""
     return serve_console(episodes.service, config.console_listen, library=episodes.library, tls=tls, middlewares=checks)

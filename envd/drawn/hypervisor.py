@@ -12,7 +12,7 @@ from envd.base.errors import CheckpointCorrupt, EnvdError, HypervisorError, NotF
 from envd.drawn.backend import CAPABILITIES
 from envd.drawn.desktop.canvas import Framebuffer, SharedPicture
 from envd.drawn.desktop.desktop import DrawnDesktop
-from envd.drawn.files import GuestFiles
+from envd.drawn.files import DrawnFiles
 from envd.drawn.machine import FakeMachine, check_screen
 from envd.drawn.snapshot import FakeSnapshot, FrozenGuest, template_key
 from envd.drawn.state import DrawnState
@@ -214,7 +214,7 @@ class FakeHypervisor:
         size = (width_px, height_px)
         if size not in self._pictures:
             framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
-            DrawnDesktop(framebuffer, files=GuestFiles())
+            DrawnDesktop(framebuffer, files=DrawnFiles())
             self._pictures[size] = SharedPicture(framebuffer.pixels)
         return self._pictures[size]
 

@@ -10,13 +10,13 @@ from pydantic import Field, TypeAdapter
 from envd.drawn.desktop.canvas import Colour, Framebuffer, Rect, SharedPicture
 from envd.drawn.desktop.desktop import DrawnDesktop
 from envd.drawn.desktop.forms import Form, FormWindow
-from envd.drawn.desktop.keyboard import Keyboard
+from envd.drawn.desktop.keyboard import DrawnKeyboard
 from envd.drawn.desktop.text_area import TextArea
 from envd.drawn.desktop.windows import DrawnWindow
 from envd.drawn.guest import DrawnGuest
 from envd.drawn.parts import Index, Number, Pixel, StatePart
 from envd.drawn.programs import GuestClock, Programs
-from envd.drawn.wires.agent import GuestAgent, OpenFile, Process
+from envd.drawn.wires.agent import DrawnAgent, DrawnProcess, OpenFile
 
 #: Parts that change without the guest.
 _TIMES: Any = {"clock": True, "agent": {"processes": {"__all__": {"duration_s", "end_time_s"}}}}
@@ -63,18 +63,18 @@ class AgentState(StatePart):
     """The guest agent's programs that run, and its open files, by their numbers."""
 
     last_number: Index
-    processes: dict[Index, Process]
+    processes: dict[Index, DrawnProcess]
     handles: dict[Index, FileHandleState]
 
     @classmethod
-    def of(cls, agent: GuestAgent) -> Self:
+    def of(cls, agent: DrawnAgent) -> Self:
         handles = {
             number: FileHandleState(path=each.path, mode=each.mode, data=bytes(each.data), position=each.position)
             for number, each in agent._handles.items()
         }
         return cls(last_number=agent._last_number, processes=dict(agent._processes), handles=handles)
 
-    def restore(self, agent: GuestAgent) -> None:
+    def restore(self, agent: DrawnAgent) -> None:
         agent._last_number = self.last_number
         agent._processes = dict(self.processes)
         agent._handles = {
@@ -150,7 +150,7 @@ class DesktopState(StatePart):
     clipboard: bytes
     toolbox: ShellState
     agent: AgentState
-    keyboard: Keyboard
+    keyboard: DrawnKeyboard
     pointer_position: tuple[Index, Index]
     buttons: Annotated[int, Field(ge=0, le=0xFF)]
     controls: ControlsState

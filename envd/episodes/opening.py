@@ -24,7 +24,7 @@ from envd.episodes.context import EpisodeContext, draining_error
 from envd.episodes.episode import Episode
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.forking import fork_group
-from envd.episodes.ledger import FORK, RESET, Answer, Request
+from envd.episodes.ledger import FORK, RESET, Answer, RequestKey
 from envd.episodes.members import Group
 from envd.episodes.perform import with_pixels
 from envd.episodes.progress import NO_CHECKPOINTS, CheckpointTrigger, EpisodeSpec, Progress
@@ -100,11 +100,11 @@ class Opening:
             NotForkable: It asks for automatic checkpoints, and the pool's machines cannot be copied.
         """
         # Owners have separate id spaces, so no caller can guess another's response. Token names contain no slash.
-        request = Request(RESET, "", f"{command.owner}/{command.request_id}", command.fingerprint)
+        request = RequestKey(RESET, "", f"{command.owner}/{command.request_id}", command.fingerprint)
         answer = await self._context.requests.answer(request, lambda: self._reset(command, request))
         return await self._with_pixels(answer, command.observe)
 
-    async def _reset(self, command: ResetCommand, request: Request) -> GroupResult:
+    async def _reset(self, command: ResetCommand, request: RequestKey) -> GroupResult:
         context = self._context
         if self.draining:
             raise draining_error()
@@ -138,7 +138,7 @@ class Opening:
 
     async def _publish_reset(
         self,
-        request: Request,
+        request: RequestKey,
         group: Group,
         command: ResetCommand,
         *,
@@ -210,7 +210,7 @@ class Opening:
             finally:
                 await pool.release(member.machine for member in group.members)
 
-    async def _reset_to_checkpoint(self, command: ResetCommand, request: Request, *, ttl_s: float) -> GroupResult:
+    async def _reset_to_checkpoint(self, command: ResetCommand, request: RequestKey, *, ttl_s: float) -> GroupResult:
         checkpoint, task, pool = await self.checkpoints.find_for(command)
         max_steps = self._context.limits.max_steps_for(command.max_steps, task_max_steps=checkpoint.spec.max_steps)
         with self._resetting(command, pool):
@@ -272,11 +272,11 @@ class Opening:
             MachineLost: The parent's machine is gone; the parent is void.
             GuestUnresponsive, GuestError: The parent's guest failed; the parent is void.
         """
-        request = Request(FORK, command.episode_id, command.request_id, command.fingerprint)
+        request = RequestKey(FORK, command.episode_id, command.request_id, command.fingerprint)
         answer = await self._context.once(request, lambda episode: self._fork(episode, command, request))
         return await self._with_pixels(answer, command.observe)
 
-    async def _fork(self, episode: Episode, command: ForkCommand, request: Request) -> GroupResult:
+    async def _fork(self, episode: Episode, command: ForkCommand, request: RequestKey) -> GroupResult:
         context = self._context
         if self.draining:
             raise draining_error()
@@ -320,7 +320,7 @@ class Opening:
 
     async def _publish(
         self,
-        request: Request,
+        request: RequestKey,
         group: Group,
         specs: Sequence[EpisodeSpec],
         *,

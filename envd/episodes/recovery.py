@@ -17,7 +17,7 @@ from envd.base.errors import EnvdError, MachineLost
 from envd.base.store.statements import AnswerRow, EpisodeRow, is_well_typed
 from envd.base.store.store import Store
 from envd.episodes.factory import EpisodeFactory
-from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, Ledger, Request, RequestKind
+from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, Ledger, RequestKey, RequestKind
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.persistence.records import StoredEpisode, load, stored_in
 from envd.episodes.progress import EpisodeSpec, EpisodeState
@@ -208,7 +208,7 @@ class Recovery:
         episode = self.registry.find(row.scope)
         if episode is None and kind is not RESET:
             return  # deleted with its episode
-        request = Request(kind, row.scope, row.request_id, row.fingerprint)
+        request = RequestKey(kind, row.scope, row.request_id, row.fingerprint)
         try:
             result = load(result_type, row.answer)
         except (ValueError, TypeError, KeyError) as error:

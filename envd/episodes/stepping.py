@@ -14,11 +14,11 @@ from envd.base.errors import EvaluatorFailed, GuestEnded, GuestError, MachineLos
 from envd.base.telemetry import traces
 from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.display.frames import Frame
-from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, Unchanged
+from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, UnchangedImage
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
-from envd.episodes.ledger import STEP, Request
+from envd.episodes.ledger import STEP, RequestKey
 from envd.episodes.perform import check_region, heartbeat, observe, perform, with_pixels
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import StepCommand, StepResult
@@ -55,7 +55,7 @@ class Stepping:
             MachineLost: The machine is gone; the episode is void.
             GuestUnresponsive, GuestError: The guest failed; the episode is void.
         """
-        request = Request(STEP, command.episode_id, command.request_id, command.fingerprint)
+        request = RequestKey(STEP, command.episode_id, command.request_id, command.fingerprint)
         answer = await self._context.once(request, lambda episode: self._step(episode, command, request))
         result = answer.value
         if answer.restored:
@@ -63,7 +63,7 @@ class Stepping:
             result = replace(result, observation=await with_pixels(result.observation, episode, command.observe))
         return replace(result, replayed=True) if answer.replayed else result
 
-    async def _step(self, episode: Episode, command: StepCommand, request: Request) -> StepResult:
+    async def _step(self, episode: Episode, command: StepCommand, request: RequestKey) -> StepResult:
         context = self._context
         watch, timings_ms = Stopwatch(context.clock), dict[str, float]()
         async with context.registry.call(episode, renews=True), episode.turn:
@@ -181,7 +181,7 @@ class Stepping:
         async with aclosing(self.watch_screen(episode_id, max_rate_hz=max_rate_hz)) as frames:
             async for frame in frames:
                 encoded = await episode.machine.desktop.encode(frame, options)
-                if not isinstance(encoded.content, Unchanged):
+                if not isinstance(encoded.content, UnchangedImage):
                     options = replace(options, known_image_id=encoded.image_id)
                     yield encoded
 
@@ -196,7 +196,7 @@ class Stepping:
                 yield frame
 
     @asynccontextmanager
-    async def _begun(self, episode: Episode, request: Request) -> AsyncIterator[float]:
+    async def _begun(self, episode: Episode, request: RequestKey) -> AsyncIterator[float]:
         """Persist that a request began while the guest resumes; keep it running during the block; yield `resume_ms`.
 
         Concurrent: resuming a guest is not a side effect of the request.

@@ -32,7 +32,7 @@ from cuaenv.client import (
     Wait,
 )
 from cuaenv.client import errors as errors_of
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import DaemonConnection
 from cuaenv.frames import TiledImage
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api import convert_requests
@@ -148,14 +148,14 @@ async def test_a_step_waits_for_its_actions_and_for_the_service(
     client: AsyncEnvClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeouts: list[timedelta] = []
-    call = Connection.call
+    call = DaemonConnection.call
 
-    async def noted(self: Connection, method: str, request: Any, timeout: timedelta, **options: Any) -> Any:
+    async def noted(self: DaemonConnection, method: str, request: Any, timeout: timedelta, **options: Any) -> Any:
         if method == "Step":
             timeouts.append(timeout)
         return await call(self, method, request, timeout, **options)
 
-    monkeypatch.setattr(Connection, "call", noted)
+    monkeypatch.setattr(DaemonConnection, "call", noted)
     async with client.reset(TASK) as episode:
         await episode.step(Click(1, 1))
         await episode.step(*(Wait(timedelta(seconds=60)),) * 4, timeout=timedelta(seconds=10))

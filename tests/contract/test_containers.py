@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import ConfigError, GuestUnresponsive, HypervisorError, MachineLost
-from envd.base.losses import Owner
+from envd.base.losses import LossOwner
 from envd.desktop.agent import GuestAgent
 from envd.desktop.desktop import Desktop
 from envd.desktop.display.rfb import RfbClient
@@ -229,7 +229,7 @@ async def test_a_machine_whose_first_process_the_host_kills_is_lost_by_the_host(
         async with asyncio.timeout(30):
             await machine.lost.wait()
         assert machine.loss is not None
-        assert (machine.loss.owner, machine.loss.reason) == (Owner.HOST, "its first process was killed by the host")
+        assert (machine.loss.owner, machine.loss.reason) == (LossOwner.HOST, "its first process was killed by the host")
         with pytest.raises(MachineLost, match="killed by the host"):
             await machine.pause()
 

@@ -23,7 +23,7 @@ from cuaenv.frames import TiledImage
 from envd.base.aio import race
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
-from envd.base.losses import Loss, Owner, Silence, loss_by_silence
+from envd.base.losses import Loss, LossOwner, Silence, loss_by_silence
 from envd.desktop.desktop import CommandResult, Desktop
 from envd.desktop.display.frames import Frame
 from envd.desktop.display.marks import Mark
@@ -180,7 +180,7 @@ class StubMachine:
 
     def die(self, reason: str = "QEMU was killed") -> None:
         """Lose the machine, as if QEMU exited. It still needs `destroy`."""
-        self.end(Loss(Owner.HOST, reason))
+        self.end(Loss(LossOwner.HOST, reason))
 
     def end(self, loss: Loss) -> None:
         """Lose the machine."""
@@ -230,7 +230,7 @@ class StubMachine:
     def enforce_disk_quota(self, quota_bytes: int) -> None:
         """Lose the machine if `overlay_bytes` is above its quota."""
         if self.overlay_bytes > quota_bytes:
-            self.end(Loss(Owner.GUEST, f"it used more than {quota_bytes} bytes of disk", "DISK_FULL"))
+            self.end(Loss(LossOwner.GUEST, f"it used more than {quota_bytes} bytes of disk", "DISK_FULL"))
 
     async def destroy(self) -> None:
         """Destroy the machine."""

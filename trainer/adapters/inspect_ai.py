@@ -36,7 +36,7 @@ from inspect_ai.util import (
 )
 from pydantic import BaseModel, ConfigDict
 
-from cuaenv.action_codec import BadAction, Form
+from cuaenv.action_codec import ActionForms, BadAction
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import (
     AccessDenied,
@@ -253,7 +253,7 @@ class DesktopTools:
         return [_tool(name, form, session) for name, form in functions_of(session.episode.tools).items()]
 
 
-def _tool(name: str, form: Form, session: Session) -> Tool:
+def _tool(name: str, form: ActionForms, session: Session) -> Tool:
     async def execute(**kwargs: Any) -> str:
         try:
             async with _boundary():

@@ -32,7 +32,7 @@ MESSAGES_PER_S: Final = 4000.0
 MESSAGE_BURST: Final = 4000
 
 
-class Guard:
+class CallGuard:
     """Guards the methods of one service."""
 
     def __init__(

@@ -7,7 +7,7 @@ from datetime import timedelta
 from cuaenv.actions import Action, Done, TypeText
 from cuaenv.cli.terminal import err
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Observation, StepResult, View
-from envd.authoring.demo.report import DemoDirectory, EpisodeRecord, StepRecord
+from envd.authoring.demo.report import DemoDirectory, DemoEpisode, StepRecord
 from envd.authoring.playing import Steps, play
 from envd.base.config import DEFAULT_IMAGE
 from envd.tasks.model import Task
@@ -74,7 +74,7 @@ class PlayedGroup:
     """Records of a group and its branches."""
 
     reset_timings_ms: dict[str, float]
-    episodes: tuple[EpisodeRecord, ...]
+    episodes: tuple[DemoEpisode, ...]
 
 
 async def play_group(client: AsyncEnvClient, task: Task, directory: DemoDirectory, *, runs_guests: bool) -> PlayedGroup:
@@ -128,11 +128,11 @@ class _EpisodePlayer:
     async def play(self, steps: Steps) -> None:
         await play(self._episode, steps, runs_guests=self._runs_guests, on_step=self._on_step)
 
-    async def score(self) -> EpisodeRecord:
+    async def score(self) -> DemoEpisode:
         episode, policy = self._episode, self._policy
         evaluation = await episode.evaluate()
         print_progress(f"{policy.name}: reward {evaluation.score:g}")
-        return EpisodeRecord(
+        return DemoEpisode(
             policy=policy.name,
             description=policy.description,
             expected_reward=policy.expected_reward,

@@ -21,7 +21,7 @@ from envd.desktop.observation import (
     Keyframe,
     ObservationOptions,
     TileDelta,
-    Unchanged,
+    UnchangedImage,
 )
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class FrameEncoder:
         """Encode a frame, with marks drawn over it. Raises: InvalidRequest: the options do not fit it."""
         picture = picture_of(frame, options, marks=marks)
         image: TiledImage | None = None
-        content: Keyframe | TileDelta | Unchanged | None = None
+        content: Keyframe | TileDelta | UnchangedImage | None = None
         if options.encoding is not Encoding.NONE:
             image = await self._draw(frame, picture)
             content = await self._content(image, options)
@@ -83,9 +83,9 @@ class FrameEncoder:
         )
         return image
 
-    async def _content(self, image: TiledImage, options: ObservationOptions) -> Keyframe | TileDelta | Unchanged:
+    async def _content(self, image: TiledImage, options: ObservationOptions) -> Keyframe | TileDelta | UnchangedImage:
         if options.known_image_id == image.image_id:
-            return Unchanged(base_image_id=image.image_id)
+            return UnchangedImage(base_image_id=image.image_id)
         if options.encoding is not Encoding.RAW_ZSTD:
             return await self._keyframe(image, options)
         base = self._bases.get(options.known_image_id)

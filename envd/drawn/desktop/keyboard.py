@@ -65,7 +65,7 @@ def scancode_of(keysym: int) -> int | None:
 
 
 @dataclass(slots=True, eq=False)
-class Keyboard(StatePart):
+class DrawnKeyboard(StatePart):
     """Keyboard state."""
 
     down: set[Annotated[int, Field(ge=0, le=0xFFFF)]] = field(default_factory=set)

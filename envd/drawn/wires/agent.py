@@ -8,7 +8,7 @@ from time import time_ns
 from pydantic import JsonValue
 
 from envd.base.errors import GuestError
-from envd.drawn.files import GuestFiles
+from envd.drawn.files import DrawnFiles
 from envd.drawn.parts import Number, Seconds, StatePart
 from envd.drawn.programs import GuestClock, Programs
 
@@ -24,7 +24,7 @@ class OpenFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Process(StatePart):
+class DrawnProcess(StatePart):
     exit_code: Number
     stdout: bytes
     stderr: bytes
@@ -34,15 +34,15 @@ class Process(StatePart):
     has_output: bool
 
 
-class GuestAgent:
+class DrawnAgent:
     """Executes guest agent commands at once. A program is reported as running until its duration has passed."""
 
-    def __init__(self, files: GuestFiles, programs: Programs, *, clock: GuestClock) -> None:
+    def __init__(self, files: DrawnFiles, programs: Programs, *, clock: GuestClock) -> None:
         self._files = files
         self._programs = programs
         self._clock = clock
         self._handles: dict[int, OpenFile] = {}
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, DrawnProcess] = {}
         self._last_number = 999
         self._commands: dict[str, Callable[..., JsonValue]] = {
             "guest-exec": self._exec,
@@ -82,7 +82,7 @@ class GuestAgent:
             ) from error
         pid = self._next_number()
         end_time_s = self._clock.monotonic_s() + outcome.duration_s
-        self._processes[pid] = Process(
+        self._processes[pid] = DrawnProcess(
             exit_code=outcome.exit_code,
             stdout=outcome.stdout,
             stderr=outcome.stderr,

@@ -39,7 +39,7 @@ from envd.episodes.checkpoints.views import read_view, write_view
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.forking import freeze_at
-from envd.episodes.ledger import CHECKPOINT, Request
+from envd.episodes.ledger import CHECKPOINT, RequestKey
 from envd.episodes.members import Group, Member, start_from
 from envd.episodes.progress import CheckpointTrigger
 from envd.episodes.task_states import TaskStates
@@ -99,7 +99,7 @@ class Checkpointing:
             CheckpointStoreFull: No space, and nothing that may be removed. The episode continues.
             HypervisorError, StoreError: The state could not be copied or written. The episode continues.
         """
-        request = Request(CHECKPOINT, command.episode_id, command.request_id, command.fingerprint)
+        request = RequestKey(CHECKPOINT, command.episode_id, command.request_id, command.fingerprint)
         answer = await self._context.once(request, lambda episode: self._create(episode, command))
         return answer.value
 

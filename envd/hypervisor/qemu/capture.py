@@ -24,7 +24,7 @@ import xxhash
 
 from envd.base.errors import EnvdError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
 from envd.hypervisor.machine import Accelerator, CaptureReport, Firmware, MachineSpec, MachineState
-from envd.hypervisor.qemu.domain_xml import MEMORY, VIDEO_ALIAS, FirmwareFiles, MachineFiles, MemoryFile, domain_xml
+from envd.hypervisor.qemu.domain_xml import MEMORY, VIDEO_ALIAS, DomainFiles, FirmwareFiles, MemoryFile, domain_xml
 from envd.hypervisor.qemu.machine import Caller, LibvirtMachine
 from envd.hypervisor.qemu.monitor import overlay_node
 from envd.hypervisor.qemu.processes import command_line
@@ -240,7 +240,7 @@ class Freezer:
         description = domain_xml(
             replace(spec, machine_id="template"),
             owner="",
-            files=MachineFiles(directory=placeholder),
+            files=DomainFiles(directory=placeholder),
             accelerator=self._accelerator,
             memory=MemoryFile(path=placeholder),
             generation=UUID(int=0),

@@ -29,7 +29,7 @@ from envd.hypervisor.qemu.accelerator import AcceleratorChoice, choose_accelerat
 from envd.hypervisor.qemu.backend import CAPABILITIES
 from envd.hypervisor.qemu.capture import Freezer, capture, load_state
 from envd.hypervisor.qemu.connection import LibvirtLink
-from envd.hypervisor.qemu.domain_xml import MachineFiles, Memory, MemoryFile, domain_name, domain_xml, read_confinement
+from envd.hypervisor.qemu.domain_xml import DomainFiles, Memory, MemoryFile, domain_name, domain_xml, read_confinement
 from envd.hypervisor.qemu.host import (
     NAME_FIX,
     check_path_lengths,
@@ -337,7 +337,7 @@ class LibvirtHypervisor:
             raise
 
     async def _start(self, spec: MachineSpec, snapshot: LibvirtSnapshot | None) -> LibvirtMachine:
-        files = MachineFiles(directory=self._machines_dir / spec.machine_id)
+        files = DomainFiles(directory=self._machines_dir / spec.machine_id)
         try:
             files.directory.mkdir()
             self._qemu_user.chown(files.directory)

@@ -19,7 +19,7 @@ from envd.base.errors import HypervisorError
 from envd.hypervisor.machine import Leftover, LeftoverKind, MachineSpec
 from envd.hypervisor.qemu.capture import Freezer, captured_snapshot
 from envd.hypervisor.qemu.connection import LibvirtLink
-from envd.hypervisor.qemu.domain_xml import MachineFiles, Mark, read_mark
+from envd.hypervisor.qemu.domain_xml import DomainFiles, DomainMark, read_mark
 from envd.hypervisor.qemu.machine import Caller, LibvirtMachine, destroy_domain
 from envd.hypervisor.qemu.processes import marked_processes, tpm_processes
 from envd.hypervisor.qemu.snapshots.files import SnapshotFiles
@@ -103,7 +103,7 @@ class Reaper:
             case LeftoverKind.DATABASE_ROW:
                 raise ValueError(f"{leftover}: not a leftover of a hypervisor")
 
-    def _domains(self) -> list[tuple[Any, Mark]]:
+    def _domains(self) -> list[tuple[Any, DomainMark]]:
         found = []
         for domain in self.link.connection.listAllDomains(0):
             mark = _mark_of(domain)
@@ -112,7 +112,7 @@ class Reaper:
         return found
 
 
-def _mark_of(domain: Any) -> Mark | None:
+def _mark_of(domain: Any) -> DomainMark | None:
     try:
         return read_mark(domain.XMLDesc(0))
     except libvirt.libvirtError:
@@ -120,7 +120,7 @@ def _mark_of(domain: Any) -> Mark | None:
 
 
 def _directory_kind(machine_directory: Path) -> LeftoverKind:
-    has_overlay = MachineFiles(directory=machine_directory).overlay.exists()
+    has_overlay = DomainFiles(directory=machine_directory).overlay.exists()
     has_socket = any(machine_directory.glob("*.sock"))
     return LeftoverKind.SOCKET if has_socket and not has_overlay else LeftoverKind.OVERLAY
 
@@ -180,7 +180,7 @@ async def adopt(
     snapshot = await snapshots.load(record.backing, record.spec)
     machine = LibvirtMachine(
         record.spec,
-        MachineFiles(directory=directory),
+        DomainFiles(directory=directory),
         memory_path=snapshot.memory_path,
         snapshot=snapshot,
         call=call,

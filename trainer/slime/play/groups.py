@@ -8,7 +8,7 @@ sample enters no mean, deviation or count.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.rewards.credit import Credit, Member, sibling_credit
+from trainer.rewards.credit import Credit, CreditedMember, sibling_credit
 from trainer.rewards.groups import advantages, has_signal
 from trainer.slime.play.samples import by_rollout, facts_of, is_void
 from trainer.slime.slime_compat import Sample
@@ -67,7 +67,7 @@ def group_credit(
     A void rollout counts as one without turns.
     """
     members = [
-        Member(
+        CreditedMember(
             name=found.get("episode_id") or f"void {number}",
             parent=found.get("parent_episode_id", ""),
             shared_count=found.get("shared_turns", 0),

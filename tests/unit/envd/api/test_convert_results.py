@@ -36,7 +36,7 @@ from envd.desktop.observation import (
     ScreenChange,
     SettleResult,
     TileDelta,
-    Unchanged,
+    UnchangedImage,
 )
 from envd.episodes.progress import EpisodeState, Origin, Progress
 from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, StepResult
@@ -195,10 +195,10 @@ def test_every_state_has_its_own_value(state: EpisodeState, wire: int) -> None:
                 )
             ),
         ),
-        (Unchanged(base_image_id="i0"), env_pb2.Frame(unchanged=env_pb2.Unchanged(base_image_id="i0"))),
+        (UnchangedImage(base_image_id="i0"), env_pb2.Frame(unchanged=env_pb2.Unchanged(base_image_id="i0"))),
     ],
 )
-def test_a_frame_is_a_keyframe_or_a_delta(content: Keyframe | TileDelta | Unchanged, wire: env_pb2.Frame) -> None:
+def test_a_frame_is_a_keyframe_or_a_delta(content: Keyframe | TileDelta | UnchangedImage, wire: env_pb2.Frame) -> None:
     frame = replace(observation().frame, content=content, cursor=Point(3, 4))
     message = frame_message(frame)
     assert (message.image_id, message.cursor.x, message.cursor.y) == ("i1", 3, 4)

@@ -26,7 +26,7 @@ from envd.desktop.observation import (
     ObservationOptions,
     Point,
     TileDelta,
-    Unchanged,
+    UnchangedImage,
 )
 
 RAW = ObservationOptions(encoding=Encoding.RAW_ZSTD)
@@ -59,7 +59,7 @@ def decoded(sent: EncodedFrame, base: TiledImage | None) -> TiledImage:
             assert base is not None
             assert base.image_id == base_id
             return base.patched(tiles, data, image_id=sent.image_id)
-        case Unchanged(base_image_id=base_id):
+        case UnchangedImage(base_image_id=base_id):
             assert base is not None
             assert base.image_id == base_id == sent.image_id
             return base
@@ -88,7 +88,7 @@ async def test_an_equal_frame_is_sent_as_unchanged_in_every_encoding(encoder: Fr
         options = ObservationOptions(encoding=encoding)
         first = await encoder.encode(shown(noise()), options)
         again = await encoder.encode(shown(noise()), replace(options, known_image_id=first.image_id))
-        assert again.content == Unchanged(base_image_id=first.image_id)
+        assert again.content == UnchangedImage(base_image_id=first.image_id)
 
 
 @pytest.mark.parametrize("known", ["", "f" * 32])

@@ -13,7 +13,7 @@ from envd.daemon.suites import load_tasks
 from envd.drawn.desktop.canvas import Framebuffer
 from envd.drawn.desktop.desktop import DrawnDesktop
 from envd.drawn.desktop.forms import read_form
-from envd.drawn.files import GuestFiles
+from envd.drawn.files import DrawnFiles
 from envd.drawn.suite import DRAWN
 from envd.drawn.suite.desk import WORDS
 from envd.tasks.checker_union import leaves
@@ -30,7 +30,7 @@ each_template = pytest.mark.parametrize("template", TEMPLATES, ids=lambda templa
 
 def opened(task: Task) -> DrawnDesktop:
     """Return a desktop after the task's setup."""
-    desktop = DrawnDesktop(Framebuffer(np.zeros((320, 512, 4), np.uint8), shared=False), files=GuestFiles())
+    desktop = DrawnDesktop(Framebuffer(np.zeros((320, 512, 4), np.uint8), shared=False), files=DrawnFiles())
     for verb in task.setup:
         match verb:
             case WriteFile():

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 from cuaenv.actions import Done, TypeText
 from cuaenv.client import Check
 from envd.authoring.demo.group import members_for
-from envd.authoring.demo.report import DemoDirectory, DemoReport, EpisodeRecord, StepRecord
+from envd.authoring.demo.report import DemoDirectory, DemoEpisode, DemoReport, StepRecord
 from envd.base.config_sources import load
 from envd.bench.default_tasks import DEFAULT_TASKS
 from envd.cli.demo import demo_config
@@ -24,10 +24,8 @@ def png(colour: str) -> bytes:
     return buffer.getvalue()
 
 
-def episode(
-    policy: str, *, expected: float, reward: float, parent: str = "", frame_id: str = "0" * 32
-) -> EpisodeRecord:
-    return EpisodeRecord(
+def episode(policy: str, *, expected: float, reward: float, parent: str = "", frame_id: str = "0" * 32) -> DemoEpisode:
+    return DemoEpisode(
         policy=policy,
         description=f"is {policy}",
         expected_reward=expected,
@@ -45,7 +43,7 @@ def episode(
     )
 
 
-def report(*episodes: EpisodeRecord) -> DemoReport:
+def report(*episodes: DemoEpisode) -> DemoReport:
     return DemoReport(
         task_id="desktop/x",
         instruction="do x",
