@@ -16,7 +16,6 @@ from cuaenv.action_codec import to_proto
 from cuaenv.capabilities import CAPABILITIES
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api.call_report import ids_of
-from envd.api.convert_actions import Size
 from envd.api.convert_requests import (
     MAX_FILE_BYTES,
     argv_of,
@@ -86,7 +85,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     def __init__(self, episodes: EpisodeService) -> None:
         self._episodes = episodes
-        self._screens: OrderedDict[str, Size] = OrderedDict()
+        self._screens: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._stopping = asyncio.Event()
         self._listing = defaultdict[str, asyncio.Lock](asyncio.Lock)
         """Held by one listing of tasks or checkpoints of a caller at a time: others would wait for all of them."""
@@ -374,12 +373,12 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return self.may_use(current_caller(), episode_id)
 
     async def _step(self, request: env_pb2.StepRequest, *, prefix: str) -> env_pb2.StepResponse:
-        screen = await self._screen_of(request, prefix) if request.HasField("coordinate_space") else None
-        result = await self._episodes.step(step_command(request, screen=screen, prefix=prefix))
+        screen_px = await self._screen_of(request, prefix) if request.HasField("coordinate_space") else None
+        result = await self._episodes.step(step_command(request, screen_px=screen_px, prefix=prefix))
         self._remember_screen(request.episode_id, result.observation.frame)
         return step_response(result)
 
-    async def _screen_of(self, request: env_pb2.StepRequest, prefix: str) -> Size:
+    async def _screen_of(self, request: env_pb2.StepRequest, prefix: str) -> tuple[int, int]:
         # Positions refer to the frame that the caller saw last, not to a size that the guest has changed to since.
         episode_id = episode_id_of(request.episode_id, f"{prefix}episode_id")
         if episode_id not in self._screens:
@@ -388,12 +387,12 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
                 observation = await self._episodes.observe(episode_id, options, refresh=False, settle=None)
             except (MachineLost, EpisodeEnded):
                 # The episode accepts no new step, but this may be a retry with a recorded response.
-                return Size(width_px=request.coordinate_space.width_px, height_px=request.coordinate_space.height_px)
+                return request.coordinate_space.width_px, request.coordinate_space.height_px
             self._remember_screen(episode_id, observation.frame)
         return self._screens[episode_id]
 
     def _remember_screen(self, episode_id: str, frame: EncodedFrame) -> None:
-        self._screens[episode_id] = Size(width_px=frame.screen_width_px, height_px=frame.screen_height_px)
+        self._screens[episode_id] = frame.screen_width_px, frame.screen_height_px
         self._screens.move_to_end(episode_id)
         if len(self._screens) > MAX_REMEMBERED_SCREENS:
             self._screens.popitem(last=False)
@@ -419,7 +418,7 @@ async def _track(
 ) -> None:
     """Process acknowledgements; on a failure, such as a revoked token, set `failed` and raise it."""
     try:
-        await acks.track(requests)
+        await acks.track(message.acknowledged_sequence async for message in requests)
     except Exception:
         failed.set()
         raise

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from cuaenv.actions import Action, Done, Fail, Wait
+from cuaenv.results import CommandResult
 from envd.authoring.playing import wait_until_met
 from envd.base.config import SettlePolicy
 from envd.bench.report import BenchFailed, BenchReport, Value, figures_of, percentile
@@ -21,7 +22,7 @@ from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task
 from envd.tasks.oracle import Input, WaitFor, without_target
 from envd.tasks.queries import Query
-from envd.tasks.replay import FinishedCommand, replay
+from envd.tasks.replay import replay
 
 _QUERY_TIMEOUT_S = 120.0
 _QUERY_INTERVAL_S = 0.5
@@ -73,7 +74,7 @@ async def record_task(bench: BenchSession, task: Task, *, watch_s: float, steps:
 async def _play(leased: LeasedMachine, task: Task, recorder: StepRecorder, *, steps: Steps) -> None:
     desktop = leased.desktop
 
-    async def run(query: Query) -> FinishedCommand:
+    async def run(query: Query) -> CommandResult:
         return await desktop.run(query.argv, as_root=query.as_root, timeout_s=_QUERY_TIMEOUT_S)
 
     async def wait_for(condition: WaitFor) -> str:

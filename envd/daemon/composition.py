@@ -145,22 +145,10 @@ async def open_daemon(config: Config, inputs: Inputs | None = None) -> AsyncIter
         open_pools(config, inputs, storage) as machines,
         open_episodes(config, inputs, storage, machines) as episodes,
         # Listen first, so that no machine starts if the address is taken.
-        open_endpoints(config, storage, episodes) as endpoints,
+        open_endpoints(config, storage, machines, episodes) as daemon,
     ):
-        await episodes.service.start()
-        yield Daemon(
-            config=config,
-            hypervisor=machines.hypervisor,
-            pools=machines.pools,
-            service=episodes.service,
-            server=endpoints.server,
-            address=endpoints.address,
-            metrics_address=storage.metrics_address,
-            console_address=endpoints.console_address,
-            compat_addresses=endpoints.compat_addresses,
-            reaped=machines.reaped,
-            known=episodes.known,
-        )
+        await daemon.service.start()
+        yield daemon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,18 +339,10 @@ async def open_episodes(
         yield ServedEpisodes(service=service, library=library, known=tuple(service.list_episodes()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoints:
-    """Where clients and people reach the daemon."""
-
-    server: ApiServer
-    address: str
-    console_address: str
-    compat_addresses: Mapping[str, str]
-
-
 @asynccontextmanager
-async def open_endpoints(config: Config, storage: Storage, episodes: ServedEpisodes) -> AsyncIterator[Endpoints]:
+async def open_endpoints(
+    config: Config, storage: Storage, machines: Machines, episodes: ServedEpisodes
+) -> AsyncIterator[Daemon]:
     """Listen for clients. Raises: ConfigError: an address is taken, or a token or certificate file is invalid."""
     service, metrics = episodes.service, storage.metrics
     async with AsyncExitStack() as stack:
@@ -385,8 +365,18 @@ async def open_endpoints(config: Config, storage: Storage, episodes: ServedEpiso
         compat_addresses: Mapping[str, str] = {}
         if local_socket is not None:
             compat_addresses = await stack.enter_async_context(serve_compat(config, f"unix:{local_socket}"))
-        yield Endpoints(
-            server=server, address=address, console_address=console_address, compat_addresses=compat_addresses
+        yield Daemon(
+            config=config,
+            hypervisor=machines.hypervisor,
+            pools=machines.pools,
+            service=service,
+            server=server,
+            address=address,
+            metrics_address=storage.metrics_address,
+            console_address=console_address,
+            compat_addresses=compat_addresses,
+            reaped=machines.reaped,
+            known=episodes.known,
         )
 
 

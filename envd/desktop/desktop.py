@@ -12,13 +12,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from cuaenv.actions import Action, ToolAction
+from cuaenv.results import CommandResult, UnrecordedRequest
 from envd.base.channels import GuestChannels
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
 from envd.desktop.a11y import MalformedTree, outline, parse_tree, with_marks
 from envd.desktop.acting import Actor
-from envd.desktop.agent import CommandResult, GuestAgent, renew_identity
+from envd.desktop.agent import GuestAgent, renew_identity
 from envd.desktop.connection import DisplayConnection
 from envd.desktop.display.change import screen_change
 from envd.desktop.display.encoder import FrameEncoder
@@ -26,7 +27,7 @@ from envd.desktop.display.frames import Frame
 from envd.desktop.display.marks import Mark, marks_of
 from envd.desktop.display.screen import Screen
 from envd.desktop.freezing import freeze, thaw
-from envd.desktop.gateway import Exit, Gateway, UnrecordedRequest
+from envd.desktop.gateway import Exit, Gateway
 from envd.desktop.input.plan import Input
 from envd.desktop.observation import (
     A11yFormat,
@@ -43,9 +44,6 @@ from envd.desktop.settling import Settler
 from envd.desktop.toolbox import Toolbox
 from envd.desktop.tunnel import open_port
 from envd.desktop.view import ConnectionState, DesktopView
-
-__all__ = ["CommandResult", "Desktop"]
-
 
 T = TypeVar("T")
 P = ParamSpec("P")

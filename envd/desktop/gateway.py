@@ -14,11 +14,11 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 from urllib.parse import urlsplit
 
+from cuaenv.results import UnrecordedRequest
 from envd.base.errors import GuestUnresponsive
 from envd.base.streams import close, copy
 from envd.desktop.allow_list import AllowList, Destination
@@ -93,18 +93,6 @@ async def _resolve(host: str, port: int) -> list[str]:
     except ValueError as error:  # a label that is empty or has more than 63 characters, or NUL
         raise OSError(f"{host[:200]} is not a host name: {error}") from error
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnrecordedRequest:
-    """A request of a guest that its recording does not have."""
-
-    kind: Literal["not_recorded", "websocket"]
-    method: str
-    url: str
-
-    def __str__(self) -> str:
-        return f"{self.kind.replace('_', ' ')}: {self.method} {self.url}"
 
 
 class Exit(Protocol):

@@ -18,11 +18,11 @@ import aiohttp
 from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationError
 from yarl import URL
 
+from cuaenv.results import CommandResult
 from envd.base import untrusted_json
 from envd.base.aio import race
 from envd.base.clock import running_timeout
 from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive, MachineLost, TooLarge
-from envd.desktop.agent import CommandResult
 
 _CHUNK_BYTES = 1 << 16
 #: What a service says of a request that it did not get, but the one before it.

@@ -136,12 +136,12 @@ class MachineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineUsage:
-    """Host memory that a machine uses now."""
+    """Host memory that a machine, or a process, uses now."""
 
     pss_bytes: int
-    """Proportional share of host memory: a page mapped by n machines counts 1/n."""
+    """Proportional share of host memory: a page mapped by n processes counts 1/n."""
     private_dirty_bytes: int
-    """Memory that only this machine has written; freed only when the machine is destroyed."""
+    """Memory that only it has written; a machine's is freed only when the machine is destroyed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

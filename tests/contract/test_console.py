@@ -19,6 +19,7 @@ from PIL import Image
 
 from cuaenv.actions import Click, Move, TypeText
 from cuaenv.client import AsyncEnvClient, RateLimited
+from cuaenv.results import UnrecordedRequest
 from envd.api.security.tokens import new_token
 from envd.base.config_sources import load
 from envd.base.errors import ConfigError
@@ -27,7 +28,6 @@ from envd.console.pictures import PictureSize
 from envd.daemon.composition import Daemon, open_daemon
 from envd.desktop.desktop import Desktop
 from envd.desktop.display.frames import Frame
-from envd.desktop.gateway import UnrecordedRequest
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.lease import Lease

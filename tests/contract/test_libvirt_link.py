@@ -201,7 +201,7 @@ async def listener(libvirtd: Libvirtd) -> AsyncIterator[Listener]:
     """Checks during `on_reconnected` that no other caller can use the connection yet."""
     link, listener = new_link(libvirtd, available_timeout_s=0.001), Listener()
     listener.link = link
-    link.subscribe(listener)
+    link.subscribe(on_domain_ended=listener.on_domain_ended, on_reconnected=listener.on_reconnected)
     yield listener
     await link.aclose()
 

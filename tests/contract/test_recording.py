@@ -17,10 +17,10 @@ import pytest
 from PIL import Image
 
 from cuaenv.actions import Click, Done, Move, TypeText
+from cuaenv.results import UnrecordedRequest
 from envd.base.config import SettlePolicy
 from envd.base.errors import ConfigError
 from envd.desktop.desktop import Desktop
-from envd.desktop.gateway import UnrecordedRequest
 from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver

@@ -24,9 +24,10 @@ from envd.episodes.types import EpisodeInfo, ForkCommand, GroupResult, ResetComm
 from envd.pool.fairness import RunShares
 from envd.pool.pool import Pool, PoolHost, PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.evaluate import CheckResult, Evaluation
+from envd.tasks.evaluate import Evaluation
 from envd.tasks.fields import TaskPerturb
 from envd.tasks.model import Task
+from envd.tasks.text import CheckResult
 from envd.tasks.verbs import MakeDirectory
 from tests.support.clock import ManualClock, run_ready
 from tests.support.stubs import IMAGE, StubDesktop, StubHypervisor, StubMachine, StubSnapshot

@@ -6,8 +6,9 @@ Use the fake hypervisor for a desktop with a screen and input.
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from cuaenv.results import CommandResult
 from envd.base.errors import GuestError, GuestUnresponsive
-from envd.desktop.desktop import CommandResult, Desktop
+from envd.desktop.desktop import Desktop
 from envd.drawn.files import DrawnFiles
 from envd.drawn.programs import Programs, WindowEntry
 

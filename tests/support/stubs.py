@@ -20,14 +20,14 @@ from pydantic import JsonValue
 
 from cuaenv.actions import Action
 from cuaenv.frames import TiledImage
+from cuaenv.results import CommandResult, UnrecordedRequest
 from envd.base.aio import race
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
 from envd.base.losses import Loss, LossOwner, Silence, loss_by_silence
-from envd.desktop.desktop import CommandResult, Desktop
+from envd.desktop.desktop import Desktop
 from envd.desktop.display.frames import Frame
 from envd.desktop.display.marks import Mark
-from envd.desktop.gateway import UnrecordedRequest
 from envd.desktop.input.plan import HeldInputs
 from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, SettleResult
 from envd.desktop.view import ConnectionState, DesktopView

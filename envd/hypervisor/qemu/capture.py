@@ -41,8 +41,8 @@ from envd.hypervisor.qemu.snapshots.files import (
 from envd.hypervisor.qemu.snapshots.pages import MemoryMap, Pages, prefaulted, size_bytes
 from envd.hypervisor.qemu.snapshots.snapshot import (
     CaptureRecord,
+    ForkRecord,
     LibvirtSnapshot,
-    MachineRecord,
     MemoryPatch,
     write_record,
 )
@@ -396,7 +396,7 @@ async def load_state(machine: LibvirtMachine, snapshot: LibvirtSnapshot, *, call
             call(_write_pages, machine, snapshot.patch), _set_backing(machine, snapshot.captures, call=call)
         )
     await machine.monitor.load(snapshot.files.devices)
-    await call(write_record, machine.files.directory, MachineRecord(spec=machine.spec, backing=snapshot.ref))
+    await call(write_record, machine.files.directory, ForkRecord(spec=machine.spec, backing=snapshot.ref))
     machine.is_loaded = True
 
 

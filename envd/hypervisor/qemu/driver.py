@@ -114,7 +114,7 @@ class LibvirtHypervisor:
         )
         if qemu_user.account is not None:
             self.description += f", QEMU run by {qemu_user.account.name}"
-        link.subscribe(self)
+        link.subscribe(on_domain_ended=self.on_domain_ended, on_reconnected=self.on_reconnected)
 
     @classmethod
     async def open(

@@ -317,8 +317,7 @@ class LibvirtMachine:
             raise
 
     def _measure(self) -> MachineUsage:
-        memory = memory_of(self.pid)
-        return MachineUsage(pss_bytes=memory.pss_bytes, private_dirty_bytes=memory.private_dirty_bytes)
+        return memory_of(self.pid)
 
     def console_tail(self) -> str:
         return self._console.tail()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from cuaenv.actions import Action
 from cuaenv.client.observation import Observation
 from cuaenv.copying import copied
+from cuaenv.results import CommandResult, UnrecordedRequest
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import box
 
@@ -89,16 +90,6 @@ class ToolResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnrecordedRequest:
-    """A request of a guest's program that the pool's web recording does not have."""
-
-    kind: str
-    """`not_recorded`; or `websocket`, which no recording has."""
-    method: str
-    url: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Result of a step."""
 
@@ -152,15 +143,6 @@ class Evaluation:
     """Cause, such as POWER_OFF or PANIC, if the guest had ended itself before the evaluation; otherwise empty."""
     basis_digest: str = ""
     """Digest of what the score depends on besides the agent. Scores with unlike digests cannot be compared."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandResult:
-    """Result of a command in a guest."""
-
-    exit_code: int
-    stdout: bytes
-    stderr: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import cuaenv.client
 from cuaenv.client.results import read_unrecorded
 from cuaenv.region import Region
+from cuaenv.results import UnrecordedRequest
 from cuaenv.v1 import env_pb2
 from envd.api.convert_results import (
     episode_message,
@@ -25,7 +26,6 @@ from envd.api.convert_results import (
 )
 from envd.api.pages import page_of
 from envd.base.errors import InvalidRequest
-from envd.desktop.gateway import UnrecordedRequest
 from envd.desktop.observation import (
     ActionOutcome,
     EncodedFrame,
@@ -42,8 +42,8 @@ from envd.episodes.progress import EpisodeState, Origin, Progress
 from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, StepResult
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
-from envd.tasks.evaluate import CheckResult
 from envd.tasks.model import Task
+from envd.tasks.text import CheckResult
 from tests.support.episode_values import episode_spec
 from tests.support.stub_episodes import pool_info
 

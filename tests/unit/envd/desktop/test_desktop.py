@@ -17,9 +17,9 @@ from pydantic import JsonValue
 from cuaenv.actions import Action, Click, Done, Fail, KeyDown, KeyUp, Move, PressKeys, TypeText, Wait
 from cuaenv.frames import TiledImage
 from cuaenv.region import Region
+from cuaenv.results import CommandResult
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
-from envd.desktop.agent import CommandResult
 from envd.desktop.desktop import Desktop
 from envd.desktop.display import frames
 from envd.desktop.display.screen import Screen

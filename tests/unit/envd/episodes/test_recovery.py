@@ -28,7 +28,7 @@ from envd.episodes.progress import AutomaticCheckpoints, EpisodeState, Progress,
 from envd.episodes.recovery import RecoveryOutcome, decide, load_persisted
 from envd.episodes.types import GroupResult, StepResult
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.evaluate import CheckResult
+from envd.tasks.text import CheckResult
 from envd.tasks.user import Exchange
 from tests.support.episode_values import NOON, episode_info, episode_spec
 

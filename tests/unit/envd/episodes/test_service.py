@@ -10,6 +10,7 @@ import pytest
 
 from cuaenv.actions import Done, PressKeys, TypeText
 from cuaenv.region import Region
+from cuaenv.results import UnrecordedRequest
 from envd.base.clock import LoopLag
 from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import (
@@ -37,7 +38,6 @@ from envd.base.errors import (
     TokenQuotaReached,
 )
 from envd.base.losses import Loss, LossOwner, Silence
-from envd.desktop.gateway import UnrecordedRequest
 from envd.desktop.observation import A11yFormat, ObservationOptions
 from envd.episodes.lease import MAX_CALL_S
 from envd.episodes.progress import EpisodeState

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from cuaenv.results import CommandResult
 from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, HypervisorUnavailable, PoolExhausted
-from envd.desktop.agent import CommandResult
 from envd.pool.pool import Pool
 from envd.pool.room import HostRoom
 from tests.support.clock import begun, run_ready

@@ -10,8 +10,8 @@ from typing import Any, get_args
 import pytest
 
 from cuaenv.actions import Done, Fail
+from cuaenv.results import CommandResult
 from envd.base.errors import EvaluatorFailed, GuestError, MachineLost, TooLarge
-from envd.desktop.desktop import CommandResult
 from envd.drawn.programs import WindowEntry
 from envd.tasks.checker_union import AnyLeafChecker
 from envd.tasks.checkers.base import GuestInspector, LeafChecker

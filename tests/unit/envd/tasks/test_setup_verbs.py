@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from cuaenv.results import CommandResult
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
-from envd.desktop.desktop import CommandResult
 from envd.drawn.programs import WindowEntry
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.assets import AssetCache

@@ -1,7 +1,7 @@
 """The desktop suite: complete, consistent, and never solved by doing nothing."""
 
 from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, PressKeys, Scroll, Wait
-from envd.desktop.agent import CommandResult
+from cuaenv.results import CommandResult
 from envd.drawn.programs import WindowEntry
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checker_union import AnyLeafChecker, leaves
