@@ -16,7 +16,7 @@ BUDGETS = {
     "envd/console": 1400,
     "envd/daemon": 1400,
     "envd/desktop": 5900,
-    "envd/drawn": 4600,
+    "envd/drawn": 4700,
     "envd/episodes": 7300,
     "envd/guests": 4200,
     "envd/hypervisor": 8100,

@@ -109,25 +109,13 @@ class CursorShape:
 
 
 @dataclass(frozen=True, slots=True)
-class PointerMode:
-    """Whether pointer events are absolute positions or relative movements."""
-
-    absolute: bool
-
-
-@dataclass(frozen=True, slots=True)
 class KeyboardLeds:
     """The lights of the guest's keyboard."""
 
     caps_lock: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ExtendedKeys:
-    """The server takes key events with scancodes."""
-
-
-Rect = PixelRect | Resize | CursorShape | PointerMode | KeyboardLeds | ExtendedKeys
+Rect = PixelRect | Resize | CursorShape | KeyboardLeds
 
 
 class RfbClient:
@@ -359,10 +347,8 @@ class RfbClient:
                     rects.append(await self._read_alpha_cursor(x_px, y_px, width_px, height_px))
                 case RectEncoding.POINTER_TYPE_CHANGE:
                     self.absolute_pointer = x_px != 0
-                    rects.append(PointerMode(absolute=self.absolute_pointer))
                 case RectEncoding.EXTENDED_KEY_EVENT:
                     self._extended_keys = True
-                    rects.append(ExtendedKeys())
                 case RectEncoding.LED_STATE:
                     lights = (await self._read(1))[0]
                     rects.append(KeyboardLeds(caps_lock=bool(lights & 4)))
