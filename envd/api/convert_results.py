@@ -22,7 +22,7 @@ from envd.desktop.observation import (
 )
 from envd.episodes.checkpoints.manifest import Checkpoint
 from envd.episodes.progress import CheckpointTrigger, EpisodeState, Origin, ScoreResult
-from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, RollbackResult, StepResult
+from envd.episodes.types import EpisodeInfo, EvaluateResult, OpenedGroup, RollbackResult, StepResult
 from envd.pool.queue import QueuedGroup
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task
@@ -52,7 +52,7 @@ _UNRECORDED: Mapping[str, "env_pb2.UnrecordedRequest.Kind.ValueType"] = {
 }
 
 
-def reset_response(result: GroupResult, *, share_images: bool = False) -> env_pb2.ResetResponse:
+def reset_response(result: OpenedGroup, *, share_images: bool = False) -> env_pb2.ResetResponse:
     return env_pb2.ResetResponse(
         episodes=[episode_message(info, with_origin=True) for info in result.episodes],
         observations=map(observation_message, _group_observations(result, share_images=share_images)),
@@ -61,7 +61,7 @@ def reset_response(result: GroupResult, *, share_images: bool = False) -> env_pb
     )
 
 
-def fork_response(result: GroupResult, *, share_images: bool = False) -> env_pb2.ForkResponse:
+def fork_response(result: OpenedGroup, *, share_images: bool = False) -> env_pb2.ForkResponse:
     return env_pb2.ForkResponse(
         episodes=[episode_message(info, with_origin=True) for info in result.episodes],
         observations=map(observation_message, _group_observations(result, share_images=share_images)),
@@ -69,7 +69,7 @@ def fork_response(result: GroupResult, *, share_images: bool = False) -> env_pb2
     )
 
 
-def _group_observations(result: GroupResult, *, share_images: bool) -> Iterator[Observation]:
+def _group_observations(result: OpenedGroup, *, share_images: bool) -> Iterator[Observation]:
     """Yield the observations of a group; a shared image that was yielded before is `UnchangedImage`."""
     sent: set[str] = set()
     for observation in result.observations:

@@ -63,7 +63,7 @@ from envd.base.telemetry import traces
 from envd.base.telemetry.logs import bound
 from envd.desktop.observation import EncodedFrame, Encoding, ObservationOptions
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import GroupResult, listing_key
+from envd.episodes.types import OpenedGroup, listing_key
 from envd.tasks.model import Task
 
 #: Episodes whose screen size is cached; the oldest are dropped and queried again.
@@ -354,7 +354,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
                 async for response in responses:
                     yield response
 
-    async def _opened(self, result: GroupResult, response: Opened) -> Opened:
+    async def _opened(self, result: OpenedGroup, response: Opened) -> Opened:
         """Return the response that announces new episodes. Raises: InvalidRequest: too large; they are closed."""
         if response.ByteSize() > MAX_MESSAGE_BYTES:
             # Their caller would not learn their ids, and they would hold their machines until their leases expire.

@@ -27,7 +27,7 @@ from envd.desktop.display.frames import Frame
 from envd.desktop.display.marks import Mark, marks_of
 from envd.desktop.display.screen import Screen
 from envd.desktop.freezing import freeze, thaw
-from envd.desktop.gateway import Exit, Gateway
+from envd.desktop.gateway import Exit, GuestGateway
 from envd.desktop.input.plan import Input
 from envd.desktop.observation import (
     A11yFormat,
@@ -96,7 +96,7 @@ class Desktop:
         self._channels = channels
         self._view = view
         self._web = web
-        self._gateway: Gateway | None = None
+        self._gateway: GuestGateway | None = None
         self._agent = GuestAgent(channels)
         self._can_freeze = can_freeze
         self._session = GuestSession(channels, self._agent, view=view, has_powershell=has_powershell)
@@ -509,7 +509,7 @@ class Desktop:
         url = urlsplit(self._channels.guestd_url or "")
         if not url.hostname or not url.port:
             raise GuestError(f"machine {self._channels.machine_id} cannot reach any host: its image has no guestd")
-        self._gateway = Gateway((url.hostname, url.port), self._web, machine_id=self._channels.machine_id)
+        self._gateway = GuestGateway((url.hostname, url.port), self._web, machine_id=self._channels.machine_id)
         await self._gateway.open()
 
 

@@ -107,7 +107,7 @@ class Exit(Protocol):
         """Serve one connection of a program, whose first request has this head. Raises: OSError: It broke."""
 
 
-class Gateway:
+class GuestGateway:
     """The gateway of one guest. Call `open` once the guest runs; `close` ends every connection.
 
     Args:
@@ -221,7 +221,7 @@ class HostExit:
             return await send_error(writer, "403 Forbidden", str(error))
         except (OSError, TimeoutError) as error:
             message = f"{destination} cannot be reached: {error or 'timed out'}"
-            return await send_error(writer, "502 Bad Gateway", message)
+            return await send_error(writer, "502 Bad GuestGateway", message)
         try:
             if first:
                 far_writer.write(first)

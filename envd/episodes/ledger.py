@@ -26,7 +26,7 @@ from envd.base.errors import (
     StepIndexMismatch,
     StoreError,
 )
-from envd.episodes.types import GroupResult
+from envd.episodes.types import OpenedGroup
 from envd.pool.queue import GRACE_S, has_caller
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Ledger:
         keep_s: float = _KEEP_S,
         abandoned: Callable[[], EnvdError],
         on_dropped: Callable[[RequestKey], None] = lambda _: None,
-        close_group: Callable[[GroupResult], Coroutine[Any, Any, None]],
+        close_group: Callable[[OpenedGroup], Coroutine[Any, Any, None]],
     ) -> None:
         """Create an empty ledger.
 
@@ -227,7 +227,7 @@ class Ledger:
         if entry.task.cancelled() or entry.task.exception() is not None:
             return
         result = entry.task.result()
-        if isinstance(result, GroupResult):
+        if isinstance(result, OpenedGroup):
             await self._close_group(result)
 
     def _on_done(self, entry: _LedgerEntry) -> None:

@@ -31,7 +31,7 @@ from envd.episodes.progress import NO_CHECKPOINTS, CheckpointTrigger, EpisodeSpe
 from envd.episodes.quotas import MachineQuotas
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
 from envd.episodes.task_states import TaskStates
-from envd.episodes.types import ForkCommand, GroupResult, ResetCommand
+from envd.episodes.types import ForkCommand, OpenedGroup, ResetCommand
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.basis import task_digest
@@ -76,7 +76,7 @@ class Opening:
         await self.automatic.aclose()
         await self._states.aclose()
 
-    async def reset(self, command: ResetCommand) -> GroupResult:
+    async def reset(self, command: ResetCommand) -> OpenedGroup:
         """Open a group of episodes, all or none, all in one state: the start of a task, or a checkpoint's.
 
         Idempotent on `request_id`.
@@ -104,7 +104,7 @@ class Opening:
         answer = await self._context.requests.answer(request, lambda: self._reset(command, request))
         return await self._with_pixels(answer, command.observe)
 
-    async def _reset(self, command: ResetCommand, request: RequestKey) -> GroupResult:
+    async def _reset(self, command: ResetCommand, request: RequestKey) -> OpenedGroup:
         context = self._context
         if self.draining:
             raise draining_error()
@@ -148,7 +148,7 @@ class Opening:
         max_steps: int,
         settle: SettlePolicy,
         lease_ttl_s: float,
-    ) -> GroupResult:
+    ) -> OpenedGroup:
         group_id, digest, clock = self._factory.new_group_id(), task_digest(task), self._context.clock
         specs = [
             EpisodeSpec(
@@ -210,7 +210,7 @@ class Opening:
             finally:
                 await pool.release(member.machine for member in group.members)
 
-    async def _reset_to_checkpoint(self, command: ResetCommand, request: RequestKey, *, ttl_s: float) -> GroupResult:
+    async def _reset_to_checkpoint(self, command: ResetCommand, request: RequestKey, *, ttl_s: float) -> OpenedGroup:
         checkpoint, task, pool = await self.checkpoints.find_for(command)
         max_steps = self._context.limits.max_steps_for(command.max_steps, task_max_steps=checkpoint.spec.max_steps)
         with self._resetting(command, pool):
@@ -253,7 +253,7 @@ class Opening:
         if task.user is not None and task.user.persona and self._context.user_model is None:
             raise SetupFailed(f"task {task.task_id}: a model plays its user, but tasks.user_url is not set")
 
-    async def fork(self, command: ForkCommand) -> GroupResult:
+    async def fork(self, command: ForkCommand) -> OpenedGroup:
         """Fork an active episode: copies start in its present state, all or none, and it continues.
 
         Idempotent on `request_id`. On failure no machine is kept, and the parent is unchanged unless its machine or
@@ -276,7 +276,7 @@ class Opening:
         answer = await self._context.once(request, lambda episode: self._fork(episode, command, request))
         return await self._with_pixels(answer, command.observe)
 
-    async def _fork(self, episode: Episode, command: ForkCommand, request: RequestKey) -> GroupResult:
+    async def _fork(self, episode: Episode, command: ForkCommand, request: RequestKey) -> OpenedGroup:
         context = self._context
         if self.draining:
             raise draining_error()
@@ -328,7 +328,7 @@ class Opening:
         task: Task,
         lease_ttl_s: float,
         instruction: str = "",
-    ) -> GroupResult:
+    ) -> OpenedGroup:
         """Turn the machines of a group into episodes, and persist them before the caller learns of them.
 
         Callers must not await between the end of the group's setup and this call. Raises: StoreError: none is open.
@@ -342,7 +342,7 @@ class Opening:
             count=len(episodes),
             timings_ms={f"{prefix}{phase}": length_ms for phase, length_ms in group.timings_ms.items()},
         )
-        result = GroupResult(
+        result = OpenedGroup(
             episodes=tuple(episode.info(context.clock) for episode in episodes),
             observations=tuple(member.observation for member in group.members),
             timings_ms=group.timings_ms,
@@ -362,7 +362,7 @@ class Opening:
         forks = (episode.requests.end(FORK, request_id) for episode in context.registry if episode.spec.owner == owner)
         await asyncio.gather(context.requests.end(RESET, f"{owner}/{request_id}"), *forks)
 
-    async def _with_pixels(self, answer: Answer[GroupResult], options: ObservationOptions) -> GroupResult:
+    async def _with_pixels(self, answer: Answer[OpenedGroup], options: ObservationOptions) -> OpenedGroup:
         """Return the response; re-attach pixels if a previous daemon recorded it."""
         result = answer.value
         if not answer.restored:

@@ -24,7 +24,7 @@ from envd.episodes.lease import next_expiry_s
 from envd.episodes.losing import find_loss
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.progress import EpisodeState
-from envd.episodes.types import GroupResult
+from envd.episodes.types import OpenedGroup
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 
@@ -243,7 +243,7 @@ class EpisodeRegistry:
         if closing is not None:
             await asyncio.shield(closing)
 
-    async def close_group(self, group: GroupResult) -> None:
+    async def close_group(self, group: OpenedGroup) -> None:
         """Close the episodes that a reset or fork opened."""
         await asyncio.gather(*(self.close(episode.episode_id) for episode in group.episodes))
 

@@ -65,7 +65,7 @@ class ResetCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupResult:
+class OpenedGroup:
     """A group of new episodes and their first observations (parallel tuples)."""
 
     episodes: tuple[EpisodeInfo, ...]

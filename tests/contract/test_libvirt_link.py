@@ -21,7 +21,7 @@ from envd.hypervisor.qemu.domain_xml import DomainFiles
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.hypervisor.qemu.processes import process_exits
-from envd.hypervisor.qemu.snapshots.templates import TemplateStore
+from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
 from envd.hypervisor.qemu.user import QemuUser
 from tests.support.clock import until
 
@@ -305,7 +305,7 @@ class Host:
             state_dir=directory,
             owner="o",
             choice=AcceleratorChoice(accelerator=Accelerator.TCG, why="a test"),
-            store=TemplateStore(directory / "templates", limit_bytes=1 << 30),
+            store=QemuTemplateStore(directory / "templates", limit_bytes=1 << 30),
             tcg_cache_mib=64,
             qemu_user=QemuUser(account=None, why="a test"),
         )

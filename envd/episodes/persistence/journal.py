@@ -18,7 +18,7 @@ from envd.base.store.store import Store
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import RequestKey
 from envd.episodes.persistence.records import dump, row_of, without_pixels
-from envd.episodes.types import EvaluateResult, GroupResult, RollbackResult, StepResult
+from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Journal:
         done.set_result(None)
         return done
 
-    async def opened(self, request: RequestKey, result: GroupResult, episodes: Iterable[Episode]) -> None:
+    async def opened(self, request: RequestKey, result: OpenedGroup, episodes: Iterable[Episode]) -> None:
         """Persist new episodes and the response that announces them. Raises: StoreError: do not send it."""
         episodes = tuple(episodes)
         self._tracked.update(episode.episode_id for episode in episodes)

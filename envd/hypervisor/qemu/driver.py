@@ -47,7 +47,7 @@ from envd.hypervisor.qemu.reaper import BackingSnapshots, Reaper, adopt
 from envd.hypervisor.qemu.saved import restore, save
 from envd.hypervisor.qemu.snapshots.files import copy_overlay, create_overlay
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
-from envd.hypervisor.qemu.snapshots.templates import TemplateStore
+from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
 from envd.hypervisor.qemu.tpm import Tpm
 from envd.hypervisor.qemu.user import QemuUser, choose_qemu_user
 
@@ -69,7 +69,7 @@ class LibvirtHypervisor:
         state_dir: Path,
         owner: str,
         choice: AcceleratorChoice,
-        store: TemplateStore,
+        store: QemuTemplateStore,
         tcg_cache_mib: int,
         qemu_user: QemuUser,
     ) -> None:
@@ -142,7 +142,7 @@ class LibvirtHypervisor:
         (state_dir / "machines").mkdir(parents=True, exist_ok=True)
         owner = ensure_owner(state_dir)
         template_dir = settings.template_dir or state_dir / "templates"
-        store = TemplateStore(
+        store = QemuTemplateStore(
             template_dir,
             # Other daemons that share the directories must not remove the memory of a machine that is being frozen.
             memory_dir=(settings.template_memory_dir or template_dir / "memory") / owner,

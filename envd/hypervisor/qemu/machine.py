@@ -60,7 +60,7 @@ _TAIL_BYTES = 1000
 MAX_LOG_BYTES = 1 << 20
 
 
-class Caller(Protocol):
+class LibvirtCall(Protocol):
     """Runs blocking libvirt calls on the executor."""
 
     async def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -77,7 +77,7 @@ class LibvirtMachine:
         *,
         memory_path: Path,
         snapshot: LibvirtSnapshot | None,
-        call: Caller,
+        call: LibvirtCall,
         on_destroyed: "Callable[[LibvirtMachine], None]",
     ) -> None:
         """Describe a machine that is about to be made.

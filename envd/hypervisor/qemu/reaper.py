@@ -20,11 +20,11 @@ from envd.hypervisor.machine import Leftover, LeftoverKind, MachineSpec
 from envd.hypervisor.qemu.capture import Freezer, captured_snapshot
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import DomainFiles, DomainMark, read_mark
-from envd.hypervisor.qemu.machine import Caller, LibvirtMachine, destroy_domain
+from envd.hypervisor.qemu.machine import LibvirtCall, LibvirtMachine, destroy_domain
 from envd.hypervisor.qemu.processes import marked_processes, tpm_processes
 from envd.hypervisor.qemu.snapshots.files import SnapshotFiles
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot, SnapshotRef, read_capture, read_machine
-from envd.hypervisor.qemu.snapshots.templates import TemplateStore
+from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Reaper:
     machines_dir: Path
     captures: Collection[LibvirtSnapshot]
     captures_dir: Path
-    store: TemplateStore
+    store: QemuTemplateStore
 
     async def leftovers(self) -> list[Leftover]:
         """Return everything with our mark that belongs to no machine or capture of this daemon."""
@@ -131,7 +131,7 @@ class BackingSnapshots:
     Nothing can be forked from them, and they are removed with the last machine that uses them.
     """
 
-    def __init__(self, freezer: Freezer, captures_dir: Path, *, call: Caller) -> None:
+    def __init__(self, freezer: Freezer, captures_dir: Path, *, call: LibvirtCall) -> None:
         self._freezer = freezer
         self._captures_dir = captures_dir
         self._call = call
@@ -165,7 +165,7 @@ async def adopt(
     directory: Path,
     *,
     snapshots: BackingSnapshots,
-    call: Caller,
+    call: LibvirtCall,
     on_destroyed: Callable[[LibvirtMachine], None],
 ) -> LibvirtMachine:
     """Return a running domain of a libvirtd as a machine of this daemon, paused. On failure the domain is unchanged.

@@ -39,7 +39,7 @@ from envd.desktop.observation import (
     UnchangedImage,
 )
 from envd.episodes.progress import EpisodeState, Origin, Progress
-from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, StepResult
+from envd.episodes.types import EpisodeInfo, EvaluateResult, OpenedGroup, StepResult
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task
@@ -93,7 +93,7 @@ def observation(frame_id: str = "f1", *, encoding: Encoding = Encoding.PNG, tree
 
 def test_a_reset_response_has_each_episode_and_its_first_observation() -> None:
     response = reset_response(
-        GroupResult(
+        OpenedGroup(
             episodes=(info("ep-1"), info("ep-2")),
             observations=(observation("f1"), observation("f1")),
             instruction="Write a note.",
@@ -109,7 +109,7 @@ def test_a_reset_response_has_each_episode_and_its_first_observation() -> None:
 
 def test_a_fork_response_has_each_copy_and_its_origin() -> None:
     response = fork_response(
-        GroupResult(
+        OpenedGroup(
             episodes=(info("ep-2", parent_episode_id="ep-1"), info("ep-3", parent_episode_id="ep-1")),
             observations=(observation("f1"), observation("f1")),
             timings_ms={"pause": 12.0},
