@@ -63,16 +63,16 @@ NULL = episode("null", expected=0.0, reward=0.0)
 @pytest.mark.parametrize("flags", [{}, {"hypervisor.uri": "fake"}])
 def test_the_default_task_exists_and_its_oracle_types_text(flags: dict[str, object]) -> None:
     task = load_tasks(load(flags=flags)).get(DEFAULT_TASKS["fake" if flags else "desktop"].demo)
-    members = {member.policy.name: member for member in members_for(task)}
-    assert any(isinstance(action, TypeText) for step in members["oracle"].policy.steps for action in step)
-    assert {type(action) for step in members["null"].policy.steps for action in step} == {Done}
+    members = {member.name: member for member in members_for(task)}
+    assert any(isinstance(action, TypeText) for step in members["oracle"].steps for action in step)
+    assert {type(action) for step in members["null"].steps for action in step} == {Done}
     branched = [member for member in members.values() if member.branch is not None]
     assert len(branched) == 2
     for member in branched:
         assert member.branch is not None
         assert 0 < member.branch_at < len(task.oracle)
-        assert member.policy.steps[: member.branch_at] == task.oracle[: member.branch_at]
-        assert {member.policy.expected_reward, member.branch.expected_reward} == {0.0, 1.0}
+        assert member.steps[: member.branch_at] == task.oracle[: member.branch_at]
+        assert {member.expected_reward, member.branch.expected_reward} == {0.0, 1.0}
 
 
 def test_a_demo_has_capacity_for_group_and_branches_free_ports_and_its_own_state(tmp_path: Path) -> None:
