@@ -628,7 +628,7 @@ def test_equal_images_of_rows_are_sent_once() -> None:
 
 def test_groups_of_two_processes_are_not_counted_as_one() -> None:
     from trainer.learn.workers import of_process
-    from trainer.slime.records import EpisodeRecord, metrics_of
+    from trainer.slime.monitor import EpisodeRecord, metrics_of
 
     def record(group_index: int, reward: float) -> EpisodeRecord:
         return EpisodeRecord(index=0, group_index=group_index, reward=reward, facts={}, surprise=0.0, sampled_count=0)

@@ -23,8 +23,7 @@ from trainer.learn.slime_job import use_slime, write_tasks
 from trainer.learn.states import RunState, load_state, make_optimizer, save_state, train_step
 from trainer.learn.workers import Batch, Workers, WorkerSpec, exchange_directory, task_ids
 from trainer.slime.config import Halt
-from trainer.slime.monitor import Guard
-from trainer.slime.records import metrics_of
+from trainer.slime.monitor import Guard, metrics_of
 
 logger = logging.getLogger(__name__)
 _WARMUP_UPDATES = 5

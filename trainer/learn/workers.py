@@ -38,7 +38,7 @@ class Batch:
     patches: list[Any] = field(default_factory=list)
     """Patches of the images that rows name."""
     records: list[Any] = field(default_factory=list)
-    """Records of `trainer.slime.records`, for metrics."""
+    """Records of `trainer.slime.monitor`, for metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,8 +259,8 @@ class _Worker:
         """Roll out and write patches; returns slime's train data of the rows with an advantage."""
         import torch  # noqa: PLC0415 -- imported before
 
+        from trainer.slime.monitor import records_of  # noqa: PLC0415
         from trainer.slime.play.samples import flatten  # noqa: PLC0415
-        from trainer.slime.records import records_of  # noqa: PLC0415
 
         groups = self._rollouts.rollout(number).samples
         data = self._rollouts.train_data(groups)

@@ -14,7 +14,7 @@ from trainer.config import ConfigError
 from trainer.data.curriculum import ALL, curriculum_of
 from trainer.replay.pool import PoolSettings
 
-#: Names of `trainer.slime.records.metrics_of`, and prefixes of names that depend on the data.
+#: Names of `trainer.slime.monitor.metrics_of`, and prefixes of names that depend on the data.
 METRICS = (
     "branched_frac", "ended_by_guest_frac", "fallback_frac", "mixed_origin_frac", "parsed_frac", "reply_tokens",
     "reward", "rows", "sampled_entropy", "success_frac", "task_score", "turns", "undecided_frac", "void_frac",
@@ -93,7 +93,7 @@ class SlimeConfig(GroupConfig):
     """The run halts if no daemon answers for this time."""
     picture_dir: str = ""
     """Directory that this process and all engines read at the same path, such as one in /dev/shm if they share a host:
-    requests name the files of pictures, see `trainer.slime.play.pictures`. Empty: requests carry a row's pictures."""
+    requests name the files of pictures, see `trainer.slime.play.engine`. Empty: requests carry a row's pictures."""
     record_dir: str = ""
     """Directory of the files that `trainer.slime.hooks.record_sample` writes; empty for none."""
     sight: Literal["off", "warn", "refuse"] = "off"

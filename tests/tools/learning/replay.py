@@ -20,8 +20,7 @@ from trainer.learn.record import read_evaluations
 from trainer.learn.settings import Settings
 from trainer.learn.slime_job import write_tasks
 from trainer.slime.job import job_of
-from trainer.slime.play.environments import SampleEnvironments, WrappedEpisode
-from trainer.slime.play.rollout import Rollout
+from trainer.slime.play.rollout import Rollout, WrappedEpisode
 
 _DIRECTORY = "played"
 _FILE = "episode.json"
@@ -69,7 +68,7 @@ class _RecordedRollout(Rollout):
             _write(Path(self.args.save) / _DIRECTORY, trajectory, observations)
         return trajectory
 
-    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:
+    def wrap(self, episode: AgentEpisode) -> AgentEpisode:
         self._recorder = _Recorder(episode)
         return self._recorder
 

@@ -13,9 +13,8 @@ from pydantic import BaseModel, Field
 from cuaenv.client import Pool, Tls
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, ConfigError, parse
-from trainer.slime.checks import refusals, row_unit, warnings
+from trainer.slime.checks import capacity_warning, refusals, row_unit, tree_obstacle, warnings
 from trainer.slime.config import Halt, SlimeConfig
-from trainer.slime.probes import capacity_warning, tree_obstacle
 
 HOSTS = {"hosts": ["127.0.0.1:50051"]}
 

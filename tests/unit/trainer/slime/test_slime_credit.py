@@ -9,8 +9,8 @@ from trainer.config import ConfigError
 from trainer.slime.checks import refusals
 from trainer.slime.config import SlimeConfig
 from trainer.slime.hooks import advantages
-from trainer.slime.play.groups import group_credit, token_advantages
-from trainer.slime.records import EpisodeRecord, metrics_of
+from trainer.slime.monitor import EpisodeRecord, metrics_of
+from trainer.slime.play.samples import group_credit, token_advantages
 
 PATH = "trainer.slime.hooks.advantages"
 SIBLINGS = {"hosts": ["127.0.0.1:1"], "group": "tree", "credit": "siblings"}

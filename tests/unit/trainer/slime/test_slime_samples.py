@@ -8,8 +8,9 @@ import pytest
 
 from tests.support.slime import Sample
 from trainer.config import ConfigError
-from trainer.slime.hooks import record_sample
-from trainer.slime.play.partial import Partial, load_buffer
+from trainer.slime.checks import start_of_row
+from trainer.slime.hooks import load_buffer, record_sample
+from trainer.slime.play.rollout import Partial
 from trainer.slime.play.samples import (
     by_rollout,
     facts_of,
@@ -20,7 +21,6 @@ from trainer.slime.play.samples import (
     reset_sample,
     row_samples,
 )
-from trainer.slime.probes import start_of_row
 
 BARE = SimpleNamespace()
 
