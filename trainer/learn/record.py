@@ -16,7 +16,7 @@ _EVALUATIONS = "evaluations.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class HeldOutScore:
     """The result of one episode of an evaluation."""
 
     task_id: str
@@ -27,12 +27,12 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class HeldOutEvaluation:
     """One evaluation on the held-out tasks."""
 
     update: int
     temperature: float
-    scores: list[Score]
+    scores: list[HeldOutScore]
     env_steps: int = 0
     """Environment steps of training until then."""
 
@@ -79,10 +79,12 @@ def run_directories(run: Path) -> list[Path]:
     return sorted({path.parent for name in (_FILE, _EVALUATIONS) for path in run.glob(f"*/{name}")})
 
 
-def read_evaluations(directory: Path) -> list[Evaluation]:
+def read_evaluations(directory: Path) -> list[HeldOutEvaluation]:
     path = directory / _EVALUATIONS
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
-    return [Evaluation(**{**line, "scores": [Score(**score) for score in line["scores"]]}) for line in lines]
+    return [
+        HeldOutEvaluation(**{**line, "scores": [HeldOutScore(**score) for score in line["scores"]]}) for line in lines
+    ]
 
 
 def _write(directory: Path, record: Mapping[str, Any]) -> None:

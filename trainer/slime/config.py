@@ -65,7 +65,7 @@ class Halt:
         ]
 
 
-class Replay(PoolSettings):
+class ReplayConfig(PoolSettings):
     """Replay of earlier successes to groups that failed; see `trainer.slime.play.replay`."""
 
     files: tuple[Path, ...] = ()
@@ -103,7 +103,7 @@ class SlimeConfig(GroupConfig):
     """Which drawn tasks are played: `all`, `solve_rate` (those that 20 to 80 % of their latest episodes solved), or an
     own `trainer.data.curriculum.Curriculum` as `module:FUNCTION`. Needs `--data-source-path
     trainer.slime.hooks.data_source`."""
-    replay: Replay | None = None
+    replay: ReplayConfig | None = None
     """Earlier successes for groups that failed; None for no replay."""
     halt: Halt = Field(default_factory=Halt)
     """Conditions that stop the run; by default many void episodes."""
@@ -133,7 +133,7 @@ class SlimeConfig(GroupConfig):
 
     @field_validator("replay")
     @classmethod
-    def _none_if_empty(cls, value: Replay | None) -> Replay | None:
+    def _none_if_empty(cls, value: ReplayConfig | None) -> ReplayConfig | None:
         return value if value is not None and value.model_fields_set else None
 
     @field_validator("curriculum")

@@ -125,10 +125,10 @@ def play(
     Raises:
         LearnError: A policy is missing, or an episode is void.
     """
-    from trainer.learn.engine import Engine
+    from trainer.learn.engine import PolicyEngine
     from trainer.learn.policy import Policy
     from trainer.learn.states import load_state
-    from trainer.learn.workers import Workers, WorkerSpec, exchange_directory
+    from trainer.learn.workers import RolloutProcesses, WorkerSpec, exchange_directory
 
     states = []
     for stage, source in (("clone", run / "clone"), ("rl", run / name)):
@@ -145,7 +145,7 @@ def play(
     with ExitStack() as running:
         running.callback(shutil.rmtree, exchange, ignore_errors=True)
         running.callback(shutil.rmtree, directory, ignore_errors=True)
-        engine = running.enter_context(Engine(policy, seed=seed, max_running=1))
+        engine = running.enter_context(PolicyEngine(policy, seed=seed, max_running=1))
         spec = WorkerSpec(
             index=0,
             slime_home=slime_home,
@@ -159,7 +159,7 @@ def play(
             settings=settings,
             seed=seed,
         )
-        workers = running.enter_context(Workers([spec]))
+        workers = running.enter_context(RolloutProcesses([spec]))
         played = []
         for state in states:
             policy.model.load_state_dict(state.model)
