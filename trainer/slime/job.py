@@ -24,7 +24,7 @@ from trainer.slime.monitor import RunMonitor
 from trainer.slime.play.engine import EngineClient, PictureFiles, SlimeEngine, engine_url
 from trainer.slime.play.replay import load_files
 from trainer.slime.play.rollout import DaemonWatch, Resources, Rollout, play
-from trainer.slime.play.samples import facts_of, is_void, note, task_of, void_result
+from trainer.slime.play.samples import facts_of, is_void, task_of, void_result
 from trainer.slime.play.sight import sight_problem
 from trainer.slime.play.workers import WorkerLost, Workers
 from trainer.slime.slime_compat import Sample
@@ -110,17 +110,20 @@ class Job:
             ConfigError: The configuration is invalid, or no row of a data file can be played; no episode was opened.
             Halted: The run cannot go well.
         """
-        multiple = self.config.multiple(evaluation=evaluation)
+
+        def void(reason: str, **facts: str) -> Any:
+            multiple = self.config.multiple(evaluation=evaluation)
+            return void_result(sample, multiple, args, status="FAILED", reason=reason, **facts)
+
         start: str | Checkpoint = ""
         try:
             await self.ready(args, sample, sampling_params, evaluation=evaluation)
             self.monitor.check(args)
             start, problem = self._start_of(sample)
             if self.monitor.is_halted:
-                return void_result(sample, multiple, args, status="FAILED", reason="halted")
+                return void("halted")
             if problem:
-                result = void_result(sample, multiple, args, status="FAILED", reason="UnplayableRow", error=problem)
-                note(sample, {"owner": Owner.CALLER.value})
+                result = void("UnplayableRow", error=problem, owner=Owner.CALLER.value)
             else:
                 result = await self._play(
                     args, sample, sampling_params, start=start, evaluation=evaluation, rollout_type=rollout_type
@@ -128,10 +131,9 @@ class Job:
         except Halted as error:
             self.monitor.halt(str(error))
             self.monitor.check(args)
-            result = void_result(sample, multiple, args, status="FAILED", reason="halted", error=str(error))
+            result = void("halted", error=str(error))
         except WorkerLost as error:
-            result = void_result(sample, multiple, args, status="FAILED", reason="WorkerLost", error=str(error))
-            note(sample, {"owner": Owner.TRAINER.value})
+            result = void("WorkerLost", error=str(error), owner=Owner.TRAINER.value)
         if not evaluation and sample.status.name != "ABORTED":
             self._record_task(sample)
             self.monitor.record(args, result)

@@ -174,27 +174,20 @@ class Guard:
         self._last_good: int | None = None
         self._crossed_count = 0
 
-    def check(self, rollout_id: int, metrics: Mapping[str, float], *, count: int = 1) -> None:
-        """Check the next rollout, which used up `count` batches of groups. Raises: Halted."""
-        if not self._halt.crossed(metrics):
-            self._last_good, self._crossed_count = rollout_id, 0
-            return
-        self._check(metrics, when=f"after rollout {rollout_id}", count=count)
-        self._crossed_count += count
-
-    def check_unfinished(self, metrics: Mapping[str, float], *, count: int) -> None:
-        """Check a rollout that has used up `count` batches of groups and has not ended. Raises: Halted."""
-        self._check(metrics, when="during a rollout", count=count)
-
-    def _check(self, metrics: Mapping[str, float], *, when: str, count: int) -> None:
-        crossed = self._halt.crossed(metrics)
-        crossed_count = self._crossed_count + count
+    def check(self, rollout_id: int | None, metrics: Mapping[str, float], *, count: int = 1) -> None:
+        """Check the next rollout, which used up `count` batches of groups; None if it has not ended. Raises: Halted."""
+        crossed, crossed_count = self._halt.crossed(metrics), self._crossed_count + count
         if crossed and crossed_count >= self._halt.rollouts:
+            when = "during a rollout" if rollout_id is None else f"after rollout {rollout_id}"
             good = "none" if self._last_good is None else f"rollout {self._last_good}"
             raise Halted(
                 f"halted {when}: {'; '.join(crossed)}, in {crossed_count} consecutive rollouts; last rollout within"
                 f" bounds: {good}. Continue from a checkpoint of that time with other settings, or change envd.halt"
             )
+        if rollout_id is not None and crossed:
+            self._crossed_count = crossed_count
+        elif rollout_id is not None:
+            self._last_good, self._crossed_count = rollout_id, 0
 
 
 class RunMonitor:
@@ -305,7 +298,7 @@ class RunMonitor:
         if count > _batches(len(self._finished) - 1, batch_size) and len(self._finished) > batch_size:
             metrics = metrics_of([record for group in self._finished for record in group])
             try:
-                self._guard.check_unfinished(metrics, count=count - 1)
+                self._guard.check(None, metrics, count=count - 1)
             except Halted as error:
                 self.halt(str(error))
 

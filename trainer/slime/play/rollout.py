@@ -356,9 +356,9 @@ async def play(
     except Exception as error:
         logger.exception("[envd] sample %s is void", sample.index)
         multiple = config.multiple(evaluation=evaluation)
-        result = void_result(sample, multiple, args, status="FAILED", reason=type(error).__name__, error=str(error))
-        note(sample, {"owner": ruling_of(error, acted=True).owner.value})
-        return result
+        owner = ruling_of(error, acted=True).owner.value
+        reason, text = type(error).__name__, str(error)
+        return void_result(sample, multiple, args, status="FAILED", reason=reason, error=text, owner=owner)
 
 
 async def run_rollout(rollout: Rollout, start: str | Checkpoint, *, group_size: int, evaluation: bool) -> Any:
@@ -371,12 +371,18 @@ async def run_rollout(rollout: Rollout, start: str | Checkpoint, *, group_size: 
     if trajectory is None or trajectory.outcome is Outcome.ABORTED:
         return void_result(sample, multiple, args, status="ABORTED", reason="aborted")
     if trajectory.outcome is Outcome.FAILED:
-        error = str(trajectory.error or "")
-        result = void_result(sample, multiple, args, status="FAILED", reason=trajectory.reason, error=error)
-        # They were taken in the environment, although nothing of them is trained.
-        turns = {"turns": len(trajectory.turns), "shared_turns": trajectory.shared_turn_count}
-        note(sample, {**turns, "owner": ruling_on(trajectory).owner.value})
-        return result
+        return void_result(
+            sample,
+            multiple,
+            args,
+            status="FAILED",
+            reason=trajectory.reason,
+            error=str(trajectory.error or ""),
+            owner=ruling_on(trajectory).owner.value,
+            # They were taken in the environment, although nothing of them is trained.
+            turns=len(trajectory.turns),
+            shared_turns=trajectory.shared_turn_count,
+        )
     rows = rollout.rows[-1:] if evaluation else rollout.rows
     samples = spread(sample, len(rows), multiple, args)
     await rollout.write(trajectory, rows, samples, evaluation=evaluation)

@@ -54,24 +54,6 @@ def set_status(sample: Sample, name: StatusName) -> None:
     sample.status = sample.Status[name]
 
 
-def row_samples(sample: Sample, count: int) -> list[Sample]:
-    """Return `count` samples for the rows of one rollout: the sample and copies of it, with one rollout id.
-
-    Raises:
-        ValueError: `count` is below 1, or slime has not numbered the sample.
-    """
-    if count < 1 or sample.index is None:
-        raise ValueError(f"sample {sample.index}: cannot make {count} rows; a numbered sample has at least one row")
-    copies = [copy.copy(sample) for _ in range(count - 1)]
-    for copied in copies:
-        copied.metadata = dict(sample.metadata)
-        reset_sample(copied)
-    rows = [sample, *copies]
-    for row in rows:
-        row.rollout_id = sample.index
-    return rows
-
-
 def fill(sample: Sample, row: Row, args: Any) -> None:
     """Write a row into a reset sample by slime's own method, which also keeps the engine's extra columns.
 
@@ -97,8 +79,8 @@ def fill(sample: Sample, row: Row, args: Any) -> None:
         )
 
 
-def make_void(sample: Sample, args: Any, *, status: StatusName, reason: str, error: str = "") -> Sample:
-    """Make a sample void, with valid values in every column that a batch may have."""
+def make_void(sample: Sample, args: Any, *, status: StatusName, reason: str, **facts: object) -> Sample:
+    """Make a sample void, with valid values in every column that a batch may have; note facts that are not empty."""
     reset_sample(sample)
     sample.tokens = [0, 0]
     sample.response_length = 1
@@ -113,33 +95,43 @@ def make_void(sample: Sample, args: Any, *, status: StatusName, reason: str, err
         layer = list(range(args.moe_router_topk))
         sample.rollout_routed_experts = [[layer for _ in range(args.num_layers)]]
     set_status(sample, status)
-    note(sample, {"void": reason, **({"error": error} if error else {})})
+    note(sample, {"void": reason, **{name: fact for name, fact in facts.items() if fact != ""}})
     return sample
 
 
 def spread(sample: Sample, count: int, multiple: int | None, args: Any) -> list[Sample]:
-    """Return samples for the rows of one rollout.
+    """Return samples for the rows of one rollout: the sample and copies of it, with one rollout id.
 
     Args:
         sample: The rollout's sample.
         count: Number of rows.
         multiple: Void ones pad them to a multiple of this; None for the sample alone.
         args: slime's.
+
+    Raises:
+        ValueError: With `multiple`: `count` is below 1, or slime has not numbered the sample.
     """
     if multiple is None:
         return [sample]
-    samples = row_samples(sample, -(-count // multiple) * multiple)
+    if count < 1 or sample.index is None:
+        raise ValueError(f"sample {sample.index}: cannot make {count} rows; a numbered sample has at least one row")
+    samples = [sample, *(copy.copy(sample) for _ in range(-(-count // multiple) * multiple - 1))]
+    for copied in samples[1:]:
+        copied.metadata = dict(sample.metadata)
+        reset_sample(copied)
+    for row in samples:
+        row.rollout_id = sample.index
     for padding in samples[count:]:
         make_void(padding, args, status="COMPLETED", reason=PADDING)
     return samples
 
 
 def void_result(
-    sample: Sample, multiple: int | None, args: Any, *, status: StatusName, reason: str, error: str = ""
+    sample: Sample, multiple: int | None, args: Any, *, status: StatusName, reason: str, **facts: object
 ) -> Any:
-    """Make a rollout void; return its sample, or with `multiple` a list of its rows, see `spread`."""
+    """Make a rollout void; return its sample, or with `multiple` a list of its rows. See `make_void`, `spread`."""
     samples = spread(sample, 1, multiple, args)
-    make_void(sample, args, status=status, reason=reason, error=error)
+    make_void(sample, args, status=status, reason=reason, **facts)
     return sample if multiple is None else samples
 
 
