@@ -4,8 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.learn.metrics import MetricsLog
-from trainer.learn.record import HeldOutEvaluation, HeldOutScore, recorded
+from trainer.learn.record import HeldOutEvaluation, HeldOutScore, MetricsLog, recorded
 from trainer.learn.settings import SMOKE, Settings
 
 SPLITS = {"drawn/press": "train", "drawn/close": "held_out"}

@@ -15,9 +15,8 @@ import torch
 from trainer.learn import LearnError
 from trainer.learn.engine import PolicyEngine
 from trainer.learn.loss import TrainRow, policy_loss
-from trainer.learn.metrics import MetricsLog, shares_of_all
 from trainer.learn.policy import Policy
-from trainer.learn.record import HeldOutEvaluation, HeldOutScore, recorded
+from trainer.learn.record import HeldOutEvaluation, HeldOutScore, MetricsLog, recorded, shares_of_all
 from trainer.learn.settings import Reinforce, Settings
 from trainer.learn.slime_job import use_slime, write_tasks
 from trainer.learn.states import RunState, load_state, make_optimizer, save_state, train_step

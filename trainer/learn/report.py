@@ -12,8 +12,7 @@ from cuaenv.plots import PlotsMissing, svg_plot
 from trainer.data.split import template_id
 from trainer.evaluate.statistics import ByTemplate, PooledRate, pooled_gain, pooled_rate
 from trainer.learn import LearnError
-from trainer.learn.metrics import read_metrics
-from trainer.learn.record import HeldOutEvaluation, read_evaluations, read_record, run_directories
+from trainer.learn.record import HeldOutEvaluation, read_evaluations, read_metrics, read_record, run_directories
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
