@@ -108,11 +108,6 @@ class SlimeConfig(GroupConfig):
     halt: Halt = Field(default_factory=Halt)
     """Conditions that stop the run; by default many void episodes."""
 
-    @staticmethod
-    def from_args(args: Any) -> "SlimeConfig":
-        """Return the configuration in slime's args. Raises: ConfigError."""
-        return SlimeConfig.from_mapping(envd_of(args))
-
     @property
     def lease_ttl(self) -> timedelta:
         """Lease of each machine."""

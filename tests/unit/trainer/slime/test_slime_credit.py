@@ -67,12 +67,12 @@ def test_arguments_that_contradict_the_credit_are_refused(
     envd: dict[str, Any], given: dict[str, Any], expected: str
 ) -> None:
     args = stand_in_args(envd, **given)
-    assert any(expected in problem for problem in refusals(args, SlimeConfig.from_args(args)))
+    assert any(expected in problem for problem in refusals(args, SlimeConfig.from_mapping(args.envd)))
 
 
 def test_fitting_arguments_pass() -> None:
     args = stand_in_args(SIBLINGS, custom_advantage_function_path=PATH)
-    assert list(refusals(args, SlimeConfig.from_args(args))) == []
+    assert list(refusals(args, SlimeConfig.from_mapping(args.envd))) == []
 
 
 @pytest.mark.parametrize("more", [{"group": "fork"}, {"replay": {"max_total": 4}}])
