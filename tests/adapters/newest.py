@@ -40,9 +40,10 @@ def releases(name: str, package: str) -> tuple[str, str]:
     return newest[1] if newest else "-", installed[1] if installed else "-"
 
 
-def _pip(name: str, *command: str) -> str:
+def _pip(name: str, *arguments: str) -> str:
+    command = [_python(name), "-m", "pip", *arguments]
     return subprocess.run(
-        [_python(name), "-m", "pip", *command], cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True
+        command, cwd=ROOT, check=False, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ).stdout
 
 

@@ -39,7 +39,7 @@ async def test_one_sample_goes_through_few_files() -> None:
                 await generate(args, sample, PARAMS)
             finally:
                 sys.setprofile(None)
-                threading.setprofile(None)  # type: ignore[arg-type]
+                threading.setprofile(None)
             assert facts_of(sample)["reason"] == "done"
     desktops.close()
     own = sorted(str(path.relative_to(ROOT)) for path in found if path.is_relative_to(ROOT))
