@@ -34,6 +34,8 @@ def obstacle(image: DiskImage) -> str:
     """Return why containers cannot run an image; empty if they can."""
     if image.os is not GuestOs.LINUX:
         return f"image {image.name}: its guests run {image.os.value}, which a container cannot; use QEMU, the default"
+    if image.firmware is Firmware.NONE:
+        return ""  # examined when it was imported
     if image.firmware is not Firmware.DIRECT_KERNEL or not image.has_guestd:
         return f"image {image.name}: an imported disk cannot run as a container; use QEMU, the default"
     if _X_SERVER not in {line.partition(" ")[0] for line in image.packages.splitlines()}:
@@ -81,7 +83,6 @@ class ImageFiles:
         return Namespace.inside(IMAGES) / path.resolve().relative_to(self._root.resolve())
 
     async def _unpack(self, image: DiskImage, unpacked: Path) -> None:
-        debugfs = find_debugfs()
         partial = unpacked.with_name(f".{unpacked.name}")
         raw = unpacked.with_name(f".{unpacked.name}.raw")
         lock = os.open(unpacked.with_name(f".{unpacked.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -91,20 +92,23 @@ class ImageFiles:
             if unpacked.is_dir():
                 return
             logger.info("image %s: unpacking its file system for containers", image.name)
-            command = ["qemu-img", "convert", "-f", image.disk_format, "-O", "raw", str(image.disk), str(raw)]
-            await asyncio.to_thread(run_tool, command, what=f"unpacking image {image.name}", error=HypervisorError)
-            raw.chmod(0o644)
             if partial.exists():
                 await self._namespace.call("empty", path=str(self._inside(partial)))
             partial.mkdir(exist_ok=True)
             os.chown(partial, *owner_of_files(self._ids))
-            # debugfs reads the disk without mounting it, and as the containers' root it gives each file its owner.
-            dump = f"rdump / {self._inside(partial)}"
-            await self._namespace.call(
-                "run", argv=[debugfs, "-R", dump, str(self._inside(raw))], timeout_s=_UNPACK_TIMEOUT_S
-            )
-            if not (partial / "usr/bin/Xtigervnc").exists():
-                raise HypervisorError(f"image {image.name}: its disk could not be read by debugfs; build it again")
+            # Both programs give each file its owner, as the containers' root.
+            if image.firmware is Firmware.NONE:
+                command = ["tar", "--extract", "--numeric-owner", "--same-owner", "--preserve-permissions"]
+                command += [f"--file={self._inside(image.disk)}", f"--directory={self._inside(partial)}"]
+            else:
+                # Reads the disk without mounting it.
+                command = [find_debugfs(), "-R", f"rdump / {self._inside(partial)}", str(self._inside(raw))]
+                convert = ["qemu-img", "convert", "-f", image.disk_format, "-O", "raw", str(image.disk), str(raw)]
+                await asyncio.to_thread(run_tool, convert, what=f"unpacking image {image.name}", error=HypervisorError)
+                raw.chmod(0o644)
+            await self._namespace.call("run", argv=command, timeout_s=_UNPACK_TIMEOUT_S)
+            if not os.path.lexists(partial / "usr/bin/Xtigervnc"):
+                raise HypervisorError(f"image {image.name}: its disk could not be read; build or import it again")
             partial.rename(unpacked)
         finally:
             raw.unlink(missing_ok=True)
