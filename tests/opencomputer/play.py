@@ -3,8 +3,8 @@
 `python -m tests.opencomputer.play CHECKOUT --out FILE --state-dir DIR` appends one JSON line per task to FILE, and
 skips tasks that have one. By default it does nothing in each task that the image can run. With `--oracles` it plays the
 tasks with an oracle of ours: it does nothing after the task's setup, then plays the oracle from the frozen state, and
-evaluates both states twice: with envd, and on a fork with OpenComputer's own evaluator. Containers (`--hypervisor oci:`)
-have no forks of episodes: there envd alone evaluates.
+evaluates both states twice: with envd, and on a fork with OpenComputer's own evaluator. Containers have no forks of
+episodes: with `--hypervisor oci:` envd alone evaluates.
 """
 
 import argparse

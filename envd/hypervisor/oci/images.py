@@ -17,7 +17,7 @@ from typing import Final
 from envd.base.errors import HypervisorError
 from envd.base.tools import run_tool
 from envd.hypervisor.machine import DiskImage, Firmware, GuestOs
-from envd.hypervisor.oci.ids import IdMap
+from envd.hypervisor.oci.ids import IdMap, name_of
 from envd.hypervisor.oci.namespace import Namespace, owner_of_files
 
 logger = logging.getLogger(__name__)
@@ -38,12 +38,17 @@ def obstacle(image: DiskImage) -> str:
         return ""  # examined when it was imported
     if image.firmware is not Firmware.DIRECT_KERNEL or not image.has_guestd:
         return f"image {image.name}: an imported disk cannot run as a container; use QEMU, the default"
-    if _X_SERVER not in {line.partition(" ")[0] for line in image.packages.splitlines()}:
+    if not has_package(image, _X_SERVER):
         return (
             f"image {image.name}: it has no {_X_SERVER}, because an earlier version of envd built it; run"
             f" `envd image build {image.name}`"
         )
     return ""
+
+
+def has_package(image: DiskImage, name: str) -> bool:
+    """Return whether a package of Debian is installed in an image."""
+    return name in {line.partition(" ")[0] for line in image.packages.splitlines()}
 
 
 def find_debugfs() -> str:
@@ -52,6 +57,30 @@ def find_debugfs() -> str:
     if debugfs is None:
         raise HypervisorError("unpacking an image needs debugfs; install the package e2fsprogs")
     return debugfs
+
+
+def unpacked_directory(image: DiskImage, ids: IdMap) -> Path:
+    """Return the directory of an image's files for containers with these user ids, which may not exist yet."""
+    return image.disk.parent / f"container-{ids.name}"
+
+
+def unpacking_obstacle(image: DiskImage, ids: IdMap) -> str:
+    """Return why an image's files cannot be unpacked by this user; empty if they can, or are unpacked."""
+    directory = image.disk.parent
+    if unpacked_directory(image, ids).is_dir():
+        return ""
+    if not os.access(directory, os.W_OK):
+        user = name_of(os.geteuid())
+        return (
+            f"image {image.name}: {directory} belongs to {name_of(directory.stat().st_uid)}, so {user} cannot unpack it"
+            f" there; run `sudo chown {user} {directory}`, or build or import it with a --cache-dir of your own"
+        )
+    if image.firmware is not Firmware.NONE:
+        try:
+            find_debugfs()
+        except HypervisorError as error:
+            return f"image {image.name}: {error}"
+    return ""
 
 
 class ImageFiles:
@@ -69,9 +98,9 @@ class ImageFiles:
         Raises:
             HypervisorError: Containers cannot run it, or it could not be unpacked.
         """
-        if problem := obstacle(image):
+        if problem := obstacle(image) or unpacking_obstacle(image, self._ids):
             raise HypervisorError(problem)
-        unpacked = image.disk.parent / f"container-{self._ids.name}"
+        unpacked = unpacked_directory(image, self._ids)
         try:
             if not unpacked.is_dir():
                 await self._unpack(image, unpacked)
