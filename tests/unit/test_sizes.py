@@ -20,7 +20,7 @@ BUDGETS = {
     "envd/episodes": 7300,
     "envd/guests": 4200,
     "envd/hypervisor": 8100,
-    "envd/images": 2500,
+    "envd/images": 3100,
     "envd/integrations": 5100,
     "envd/pool": 3100,
     "envd/tasks": 6800,

@@ -37,7 +37,7 @@ from envd.hypervisor.oci.backend import CAPABILITIES, DEFAULT_RUNTIME
 from envd.hypervisor.oci.bundle import ContainerSettings, container_config
 from envd.hypervisor.oci.control_groups import ControlGroups, MachineGroups
 from envd.hypervisor.oci.ids import IdMap, own_ids
-from envd.hypervisor.oci.images import IMAGES, ImageFiles, obstacle
+from envd.hypervisor.oci.images import IMAGES, ImageFiles, has_package, obstacle
 from envd.hypervisor.oci.machine import DESTROYED, MachineFiles, OciMachine
 from envd.hypervisor.oci.namespace import Namespace, owner_of_files
 from envd.hypervisor.oci.templates import TEMPLATES, OciSnapshot, TemplateStore
@@ -428,6 +428,7 @@ def _container_settings(spec: MachineSpec, *, envd: PurePosixPath, groups: Machi
         screen_px=(spec.screen_width_px, spec.screen_height_px),
         keyboard_layout=spec.keyboard_layout,
         memory_mib=spec.memory_mib,
+        has_sudo=has_package(spec.image, "sudo"),
         max_open_files=min(_MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         groups=PurePosixPath(groups.guest) if groups else None,
         display_group=PurePosixPath(groups.display) if groups else None,
