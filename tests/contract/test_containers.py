@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -24,6 +25,7 @@ from envd.hypervisor.oci.hypervisor import OciHypervisor
 from envd.hypervisor.oci.machine import OciMachine
 from tests.support.containers import desktop_image, settings
 from tests.support.machine_contract.fixtures import read_screen
+from tests.support.program import Program
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
@@ -159,15 +161,71 @@ async def test_a_fork_bomb_stays_in_its_machine(state_dir: Path, image: DiskImag
             await desktop.close()
 
 
-async def test_the_guests_root_can_neither_end_the_machine_nor_thaw_it_nor_reach_the_host(
+@pytest.mark.parametrize(
+    ("command", "cause"),
+    [("poweroff", "POWER_OFF"), ("halt -f", "POWER_OFF"), ("reboot", "REBOOT"), ("reboot -f", "REBOOT")],
+)
+async def test_the_guests_root_shuts_its_machine_down_as_that_of_a_virtual_machine(
+    state_dir: Path, image: DiskImage, command: str, cause: str
+) -> None:
+    async with started(state_dir, image) as (_, machine):
+        with suppress(MachineLost):
+            await GuestAgent(machine).run(["/bin/sh", "-c", command], timeout_s=30)
+        async with asyncio.timeout(30):
+            await machine.lost.wait()
+        assert machine.loss is not None
+        assert (machine.loss.owner, machine.loss.cause) == (Owner.GUEST, cause)
+
+
+async def test_a_session_that_fails_each_time_ends_its_machine(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (_, machine):
+        agent = GuestAgent(machine)
+        async with asyncio.timeout(90):
+            while not machine.lost.is_set():
+                with suppress(MachineLost):
+                    await agent.run(["pkill", "-9", "-x", "openbox"], timeout_s=30)
+                await asyncio.sleep(0.2)
+        assert machine.loss is not None
+        assert machine.loss.cause == "POWER_OFF"
+        assert "the session failed 5 times, at last with status 137" in machine.console_tail()
+
+
+async def test_a_session_that_ends_after_its_machine_was_used_does_not_start_again(
+    state_dir: Path, image: DiskImage
+) -> None:
+    async with started(state_dir, image) as (_, machine):
+        machine.mark_used()
+        agent = GuestAgent(machine)
+        await agent.run(["pkill", "-9", "-u", "user"], timeout_s=30)
+        has_ended = "for i in $(seq 100); do pgrep -x Xtigervnc || exit 0; sleep 0.1; done; exit 1"
+        assert (await agent.run(["/bin/sh", "-c", has_ended], timeout_s=60)).exit_code == 0
+        loss = await machine.examine()
+        assert (loss.owner, loss.cause) == (Owner.GUEST, "SESSION_ENDED")
+
+
+async def test_a_machine_that_the_host_stops_is_not_lost_by_its_guest(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (_, machine):
+        assert machine.groups is not None
+        pids = machine.groups.process_ids()
+        # Its own root cannot stop the first process.
+        await GuestAgent(machine).run(["/bin/sh", "-c", "kill -STOP 1; sleep 0.2"], timeout_s=30)
+        assert (await machine.examine()).cause == "SESSION_ENDED", "it answers"
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            assert (await machine.examine()).owner is Owner.UNDECIDED
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+
+async def test_the_guests_root_can_neither_kill_the_machine_nor_thaw_it_nor_reach_the_host(
     state_dir: Path, image: DiskImage
 ) -> None:
     async with started(state_dir, image) as (_, machine):
         agent = GuestAgent(machine)
         refused = (
             "kill -KILL 1; kill -TERM 1; sleep 0.2; kill -0 1 && exit 1",
-            "poweroff -f",
-            "reboot -f",
             "mount -t tmpfs none /mnt",
             "mount -t proc none /mnt",
             "unshare --user true",
@@ -256,6 +314,35 @@ async def test_without_control_groups_signals_stop_all_but_the_x_server(
         assert before_s is not None
         await GuestAgent(machine).run(["sh", "-c", "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"], timeout_s=60)
         assert (machine.processor_s() or 0) > before_s
+
+
+_STUCK_DAEMON = """
+import runpy
+import sys
+import envd.cli.serve
+envd.cli.serve._END_LIMIT_S = 2.0
+sys.argv = ["envd", "serve", *sys.argv[1:]]
+runpy.run_module("envd", run_name="__main__")
+"""
+
+
+def test_a_daemon_whose_machines_cannot_be_destroyed_ends_by_force(tmp_path: Path, state_dir: Path) -> None:
+    desktop_image()
+    config = tmp_path / "envd.toml"
+    config.write_text("[pools.desktop]\nsize = 1\ncapacity = 1\n[limits]\ndrain_timeout_s = 1\n")
+    options = ("--config", config, "--state-dir", state_dir, "--hypervisor", "oci:")
+    addresses = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
+    with Program(sys.executable, "-c", _STUCK_DAEMON, *options, *addresses) as daemon:
+        daemon.wait_for("pool desktop: ready, 1 machines")
+        children = Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children").read_text().split()
+        (holder,) = [pid for pid in children if "holder.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+        (inner,) = Path(f"/proc/{holder}/task/{holder}/children").read_text().split()
+        os.kill(int(inner), signal.SIGSTOP)
+        daemon.send(signal.SIGTERM)
+        assert daemon.wait() == 1
+        assert "the daemon did not stop within 2 s: machines desktop-" in daemon.output
+        while _is_alive(int(inner)):
+            time.sleep(0.05)
 
 
 _KILLED_DAEMON = """

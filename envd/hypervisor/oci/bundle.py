@@ -12,10 +12,11 @@ from typing import Final
 from pydantic import JsonValue
 
 _INIT: Final = (files("envd.hypervisor.oci") / "init.sh").read_text(encoding="ascii")
-#: Needed by the services of a desktop, which change users and end processes; the session itself has none.
+#: Needed by the services of a desktop, which change users and end processes; the session itself has none. In a process
+#: id namespace, reboot(2) ends its first process and does nothing else (kernel/pid_namespace.c, reboot_pid_ns).
 _CAPABILITIES: Final = (
     "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_IPC_OWNER", "CAP_KILL", "CAP_NET_BIND_SERVICE",
-    "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_PTRACE",
+    "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_BOOT", "CAP_SYS_PTRACE",
 )  # fmt: skip
 _MASKED: Final = (
     "/proc/acpi", "/proc/asound", "/proc/bus", "/proc/cmdline", "/proc/config.gz", "/proc/fs", "/proc/kallsyms",
@@ -30,7 +31,7 @@ _REFUSED: Final = (
     "io_uring_register", "io_uring_setup", "ioperm", "iopl", "kcmp", "kexec_file_load", "kexec_load", "keyctl",
     "lookup_dcookie", "mount", "mount_setattr", "move_mount", "move_pages", "name_to_handle_at", "nfsservctl",
     "open_by_handle_at", "open_tree", "perf_event_open", "pivot_root", "query_module", "quotactl", "quotactl_fd",
-    "reboot", "request_key", "setdomainname", "sethostname", "setns", "settimeofday", "stime", "swapoff", "swapon",
+    "request_key", "setdomainname", "sethostname", "setns", "settimeofday", "stime", "swapoff", "swapon",
     "_sysctl", "sysfs", "syslog", "umount", "umount2", "unshare", "uselib", "userfaultfd", "ustat", "vhangup", "vm86",
     "vm86old",
 )  # fmt: skip
