@@ -58,6 +58,8 @@ def fork_found(conditions: dict[str, object], *, memory: UsedMemory | None = Non
         acquire_ms=[50.0, 4.0, 4.0],
         fork_ms=[300.0, 310.0, 900.0],
         destroy_ms=[1.0, 2.0, 3.0],
+        resume_ms=[0.1, 0.2, 0.3],
+        pause_ms=[0.4, 0.5, 0.6],
         forks_per_min=(30.0, 50.0),
         memory=memory,
     )
