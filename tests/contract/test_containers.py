@@ -251,6 +251,91 @@ async def test_the_guests_root_can_neither_kill_the_machine_nor_thaw_it_nor_reac
         assert names[-1] == "3", "no network but the loopback: two lines of heading, and one"
 
 
+#: System calls by number on x86-64. Without a filter and fewer capabilities some succeed, and others fail otherwise.
+_CALLS = """
+import ctypes, errno, socket
+libc = ctypes.CDLL(None, use_errno=True)
+calls = {
+    "add_key": (248, b"user", b"x", b"y", 1, -2), "keyctl": (250, 0, -3), "request_key": (249, b"user", b"x", 0, 0),
+    "bpf": (321, 0, 0, 0), "userfaultfd": (323, 0), "io_uring_setup": (425, 1, 0), "perf_event_open": (298, 0, 0, -1),
+    "mount": (165, b"none", b"/tmp", b"tmpfs", 0, 0), "umount2": (166, b"/proc", 2), "unshare": (272, 0x10000000),
+    "setns": (308, 0, 0), "clone": (56, 0x10000011, 0, 0, 0, 0), "open_by_handle_at": (304, -100, 0, 0),
+    "fsopen": (430, b"tmpfs", 0), "open_tree": (428, -100, b"/", 1), "mount_setattr": (442, -100, b"/", 0, 0, 0),
+    "pivot_root": (155, b"/", b"/tmp"), "kexec_load": (246, 0, 0, 0, 0), "finit_module": (313, 0, b"", 0),
+    "swapon": (167, b"/x", 0), "iopl": (172, 3), "syslog": (103, 3, 0, 0), "mount of x32": (0x400000A5, 0, 0, 0, 0, 0),
+    "mknod": (133, b"/tmp/block", 0o60644, 0x800), "chroot": (161, b"/tmp"), "fanotify_init": (300, 0, 0),
+}
+for name, (number, *arguments) in calls.items():
+    ctypes.set_errno(0)
+    done = libc.syscall(ctypes.c_long(number), *arguments)
+    assert done == -1 and ctypes.get_errno() == errno.EPERM, (name, done, ctypes.get_errno())
+sockets = [(family, socket.SOCK_DGRAM, 0) for family in (3, 4, 5, 9, 15, 17, 21, 30, 31, 38, 40)]
+sockets += [(socket.AF_NETLINK, socket.SOCK_RAW, protocol) for protocol in (4, 6, 9, 12, 16, 21)]
+for arguments in sockets:
+    try:
+        socket.socket(*arguments)
+    except OSError as error:
+        assert error.errno in {errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}, (arguments, error)
+    else:
+        raise AssertionError(arguments)
+socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+"""
+
+
+async def test_calls_that_reach_the_kernel_are_refused_to_the_user_and_to_root(
+    state_dir: Path, image: DiskImage
+) -> None:
+    async with started(state_dir, image) as (_, machine):
+        desktop = Desktop(machine)
+        try:
+            for as_root in (False, True):
+                result = await desktop.run(["python3", "-c", _CALLS], as_root=as_root, timeout_s=60)
+                assert result.exit_code == 0, result.stderr
+        finally:
+            await desktop.close()
+
+
+async def test_the_session_gains_no_rights_by_programs_of_root(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (_, machine):
+        prepare = "cp /usr/bin/id /home/user/id; chmod 4755 /home/user/id; cp /usr/bin/cat /usr/local/bin/rootcat;"
+        prepare += " setcap cap_dac_override+ep /usr/local/bin/rootcat 2>/dev/null; chmod 4755 /usr/local/bin/rootcat"
+        assert (await GuestAgent(machine).run(["/bin/sh", "-c", prepare], timeout_s=30)).exit_code == 0
+        desktop = Desktop(machine)
+        try:
+            assert (await desktop.run(["/home/user/id", "-u"], timeout_s=30)).stdout == b"1000\n"
+            assert (await desktop.run(["/usr/local/bin/rootcat", "/etc/shadow"], timeout_s=30)).exit_code
+            trace = "import ctypes; print(ctypes.CDLL(None).ptrace(16, 1, 0, 0))"
+            assert (await desktop.run(["python3", "-c", trace], timeout_s=30)).stdout == b"-1\n"
+        finally:
+            await desktop.close()
+
+
+async def test_what_the_guests_root_puts_in_place_of_its_sockets_leads_nowhere(
+    state_dir: Path, image: DiskImage
+) -> None:
+    bait = state_dir / "bait.sock"
+    reached = asyncio.Event()
+    server = await asyncio.start_unix_server(lambda *_: reached.set(), bait)
+    try:
+        async with started(state_dir, image) as (_, machine):
+            secret = state_dir / "secret"
+            secret.write_text("of the host")
+            plant = f"cd /envd; rm -f *.sock; for n in vnc agent guestd; do ln -s {bait} $n.sock; done"
+            plant += f"; rm console.log; ln -s {secret} console.log; ln -s {secret} used"
+            with suppress(GuestUnresponsive, HypervisorError, MachineLost):
+                await GuestAgent(machine).run(["/bin/sh", "-c", plant], timeout_s=30)
+            with pytest.raises((MachineLost, OSError)):
+                await machine.open_display()
+            with pytest.raises(HypervisorError):
+                machine.mark_used()
+            assert machine.console_tail() == ""
+            machine.enforce_disk_quota(1 << 40)
+            assert not reached.is_set()
+            assert secret.read_text() == "of the host"
+    finally:
+        server.close()
+
+
 async def test_the_sessions_user_cannot_reach_the_hosts_sockets(state_dir: Path, image: DiskImage) -> None:
     async with started(state_dir, image) as (_, machine):
         desktop = Desktop(machine)

@@ -38,7 +38,7 @@ _MAX_LOG_BYTES, _TAIL_BYTES, _TAIL_LINES = 1 << 20, 1000, 5
 _IDLE_S, _IDLE_SHARE, _POLL_S = 0.12, 0.15, 0.02
 _START_TIMEOUT_S = 120.0
 #: Causes by the signal that the first process of a process id namespace ends with after reboot(2).
-_SHUTDOWNS: Final = {signal.SIGINT: "POWER_OFF", signal.SIGHUP: "REBOOT"}
+_SHUTDOWNS: Final[Mapping[int, str]] = {signal.SIGINT: "POWER_OFF", signal.SIGHUP: "REBOOT"}
 #: Programs that start with the session and are slow on a busy host may keep it busy for longer than is worth waiting.
 _MAX_IDLE_WAIT_S = 20.0
 
@@ -174,7 +174,11 @@ class OciMachine:
     def mark_used(self) -> None:
         """Let it run. Raises: HypervisorError: the disk is full."""
         try:
-            os.close(os.open(self.files.used_mark, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            os.close(
+                os.open(
+                    self.files.used_mark, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600
+                )
+            )
         except OSError as error:
             raise HypervisorError(f"machine {self.machine_id}: {error}") from error
         self.is_loaded = True
