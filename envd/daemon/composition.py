@@ -93,6 +93,11 @@ class Daemon:
     """Machines of a previous daemon that were removed at the start."""
     known: tuple[EpisodeInfo, ...]
 
+    @property
+    def machine_ids(self) -> list[str]:
+        """Machines that exist, or may exist. Once it is closed: those that could not be destroyed."""
+        return [machine_id for pool in self.pools for machine_id in pool.machine_ids]
+
     async def drain(self, *, hurry: asyncio.Event) -> None:
         """Refuse new episodes and wait for live ones, for `limits.drain_timeout_s` or until `hurry` is set."""
         await self.server.drain()

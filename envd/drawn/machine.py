@@ -34,6 +34,7 @@ class FakeMachine:
 
     display_type: ClassVar[type[RfbConnection]] = RfbConnection
     guestd_type: ClassVar[type[Guestd]] = Guestd
+    reacts_before_answer = False
 
     def __init__(
         self,

@@ -174,6 +174,8 @@ class EpisodeService:
         while (self._registry.has_unfailed or self._opening.resetting_count) and self._clock.monotonic() < deadline_s:
             await wait_until(self._clock, deadline_s, or_event=self._registry.changes.next)
         await self._requests.close()
+        for pool in self._pools.values():
+            pool.give_up()
         await self._registry.close_all("DRAINED")
 
     async def aclose(self) -> None:

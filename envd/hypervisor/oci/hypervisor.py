@@ -105,7 +105,7 @@ class OciHypervisor:
         for path in directories.values():
             path.mkdir(parents=True, exist_ok=True)
         os.chown(directories[_RUNTIME], *owner_of_files(ids))
-        groups = ControlGroups(_mark(config.state_dir), ids=ids)
+        groups = ControlGroups(mark_of(config.state_dir), ids=ids)
         machines: dict[str, OciMachine] = {}
         opened: list[OciHypervisor] = []
         namespace = await Namespace.open(
@@ -169,10 +169,10 @@ class OciHypervisor:
             template = waiting.template
             if waiting.is_loaded or template is None or template.digest != own.digest:
                 raise HypervisorError(f"machine {waiting.machine_id}: not waiting for a state of {own!r}")
+            waiting.mark_used()
         except EnvdError as error:
             waiting.mark_lost(f"its state could not be loaded: {error}")
             raise
-        waiting.is_loaded = True
 
     async def fork(self, snapshot: Snapshot, machine_id: str) -> OciMachine:
         """See `Hypervisor.fork`: a new session on the template's files. Raises: TemplateCorrupt, HypervisorError."""
@@ -416,7 +416,7 @@ def _check_path_length(directory: Path) -> None:
         )
 
 
-def _mark(state_dir: Path) -> str:
+def mark_of(state_dir: Path) -> str:
     """Return what distinguishes the control groups of daemons on one host."""
     return hashlib.sha256(os.fsencode(state_dir.resolve())).hexdigest()[:12]
 
