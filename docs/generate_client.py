@@ -5,6 +5,7 @@ The page is checked in, so that it is readable without an installation; a test f
 
 import ast
 import inspect
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -48,6 +49,7 @@ _DATA = {
         client.CommandResult,
         client.Origin,
         client.PortForward,
+        client.Server,
         client.Task,
         client.Pool,
         client.QueuedGroup,
@@ -102,7 +104,10 @@ def _class(kind: type) -> Iterator[str]:
             f"- `{name}`" + (f": {text}" if text else "") for name, text in comments.items() if name not in _INTERNAL
         )
         yield ""
-    for name, member in vars(kind).items():
+    members = itertools.chain.from_iterable(
+        vars(each).items() for each in kind.__mro__ if each.__module__ != "builtins"
+    )
+    for name, member in members:
         getter = getattr(member, "func", None) or getattr(member, "fget", None)
         if name in _INTERNAL:
             continue

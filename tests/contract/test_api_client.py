@@ -248,13 +248,16 @@ async def test_the_capabilities_are_those_that_all_hosts_have(client: AsyncEnvCl
         assert await both.capabilities() == {"queue"}
     with EnvClient(server.address) as blocking:
         assert "rollback" in await asyncio.to_thread(blocking.capabilities)
+        (only,) = await asyncio.to_thread(blocking.list_servers)
+        assert (only.host, only.max_machine_count, only.capabilities) == (server.address, None, frozenset(CAPABILITIES))
 
 
 async def test_a_call_that_an_older_release_does_not_have_says_so() -> None:
     async with older_release(set()) as older, AsyncEnvClient(older) as client:
         assert await client.capabilities() == frozenset()
-        with pytest.raises(NotSupported, match=f"{older}: its release does not know this call; update envd there"):
-            await client.list_checkpoints()
+        for call in (client.list_checkpoints(), client.list_servers(), client.get_episode("e"), client.get_task(TASK)):
+            with pytest.raises(NotSupported, match=f"{older}: its release does not know this call; update envd there"):
+                await call
 
 
 async def test_perturbations_that_an_older_release_ignores_are_refused(

@@ -155,6 +155,7 @@ __all__ = [
     "ScopeTooSmall",
     "ScreenChange",
     "Scroll",
+    "Server",
     "ServiceFault",
     "Settle",
     "SetupFailed",

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cuaenv.client.errors import ServiceFault
-from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import box, region
 
@@ -154,12 +153,14 @@ def read_frame(frame: env_pb2.Frame, base: Observation | None, **more: Any) -> O
         raise ServiceFault(
             f"image {frame.image_id}: invalid capture time: {error}", code="DATA_LOSS", reason="FRAME_MISMATCH"
         ) from error
-    return copied(
-        Observation,
-        frame,
+    return Observation(
+        frame_id=frame.frame_id,
+        width_px=frame.width_px,
+        height_px=frame.height_px,
         screen_width_px=frame.screen.width_px,
         screen_height_px=frame.screen.height_px,
         capture_time=capture_time,
+        image_id=frame.image_id,
         data=data,
         tiles=tiles,
         cursor=(frame.cursor.x, frame.cursor.y) if frame.HasField("cursor") else None,
