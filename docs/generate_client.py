@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from cuaenv import client
+from cuaenv import actions, client
 from cuaenv.actions import Action
 
 PAGE = Path(__file__).resolve().parent / "client-reference.md"
@@ -24,7 +24,7 @@ _HEADER = """# Reference of the Python client
 
 <!-- Made by `python docs/generate_client.py` from the docstrings of cuaenv.client. Edit those, not this page. -->
 
-All names are in `trainer.client`. [client.md](client.md) has examples, and explains placement and retries.
+All names are in `cuaenv.client`. [client.md](client.md) has examples, and explains placement and retries.
 
 The methods are those of `AsyncEnvClient` and `AsyncEpisode`. `EnvClient` and `Episode` have the same ones without
 `async` and `await`, except that `aclose` is `close`, and `Episode` has no `frames`, `begin_close` and `when_closed`.
@@ -154,7 +154,7 @@ def _errors(kind: type, indent: str) -> Iterator[str]:
 
 def _comments(kind: type) -> dict[str, str]:
     """Return the text of each documented field: the string after it, or the comment `#:` before it."""
-    source = textwrap.dedent(inspect.getsource(kind))
+    source = _source(kind)
     found = dict(re.findall(r"#: (.*)\n\s+(\w+) = ", source))
     comments = {name: text for text, name in found.items()}
     for body in [node.body for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef | ast.FunctionDef)]:
@@ -168,6 +168,16 @@ def _comments(kind: type) -> dict[str, str]:
             elif name:
                 comments.setdefault(name, "")
     return comments
+
+
+def _source(kind: type) -> str:
+    """Return the source of a class, which names the package that exports it as its module."""
+    files = [*Path(client.__path__[0]).glob("*.py"), Path(str(actions.__file__))]
+    for text in (file.read_text(encoding="utf-8") for file in files):
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+                return str(ast.get_source_segment(text, node))
+    raise LookupError(kind.__name__)
 
 
 def _text(thing: object) -> str:

@@ -401,25 +401,25 @@ async def test_a_failed_renewal_is_retried(
         (errors.RequestIdReused("x"), trainer.BadRequest, "INVALID_ARGUMENT"),
         (errors.EpisodeNotFound("x"), trainer.EpisodeNotFound, "NOT_FOUND"),
         (errors.TaskNotFound("x"), trainer.TaskNotFound, "NOT_FOUND"),
-        (errors.PoolNotFound("x"), trainer.PoolNotFound, "NOT_FOUND"),
+        (errors.PoolNotFound("x"), trainer.NotFound, "NOT_FOUND"),
         (errors.ImageNotFound("x"), trainer.NotFound, "NOT_FOUND"),
         (errors.EpisodeEnded("x"), trainer.EpisodeEnded, "FAILED_PRECONDITION"),
         (errors.GroupTooLarge("x"), trainer.GroupTooLarge, "FAILED_PRECONDITION"),
         (errors.GuestRefused("x"), trainer.GuestRefused, "FAILED_PRECONDITION"),
         (errors.NotForkable("x"), trainer.NotForkable, "FAILED_PRECONDITION"),
-        (errors.StepIndexMismatch("x"), trainer.StepIndexMismatch, "ABORTED"),
+        (errors.StepIndexMismatch("x"), trainer.Conflict, "ABORTED"),
         (errors.AccessDenied("x"), trainer.AccessDenied, "PERMISSION_DENIED"),
         (errors.Unimplemented("x"), trainer.NotSupported, "UNIMPLEMENTED"),
         (errors.PoolExhausted("x", retry_after_s=60.0), trainer.PoolExhausted, "RESOURCE_EXHAUSTED"),
-        (errors.PoolFailing("x", retry_after_s=60.0), trainer.PoolFailing, "UNAVAILABLE"),
+        (errors.PoolFailing("x", retry_after_s=60.0), trainer.Unavailable, "UNAVAILABLE"),
         (errors.Draining("x", retry_after_s=60.0), trainer.Draining, "UNAVAILABLE"),
         (errors.MachineLost("x"), trainer.MachineLost, "DATA_LOSS"),
-        (errors.GuestUnresponsive("x"), trainer.GuestUnresponsive, "DATA_LOSS"),
+        (errors.GuestUnresponsive("x"), trainer.GuestFailed, "DATA_LOSS"),
         (errors.GuestError("x"), trainer.GuestFailed, "DATA_LOSS"),
         (errors.SetupFailed("x"), trainer.SetupFailed, "INTERNAL"),
         (errors.EvaluatorFailed("x"), trainer.EvaluatorFailed, "INTERNAL"),
-        (errors.HypervisorError("x"), trainer.ServiceFault, "INTERNAL"),
-        (ValueError("x"), trainer.ServiceFault, "INTERNAL"),
+        (errors.HypervisorError("x"), trainer.SampleVoid, "INTERNAL"),
+        (ValueError("x"), trainer.SampleVoid, "INTERNAL"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
@@ -439,9 +439,9 @@ async def test_each_failure_has_its_own_type(
     assert error.retry_after == (None if retry_after_s is None else timedelta(seconds=retry_after_s))
 
 
-async def test_an_oversize_message_is_not_an_exhausted_pool(client: AsyncEnvClient) -> None:
+async def test_an_oversize_message_is_a_bad_request_not_an_exhausted_pool(client: AsyncEnvClient) -> None:
     async with client.reset(TASK) as episode:
-        with pytest.raises(trainer.MessageTooLarge):
+        with pytest.raises(trainer.BadRequest):
             await episode.write_file("/a", bytes((64 << 20) + 1))
 
 
@@ -611,16 +611,23 @@ async def test_a_synchronous_episode_has_what_an_asyncio_one_documents(server: A
 @pytest.mark.parametrize(
     ("code", "reason", "kind"),
     [
-        ("RESOURCE_EXHAUSTED", "NEW_QUOTA", trainer.EnvError),
-        ("RESOURCE_EXHAUSTED", "", trainer.MessageTooLarge),
-        ("ABORTED", "NEW_CONFLICT", trainer.EnvError),
+        ("INVALID_ARGUMENT", "NEW_RULE", trainer.BadRequest),
+        ("FAILED_PRECONDITION", "NEW_STATE", trainer.Refused),
+        ("PERMISSION_DENIED", "NEW_RIGHT", trainer.AccessDenied),
+        ("UNAUTHENTICATED", "NEW_TOKEN", trainer.Unauthenticated),
+        ("UNIMPLEMENTED", "NEW_SETTING", trainer.NotSupported),
+        ("UNAVAILABLE", "NEW_FAILURE", trainer.Unavailable),
+        ("DEADLINE_EXCEEDED", "", trainer.DeadlineExceeded),
+        ("DATA_LOSS", "NEW_LOSS", trainer.SampleVoid),
+        ("UNKNOWN", "", trainer.SampleVoid),
+        ("RESOURCE_EXHAUSTED", "NEW_QUOTA", trainer.Exhausted),
+        ("RESOURCE_EXHAUSTED", "", trainer.BadRequest),
+        ("ABORTED", "NEW_CONFLICT", trainer.Conflict),
         ("NOT_FOUND", "NEW_THING_NOT_FOUND", trainer.NotFound),
-        ("INTERNAL", "NEW_FAULT", trainer.ServiceFault),
+        ("INTERNAL", "NEW_FAULT", trainer.SampleVoid),
     ],
 )
-def test_an_unknown_reason_becomes_no_more_specific_than_its_code(
-    code: str, reason: str, kind: type[trainer.EnvError]
-) -> None:
+def test_an_unknown_reason_becomes_the_class_of_its_code(code: str, reason: str, kind: type[trainer.EnvError]) -> None:
     status = status_pb2.Status(code=grpc.StatusCode[code].value[0], message="x")
     if reason:
         status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason))

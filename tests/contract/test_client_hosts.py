@@ -183,7 +183,7 @@ async def test_when_all_hosts_reject_until_the_deadline_the_last_error_is_raised
     async with stub_hosts(4, 4) as served, client_of(served) as client:
         for host in served:
             host.episodes.failures = [errors.PoolFailing("no memory", retry_after_s=60.0)]
-        with pytest.raises(trainer.PoolFailing, match="no memory"):
+        with pytest.raises(trainer.Unavailable, match="no memory"):
             async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=3)):
                 pass
 

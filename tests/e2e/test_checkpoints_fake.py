@@ -27,6 +27,7 @@ from cuaenv.client import (
     CheckpointStoreFull,
     CheckpointUnusable,
     Click,
+    Conflict,
     Done,
     EpisodeEnded,
     EpisodeNotFound,
@@ -37,7 +38,6 @@ from cuaenv.client import (
     NotSupported,
     Perturb,
     State,
-    StepIndexMismatch,
     TypeText,
 )
 from envd.base.config import CheckpointsConfig
@@ -224,7 +224,7 @@ async def test_only_the_present_state_of_an_active_episode_is_stored(tmp_path: P
     async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
         (found,) = server.service.episodes
         episode.step_count += 1
-        with pytest.raises(StepIndexMismatch):
+        with pytest.raises(Conflict):
             await episode.checkpoint()
         episode.step_count -= 1
         machine = found.machine.machine

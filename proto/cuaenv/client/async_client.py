@@ -325,7 +325,7 @@ class AsyncEnvClient(Listings):
     ) -> Opening[AsyncEpisode]:
         """Take over an open episode of an earlier process with the same token, as `reset` opens a new one.
 
-        Two processes must not act on one episode: a step of the one fails with `StepIndexMismatch` after one of the
+        Two processes must not act on one episode: a step of the one fails with `Conflict` after one of the
         other. It does not count towards `max_episodes`.
 
         Args:

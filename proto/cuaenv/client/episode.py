@@ -126,7 +126,7 @@ class AsyncEpisode:
         `action_errors`.
 
         After `DeadlineExceeded` or `Unavailable` the actions may or may not have been performed. Abandon the episode
-        or roll it back: another step may raise `StepIndexMismatch`.
+        or roll it back: another step may raise `Conflict`.
 
         Args:
             actions: At least one. `Done` and `Fail` end the episode.
@@ -336,7 +336,7 @@ class AsyncEpisode:
         Raises:
             CheckpointNotFound, CheckpointUnusable: The host has it not, or it is damaged or of another template.
             BadRequest: It is of another task or pool.
-            StaleEpoch: Someone else rolled the episode back.
+            Conflict: Someone else rolled the episode back.
             EnvError: See the module's tree.
         """
         request = env_pb2.RollbackRequest(

@@ -276,7 +276,7 @@ class HostPool:
 
 
 async def _observations_of(response: Any, host: Host, seen: Observation | None) -> Sequence[Observation]:
-    """Return the observations of a response, which has each image once. Raises: ServiceFault."""
+    """Return the observations of a response, which has each image once. Raises: SampleVoid."""
     shown = {seen.image_id: seen} if seen else {}
     observations: list[Observation] = []
     for message in response.observations:
