@@ -198,7 +198,7 @@ async def test_what_is_listed_can_be_got_alone(stub: "CUAEnvAsyncStub") -> None:
     ("method", "request_message", "reason"),
     [
         ("GetEpisode", env_pb2.GetEpisodeRequest(episode_id="ep-none"), "EPISODE_NOT_FOUND"),
-        ("GetTask", env_pb2.GetTaskRequest(task_id="desktop/nott"), "TASK_NOT_FOUND"),
+        ("GetTask", env_pb2.GetTaskRequest(task_id="desktop/none"), "TASK_NOT_FOUND"),
         ("GetTask", env_pb2.GetTaskRequest(), "BAD_FIELD"),
         ("GetEpisode", env_pb2.GetEpisodeRequest(), "BAD_FIELD"),
         ("GetCheckpoint", env_pb2.GetCheckpointRequest(), "BAD_FIELD"),
