@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import inspect
 import time
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import grpc
 import numpy as np
@@ -17,10 +18,12 @@ from cuaenv import client as trainer
 from cuaenv.capabilities import CAPABILITIES
 from cuaenv.client import (
     AsyncEnvClient,
+    AsyncEpisode,
     Click,
     Done,
     EnvClient,
     EnvError,
+    Episode,
     NotSupported,
     Perturb,
     PressKeys,
@@ -587,6 +590,40 @@ async def test_calls_of_a_closed_synchronous_client_raise_client_closed(server: 
                 call()
 
     await asyncio.to_thread(use)
+
+
+@pytest.mark.parametrize(
+    ("blocking", "of_asyncio", "only_there"),
+    [
+        (EnvClient, AsyncEnvClient, {"aclose", "episodes"}),
+        (Episode, AsyncEpisode, {"begin_close", "frames", "when_closed"}),
+    ],
+)
+def test_synchronous_calls_have_the_arguments_of_asyncio_ones(
+    blocking: type, of_asyncio: type, only_there: set[str]
+) -> None:
+    internal = {"chosen_view"}
+    methods = {name for name in dir(of_asyncio) if not name.startswith("_")} - only_there - internal
+    assert methods
+    assert methods == {name for name in dir(of_asyncio) if name in dir(blocking) and not name.startswith("_")}
+    for name in methods:
+        expected, found = (getattr(kind, name) for kind in (of_asyncio, blocking))
+        if callable(expected):
+            parameters = [list(inspect.signature(each).parameters.values())[1:] for each in (expected, found)]
+            named = [[(each.name, each.kind, each.default) for each in some] for some in parameters]
+            assert named[0] == named[1], name
+
+
+def test_actions_take_positions_first_from_the_start_to_the_end() -> None:
+    order = ("start_x", "start_y", "x", "y", "end_x", "end_y")
+    found = {kind: [name for name in inspect.signature(kind).parameters] for kind in get_args(trainer.Action)}
+    positions = {kind: [name for name in order if name in names] for kind, names in found.items()}
+    assert sum(map(bool, positions.values())) == 6
+    for kind, names in positions.items():
+        assert found[kind][: len(names)] == names
+    assert trainer.Drag(1, 2, 3, 4) == trainer.Drag(start_x=1, start_y=2, end_x=3, end_y=4)
+    with pytest.raises(TypeError, match="Drag: end_x is None, not an integer"):
+        trainer.Drag(1, 2)
 
 
 async def test_a_synchronous_episode_has_what_an_asyncio_one_documents(server: ApiServer) -> None:
