@@ -207,7 +207,7 @@ def test_peers_play_the_same_script_with_xdotool() -> None:
         ["xdotool", "mousemove", "310", "280"],
     ]
     with pytest.raises(ValueError, match="not an action of the script"):
-        xdotool_command(Drag(1, 1))
+        xdotool_command(Drag(end_x=1, end_y=1))
 
 
 FRAMES = FrameIds(parent="f1", child="f1", later="f1")

@@ -32,12 +32,12 @@ BUDGETS = {
     "trainer/hosts": 500,
     "trainer/learn": 3570,
     "trainer/recipes": 200,
-    "trainer/replay": 600,
+    "trainer/replay": 610,
     "trainer/rewards": 600,
     "trainer/sight": 700,
     "trainer/slime": 3550,
     "trainer/tokens": 900,
-    "proto/cuaenv": 7400,
+    "proto/cuaenv": 7600,
 }
 
 

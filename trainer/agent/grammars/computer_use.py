@@ -90,8 +90,7 @@ def action_of(kind: str, given: Mapping[str, object]) -> Action:
             return Move(*values.point(given.get("coordinate")))
         case "left_click_drag":
             end = values.point(given.get("coordinate"))
-            start_x, start_y = optional_point(given, "start_coordinate")
-            return Drag(*end, start_x, start_y, modifiers=modifiers(given))
+            return Drag(*optional_point(given, "start_coordinate"), *end, modifiers=modifiers(given))
         case "scroll":
             x, y = optional_point(given, "coordinate")
             return Scroll(dy=-values.wheel_clicks(given.get("pixels"), "pixels"), x=x, y=y, modifiers=modifiers(given))
@@ -131,7 +130,7 @@ def directed_scroll(given: Mapping[str, object], amount: object, *, prefix: str 
         raise ParseError(f"{prefix}amount must be positive; use the direction")
     clicks, (dx, dy) = values.wheel_clicks(amount, f"{prefix}amount"), DIRECTIONS[direction]
     x, y = optional_point(given, "coordinate")
-    return Scroll(dy * clicks, dx * clicks, x, y, modifiers(given))
+    return Scroll(x, y, dy * clicks, dx * clicks, modifiers(given))
 
 
 def direction_and_amount(action: Scroll) -> tuple[str, int]:

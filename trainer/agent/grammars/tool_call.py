@@ -109,9 +109,8 @@ def _action(kind: str, given: Mapping[str, object]) -> Action:
         case "scroll":
             return directed_scroll(given, given.get("amount", _SCROLL_CLICKS))
         case "left_click_drag":
-            end_x, end_y = values.point(given.get("end_coordinate"), "end_coordinate")
-            x, y = optional_point(given, "coordinate")
-            return Drag(end_x, end_y, x, y)
+            end = values.point(given.get("end_coordinate"), "end_coordinate")
+            return Drag(*optional_point(given, "coordinate"), *end)
         case "wait":
             return values.wait_action(given.get("time", _WAIT_S), "time")
         case "terminate":
