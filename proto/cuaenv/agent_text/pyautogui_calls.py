@@ -226,13 +226,17 @@ def _actions(name: str, given: Mapping[str, object], pointer: tuple[int, int] | 
         case "drag":
             return [Drag(None, None, *_relative(pointer, given, name), _button(given))]
         case "mouseDown":
-            return [MouseDown(*_point(given), _button(given))]
+            x, y = _point(given)
+            return [MouseDown(x, y, _button(given))]
         case "mouseUp":
-            return [MouseUp(*_point(given), _button(given))]
+            x, y = _point(given)
+            return [MouseUp(x, y, _button(given))]
         case "scroll":
-            return [Scroll(*_point(given), dy=-values.wheel_clicks(given.get("clicks"), "clicks"))]
+            x, y = _point(given)
+            return [Scroll(x, y, dy=-values.wheel_clicks(given.get("clicks"), "clicks"))]
         case "hscroll":
-            return [Scroll(*_point(given), dx=values.wheel_clicks(given.get("clicks"), "clicks"))]
+            x, y = _point(given)
+            return [Scroll(x, y, dx=values.wheel_clicks(given.get("clicks"), "clicks"))]
         case "write":
             message = given.get("message")
             if isinstance(message, list):

@@ -90,7 +90,8 @@ def action_of(kind: str, given: Mapping[str, object]) -> Action:
             return Move(*values.point(given.get("coordinate")))
         case "left_click_drag":
             end = values.point(given.get("coordinate"))
-            return Drag(*optional_point(given, "start_coordinate"), *end, modifiers=modifiers(given))
+            start_x, start_y = optional_point(given, "start_coordinate")
+            return Drag(start_x, start_y, *end, modifiers=modifiers(given))
         case "scroll":
             x, y = optional_point(given, "coordinate")
             return Scroll(dy=-values.wheel_clicks(given.get("pixels"), "pixels"), x=x, y=y, modifiers=modifiers(given))

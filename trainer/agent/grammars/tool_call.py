@@ -110,7 +110,8 @@ def _action(kind: str, given: Mapping[str, object]) -> Action:
             return directed_scroll(given, given.get("amount", _SCROLL_CLICKS))
         case "left_click_drag":
             end = values.point(given.get("end_coordinate"), "end_coordinate")
-            return Drag(*optional_point(given, "coordinate"), *end)
+            x, y = optional_point(given, "coordinate")
+            return Drag(x, y, *end)
         case "wait":
             return values.wait_action(given.get("time", _WAIT_S), "time")
         case "terminate":
