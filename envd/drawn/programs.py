@@ -5,6 +5,7 @@ A program supports only the options used by its callers and fails with a usage e
 """
 
 import hashlib
+import json
 import posixpath
 import re
 import shlex
@@ -20,6 +21,9 @@ from envd.drawn.toolbox import DrawnToolbox
 
 #: The shell scripts that run: one command, its output printed, discarded or appended to a file.
 _SCRIPT = re.compile(r"(exec )?(?P<command>[^;&|<>`$()\n]+?) *(?P<redirection>>/dev/null 2>&1|>> *(?P<path>\S+))?")
+#: Where the runner of every drawn guest listens: `envd.drawn.runner`.
+RUNNER_PORT = 49_983
+RUNNER_SECRET = "drawn"  # noqa: S105 -- of a guest that has no users
 #: Exit code of `list-directory` if the directory does not exist.
 _NO_DIRECTORY = 66
 #: Exit code of `compare-unchanged` if nothing was recorded.
@@ -111,7 +115,7 @@ class Programs:
             "mkdir": self._mkdir,
             "poweroff": self._poweroff,
             "ps": self._ps,
-            "python3": self.toolbox.answer,
+            "python3": self._python,
             "rm": self._rm,
             "sh": self._sh,
             "sleep": self._sleep,
@@ -251,6 +255,12 @@ class Programs:
             case _:
                 return _usage_error("test", "-e, -f and -d")
         return Outcome(exit_code=0 if holds else 1)
+
+    def _python(self, arguments: list[str], stdin: bytes) -> Outcome:
+        """Run one of the programs that the host sends: the toolbox, or the start of the runner."""
+        if arguments[-2:-1] == ["start"]:
+            return Outcome(stdout=json.dumps({"port": RUNNER_PORT, "secret": RUNNER_SECRET}).encode())
+        return self.toolbox.answer(arguments, stdin)
 
     # Session
 
