@@ -123,6 +123,7 @@ class Programs:
             "true": self._true,
             "wmctrl": self._wmctrl,
             "xclip": self._xclip,
+            "xdotool": self._xdotool,
         }
 
     def run(self, argv: Sequence[str], *, stdin: bytes = b"") -> Outcome:
@@ -302,6 +303,22 @@ class Programs:
                 return Outcome(exit_code=0 if windows.close_window(window) else 1)
             case _:
                 return _usage_error("wmctrl", "-l, -a and -c")
+
+    def _xdotool(self, arguments: list[str], _stdin: bytes) -> Outcome:
+        windows = self._windows()
+        found = windows.list_windows() if windows is not None else []
+        match arguments:
+            case ["getwindowfocus"] if found:
+                return Outcome(stdout=f"{found[-1].window_id}\n".encode())
+            case ["search", "--onlyvisible", "--class", name]:
+                fitting = [each for each in found if name.lower() in each.wm_class.lower()]
+                text = "".join(f"{each.window_id}\n" for each in fitting)
+                return Outcome(stdout=text.encode(), exit_code=0 if fitting else 1)
+            case ["getwindowname", number]:
+                titles = [each.title for each in found if str(each.window_id) == number]
+                return Outcome(stdout=f"{titles[0]}\n".encode()) if titles else Outcome(exit_code=1)
+            case _:
+                return _usage_error("xdotool", "getwindowfocus, search --onlyvisible --class and getwindowname")
 
     def _xclip(self, arguments: list[str], stdin: bytes) -> Outcome:
         if "-o" in arguments:

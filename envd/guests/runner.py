@@ -13,6 +13,7 @@ its callers. `read` sends a file after its `ok`; `write` reads chunks, each afte
 from __future__ import annotations
 
 import base64
+import errno
 import fcntl
 import grp
 import hmac
@@ -189,11 +190,9 @@ class Process:
 
 def ending(code: int, *, timed_out: bool) -> Fields:
     """Return how a process ended, as Go reports it."""
-    if code >= 0:
-        status, exit_code = f"exit status {code}", code
-    else:
-        status, exit_code = f"signal: {signal.Signals(-code).name.removeprefix('SIG').lower()}ed"[:40], -1
-        status = {9: "signal: killed", 15: "signal: terminated", 2: "signal: interrupt"}.get(-code, status)
+    names = {1: "hangup", 2: "interrupt", 9: "killed", 15: "terminated"}
+    status = f"exit status {code}" if code >= 0 else f"signal: {names.get(-code, -code)}"
+    exit_code = max(code, -1)
     end = {"exitCode": exit_code, "exited": code >= 0, "status": status, "timedOut": timed_out}
     return end if code == 0 else {**end, "error": status}
 
@@ -213,7 +212,7 @@ class Processes:
         follower = process.follow()
         pid = process.popen.pid
         self._by_pid[pid] = process
-        process.run(timeout_s, lambda: self._by_pid.pop(pid, None) and None)
+        process.run(timeout_s, lambda: self._ended(pid))
         return self._events(process, follower)
 
     def connect(self, pid: int | None, tag: str | None) -> Iterator[Fields]:
@@ -233,6 +232,9 @@ class Processes:
                     return
         finally:
             process.leave(follower)
+
+    def _ended(self, pid: int) -> None:
+        del self._by_pid[pid]
 
     def find(self, pid: int | None, tag: str | None) -> Process:
         for number, process in list(self._by_pid.items()):
@@ -308,7 +310,7 @@ def list_directory(path: str, depth: int) -> Fields:
     entries: list[Fields] = []
     for directory, names, files in os.walk(path):
         level = os.path.relpath(directory, path).count("/") + 1 + (directory != path)
-        for name in sorted([*names, *files]):
+        for name in [*names, *files]:
             with suppress(FileNotFoundError):
                 entries.append(entry(os.path.join(directory, name)))
         if level >= max(1, depth):
@@ -386,15 +388,15 @@ def exactly(reader: BinaryIO, count: int) -> bytes:
 
 def snapshot(path: str, *, recursive: bool) -> dict[str, tuple[int, int, int, int]]:
     """Return the state of everything below a directory."""
-    found = {}
+    found: dict[str, tuple[int, int, int, int]] = {}
     for directory, names, files in os.walk(path):
         for name in [*names, *files][: MAX_ENTRIES - len(found)]:
             with suppress(OSError):
                 at = os.path.join(directory, name)
                 state = os.lstat(at)
-                size = 0 if stat.S_ISDIR(state.st_mode) else state.st_size
-                changed = 0 if stat.S_ISDIR(state.st_mode) else state.st_mtime_ns
-                found[os.path.relpath(at, path)] = (state.st_ino, size, changed, state.st_mode)
+                # A directory changes with what is in it, which has its own events.
+                content = (0, 0) if stat.S_ISDIR(state.st_mode) else (state.st_size, state.st_mtime_ns)
+                found[os.path.relpath(at, path)] = (state.st_ino, *content, state.st_mode)
         if not recursive:
             break
     return found
@@ -429,20 +431,16 @@ def changes(path: str, *, recursive: bool) -> Iterator[Fields]:
                 events.append(("CHMOD", name))
         for kind, name in events:
             yield {"event": {"name": name, "type": f"EVENT_TYPE_{kind}"}}
-        if not events and time.monotonic() - sent_s > KEEPALIVE_S:
-            yield {}
-        if events or time.monotonic() - sent_s > KEEPALIVE_S:
+        if time.monotonic() - sent_s > KEEPALIVE_S:
             sent_s = time.monotonic()
+            yield {}
         before = now
 
 
 def usage() -> Fields:
     """Return the guest's processors, memory and disk."""
-    memory = {}
     with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            name, _, rest = line.partition(":")
-            memory[name] = int(rest.split()[0]) << 10
+        memory = {line.partition(":")[0]: int(line.split()[1]) << 10 for line in file}
     disk = os.statvfs("/")
     total, free = disk.f_blocks * disk.f_frsize, disk.f_bfree * disk.f_frsize
     count = os.cpu_count() or 1
@@ -460,10 +458,11 @@ def usage() -> Fields:
 
 def hold() -> Iterator[Fields]:
     """Show again and again that the guest runs."""
-    yield {"ok": {}}
+    event: Fields = {"ok": {}}
     while True:
+        yield event
         time.sleep(KEEPALIVE_S)
-        yield {}
+        event = {}
 
 
 # The service
@@ -476,22 +475,11 @@ class Runner:
         self.secret = secrets.token_hex(16)
         processes = Processes()
         self.operations: dict[str, Callable[..., Any]] = {
-            "start": processes.start,
-            "connect": processes.connect,
-            "list": processes.list,
-            "signal": processes.signal,
-            "input": processes.input,
-            "close_stdin": processes.close_stdin,
-            "resize": processes.resize,
-            "stat": stat_path,
-            "list_directory": list_directory,
-            "make_directory": make_directory,
-            "move": move,
-            "remove": remove,
-            "watch": watch,
-            "usage": usage,
-            "hold": hold,
-        }
+            "start": processes.start, "connect": processes.connect, "list": processes.list, "signal": processes.signal,
+            "input": processes.input, "close_stdin": processes.close_stdin, "resize": processes.resize,
+            "stat": stat_path, "list_directory": list_directory, "make_directory": make_directory, "move": move,
+            "remove": remove, "watch": watch, "usage": usage, "hold": hold,
+        }  # fmt: skip
 
     def serve(self, listener: socket.socket) -> None:
         while True:
@@ -553,14 +541,11 @@ def wait_for_end(connection: socket.socket, left: threading.Event) -> None:
 def refusal(error: Exception) -> Fields:
     if isinstance(error, Refused):
         return {"code": error.code, "message": str(error)}
-    codes = (
-        (FileNotFoundError, "not_found"),
-        (PermissionError, "permission_denied"),
-        (FileExistsError, "already_exists"),
-        ((NotADirectoryError, IsADirectoryError), "invalid_argument"),
-    )
+    invalid = (NotADirectoryError, IsADirectoryError)
+    codes: list[tuple[Any, str]] = [(FileNotFoundError, "not_found"), (PermissionError, "permission_denied")]
+    codes += [(FileExistsError, "already_exists"), (invalid, "invalid_argument")]
     code = next((code for kinds, code in codes if isinstance(error, kinds)), "internal")
-    if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         code = "resource_exhausted"
     where = getattr(error, "filename", None)
     text = (isinstance(error, OSError) and error.strerror) or str(error)
@@ -573,13 +558,18 @@ def start(name: str) -> Fields:
     while True:
         with socket.socket(socket.AF_UNIX) as connection, suppress(ConnectionRefusedError):
             connection.connect(address)
-            packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            if struct.unpack("3i", packed)[1] != os.getuid():
+            if not is_own(connection):
                 raise Refused("permission_denied", "another user has the address of the runner")
             return dict(json.loads(connection.makefile("rb").readline()))
         with suppress(OSError):
             begin(address)
         time.sleep(0.005)
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Return whether the other end is the same user's."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", packed)[1] == os.getuid())
 
 
 def begin(address: str) -> None:
@@ -602,8 +592,7 @@ def begin(address: str) -> None:
             listener.listen(8)
             while True:
                 with listener.accept()[0] as connection, suppress(OSError):
-                    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-                    if struct.unpack("3i", packed)[1] == os.getuid():
+                    if is_own(connection):
                         connection.sendall(described)
         os._exit(1)
 

@@ -215,12 +215,16 @@ class Callers(Generic[S]):
         """Return the caller that has a session, for requests that a secret of the session admits."""
         return next((caller for caller in self._by_token.values() if session_id in caller.sessions), None)
 
+    def sessions(self) -> Iterator[S]:
+        """Yield the sessions of all callers."""
+        for caller in self._by_token.values():
+            yield from caller.sessions.values()
+
     def session_count(self) -> int:
         return sum(len(caller.sessions) for caller in self._by_token.values())
 
     def episode_count(self) -> int:
-        sessions = (session for caller in self._by_token.values() for session in caller.sessions.values())
-        return sum(session.episode is not None for session in sessions)
+        return sum(session.episode is not None for session in self.sessions())
 
     async def keep_swept(self) -> None:
         """Release what no client has used for long, until cancelled."""

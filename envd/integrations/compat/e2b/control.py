@@ -6,6 +6,7 @@ no counterpart here is answered with 501, and what does not exist with 404.
 
 import asyncio
 import hashlib
+import re
 import urllib.parse
 from collections.abc import Awaitable
 from datetime import UTC, datetime, timedelta
@@ -125,7 +126,7 @@ class E2b:
             self._creations.pop((id(caller), key), None)
             raise
         self._forget_ended(caller)
-        return json_response(sandbox.created, status=201)
+        return json_response({**sandbox.created, **_domain(request)}, status=201)
 
     async def _created(self, caller: Caller, body: _Create) -> Sandbox:
         task, pool = await _template(caller, body.template_id)
@@ -173,7 +174,8 @@ class E2b:
     async def _show(self, request: web.Request, caller: Caller) -> web.Response:
         with caller.using(_id(request)) as sandbox:
             await self._require_alive(caller, sandbox)
-            return json_response({**sandbox.listed, "envdAccessToken": sandbox.access_token})
+            content = {**sandbox.listed, "envdAccessToken": sandbox.access_token}
+            return json_response({**content, **_domain(request)})
 
     async def _require_alive(self, caller: Caller, sandbox: Sandbox) -> None:
         """Check that a running sandbox has its episode. Raises: EpisodeNotFound."""
@@ -194,7 +196,7 @@ class E2b:
             was_paused = await _begun(sandbox.resume(caller, _OPEN_TIMEOUT))
             if was_paused or datetime.now(UTC) + timedelta(seconds=body.timeout) > sandbox.ends:
                 sandbox.end_after(caller, body.timeout)
-            return json_response(sandbox.created, status=201 if was_paused else 200)
+            return json_response({**sandbox.created, **_domain(request)}, status=201 if was_paused else 200)
 
     async def _kill(self, request: web.Request, caller: Caller) -> web.Response:
         with caller.using(_id(request)) as sandbox:
@@ -247,7 +249,7 @@ class E2b:
                 results.append({"error": {"code": 500, "message": str(error)}})
                 continue
             copy.end_after(caller, body.timeout)
-            results.append({"sandbox": copy.created})
+            results.append({"sandbox": {**copy.created, **_domain(request)}})
         return web.json_response(results, status=201)
 
     async def _snapshot(self, request: web.Request, caller: Caller) -> web.Response:
@@ -299,6 +301,13 @@ def _unsupported(message: str) -> NotSupported:
 
 def _id(request: web.Request) -> str:
     return request.match_info["sandbox_id"]
+
+
+def _domain(request: web.Request) -> Fields:
+    """Return the domain below which sandboxes have their host names, from the name that this server was called by."""
+    host = request.host.removeprefix("api.")
+    # An address has no names below it, `localhost` has.
+    return {"domain": re.sub(r"^(\d+\.\d+\.\d+\.\d+|\[.*\])(?=:|$)", "localhost", host)}
 
 
 def _place(sandbox: Sandbox) -> str:

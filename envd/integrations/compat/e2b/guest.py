@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: Port of E2B's daemon in a sandbox.
 ENVD_PORT: Final = 49_983
+_NOT_ADMITTED: Final = "the access token or the signature of the sandbox is missing, wrong or expired"
 _HOST = re.compile(r"(\d{1,5})-(i[a-z0-9]{19})\.")
 
 _Service = Callable[[web.Request, Sandbox, str], Awaitable[web.StreamResponse]]
@@ -41,10 +42,20 @@ class GuestServices:
 
         @web.middleware
         async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-            named = _named(request)
+            named = _named(request) or self._signed(request)
+            if named is None and request.path == "/files":
+                return _refused(401, _NOT_ADMITTED)
             return await handler(request) if named is None else await self._answer(request, *named)
 
         return answer
+
+    def _signed(self, request: web.Request) -> tuple[str, int] | None:
+        """Return the sandbox of a file's address with a signature, if the client has one address for all sandboxes."""
+        if request.path == "/files" and "signature" in request.query:
+            for sandbox in self._callers.sessions():
+                if files.is_signed(request, sandbox):
+                    return sandbox.sandbox_id, ENVD_PORT
+        return None
 
     async def _answer(self, request: web.Request, sandbox_id: str, port: int) -> web.StreamResponse:
         caller = self._callers.holder_of(sandbox_id)
@@ -80,7 +91,7 @@ class GuestServices:
         given = request.headers.get("X-Access-Token", "")
         is_admitted = hmac.compare_digest(given.encode(), sandbox.access_token.encode())
         if not is_admitted and not (request.path == "/files" and files.is_signed(request, sandbox)):
-            return _refused(401, "the access token or the signature of this sandbox is missing or wrong")
+            return _refused(401, _NOT_ADMITTED)
         # A body is received by the service, whose limit it is.
         return await service(request.clone(client_max_size=rpc.MAX_MESSAGE_BYTES), sandbox, _user(request))
 
