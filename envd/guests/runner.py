@@ -547,8 +547,7 @@ def refusal(error: Exception) -> Fields:
     code = next((code for kinds, code in codes if isinstance(error, kinds)), "internal")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         code = "resource_exhausted"
-    where = getattr(error, "filename", None)
-    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    where, text = getattr(error, "filename", None), getattr(error, "strerror", None) or str(error)
     return {"code": code, "message": f"{where}: {text}" if where else text}
 
 

@@ -15,8 +15,9 @@ from typing import Any, Final
 from aiohttp import web
 from pydantic import Field
 
-from cuaenv.client import Checkpoint
+from cuaenv.client import AsyncEpisode, Checkpoint
 from cuaenv.client.errors import EnvError, EpisodeNotFound, NotForkable, NotSupported, TaskNotFound
+from envd.base.aio import shielded
 from envd.integrations.compat.callers import TokenHolder, not_found
 from envd.integrations.compat.e2b.guest import GuestServices
 from envd.integrations.compat.e2b.rpc import Message, RpcError
@@ -40,7 +41,7 @@ _Texts = dict[str, str]
 
 class _Create(Message):
     template_id: str = Field(alias="templateID", min_length=1, max_length=256)
-    timeout: int = Field(300, ge=0, le=_MAX_TIMEOUT_S)
+    timeout: int = Field(default=300, ge=0, le=_MAX_TIMEOUT_S)
     auto_pause: bool = False
     metadata: _Texts = Field(default_factory=dict, max_length=_MAX_METADATA)
     env_vars: _Texts = Field(default_factory=dict, max_length=1024)
@@ -50,20 +51,20 @@ class _Create(Message):
 
 
 class _Timeout(Message):
-    timeout: int = Field(300, ge=0, le=_MAX_TIMEOUT_S)
+    timeout: int = Field(default=300, ge=0, le=_MAX_TIMEOUT_S)
 
 
 class _Refresh(Message):
-    duration: int = Field(60, ge=0, le=3600)
+    duration: int = Field(default=60, ge=0, le=3600)
 
 
 class _Fork(Message):
-    timeout: int = Field(15, ge=0, le=_MAX_TIMEOUT_S)
-    count: int = Field(1, ge=1, le=_MAX_FORKS)
+    timeout: int = Field(default=15, ge=0, le=_MAX_TIMEOUT_S)
+    count: int = Field(default=1, ge=1, le=_MAX_FORKS)
 
 
 class _Snapshot(Message):
-    name: str = Field("", max_length=128)
+    name: str = Field(default="", max_length=128)
     memory: bool = True
 
 
@@ -193,8 +194,8 @@ class E2b:
         body = await read_body(request, _Timeout)
         with caller.using(_id(request)) as sandbox:
             await self._require_alive(caller, sandbox)
-            was_paused = await _begun(sandbox.resume(caller, _OPEN_TIMEOUT))
-            if was_paused or datetime.now(UTC) + timedelta(seconds=body.timeout) > sandbox.ends:
+            was_paused = await _begun(sandbox.resume(caller, _OPEN_TIMEOUT, end_s=body.timeout))
+            if datetime.now(UTC) + timedelta(seconds=body.timeout) > sandbox.ends:
                 sandbox.end_after(caller, body.timeout)
             return json_response({**sandbox.created, **_domain(request)}, status=201 if was_paused else 200)
 
@@ -204,7 +205,7 @@ class E2b:
                 if sandbox.checkpoint is not None:
                     await caller.client.delete_checkpoint(sandbox.checkpoint)
                 sandbox.cancel_end()
-                await caller.close(sandbox.sandbox_id)
+                await shielded(caller.close(sandbox.sandbox_id))
         return web.Response(status=204)
 
     async def _set_timeout(self, request: web.Request, caller: Caller) -> web.Response:
@@ -227,29 +228,19 @@ class E2b:
         body = await read_body(request, _Snapshot) if request.body_exists else _Snapshot()
         _require_memory(body)
         with caller.using(_id(request)) as sandbox:
-            if not await _copying(sandbox.pause()):
+            if not await shielded(_copying(sandbox.pause())):
                 return json_response({"code": 409, "message": f"{sandbox.sandbox_id}: is paused already"}, status=409)
         return web.Response(status=204)
 
     async def _fork(self, request: web.Request, caller: Caller) -> web.Response:
         body = await read_body(request, _Fork)
         with caller.using_episode(_id(request)) as parent:
-            source = caller.sessions[_id(request)]
-            async with source.acting:
-                episodes = await _copying(
-                    caller.client.fork(parent, count=body.count, view=NO_PIXELS, timeout=_OPEN_TIMEOUT).open_all()
-                )
-        results: list[Fields] = []
-        for episode in episodes:
-            copy = Sandbox(template_id=source.template_id, metadata=dict(source.metadata), envs=dict(source.envs))
-            try:
-                await copy.begin(episode)
-                await caller.add(copy.sandbox_id, copy)
-            except (EnvError, RpcError) as error:
-                results.append({"error": {"code": 500, "message": str(error)}})
-                continue
-            copy.end_after(caller, body.timeout)
-            results.append({"sandbox": {**copy.created, **_domain(request)}})
+            forking = _forked(caller, caller.sessions[_id(request)], parent, body)
+            # To its end, also if the caller leaves: their time limits end the copies.
+            results = await shielded(caller.spawn(forking, "fork"))
+        for result in results:
+            if "sandbox" in result:
+                result["sandbox"] |= _domain(request)
         return web.json_response(results, status=201)
 
     async def _snapshot(self, request: web.Request, caller: Caller) -> web.Response:
@@ -287,6 +278,25 @@ class E2b:
         """Score the sandbox's task. An addition to E2B's interface."""
         with caller.using_episode(_id(request)) as episode:
             return json_response({"reward": (await episode.evaluate()).score})
+
+
+async def _forked(caller: Caller, source: Sandbox, parent: AsyncEpisode, body: _Fork) -> list[Fields]:
+    """Copy a sandbox; return each copy, or why it failed. Raises: EnvError: there is none."""
+    async with source.acting:
+        opening = caller.client.fork(parent, count=body.count, view=NO_PIXELS, timeout=_OPEN_TIMEOUT)
+        episodes = await _copying(opening.open_all())
+    results: list[Fields] = []
+    for episode in episodes:
+        copy = Sandbox(template_id=source.template_id, metadata=dict(source.metadata), envs=dict(source.envs))
+        try:
+            await copy.begin(episode)
+            await caller.add(copy.sandbox_id, copy)
+        except (EnvError, RpcError) as error:
+            results.append({"error": {"code": 500, "message": str(error)}})
+        else:
+            copy.end_after(caller, body.timeout)
+            results.append({"sandbox": copy.created})
+    return results
 
 
 async def _not_served(request: web.Request, _caller: Caller) -> web.Response:

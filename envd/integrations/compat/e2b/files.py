@@ -21,9 +21,10 @@ from envd.integrations.compat.e2b.sandboxes import Fields, Sandbox
 
 _MAX_FILE_BYTES: Final = 2 << 30
 _CHUNK_BYTES: Final = 256 << 10
+#: How long an upload may stall.
+_IDLE_S: Final = 60.0
 _MAX_WATCHERS: Final = 16
 _MAX_WATCHER_EVENTS: Final = 10_000
-_OPERATIONS: Final = {"read": "GET", "write": "POST"}
 
 
 class _Path(Message):
@@ -31,7 +32,7 @@ class _Path(Message):
 
 
 class _ListDir(_Path):
-    depth: int = Field(1, ge=0, le=100)
+    depth: int = Field(default=1, ge=0, le=100)
 
 
 class _Move(Message):
@@ -85,7 +86,9 @@ async def _upload(request: web.Request, sandbox: Sandbox, user: str) -> web.Stre
                 path = request.query.get("path", "") or part.filename or ""
                 written.append(await runner.write(_checked(path), _limited(_chunks_of(part))))
     elif request.content_type == "application/octet-stream":
-        written.append(await runner.write(_path(request), _limited(request.content.iter_chunked(_CHUNK_BYTES))))
+        written.append(
+            await runner.write(_path(request), _limited(request.content.iter_chunked(_CHUNK_BYTES).__aiter__()))
+        )
     else:
         raise RpcError("invalid_argument", "send multipart/form-data with parts 'file', or application/octet-stream")
     infos = [{"name": each["entry"]["name"], "type": "file", "path": each["entry"]["path"]} for each in written]
@@ -99,7 +102,14 @@ async def _chunks_of(part: BodyPartReader) -> AsyncIterator[bytes]:
 
 async def _limited(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     left = _MAX_FILE_BYTES
-    async for chunk in chunks:
+    while True:
+        try:
+            async with asyncio.timeout(_IDLE_S):
+                chunk = await anext(chunks, b"")
+        except TimeoutError:
+            raise RpcError("deadline_exceeded", f"no byte of the file arrived for {_IDLE_S:g} s") from None
+        if not chunk:
+            return
         left -= len(chunk)
         if left < 0:
             raise web.HTTPRequestEntityTooLarge(_MAX_FILE_BYTES, _MAX_FILE_BYTES - left)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from aiohttp import BasicAuth, web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from cuaenv.client.errors import EnvError
 from envd.integrations.compat.callers import Callers, TokenHolder
@@ -37,7 +37,7 @@ class GuestServices:
         self._callers = callers
 
     @property
-    def middleware(self) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    def middleware(self) -> Middleware:
         """A middleware that answers requests to sandboxes, and passes others on."""
 
         @web.middleware
@@ -119,7 +119,7 @@ def _user(request: web.Request) -> str:
     if name := request.query.get("username", ""):
         return name
     try:
-        return BasicAuth.decode(request.headers.get("Authorization", "Basic Og==")).login
+        return str(BasicAuth.decode(request.headers.get("Authorization", "Basic Og==")).login)
     except ValueError:
         raise RpcError("unauthenticated", "the header Authorization is not basic authentication") from None
 

@@ -6,7 +6,8 @@ act on the screen are actions of the episode instead (`desktop`).
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Final
 
 from aiohttp import web
@@ -30,12 +31,12 @@ class _Config(Message):
 
 
 class _Size(Message):
-    cols: int = Field(80, ge=1, le=65_535)
-    rows: int = Field(24, ge=1, le=65_535)
+    cols: int = Field(default=80, ge=1, le=65_535)
+    rows: int = Field(default=24, ge=1, le=65_535)
 
 
 class _Pty(Message):
-    size: _Size = Field(default_factory=_Size)
+    size: _Size = _Size.model_validate({})
 
 
 class _Start(Message):
@@ -90,16 +91,17 @@ async def _start(request: web.Request, sandbox: Sandbox, user: str) -> web.Strea
     words = [config.cmd, *config.args]
     if (act := desktop.action_of(words)) is not None:
         return await _stream(request, _acted(sandbox, act))
+    envs = {**sandbox.envs, **config.envs}
     fields = {
         "cmd": config.cmd,
         "args": desktop.rewritten(words)[1:],
-        "envs": {**sandbox.envs, **config.envs},
+        "envs": envs,
         "cwd": config.cwd,
         "tag": body.tag,
         "stdin": body.stdin and body.pty is None,
         "pty": None if body.pty is None else body.pty.size.model_dump(),
     }
-    if any("\0" in each for each in (*words, *fields["envs"], *fields["envs"].values())):
+    if any("\0" in each for each in (*words, *envs, *envs.values())):
         raise RpcError("invalid_argument", "a command cannot contain the character U+0000")
     events = sandbox.runner(user).events("start", config=fields, timeout_s=rpc.timeout_s(request))
     return await _stream(request, events)
@@ -111,7 +113,7 @@ async def _connect(request: web.Request, sandbox: Sandbox, user: str) -> web.Str
     return await _stream(request, found.events("connect", **body.process.model_dump()))
 
 
-async def _acted(sandbox: Sandbox, act: desktop.Act) -> AsyncIterator[Fields]:
+async def _acted(sandbox: Sandbox, act: desktop.Act) -> AsyncGenerator[Fields]:
     """Yield the events of a command that is an action."""
     result = await desktop.perform(sandbox, act)
     yield {"pid": result.pid}
@@ -119,8 +121,13 @@ async def _acted(sandbox: Sandbox, act: desktop.Act) -> AsyncIterator[Fields]:
         yield event
 
 
-async def _stream(request: web.Request, events: AsyncIterator[Fields]) -> web.StreamResponse:
+async def _stream(request: web.Request, events: AsyncGenerator[Fields]) -> web.StreamResponse:
     """Send the events of a process until it ends or the caller leaves."""
+    async with aclosing(events):
+        return await _sent(request, events)
+
+
+async def _sent(request: web.Request, events: AsyncGenerator[Fields]) -> web.StreamResponse:
     # Errors before the first event are those of the call.
     first = await anext(events)
     response = await rpc.begin_stream(request)
@@ -184,7 +191,8 @@ async def _stream_input(request: web.Request, sandbox: Sandbox, user: str) -> we
     runner: GuestRunner | None = None
     failure: RpcError | None = None
     try:
-        async with asyncio.timeout(rpc.timeout_s(request) or None):
+        # It ends with its sandbox, also if its caller never ends it.
+        async with sandbox.tied(), asyncio.timeout(rpc.timeout_s(request) or None):
             async for message in rpc.read_stream(request, _StreamedInput):
                 if message.start is not None:
                     process = message.start.process

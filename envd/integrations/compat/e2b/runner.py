@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -61,7 +61,7 @@ class GuestRunner:
         async with self._call(op, arguments) as (reader, _):
             return await self._answer(reader)
 
-    async def events(self, op: str, **arguments: object) -> AsyncIterator[Fields]:
+    async def events(self, op: str, **arguments: object) -> AsyncGenerator[Fields]:
         """Yield the answer of a request, and then its events until one is its end. Raises: RpcError, EnvError."""
         async with self._call(op, arguments) as (reader, _):
             yield await self._answer(reader)
@@ -71,7 +71,7 @@ class GuestRunner:
                 if "end" in event:
                     return
 
-    async def read(self, path: str) -> AsyncIterator[bytes]:
+    async def read(self, path: str) -> AsyncGenerator[bytes]:
         """Yield a file: its size as text, then its bytes. Raises: RpcError, EnvError."""
         async with self._call("read", {"path": path}) as (reader, _):
             size = left = _size_of(await self._answer(reader))
@@ -135,8 +135,9 @@ class GuestRunner:
         forward = self._forward
         if forward is None:
             raise RpcError("unavailable", "the sandbox was not found: it ended")
-        reader, writer = await asyncio.open_connection("127.0.0.1", forward.local_port, limit=_MAX_LINE_BYTES)
+        writer: asyncio.StreamWriter | None = None
         try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", forward.local_port, limit=_MAX_LINE_BYTES)
             request = {"secret": self._secret, "op": op, **arguments}
             writer.write(json.dumps(request).encode() + b"\n")
             with suppress(ConnectionError):
@@ -151,7 +152,8 @@ class GuestRunner:
                 raise refusal from error
             raise GuestFailed("the guest's runner ended", code="DATA_LOSS", reason="GUEST_ERROR") from error
         finally:
-            writer.close()
+            if writer is not None:
+                writer.close()
 
     async def _forget(self, forward: PortForward) -> None:
         """Have the next call start another runner: this one ended."""

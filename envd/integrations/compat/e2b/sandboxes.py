@@ -8,7 +8,8 @@ import asyncio
 import logging
 import secrets
 import string
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Final
@@ -95,6 +96,22 @@ class Sandbox(ProtocolSession):
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
+    @asynccontextmanager
+    async def tied(self) -> AsyncIterator[None]:
+        """Cancel the block when its episode ends. Raises: RpcError: it did."""
+        task = asyncio.current_task()
+        if task is None:
+            raise AssertionError("a block runs in a task")
+        self.tasks.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.episode is not None or task.uncancel():
+                raise
+            raise RpcError("unavailable", f"the sandbox {self.sandbox_id} was not found: it ended") from None
+        finally:
+            self.tasks.discard(task)
+
     def stop(self, name: str) -> None:
         """Cancel work by its name."""
         for task in list(self.tasks):
@@ -105,10 +122,10 @@ class Sandbox(ProtocolSession):
         """End its runners and its episode; never fails."""
         runners, self._runners = list(self._runners.values()), {}
         self.watchers.clear()
+        episode, self.episode = self.episode, None
         for task in list(self.tasks):
             task.cancel()
         await asyncio.gather(*(runner.aclose() for runner in runners), return_exceptions=True)
-        episode, self.episode = self.episode, None
         if episode is not None:
             await episode.close()
 
@@ -144,8 +161,12 @@ class Sandbox(ProtocolSession):
             await self.close_episode()
             return True
 
-    async def resume(self, caller: TokenHolder["Sandbox"], timeout: timedelta) -> bool:
-        """Open an episode in its state; return False if it runs. Raises: EnvError, RpcError: it stays paused."""
+    async def resume(self, caller: TokenHolder["Sandbox"], timeout: timedelta, *, end_s: float) -> bool:
+        """Open an episode in its state, for a time; return False if it runs.
+
+        Raises:
+            EnvError, RpcError: It stays paused.
+        """
         async with self.changing:
             checkpoint = self.checkpoint
             if self.episode is not None or checkpoint is None:
@@ -155,6 +176,7 @@ class Sandbox(ProtocolSession):
             except BaseException:
                 self.checkpoint = checkpoint
                 raise
+            self.end_after(caller, end_s)
             await caller.client.delete_checkpoint(checkpoint)
             return True
 
