@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import email.message
 import hashlib
 import hmac
 import secrets
@@ -83,7 +84,7 @@ async def _upload(request: web.Request, sandbox: Sandbox, user: str) -> web.Stre
     if request.content_type == "multipart/form-data":
         async for part in await request.multipart():
             if isinstance(part, BodyPartReader) and part.name == "file":
-                path = request.query.get("path", "") or part.filename or ""
+                path = request.query.get("path", "") or _file_name(part)
                 written.append(await runner.write(_checked(path), _limited(_chunks_of(part))))
     elif request.content_type == "application/octet-stream":
         written.append(
@@ -93,6 +94,13 @@ async def _upload(request: web.Request, sandbox: Sandbox, user: str) -> web.Stre
         raise RpcError("invalid_argument", "send multipart/form-data with parts 'file', or application/octet-stream")
     infos = [{"name": each["entry"]["name"], "type": "file", "path": each["entry"]["path"]} for each in written]
     return web.json_response(infos)
+
+
+def _file_name(part: BodyPartReader) -> str:
+    """Return a part's file name; `part.filename` has it without the slash of an absolute path."""
+    header = email.message.Message()
+    header["Content-Disposition"] = part.headers.get("Content-Disposition", "")
+    return header.get_filename("")
 
 
 async def _chunks_of(part: BodyPartReader) -> AsyncIterator[bytes]:

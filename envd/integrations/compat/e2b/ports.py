@@ -13,7 +13,7 @@ _CHUNK_BYTES: Final = 64 << 10
 #: Headers of one connection (RFC 9110, 7.6.1), and those that this server or client sets itself.
 _HOP: Final = frozenset((
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-    "upgrade", "content-length", "sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions",
+    "upgrade", "sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions",
     "sec-websocket-accept",
 ))  # fmt: skip
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=30)
@@ -40,7 +40,6 @@ async def forward(request: web.Request, sandbox: Sandbox, port: int) -> web.Stre
                 for name, value in answer.headers.items():
                     if name.lower() not in _HOP:
                         response.headers.add(name, value)
-                response.content_length = answer.content_length
                 await response.prepare(request)
                 async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
                     await response.write(chunk)
