@@ -122,7 +122,8 @@ class PortForward:
 
 def _reset(writer: asyncio.StreamWriter) -> None:
     """Reset a connection: the program that opened it must not take this for a regular end."""
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if (own := writer.get_extra_info("socket")) is not None:  # None if the program closed it
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
 
