@@ -117,6 +117,7 @@ class EngineServer:
     finishes: list[str] = field(default_factory=list)
     """Finishes of the next replies."""
     version: str = "7"
+    malformed: bool = False
 
     async def generate(self, request: web.Request) -> web.Response:
         payload = await request.json()
@@ -133,6 +134,8 @@ class EngineServer:
         meta["weight_version"] = self.version
         if self.finishes:
             meta["finish_reason"] = {"type": self.finishes.pop(0)}
+        if self.malformed:
+            return web.json_response({"text": "ok"})
         self.log.append((payload["input_ids"], [entry[1] for entry in meta["output_token_logprobs"]]))
         return web.json_response(answer)
 

@@ -45,7 +45,7 @@ def _calls(text: str, prompt: Prompt) -> tuple[Call, ...]:
     for call in found:
         if call.name not in prompt.tool_names:
             raise ParseError(f"{call.name[:60]!r} is none of the tools")
-    return tuple(found)
+    return tuple(shown for call in found for shown in prompt.shown(call))
 
 
 def _json(call: Mapping[str, object]) -> Call:

@@ -9,7 +9,7 @@ import binascii
 import hashlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -153,6 +153,10 @@ class Prompt:
     """Whether the reply may have one call only."""
     streams: bool = False
     model: str = ""
+    follows: str = ""
+    """Id of an earlier reply of the session whose messages come before the items; empty for none."""
+    shown: Callable[["Call"], Sequence["Call"]] = lambda call: (call,)
+    """Returns how the API shows a call of the model. Raises: ParseError: It cannot."""
 
     @property
     def tools_key(self) -> str:

@@ -16,7 +16,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from trainer.gateway.apis import Api
+from trainer.gateway.apis.anthropic import Messages
 from trainer.gateway.apis.chat import ChatCompletions
+from trainer.gateway.apis.responses import Responses
 from trainer.gateway.gateway import Gateway
 from trainer.gateway.prompts import Answer, Prompt, Refused, invalid
 from trainer.gateway.record import summary_of
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 SESSION_HEADER: Final = "x-session-id"
 #: Between a key and the session in the place of an API key.
 KEY_SEPARATOR: Final = ":"
-_APIS: Mapping[str, Api] = {"chat/completions": ChatCompletions()}
+_APIS: Mapping[str, Api] = {"chat/completions": ChatCompletions(), "messages": Messages(), "responses": Responses()}
 _SESSION_PATH = re.compile(r"/sessions/[^/]+(/v1/.*)")
 #: Proxies and clients cut streams off that are silent for a minute.
 _KEEP_ALIVE_S: Final = 15.0

@@ -10,7 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.agent.types import BudgetExhausted, ModelFailed, Reply, data_uri
@@ -168,6 +168,8 @@ class Session:
         self._client = client
         self._settings = settings
         self._turn = asyncio.Lock()
+        # Messages up to each reply, by its id.
+        self._replies: dict[str, tuple[Item, ...]] = {}
         self._decoded: dict[str, Image.Image] = {}
         # By id() of pictures that `_decoded` keeps alive.
         self._encoded: dict[int, bytes] = {}
@@ -190,7 +192,7 @@ class Session:
         async with self._turn:
             self.used_s = time.monotonic()
             self._require_open()
-            made = await self._sampled(prompt)
+            made = await self._sampled(self._complete(prompt))
             yield made.answer
             self._record(made)
             self.used_s = time.monotonic()
@@ -202,6 +204,17 @@ class Session:
                 raise Refused(409, "session_finished", f"session {self.session_id}: finished already")
             self.is_finished = True
             self.void = self.void or void
+
+    def _complete(self, prompt: Prompt) -> Prompt:
+        """Return a request with the messages before it that it only names. Raises: Refused: They are unknown."""
+        if not prompt.follows:
+            return prompt
+        if prompt.follows not in self._replies:
+            raise invalid("the previous response is not of this session", code="previous_response_not_found")
+        # As in OpenAI's API, the instructions are those of the request alone.
+        system = tuple(item for item in prompt.items if item.role == "system")
+        before = tuple(item for item in self._replies[prompt.follows] if item.role != "system")
+        return replace(prompt, items=(*system, *before, *prompt.items[len(system) :]), follows="")
 
     def _require_open(self) -> None:
         where = f"session {self.session_id}"
@@ -296,6 +309,7 @@ class Session:
             self.rows.append(made.recorded)
         else:
             self.rows[self.rows.index(made.replaces)] = made.recorded
+        self._replies[made.answer.reply_id] = made.recorded.items
         counts, self.exhausted = self.counts, ""
         counts.turns += 1
         counts.replaced += made.replaces is not None and len(made.replaces.items) == len(made.recorded.items)
