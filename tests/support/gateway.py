@@ -13,6 +13,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL import Image
 
 from tests.support.slime import Processor, ScriptedEngine, Tokenizer
+from trainer.gateway.engine import GatewayEngine
 from trainer.gateway.gateway import Gateway
 from trainer.gateway.record import RunDirectory
 from trainer.gateway.server import serve
 from trainer.gateway.settings import GatewaySettings
+from trainer.slime.play.engine import EngineClient
 from trainer.tokens.chat import Chat
 
 #: In the manner of the Qwen models': functions in the system message, calls and results in tags.
@@ -178,14 +181,11 @@ async def served_gateway(
     say: Callable[[str], str], directory: Path, *, key: str = "", engine_url: str = "", **settings: Any
 ) -> AsyncIterator[World]:
     async with served_engine(say) as engine:
-        gateway = Gateway(
-            tool_chat(),
-            engine_url or engine.url,
-            settings=GatewaySettings(**{"engine_attempts": 2, **settings}),
-            run=RunDirectory(directory),
-        )
+        client, limits = EngineClient(), GatewaySettings(**{"engine_attempts": 2, **settings})
+        engines = partial(GatewayEngine, engine_url or engine.url, client, limits)
+        gateway = Gateway(tool_chat(), engines, settings=limits, run=RunDirectory(directory))
         try:
             async with serve(gateway, key=key) as url:
                 yield World(gateway, engine, url, directory)
         finally:
-            gateway.close()
+            client.close()

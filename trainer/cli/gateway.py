@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,14 +68,18 @@ async def _serve(
     url: str, run: Path, checkpoint: Path | None, *, settings: "GatewaySettings", host: str, port: int, key: str
 ) -> None:
     from trainer.evaluate.native import load_chat  # noqa: PLC0415
+    from trainer.gateway.engine import GatewayEngine  # noqa: PLC0415
     from trainer.gateway.gateway import Gateway  # noqa: PLC0415
     from trainer.gateway.record import RunDirectory  # noqa: PLC0415
     from trainer.gateway.server import serve  # noqa: PLC0415
+    from trainer.slime.play.engine import EngineClient  # noqa: PLC0415
 
     if checkpoint is None:
         async with open_endpoint(url) as endpoint:
             checkpoint = Path(await endpoint.model_path())
-    gateway = Gateway(load_chat(checkpoint), url, settings=settings, run=RunDirectory(run))
+    client = EngineClient()
+    engines = partial(GatewayEngine, url, client, settings)
+    gateway = Gateway(load_chat(checkpoint), engines, settings=settings, run=RunDirectory(run))
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -83,4 +88,4 @@ async def _serve(
             err.print(f"serving sessions at {address}/sessions/ID", markup=False, soft_wrap=True)
             await ended.wait()
     finally:
-        gateway.close()
+        client.close()

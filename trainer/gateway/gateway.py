@@ -3,7 +3,8 @@
 import asyncio
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from trainer.gateway.metrics import GatewayMetrics
@@ -11,8 +12,11 @@ from trainer.gateway.prompts import Refused, invalid
 from trainer.gateway.record import RunDirectory, summary_of
 from trainer.gateway.session import Session
 from trainer.gateway.settings import GatewaySettings
-from trainer.slime.play.engine import EngineClient
 from trainer.tokens.chat import Chat
+from trainer.tokens.conversation import Engine
+
+Engines = Callable[[str, Sequence[str]], Engine]
+"""Makes an engine for a session's id and the texts that end its replies."""
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 #: Ids of ended sessions that are remembered, so that a late request does not begin a new one.
@@ -23,62 +27,53 @@ class Gateway:
     """Sessions by id. All calls are from one event loop."""
 
     def __init__(
-        self,
-        chat: Chat,
-        engine: str,
-        *,
-        settings: GatewaySettings,
-        run: RunDirectory | None = None,
-        client: EngineClient | None = None,
+        self, chat: Chat, engines: Engines | None, *, settings: GatewaySettings, run: RunDirectory | None = None
     ) -> None:
         """Prepare.
 
         Args:
             chat: The model's chat format.
-            engine: Base URL of SGLang or its router.
+            engines: Makes the engine of a session that a request opens; None if `create` opens all sessions.
             settings: Limits and sampling.
             run: Where finished sessions are written; None to keep none.
-            client: Connections to the engine; by default its own.
         """
         self.settings = settings
         self.metrics = GatewayMetrics()
         self._chat = chat
-        self._engine_url = f"{engine.rstrip('/')}/generate"
+        self._engines = engines
         self._run = run
-        self._owns_client = client is None
-        self._client = client or EngineClient()
         self._sessions: dict[str, Session] = {}
         # In the order in which they ended.
         self._ended: dict[str, str] = {}
 
-    def close(self) -> None:
-        """Close its connections."""
-        if self._owns_client:
-            self._client.close()
+    def create(self, session_id: str, engines: Engines | None = None) -> Session:
+        """Open a session, whose engine is made by `engines` or as of all others.
 
-    def create(self, session_id: str) -> Session:
-        """Open a session. Raises: Refused: The id is in use, was used, or is malformed; or too many are open."""
+        Raises:
+            Refused: The id is in use, was used, or is malformed; or too many are open.
+        """
         if session_id in self._sessions:
             raise Refused(409, "session_exists", f"session {session_id}: exists already; use another id")
-        return self.session(session_id)
+        return self._opened(session_id, engines or self._engines)
 
     def session(self, session_id: str) -> Session:
         """Return a session, opened on first use. Raises: Refused."""
-        if session_id in self._sessions:
-            return self._sessions[session_id]
+        return self._sessions.get(session_id) or self._opened(session_id, self._engines)
+
+    def _opened(self, session_id: str, engines: Engines | None) -> Session:
         if not _ID.fullmatch(session_id):
             raise invalid(
                 f"session id {session_id[:40]!r}: use 1 to 128 of A-Z, a-z, 0-9, '.', '_' and '-'", code="bad_session"
             )
         if session_id in self._ended:
             raise Refused(410, "session_finished", f"session {session_id}: {self._ended[session_id]}; use another id")
+        if engines is None:
+            raise Refused(404, "session_not_open", f"session {session_id}: not found; the trainer opens sessions")
         if len(self._sessions) >= self.settings.max_sessions:
             raise Refused(
                 429, "too_many_sessions", f"{len(self._sessions)} sessions are open; finish one", retry_after_s=5.0
             )
-        session = Session(
-            session_id, chat=self._chat, engine_url=self._engine_url, client=self._client, settings=self.settings
-        )
+        session = Session(session_id, chat=self._chat, make_engine=partial(engines, session_id), settings=self.settings)
         self._sessions[session_id] = session
         self.metrics.open.set(len(self._sessions))
         return session

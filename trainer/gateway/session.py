@@ -13,15 +13,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.agent.types import BudgetExhausted, ModelFailed, Reply, data_uri
+from trainer.agent.grammars.tool_calls import CLOSE
+from trainer.agent.types import BudgetExhausted, ModelFailed, Reply
 from trainer.gateway.calls import parse
+from trainer.gateway.engine import EngineDown
 from trainer.gateway.prompts import Answer, Item, Prompt, Refused, invalid
 from trainer.gateway.settings import GatewaySettings
-from trainer.slime.play.engine import EngineClient, sample_repeatedly
 from trainer.tokens.chat import Chat
-from trainer.tokens.conversation import Sampled, TokenConversation
+from trainer.tokens.conversation import Engine, TokenConversation
 from trainer.tokens.rows import Row
-from trainer.tokens.sglang import SglangEngine
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -33,10 +33,6 @@ ROW_REASONS: Sequence[RowReason] = ("first", "conversation", "tools", "system", 
 _FINAL = ("turns", "placeholder")
 #: How long a harness should wait while the engine is away.
 _RETRY_AFTER_S = 5.0
-
-
-class EngineDown(Exception):
-    """The engine did not answer in time; a later request may succeed."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -53,6 +49,8 @@ class RecordedRow:
     """The row without the latest reply."""
     items: tuple[Item, ...]
     """The messages, the latest reply included."""
+    parsed: tuple[bool, ...]
+    """Of each reply, whether all its calls could be parsed."""
 
     def is_continued_by(self, prompt: Prompt) -> bool:
         """Return whether a request has all messages and more."""
@@ -75,63 +73,6 @@ class _Turn:
     problem: str
 
 
-class TurnEngine:
-    """The engine of one turn. See `trainer.tokens.conversation.Engine`."""
-
-    def __init__(
-        self,
-        url: str,
-        client: EngineClient,
-        settings: GatewaySettings,
-        *,
-        stop: Sequence[str],
-        encode_image: "Callable[[Image.Image], str | bytes]",
-        name: str,
-    ) -> None:
-        """Prepare.
-
-        Args:
-            url: Address of `/generate`.
-            client: Sends requests.
-            settings: Sampling parameters, times and attempts.
-            stop: Texts that end the reply, which keeps them.
-            encode_image: Converts a picture for the engine.
-            name: What the reply is for, in logs.
-        """
-        self._url = url
-        self._client = client
-        self._settings = settings
-        self._name = name
-        more = {"stop": list(stop)} if stop else {}
-        params = {**settings.sampling, "no_stop_trim": True, "skip_special_tokens": False, **more}
-        self._sglang = SglangEngine(self._post, sampling_params=params, encode_image=encode_image)
-
-    def encode(self, images: "Sequence[Image.Image]") -> None:
-        """See `trainer.tokens.conversation.Engine`."""
-        self._sglang.encode(images)
-
-    async def sample(self, row: Row, *, limit: int) -> Sampled:
-        """See `trainer.tokens.conversation.Engine`. Raises: BudgetExhausted, EngineDown, ModelFailed."""
-        try:
-            async with asyncio.timeout(self._settings.engine_timeout_s):
-                return await sample_repeatedly(
-                    self._sglang,
-                    row,
-                    limit=limit,
-                    attempts=self._settings.engine_attempts,
-                    is_aborted=lambda: False,
-                    name=self._name,
-                )
-        except (BudgetExhausted, ModelFailed):
-            raise
-        except Exception as error:
-            raise EngineDown(f"engine {self._url}: no response: {type(error).__name__}: {error}") from error
-
-    async def _post(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        answer: Mapping[str, Any] = await self._client.post(self._url, request, headers=None)
-        return answer
-
-
 @dataclass(slots=True, kw_only=True)
 class Counts:
     """What a session counted."""
@@ -149,9 +90,16 @@ class Session:
     """One episode of a harness."""
 
     def __init__(
-        self, session_id: str, *, chat: Chat, engine_url: str, client: EngineClient, settings: GatewaySettings
+        self, session_id: str, *, chat: Chat, make_engine: Callable[[Sequence[str]], Engine], settings: GatewaySettings
     ) -> None:
-        """Open it."""
+        """Open it.
+
+        Args:
+            session_id: Its id.
+            chat: The model's chat format.
+            make_engine: Returns an engine of this session whose replies end with one of the given texts, and keep it.
+            settings: Its limits.
+        """
         self.session_id = session_id
         self.rows: list[RecordedRow] = []
         """In the order in which they began."""
@@ -164,15 +112,13 @@ class Session:
         self.used_s = time.monotonic()
         self._chat = chat
         self._chats: dict[str, Chat] = {}
-        self._engine_url = engine_url
-        self._client = client
+        self._make_engine = make_engine
+        self._engines: dict[tuple[str, ...], Engine] = {}
         self._settings = settings
         self._turn = asyncio.Lock()
         # Messages up to each reply, by its id.
         self._replies: dict[str, tuple[Item, ...]] = {}
         self._decoded: dict[str, Image.Image] = {}
-        # By id() of pictures that `_decoded` keeps alive.
-        self._encoded: dict[int, bytes] = {}
 
     def __repr__(self) -> str:
         return f"<Session {self.session_id} {len(self.rows)} rows | {self.counts.turns} turns>"
@@ -301,6 +247,7 @@ class Session:
             row=row,
             asked=asked,
             items=(*prompt.items, answer.item),
+            parsed=(*(before.parsed[: row.reply_count - 1] if before else ()), not parsed.problem),
         )
         return _Turn(answer, recorded, before, parsed.problem)
 
@@ -350,21 +297,12 @@ class Session:
             self._chats[prompt.tools_key] = self._chat.with_tools(prompt.tools)
         return self._chats[prompt.tools_key]
 
-    def _engine_for(self, prompt: Prompt) -> TurnEngine:
-        stop = [*prompt.stop, *(["</tool_call>"] if prompt.single_call and prompt.tools else [])]
-        return TurnEngine(
-            self._engine_url,
-            self._client,
-            self._settings,
-            stop=stop,
-            encode_image=self._encode,
-            name=f"session {self.session_id}",
-        )
-
-    def _encode(self, image: "Image.Image") -> bytes:
-        if id(image) not in self._encoded:
-            self._encoded[id(image)] = data_uri(image).encode("ascii")
-        return self._encoded[id(image)]
+    def _engine_for(self, prompt: Prompt) -> Engine:
+        # It has encoded the pictures of earlier turns.
+        stop = (*prompt.stop, CLOSE) if prompt.single_call and prompt.tools else prompt.stop
+        if stop not in self._engines:
+            self._engines[stop] = self._make_engine(stop)
+        return self._engines[stop]
 
     async def _messages(self, items: Sequence[Item]) -> list[Any]:
         """Return items for the chat template; pictures are decoded once, in a thread. Raises: Refused."""
