@@ -29,7 +29,7 @@ BUDGETS = {
     "trainer/cli": 2000,
     "trainer/data": 1500,
     "trainer/evaluate": 1800,
-    "trainer/gateway": 2400,
+    "trainer/gateway": 2550,
     "trainer/hosts": 500,
     "trainer/learn": 3600,
     "trainer/recipes": 200,
