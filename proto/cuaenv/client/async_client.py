@@ -318,6 +318,7 @@ class AsyncEnvClient(Listings):
         episode_id: str,
         *,
         lease_ttl: timedelta = timedelta(minutes=5),
+        keep_open: bool = False,
         settle: Settle | None = None,
         view: View | None = None,
         coordinate_space: tuple[int, int] | None = None,
@@ -331,6 +332,7 @@ class AsyncEnvClient(Listings):
         Args:
             episode_id: Id of the episode, on any of the hosts.
             lease_ttl: How long its machine outlives this process, 10 s to 1 h.
+            keep_open: Whether closing it here leaves it open for the process that opened it, which scores it.
             settle: See `reset_group`.
             view: See `reset_group`.
             coordinate_space: See `reset_group`.
@@ -343,7 +345,10 @@ class AsyncEnvClient(Listings):
         defaults = StepOptions(settle=settle, view=view, coordinate_space=coordinate_space)
 
         async def attach_to() -> Sequence[AsyncEpisode]:
-            return [await self._host_pool.attach(episode_id, lease_ttl=lease_ttl, defaults=defaults, timeout=timeout)]
+            found = await self._host_pool.attach(
+                episode_id, lease_ttl=lease_ttl, keep_open=keep_open, defaults=defaults, timeout=timeout
+            )
+            return [found]
 
         return Opening(attach_to, lambda episodes: episodes[0])
 

@@ -57,9 +57,11 @@ class AsyncEpisode:
         instruction: str,
         defaults: StepOptions,
         opening_timings_ms: Mapping[str, float] | None = None,
+        keep_open: bool = False,
     ) -> None:
         self.host = host
         """Its host; all its calls go there."""
+        self._keep_open = keep_open
         self._closing: asyncio.Future[Any] | None = None
         self._when_closed: list[Callable[[], None]] = []
         self.defaults = defaults
@@ -268,7 +270,7 @@ class AsyncEpisode:
         """Start to release the machine, for callers that cannot wait; return what `close` waits for. Idempotent."""
         closing = self._closing
         if closing is None:
-            released = self.host.leases.begin_close(self.episode_id)
+            released = self.host.leases.begin_close(self.episode_id, keep_open=self._keep_open)
             closing = self._closing = asyncio.ensure_future(asyncio.wait({released}, timeout=_CLOSE_WAIT_S))
             # Emptied, because callbacks refer to the episode: its pixels would wait for the garbage collector.
             callbacks, self._when_closed = self._when_closed, []

@@ -148,7 +148,7 @@ class HostPool:
         ]
 
     async def attach(
-        self, episode_id: str, *, lease_ttl: timedelta, defaults: StepOptions, timeout: timedelta
+        self, episode_id: str, *, lease_ttl: timedelta, keep_open: bool, defaults: StepOptions, timeout: timedelta
     ) -> AsyncEpisode:
         """Renew the lease of an open episode, and observe it. Raises: EnvError."""
         renewal = env_pb2.KeepAliveRequest(episode_ids=[episode_id], lease_ttl=wire_duration(lease_ttl))
@@ -173,7 +173,9 @@ class HostPool:
         tasks = (await host.connection.call("ListTasks", listing, timeout)).tasks
         host.leases.take(episode_id, lease_ttl)
         instruction = tasks[0].instruction if tasks else ""
-        return self._hold(AsyncEpisode(host, info, observation, instruction=instruction, defaults=defaults))
+        return self._hold(
+            AsyncEpisode(host, info, observation, instruction=instruction, defaults=defaults, keep_open=keep_open)
+        )
 
     def _hold(self, episode: AsyncEpisode) -> AsyncEpisode:
         """Close an episode with the client unless it is closed before; return it."""

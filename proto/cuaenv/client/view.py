@@ -176,6 +176,7 @@ class ForkOptions(TypedDict, total=False):
 
 class AttachOptions(TypedDict, total=False):
     lease_ttl: timedelta
+    keep_open: bool
     settle: Settle | None
     view: View | None
     coordinate_space: tuple[int, int] | None
