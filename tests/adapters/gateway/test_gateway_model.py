@@ -12,7 +12,7 @@ from tests.support.engine_contract import TOLERANCE, chat_of, special_bias
 from tests.support.gateway import picture_url
 from tests.support.sglang import SglangServer
 from tests.support.sight import FAULTS, SETTINGS, Fault, check, examine, plant, plant_messages, reply
-from trainer.adapters.areal.rows import Rewarded, batch
+from trainer.adapters.areal.rows import batch
 from trainer.gateway.engine import GatewayEngine
 from trainer.gateway.gateway import Gateway
 from trainer.gateway.record import areal_turns, token_row
@@ -95,7 +95,7 @@ async def test_sampled_ids_of_a_model_are_kept_turn_by_turn(engine: SglangServer
         mine = engine.log_probs(turn.input_ids, turn.output_ids, images, bias=bias)
         assert list(turn.log_probs) == pytest.approx(mine, abs=TOLERANCE)
     assert prompt < len(turns[0].input_ids) + 1
-    tensors = batch([Rewarded(turn, 1.0) for turn in turns], chat)
+    tensors = batch(turns, chat)
     assert tensors["input_ids"].shape[0] == 4
     assert int(tensors["loss_mask"].sum()) == len(sampled)
     assert len(tensors["multi_modal_input"]) == 4
