@@ -70,6 +70,7 @@ async def test_a_sandbox_is_created_listed_extended_and_killed(world: CompatWorl
     assert (await e2b.call("GET", path))[1]["endAt"] == shown["endAt"]
     metrics = (await e2b.call("GET", f"{path}/metrics"))[1]
     assert metrics[0]["memTotal"] == 1 << 30
+    assert await e2b.call("GET", f"{path}/metrics?start=0&end=1") == (200, [])
     of_all = (await e2b.call("GET", f"/sandboxes/metrics?sandbox_ids={created['sandboxID']},none"))[1]["sandboxes"]
     assert list(of_all) == [created["sandboxID"]]
     assert await e2b.call("DELETE", path) == (204, None)
@@ -91,6 +92,8 @@ async def test_lists_have_filters_and_pages(e2b: E2bWire) -> None:
     assert (await listed("metadata=n%3D1%26kind%3Dx%252520y"))[0] == [ids[1]]
     assert (await listed("state=paused"))[0] == []
     assert (await listed("template=other"))[0] == []
+    assert (await listed("startedAfter=2100-01-01T00:00:00Z"))[0] == []
+    assert (await e2b.call("GET", "/v2/sandboxes?startedAfter=soon"))[0] == 400
     found, token = await listed("limit=2")
     assert found == ids[:0:-1]
     # A page after a sandbox that is gone continues at its place.
@@ -221,7 +224,9 @@ async def test_snapshots_are_templates(e2b: E2bWire) -> None:
     status, snapshot = await e2b.call("POST", path, {"name": "mine"})
     assert (status, snapshot["names"]) == (201, ["mine"])
     await sandbox.file("POST", "note", b"second")
-    assert await e2b.call("GET", "/snapshots") == (200, [snapshot])
+    for query in ("", f"?sandboxID={sandbox.sandbox_id}", "?name=mine"):
+        assert await e2b.call("GET", f"/snapshots{query}") == (200, [snapshot])
+    assert await e2b.call("GET", "/snapshots?name=other") == (200, [])
     for template in (snapshot["snapshotID"], "mine"):
         assert (await (await e2b.create(template)).file("GET", "note")) == (200, b"first")
     assert (await e2b.call("DELETE", f"/templates/{snapshot['snapshotID']}"))[0] == 204
@@ -268,7 +273,7 @@ async def test_bad_requests_of_the_control_plane_are_refused(world: CompatWorld,
     ):
         status, refused = await e2b.call("POST", "/v2/sandboxes", body)
         assert (status, refused["code"]) == (400, 400), body
-    for field in ({"volumeMounts": [{"name": "a", "path": "/a"}]}, {"mcp": {"x": {}}}):
+    for field in ({"volumeMounts": [{"name": "a", "path": "/a"}]}, {"iam": {"x": {}}}):
         assert (await e2b.call("POST", "/v2/sandboxes", {"templateID": "base", **field}))[0] == 501
     assert (await e2b.call("GET", "/nowhere"))[0] == 404
     assert world.server.service.list_episodes() == []
@@ -431,7 +436,7 @@ async def test_streams_end_when_the_sandbox_does(world: CompatWorld, e2b: E2bWir
                     machine.kill("a fault")
             done = ran([event async for event in events])
             assert done.error["code"] == "unavailable"
-            assert "was not found" in done.error["message"]
+            assert "ended before" in done.error["message"]
         status, gone = await sandbox.ask("process.Process/List", {})
         assert (status, gone["code"]) == (502, 502)
         async with asyncio.timeout(10):
