@@ -64,13 +64,14 @@ def sandbox() -> Iterator[Sandbox]:
         yield sandbox
 
 
-def test_the_example_of_the_documentation(address: str) -> None:
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     page = (HERE.parents[2] / "docs/compat.md").read_text(encoding="utf-8")
     section = page.partition("\n## `e2b`\n")[2].partition("\n## ")[0]
     (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "hello" in done.stdout
+    code = code.replace("timeout=600", "timeout=60")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "hello\n\n"), done.stderr
+    assert Image.open(tmp_path / "screen.png").size == (1280, 800)
 
 
 def test_commands(sandbox: Sandbox) -> None:
