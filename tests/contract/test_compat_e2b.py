@@ -211,6 +211,17 @@ async def test_a_paused_sandbox_keeps_its_id_and_its_state(world: CompatWorld, e
     assert (await (await world.callers["e2b"].identify([])).client.list_checkpoints()) == []
 
 
+async def test_a_paused_sandbox_outlives_this_server(world: CompatWorld, e2b: E2bWire) -> None:
+    sandbox = await e2b.create()
+    path = f"/sandboxes/{sandbox.sandbox_id}"
+    await sandbox.file("POST", "note", b"kept")
+    await e2b.call("POST", f"{path}/pause", {})
+    (await world.callers["e2b"].identify([])).sessions.clear()  # as in a new process
+    status, created = await e2b.call("POST", f"{path}/connect", {"timeout": 60})
+    assert (status, created["sandboxID"]) == (201, sandbox.sandbox_id)
+    assert await e2b.sandbox(created).file("GET", "note") == (200, b"kept")
+
+
 async def test_a_sandbox_can_pause_at_its_end(world: CompatWorld, e2b: E2bWire) -> None:
     sandbox = await e2b.create(timeout=1, autoPause=True)
     await until_empty(world)
@@ -264,16 +275,12 @@ async def test_what_envd_does_not_have_is_501_with_a_text(e2b: E2bWire, method: 
 
 
 async def test_bad_requests_of_the_control_plane_are_refused(world: CompatWorld, e2b: E2bWire) -> None:
-    for body in (
-        {},
-        {"templateID": ""},
-        {"templateID": "base", "timeout": -1},
-        {"templateID": "base", "metadata": 3},
-        [],
-    ):
+    bodies: list[object] = [{}, {"templateID": ""}, {"templateID": "base", "timeout": -1}, []]
+    for body in [*bodies, {"templateID": "base", "metadata": 3}]:
         status, refused = await e2b.call("POST", "/v2/sandboxes", body)
         assert (status, refused["code"]) == (400, 400), body
-    for field in ({"volumeMounts": [{"name": "a", "path": "/a"}]}, {"iam": {"x": {}}}):
+    fields: list[dict[str, object]] = [{"volumeMounts": [{"name": "a", "path": "/a"}]}, {"iam": {"x": {}}}]
+    for field in fields:
         assert (await e2b.call("POST", "/v2/sandboxes", {"templateID": "base", **field}))[0] == 501
     assert (await e2b.call("GET", "/nowhere"))[0] == 404
     assert world.server.service.list_episodes() == []
@@ -352,7 +359,7 @@ async def test_a_process_is_signalled(e2b: E2bWire) -> None:
     assert (status, none["code"]) == (404, "not_found")
 
 
-async def test_commands_run_as_the_user_or_root_and_as_nobody_else(e2b: E2bWire) -> None:
+async def test_commands_run_as_the_user_or_root_only(e2b: E2bWire) -> None:
     sandbox = await e2b.create()
     for user, status in (("", 200), ("user", 200), ("root", 200), ("daemon", 401)):
         basic = "Basic " + base64.b64encode(f"{user}:".encode()).decode()
@@ -411,7 +418,7 @@ async def test_a_request_without_the_sandboxs_token_is_refused(e2b: E2bWire) -> 
 
 
 async def test_streams_end_when_the_sandbox_does(world: CompatWorld, e2b: E2bWire) -> None:
-    """By a kill, by the daemon, and with a machine; also a stream of input that its caller never ends."""
+    """Ended by a kill, by the daemon, and with a machine; also a stream of input that its caller never ends."""
     for end in ("kill", "close", "lose"):
         sandbox = await e2b.create()
 

@@ -71,7 +71,8 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     code = code.replace("timeout=600", "timeout=60")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "hello\n\n"), done.stderr
-    assert Image.open(tmp_path / "screen.png").size == (1280, 800)
+    with Image.open(tmp_path / "screen.png") as picture:
+        assert picture.size == (1280, 800)
 
 
 def test_commands(sandbox: Sandbox) -> None:

@@ -21,7 +21,7 @@ from envd.base.aio import shielded
 from envd.integrations.compat.callers import TokenHolder, not_found
 from envd.integrations.compat.e2b.guest import GuestServices
 from envd.integrations.compat.e2b.rpc import Message, RpcError
-from envd.integrations.compat.e2b.sandboxes import NO_PIXELS, Fields, Sandbox, metric
+from envd.integrations.compat.e2b.sandboxes import NO_PIXELS, Fields, Sandbox, metric, paused_label
 from envd.integrations.compat.routes import Routes, bad_field, json_response, read_body
 from envd.integrations.osworld import DESKTOP_TASK
 
@@ -76,7 +76,7 @@ class E2b:
     def __init__(self, routes: Routes[Sandbox]) -> None:
         self._callers = routes.callers
         self._creations: dict[tuple[int, str], tuple[str, asyncio.Task[Sandbox]]] = {}
-        """By caller and idempotency key: what was asked for, and its creation."""
+        """Digest of the request, and its creation, by caller and idempotency key."""
         routes.describe_error = lambda status, text, _reason: {"code": status, "message": text}
         routes.intercept(GuestServices(routes.callers).middleware)
         one = "/sandboxes/{sandbox_id}"
@@ -123,7 +123,7 @@ class E2b:
             sandbox = await asyncio.shield(creating)
         except asyncio.CancelledError:
             if not key:
-                creating.cancel()  # nobody would learn of the sandbox
+                creating.cancel()  # its caller would not learn of the sandbox
             raise
         except BaseException:
             self._creations.pop((id(caller), key), None)
@@ -177,6 +177,7 @@ class E2b:
         return response
 
     async def _show(self, request: web.Request, caller: Caller) -> web.Response:
+        await _restore_paused(caller, _id(request))
         with caller.using(_id(request)) as sandbox:
             await self._require_alive(caller, sandbox)
             content = {**sandbox.listed, "envdAccessToken": sandbox.access_token}
@@ -196,6 +197,7 @@ class E2b:
 
     async def _connect(self, request: web.Request, caller: Caller) -> web.Response:
         body = await read_body(request, _Timeout)
+        await _restore_paused(caller, _id(request))
         with caller.using(_id(request)) as sandbox:
             await self._require_alive(caller, sandbox)
             was_paused = await _begun(sandbox.resume(caller, _OPEN_TIMEOUT, end_s=body.timeout))
@@ -204,6 +206,7 @@ class E2b:
             return json_response({**sandbox.created, **_domain(request)}, status=201 if was_paused else 200)
 
     async def _kill(self, request: web.Request, caller: Caller) -> web.Response:
+        await _restore_paused(caller, _id(request))
         with caller.using(_id(request)) as sandbox:
             async with sandbox.changing:
                 if sandbox.checkpoint is not None:
@@ -291,6 +294,15 @@ class E2b:
         """Score the sandbox's task. An addition to E2B's interface."""
         with caller.using_episode(_id(request)) as episode:
             return json_response({"reward": (await episode.evaluate()).score})
+
+
+async def _restore_paused(caller: Caller, sandbox_id: str) -> None:
+    """Add a sandbox that an earlier process paused, if there is one, without its metadata."""
+    if sandbox_id in caller.sessions:
+        return
+    for checkpoint in await _checkpoints(caller):
+        if checkpoint.label == paused_label(sandbox_id) and sandbox_id not in caller.sessions:
+            await caller.add(sandbox_id, Sandbox(sandbox_id=sandbox_id, checkpoint=checkpoint))
 
 
 async def _forked(caller: Caller, source: Sandbox, parent: AsyncEpisode, body: _Fork) -> list[Fields]:
@@ -401,12 +413,16 @@ def _no_template(name: str) -> TaskNotFound:
 
 
 async def _snapshots(caller: Caller) -> list[Checkpoint]:
-    """Return the snapshots, newest first. Without a store there are none."""
+    """Return the snapshots, newest first."""
+    return [each for each in reversed(await _checkpoints(caller)) if each.label.startswith(f"{_SNAPSHOT} ")]
+
+
+async def _checkpoints(caller: Caller) -> list[Checkpoint]:
+    """Return the daemon's checkpoints. Without a store there are none."""
     try:
-        found = await caller.client.list_checkpoints()
+        return await caller.client.list_checkpoints()
     except NotSupported:
         return []
-    return [each for each in reversed(found) if each.label.startswith(f"{_SNAPSHOT} ")]
 
 
 def _names_of(checkpoint: Checkpoint) -> list[str]:

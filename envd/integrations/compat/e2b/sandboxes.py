@@ -157,7 +157,7 @@ class Sandbox(ProtocolSession):
         async with self.changing:
             if self.episode is None:
                 return False
-            self.checkpoint = await self.episode.checkpoint(f"sandbox {self.sandbox_id}", ttl=PAUSED_TTL)
+            self.checkpoint = await self.episode.checkpoint(paused_label(self.sandbox_id), ttl=PAUSED_TTL)
             self.cancel_end()
             await self.close_episode()
             return True
@@ -210,6 +210,11 @@ class Sandbox(ProtocolSession):
             "state": "paused" if self.is_paused else "running",
             "metadata": self.metadata,
         }
+
+
+def paused_label(sandbox_id: str) -> str:
+    """Return the label of a paused sandbox's checkpoint."""
+    return f"sandbox {sandbox_id}"
 
 
 def wire_time(moment: datetime) -> str:
