@@ -78,7 +78,7 @@ def test_every_page_with_examples_is_run() -> None:
     with_examples = {path for path in (ROOT / "docs").rglob("*.md") if list(examples(path))}
     elsewhere = {ROOT / "docs" / name for name in ("adapters.md", "client-reference.md", "make-it-yours.md")}
     assert with_examples - set(PAGES) == elsewhere
-    assert sum(is_marked for page in PAGES for _, _, is_marked in examples(page)) == 5
+    assert sum(is_marked for page in PAGES for _, _, is_marked in examples(page)) == 6
 
 
 async def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
