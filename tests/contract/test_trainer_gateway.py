@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import openai
 import pytest
 
 from tests.support.gateway import ToolTokenizer, World, picture_url, served_gateway, tool_call
+from tests.support.program import run_program
 from trainer.gateway import server
 from trainer.replay.trajectory import StoredTrajectory
 
@@ -562,3 +565,13 @@ async def test_an_idle_session_is_void(tmp_path: Path) -> None:
         (line,) = world.lines("sessions")
         assert "no request for" in line["void"]
         assert world.lines("rows") == []
+
+
+async def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/gateway.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert "http://127.0.0.1:8700/" in code
+    async with served_gateway(lambda _: "4", tmp_path) as world:
+        done = await run_program(sys.executable, "-c", code.replace("http://127.0.0.1:8700", world.url))
+        assert done.status == 0, done.err
+        check_row(world, world.lines("rows")[0])

@@ -6,13 +6,11 @@ log-probabilities.
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.adapters.areal.engine import TurnRow
 from trainer.agent.types import data_uri, without_control_tokens
 from trainer.gateway.prompts import DataUrl, Item
 from trainer.gateway.session import Session
@@ -79,7 +77,7 @@ def trajectories_of(session: Session, *, reward: float, metadata: Mapping[str, A
                 "row": number,
                 "reason": recorded.reason,
                 "tools": list(recorded.tools),
-                "weight_versions": weight_versions(recorded.row),
+                "weight_versions": [weight_versions(recorded.row)],
                 "finishes": [str(piece["finish_reason"].get("type")) for piece in _extras(recorded.row)],
             },
             rows=(token_row(recorded.row),),
@@ -101,26 +99,6 @@ def token_row(row: Row) -> TokenRow:
         ),
         images=tuple(range(len(row.trained_images))),
     )
-
-
-def areal_turns(row: Row) -> list[TurnRow]:
-    """Return the prompt and the reply of each turn, for `trainer.adapters.areal.rows.batch`."""
-    ids, count, turns = list(row.prompt_ids), row.prompt_image_count, list[TurnRow]()
-    for piece in row.pieces:
-        if piece.sampled:
-            version = re.search(r"\d+", str((piece.extra or {}).get("weight_version", "")))
-            turns.append(
-                TurnRow(
-                    input_ids=tuple(ids),
-                    output_ids=piece.train_ids,
-                    log_probs=piece.log_probs,
-                    versions=(int(version[0]) if version else 0,) * len(piece.train_ids),
-                    images=tuple(row.images[:count]),
-                )
-            )
-        ids += piece.train_ids
-        count += piece.image_count
-    return turns
 
 
 def weight_versions(row: Row) -> list[str]:

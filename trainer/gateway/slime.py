@@ -114,7 +114,7 @@ class HarnessRollout(Rollout):
             try:
                 await run_harness(harness_of(self.args), _environment(url, key, session, episode))
             except HarnessFailed:
-                # A harness that a limit of ours stopped is no failure of it.
+                # The harness did not fail by itself: a limit of ours stopped it.
                 if not session.exhausted and not session.void:
                     raise
         if session.void:

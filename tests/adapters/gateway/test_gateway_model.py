@@ -12,10 +12,10 @@ from tests.support.engine_contract import TOLERANCE, chat_of, special_bias
 from tests.support.gateway import picture_url
 from tests.support.sglang import SglangServer
 from tests.support.sight import FAULTS, SETTINGS, Fault, check, examine, plant, plant_messages, reply
-from trainer.adapters.areal.rows import Rewarded, batch
+from trainer.data.token_rows import areal_batch, slime_samples, table_rows, turns_of
 from trainer.gateway.engine import GatewayEngine
 from trainer.gateway.gateway import Gateway
-from trainer.gateway.record import areal_turns, token_row
+from trainer.gateway.record import token_row, trajectories_of, weight_versions
 from trainer.gateway.server import serve
 from trainer.gateway.settings import GatewaySettings
 from trainer.gateway.sight import played
@@ -77,7 +77,8 @@ async def test_sampled_ids_of_a_model_are_kept_turn_by_turn(engine: SglangServer
                 messages.append({"role": "user", "content": [{"type": "text", "text": f"Look {turn}."}, picture]})
                 answer = await harness.chat.completions.create(model="m", messages=messages)
                 messages.append(answer.choices[0].message.model_dump(exclude_none=True))
-        (recorded,) = gateway.find("s").rows
+        session = gateway.find("s")
+        (recorded,) = session.rows
     client.close()
     row = token_row(recorded.row)
     sampled = [token for token, bit in zip(row.tokens[-row.response_length :], row.loss_mask, strict=True) if bit]
@@ -86,17 +87,20 @@ async def test_sampled_ids_of_a_model_are_kept_turn_by_turn(engine: SglangServer
     assert log_probs == [entry[0] for entries in engine.answers for entry in entries]
     # Random replies are not what their text tokenises to: tokenising again would change them.
     assert chat.encode(chat.decode(sampled)) != sampled
-    inputs = engine.pixels(recorded.row.trained_images)
-    prompt = len(row.tokens) - row.response_length
-    turns = areal_turns(recorded.row)
+    images, versions = recorded.row.trained_images, weight_versions(recorded.row)
+    turns = list(turns_of(row, versions, images, image_id=chat.image_id))
+    assert [len(turn.images) for turn in turns] == [1, 2, 3, 4]
     bias = {int(token): value for token, value in special_bias(chat).items()}
     for turn in turns:
-        images = engine.pixels(turn.images)
-        mine = engine.log_probs(turn.input_ids, turn.output_ids, images, bias=bias)
+        mine = engine.log_probs(turn.input_ids, turn.output_ids, engine.pixels(turn.images), bias=bias)
         assert list(turn.log_probs) == pytest.approx(mine, abs=TOLERANCE)
-    assert prompt < len(turns[0].input_ids) + 1
-    tensors = batch([Rewarded(turn, 1.0) for turn in turns], chat)
+    stored = trajectories_of(session, reward=0.5, metadata={"task_id": "a/b"})
+    tensors = areal_batch(stored, chat)
     assert tensors["input_ids"].shape[0] == 4
     assert int(tensors["loss_mask"].sum()) == len(sampled)
-    assert len(tensors["multi_modal_input"]) == 4
-    assert inputs["image_grid_thw"].shape[0] == 4
+    assert tensors["rewards"].tolist() == [0.5] * 4
+    (sample,) = slime_samples(stored, chat)
+    assert sample["tokens"] == list(row.tokens)
+    assert sample["multimodal_train_inputs"]["image_grid_thw"].shape[0] == 4
+    (line,) = table_rows(stored)
+    assert (line["loss_mask"], len(line["images"])) == (list(row.loss_mask), 4)
