@@ -80,7 +80,10 @@ class ToolTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._template = ImmutableSandboxedEnvironment(trim_blocks=False).from_string(TEMPLATE)
+        environment = ImmutableSandboxedEnvironment()
+        # As transformers has it; Jinja's own escapes HTML.
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        self._template = environment.from_string(TEMPLATE)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **options: Any

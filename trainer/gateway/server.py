@@ -191,8 +191,7 @@ class GatewayServer:
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if request.path != "/health":
-                self._require_key(request)
+            self._require_access(request)
             return await handler(request)
         except Refused as refused:
             return self._refusal(request, refused)
@@ -211,8 +210,12 @@ class GatewayServer:
             logger.exception("%s %s failed", request.method, request.path)
             return self._refusal(request, Refused(500, "internal", "an error of the gateway; its log has the cause"))
 
-    def _require_key(self, request: web.Request) -> None:
-        """Refuse a request without the key. Takes constant time, so that timing reveals nothing. Raises: Refused."""
+    def _require_access(self, request: web.Request) -> None:
+        """Refuse requests of browsers' pages, and those without the key, in constant time. Raises: Refused."""
+        if "Origin" in request.headers:
+            raise Refused(403, "browser", "a page of a browser may not use the gateway")
+        if request.path == "/health":
+            return
         given = _credential(request)
         key = given.rpartition(KEY_SEPARATOR)[0] if KEY_SEPARATOR in given else given
         if self._key and not any(hmac.compare_digest(each.encode(), self._key.encode()) for each in (given, key)):

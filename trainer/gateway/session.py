@@ -50,7 +50,7 @@ class RecordedRow:
     items: tuple[Item, ...]
     """The messages, the latest reply included."""
     parsed: tuple[bool, ...]
-    """For each reply, whether its calls could be parsed."""
+    """Whether the calls of each reply could be parsed."""
 
     def is_continued_by(self, prompt: Prompt) -> bool:
         """Return whether a request has all messages and more."""
@@ -102,7 +102,7 @@ class Session:
         """
         self.session_id = session_id
         self.rows: list[RecordedRow] = []
-        """In order of their beginnings."""
+        """Its rows, the oldest first."""
         self.counts = Counts()
         self.exhausted = ""
         """The limit that refused its latest request, such as `turns`; empty if none did."""

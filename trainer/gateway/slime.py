@@ -79,8 +79,9 @@ class HarnessRollout(Rollout):
         """Run the harness on an open episode, and have it scored."""
         if environments.episode is None:
             raise RuntimeError("the episode is not open")
-        gateway = Gateway(self._chat, self._engine_of, settings=self._limits)
-        session = self._session = gateway.create(f"{environments.episode.episode_id}-{environments.reset_count}")
+        # The harness opens no other session: its replies would not be in the sample.
+        gateway = Gateway(self._chat, None, settings=self._limits)
+        session = self._session = gateway.create(environments.episode.episode_id, self._engine_of)
         timings_s = {"model": 0.0, "step": 0.0, "evaluate": 0.0}
         outcome, reason, error, evaluation = Outcome.TERMINATED, "done", None, None
         try:

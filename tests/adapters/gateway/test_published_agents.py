@@ -78,12 +78,7 @@ async def test_a_published_agent_plays_a_task_and_its_rows_are_the_engines(name:
                 },
                 n_samples_per_prompt=1,
                 harness={
-                    "command": [
-                        PYTHONS.get(name, sys.executable),
-                        str(Path(__file__).parent / "published.py"),
-                        name,
-                        str(checkout),
-                    ],
+                    "command": [PYTHONS.get(name, sys.executable), str(DRIVER), name, str(checkout)],
                     "env": {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
                     "directory": str(tmp_path),
                 },

@@ -1,6 +1,7 @@
 """Read fields of requests."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from trainer.gateway.prompts import Item, invalid
@@ -33,8 +34,12 @@ def stops(value: object, name: str) -> tuple[str, ...]:
 
 
 def with_system(text: str, items: Sequence[Item]) -> tuple[Item, ...]:
-    """Return items with system messages as one, at the start: chat templates take no other."""
-    texts = [text, *("".join(map(str, item.parts)) for item in items if item.role == "system")]
+    """Return items with the system messages at their start as one; a later one becomes a user's.
+
+    Chat templates take one system message, at the start.
+    """
+    leading = list(takewhile(lambda item: item.role == "system", items))
+    texts = [text, *("".join(map(str, item.parts)) for item in leading)]
     system = "\n\n".join(each for each in texts if each)
-    rest = tuple(item for item in items if item.role != "system")
-    return (Item("system", (system,)), *rest) if system else rest
+    rest = [Item("user", item.parts) if item.role == "system" else item for item in items[len(leading) :]]
+    return (Item("system", (system,)), *rest) if system else tuple(rest)
