@@ -235,10 +235,10 @@ async def test_limits_and_stop_texts_are_those_of_the_api(tmp_path: Path) -> Non
     async with served_gateway(lambda _: "abcdef###", tmp_path) as world, anthropic_of(world, "s1") as client:
         ask: Any = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
         cut = await client.messages.create(max_tokens=3, **ask)
-        assert (cut.stop_reason, cut.content[0].text) == ("max_tokens", "abc")  # type: ignore[union-attr]
+        assert (cut.stop_reason, cut.content[0].text) == ("max_tokens", "abc")
         stopped = await client.messages.create(max_tokens=9, stop_sequences=["f###"], **ask)
         assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "f###")
-        assert stopped.content[0].text == "abcde"  # type: ignore[union-attr]
+        assert stopped.content[0].text == "abcde"
         assert world.engine.scripted.requests[-1]["sampling_params"]["stop"] == ["f###"]
 
 
@@ -336,7 +336,7 @@ async def test_an_error_of_a_stream_that_has_begun_reaches_the_client(
             ):
                 world.engine.held.clear()
                 asyncio.get_running_loop().call_later(0.3, world.engine.held.set)
-                stream: Any = await run  # type: ignore[misc]
+                stream: Any = await run
                 with pytest.raises(error, match="void"):
                     async for _ in stream:
                         pass

@@ -48,7 +48,7 @@ async def all_returned(server: FakeServer) -> None:
         await asyncio.sleep(0.01)
 
 
-async def played(args: Any) -> list[Sample]:
+async def played(args: Any) -> list[Any]:
     sample = Sample(group_index=0, index=0, metadata={"task_id": TASK})
     return flatten([await generate(args, sample, PARAMS)])
 

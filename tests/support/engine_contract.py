@@ -26,8 +26,7 @@ from trainer.gateway.gateway import Gateway
 from trainer.gateway.record import token_row
 from trainer.gateway.server import serve
 from trainer.gateway.settings import GatewaySettings
-from trainer.slime.play.engine import EngineClient
-from trainer.slime.play.pictures import PictureFiles
+from trainer.slime.play.engine import EngineClient, PictureFiles
 from trainer.tokens.chat import Chat
 from trainer.tokens.rows import Segment
 from trainer.tokens.sglang import is_context_full

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import DaemonConnection
 from cuaenv.client.errors import EnvError
 from cuaenv.v1 import env_pb2
 
@@ -21,7 +21,9 @@ _BATCH_COUNT: Final = 1000
 class LeaseKeeper:
     """Renews the leases taken here until they are closed."""
 
-    def __init__(self, connection: Connection, *, interval: timedelta | None, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, connection: DaemonConnection, *, interval: timedelta | None, changed: Callable[[], None]
+    ) -> None:
         """Start without leases.
 
         Args:

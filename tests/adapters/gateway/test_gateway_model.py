@@ -89,11 +89,11 @@ async def test_sampled_ids_of_a_model_are_kept_turn_by_turn(engine: SglangServer
     assert chat.encode(chat.decode(sampled)) != sampled
     images, versions = recorded.row.trained_images, weight_versions(recorded.row)
     turns = list(turns_of(row, versions, images, image_id=chat.image_id))
-    assert [len(turn.images) for turn in turns] == [1, 2, 3, 4]
+    assert [len(each.images) for each in turns] == [1, 2, 3, 4]
     bias = {int(token): value for token, value in special_bias(chat).items()}
-    for turn in turns:
-        mine = engine.log_probs(turn.input_ids, turn.output_ids, engine.pixels(turn.images), bias=bias)
-        assert list(turn.log_probs) == pytest.approx(mine, abs=TOLERANCE)
+    for each in turns:
+        mine = engine.log_probs(each.input_ids, each.output_ids, engine.pixels(each.images), bias=bias)
+        assert list(each.log_probs) == pytest.approx(mine, abs=TOLERANCE)
     stored = trajectories_of(session, reward=0.5, metadata={"task_id": "a/b"})
     tensors = areal_batch(stored, chat)
     assert tensors["input_ids"].shape[0] == 4

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,6 @@ async def test_a_published_agent_plays_a_task_and_its_rows_are_the_engines(name:
     assert trained == [token for text in SAID[name] for token in state.tokenizer.encode(f"{text}<|im_end|>")]
 
 
-def sampled(row: Sample) -> Sequence[int]:
+def sampled(row: Any) -> Sequence[int]:
     response = row.tokens[-row.response_length :]
     return [token for token, mask in zip(response, row.loss_mask or (), strict=True) if mask]

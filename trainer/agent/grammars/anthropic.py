@@ -136,9 +136,9 @@ def computer_actions(kind: str, given: Mapping[str, object]) -> list[Action]:
         case "screenshot" | "zoom" | "cursor_position":
             return [LOOK]
         case "left_mouse_down":
-            return [MouseDown("left", *optional_point(given, "coordinate"))]
+            return [MouseDown(*optional_point(given, "coordinate"))]
         case "left_mouse_up":
-            return [MouseUp("left", *optional_point(given, "coordinate"))]
+            return [MouseUp(*optional_point(given, "coordinate"))]
         case "scroll":
             return [directed_scroll(given, given.get("scroll_amount"), prefix="scroll_")]
         case "key":
