@@ -71,6 +71,7 @@ class _Turn:
     recorded: RecordedRow
     replaces: RecordedRow | None
     problem: str
+    model_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +84,8 @@ class Counts:
     unparsed: int = 0
     """Replies with a call that could not be parsed."""
     reply_tokens: int = 0
+    model_s: float = 0.0
+    """Time of the recorded replies."""
     finishes: Counter[str] = field(default_factory=Counter)
 
 
@@ -249,7 +252,7 @@ class Session:
             items=(*prompt.items, answer.item),
             parsed=(*(before.parsed[: row.reply_count - 1] if before else ()), not parsed.problem),
         )
-        return _Turn(answer, recorded, before, parsed.problem)
+        return _Turn(answer, recorded, before, parsed.problem, reply.elapsed_s)
 
     def _record(self, made: _Turn) -> None:
         if made.replaces is None:
@@ -262,6 +265,7 @@ class Session:
         counts.replaced += made.replaces is not None and len(made.replaces.items) == len(made.recorded.items)
         counts.unparsed += bool(made.problem)
         counts.reply_tokens += made.answer.reply_tokens
+        counts.model_s += made.model_s
         counts.finishes["calls" if made.answer.calls else made.answer.finish] += 1
 
     # Rows
