@@ -1,15 +1,22 @@
 """The gateway with a real tokenizer, processor and model: exact tokens, and pictures that both sides see."""
 
 import asyncio
+import os
+import re
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import torch
 
 from tests.support.engine_contract import TOLERANCE, chat_of, special_bias
 from tests.support.gateway import picture_url
+from tests.support.program import run_program
 from tests.support.sglang import SglangServer
 from tests.support.sight import FAULTS, SETTINGS, Fault, check, examine, plant, plant_messages, reply
 from trainer.data.token_rows import areal_batch, slime_samples, table_rows, turns_of
@@ -22,18 +29,18 @@ from trainer.gateway.sight import played
 from trainer.learn.checkpoint import write_checkpoint
 from trainer.learn.sight import ModelServer, tiny_model
 from trainer.sight.episode import plan_of
-from trainer.sight.model import Model
+from trainer.sight.model import SightModel
 from trainer.slime.play.engine import EngineClient
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tiny_model(tmp_path_factory.mktemp("model"), SETTINGS))
+def model(tmp_path_factory: pytest.TempPathFactory) -> SightModel:
+    return SightModel(tiny_model(tmp_path_factory.mktemp("model"), SETTINGS))
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_of_pictures_are_found_through_the_gateway(
-    model: Model, name: str, monkeypatch: pytest.MonkeyPatch
+    model: SightModel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = FAULTS[name]
     plant(fault, monkeypatch)
@@ -47,7 +54,7 @@ def test_faults_of_pictures_are_found_through_the_gateway(
     check(examine(plan_of(SETTINGS), episodes, model, fault), fault)
 
 
-def test_pictures_that_the_harness_loses_are_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_that_the_harness_loses_are_found(model: SightModel, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = Fault({"engine": {2, 3}, "learner": {2, 3}}, lost_turns=frozenset({2, 3}))
     plant_messages(fault, monkeypatch)
     with ModelServer(model) as server:
@@ -104,3 +111,39 @@ async def test_sampled_ids_of_a_model_are_kept_turn_by_turn(engine: SglangServer
     assert sample["multimodal_train_inputs"]["image_grid_thw"].shape[0] == 4
     (line,) = table_rows(stored)
     assert (line["loss_mask"], len(line["images"])) == (list(row.loss_mask), 4)
+
+
+async def test_the_command_serves_and_its_rows_are_exported(engine: SglangServer, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "text-only"
+    # The tiny model's processor is code of the checkpoint, which the command does not run.
+    left_out = shutil.ignore_patterns("processor_config.json", "preprocessor_config.json", "*.py")
+    shutil.copytree(engine.checkpoint, checkpoint, ignore=left_out)  # type: ignore[attr-defined]
+    options = ["--engine", engine.url, "--checkpoint", checkpoint, "--run", tmp_path / "run", "--reply-tokens", "6"]
+    serving = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "trainer", "gateway", *options, "--listen", "127.0.0.1:0"),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "GATEWAY_KEY": "secret"},
+    )
+    assert serving.stderr is not None
+    try:
+        said = ""
+        while (found := re.search(r"serving sessions at (\S+)/sessions/ID", said)) is None:
+            line = (await serving.stderr.readline()).decode()
+            assert line, said
+            said += line
+        async with openai.AsyncOpenAI(base_url=f"{found[1]}/v1", api_key="secret:one", max_retries=0) as harness:
+            messages: list[Any] = [{"role": "user", "content": "Look at the screen."}]
+            for _ in range(2):
+                answer = await harness.chat.completions.create(model="m", messages=messages)
+                messages += [answer.choices[0].message.model_dump(exclude_none=True), messages[0]]
+            finish: Any = await harness.post("/../sessions/one/finish", body={"reward": 0.5}, cast_to=object)
+        assert (finish["turns"], finish["rows"]) == (2, 1)
+    finally:
+        serving.terminate()
+        assert await serving.wait() == 0
+    rows, out = tmp_path / "run/rows.jsonl", tmp_path / "rows.pt"
+    for learner, check_made in (("slime", "samples"), ("areal", "input_ids")):
+        command = ["data", "export-rows", rows, "--out", out, "--for", learner, "--checkpoint", checkpoint]
+        done = await run_program(sys.executable, "-m", "trainer", *command)
+        assert done.status == 0, done.err
+        assert len(torch.load(out, weights_only=False)[check_made]) == (1 if learner == "slime" else 2)
