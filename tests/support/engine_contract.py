@@ -22,7 +22,7 @@ from PIL import Image
 from tests.support.sglang import SglangServer
 from trainer.agent.types import Message, data_uri
 from trainer.gateway.engine import GatewayEngine
-from trainer.gateway.gateway import Gateway
+from trainer.gateway.gateway import TokenGateway
 from trainer.gateway.record import token_row
 from trainer.gateway.server import serve
 from trainer.gateway.settings import GatewaySettings
@@ -200,7 +200,7 @@ class EngineContract:
         bias = special_bias(chat)
         limits = GatewaySettings(reply_tokens=8, engine_attempts=1, sampling={"temperature": 1.0, "logit_bias": bias})
         client = EngineClient()
-        gateway = Gateway(chat, partial(GatewayEngine, engine.url, client, limits), settings=limits)
+        gateway = TokenGateway(chat, partial(GatewayEngine, engine.url, client, limits), settings=limits)
         messages: list[Any] = []
         async with serve(gateway) as url, aiohttp.ClientSession() as http:
             for turn in range(3):

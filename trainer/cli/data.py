@@ -41,7 +41,7 @@ from trainer.data.sft import sft_row
 from trainer.data.split import CannotSplit, template_id
 from trainer.data.states import REASONS, find_checkpoints, scores_of, state_rows
 from trainer.data.tables import DEMONSTRATION, PREFERENCE, demonstration, preferences
-from trainer.data.token_rows import TABLE, Learner, areal_batch, slime_samples, table_rows
+from trainer.data.token_rows import TABLE, LearnerForm, areal_batch, slime_samples, table_rows
 from trainer.evaluate.endpoint import EndpointError
 from trainer.evaluate.native import load_chat
 from trainer.files import write_atomically
@@ -362,7 +362,7 @@ def export_rows_command(
     file: Annotated[Path, typer.Option("--out", help="File to write: .parquet, or .pt for a learner.")] = Path(
         "out/rows.parquet"
     ),
-    learner: Annotated[Learner, typer.Option("--for", help="Learner that reads a .pt.")] = Learner.SLIME,
+    learner: Annotated[LearnerForm, typer.Option("--for", help="Learner that reads a .pt.")] = LearnerForm.SLIME,
     checkpoint: Annotated[Path | None, typer.Option(help="The model, for a .pt.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -374,7 +374,7 @@ def export_rows_command(
         import torch  # noqa: PLC0415 -- seconds
 
         chat = load_chat(checkpoint)
-        made = areal_batch(trajectories, chat) if learner is Learner.AREAL else None
+        made = areal_batch(trajectories, chat) if learner is LearnerForm.AREAL else None
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(made or {"rollout_id": 0, "samples": slime_samples(trajectories, chat)}, file)
     else:

@@ -31,7 +31,7 @@ TABLE: Final[Mapping[str, Any]] = {
 }
 
 
-class Learner(Enum):
+class LearnerForm(Enum):
     """Whose form of samples to write."""
 
     SLIME = "slime"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.agent.types import data_uri, without_control_tokens
-from trainer.gateway.prompts import DataUrl, Item
-from trainer.gateway.session import Session
+from trainer.gateway.prompts import ChatItem, DataUrl
+from trainer.gateway.session import GatewaySession
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER, StoredTrajectory, TokenRow
 from trainer.tokens.rows import Row
 
@@ -28,7 +28,7 @@ class RunDirectory:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
 
-    def add(self, session: Session, *, reward: float | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    def add(self, session: GatewaySession, *, reward: float | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Write a finished session; returns its summary. Raises: OSError."""
         summary = summary_of(session, reward=reward, metadata=metadata)
         if not session.void and reward is not None:
@@ -43,7 +43,7 @@ class RunDirectory:
             file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
 
 
-def summary_of(session: Session, *, reward: float | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def summary_of(session: GatewaySession, *, reward: float | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return what happened in a session, as JSON values."""
     counts = session.counts
     return {
@@ -63,7 +63,7 @@ def summary_of(session: Session, *, reward: float | None, metadata: Mapping[str,
     }
 
 
-def trajectories_of(session: Session, *, reward: float, metadata: Mapping[str, Any]) -> list[StoredTrajectory]:
+def trajectories_of(session: GatewaySession, *, reward: float, metadata: Mapping[str, Any]) -> list[StoredTrajectory]:
     """Return the rows of a session."""
     return [
         StoredTrajectory(
@@ -110,7 +110,7 @@ def _extras(row: Row) -> Sequence[Mapping[str, Any]]:
     return [piece.extra or {} for piece in row.pieces if piece.sampled]
 
 
-def _message(item: Item) -> Mapping[str, Any]:
+def _message(item: ChatItem) -> Mapping[str, Any]:
     parts = (IMAGE_PLACEHOLDER if isinstance(part, DataUrl) else without_control_tokens(part) for part in item.parts)
     text = "".join(parts)
     calls = [

@@ -16,7 +16,7 @@ from trainer.agent.settings import AgentSettings
 from trainer.evaluate.chat import ChatConversation, Sampling
 from trainer.evaluate.endpoint import open_endpoint
 from trainer.gateway.engine import GatewayEngine
-from trainer.gateway.gateway import Gateway
+from trainer.gateway.gateway import TokenGateway
 from trainer.gateway.record import token_row
 from trainer.gateway.server import serve
 from trainer.gateway.settings import GatewaySettings
@@ -64,7 +64,7 @@ async def played(agent: AgentSettings, model: SightModel, engine: str) -> list[E
     )
     client = EngineClient()
     try:
-        gateway = Gateway(chat, partial(GatewayEngine, engine, client, limits), settings=limits)
+        gateway = TokenGateway(chat, partial(GatewayEngine, engine, client, limits), settings=limits)
         async with serve(gateway) as url:
             return [
                 await _played(agent, model, gateway, url, number=number, pictures=pictures)
@@ -75,7 +75,13 @@ async def played(agent: AgentSettings, model: SightModel, engine: str) -> list[E
 
 
 async def _played(
-    agent: AgentSettings, model: SightModel, gateway: Gateway, url: str, *, number: int, pictures: Sequence[Image.Image]
+    agent: AgentSettings,
+    model: SightModel,
+    gateway: TokenGateway,
+    url: str,
+    *,
+    number: int,
+    pictures: Sequence[Image.Image],
 ) -> Episode:
     name, settings = f"sight-{number}", settings_of(agent)
     sampling = Sampling(max_reply_tokens=settings.reply_tokens)

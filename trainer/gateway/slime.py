@@ -16,10 +16,10 @@ from cuaenv.client import AsyncEpisode, EnvError
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.types import Conversation, ModelFailed, NoReply, Outcome, Reply, Trajectory, Turn
 from trainer.config import ConfigError, parse
-from trainer.gateway.gateway import Gateway
+from trainer.gateway.gateway import TokenGateway
 from trainer.gateway.harness import HarnessFailed, HarnessSettings, run_harness
 from trainer.gateway.server import serve
-from trainer.gateway.session import Session
+from trainer.gateway.session import GatewaySession
 from trainer.gateway.settings import GatewaySettings
 from trainer.rewards.facts import TurnFacts
 from trainer.slime.job import job_of
@@ -62,7 +62,7 @@ def harness_of(args: Any) -> HarnessSettings:
 class HarnessRollout(Rollout):
     """The rollout of one sample by a harness."""
 
-    _session: Session | None = None
+    _session: GatewaySession | None = None
 
     @property
     def rows(self) -> list[Row]:
@@ -75,7 +75,7 @@ class HarnessRollout(Rollout):
         if opened is None:
             raise RuntimeError("the episode is not open")
         # The harness opens no other session: its replies would not be in the sample.
-        gateway = Gateway(self._chat, None, settings=self._limits)
+        gateway = TokenGateway(self._chat, None, settings=self._limits)
         session = self._session = gateway.create(opened.episode_id, self._engine_of)
         timings_s = {"model": 0.0, "step": 0.0, "evaluate": 0.0}
         outcome, reason, error, evaluation = Outcome.TERMINATED, "done", None, None
@@ -105,7 +105,7 @@ class HarnessRollout(Rollout):
             timings_s=timings_s,
         )
 
-    async def _play(self, gateway: Gateway, session: Session, episode: AsyncEpisode) -> None:
+    async def _play(self, gateway: TokenGateway, session: GatewaySession, episode: AsyncEpisode) -> None:
         """Run the harness to its end. Raises: HarnessFailed, ModelFailed."""
         key = secrets.token_urlsafe(24)
         async with serve(gateway, key=key) as url:
@@ -139,7 +139,7 @@ class HarnessRollout(Rollout):
         return engine
 
 
-def turns_of(session: Session) -> list[Turn]:
+def turns_of(session: GatewaySession) -> list[Turn]:
     """Return the replies of a session as turns, whose actions only the harness knows."""
     return [
         Turn(
@@ -155,7 +155,7 @@ def turns_of(session: Session) -> list[Turn]:
     ]
 
 
-def _environment(url: str, key: str, session: Session, episode: AsyncEpisode) -> dict[str, str]:
+def _environment(url: str, key: str, session: GatewaySession, episode: AsyncEpisode) -> dict[str, str]:
     """Return the variables by which a harness finds the model and its episode."""
     base = f"{url}/sessions/{session.session_id}"
     return {

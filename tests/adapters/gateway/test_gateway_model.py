@@ -21,7 +21,7 @@ from tests.support.sglang import SglangServer
 from tests.support.sight import FAULTS, SETTINGS, Fault, check, examine, plant, plant_messages, reply
 from trainer.data.token_rows import areal_batch, slime_samples, table_rows, turns_of
 from trainer.gateway.engine import GatewayEngine
-from trainer.gateway.gateway import Gateway
+from trainer.gateway.gateway import TokenGateway
 from trainer.gateway.record import token_row, trajectories_of, weight_versions
 from trainer.gateway.server import serve
 from trainer.gateway.settings import GatewaySettings
@@ -75,7 +75,7 @@ async def test_sampled_ids_of_a_model_are_kept_turn_by_turn(engine: SglangServer
     sampling = {"temperature": 1.0, "logit_bias": special_bias(chat)}
     limits = GatewaySettings(reply_tokens=12, sampling=sampling, engine_attempts=1)
     client = EngineClient()
-    gateway = Gateway(chat, partial(GatewayEngine, engine.url, client, limits), settings=limits)
+    gateway = TokenGateway(chat, partial(GatewayEngine, engine.url, client, limits), settings=limits)
     messages: list[Any] = []
     async with serve(gateway) as url:
         async with openai.AsyncOpenAI(base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0) as harness:
@@ -118,9 +118,9 @@ async def test_the_command_serves_and_its_rows_are_exported(engine: SglangServer
     # The tiny model's processor is code of the checkpoint, which the command does not run.
     left_out = shutil.ignore_patterns("processor_config.json", "preprocessor_config.json", "*.py")
     shutil.copytree(engine.checkpoint, checkpoint, ignore=left_out)  # type: ignore[attr-defined]
-    options = ["--engine", engine.url, "--checkpoint", checkpoint, "--run", tmp_path / "run", "--reply-tokens", "6"]
+    options = ["--engine", engine.url, "--checkpoint", str(checkpoint), "--run", str(tmp_path / "run")]
     serving = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "trainer", "gateway", *options, "--listen", "127.0.0.1:0"),
+        *(sys.executable, "-m", "trainer", "gateway", *options, "--reply-tokens", "6", "--listen", "127.0.0.1:0"),
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "GATEWAY_KEY": "secret"},
     )
@@ -143,7 +143,7 @@ async def test_the_command_serves_and_its_rows_are_exported(engine: SglangServer
         assert await serving.wait() == 0
     rows, out = tmp_path / "run/rows.jsonl", tmp_path / "rows.pt"
     for learner, check_made in (("slime", "samples"), ("areal", "input_ids")):
-        command = ["data", "export-rows", rows, "--out", out, "--for", learner, "--checkpoint", checkpoint]
-        done = await run_program(sys.executable, "-m", "trainer", *command)
+        command = ["data", "export-rows", str(rows), "--out", str(out), "--checkpoint", str(checkpoint)]
+        done = await run_program(sys.executable, "-m", "trainer", *command, "--for", learner)
         assert done.status == 0, done.err
         assert len(torch.load(out, weights_only=False)[check_made]) == (1 if learner == "slime" else 2)
