@@ -15,7 +15,7 @@ import shutil
 import socket
 import threading
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -95,7 +95,14 @@ class SlimeEngine:
         try:
             with slime_compat.span(self._sample, "sglang_generate", {"max_new_tokens": limit}) as traced:
                 async with asyncio.timeout(self._config.engine_timeout_s):
-                    sampled = await self._repeated(row, limit)
+                    sampled = await sample_repeatedly(
+                        self._sglang,
+                        row,
+                        limit=limit,
+                        attempts=self._config.engine_retries,
+                        is_aborted=lambda: self._state.aborted,
+                        name=f"sample {self._sample.index}",
+                    )
                 traced.update(slime_compat.engine_attributes(sampled.extra))
         except (BudgetExhausted, ModelFailed):
             raise
@@ -126,30 +133,41 @@ class SlimeEngine:
         answer = await theirs(self.url, request, max_retries=1, headers=self._headers)
         return answer
 
-    async def _repeated(self, row: Row, limit: int) -> Sampled:
-        """Repeat a request that fails or that the engine aborts, as it does at a weight update.
 
-        Raises:
-            BudgetExhausted: The prompt does not fit into the model's context.
-            ModelFailed: The engine refuses the request, or `envd.engine_retries` attempts failed.
-        """
-        name, retries = self._sample.index, self._config.engine_retries
-        for attempt in range(1, retries + 1):
-            try:
-                sampled = await self._sglang.sample(row, limit=limit)
-            except ModelFailed:
+async def sample_repeatedly(
+    engine: SglangEngine, row: Row, *, limit: int, attempts: int, is_aborted: Callable[[], bool], name: str
+) -> Sampled:
+    """Sample a reply; repeat a request that fails or that the engine aborts, as it does at a weight update.
+
+    Args:
+        engine: Sends the requests.
+        row: The prompt.
+        limit: Most tokens of the reply.
+        attempts: Most requests.
+        is_aborted: Whether an aborted reply is returned, because nobody needs another one.
+        name: What the reply is for, in logs.
+
+    Raises:
+        BudgetExhausted: The prompt does not fit into the model's context.
+        ModelFailed: The engine refuses the request, or aborted all attempts.
+        Exception: The error of the last attempt.
+    """
+    for attempt in range(1, attempts + 1):
+        try:
+            sampled = await engine.sample(row, limit=limit)
+        except ModelFailed:
+            raise
+        except Exception as error:
+            _check_worth_retrying(error, attempt)
+            if attempt == attempts:
                 raise
-            except Exception as error:
-                _check_worth_retrying(error, attempt)
-                if attempt == retries:
-                    raise
-                logger.info("[envd] sample %s: attempt %d of a reply failed: %s", name, attempt, error)
-            else:
-                if sampled.finish != "abort" or self._state.aborted:
-                    return sampled
-                logger.info("[envd] sample %s: the engine aborted attempt %d of a reply", name, attempt)
-            await asyncio.sleep(_PAUSE_S)
-        raise ModelFailed(f"the engine aborted the request {retries} times (envd.engine_retries)")
+            logger.info("[envd] %s: attempt %d of a reply failed: %s", name, attempt, error)
+        else:
+            if sampled.finish != "abort" or is_aborted():
+                return sampled
+            logger.info("[envd] %s: the engine aborted attempt %d of a reply", name, attempt)
+        await asyncio.sleep(_PAUSE_S)
+    raise ModelFailed(f"the engine aborted the request {attempts} times (envd.engine_retries)")
 
 
 def engine_url(args: Any) -> str:

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from trainer.rewards.credit import Credit, Member, sibling_credit
+from trainer.rewards.credit import Credit, CreditedMember, sibling_credit
 from trainer.rewards.groups import advantages, has_signal
 from trainer.slime.slime_compat import Sample
 from trainer.tokens.rows import Row
@@ -229,7 +229,7 @@ def group_credit(
     A void rollout counts as one without turns.
     """
     members = [
-        Member(
+        CreditedMember(
             name=found.get("episode_id") or f"void {number}",
             parent=found.get("parent_episode_id", ""),
             shared_count=found.get("shared_turns", 0),
