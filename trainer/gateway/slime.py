@@ -24,7 +24,6 @@ from trainer.gateway.settings import GatewaySettings
 from trainer.rewards.facts import TurnFacts
 from trainer.slime.job import job_of
 from trainer.slime.play.engine import SlimeEngine
-from trainer.slime.play.environments import SampleEnvironments
 from trainer.slime.play.rollout import Rollout
 from trainer.tokens.rows import Row
 
@@ -70,22 +69,17 @@ class HarnessRollout(Rollout):
         """Rows of the last attempt."""
         return [recorded.row for recorded in self._session.rows] if self._session else []
 
-    async def _run_episode(
-        self,
-        environments: SampleEnvironments,
-        episode: AgentEpisode,
-        made: Conversation,  # noqa: ARG002 -- the gateway has its own
-    ) -> Trajectory:
+    async def _run_episode(self, episode: AgentEpisode, made: Conversation) -> Trajectory:  # noqa: ARG002 -- the gateway has its own
         """Run the harness on an open episode, and have it scored."""
-        if environments.episode is None:
+        if self.episode is None:
             raise RuntimeError("the episode is not open")
         gateway = Gateway(self._chat, self._engine_of, settings=self._limits)
-        session = self._session = gateway.create(f"{environments.episode.episode_id}-{environments.reset_count}")
+        session = self._session = gateway.create(f"{self.episode.episode_id}-{self._reset_count}")
         timings_s = {"model": 0.0, "step": 0.0, "evaluate": 0.0}
         outcome, reason, error, evaluation = Outcome.TERMINATED, "done", None, None
         try:
             with _timed(timings_s, "step"):
-                await self._play(gateway, session, environments.episode)
+                await self._play(gateway, session, self.episode)
             if session.exhausted:
                 outcome, reason = Outcome.TRUNCATED, session.exhausted
             with _timed(timings_s, "evaluate"):
