@@ -36,7 +36,7 @@ BUDGETS = {
     "trainer/replay": 630,
     "trainer/rewards": 600,
     "trainer/sight": 700,
-    "trainer/slime": 3720,
+    "trainer/slime": 3570,
     "trainer/tokens": 900,
     "proto/cuaenv": 7600,
 }
