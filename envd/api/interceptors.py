@@ -225,7 +225,7 @@ class CallContext:
             return
         caller = self._guard.identify(self.method, self.metadata)
         if caller != self._caller:
-            self._guard.check_owner(caller, ids.get("episode_id", ""))
+            self._guard.check_owner(caller, self.method, ids.get("episode_id", ""))
             self._caller = caller
 
     @property

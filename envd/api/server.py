@@ -131,7 +131,7 @@ class ApiServer:
             limiter=RateLimiter(calls_per_second=security.calls_per_second, burst=security.call_burst),
             renewals=renewals,
             max_calls=security.max_calls_in_flight,
-            may_use=self._servicer.may_use,
+            owner_of=episodes.owner_of,
         )
         self._interceptor = CallInterceptor(metrics, self.guard)
         self._health = HealthServicer(SERVICE_NAME)

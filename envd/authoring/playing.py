@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 
 from cuaenv.actions import Action, Wait
-from cuaenv.client import AsyncEpisode, GuestFailed, GuestUnresponsive, StepResult
+from cuaenv.client import AsyncEpisode, GuestFailed, StepResult
 from cuaenv.results import CommandResult
 from envd.authoring.targets import resolved
 from envd.base import errors
@@ -141,7 +141,7 @@ async def wait_until_met(
                 # A guest that starts a program may be too busy to answer.
                 try:
                     problem = unmet(condition, await run(query))
-                except (GuestUnresponsive, GuestFailed, errors.GuestUnresponsive, errors.GuestError) as error:
+                except (GuestFailed, errors.GuestUnresponsive, errors.GuestError) as error:
                     problem = str(error)
                 if not problem:
                     return

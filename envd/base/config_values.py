@@ -23,7 +23,13 @@ OPENCOMPUTER = "opencomputer"
 DIRECTORY_SUITES = (CUA_GYM, OPENCOMPUTER)
 
 #: The protocols of `compat`, and their ports on loopback, which are those of the servers that they replace.
-COMPAT_PORTS: Mapping[str, int] = {"slime-osworld": 8100, "areal": 8000, "areal-sandbox": 8001, "windows-vm": 8765}
+COMPAT_PORTS: Mapping[str, int] = {
+    "slime-osworld": 8100,
+    "areal": 8000,
+    "areal-sandbox": 8001,
+    "windows-vm": 8765,
+    "e2b": 3000,
+}
 
 _LOOPBACK = re.compile(r"(127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})")
 _ADDRESS = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")

@@ -55,7 +55,7 @@ class Silence:
     """What the host observed while a guest did not answer."""
 
     run_state: str
-    """QEMU's (qapi/run-state.json, RunState); empty if QEMU itself did not answer."""
+    """QEMU's (qapi/run-state.json, RunState), or another backend's word for it; empty if QEMU itself did not answer."""
     agent_answers: bool = False
     """The guest agent, which root runs, answered a ping."""
     used_s: float = 0.0
@@ -82,7 +82,7 @@ def loss_by_silence(silence: Silence) -> Loss:
     if silence.run_state == "guest-panicked":
         return Loss(LossOwner.GUEST, "QEMU reports guest-panicked", "PANIC")
     if silence.run_state != "running":
-        return Loss(LossOwner.UNDECIDED, f"QEMU is in the state {silence.run_state}")
+        return Loss(LossOwner.UNDECIDED, f"the machine is {silence.run_state}")
     if silence.agent_answers:
         return Loss(LossOwner.GUEST, "the machine runs, but its session does not answer", "SESSION_ENDED")
     # An idle guest on a busy host waits some tenths of a second, one that is kept from answering for most of the ping.

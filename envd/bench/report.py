@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -20,6 +20,8 @@ from envd.hypervisor.machine import Accelerator
 Value = float | bool | None
 """Value of a figure; None if it cannot be measured on this host."""
 
+#: Conditions that differ between two hypervisors of one host.
+_OF_HYPERVISOR = ("hypervisor", "accelerator", "host_load_average", "time")
 _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
 
 
@@ -191,6 +193,23 @@ class BenchReport:
         for check in self.checks:
             console.print(f"\n{'[green]passed[/]' if check.passed else '[bold red]failed[/]'} {check.name}: ", end="")
             console.print(check.evidence, markup=False, soft_wrap=True)
+
+
+def compared(report: BenchReport, other: BenchReport) -> BenchReport:
+    """Return a report with the figures of the same benchmark on another hypervisor in the table `beside`. Pure."""
+    others = {figure.name: figure.value for figure in other.figures}
+    rows = [
+        {"result": each.name, "value": each.value, "beside": there, "beside_over_value": there / each.value}
+        for each in report.figures
+        if isinstance(there := others.get(each.name), float | int) and each.value
+    ]
+    return replace(
+        report,
+        conditions={**report.conditions, **{f"beside_{name}": other.conditions[name] for name in _OF_HYPERVISOR}},
+        checks=[*report.checks, *(replace(each, name=f"{each.name}, beside") for each in other.checks)],
+        samples={**report.samples, **{f"beside_{name}": values for name, values in other.samples.items()}},
+        tables={**report.tables, "beside": rows},
+    )
 
 
 def exempt_without_guests(conditions: Mapping[str, object]) -> str:

@@ -64,6 +64,8 @@ class StepRecording:
     input_s: float
     may_act_late: bool
     """Result of `envd.desktop.acting.may_act_late` for the input."""
+    reacts_before_answer: bool
+    """That of its machine, see `GuestChannels`."""
     refreshes: Sequence[Refresh]
     changes: Sequence[Change]
     content_s: Sequence[float] = ()
@@ -106,7 +108,15 @@ class StepRecorder:
                 break
             await asyncio.sleep(_REFRESH_INTERVAL_S)
         late = any(map(may_act_late, inputs))
-        self._steps.append(StepRecording(input_s=input_s, may_act_late=late, refreshes=refreshes, changes=changes))
+        self._steps.append(
+            StepRecording(
+                input_s=input_s,
+                may_act_late=late,
+                reacts_before_answer=self.machine.reacts_before_answer,
+                refreshes=refreshes,
+                changes=changes,
+            )
+        )
         return shown
 
     def steps(self) -> list[StepRecording]:
@@ -188,6 +198,7 @@ async def replay_settling(step: StepRecording, policy: SettlePolicy) -> tuple[Se
         input_s=step.input_s,
         was_idle=True,
         processor_s=screen.processor_s,
+        reacts_before_answer=step.reacts_before_answer,
         monotonic=screen.monotonic,
         sleep=screen.sleep,
     )

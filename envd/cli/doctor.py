@@ -42,7 +42,14 @@ from envd.cli.remote import TlsCert, TlsKey
 from envd.daemon.state_lock import holder
 from envd.hypervisor.oci.checks import check_containers, unused_by_containers
 from envd.hypervisor.qemu.checks import check_host_name, check_kvm, check_libvirt, check_qemu, check_qemu_img
-from envd.images.checks import check_firmware, check_images, check_mmdebstrap, check_qemu_user, check_tpm
+from envd.images.checks import (
+    check_firmware,
+    check_images,
+    check_mmdebstrap,
+    check_qemu_user,
+    check_tpm,
+    check_unpacking,
+)
 from envd.integrations.osworld.environment import check_osworld
 from envd.pool.room import check_memory, read_available_bytes
 
@@ -123,14 +130,15 @@ async def examine(config: Config, *, tls: Tls | None = None) -> list[Check]:
         "libvirt": lambda: unused_by_containers(config, "libvirt") or check_libvirt(config),
         "containers": lambda: check_containers(config),
         "kvm": lambda: unused_by_containers(config, "kvm") or check_kvm(config),
-        "qemu_user": lambda: check_qemu_user(config),
-        "firmware": lambda: check_firmware(config),
-        "tpm": lambda: check_tpm(config),
+        "qemu_user": lambda: unused_by_containers(config, "qemu_user") or check_qemu_user(config),
+        "firmware": lambda: unused_by_containers(config, "firmware") or check_firmware(config),
+        "tpm": lambda: unused_by_containers(config, "tpm") or check_tpm(config),
         "mmdebstrap": check_mmdebstrap,
         "state_dir": lambda: check_directory("state_dir", config.state_dir, reserve_bytes=reserve_bytes),
         "cache_dir": lambda: check_directory("cache_dir", config.cache_dir),
         "memory": lambda: check_memory(config, available_bytes=read_available_bytes(), daemon_pid=pid),
         "images": lambda: check_images(config, now=now),
+        "unpacking": lambda: check_unpacking(config),
         "osworld": lambda: check_osworld(config),
         "sandbox": check_sandbox,
         "host_name": check_host_name,

@@ -1,6 +1,7 @@
 """The fake hypervisor: creates, forks, captures and adopts drawn desktops, and lists what is left of them."""
 
 import time
+from collections import ChainMap
 from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -226,7 +227,7 @@ class FakeHypervisor:
         return FakeMachine(spec, snapshot=snapshot, reaction_s=self._reaction_s, on_destroyed=self._forget)
 
     def _enter(self, machine: FakeMachine) -> FakeMachine:
-        machine.services = self.services
+        machine.services = ChainMap(self.services, dict(machine.services))
         self.machines[machine.machine_id] = machine
         return machine
 

@@ -23,6 +23,8 @@ from envd.drawn.desktop.canvas import Framebuffer, Rect, SharedPicture
 from envd.drawn.desktop.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX, DrawnDesktop
 from envd.drawn.desktop.keyboard import scancode_of
 from envd.drawn.guest import DrawnGuest
+from envd.drawn.programs import RUNNER_PORT
+from envd.drawn.runner import DrawnRunner
 from envd.drawn.snapshot import FakeSnapshot
 from envd.drawn.wires.guestd import Guestd, Service
 from envd.drawn.wires.rfb import RfbConnection
@@ -34,6 +36,7 @@ class FakeMachine:
 
     display_type: ClassVar[type[RfbConnection]] = RfbConnection
     guestd_type: ClassVar[type[Guestd]] = Guestd
+    reacts_before_answer = False
 
     def __init__(
         self,
@@ -66,7 +69,8 @@ class FakeMachine:
         self.on_lost: Callable[[FakeMachine], None] = lambda _: None
         """Called once the machine is lost, before anything raises MachineLost."""
         self.reaction_s = reaction_s
-        self.services: Mapping[int, Service] = {}
+        self._runner = DrawnRunner(lambda: self.guest)
+        self.services: Mapping[int, Service] = {RUNNER_PORT: self._runner.serve}
         """Programs that listen on ports of the guest's loopback."""
         self.on_destroyed = on_destroyed
         self._guestd = self.guestd_type(self) if spec.image.has_guestd else None
@@ -250,6 +254,7 @@ class FakeMachine:
         self._booted.set()
         self._running.set()
         self.guest.clock.stop()
+        self._runner.end()
         for task in self._tasks:
             task.cancel()
         self.cut_display()

@@ -11,3 +11,5 @@ class ProgramResult:
     stdout: bytes = b""
     stderr: bytes = b""
     duration_s: float = 0.0
+    ends_shell: bool = False
+    """Whether it was `exit`."""

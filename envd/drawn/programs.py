@@ -5,6 +5,7 @@ A program supports only the options used by its callers and fails with a usage e
 """
 
 import hashlib
+import json
 import posixpath
 import re
 import shlex
@@ -20,6 +21,9 @@ from envd.drawn.toolbox import DrawnToolbox
 
 #: The shell scripts that run: one command, its output printed, discarded or appended to a file.
 _SCRIPT = re.compile(r"(exec )?(?P<command>[^;&|<>`$()\n]+?) *(?P<redirection>>/dev/null 2>&1|>> *(?P<path>\S+))?")
+#: Where the runner of every drawn guest listens: `envd.drawn.runner`.
+RUNNER_PORT = 49_983
+RUNNER_SECRET = "drawn"  # noqa: S105 -- of a guest that has no users
 #: Exit code of `list-directory` if the directory does not exist.
 _NO_DIRECTORY = 66
 #: Exit code of `compare-unchanged` if nothing was recorded.
@@ -111,7 +115,7 @@ class Programs:
             "mkdir": self._mkdir,
             "poweroff": self._poweroff,
             "ps": self._ps,
-            "python3": self.toolbox.answer,
+            "python3": self._python,
             "rm": self._rm,
             "sh": self._sh,
             "sleep": self._sleep,
@@ -119,6 +123,7 @@ class Programs:
             "true": self._true,
             "wmctrl": self._wmctrl,
             "xclip": self._xclip,
+            "xdotool": self._xdotool,
         }
 
     def run(self, argv: Sequence[str], *, stdin: bytes = b"") -> ProgramResult:
@@ -252,6 +257,12 @@ class Programs:
                 return _usage_error("test", "-e, -f and -d")
         return ProgramResult(exit_code=0 if holds else 1)
 
+    def _python(self, arguments: list[str], stdin: bytes) -> ProgramResult:
+        """Run one of the programs that the host sends: the toolbox, or the start of the runner."""
+        if arguments[-2:-1] == ["start"]:
+            return ProgramResult(stdout=json.dumps({"port": RUNNER_PORT, "secret": RUNNER_SECRET}).encode())
+        return self.toolbox.answer(arguments, stdin)
+
     # Session
 
     def _date(self, arguments: list[str], _stdin: bytes) -> ProgramResult:
@@ -292,6 +303,22 @@ class Programs:
                 return ProgramResult(exit_code=0 if windows.close_window(window) else 1)
             case _:
                 return _usage_error("wmctrl", "-l, -a and -c")
+
+    def _xdotool(self, arguments: list[str], _stdin: bytes) -> ProgramResult:
+        windows = self._windows()
+        found = windows.list_windows() if windows is not None else []
+        match arguments:
+            case ["getwindowfocus"] if found:
+                return ProgramResult(stdout=f"{found[-1].window_id}\n".encode())
+            case ["search", "--onlyvisible", "--class", name]:
+                fitting = [each for each in found if name.lower() in each.wm_class.lower()]
+                text = "".join(f"{each.window_id}\n" for each in fitting)
+                return ProgramResult(stdout=text.encode(), exit_code=0 if fitting else 1)
+            case ["getwindowname", number]:
+                titles = [each.title for each in found if str(each.window_id) == number]
+                return ProgramResult(stdout=f"{titles[0]}\n".encode()) if titles else ProgramResult(exit_code=1)
+            case _:
+                return _usage_error("xdotool", "getwindowfocus, search --onlyvisible --class and getwindowname")
 
     def _xclip(self, arguments: list[str], stdin: bytes) -> ProgramResult:
         if "-o" in arguments:

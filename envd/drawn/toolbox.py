@@ -9,7 +9,8 @@ import json
 import posixpath
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from envd.drawn.files import HOME, DrawnFiles, resolve
@@ -25,11 +26,18 @@ _ENDED = "[the shell ended; the next command starts a new one in {}, without its
 class DrawnToolbox:
     """The shell and file tools of one guest."""
 
-    def __init__(self, files: DrawnFiles, run: Callable[[list[str], bytes], ProgramResult]) -> None:
+    def __init__(
+        self,
+        files: DrawnFiles,
+        run: Callable[[list[str], bytes], ProgramResult],
+        *,
+        directory: str = HOME,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._files = files
         self._run = run
-        self._directory = HOME
-        self._variables: dict[str, str] = {}
+        self._directory = directory
+        self._variables = dict(variables or {})
 
     def answer(self, _arguments: list[str], stdin: bytes) -> ProgramResult:
         """Answer a request (JSON) as the program of `envd.desktop.toolbox` does."""
@@ -81,13 +89,25 @@ class DrawnToolbox:
         return "\n".join(rows) or "[empty]"
 
     def _shell(self, command: str) -> ProgramResult:
+        stdout, code, duration_s = b"", 0, 0.0
+        for outcome in self.run(command):
+            stdout += outcome.stdout + outcome.stderr
+            code, duration_s = outcome.exit_code, duration_s + outcome.duration_s
+            if outcome.ends_shell:
+                self._variables.clear()
+                stdout += _ENDED.format(self._directory).encode()
+        return ProgramResult(exit_code=code, stdout=stdout, duration_s=duration_s)
+
+    def run(self, command: str, stdin: bytes = b"") -> Iterator[ProgramResult]:
+        """Run a command; yield the outcome of each part, without what a pipe takes."""
         lexer = shlex.shlex(command.replace("\n", " ; "), posix=True, punctuation_chars=True)
         lexer.whitespace_split, lexer.commenters = True, ""
         try:
             words = list(lexer)
         except ValueError as error:
-            return ProgramResult(exit_code=2, stdout=f"sh: {error}\n".encode())
-        stdout, code, duration_s, piped, skip = b"", 0, 0.0, b"", False
+            yield ProgramResult(exit_code=2, stderr=f"sh: {error}\n".encode())
+            return
+        code, piped, skip = 0, stdin, False
         part: list[str] = []
         for word in [*words, ";"]:
             if word not in (";", "&&", "||", "|"):
@@ -95,16 +115,13 @@ class DrawnToolbox:
                 continue
             if part and not skip:
                 outcome = self._command(part, piped)
-                code, duration_s = outcome.exit_code, duration_s + outcome.duration_s
+                code = outcome.exit_code
                 piped = outcome.stdout if word == "|" else b""
-                stdout += b"" if word == "|" else outcome.stdout + outcome.stderr
-                if part[0] == "exit":
-                    self._variables.clear()
-                    stdout += _ENDED.format(self._directory).encode()
-                    break
+                yield replace(outcome, stdout=b"") if word == "|" else outcome
+                if outcome.ends_shell:
+                    return
             skip = (word == "&&" and code != 0) or (word == "||" and code == 0)
             part = []
-        return ProgramResult(exit_code=code, stdout=stdout, duration_s=duration_s)
 
     def _command(self, words: list[str], stdin: bytes) -> ProgramResult:
         words = [re.sub(r"\$\{?(\w+)\}?", lambda found: self._variable(found[1]), word) for word in words]
@@ -131,7 +148,7 @@ class DrawnToolbox:
             case ["pwd"]:
                 return ProgramResult(stdout=f"{self._directory}\n".encode())
             case ["exit", *rest]:
-                return ProgramResult(exit_code=int(rest[0]) if rest else 0)
+                return ProgramResult(exit_code=int(rest[0]) if rest else 0, ends_shell=True)
             case ["export", assignment] | [assignment] if re.match(r"\w+=", assignment):
                 name, _, value = assignment.partition("=")
                 self._variables[name] = value

@@ -58,6 +58,8 @@ class Firmware(Enum):
     BIOS = "bios"
     #: OVMF, with the machine's own copy of its variables.
     UEFI = "uefi"
+    #: It does not boot: the image is the files of a container, an archive of tar.
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

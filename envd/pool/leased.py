@@ -239,6 +239,7 @@ class LostMachine:
     """Implements `envd.hypervisor.machine.Machine`; every call raises MachineLost."""
 
     guestd_url = None
+    reacts_before_answer = False
     state = MachineState.GONE
 
     def __init__(self, spec: MachineSpec, *, reason: str) -> None:

@@ -32,7 +32,7 @@ from envd.cli.own_daemon import run_until_signal
 from envd.drawn import fake_image
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
-from envd.pool.pool import Pool, PoolHost, PoolParameters
+from envd.pool.pool import Pool, PoolHost, PoolSettings
 from envd.pool.room import HostRoom
 from tests.support.command import CommandOutput, run_envd
 from tests.support.faulty import FaultyHypervisor
@@ -58,6 +58,8 @@ def fork_found(conditions: dict[str, object], *, memory: UsedMemory | None = Non
         acquire_ms=[50.0, 4.0, 4.0],
         fork_ms=[300.0, 310.0, 900.0],
         destroy_ms=[1.0, 2.0, 3.0],
+        resume_ms=[0.1, 0.2, 0.3],
+        pause_ms=[0.4, 0.5, 0.6],
         forks_per_min=(30.0, 50.0),
         memory=memory,
     )
@@ -205,7 +207,7 @@ def test_peers_play_the_same_script_with_xdotool() -> None:
         ["xdotool", "mousemove", "310", "280"],
     ]
     with pytest.raises(ValueError, match="not an action of the script"):
-        xdotool_command(Drag(1, 1))
+        xdotool_command(Drag(end_x=1, end_y=1))
 
 
 FRAMES = FrameIds(parent="f1", child="f1", later="f1")
@@ -349,7 +351,8 @@ def test_an_unknown_image_is_an_error_before_anything_starts(tmp_path: Path) -> 
 
 
 def test_bench_step_measures_fake_desktops_without_peers(tmp_path: Path) -> None:
-    done = run("step", "--repetitions", "9", "--others", "2", "--json", "--state-dir", str(tmp_path))
+    options = ("--repetitions", "9", "--others", "2", "--beside", "fake", "--json", "--state-dir", str(tmp_path))
+    done = run("step", *options)
     assert done.status == 0, done.err
     report = json.loads(done.out)
     assert report["conditions"]["other_count"] == 2
@@ -359,6 +362,30 @@ def test_bench_step_measures_fake_desktops_without_peers(tmp_path: Path) -> None
     assert len(report["samples"]["overhead_ms"]) == 9
     assert 0 < report["results"]["overhead_ms_p50"] < report["results"]["step_ms_p50"]
     assert report["targets"]["overhead_ms_p50"]["met"] is None
+    assert len(report["samples"]["other_step_ms"]) == 2
+    assert report["results"]["other_pss_mib"] is None, "no guest runs"
+    assert len(report["samples"]["beside_overhead_ms"]) == 9
+    assert report["conditions"]["beside_accelerator"] == "fake"
+    (step,) = [row for row in report["beside"] if row["result"] == "step_ms_p50"]
+    assert step["value"] == report["results"]["step_ms_p50"]
+    assert step["beside_over_value"] == pytest.approx(step["beside"] / step["value"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("branch", "--hypervisor", "oci:"), "bench branch: containers cannot be copied while they run"),
+        (("checkpoint", "--hypervisor", "oci:"), "bench checkpoint: containers cannot be copied while they run"),
+        (("episodes", "--hypervisor", "oci:"), "boots virtual machines; add --oracles"),
+        (("step", "--hypervisor", "fake", "--beside", "xen:"), "--beside 'xen:' is not supported"),
+    ],
+)
+def test_a_benchmark_that_a_hypervisor_cannot_run_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], problem: str
+) -> None:
+    done = run_envd("bench", *arguments, "--state-dir", str(tmp_path), "--json")
+    assert done.status == 2
+    assert problem in json.loads(done.out)["error"]["message"]
 
 
 def machine_count(database: Path) -> int:
@@ -437,7 +464,7 @@ async def test_the_clients_of_a_load_use_all_daemons_from_several_processes(tmp_
 async def test_a_benchmark_without_room_on_its_host_says_so() -> None:
     hypervisor = FaultyHypervisor()
     pool = Pool(
-        PoolParameters(name="p", capacity=2, size=1),
+        PoolSettings(name="p", capacity=2, size=1),
         image=fake_image(),
         host=PoolHost(hypervisor=hypervisor, room=HostRoom(memory_reserve_bytes=1 << 60)),
     )

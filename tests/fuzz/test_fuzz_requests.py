@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuaenv.client.errors import ServiceFault
+from cuaenv.client.errors import SampleVoid
 from cuaenv.client.observation import Observation, read_observation
 from cuaenv.v1 import env_pb2
 from envd.api.convert_requests import (
@@ -141,7 +141,7 @@ def decode(data: bytes, base: Observation | None) -> Observation | None:
         return None
     try:
         return read_observation(message, base)
-    except ServiceFault:
+    except SampleVoid:
         return None
 
 

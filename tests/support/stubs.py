@@ -73,6 +73,7 @@ class StubChannels:
 
     machine_id = "m-1"
     guestd_url = None
+    reacts_before_answer = False
     lost_reason = ""
 
     def __init__(self) -> None:
@@ -126,6 +127,8 @@ class StubSnapshot:
 
 class StubMachine:
     """A machine that runs until `destroy` or `die`."""
+
+    reacts_before_answer = False
 
     def __init__(
         self, spec: MachineSpec, hypervisor: "StubHypervisor", *, snapshot: StubSnapshot | None = None

@@ -50,6 +50,7 @@ from cuaenv.client import (
     GuestEnded,
     GuestRefused,
     NotFound,
+    Unauthenticated,
     View,
 )
 from trainer.adapters.inspect_computer import PROGRAM, actions_of, read_call, region_of
@@ -335,7 +336,7 @@ async def _boundary(file: str = "") -> AsyncIterator[None]:
         yield
     except EnvError as error:
         # A guest that the agent ended is reported to it, and scored: an error of the sample would repeat it.
-        if isinstance(error, AccessDenied | GuestEnded):
+        if isinstance(error, AccessDenied | GuestEnded) and not isinstance(error, Unauthenticated):
             raise PermissionError(str(error)) from error
         if file and isinstance(error, NotFound):
             raise FileNotFoundError(2, str(error), file) from error

@@ -119,7 +119,9 @@ def require_local_host_name() -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not is_local(f"{request.url.host and _bracketed(request.url.host)}:0"):
+        # Names below `localhost` are loopback ones too (RFC 6761).
+        host = "localhost" if (request.url.host or "").endswith(".localhost") else request.url.host
+        if not is_local(f"{host and _bracketed(host)}:0"):
             raise web.HTTPMisdirectedRequest(
                 text=f"host {request.host!r}: without tokens only 127.0.0.1, localhost and [::1] are answered; use one"
                 " of them, or set security.tokens_file\n"

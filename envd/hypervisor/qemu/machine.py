@@ -70,6 +70,8 @@ class LibvirtCall(Protocol):
 class LibvirtMachine:
     """One QEMU domain. Implements `envd.hypervisor.machine.Machine`."""
 
+    reacts_before_answer = False
+
     def __init__(
         self,
         spec: MachineSpec,

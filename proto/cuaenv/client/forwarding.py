@@ -20,7 +20,6 @@ from cuaenv.client.errors import (
     NotFound,
     NotSupported,
     SampleVoid,
-    Unauthenticated,
     error_of,
 )
 from cuaenv.v1 import env_pb2
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 _HOST: Final = "127.0.0.1"
 _CHUNK_BYTES: Final = 64 << 10
 #: Errors that every later connection would meet too.
-_FINAL: Final = (NotFound, AccessDenied, Unauthenticated, NotSupported, BadRequest, SampleVoid, ClientClosed)
+_FINAL: Final = (NotFound, AccessDenied, NotSupported, BadRequest, SampleVoid, ClientClosed)
 
 
 class PortForward:
@@ -123,7 +122,8 @@ class PortForward:
 
 def _reset(writer: asyncio.StreamWriter) -> None:
     """Reset a connection: the program that opened it must not take this for a regular end."""
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if (own := writer.get_extra_info("socket")) is not None:  # None if the program closed it
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
 

@@ -288,7 +288,7 @@ async def test_commands_and_files_of_the_guest(task: Path, between: Callable[...
     ("options", "error", "message"),
     [
         ({"task_id": "fake/none"}, "TaskNotFound", "fake/none"),
-        ({"pool": "none"}, "PoolNotFound", "none"),
+        ({"pool": "none"}, "NotFound", "none"),
         ({"max_steps": -1}, "BadRequest", "max_steps"),
     ],
     ids=["task", "pool", "steps"],

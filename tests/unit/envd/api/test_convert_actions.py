@@ -103,7 +103,7 @@ def test_every_point_of_an_action_is_scaled() -> None:
     actions: list[Action] = [
         Move(10, 10),
         Click(10, 10),
-        Drag(20, 20, 10, 10),
+        Drag(10, 10, 20, 20),
         MouseDown(x=10, y=10),
         MouseUp(x=10, y=10),
         Scroll(dy=1, x=10, y=10),
@@ -111,7 +111,7 @@ def test_every_point_of_an_action_is_scaled() -> None:
     assert actions_from_proto([to_proto(action) for action in actions], scale=scale) == (
         Move(105, 210),
         Click(105, 210),
-        Drag(205, 410, 105, 210),
+        Drag(105, 210, 205, 410),
         MouseDown(x=105, y=210),
         MouseUp(x=105, y=210),
         Scroll(dy=1, x=105, y=210),

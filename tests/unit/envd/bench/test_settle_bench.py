@@ -26,7 +26,14 @@ def recorded(*changes_s: float, until_s: float = 6.0, works_until_s: float = 0.0
     ]
     times_s = [INPUT_S + time_s for time_s in changes_s]
     changes = [Change(time_s, MENU, is_blink=False, pixels=None) for time_s in times_s]
-    return StepRecording(input_s=INPUT_S, may_act_late=False, refreshes=refreshes, changes=changes, content_s=times_s)
+    return StepRecording(
+        input_s=INPUT_S,
+        may_act_late=False,
+        reacts_before_answer=False,
+        refreshes=refreshes,
+        changes=changes,
+        content_s=times_s,
+    )
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ class FakeChannels:
     files: dict[str, bytes] = field(default_factory=dict)
     guest_exit_code: int = 0
     processor_readings: list[float] = field(default_factory=list)
+    reacts_before_answer: bool = False
 
     def processor_s(self) -> float | None:
         """Return the next reading, repeating the last one; None without readings."""

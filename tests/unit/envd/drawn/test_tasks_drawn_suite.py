@@ -87,7 +87,7 @@ def test_random_input_solves_less_than_one_task_in_fifty() -> None:
         desktop = opened(task)
         for _ in task.oracle:
             x, y, to_x, to_y = (rng.randrange(limit) for limit in (512, 320, 512, 320))
-            actions: list[Action] = [Click(x, y), Drag(to_x, to_y, x, y), TypeText(rng.choice(WORDS))]
+            actions: list[Action] = [Click(x, y), Drag(x, y, to_x, to_y), TypeText(rng.choice(WORDS))]
             perform(desktop, [rng.choice(actions)])
         solved += is_solved(desktop, task)
     assert solved < trials / 50

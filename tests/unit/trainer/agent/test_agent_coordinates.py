@@ -52,16 +52,16 @@ def test_a_round_trip_is_exact_to_one_unit(x_px: int, y_px: int) -> None:
 
 
 def test_all_points_of_an_action_are_converted_and_nothing_else() -> None:
-    assert to_screen_points(Drag(1000, 1000, 0, 0, "right"), NORMALISED) == Drag(1919, 1079, 0, 0, "right")
-    assert to_screen_points(Drag(1000, 1000), NORMALISED) == Drag(1919, 1079)
+    assert to_screen_points(Drag(0, 0, 1000, 1000, "right"), NORMALISED) == Drag(0, 0, 1919, 1079, "right")
+    assert to_screen_points(Drag(end_x=1000, end_y=1000), NORMALISED) == Drag(end_x=1919, end_y=1079)
     assert to_screen_points(Scroll(dy=3, x=500, y=500), NORMALISED) == Scroll(dy=3, x=960, y=540)
-    assert to_screen_points(MouseDown("left", 500, 500), NORMALISED) == MouseDown("left", 960, 540)
+    assert to_screen_points(MouseDown(500, 500), NORMALISED) == MouseDown(960, 540)
     assert to_screen_points(Click(), NORMALISED) == Click()
     assert to_screen_points(PressKeys(("a",)), NORMALISED) == PressKeys(("a",))
     assert to_model_points(Move(1919, 1079), NORMALISED) == Move(1000, 1000)
 
 
 def test_the_points_of_a_drag_are_in_the_order_of_its_path() -> None:
-    assert points_of(Drag(3, 4, 1, 2)) == [(1, 2), (3, 4)]
-    assert points_of(Drag(3, 4)) == [(3, 4)]
+    assert points_of(Drag(1, 2, 3, 4)) == [(1, 2), (3, 4)]
+    assert points_of(Drag(end_x=3, end_y=4)) == [(3, 4)]
     assert points_of(Click()) == []

@@ -20,7 +20,7 @@ from envd.hypervisor.oci.machine import _loss_by_exit
 IMAGE = DiskImage(name="desktop", digest="d", disk=Path("/d"), packages="tigervnc-standalone-server 1.12\nxterm 1\n")
 
 
-def config(*, has_groups: bool = True) -> dict[str, object]:
+def config(*, has_groups: bool = True, has_sudo: bool = False) -> dict[str, object]:
     groups = PurePosixPath("/groups/m1")
     settings = ContainerSettings(
         name="m1",
@@ -29,6 +29,7 @@ def config(*, has_groups: bool = True) -> dict[str, object]:
         keyboard_layout="de",
         memory_mib=1024,
         max_open_files=4096,
+        has_sudo=has_sudo,
         groups=groups / "guest" if has_groups else None,
         display_group=groups / "display" if has_groups else None,
     )
@@ -70,6 +71,14 @@ def test_no_capability_reaches_the_kernel_and_the_dangerous_calls_are_refused() 
     refused = {name for rule in linux["seccomp"]["syscalls"] for name in rule["names"]}
     named = "mount umount2 keyctl bpf userfaultfd perf_event_open io_uring_setup init_module kexec_load setns clone3"
     assert {*named.split(), "unshare", "pivot_root", "open_by_handle_at"} <= refused
+
+
+def test_programs_gain_rights_only_in_an_image_with_sudo() -> None:
+    for has_sudo in (False, True):
+        process = config(has_sudo=has_sudo)["process"]
+        assert isinstance(process, dict)
+        assert process["noNewPrivileges"] is not has_sudo
+        assert ("--no-new-privs" in process["args"]) is not has_sudo
 
 
 @pytest.mark.parametrize(
