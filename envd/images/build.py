@@ -26,7 +26,7 @@ from envd.images.recipe import (
     PYTHON_PACKAGES,
     WINDOWS_PROGRAMS,
     WINDOWS_SOURCES,
-    Recipe,
+    ImageRecipe,
     overlay_files,
     recipe_digest,
     write_files,
@@ -61,7 +61,7 @@ Progress = Callable[[str, float], None]
 
 
 def build_image(
-    recipe: Recipe,
+    recipe: ImageRecipe,
     catalogue: ImageCatalogue,
     *,
     additions: Additions = _NO_ADDITIONS,
@@ -125,7 +125,7 @@ def build_image(
     return image
 
 
-def _require_tools(recipe: Recipe) -> None:
+def _require_tools(recipe: ImageRecipe) -> None:
     if os.geteuid() != 0:
         raise ImageError("building an image needs root, to install packages into a root file system; run it with sudo")
     tools = [("mmdebstrap", "mmdebstrap"), ("mke2fs", "e2fsprogs"), ("qemu-img", "qemu-utils")]
@@ -141,7 +141,7 @@ def _require_tools(recipe: Recipe) -> None:
         )
 
 
-def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: Path, report: Progress) -> None:
+def _bootstrap(recipe: ImageRecipe, overlay: dict[str, bytes], root: Path, scratch: Path, report: Progress) -> None:
     extras = scratch / "overlay"
     write_files(overlay, extras)
     if PYTHON_PACKAGES in overlay:
@@ -249,7 +249,7 @@ class _InstallOutput:
     def _fraction(self) -> float:
         return 0.1 + 0.7 * min(1.0, self._count / self._expected)
 
-    def explain(self, recipe: Recipe, error: ImageError) -> ImageError:
+    def explain(self, recipe: ImageRecipe, error: ImageError) -> ImageError:
         """Return the error of a failed installation that names its cause, if the output has it."""
         if self._missing:
             named = ", ".join(dict.fromkeys(self._missing))
@@ -280,7 +280,7 @@ def _installed_packages(root: Path) -> list[str]:
     return subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-def _make_disk(recipe: Recipe, root: Path, disk: Path, scratch: Path) -> None:
+def _make_disk(recipe: ImageRecipe, root: Path, disk: Path, scratch: Path) -> None:
     raw = scratch / "disk.raw"
     with raw.open("wb") as stream:
         stream.truncate(recipe.disk_mib << 20)

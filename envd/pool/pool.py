@@ -47,7 +47,7 @@ _QUOTA_INTERVAL_S = 2.0
 _MAX_REPLACING = 4
 
 
-class PoolSettings(PoolConfig):
+class PoolParameters(PoolConfig):
     """Capacity, machine size and behaviour of one pool."""
 
     name: str
@@ -103,7 +103,7 @@ class Pool:
 
     def __init__(
         self,
-        settings: PoolSettings,
+        settings: PoolParameters,
         *,
         image: DiskImage,
         host: PoolHost,

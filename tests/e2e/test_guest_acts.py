@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Done, EnvError, GuestEnded, PressKeys, TypeText, View, Wait
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.images.catalogue import ImageCatalogue
-from envd.pool.pool import PoolSettings
+from envd.pool.pool import PoolParameters
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from tests.support.containers import desktop_image, machine_processes
@@ -268,7 +268,7 @@ async def served(
             if not (IS_WINE and name == "clipboard")
         ]
     )
-    settings = PoolSettings(
+    settings = PoolParameters(
         name="desktop", capacity=2, size=0, boot_timeout_s=1200.0, allow_guest_access=True, disk_quota_mib=QUOTA_MIB
     )
     image = ImageCatalogue(cache_dir).get(IMAGE)

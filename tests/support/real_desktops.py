@@ -15,7 +15,7 @@ from envd.hypervisor.backends import open_hypervisor
 from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task
-from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolParameters
 from envd.tasks.catalogue import TaskCatalogue
 from tests.support.containers import container_leftovers
 from tests.support.leftovers import machine_leftovers
@@ -26,7 +26,7 @@ async def real_desktops(
     image: Image, tasks: TaskCatalogue, *, cache_dir: Path, template_dir: Path, state_dir: Path
 ) -> AsyncIterator[AsyncEnvClient]:
     """Serve three desktops and yield a client, which has access to the guests; checks that no machine is left."""
-    settings = PoolSettings(name="desktop", capacity=3, size=1, allow_guest_access=True)
+    settings = PoolParameters(name="desktop", capacity=3, size=1, allow_guest_access=True)
     async with (
         served_machines(
             settings, image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=state_dir
@@ -41,7 +41,7 @@ async def osworld_machines(
     capacity: int, *, cache_dir: Path, template_dir: Path, state_dir: Path
 ) -> AsyncIterator[str]:
     """Serve machines for OSWorld's own environments and yield the address; checks that no machine is left."""
-    settings = PoolSettings(name=IMAGE, capacity=capacity, size=1, allow_guest_access=True, always_running=True)
+    settings = PoolParameters(name=IMAGE, capacity=capacity, size=1, allow_guest_access=True, always_running=True)
     image = ImageCatalogue(cache_dir).get(IMAGE)
     tasks = TaskCatalogue((), hidden=[desktop_task()])
     async with served_machines(
@@ -52,7 +52,7 @@ async def osworld_machines(
 
 @asynccontextmanager
 async def served_machines(
-    settings: PoolSettings,
+    settings: PoolParameters,
     image: Image,
     tasks: TaskCatalogue,
     *,
