@@ -123,9 +123,8 @@ class FileTree:
             OSError, ValueError, tarfile.TarError: As `add_layer`.
         """
         with tarfile.open(
-            fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape",
-            copybufsize=_BLOCK_BYTES,
-        ) as out:  # fmt: skip
+            fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape"
+        ) as out:
             names: dict[tuple[int, int], list[str]] = {}
             nodes: dict[tuple[int, int], Node] = {}
             for path, node in self._walk():
