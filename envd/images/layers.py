@@ -56,7 +56,7 @@ class Node:
     source: tuple[int, int] = (0, 0)
     """Number of the layer and of its entry."""
     content: bytes | None = None
-    """Of files that were asked for."""
+    """Content of a file that `FileTree` keeps."""
     children: dict[str, "Node"] = field(default_factory=dict)
 
     @property
@@ -69,7 +69,7 @@ class _Entry:
     parts: tuple[str, ...]
     node: Node
     target: tuple[str, ...] = ()
-    """Of a hard link."""
+    """Target of a hard link."""
 
 
 class FileTree:

@@ -177,7 +177,7 @@ class _Archive:
     def _only(self, index: Mapping[str, Any], *, is_nested: bool = False) -> Mapping[str, Any]:
         """Return the descriptor of the only image below an index."""
         found = [_mapping(each) for each in index.get("manifests") or []]
-        # Attestations of docker buildx are no images.
+        # Attestations of docker buildx are not images.
         found = [each for each in found if _mapping(each.get("platform") or {}).get("os") != "unknown"]
         if len(found) != 1:
             platforms = (_mapping(each.get("platform") or {}) for each in found)
