@@ -24,7 +24,7 @@ from rich.table import Table
 
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from cuaenv.client import EnvError, Pool, RetryPolicy, Tls, Unauthenticated
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import DaemonConnection
 from cuaenv.client.credentials import TOKEN_VARIABLE, Access
 from cuaenv.client.results import read_pool
 from cuaenv.client.targets import Address
@@ -99,7 +99,7 @@ async def check_daemon(
         # The token is sent only to a daemon that has tokens: another program may listen on the port.
         access = Access(token=None if security.tokens_file else "", tls=tls)
         retry = RetryPolicy(connect_timeout=timeout)
-        connection = Connection(Address(config.listen, f"{name}:443" if name else ""), access=access, retry=retry)
+        connection = DaemonConnection(Address(config.listen, f"{name}:443" if name else ""), access=access, retry=retry)
         try:
             found = await connection.call("ListPools", env_pb2.ListPoolsRequest(), timeout)
         finally:

@@ -31,6 +31,7 @@ from envd.hypervisor.machine import (
     MachineSpec,
     MachineState,
     Snapshot,
+    load_or_destroy,
 )
 from envd.hypervisor.oci.backend import CAPABILITIES, DEFAULT_RUNTIME
 from envd.hypervisor.oci.bundle import ContainerSettings, container_config
@@ -105,7 +106,7 @@ class OciHypervisor:
         for path in directories.values():
             path.mkdir(parents=True, exist_ok=True)
         os.chown(directories[_RUNTIME], *owner_of_files(ids))
-        groups = ControlGroups(_mark(config.state_dir), ids=ids)
+        groups = ControlGroups(mark_of(config.state_dir), ids=ids)
         machines: dict[str, OciMachine] = {}
         opened: list[OciHypervisor] = []
         namespace = await Namespace.open(
@@ -173,21 +174,15 @@ class OciHypervisor:
             template = waiting.template
             if waiting.is_loaded or template is None or template.digest != own.digest:
                 raise HypervisorError(f"machine {waiting.machine_id}: not waiting for a state of {own!r}")
+            waiting.mark_used()
         except EnvdError as error:
             waiting.mark_lost(f"its state could not be loaded: {error}")
             raise
-        waiting.is_loaded = True
 
     async def fork(self, snapshot: Snapshot, machine_id: str) -> OciMachine:
         """See `Hypervisor.fork`: a new session on the template's files. Raises: TemplateCorrupt, HypervisorError."""
         machine = await self.prepare(snapshot, machine_id)
-        try:
-            await self.load(machine, snapshot)
-        except BaseException as error:
-            await machine.destroy()
-            if isinstance(error, MachineLost):
-                raise HypervisorError(f"machine {machine_id}: ended while it was starting: {error}") from error
-            raise
+        await load_or_destroy(self, machine, snapshot)
         return machine
 
     def _forkable(self, snapshot: Snapshot, machine_id: str) -> OciSnapshot:
@@ -428,7 +423,7 @@ def _check_path_length(directory: Path) -> None:
         )
 
 
-def _mark(state_dir: Path) -> str:
+def mark_of(state_dir: Path) -> str:
     """Return what distinguishes the control groups of daemons on one host."""
     return hashlib.sha256(os.fsencode(state_dir.resolve())).hexdigest()[:12]
 

@@ -13,7 +13,7 @@ ID_COUNT = 65536
 _ROOTS_FIRST_ID = 2_000_000_000
 #: For root of a user namespace, such as that of a pod, which has 65,536 ids: those above its own users'.
 _NESTED_FIRST_ID = 10_000
-#: Above the highest id of an image's users, except nobody, who owns no files.
+#: More than the highest id of an image's files.
 _FEWEST_IDS = 2_000
 
 

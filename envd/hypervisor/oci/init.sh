@@ -51,9 +51,11 @@ session() {
 		exit $status'
 }
 
-# As xinit does: the server ends with the session. A session that fails starts again, one that was left does not.
+# As xinit does: the server ends with the session. A session that fails starts again, unless it has been used: then its
+# user has ended it. One that fails each time ends the container, so that nobody waits for it.
 desktop() {
-	while :; do
+	failures=0
+	while [ $failures -lt 5 ]; do
 		rm -f /tmp/.X0-lock /tmp/.X11-unix/X0 /run/user/1000/bus
 		(x_server) &
 		server=$!
@@ -61,9 +63,12 @@ desktop() {
 		status=$?
 		kill $server
 		wait $server
-		[ $status -ne 0 ] || return
+		[ $status -ne 0 ] && [ ! -e /envd/used ] || return
+		failures=$((failures + 1))
 		sleep 1
 	done
+	echo "the session failed $failures times, at last with status $status"
+	PATH=$system_path poweroff -f
 }
 
 guestd() {
@@ -83,8 +88,21 @@ agent() {
 	done
 }
 
+# systemctl's shutdown commands ask here if systemd is not the first process (initctl(8)): a level is at byte 8.
+shutdowns() {
+	PATH=$system_path
+	mkfifo -m 0600 /run/initctl
+	while :; do
+		case $(dd bs=384 count=1 2>/dev/null | od -An -tu4 -j8 -N4) in
+		*48) poweroff -f ;;
+		*54) reboot -f ;;
+		esac
+	done <>/run/initctl
+}
+
 (agent) &
 (guestd) &
+(shutdowns) &
 (desktop) &
 # The shell collects every process that ends, also those whose parent ended before.
 while :; do

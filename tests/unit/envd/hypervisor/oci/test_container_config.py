@@ -8,7 +8,7 @@ import pytest
 
 from envd.base.checks import Status
 from envd.base.errors import ConfigError, HypervisorError
-from envd.base.losses import Owner
+from envd.base.losses import LossOwner
 from envd.hypervisor.machine import DiskImage, Firmware, GuestOs
 from envd.hypervisor.oci import ids, images
 from envd.hypervisor.oci.bundle import ContainerSettings, container_config
@@ -84,15 +84,15 @@ def test_programs_gain_rights_only_in_an_image_with_sudo() -> None:
 @pytest.mark.parametrize(
     ("status", "is_out_of_memory", "owner", "cause"),
     [
-        (0, False, Owner.GUEST, "POWER_OFF"),
-        (1, False, Owner.GUEST, "POWER_OFF"),
-        (-signal.SIGSEGV, False, Owner.GUEST, "PANIC"),
-        (-signal.SIGKILL, True, Owner.GUEST, "PANIC"),
-        (-signal.SIGKILL, False, Owner.HOST, ""),
+        (0, False, LossOwner.GUEST, "POWER_OFF"),
+        (1, False, LossOwner.GUEST, "POWER_OFF"),
+        (-signal.SIGSEGV, False, LossOwner.GUEST, "PANIC"),
+        (-signal.SIGKILL, True, LossOwner.GUEST, "PANIC"),
+        (-signal.SIGKILL, False, LossOwner.HOST, ""),
     ],
 )
 def test_who_ended_a_container_follows_from_how_its_first_process_ended(
-    status: int, is_out_of_memory: bool, owner: Owner, cause: str
+    status: int, is_out_of_memory: bool, owner: LossOwner, cause: str
 ) -> None:
     loss = _loss_by_exit(status, is_out_of_memory=is_out_of_memory)
     assert (loss.owner, loss.cause) == (owner, cause)
