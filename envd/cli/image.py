@@ -1,5 +1,6 @@
 """`envd image`: builds, imports, lists, shows and removes guest images."""
 
+import asyncio
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from envd.cli.options import config_options
 from envd.cli.templates import app as templates_app
 from envd.cli.terminal import columns, stop_on_sigterm
 from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
+from envd.hypervisor.oci.images import remove_unpacked
 from envd.images.catalogue import ImageCatalogue, ImportedDisk, disk_format_of
 from envd.images.containerfile import write_container_files
 from envd.images.oci_archive import import_archive
@@ -165,5 +167,7 @@ def show(settings: Config, *, name: Name, as_json: Json = False) -> None:
 @command(config_options("cache_dir"))
 def remove(settings: Config, *, name: Name, as_json: Json = False) -> None:
     """Remove one image (NAME@DIGEST) or all with a NAME. A disk that was imported in place is kept."""
-    removed = ImageCatalogue(settings.cache_dir).remove(name)
+    catalogue = ImageCatalogue(settings.cache_dir)
+    asyncio.run(remove_unpacked(catalogue.root, catalogue.removal(name)))
+    removed = catalogue.remove(name)
     emit({"removed": str(removed)}, f"removed image {name} ({removed})", as_json=as_json)

@@ -17,7 +17,7 @@ from envd.cli.terminal import stop_on_sigterm
 from envd.images.additions import Additions
 from envd.images.build import build_image
 from envd.images.catalogue import ImageCatalogue
-from envd.images.recipe import ImageRecipe, desktop_recipe, office_recipe, osworld_recipe, wine_recipe
+from envd.images.recipe import ImageRecipe, desktop_recipe, for_containers, office_recipe, osworld_recipe, wine_recipe
 
 _COMMANDS = {
     "windows": (
@@ -59,6 +59,9 @@ def desktop(
     files: Files = None,
     run: Script = None,
     mirror: Mirror = "",
+    containers: Annotated[
+        bool, typer.Option("--containers", help="Only for containers: without a kernel, and built without root.")
+    ] = False,
     rebuild: Rebuild = False,
     as_json: Json = False,
 ) -> None:
@@ -67,6 +70,7 @@ def desktop(
         recipe = desktop_recipe(distribution=distribution, suite=suite, mirror=mirror)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    recipe = for_containers(recipe) if containers else recipe
     recipe, additions = _extended(recipe, name=name, packages=packages, files=files, run=run)
     _build(settings, recipe, additions, rebuild=rebuild, as_json=as_json)
 

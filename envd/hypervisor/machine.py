@@ -159,6 +159,8 @@ class Capabilities:
     group runs the task's setup."""
     stand_in_image: DiskImage | None = None
     """Image used by every pool in place of one from the image catalogue; None if the backend boots real images."""
+    runs_files: bool = False
+    """Machines need only the files of an image, neither a kernel nor a disk."""
     task_suite: str
     """Suite of tasks that its machines can play: they have the programs that its tasks use."""
 

@@ -207,15 +207,19 @@ class ImageCatalogue:
         listed = self.root / image.name / image.digest[:DIGEST_CHARS] / PACKAGES_FILE
         return tuple(listed.read_text().splitlines()) if listed.exists() else ()
 
+    def removal(self, name: str) -> Path:
+        """Return the directory that `remove` would remove. Raises: ImageNotFound."""
+        directory = self._directory(name, remedy="; `envd image list` lists all")
+        return directory if "@" in name else directory.parent
+
     def remove(self, name: str) -> Path:
         """Remove an image by `name` (all its digests) or `name@digest-prefix`; returns the removed directory.
 
         An image registered in place keeps its disk file. Raises: ImageNotFound.
         """
-        directory = self._directory(name, remedy="; `envd image list` lists all")
-        removed = directory if "@" in name else directory.parent
+        removed = self.removal(name)
         shutil.rmtree(removed)
-        current = directory.parent / "current"
+        current = (removed.parent if "@" in name else removed) / "current"
         if current.is_symlink() and not current.exists():
             current.unlink()
         return removed

@@ -32,4 +32,6 @@ if [ -e "$root$script" ]; then
 	rm "$root$script"
 	run chown -R user:user /home/user
 fi
-rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* "$root"/tmp/*
+rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/*
+# mmdebstrap's own configuration of apt is there: without it, apt would update the host's lists.
+find "$root/tmp" -mindepth 1 -maxdepth 1 ! -name 'mmdebstrap.*' -exec rm -rf {} +

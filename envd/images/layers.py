@@ -56,7 +56,7 @@ class Node:
     source: tuple[int, int] = (0, 0)
     """Number of the layer and of its entry."""
     content: bytes | None = None
-    """Of files that were asked for."""
+    """Content of a file that `FileTree` keeps."""
     children: dict[str, "Node"] = field(default_factory=dict)
 
     @property
@@ -69,7 +69,7 @@ class _Entry:
     parts: tuple[str, ...]
     node: Node
     target: tuple[str, ...] = ()
-    """Of a hard link."""
+    """Target of a hard link."""
 
 
 class FileTree:
@@ -123,9 +123,8 @@ class FileTree:
             OSError, ValueError, tarfile.TarError: As `add_layer`.
         """
         with tarfile.open(
-            fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape",
-            copybufsize=_BLOCK_BYTES,
-        ) as out:  # fmt: skip
+            fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape"
+        ) as out:
             names: dict[tuple[int, int], list[str]] = {}
             nodes: dict[tuple[int, int], Node] = {}
             for path, node in self._walk():

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Protocol
 
 import zstandard
 
@@ -177,7 +177,7 @@ class _Archive:
     def _only(self, index: Mapping[str, Any], *, is_nested: bool = False) -> Mapping[str, Any]:
         """Return the descriptor of the only image below an index."""
         found = [_mapping(each) for each in index.get("manifests") or []]
-        # Attestations of docker buildx are no images.
+        # Attestations of docker buildx are not images.
         found = [each for each in found if _mapping(each.get("platform") or {}).get("os") != "unknown"]
         if len(found) != 1:
             platforms = (_mapping(each.get("platform") or {}) for each in found)
@@ -206,10 +206,14 @@ class _Archive:
         return self._tar.extractfile(self._members[name]) or io.BytesIO()
 
 
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
 class _Hashed(io.RawIOBase):
     """Reads a stream, and knows the digest of what it has read."""
 
-    def __init__(self, stream: IO[bytes], *, max_bytes: int | None = None) -> None:
+    def __init__(self, stream: _Readable, *, max_bytes: int | None = None) -> None:
         super().__init__()
         self._stream = stream
         self._digest = hashlib.sha256()
@@ -258,7 +262,7 @@ class _Layer:
                 raise ImageError(f"layer {self._number} is damaged: not of its digest; write the archive again")
 
 
-def _decompressed(start: bytes, packed: IO[bytes]) -> IO[bytes]:
+def _decompressed(start: bytes, packed: io.BufferedReader) -> _Readable:
     if start.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=packed)
     if start.startswith(b"\x28\xb5\x2f\xfd"):

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -28,6 +28,12 @@ OFFICE_PACKAGES = _packages("office")
 #: A kernel, an X server and Wine, but no desktop of Linux.
 WINE_PACKAGES = _packages("wine")
 
+#: Packages and files by which a machine boots, and its X server. A container has neither a kernel nor devices.
+_BOOT_PACKAGES = _packages("boot")
+_BOOT_FILES = (
+    "etc/X11/", "etc/fstab", "etc/initramfs-tools/", "etc/libinput/", "etc/sysctl.d/", "etc/systemd/", "etc/udev/",
+)  # fmt: skip
+
 #: Names of OpenComputer's applications that the office image has.
 OFFICE_APPLICATIONS = _packages("office-applications")
 
@@ -42,6 +48,8 @@ USER_SCRIPT = "usr/lib/envd/user-script"
 
 #: Completes a root file system after its packages are installed; its argument is the root.
 CUSTOMIZE_SCRIPT = (files("envd.images") / "customize.sh").read_text()
+#: Its place in a root file system for containers.
+CUSTOMIZE_FILE = "usr/lib/envd/customize.sh"
 
 #: Python packages to install in addition to Debian's, in pip's format. The file is also part of the guest.
 PYTHON_PACKAGES = "usr/lib/envd/python-packages.txt"
@@ -60,6 +68,7 @@ class ImageRecipe:
     components: tuple[str, ...] = ("main",)
     packages: tuple[str, ...] = DESKTOP_PACKAGES
     kernel_package: str = "linux-image-amd64"
+    """Empty for the files of containers."""
     disk_mib: int = 8192
     """Size of the guest's disk; the image file is sparse."""
     os: GuestOs = GuestOs.LINUX
@@ -92,6 +101,12 @@ def desktop_recipe(*, distribution: str = "debian", suite: str = "", mirror: str
             kernel_package="linux-image-generic",
         )
     raise ValueError(f"distribution {distribution!r}: unknown; choose debian or ubuntu")
+
+
+def for_containers(recipe: ImageRecipe) -> ImageRecipe:
+    """Return a recipe of Linux without what only virtual machines need; it is built without root."""
+    packages = tuple(name for name in recipe.packages if name not in _BOOT_PACKAGES)
+    return replace(recipe, packages=packages, kernel_package="", disk_mib=0)
 
 
 def osworld_recipe(*, mirror: str = "") -> ImageRecipe:
@@ -136,6 +151,9 @@ def overlay_files(recipe: ImageRecipe) -> dict[str, bytes]:
     tree.update(_walk(files("envd.guests") / "guestd", "usr/lib/envd/guestd/"))
     for path, data in _walk(images / "desktop", ""):
         tree[_desktop_destination(path)] = data
+    if not recipe.kernel_package:
+        tree = {path: data for path, data in tree.items() if not path.startswith(_BOOT_FILES)}
+        tree[CUSTOMIZE_FILE] = CUSTOMIZE_SCRIPT.encode()
     if recipe.layer:
         # OSWorld's includes an Xauthority with an entry for no display: without any entry pyautogui prints a warning,
         # which OSWorld's getters take for part of the output.

@@ -37,7 +37,7 @@ from envd.hypervisor.oci.backend import CAPABILITIES, DEFAULT_RUNTIME
 from envd.hypervisor.oci.bundle import ContainerSettings, container_config
 from envd.hypervisor.oci.control_groups import ControlGroups, MachineGroups
 from envd.hypervisor.oci.ids import IdMap, own_ids
-from envd.hypervisor.oci.images import IMAGES, ImageFiles, has_package, obstacle
+from envd.hypervisor.oci.images import IMAGES, SUDO, ImageFiles, has_package, obstacle
 from envd.hypervisor.oci.machine import DESTROYED, MachineFiles, OciMachine
 from envd.hypervisor.oci.namespace import Namespace, owner_of_files
 from envd.hypervisor.oci.templates import TEMPLATES, OciSnapshot, TemplateStore
@@ -87,6 +87,7 @@ class OciHypervisor:
     @classmethod
     async def open(cls, config: Config, images: Iterable[DiskImage], *, runtime: str = "") -> "OciHypervisor":
         """Create the namespaces of the containers. Raises: ConfigError: This host or an image does not allow it."""
+        images = tuple(images)
         for image in images:
             if problem := obstacle(image):
                 raise ConfigError(problem)
@@ -135,6 +136,10 @@ class OciHypervisor:
             machines=machines,
         )
         opened.append(hypervisor)
+        await hypervisor._images.prune(images)
+        await hypervisor._templates.prune(
+            hypervisor._images.kept(images), limit_bytes=config.hypervisor.template_limit_bytes
+        )
         return hypervisor
 
     def __repr__(self) -> str:
@@ -393,6 +398,8 @@ class OciHypervisor:
         """End the namespaces. Machines must have been destroyed before."""
         await self._namespace.aclose()
         await self._groups.close()
+        self._images.close()
+        self._templates.close()
 
 
 def runtime_version(runtime: str) -> str:
@@ -428,7 +435,7 @@ def _container_settings(spec: MachineSpec, *, envd: PurePosixPath, groups: Machi
         screen_px=(spec.screen_width_px, spec.screen_height_px),
         keyboard_layout=spec.keyboard_layout,
         memory_mib=spec.memory_mib,
-        has_sudo=has_package(spec.image, "sudo"),
+        has_sudo=has_package(spec.image, SUDO),
         max_open_files=min(_MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         groups=PurePosixPath(groups.guest) if groups else None,
         display_group=PurePosixPath(groups.display) if groups else None,

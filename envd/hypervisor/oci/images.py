@@ -2,6 +2,7 @@
 
 ```text
 <cache>/images/<name>/<digest16>/container-<user ids>/    complete, never changed
+                                 .container-<user ids>/   being unpacked, or removed
 ```
 Its files belong to the users of the containers, so each user of the host who runs a daemon has a copy.
 """
@@ -11,13 +12,14 @@ import fcntl
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from envd.base.errors import HypervisorError
 from envd.base.tools import run_tool
 from envd.hypervisor.machine import DiskImage, Firmware, GuestOs
-from envd.hypervisor.oci.ids import IdMap, name_of
+from envd.hypervisor.oci.ids import IdMap, name_of, own_ids
 from envd.hypervisor.oci.namespace import Namespace, owner_of_files
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ IMAGES: Final = "images"
 _UNPACK_TIMEOUT_S: Final = 900.0
 #: Where Debian has debugfs, and an ordinary user's PATH does not look.
 _SYSTEM_PROGRAMS: Final = "/usr/sbin:/sbin"
+#: An image with it lets the session's user become the container's root.
+SUDO: Final = "sudo"
 _X_SERVER: Final = "tigervnc-standalone-server"
 
 
@@ -61,7 +65,11 @@ def find_debugfs() -> str:
 
 def unpacked_directory(image: DiskImage, ids: IdMap) -> Path:
     """Return the directory of an image's files for containers with these user ids, which may not exist yet."""
-    return image.disk.parent / f"container-{ids.name}"
+    return image.disk.parent / unpacked_directory_name(ids)
+
+
+def unpacked_directory_name(ids: IdMap) -> str:
+    return f"container-{ids.name}"
 
 
 def unpacking_obstacle(image: DiskImage, ids: IdMap) -> str:
@@ -91,6 +99,8 @@ class ImageFiles:
         self._root = root
         self._ids = ids
         self._namespace = namespace
+        self._used: dict[Path, int] = {}
+        """Locks on the unpacked images that this daemon has used."""
 
     async def directory(self, image: DiskImage) -> PurePosixPath:
         """Return the directory of an image's file system, as a path of the namespace; unpack it if there is none.
@@ -102,11 +112,61 @@ class ImageFiles:
             raise HypervisorError(problem)
         unpacked = unpacked_directory(image, self._ids)
         try:
+            if unpacked not in self._used:
+                used = await asyncio.to_thread(lock, _used_file(unpacked), fcntl.LOCK_SH)
+                if self._used.setdefault(unpacked, used) != used:
+                    os.close(used)  # another pool was faster
             if not unpacked.is_dir():
                 await self._unpack(image, unpacked)
         except OSError as error:
             raise HypervisorError(f"image {image.name}: could not be unpacked for containers: {error}") from error
         return self._inside(unpacked)
+
+    def kept(self, images: Iterable[DiskImage]) -> set[str]:
+        """Return the names of the directories of these images, and of those that are current under their names."""
+        current = {link.resolve().name for link in self._root.glob("*/current")}
+        return current | {image.disk.parent.resolve().name for image in images}
+
+    async def prune(self, images: Iterable[DiskImage]) -> None:
+        """Remove the unpacked files of images that neither are among these nor current under their names.
+
+        Those that a daemon uses stay. Never raises: what cannot be removed is logged.
+        """
+        kept = self.kept(images)
+        name = unpacked_directory_name(self._ids)
+        for path in [path for each in (name, f".{name}", f".{name}.raw") for path in self._root.glob(f"*/*/{each}")]:
+            if path.parent.name in kept or path.parent.is_symlink():
+                continue
+            try:
+                await self._remove_unused(path.with_name(name))
+            except (OSError, HypervisorError) as error:
+                logger.warning("%s: could not be removed: %s", path, error)
+
+    async def _remove_unused(self, unpacked: Path) -> None:
+        """Remove an image's unpacked files, complete or not, unless a daemon uses or unpacks them."""
+        partial = unpacked.with_name(f".{unpacked.name}")
+        locks: list[int] = []
+        try:
+            for file in (_used_file(unpacked), _unpacking_file(unpacked)):
+                locks.append(lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            unpacked.with_name(f".{unpacked.name}.raw").unlink(missing_ok=True)
+            for path in (partial, unpacked):
+                if path.is_dir():
+                    if path == unpacked:
+                        path.rename(partial)
+                    await self._namespace.call("empty", path=str(self._inside(partial)))
+                    partial.rmdir()
+            logger.info("removed %s, which no image in use needs", unpacked)
+        except BlockingIOError:
+            return
+        finally:
+            for file_descriptor in locks:
+                os.close(file_descriptor)
+
+    def close(self) -> None:
+        """Let others remove the images that this daemon has used."""
+        while self._used:
+            os.close(self._used.popitem()[1])
 
     def _inside(self, path: Path) -> PurePosixPath:
         return Namespace.inside(IMAGES) / path.resolve().relative_to(self._root.resolve())
@@ -114,10 +174,9 @@ class ImageFiles:
     async def _unpack(self, image: DiskImage, unpacked: Path) -> None:
         partial = unpacked.with_name(f".{unpacked.name}")
         raw = unpacked.with_name(f".{unpacked.name}.raw")
-        lock = os.open(unpacked.with_name(f".{unpacked.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Another daemon, or another pool of this one, may be unpacking it.
+        unpacking = await asyncio.to_thread(lock, _unpacking_file(unpacked), fcntl.LOCK_EX)
         try:
-            # Another daemon, or another pool of this one, may be unpacking it.
-            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
             if unpacked.is_dir():
                 return
             logger.info("image %s: unpacking its file system for containers", image.name)
@@ -135,10 +194,54 @@ class ImageFiles:
                 convert = ["qemu-img", "convert", "-f", image.disk_format, "-O", "raw", str(image.disk), str(raw)]
                 await asyncio.to_thread(run_tool, convert, what=f"unpacking image {image.name}", error=HypervisorError)
                 raw.chmod(0o644)
-            await self._namespace.call("run", argv=command, timeout_s=_UNPACK_TIMEOUT_S)
+            await self._namespace.call("run", argv=[*command], timeout_s=_UNPACK_TIMEOUT_S)
             if not os.path.lexists(partial / "usr/bin/Xtigervnc"):
                 raise HypervisorError(f"image {image.name}: its disk could not be read; build or import it again")
+            if has_package(image, SUDO):
+                # debugfs changes the owner last, which clears the bit.
+                program = str(self._inside(partial) / "usr/bin/sudo")
+                await self._namespace.call("run", argv=["chmod", "u+s", program], timeout_s=_UNPACK_TIMEOUT_S)
             partial.rename(unpacked)
         finally:
             raw.unlink(missing_ok=True)
-            os.close(lock)
+            os.close(unpacking)
+
+
+async def remove_unpacked(root: Path, directory: Path) -> None:
+    """Remove what is unpacked below a directory of images, whose files an ordinary user could not remove.
+
+    Raises: ConfigError, HypervisorError, OSError.
+    """
+    if not os.geteuid():
+        return  # root can remove every file
+    candidates = (*directory.glob("*container-*"), *directory.glob("*/*container-*"))
+    found = {path.resolve() for path in candidates if path.is_dir()}
+    if not found:
+        return
+    namespace = await Namespace.open(
+        {IMAGES: root.resolve()}, ids=own_ids(), on_start=lambda _: None, on_exit=lambda *_: None
+    )
+    try:
+        for path in found:
+            await namespace.call("empty", path=str(Namespace.inside(IMAGES) / path.relative_to(root.resolve())))
+    finally:
+        await namespace.aclose()
+
+
+def lock(file: Path, kind: int) -> int:
+    """Create and lock a file; return its descriptor, which holds the lock. Raises: OSError; BlockingIOError."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, kind)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _used_file(unpacked: Path) -> Path:
+    return unpacked.with_name(f".{unpacked.name}.used")
+
+
+def _unpacking_file(unpacked: Path) -> Path:
+    return unpacked.with_name(f".{unpacked.name}.lock")

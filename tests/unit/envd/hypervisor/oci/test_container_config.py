@@ -163,6 +163,33 @@ def test_subordinate_ids_are_read_by_name_and_number_and_must_suffice(tmp_path: 
     assert ids._subordinate(str(tmp_path / "missing"), 4_000_001) is None
 
 
+@pytest.mark.parametrize(
+    ("available", "first", "count"),
+    [(4_294_967_295, 2_000_000_000, 65_536), (65_536, 10_000, 55_536), (131_072, 10_000, 65_536)],
+)
+def test_root_of_a_pods_user_namespace_uses_its_upper_ids(
+    monkeypatch: pytest.MonkeyPatch, available: int, first: int, count: int
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(ids, "_subordinate", lambda *_: None)
+    monkeypatch.setattr(ids, "_available", lambda _: available)
+    own = ids.own_ids()
+    assert own.lines(groups=False) == own.lines(groups=True) == [(0, first, 1), (1, first + 1, count - 1)]
+
+
+def test_a_user_namespace_with_too_few_ids_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(ids, "_available", lambda _: 1)
+    with pytest.raises(ConfigError, match="the user namespace has 1 ids, but containers need 12000"):
+        ids.own_ids()
+
+
+def test_ids_are_counted_up_to_the_first_gap(tmp_path: Path) -> None:
+    file = tmp_path / "uid_map"
+    file.write_text("    1000     500000      64536\n       0     400000       1000\n  90000 1 5\n")
+    assert ids._available(str(file)) == 65_536
+
+
 def test_debugfs_is_found_where_the_path_of_an_ordinary_user_does_not_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
