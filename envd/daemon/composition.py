@@ -96,7 +96,7 @@ class Daemon:
     @property
     def machine_ids(self) -> list[str]:
         """Machines that exist, or may exist. Once it is closed: those that could not be destroyed."""
-        return [machine_id for pool in self.pools for machine_id in pool.machine_ids]
+        return [machine_id for pool in self.pools for machine_id in pool.list_machine_ids()]
 
     async def drain(self, *, hurry: asyncio.Event) -> None:
         """Refuse new episodes and wait for live ones, for `limits.drain_timeout_s` or until `hurry` is set."""

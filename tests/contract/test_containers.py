@@ -20,7 +20,7 @@ from envd.desktop.agent import GuestAgent
 from envd.desktop.desktop import Desktop
 from envd.desktop.display.rfb import RfbClient
 from envd.hypervisor.machine import DiskImage, MachineSpec
-from envd.hypervisor.oci.control_groups import ControlGroups
+from envd.hypervisor.oci.control_groups import ControlGroups, Hierarchies
 from envd.hypervisor.oci.hypervisor import OciHypervisor
 from envd.hypervisor.oci.machine import OciMachine
 from tests.support.containers import desktop_image, settings
@@ -377,6 +377,46 @@ async def test_a_machine_whose_first_process_the_host_kills_is_lost_by_the_host(
             await machine.pause()
 
 
+@pytest.mark.parametrize("version", [1, 2])
+async def test_control_groups_of_each_version_limit_freeze_and_measure(
+    state_dir: Path, image: DiskImage, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    host = Hierarchies.of_host()
+    only = replace(host, unified=None) if version == 1 else replace(host, legacy={})
+    if (version == 1 and not {"freezer", "cpuacct"} <= host.legacy.keys()) or (version == 2 and host.unified is None):
+        pytest.skip(f"version {version} of control groups is not mounted")
+    monkeypatch.setattr(Hierarchies, "of_host", lambda: only)
+    async with started(state_dir, image, memory_mib=768) as (hypervisor, machine):
+        groups = machine.groups
+        assert groups is not None
+        assert hypervisor._groups.problem == ""
+        assert groups.is_unified is (version == 2)
+        if version == 1:
+            limit = only.legacy["memory"] / hypervisor._groups._mark / machine.machine_id / "memory.limit_in_bytes"
+            assert int(limit.read_text()) == 768 << 20
+        x_server = [pid for pid in groups.process_ids() if "Xtigervnc" in Path(f"/proc/{pid}/comm").read_text()]
+        assert len(x_server) == 1
+        spin = "i=0; while :; do i=$((i+1)); done"
+        await GuestAgent(machine).run(["sh", "-c", f"({spin}) >/dev/null 2>&1 & sleep 0.3"], timeout_s=60)
+        await machine.pause()
+        assert groups.is_frozen()
+        before_s = machine.processor_s()
+        assert before_s is not None
+        assert before_s > 0.1
+        client = await RfbClient.connect(*await machine.open_display())
+        assert (await read_screen(client)).shape == (800, 1280), "the X server is not frozen"
+        await client.close()
+        await asyncio.sleep(0.3)
+        assert (machine.processor_s() or 0) - before_s < 0.2, "nothing runs but the X server"
+        waited_s = groups.run_delay_s()
+        await machine.resume()
+        async with asyncio.timeout(60):
+            while (machine.processor_s() or 0) - before_s < 0.1:
+                await asyncio.sleep(0.05)
+        assert groups.run_delay_s() > waited_s
+        assert (await machine.usage()).pss_bytes > 0
+
+
 async def test_without_control_groups_signals_stop_all_but_the_x_server(
     state_dir: Path, image: DiskImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,7 +458,7 @@ def test_a_daemon_whose_machines_cannot_be_destroyed_ends_by_force(tmp_path: Pat
     options = ("--config", config, "--state-dir", state_dir, "--hypervisor", "oci:")
     addresses = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
     with Program(sys.executable, "-c", _STUCK_DAEMON, *options, *addresses) as daemon:
-        daemon.wait_for("pool desktop: ready, 1 machines")
+        daemon.wait_for("pool desktop: (ready, 1 machines)")
         children = Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children").read_text().split()
         (holder,) = [pid for pid in children if "holder.py" in Path(f"/proc/{pid}/cmdline").read_text()]
         (inner,) = Path(f"/proc/{holder}/task/{holder}/children").read_text().split()
