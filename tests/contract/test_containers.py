@@ -22,7 +22,7 @@ from envd.hypervisor.machine import DiskImage, MachineSpec
 from envd.hypervisor.oci.control_groups import ControlGroups
 from envd.hypervisor.oci.hypervisor import OciHypervisor
 from envd.hypervisor.oci.machine import OciMachine
-from tests.support.containers import desktop_image, settings
+from tests.support.containers import desktop_image, first_process, settings
 from tests.support.machine_contract.fixtures import read_screen
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
@@ -225,13 +225,23 @@ async def test_a_machine_whose_first_process_the_host_kills_is_lost_by_the_host(
 ) -> None:
     async with started(state_dir, image) as (_, machine):
         assert machine.groups is not None
-        os.kill(min(machine.groups.process_ids()), signal.SIGKILL)
+        os.kill(first_process(machine.groups.process_ids()), signal.SIGKILL)
         async with asyncio.timeout(30):
             await machine.lost.wait()
         assert machine.loss is not None
         assert (machine.loss.owner, machine.loss.reason) == (Owner.HOST, "its first process was killed by the host")
         with pytest.raises(MachineLost, match="killed by the host"):
             await machine.pause()
+
+
+async def test_machines_are_lost_by_the_host_when_their_namespaces_end(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (hypervisor, machine):
+        hypervisor._namespace._process.kill()
+        async with asyncio.timeout(30):
+            await machine.lost.wait()
+        assert machine.loss is not None
+        assert (machine.loss.owner, hypervisor.problem) == (Owner.HOST, machine.loss.reason)
+        assert "namespaces has ended; restart envd" in machine.loss.reason
 
 
 async def test_without_control_groups_signals_stop_all_but_the_x_server(

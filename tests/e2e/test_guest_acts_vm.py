@@ -21,11 +21,10 @@ from pydantic import TypeAdapter
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Done, EnvError, GuestEnded, PressKeys, TypeText, View, Wait
 from envd.hypervisor.qemu.processes import machine_pids
-from envd.images.catalogue import ImageCatalogue
 from envd.pool.pool import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
-from tests.support.real_desktops import served_machines
+from tests.support.real_desktops import Backend
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
 
@@ -211,9 +210,7 @@ def machines_dir(vm_state_dir: Path) -> Iterator[Path]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(
-    cache_dir: Path, template_dir: Path, vm_state_dir: Path, machines_dir: Path
-) -> AsyncIterator[AsyncEnvClient]:
+async def client(qemu: Backend, vm_state_dir: Path, machines_dir: Path) -> AsyncIterator[AsyncEnvClient]:
     tasks = TypeAdapter(list[Task]).validate_python(
         [
             {"task_id": f"test/{name}", "instruction": "Write 42.", "level": 1, "checker": checker, "os": OS}
@@ -224,10 +221,8 @@ async def client(
     settings = PoolSettings(
         name="desktop", capacity=2, size=0, boot_timeout_s=1200.0, allow_guest_access=True, disk_quota_mib=QUOTA_MIB
     )
-    image = ImageCatalogue(cache_dir).get(IMAGE)
-    directories = {"cache_dir": cache_dir, "template_dir": template_dir, "state_dir": vm_state_dir}
     async with (
-        served_machines(settings, image, TaskCatalogue(tasks), **directories) as address,
+        qemu.machines(settings, TaskCatalogue(tasks), state_dir=vm_state_dir, image=IMAGE) as address,
         AsyncEnvClient(address) as client,
     ):
         yield client

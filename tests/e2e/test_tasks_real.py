@@ -14,11 +14,10 @@ from cuaenv.actions import Action, Done
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, StepResult, View
 from envd.authoring.playing import Steps, max_steps_of, play
 from envd.base.config import LimitsConfig
-from envd.images.catalogue import Image
 from envd.tasks.catalogue import TaskCatalogue
-from tests.support.real_desktops import real_desktops
+from tests.support.real_desktops import Backend
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 CATALOGUE = TaskCatalogue.load()
 ALL = [
@@ -30,12 +29,8 @@ TASK_IDS = ALL if os.environ.get("ENVD_TEST_TASKS") == "all" else SELECTED
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(
-    desktop_image: Image, cache_dir: Path, template_dir: Path, vm_state_dir: Path
-) -> AsyncIterator[AsyncEnvClient]:
-    async with real_desktops(
-        desktop_image, CATALOGUE, cache_dir=cache_dir, template_dir=template_dir, state_dir=vm_state_dir
-    ) as client:
+async def client(real_backend: Backend, vm_state_dir: Path) -> AsyncIterator[AsyncEnvClient]:
+    async with real_backend.desktops(CATALOGUE, state_dir=vm_state_dir) as client:
         yield client
 
 
