@@ -18,7 +18,7 @@ from tests.support.served import ServedDaemon
 from trainer.adapters.mcp import make_server
 from trainer.adapters.session import SessionSettings
 
-pytestmark = [pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 CONFIG = """\
 [pools.desktop]

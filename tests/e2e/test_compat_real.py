@@ -17,7 +17,7 @@ from tests.support.leftovers import machine_leftovers
 from tests.support.real_desktops import Backend
 from tests.support.served import ServedDaemon
 
-pytestmark = [pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 # `areal-sandbox` and OSWorld's clients expect the guest to run between their calls.
 CONFIG = """\

@@ -11,7 +11,7 @@ from envd.integrations.cua_gym.reader import read_bundles
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from tests.support.real_desktops import Backend
 
-pytestmark = [pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 FILES = {
     "meta.json": '{"driver": "uda-gym"}',

@@ -72,7 +72,7 @@ async def test_a_real_guests_port_carries_bytes_both_ways(
 
 
 @pytest.mark.vm
-@pytest.mark.parametrize("real_backend", [QEMU], indirect=True)
+@pytest.mark.parametrize("real_backend", [pytest.param(QEMU, id="qemu")], indirect=True)
 async def test_a_fork_starts_without_connections_and_its_parent_keeps_them(client: AsyncEnvClient) -> None:
     async with client.reset("test/nothing") as episode, episode.forward(PORT) as forward:
         assert (await episode.run_command(["bash", "-c", START, SERVER])).exit_code == 0

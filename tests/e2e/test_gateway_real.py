@@ -12,7 +12,7 @@ from cuaenv.client import EnvClient, View
 from tests.support.real_desktops import Backend
 from tests.support.served import ServedDaemon
 
-pytestmark = [pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 CONFIG = """\
 [pools.desktop]

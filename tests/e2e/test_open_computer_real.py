@@ -15,7 +15,7 @@ from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from tests.support.open_computer import VERIFIER_WITH_TREE, make_repository
 from tests.support.real_desktops import Backend
 
-pytestmark = [pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 TASK = "opencomputer/notes_total"
 NO_PIXELS = View(encoding="none")

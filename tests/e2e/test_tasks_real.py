@@ -1,6 +1,6 @@
-"""The desktop suite on real guests: oracles score 1.0 and doing nothing 0.0, over gRPC, each on a fork.
+"""The desktop suite on real guests: oracles score 1.0 and doing nothing 0.0, over gRPC.
 
-`ENVD_TEST_TASKS=all make vm-test` plays the whole suite instead of a selection: a drawn variant of each template.
+`ENVD_TEST_TASKS=all` plays the whole suite instead of a selection: a drawn variant of each template.
 """
 
 import os
@@ -23,8 +23,15 @@ CATALOGUE = TaskCatalogue.load()
 ALL = [
     f"{task.task_id}?seed=1" if CATALOGUE.variant_count(task.task_id) > 1 else task.task_id for task in CATALOGUE.list()
 ]
-#: A task that is solved by what the oracle does, and an infeasible one.
-SELECTED = ["desktop/letter-that-is-not-there", "desktop/sort-invoices?seed=1"]
+#: An infeasible task, keys and a pointer, characters of no key, a chord of three keys, a drag, and the panel.
+SELECTED = [
+    "desktop/letter-that-is-not-there",
+    "desktop/sort-invoices?seed=1",
+    "desktop/type-unicode",
+    "desktop/new-folder",
+    "desktop/drag-into-folder",
+    "desktop/open-calculator",
+]
 TASK_IDS = ALL if os.environ.get("ENVD_TEST_TASKS") == "all" else SELECTED
 
 
@@ -47,10 +54,13 @@ async def score_of(episode: AsyncEpisode, steps: Steps) -> float:
 
 
 @pytest.mark.parametrize("task_id", TASK_IDS)
-async def test_the_oracle_scores_one_and_doing_nothing_zero(client: AsyncEnvClient, task_id: str) -> None:
+async def test_the_oracle_scores_one_and_doing_nothing_zero(
+    client: AsyncEnvClient, real_backend: Backend, task_id: str
+) -> None:
     task = CATALOGUE.get(task_id)
     max_steps = max_steps_of(task, limit=LimitsConfig().max_steps)
     async with client.reset_group(task_id, size=2, max_steps=max_steps, view=View(encoding="none")) as (idle, solved):
-        assert idle.observation.frame_id == solved.observation.frame_id
+        # Each container runs the task's setup by itself.
+        assert idle.observation.frame_id == solved.observation.frame_id or not real_backend.is_qemu
         assert await score_of(idle, [(Done(),)]) == 0.0
         assert await score_of(solved, task.oracle) == 1.0

@@ -137,6 +137,18 @@ class Namespace:
             raise ConfigError(f"hypervisor oci: unexpected answer {line!r}")
 
     async def _read(self) -> None:
+        problem = "the process that owns the containers' namespaces has ended; restart envd"
+        try:
+            await self._read_answers()
+        except Exception as error:
+            problem = f"the process that owns the containers' namespaces could not be read: {error!r}; restart envd"
+            logger.exception("%s", problem)
+            with suppress(ProcessLookupError):
+                self._process.kill()
+        self._fail(problem)
+        self._on_end(self.problem)
+
+    async def _read_answers(self) -> None:
         assert self._process.stdout is not None  # noqa: S101
         while line := await self._process.stdout.readline():
             message = json.loads(line)
@@ -147,8 +159,6 @@ class Namespace:
                     answer.set_exception(HypervisorError(message["error"]))
                 else:
                     answer.set_result(message["result"])
-        self._fail("the process that owns the containers' namespaces has ended; restart envd")
-        self._on_end(self.problem)
 
     def _fail(self, problem: str) -> None:
         self.problem = self.problem or problem
