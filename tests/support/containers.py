@@ -12,16 +12,21 @@ from envd.base.config import Config, HypervisorConfig
 from envd.base.errors import ImageError, ImageNotFound
 from envd.hypervisor.machine import DiskImage
 from envd.hypervisor.oci.control_groups import ControlGroups
-from envd.hypervisor.oci.hypervisor import _mark
+from envd.hypervisor.oci.hypervisor import mark_of
 from envd.hypervisor.oci.ids import own_ids
 from envd.hypervisor.oci.images import obstacle
 from envd.images.catalogue import ImageCatalogue
 
 
-def desktop_image() -> DiskImage:
-    """Return this host's desktop image; skips the test if containers cannot run it here."""
+def require_containers() -> None:
+    """Skip the test if this host cannot run containers."""
     if os.geteuid() != 0 or shutil.which("runc") is None:
         pytest.skip("containers need root and runc")
+
+
+def desktop_image() -> DiskImage:
+    """Return this host's desktop image; skips the test if containers cannot run it here."""
+    require_containers()
     try:
         image = ImageCatalogue(Config().cache_dir).disk_image("desktop")
     except (ImageNotFound, ImageError) as error:
@@ -49,20 +54,26 @@ def _is_first(pid: int) -> bool:
     return False
 
 
+def machine_processes(state_dir: Path) -> dict[int, str]:
+    """Return {process id: machine id} of the processes of a daemon's containers."""
+    mark, found = f"/envd-{mark_of(state_dir)}/", {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            groups = (entry / "cgroup").read_text()
+            # Of one that has ended and waits for its parent, the kernel adds "(deleted)".
+            if (group := groups.partition(mark)[2].split("\n")[0]) and "(deleted)" not in groups:
+                found[int(entry.name)] = group.partition("/")[0]
+    return {pid: machine_id for pid, machine_id in found.items() if machine_id != "holder"}
+
+
 def container_pids(state_dir: Path) -> dict[str, int]:
     """Return {machine id: its first process} of a daemon's containers."""
-    mark, found = f"/envd-{_mark(state_dir)}/", {}
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            groups = (entry / "cgroup").read_text() if entry.name.isdigit() else ""
-            name = groups.partition(mark)[2].splitlines()[:1]
-            if name and name != ["holder"] and _is_first(int(entry.name)):
-                found[name[0].partition("/")[0]] = int(entry.name)
-    return found
+    return {machine_id: pid for pid, machine_id in machine_processes(state_dir).items() if _is_first(pid)}
 
 
 def container_leftovers(state_dir: Path, machine_id: str = "") -> list[str]:
-    """List directories and control groups of a daemon's containers, or of one of them."""
-    left = [str(path) for path in (state_dir / "containers").glob(f"{machine_id}*")]
-    groups = ControlGroups(_mark(state_dir), ids=own_ids()).machine_ids()
+    """List processes, directories and control groups of a daemon's containers, or of one of them."""
+    left = [f"process {pid}" for pid, name in machine_processes(state_dir).items() if machine_id in ("", name)]
+    left += [str(path) for path in (state_dir / "containers").glob(f"{machine_id}*")]
+    groups = ControlGroups(mark_of(state_dir), ids=own_ids()).machine_ids()
     return left + [f"control groups of {name}" for name in groups if machine_id in ("", name)]

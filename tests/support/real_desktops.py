@@ -25,7 +25,7 @@ from envd.images.catalogue import ImageCatalogue
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task
 from envd.pool.pool import Pool, PoolHost, PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
-from tests.support.containers import container_pids
+from tests.support.containers import container_pids, machine_processes
 from tests.support.leftovers import machine_leftovers
 
 QEMU: Final = ""
@@ -52,6 +52,11 @@ class Backend:
     def machine_pids(self, state_dir: Path) -> dict[str, int]:
         """Return {machine id: the process whose end is the machine's end} of a daemon."""
         return machine_pids(state_dir) if self.is_qemu else container_pids(state_dir)
+
+    def machine_processes(self, state_dir: Path) -> list[int]:
+        """Return all processes of a daemon's machines; those whose end is a machine's end come first."""
+        first = list(self.machine_pids(state_dir).values())
+        return first if self.is_qemu else [*first, *(machine_processes(state_dir).keys() - set(first))]
 
     def config(self, state_dir: Path) -> Config:
         """Return the settings of a hypervisor in the test's process."""
