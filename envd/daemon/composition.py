@@ -21,7 +21,7 @@ from envd.api.security.secret_files import read_secret
 from envd.api.server import ApiServer, read_token_table
 from envd.base.aio import run_unless
 from envd.base.clock import LoopLag, SystemClock
-from envd.base.config import DEFAULT_RUN, Config, RunShare
+from envd.base.config import DEFAULT_RUN, CheckpointsConfig, Config, RunShare
 from envd.base.config_values import is_local
 from envd.base.errors import ConfigError, OsworldError
 from envd.base.store.store import FILE_NAME, SqliteStore
@@ -252,6 +252,8 @@ def _pools(
     runs = config.limits.runs
     shares = RunShares(named=runs, others=runs.get(DEFAULT_RUN, RunShare()))
     for name, pool in config.pools.items():
+        if pool.parks and (reason := hypervisor.capabilities.not_forkable):
+            raise ConfigError(f"pools.{name}.resident: its episodes cannot be parked: {reason}; remove the setting")
         image, image_screen_px = inputs.images[name]
         screen_px = pool.screen or image_screen_px
         yield Pool(
@@ -317,6 +319,13 @@ async def open_episodes(
                 settings=config.checkpoints,
                 reserve_bytes=config.limits.disk_reserve_mib << 20,
                 owners=lambda: tokens.get().owners if tokens else (),
+            ),
+            parked=CheckpointStore(
+                config.state_dir / "parked",
+                # As long as an episode, and as much as the disk has.
+                settings=CheckpointsConfig(limit_gib=1_048_576, run_limit_gib=1_048_576),
+                reserve_bytes=config.limits.disk_reserve_mib << 20,
+                owners=lambda: tokens.get().owners if tokens else ("",),
             ),
         )
         library, recording = None, config.recording

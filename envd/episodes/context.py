@@ -37,6 +37,8 @@ class EpisodeContext:
     limits: LimitsConfig
     clock: Clock
     metrics: Metrics
+    resume: Callable[[Episode], Coroutine[Any, Any, None]]
+    """Gives an episode its machine back if it is parked; see `Parking.resume`."""
     requests: Ledger
     """Resets and scores; those to an episode are in its own."""
     user_model: UserModel | None = None
@@ -52,6 +54,21 @@ class EpisodeContext:
         episode = self.registry.get(request.scope)
         episode.lease.renew(self.clock.monotonic())
         return await episode.requests.answer(request, lambda: work(episode))
+
+    @asynccontextmanager
+    async def call(
+        self, episode: Episode, *, renews: bool = True, watch: Stopwatch | None = None
+    ) -> AsyncIterator[None]:
+        """Keep an episode's lease from expiring and its machine in memory during the block; see `EpisodeRegistry.call`.
+
+        Waiting for the machine of a parked episode is the phase `unpark` of `watch`. Raises: as `Parking.resume`.
+        """
+        async with self.registry.call(episode, renews=renews):
+            parked = episode.machine
+            await self.resume(episode)
+            if watch is not None and parked is not episode.machine:
+                watch.lap("unpark")
+            yield
 
     @asynccontextmanager
     async def awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[LeasedMachine]:

@@ -284,7 +284,7 @@ class Opening:
             raise InvalidRequest("fork_count", f"{command.fork_count} is below 1")
         ttl_s = context.limits.lease_ttl_for(command.lease_ttl_s)
         pool = context.pools[episode.spec.pool]
-        async with context.registry.call(episode, renews=True):
+        async with context.call(episode):
             try:
                 with self.quotas.reserve(episode.spec.owner, command.fork_count, max_machines=command.max_machines):
                     group = await fork_group(

@@ -16,6 +16,7 @@ from envd.base.clock import Clock
 from envd.base.errors import EnvdError, MachineLost
 from envd.base.store.statements import AnswerRow, EpisodeRow, is_well_typed
 from envd.base.store.store import Store
+from envd.episodes.checkpoints.parking import Parking
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, Ledger, Request, RequestKind
 from envd.episodes.persistence.journal import Journal
@@ -158,6 +159,7 @@ class Recovery:
     pools: Mapping[str, Pool]
     tasks: TaskCatalogue
     requests: Ledger
+    parking: Parking
     clock: Clock
 
     async def restore(self, state: PersistedState, machines: Mapping[str, Machine]) -> None:
@@ -173,15 +175,18 @@ class Recovery:
             self.journal.forget(row.episode_id)
             return
         pool = self.pools[stored.spec.pool]
-        why, leased = decision.why, None
+        why, leased, parked = decision.why, None, None
         if decision.outcome is RecoveryOutcome.RESUME:
             machine = machines.get(row.machine_id)
             why = "the daemon restarted, and machines on this host do not outlive it"
-            if machine is not None:
-                try:
+            try:
+                parked = await self.parking.find(row.machine_id, pool)
+                if parked is not None:
+                    leased = parked.machine
+                elif machine is not None:
                     leased = await pool.adopt(machine, stored.connection, run=stored.spec.run)
-                except EnvdError as error:
-                    why = f"the daemon restarted and could not adopt the machine: {error}"
+            except EnvdError as error:
+                why = f"the daemon restarted and could not adopt the machine: {error}"
         episode = self.factory.restore(
             row,
             stored,
@@ -190,6 +195,8 @@ class Recovery:
             task=self.tasks.get(stored.spec.task_id),
         )
         self.journal.track(episode)
+        if parked is not None:
+            self.parking.keep(episode, parked.stored)
         if leased is None:
             # A full lease, at no cost without a machine: a late caller still learns why its episode was lost.
             episode.lease.renew(self.clock.monotonic())

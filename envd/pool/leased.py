@@ -91,6 +91,11 @@ class LeasedMachine:
         """Set once the machine is gone; never cleared."""
         return self.machine.lost
 
+    @property
+    def in_use(self) -> bool:
+        """Whether the guest runs for somebody."""
+        return self._user_count > 0
+
     def start_loading(self, tasks: OwnedTasks) -> None:
         """Load its state in a task, unless it has it."""
         if self._load is not None:
@@ -239,14 +244,14 @@ class LostMachine:
     """Implements `envd.hypervisor.machine.Machine`; every call raises MachineLost."""
 
     guestd_url = None
-    state = MachineState.GONE
+    state: MachineState = MachineState.GONE
 
     def __init__(self, spec: MachineSpec, *, reason: str) -> None:
         self.spec = spec
         self.lost = asyncio.Event()
         self.lost.set()
         self.lost_reason = reason
-        self.loss = Loss(Owner.HOST, reason)
+        self.loss: Loss | None = Loss(Owner.HOST, reason)
 
     @property
     def machine_id(self) -> str:
@@ -258,7 +263,7 @@ class LostMachine:
 
     async def examine(self) -> Loss:
         """Return its loss."""
-        return self.loss
+        return Loss(Owner.HOST, self.lost_reason)
 
     def console_tail(self) -> str:
         """Return an empty string: unknown."""
@@ -275,3 +280,17 @@ class LostMachine:
 
     async def destroy(self) -> None:
         """Do nothing: nothing of it is left."""
+
+
+class ParkedMachine(LostMachine):
+    """Stands in for the machine of a parked episode: it is not lost, and has no guest until the episode gets another.
+
+    `lost` is set when the episode has got it.
+    """
+
+    state: MachineState = MachineState.PAUSED
+
+    def __init__(self, spec: MachineSpec) -> None:
+        super().__init__(spec, reason="its episode is parked")
+        self.lost.clear()
+        self.loss = None

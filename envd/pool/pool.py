@@ -26,11 +26,11 @@ from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, NotForkable,
 from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
 from envd.desktop.desktop import Desktop
-from envd.desktop.view import ConnectionState
+from envd.desktop.view import ConnectionState, DesktopView
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
 from envd.pool.backoff import Backoff
 from envd.pool.fairness import Demand, RunShares
-from envd.pool.leased import FrozenDesktop, LeasedMachine, LostMachine, MachineLease, Reservation, freeze
+from envd.pool.leased import FrozenDesktop, LeasedMachine, LostMachine, MachineLease, ParkedMachine, Reservation, freeze
 from envd.pool.machines import MachineFactory, MachineRecord, MachineTable, Work
 from envd.pool.planner import LifecycleState, plan
 from envd.pool.queue import AdmissionQueue, QueuedGroup, Refusals, WaitingGroup, queue_report
@@ -126,7 +126,7 @@ class Pool:
         self._tasks = OwnedTasks()
         self._closing = asyncio.Event()
         self._spec = settings.machine_spec(image)
-        self._queue = AdmissionQueue(limit=settings.queue_limit, shares=settings.shares, capacity=settings.capacity)
+        self._queue = AdmissionQueue(limit=settings.queue_limit, shares=settings.shares, capacity=settings.resident)
         self._backoff = Backoff(
             min_s=settings.backoff_min_s, max_s=settings.backoff_max_s, failing_after=settings.failing_after
         )
@@ -157,7 +157,7 @@ class Pool:
             host=host.room,
             claims=partial(self._machines.claims, expected_bytes=expected_bytes, booted_bytes=booted_bytes(settings)),
             expected_bytes=expected_bytes,
-            capacity=settings.capacity,
+            capacity=settings.resident,
             clock=host.clock,
         )
         self._template = TemplateKeeper(
@@ -171,13 +171,14 @@ class Pool:
         )
         self._refusals = Refusals(
             pool=settings.name,
-            capacity=settings.capacity,
+            capacity=settings.resident,
             shares=settings.shares,
             queue=self._queue,
             turnover=self._machines.turnover,
             metrics=host.metrics,
         )
         self._replacing = asyncio.Semaphore(_MAX_REPLACING)
+        self._parked_count = 0
         self._is_started = False
         self._draining = False
         self._close_task: asyncio.Task[None] | None = None
@@ -189,7 +190,7 @@ class Pool:
     @property
     def capacity(self) -> int:
         """Most machines and reservations at once."""
-        return self.settings.capacity
+        return min(self.settings.resident, self.settings.capacity - self._parked_count)
 
     @property
     def copies_running_machines(self) -> bool:
@@ -225,7 +226,8 @@ class Pool:
             image=self.image.name,
             os=self.image.os.value,
             accelerator=self.hypervisor.accelerator.value,
-            capacity=self.capacity,
+            capacity=self.settings.capacity,
+            parked_count=self._parked_count,
             always_running=self.settings.always_running,
             tools=self.settings.tools,
             not_forkable=self.hypervisor.capabilities.not_forkable,
@@ -392,6 +394,39 @@ class Pool:
         """Return a stand-in for a machine of a previous daemon that is lost."""
         machine = LostMachine(replace(self._spec, machine_id=machine_id), reason=reason)
         return LeasedMachine(machine=machine, desktop=Desktop(machine), frozen=None)
+
+    def parked(self, machine_id: str, view: DesktopView) -> LeasedMachine:
+        """Return a stand-in for the machine of a parked episode, which shows its last screen."""
+        machine = ParkedMachine(replace(self._spec, machine_id=machine_id))
+        return LeasedMachine(machine=machine, desktop=Desktop(machine, view=view), frozen=None)
+
+    def set_parked(self, count: int) -> None:
+        """Set how many open episodes are parked: they count toward `capacity`."""
+        self._parked_count = count
+        self._reconcile()
+
+    @property
+    def has_room_for_parked(self) -> bool:
+        """Whether a parked episode can get a machine now: one that is ready, or one more."""
+        if self._machines.counts()[LifecycleState.IDLE]:
+            return True
+        used_count = len(self._machines) + self._machines.reserved_count
+        return used_count < self.settings.resident and self._room.count() > 0
+
+    def missing_for(self, waiting_count: int) -> int:
+        """Return how many leased machines have to be given up, so that others get theirs.
+
+        Others are `waiting_count` parked episodes with calls, the queued groups as far as they may be opened, and the
+        machines that are kept ready. Not positive if there is room for all.
+        """
+        counts, settings = self._machines.counts(), self.settings
+        used_count = len(self._machines) + self._machines.reserved_count
+        open_count = counts[LifecycleState.LEASED] + self._machines.unfilled_count + self._parked_count
+        queued_count = max(0, min(self._queue.machine_count, settings.capacity - open_count))
+        coming_count = counts[LifecycleState.IDLE] + counts[LifecycleState.DYING]
+        if not self._room.shortage:
+            coming_count += counts[LifecycleState.STARTING] + max(0, settings.resident - used_count)
+        return waiting_count + queued_count + settings.size - coming_count
 
     async def freeze(self, leased: LeasedMachine) -> FrozenDesktop:
         """Freeze a leased machine's state, to fork from; see `leased.freeze`."""

@@ -105,12 +105,16 @@ def check_memory(config: Config, *, available_bytes: int, daemon_pid: int | None
         return ok("memory", f"{detail} to what process {daemon_pid} has; see its pools below")
     # One machine is booted for the template of each pool; the others are forked from it.
     wanted_bytes = (config.limits.memory_reserve_mib << 20) + sum(
-        booted_bytes(pool) + pool.capacity * forked_bytes(pool) for pool in config.pools.values() or [PoolConfig()]
+        booted_bytes(pool) + pool.resident * forked_bytes(pool) for pool in config.pools.values() or [PoolConfig()]
     )
     users = f"{len(config.pools)} pools" if config.pools else "a pool of one machine"
     detail += f"; {users} may take {wanted_bytes / (1 << 30):.1f} GiB, limits.memory_reserve_mib included"
     if wanted_bytes > available_bytes:
-        return warn("memory", detail, fix="lower the pools' capacity, or expected_memory_mib if machines stay smaller")
+        return warn(
+            "memory",
+            detail,
+            fix="lower the pools' resident (default: capacity), or expected_memory_mib if machines stay smaller",
+        )
     return ok("memory", detail)
 
 

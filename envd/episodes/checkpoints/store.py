@@ -254,6 +254,17 @@ class CheckpointStore:
             self._forget(checkpoint_id)
             shutil.rmtree(part, ignore_errors=True)
 
+    def keep_only(self, checkpoint_ids: Collection[str]) -> None:
+        """Delete all others, and what killed daemons left, in a store that no other daemon uses.
+
+        Raises: OSError, StoreError.
+        """
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in self.directory.glob(f"{_PREFIX}*"):
+            if path.name not in checkpoint_ids:
+                self.delete(path.name)
+        self.sweep()
+
     def sweep(self) -> None:
         """Remove what has expired at the last sweeps too, and what killed daemons left. Raises: OSError, StoreError."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
