@@ -101,7 +101,7 @@ class PoolConfig(_Section):
     size: int = Field(default=1, ge=0, le=MAX_MACHINES)
     """Machines kept ready ahead of demand."""
     capacity: int = Field(default_factory=lambda data: max(1, data["size"]), ge=1, le=MAX_MACHINES)
-    """Most open episodes at once, and machines that are kept ready, together. Default: `size`, at least 1."""
+    """Most open episodes at once. Default: `size`, at least 1."""
     resident: int = Field(default_factory=lambda data: data["capacity"], ge=1, le=MAX_MACHINES)
     """Most machines at once: ready, leased, starting and dying together. Below `capacity`, episodes that wait for their
     model are parked: their state goes to the disk, and comes back at their next call. Default: `capacity`."""

@@ -1,9 +1,9 @@
 """What the calls of an episode service share: its collaborators, and how they resume a guest and report failures."""
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy
@@ -14,7 +14,7 @@ from envd.episodes.episode import Episode
 from envd.episodes.ledger import Answer, Ledger, Request
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.registry import EpisodeRegistry
-from envd.pool.leased import LeasedMachine
+from envd.pool.leased import FrozenDesktop, LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.checkers.base import Judge, judge_directly
 from envd.tasks.user_model import UserModel
@@ -27,6 +27,24 @@ def draining_error() -> Draining:
     return Draining("the daemon is draining and opens no more episodes; try another host", retry_after_s=1.0)
 
 
+class ParkedEpisodes(Protocol):
+    """The episodes without a machine; implemented by `Parking`."""
+
+    async def resume(self, episode: Episode) -> None:
+        """Give an episode a machine, if it is parked. Raises: PoolExhausted, PoolFailing, MachineLost."""
+
+    async def copy(
+        self, pool: Pool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
+    ) -> Sequence[LeasedMachine]:
+        """Store copies of a state; return the stand-ins of episodes that begin parked, for `keep`.
+
+        On failure and on cancellation nothing is stored. Raises: CheckpointStoreFull, StoreError, HypervisorError.
+        """
+
+    def keep(self, episode: Episode) -> None:
+        """Own the stored state of a new episode, if it begins parked."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeContext:
     """Collaborators of one episode service."""
@@ -37,8 +55,7 @@ class EpisodeContext:
     limits: LimitsConfig
     clock: Clock
     metrics: Metrics
-    resume: Callable[[Episode], Coroutine[Any, Any, None]]
-    """Gives an episode its machine back if it is parked; see `Parking.resume`."""
+    parking: ParkedEpisodes
     requests: Ledger
     """Resets and scores; those to an episode are in its own."""
     user_model: UserModel | None = None
@@ -65,7 +82,7 @@ class EpisodeContext:
         """
         async with self.registry.call(episode, renews=renews):
             parked = episode.machine
-            await self.resume(episode)
+            await self.parking.resume(episode)
             if watch is not None and parked is not episode.machine:
                 watch.lap("unpark")
             yield

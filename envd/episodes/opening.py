@@ -181,6 +181,7 @@ class Opening:
             run_setup=self._run_setup,
             setup_timeout_s=context.limits.setup_timeout_s,
             states=self._states,
+            parking=context.parking,
             clock=context.clock,
         )
 
@@ -335,6 +336,8 @@ class Opening:
         """
         context = self._context
         episodes = self._factory.create(group, specs, pool=pool, task=task, lease_ttl_s=lease_ttl_s)
+        for episode in episodes:
+            context.parking.keep(episode)
         prefix = "fork_" if request.kind is FORK else ""
         context.metrics.episodes_opened(
             pool=pool.name,

@@ -16,7 +16,7 @@ from envd.base.clock import Clock
 from envd.base.errors import EnvdError, MachineLost
 from envd.base.store.statements import AnswerRow, EpisodeRow, is_well_typed
 from envd.base.store.store import Store
-from envd.episodes.checkpoints.parking import Parking
+from envd.episodes.checkpoints.parking import Parking, is_parked
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, Ledger, Request, RequestKind
 from envd.episodes.persistence.journal import Journal
@@ -138,7 +138,7 @@ def decide(
     if running:
         requests = " and ".join(f"{answer.kind} {answer.request_id}" for answer in running)
         return lost(f"the daemon restarted during {requests}; its effect is unknown")
-    if stored.connection.is_holding:
+    if stored.connection.is_holding and not is_parked(row.machine_id):
         return lost("the daemon restarted while a key or button was held down, and it is no longer held")
     return RecoveryDecision(row=row, stored=stored, outcome=RecoveryOutcome.RESUME, why="")
 
@@ -175,15 +175,13 @@ class Recovery:
             self.journal.forget(row.episode_id)
             return
         pool = self.pools[stored.spec.pool]
-        why, leased, parked = decision.why, None, None
+        why, leased = decision.why, None
         if decision.outcome is RecoveryOutcome.RESUME:
             machine = machines.get(row.machine_id)
             why = "the daemon restarted, and machines on this host do not outlive it"
             try:
-                parked = await self.parking.find(row.machine_id, pool)
-                if parked is not None:
-                    leased = parked.machine
-                elif machine is not None:
+                leased = await self.parking.find(row.machine_id, pool)
+                if leased is None and machine is not None:
                     leased = await pool.adopt(machine, stored.connection, run=stored.spec.run)
             except EnvdError as error:
                 why = f"the daemon restarted and could not adopt the machine: {error}"
@@ -195,8 +193,7 @@ class Recovery:
             task=self.tasks.get(stored.spec.task_id),
         )
         self.journal.track(episode)
-        if parked is not None:
-            self.parking.keep(episode, parked.stored)
+        self.parking.keep(episode)
         if leased is None:
             # A full lease, at no cost without a machine: a late caller still learns why its episode was lost.
             episode.lease.renew(self.clock.monotonic())

@@ -104,7 +104,7 @@ class EpisodeService:
         )
         context = EpisodeContext(
             registry=self._registry,
-            resume=self._parking.resume,
+            parking=self._parking,
             journal=self.journal,
             pools=self._pools,
             limits=self._limits,

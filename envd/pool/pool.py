@@ -190,7 +190,15 @@ class Pool:
     @property
     def capacity(self) -> int:
         """Most machines and reservations at once."""
-        return min(self.settings.resident, self.settings.capacity - self._parked_count)
+        return self.settings.resident
+
+    @property
+    def _open_room(self) -> int | None:
+        """How many episodes may be opened now; None if only machines bound them."""
+        if not self.settings.parks:
+            return None
+        leased_count = self._machines.counts()[LifecycleState.LEASED]
+        return self.settings.capacity - leased_count - self._machines.unfilled_count - self._parked_count
 
     @property
     def copies_running_machines(self) -> bool:
@@ -284,6 +292,7 @@ class Pool:
         count: int = 1,
         *,
         reserved: int = 0,
+        parked: int = 0,
         run: str = "",
         owner: str = "",
         retained_count: int = 0,
@@ -296,6 +305,7 @@ class Pool:
         failure and on cancellation nothing is taken.
 
         Args:
+            parked: Members of the group that begin parked, without a machine.
             run: The run whose share they count for; empty for the run without a label.
             owner: Name of the token that asks, for listings of the queue.
             retained_count: Machines of the run that the caller holds, and returns only after these.
@@ -306,10 +316,10 @@ class Pool:
             PoolFailing: Machines do not start, and none were ready; or the host's disk is full.
             Draining: The pool is draining.
         """
-        demand = Demand(ready=count, reserved=reserved, run=run)
+        demand = Demand(ready=count, reserved=reserved, parked=parked, run=run)
         if demand.machine_count < 1 or min(count, reserved) < 0:
             raise GroupTooLarge(f"a group of {count} machines and {reserved} reservations is empty; ask for at least 1")
-        refusal = self._refusals.never(demand, retained_count=retained_count)
+        refusal = self._refusals.never(demand, retained_count=retained_count, open_limit=self.settings.capacity)
         if refusal is None and self._draining:
             refusal = self._refusals.draining()
         if refusal is not None:
@@ -400,6 +410,10 @@ class Pool:
         machine = ParkedMachine(replace(self._spec, machine_id=machine_id))
         return LeasedMachine(machine=machine, desktop=Desktop(machine, view=view), frozen=None)
 
+    def surplus_of(self, group_size: int) -> int:
+        """Return how many members of a group have to begin parked, because the pool never has so many machines."""
+        return max(0, group_size - self.settings.resident) if self.settings.parks else 0
+
     def set_parked(self, count: int) -> None:
         """Set how many open episodes are parked: they count toward `capacity`."""
         self._parked_count = count
@@ -421,8 +435,7 @@ class Pool:
         """
         counts, settings = self._machines.counts(), self.settings
         used_count = len(self._machines) + self._machines.reserved_count
-        open_count = counts[LifecycleState.LEASED] + self._machines.unfilled_count + self._parked_count
-        queued_count = max(0, min(self._queue.machine_count, settings.capacity - open_count))
+        queued_count = max(0, min(self._queue.machine_count, self._open_room or 0))
         coming_count = counts[LifecycleState.IDLE] + counts[LifecycleState.DYING]
         if not self._room.shortage:
             coming_count += counts[LifecycleState.STARTING] + max(0, settings.resident - used_count)
@@ -528,6 +541,7 @@ class Pool:
             host_room=self._room.count(),
             max_starting=self._starting_limit(now_s, is_queued=bool(groups)),
             max_idle_s=self.settings.max_idle_s,
+            open_room=self._open_room,
             held=self._machines.held(),
             shares=self.settings.shares,
             turn=self._queue.turn(groups),

@@ -300,8 +300,14 @@ class Refusals:
         for group, refusal in refused:
             self.refuse(group, refusal)
 
-    def never(self, demand: Demand, *, retained_count: int) -> Refusal | None:
+    def never(self, demand: Demand, *, retained_count: int, open_limit: int) -> Refusal | None:
         """Refuse a group that can never be admitted while its run retains `retained_count` machines; else None."""
+        if demand.member_count > open_limit:
+            error = GroupTooLarge(
+                f"pool {self.pool!r} has at most {open_limit} open episodes, so never a group of"
+                f" {demand.member_count}; ask for fewer, or raise the pool's capacity"
+            )
+            return Refusal(reason=RefusalReason.TOO_LARGE, error=error)
         if demand.machine_count > self.capacity:
             error = GroupTooLarge(
                 f"pool {self.pool!r} holds at most {self.capacity} machines, so never a group of"

@@ -14,12 +14,15 @@ from cuaenv.actions import Action
 from cuaenv.client import (
     AsyncEnvClient,
     AsyncEpisode,
+    CheckpointStoreFull,
     Click,
     EpisodeNotFound,
+    GroupTooLarge,
     KeyDown,
     MachineLost,
     PoolExhausted,
     TypeText,
+    View,
     Wait,
 )
 from envd.base import errors
@@ -312,3 +315,34 @@ async def test_forks_checkpoints_and_rollbacks_of_a_parked_episode(tmp_path: Pat
                 await episode.step(TypeText(LINE))
                 await episode.step(SAVE)
                 assert (await episode.evaluate()).score == 1.0
+
+
+@pytest.mark.parametrize("task_id", ["fake/save-note", "fake/append-line"])
+async def test_a_group_larger_than_all_machines_begins_in_one_state(tmp_path: Path, task_id: str) -> None:
+    checkpoints = CheckpointStore(tmp_path / "checkpoints", settings=CheckpointsConfig(), reserve_bytes=0)
+    view = View(a11y_tree=True)
+    async with served(tmp_path, checkpoints=checkpoints) as (server, client):
+        async with client.reset_group(task_id, size=8, view=view) as group:
+            assert {episode.observation.frame_id for episode in group} == {group[0].observation.frame_id}
+            assert {episode.observation.a11y_tree for episode in group} == {group[0].observation.a11y_tree}
+            assert group[0].observation.a11y_tree
+            assert server.pool.statistics().leased_count <= 3
+            results = await asyncio.gather(*(episode.step(EDITOR) for episode in group))
+            assert len({result.observation.frame_id for result in results}) == 1
+            checkpoint = await group[7].checkpoint()
+        async with client.reset_group(checkpoint, size=6) as group:
+            assert {episode.step_count for episode in group} == {1}
+            await asyncio.gather(*(episode.step(TypeText(LINE)) for episode in group))
+            assert len({episode.observation.frame_id for episode in group}) == 1
+        with pytest.raises(GroupTooLarge, match="at most 12 open episodes"):
+            await client.reset_group(task_id, size=13)
+
+
+async def test_a_group_whose_copies_cannot_be_stored_is_refused_whole(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    store.reserve_bytes = 1 << 62
+    async with served(tmp_path, parked=store) as (server, client):
+        with pytest.raises(CheckpointStoreFull):
+            await client.reset_group(TASK, size=8)
+        await until(lambda: server.pool.statistics().leased_count == 0)
+        assert not server.service.list_episodes()

@@ -39,7 +39,7 @@ from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.forking import freeze_at
 from envd.episodes.ledger import CHECKPOINT, Request
-from envd.episodes.members import Group, Member, start_from
+from envd.episodes.members import CopyToDisk, Group, Member, start_from
 from envd.episodes.progress import CheckpointTrigger
 from envd.episodes.task_states import TaskStates
 from envd.episodes.types import CheckpointCommand, ResetCommand
@@ -255,10 +255,12 @@ class Checkpointing:
         (of the slowest machine), `observe`, `total`.
         """
         watch = Stopwatch(self._context.clock)
+        run, parked_count = command.run or checkpoint.spec.run, pool.surplus_of(command.group_size)
         granted = await pool.lease(
             0,
-            reserved=command.group_size,
-            run=command.run or checkpoint.spec.run,
+            reserved=command.group_size - parked_count,
+            parked=parked_count,
+            run=run,
             owner=command.owner,
             timeout_s=command.timeout_s,
         )
@@ -268,6 +270,11 @@ class Checkpointing:
                 checkpoint,
                 pool,
                 granted.reservations,
+                copy=(
+                    partial(self._context.parking.copy, pool, count=parked_count, run=run, owner=command.owner)
+                    if parked_count
+                    else None
+                ),
                 options=command.observe,
                 subject=f"checkpoint {checkpoint.checkpoint_id}",
                 watch=watch,
@@ -287,6 +294,7 @@ class Checkpointing:
         pool: Pool,
         reservations: Sequence[Reservation],
         *,
+        copy: CopyToDisk | None = None,
         options: ObservationOptions,
         subject: str,
         watch: Stopwatch,
@@ -298,7 +306,9 @@ class Checkpointing:
         frozen = await read_state(checkpoint, pool, self._store, clock=self._context.clock)
         watch.lap("restore")
         try:
-            return await start_from(pool, frozen, reservations, options=options, subject=subject, watch=watch)
+            return await start_from(
+                pool, frozen, reservations, copy=copy, options=options, subject=subject, watch=watch
+            )
         except MachineLost as error:
             # The new machine died: do not blame the episode that is rolled back.
             raise SetupFailed(f"{subject}: {error}") from error
@@ -383,8 +393,10 @@ class Checkpointing:
     ) -> Checkpoint:
         ttl_s = self._store.settings.ttl_s if command.ttl_s is None else command.ttl_s
         return describe_state(
-            episode,
+            episode.spec,
+            episode.progress,
             frozen,
+            epoch=episode.epoch,
             checkpoint_id=checkpoint_id,
             create_time=self._context.clock.now(),
             ttl=timedelta(seconds=ttl_s),

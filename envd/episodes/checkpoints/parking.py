@@ -14,11 +14,11 @@ deadline.
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final, NamedTuple
+from typing import Final
 
 from envd.base.aio import Changes, OwnedTasks, race, shielded
 from envd.base.clock import Clock, wait_until
@@ -43,9 +43,9 @@ from envd.episodes.checkpoints.store import CheckpointStore, in_thread
 from envd.episodes.checkpoints.views import read_view
 from envd.episodes.episode import Episode
 from envd.episodes.persistence.journal import Journal
-from envd.episodes.progress import EpisodeState
+from envd.episodes.progress import EpisodeSpec, EpisodeState, Origin, Progress
 from envd.episodes.registry import EpisodeRegistry
-from envd.pool.leased import LeasedMachine
+from envd.pool.leased import FrozenDesktop, LeasedMachine
 from envd.pool.pool import Pool
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,6 @@ _FAILED_S: Final = 10.0
 _REFUSED_S: Final = 60.0
 #: A parked state lives as long as its episode.
 _TTL = timedelta(days=3650)
-
-
-class Parked(NamedTuple):
-    """What a previous daemon parked."""
-
-    stored: Checkpoint
-    machine: LeasedMachine
-    """The stand-in."""
 
 
 @dataclass(eq=False)
@@ -116,6 +108,8 @@ class Parking:
         """By episode."""
         self._kept: dict[str, Checkpoint] = {}
         """The stored state of each parked episode."""
+        self._unowned: dict[str, Checkpoint] = {}
+        """Stored states of episodes that are being opened or restored, by the id of their stand-in."""
         self._refused_until_s = dict[str, float]()
         """Episodes with something that no copy can have, and until when they are not tried again."""
 
@@ -128,7 +122,7 @@ class Parking:
         """End all tasks. The stored states of open episodes stay, for the next daemon."""
         await self._tasks.cancel()
 
-    def is_parked(self, episode: Episode) -> bool:
+    def _is_parked(self, episode: Episode) -> bool:
         return episode.episode_id in self._kept
 
     # -- back to a machine ------------------------------------------------------------------------------------------
@@ -147,7 +141,7 @@ class Parking:
         if (parking := line.parking.get(episode.episode_id)) is not None:
             parking.cancel()
             await asyncio.wait({parking})
-        if not self.is_parked(episode):
+        if not self._is_parked(episode):
             return
         resuming = self._resuming.get(episode.episode_id)
         if resuming is None:
@@ -279,7 +273,7 @@ class Parking:
     def _can_leave(self, episode: Episode) -> bool:
         """Return whether nothing uses an episode's machine, and it still has one."""
         return not (
-            self.is_parked(episode)
+            self._is_parked(episode)
             or episode.lease.in_call
             or episode.turn.locked()
             or episode.machine.in_use
@@ -293,13 +287,14 @@ class Parking:
     async def _park(self, line: _Line, episode: Episode) -> None:
         """Park an episode, unless a call comes first, which cancels this."""
         pool, machine, watch = line.pool, episode.machine, Stopwatch(self._clock)
-        checkpoint_id = f"ckpt-{secrets.token_hex(8)}"
+        checkpoint_id = _new_id()
         try:
             async with self._writing:
                 frozen = await pool.freeze(machine)
                 try:
                     described = describe_state(
-                        episode,
+                        episode.spec,
+                        episode.progress,
                         frozen,
                         checkpoint_id=checkpoint_id,
                         create_time=self._clock.now(),
@@ -316,7 +311,7 @@ class Parking:
             await shielded(self._leave(episode, machine, stored, frozen.view))
             self._moved(pool, "disk", watch)
         except asyncio.CancelledError:
-            if not self.is_parked(episode):
+            if not self._is_parked(episode):
                 self._delete_soon(checkpoint_id)
             raise
         except NotForkable as error:
@@ -331,14 +326,14 @@ class Parking:
     async def _leave(self, episode: Episode, machine: LeasedMachine, stored: Checkpoint, view: DesktopView) -> None:
         """Give an episode the stand-in for its machine, which is destroyed. Raises: EnvdError: nothing has changed."""
         pool = self._lines[episode.spec.pool].pool
-        stand_in = pool.parked(_machine_id(stored.checkpoint_id), view)
+        stand_in = pool.parked(_PREFIX + stored.checkpoint_id, view)
         self._kept[episode.episode_id] = stored
         try:
             await self._move(episode, stand_in)
         except EnvdError:
             self._forget(episode, stored)
             raise
-        self.keep(episode, stored)
+        self._keep(episode, stored)
         await pool.release([machine])
         logger.info("episode %s: parked, %.1f MiB", episode.episode_id, stored.size_bytes / (1 << 20))
 
@@ -357,20 +352,67 @@ class Parking:
 
     # -- across daemons ---------------------------------------------------------------------------------------------
 
-    async def find(self, machine_id: str, pool: Pool) -> Parked | None:
-        """Return the stored state that a previous daemon persisted as an episode's machine, and its stand-in.
+    async def find(self, machine_id: str, pool: Pool) -> LeasedMachine | None:
+        """Return the stand-in of the state that a previous daemon persisted as an episode's machine, for `keep`.
 
         None if the id is a machine's. Raises: CheckpointNotFound, CheckpointCorrupt, CheckpointUnusable, StoreError.
         """
-        checkpoint_id = machine_id.removeprefix(_PREFIX)
-        if checkpoint_id == machine_id or self._store is None:
+        if not is_parked(machine_id) or self._store is None:
             return None
+        checkpoint_id = machine_id.removeprefix(_PREFIX)
         stored = await in_thread(self._store.find, checkpoint_id)
         view = await in_thread(read_view, self._store.path(checkpoint_id), checkpoint_id)
-        return Parked(stored, pool.parked(machine_id, view))
+        self._unowned[machine_id] = stored
+        return pool.parked(machine_id, view)
 
-    def keep(self, episode: Episode, stored: Checkpoint) -> None:
-        """Own the stored state of an episode that has its stand-in; delete it when the episode is closed."""
+    async def copy(
+        self, pool: Pool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
+    ) -> Sequence[LeasedMachine]:
+        """See `ParkedEpisodes.copy`."""
+        now = self._clock.now()
+        spec = EpisodeSpec(
+            # The states are of no episode yet, and are never listed.
+            episode_id="",
+            group_id="",
+            task_id="",
+            task_digest="",
+            pool=pool.name,
+            run=run,
+            owner=owner,
+            max_steps=1,
+            settle=pool.settings.settle,
+            origin=Origin(
+                template_digest=frozen.snapshot.digest,
+                overlay_parent=frozen.snapshot.disk_digest,
+                first_frame_id=frozen.view.frame.frame_id,
+            ),
+            create_time=now,
+        )
+        copies: dict[str, Checkpoint] = {}
+        try:
+            for _ in range(count):
+                described = describe_state(
+                    spec, Progress(), frozen, checkpoint_id=_new_id(), create_time=now, ttl=_TTL, pinned=True
+                )
+                copies[_PREFIX + described.checkpoint_id] = described
+                async with self._writing:
+                    copies[_PREFIX + described.checkpoint_id] = await write_state(
+                        described, frozen, pool, self._the_store
+                    )
+        except BaseException:
+            for described in copies.values():
+                self._delete_soon(described.checkpoint_id)
+            raise
+        self._unowned |= copies
+        return [pool.parked(machine_id, frozen.view) for machine_id in copies]
+
+    def keep(self, episode: Episode) -> None:
+        """Own the stored state of an episode that has a stand-in, and delete it when the episode is closed."""
+        stored = self._unowned.pop(episode.machine.machine_id, None)
+        if stored is not None:
+            self._keep(episode, stored)
+
+    def _keep(self, episode: Episode, stored: Checkpoint) -> None:
         self._kept[episode.episode_id] = stored
         self._report(episode.spec.pool)
         self._tasks.spawn(self._watch(episode, stored), name=f"parked:{episode.episode_id}:watch")
@@ -415,5 +457,10 @@ class Parking:
         return self._store
 
 
-def _machine_id(checkpoint_id: str) -> str:
-    return f"{_PREFIX}{checkpoint_id}"
+def is_parked(machine_id: str) -> bool:
+    """Return whether the id of an episode's machine is that of a stand-in."""
+    return machine_id.startswith(_PREFIX)
+
+
+def _new_id() -> str:
+    return f"ckpt-{secrets.token_hex(8)}"

@@ -11,7 +11,7 @@ from envd.base.errors import CheckpointUnusable, HypervisorError
 from envd.episodes.checkpoints.manifest import Checkpoint
 from envd.episodes.checkpoints.store import CheckpointStore, Draft, in_thread, store_error
 from envd.episodes.checkpoints.views import read_view, write_view
-from envd.episodes.episode import Episode
+from envd.episodes.progress import EpisodeSpec, Progress
 from envd.pool.leased import FrozenDesktop
 from envd.pool.pool import Pool
 
@@ -20,9 +20,11 @@ _TEMPLATE_S: Final = 30.0
 
 
 def describe_state(
-    episode: Episode,
+    spec: EpisodeSpec,
+    progress: Progress,
     frozen: FrozenDesktop,
     *,
+    epoch: int = 1,
     checkpoint_id: str,
     create_time: datetime,
     ttl: timedelta,
@@ -30,13 +32,13 @@ def describe_state(
     label: str = "",
     fingerprint: str = "",
 ) -> Checkpoint:
-    """Return the description of an episode's present state, which was frozen."""
+    """Return the description of the frozen state of an episode."""
     return Checkpoint(
         checkpoint_id=checkpoint_id,
         label=label,
-        spec=episode.spec,
-        progress=episode.progress,
-        epoch=episode.epoch,
+        spec=spec,
+        progress=progress,
+        epoch=epoch,
         template_digest=frozen.snapshot.template_digest,
         frame_id=frozen.view.frame.frame_id,
         create_time=create_time,
