@@ -326,6 +326,8 @@ async def open_episodes(
                 settings=CheckpointsConfig(limit_gib=1_048_576, run_limit_gib=1_048_576),
                 reserve_bytes=config.limits.disk_reserve_mib << 20,
                 owners=lambda: tokens.get().owners if tokens else ("",),
+                # Machines do not survive one either.
+                survives_power_failure=False,
             ),
         )
         library, recording = None, config.recording

@@ -33,6 +33,9 @@ class ParkedEpisodes(Protocol):
     async def resume(self, episode: Episode) -> None:
         """Give an episode a machine, if it is parked. Raises: PoolExhausted, PoolFailing, MachineLost."""
 
+    def call_ended(self, episode: Episode) -> None:
+        """Note that an episode may be idle now."""
+
     async def copy(
         self, pool: Pool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
     ) -> Sequence[LeasedMachine]:
@@ -80,12 +83,15 @@ class EpisodeContext:
 
         Waiting for the machine of a parked episode is the phase `unpark` of `watch`. Raises: as `Parking.resume`.
         """
-        async with self.registry.call(episode, renews=renews):
-            parked = episode.machine
-            await self.parking.resume(episode)
-            if watch is not None and parked is not episode.machine:
-                watch.lap("unpark")
-            yield
+        try:
+            async with self.registry.call(episode, renews=renews):
+                parked = episode.machine
+                await self.parking.resume(episode)
+                if watch is not None and parked is not episode.machine:
+                    watch.lap("unpark")
+                yield
+        finally:
+            self.parking.call_ended(episode)
 
     @asynccontextmanager
     async def awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[LeasedMachine]:

@@ -178,7 +178,7 @@ class Pool:
             metrics=host.metrics,
         )
         self._replacing = asyncio.Semaphore(_MAX_REPLACING)
-        self._parked_count = 0
+        self._parked_count = self._parked_bytes = 0
         self._is_started = False
         self._draining = False
         self._close_task: asyncio.Task[None] | None = None
@@ -236,6 +236,7 @@ class Pool:
             accelerator=self.hypervisor.accelerator.value,
             capacity=self.settings.capacity,
             parked_count=self._parked_count,
+            parked_bytes=self._parked_bytes,
             always_running=self.settings.always_running,
             tools=self.settings.tools,
             not_forkable=self.hypervisor.capabilities.not_forkable,
@@ -414,9 +415,9 @@ class Pool:
         """Return how many members of a group have to begin parked, because the pool never has so many machines."""
         return max(0, group_size - self.settings.resident) if self.settings.parks else 0
 
-    def set_parked(self, count: int) -> None:
-        """Set how many open episodes are parked: they count toward `capacity`."""
-        self._parked_count = count
+    def set_parked(self, count: int, *, size_bytes: int) -> None:
+        """Set how many open episodes are parked, which count toward `capacity`, and the size of their states."""
+        self._parked_count, self._parked_bytes = count, size_bytes
         self._reconcile()
 
     @property

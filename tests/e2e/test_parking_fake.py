@@ -47,7 +47,9 @@ def _parks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def store_in(directory: Path) -> CheckpointStore:
     settings = CheckpointsConfig(limit_gib=1000, run_limit_gib=1000)
-    return CheckpointStore(directory / "parked", settings=settings, reserve_bytes=0, owners=lambda: ("",))
+    return CheckpointStore(
+        directory / "parked", settings=settings, reserve_bytes=0, owners=lambda: ("",), survives_power_failure=False
+    )
 
 
 @asynccontextmanager

@@ -14,8 +14,8 @@ deadline.
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
@@ -27,6 +27,7 @@ from envd.base.errors import (
     CheckpointNotFound,
     CheckpointUnusable,
     EnvdError,
+    EpisodeNotFound,
     HypervisorError,
     MachineLost,
     NotForkable,
@@ -52,9 +53,9 @@ logger = logging.getLogger(__name__)
 
 #: Ids of parked states begin with it: the database names one where it otherwise names a machine.
 _PREFIX: Final = "parked-"
-#: An episode without a call for so long may be parked.
+#: An episode without a call for so long may be parked; at once if a call of another waits.
 _MIN_IDLE_S: Final = 1.0
-#: How often to look for idle episodes while machines are needed: the end of a call notifies nobody.
+#: How often to look for idle episodes while machines are needed.
 _POLL_S: Final = 0.1
 #: Longest wait of a call for a machine.
 _WAIT_S: Final = 60.0
@@ -74,6 +75,8 @@ class _Line:
 
     pool: Pool
     waiting_count: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the first of them; the others wait in order of arrival."""
     parking: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     """By episode, until the episode is parked or the attempt has ended."""
     changes: Changes = field(default_factory=Changes)
@@ -151,6 +154,12 @@ class Parking:
         if (error := await asyncio.shield(resuming)) is not None:
             raise error
 
+    def call_ended(self, episode: Episode) -> None:
+        """See `ParkedEpisodes`."""
+        line = self._lines.get(episode.spec.pool)
+        if line is not None and line.waiting_count:
+            line.changes.notify()
+
     async def _try_to_resume(self, line: _Line, episode: Episode) -> EnvdError | None:
         """Return the error, for each call that waits."""
         try:
@@ -163,10 +172,14 @@ class Parking:
 
     async def _resume(self, line: _Line, episode: Episode) -> None:
         pool, stored, stand_in = line.pool, self._kept[episode.episode_id], episode.machine
-        await self._wait_for_room(line, episode)
         watch = Stopwatch(self._clock)
         try:
-            async with pool.replacing(run=episode.spec.run) as reservation:
+            async with AsyncExitStack() as held:
+                with self._waiting(line, episode) as deadline_s:
+                    async with line.turn:
+                        await self._wait_for_room(line, episode, deadline_s=deadline_s)
+                        reservation = await held.enter_async_context(pool.replacing(run=episode.spec.run))
+                watch = Stopwatch(self._clock)
                 frozen = await read_state(stored, pool, self._the_store, clock=self._clock)
                 try:
                     machine = await pool.fork(reservation, frozen)
@@ -188,20 +201,25 @@ class Parking:
         stand_in.machine.lost.set()  # wakes those that watch it
         self._moved(pool, "machine", watch)
 
-    async def _wait_for_room(self, line: _Line, episode: Episode) -> None:
-        pool, deadline_s = line.pool, self._clock.monotonic() + _WAIT_S
-        if line.waiting_count >= pool.settings.queue_limit:
-            raise self._exhausted(episode, pool, f"{line.waiting_count} calls wait already")
+    @contextmanager
+    def _waiting(self, line: _Line, episode: Episode) -> Iterator[float]:
+        """Count a call that waits for a machine; yields its deadline. Raises: PoolExhausted: too many wait."""
+        if line.waiting_count >= line.pool.settings.queue_limit:
+            raise self._exhausted(episode, line.pool, f"{line.waiting_count} calls wait already")
         line.waiting_count += 1
+        line.changes.notify()
         try:
-            line.changes.notify()
-            while not pool.has_room_for_parked:
-                changed = pool.changes.next
-                if self._clock.monotonic() >= deadline_s:
-                    raise self._exhausted(episode, pool, f"all machines were in calls for {_WAIT_S:g} s")
-                await wait_until(self._clock, deadline_s, or_event=changed)
+            yield self._clock.monotonic() + _WAIT_S
         finally:
             line.waiting_count -= 1
+
+    async def _wait_for_room(self, line: _Line, episode: Episode, *, deadline_s: float) -> None:
+        """Wait until a machine can be had. Raises: PoolExhausted: not until the deadline."""
+        while not line.pool.has_room_for_parked:
+            changed = line.pool.changes.next
+            if self._clock.monotonic() >= deadline_s:
+                raise self._exhausted(episode, line.pool, f"all machines were in calls for {_WAIT_S:g} s")
+            await wait_until(self._clock, deadline_s, or_event=changed)
 
     def _exhausted(self, episode: Episode, pool: Pool, why: str) -> PoolExhausted:
         return PoolExhausted(
@@ -260,12 +278,13 @@ class Parking:
     def _candidates(self, line: _Line) -> Iterable[Episode]:
         """Yield the episodes of a pool that can be parked now."""
         now_s = self._clock.monotonic()
+        min_idle_s = 0.0 if line.waiting_count else _MIN_IDLE_S
         for episode in self._registry:
             if (
                 episode.spec.pool == line.pool.name
                 and episode.episode_id not in line.parking
                 and self._refused_until_s.get(episode.episode_id, 0.0) <= now_s
-                and (episode.lease.expects_idle or episode.lease.idle_since_s <= now_s - _MIN_IDLE_S)
+                and (episode.lease.expects_idle or episode.lease.idle_since_s <= now_s - min_idle_s)
                 and self._can_leave(episode)
             ):
                 yield episode
@@ -338,9 +357,9 @@ class Parking:
         logger.info("episode %s: parked, %.1f MiB", episode.episode_id, stored.size_bytes / (1 << 20))
 
     def _failed(self, line: _Line, episode: Episode, error: EnvdError) -> None:
+        if isinstance(error, MachineLost | EpisodeNotFound):
+            return  # it ends, or was closed
         self._metrics.episode_failed(pool=line.pool.name, operation="park", reason=error.reason)
-        if isinstance(error, MachineLost):
-            return  # which ends the episode
         line.paused_until_s = self._clock.monotonic() + _FAILED_S
         logger.warning(
             "episode %s: not parked: %s; pool %s parks no episode for %g s",
@@ -431,7 +450,8 @@ class Parking:
             logger.warning("parked episodes: the states of earlier daemons are not removed: %s", error)
 
     def _forget(self, episode: Episode, stored: Checkpoint) -> None:
-        del self._kept[episode.episode_id]
+        if self._kept.pop(episode.episode_id, None) is None:
+            return  # closed meanwhile
         self._report(episode.spec.pool)
         self._delete_soon(stored.checkpoint_id)
 
@@ -443,9 +463,12 @@ class Parking:
         self._tasks.spawn(delete(), name=f"parked:{checkpoint_id}:delete")
 
     def _report(self, pool: str) -> None:
-        parked = (self._registry.find(episode_id) for episode_id in self._kept)
-        count = sum(episode is not None and episode.spec.pool == pool for episode in parked)
-        self._lines[pool].pool.set_parked(count)
+        sizes_bytes = [
+            stored.size_bytes
+            for episode_id, stored in self._kept.items()
+            if (episode := self._registry.find(episode_id)) is not None and episode.spec.pool == pool
+        ]
+        self._lines[pool].pool.set_parked(len(sizes_bytes), size_bytes=sum(sizes_bytes))
 
     def _moved(self, pool: Pool, to: str, watch: Stopwatch) -> None:
         self._metrics.parking.labels(pool=pool.name, to=to).observe(watch.total_ms / 1000)
