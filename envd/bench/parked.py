@@ -16,7 +16,7 @@ from cuaenv.client import AsyncEpisode, EnvError, View
 from envd.base.config import Config
 from envd.bench.branch_parents import STEP_TIMEOUT
 from envd.bench.default_tasks import EditorTask
-from envd.bench.report import BenchReport, Check, exempt_without_guests, figures_of, mib, percentile
+from envd.bench.report import BenchReport, Condition, exempt_without_guests, figures_of, mib, percentile
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
 
 #: Most episodes that are opened at once.
@@ -80,7 +80,7 @@ async def measure_parked(settings: Config, plan: ParkedPlan, *, steps: Steps) ->
         conditions=conditions,
         figures=figures_of("parked", samples, values, exempt=exempt_without_guests(conditions)),
         checks=tuple(
-            Check(
+            Condition(
                 name=f"every document has what was typed, {who}",
                 passed=played.correct_count == count and not played.problems,
                 evidence=f"{played.correct_count} of {count}; {'; '.join(played.problems[:3]) or 'no problem'}",

@@ -58,12 +58,14 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedStep:
+class StepRecording:
     """The reaction of a screen to the input of one step. Monotonic times in seconds."""
 
     input_s: float
     may_act_late: bool
     """Result of `envd.desktop.acting.may_act_late` for the input."""
+    reacts_before_answer: bool
+    """That of its machine, see `GuestChannels`."""
     refreshes: Sequence[Refresh]
     changes: Sequence[Change]
     content_s: Sequence[float] = ()
@@ -76,7 +78,7 @@ class RecordedStep:
 
 
 @dataclass(slots=True)
-class Recorder:
+class StepRecorder:
     """Records the steps of one episode, whose guest runs throughout."""
 
     desktop: Desktop
@@ -85,7 +87,7 @@ class Recorder:
     """The screen is watched for at least this long after it has settled."""
     ignored: tuple[Region, ...] = ()
     _blinking: Blinking = field(default_factory=Blinking)
-    _steps: list[RecordedStep] = field(default_factory=list)
+    _steps: list[StepRecording] = field(default_factory=list)
 
     async def record(self, inputs: Sequence[Action], *, input_s: float, before: TiledImage) -> TiledImage:
         """Record until the screen has not changed for long; return what it shows then."""
@@ -106,10 +108,18 @@ class Recorder:
                 break
             await asyncio.sleep(_REFRESH_INTERVAL_S)
         late = any(map(may_act_late, inputs))
-        self._steps.append(RecordedStep(input_s=input_s, may_act_late=late, refreshes=refreshes, changes=changes))
+        self._steps.append(
+            StepRecording(
+                input_s=input_s,
+                may_act_late=late,
+                reacts_before_answer=self.machine.reacts_before_answer,
+                refreshes=refreshes,
+                changes=changes,
+            )
+        )
         return shown
 
-    def steps(self) -> list[RecordedStep]:
+    def steps(self) -> list[StepRecording]:
         """Return the recorded steps, with the changes that were content by all that is known at the end."""
         return [replace(step, content_s=self._content_of(step)) for step in self._steps]
 
@@ -123,7 +133,7 @@ class Recorder:
         pixels = before.part(region).astype(np.uint32), after.part(region).astype(np.uint32)
         return Change(time_s, region, self._blinking.note(region, *pixels), pixels)
 
-    def _content_of(self, step: RecordedStep) -> list[float]:
+    def _content_of(self, step: StepRecording) -> list[float]:
         self._blinking.interrupted()
         return [
             change.time_s
@@ -136,7 +146,7 @@ class Recorder:
 class _RecordedScreen:
     """A screen that shows a recording, on its own clock."""
 
-    def __init__(self, step: RecordedStep) -> None:
+    def __init__(self, step: StepRecording) -> None:
         self._step = step
         self._sent_s = [each.sent_s for each in step.refreshes]
         self._answered_s = [each.answered_s for each in step.refreshes]
@@ -177,7 +187,7 @@ class _RecordedScreen:
         self.now_s += duration_s
 
 
-async def replay_settling(step: RecordedStep, policy: SettlePolicy) -> tuple[SettleResult, float]:
+async def replay_settling(step: StepRecording, policy: SettlePolicy) -> tuple[SettleResult, float]:
     """Return how a recorded screen settles under a policy, and when. Does not wait."""
     screen = _RecordedScreen(step)
     if step.may_act_late:
@@ -188,6 +198,7 @@ async def replay_settling(step: RecordedStep, policy: SettlePolicy) -> tuple[Set
         input_s=step.input_s,
         was_idle=True,
         processor_s=screen.processor_s,
+        reacts_before_answer=step.reacts_before_answer,
         monotonic=screen.monotonic,
         sleep=screen.sleep,
     )

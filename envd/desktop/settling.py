@@ -57,6 +57,7 @@ class Settler:
                 input_s=self._input_s,
                 was_idle=was_idle,
                 processor_s=self._channels.processor_s,
+                reacts_before_answer=self._channels.reacts_before_answer,
                 likely_settled=likely_settled,
             ),
             timeout_s=max(policy.max_ms, policy.min_ms) / 1000 + DISPLAY_TIMEOUT_S,

@@ -151,7 +151,7 @@ class _Reset:
     @property
     def surplus_count(self) -> int:
         """Members that begin parked, because the pool never has so many machines."""
-        return self.pool.surplus_of(self.command.group_size)
+        return self.pool.settings.surplus_of(self.command.group_size)
 
     async def _copy(self, frozen: FrozenDesktop) -> Sequence[LeasedMachine]:
         command = self.command

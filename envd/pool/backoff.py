@@ -30,6 +30,7 @@ class Backoff:
         self._failing_after = failing_after
         self.failure_count = 0
         """Failures in a row; machines that failed together count once."""
+        self._is_final = False
         self._retry_at_s = 0.0
         self.problem = ""
         """Reason of the newest failure; empty if a machine has started since."""
@@ -37,7 +38,7 @@ class Backoff:
     @property
     def is_failing(self) -> bool:
         """Whether too many starts have failed in a row to wait for the next."""
-        return self.failure_count >= self._failing_after
+        return self._is_final or self.failure_count >= self._failing_after
 
     def breaker(self, now_s: float) -> BreakerState:
         if not self.is_failing:
@@ -54,9 +55,13 @@ class Backoff:
             return limit
         return 0 if self._retry_at_s > now_s else 1
 
-    def failed(self, now_s: float, problem: str, *, cleared: int = 0) -> None:
-        """Record a failed start, or the loss of an unused machine whose start had cleared `cleared` failures."""
+    def failed(self, now_s: float, problem: str, *, cleared: int = 0, is_final: bool = False) -> None:
+        """Record a failed start, or the loss of an unused machine whose start had cleared `cleared` failures.
+
+        With `is_final`, groups do not wait for further failures.
+        """
         self.problem = problem
+        self._is_final = is_final
         self.failure_count = max(self.failure_count, cleared)
         # Machines that start together fail together: that is one failure, not a reason to wait 2^n times as long.
         if self._retry_at_s > now_s:
@@ -69,6 +74,7 @@ class Backoff:
     def succeeded(self) -> int:
         """Record that a machine started; return how many failures that clears."""
         cleared, self.failure_count = self.failure_count, 0
+        self._is_final = False
         self._retry_at_s = 0.0
         self.problem = ""
         return cleared

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from envd.base.aio import OwnedTasks, shielded
 from envd.base.errors import EnvdError, GuestUnresponsive, MachineLost
-from envd.base.losses import Loss, Owner
+from envd.base.losses import Loss, LossOwner
 from envd.desktop.desktop import Desktop
 from envd.desktop.view import DesktopView
 from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec, MachineState, Snapshot
@@ -244,6 +244,7 @@ class LostMachine:
     """Implements `envd.hypervisor.machine.Machine`; every call raises MachineLost."""
 
     guestd_url = None
+    reacts_before_answer = False
     state: MachineState = MachineState.GONE
 
     def __init__(self, spec: MachineSpec, *, reason: str) -> None:
@@ -251,7 +252,7 @@ class LostMachine:
         self.lost = asyncio.Event()
         self.lost.set()
         self.lost_reason = reason
-        self.loss: Loss | None = Loss(Owner.HOST, reason)
+        self.loss: Loss | None = Loss(LossOwner.HOST, reason)
 
     @property
     def machine_id(self) -> str:
@@ -263,7 +264,7 @@ class LostMachine:
 
     async def examine(self) -> Loss:
         """Return its loss."""
-        return Loss(Owner.HOST, self.lost_reason)
+        return Loss(LossOwner.HOST, self.lost_reason)
 
     def console_tail(self) -> str:
         """Return an empty string: unknown."""
@@ -294,3 +295,15 @@ class ParkedMachine(LostMachine):
         super().__init__(spec, reason="its episode is parked")
         self.lost.clear()
         self.loss = None
+
+
+def lost_machine(spec: MachineSpec, *, reason: str) -> LeasedMachine:
+    """Return a stand-in for a machine of a previous daemon that is lost."""
+    machine = LostMachine(spec, reason=reason)
+    return LeasedMachine(machine=machine, desktop=Desktop(machine), frozen=None)
+
+
+def parked_machine(spec: MachineSpec, view: DesktopView) -> LeasedMachine:
+    """Return a stand-in for the machine of a parked episode, which shows its last screen."""
+    machine = ParkedMachine(spec)
+    return LeasedMachine(machine=machine, desktop=Desktop(machine, view=view), frozen=None)

@@ -221,3 +221,20 @@ def _ready_wanted(queue: Sequence[Demand], *, idle_target: int, budget: int) -> 
         wanted += min(group.ready, budget)
         budget -= group.machine_count
     return wanted + min(idle_target, max(0, budget))
+
+
+def missing_count(
+    counts: Mapping[LifecycleState, int], *, wanted_count: int, queued_count: int, spare_count: int, host_is_short: bool
+) -> int:
+    """Return how many leased machines have to be given up for others; not positive if there is room for all.
+
+    Args:
+        counts: The machines by state.
+        wanted_count: Machines for parked episodes with calls, and those that are kept ready.
+        queued_count: Machines that queued groups wait for, as far as these may be opened; negative for none.
+        spare_count: Machines that may be added; negative if there are too many.
+    """
+    coming_count = counts[LifecycleState.IDLE] + counts[LifecycleState.DYING]
+    if not host_is_short:
+        coming_count += counts[LifecycleState.STARTING] + max(0, spare_count)
+    return wanted_count + max(0, queued_count) - coming_count

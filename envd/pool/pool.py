@@ -16,86 +16,32 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from envd.base.aio import Changes, OwnedTasks, shielded
-from envd.base.clock import Clock, SystemClock, wait_until
-from envd.base.config import PoolConfig
+from envd.base.clock import wait_until
 from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, NotForkable, TemplateCorrupt
-from envd.base.store.store import NullStore, Store
-from envd.base.telemetry.metrics import Metrics
 from envd.desktop.desktop import Desktop
-from envd.desktop.view import ConnectionState, DesktopView
-from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
+from envd.desktop.view import ConnectionState
+from envd.hypervisor.machine import DiskImage, Machine
 from envd.pool.backoff import Backoff
-from envd.pool.fairness import Demand, RunShares
-from envd.pool.leased import FrozenDesktop, LeasedMachine, LostMachine, MachineLease, ParkedMachine, Reservation, freeze
+from envd.pool.fairness import Demand
+from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation, freeze
 from envd.pool.machines import MachineFactory, MachineRecord, MachineTable, Work
-from envd.pool.planner import LifecycleState, plan
+from envd.pool.planner import LifecycleState, missing_count, plan
 from envd.pool.queue import AdmissionQueue, QueuedGroup, Refusals, WaitingGroup, queue_report
-from envd.pool.room import HOST_POLL_S, HostRoom, PoolRoom, booted_bytes, forked_bytes
+from envd.pool.room import PoolRoom, booted_bytes, forked_bytes
+from envd.pool.settings import PoolHost, PoolSettings
 from envd.pool.status import PoolStatus
-from envd.pool.template import TemplateCache, TemplateKeeper
+from envd.pool.template import TemplateKeeper
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_SCREEN_PX = (1280, 800)
 #: How often the machines' disk quotas are enforced: a stat of two files per machine.
 _QUOTA_INTERVAL_S = 2.0
 #: Machines that may exceed the capacity, for as long as loading a state takes.
 _MAX_REPLACING = 4
-
-
-class PoolSettings(PoolConfig):
-    """Capacity, machine size and behaviour of one pool."""
-
-    name: str
-    """Unique in the daemon; 1 to 24 of [a-z0-9-], because machine ids begin with it and have at most 32 characters."""
-    shares: RunShares = RunShares()
-    max_idle_s: float = 600.0
-    """Age at which an idle machine beyond `size` is destroyed."""
-    backoff_min_s: float = 1.0
-    """Pause after a machine that failed to start; doubles with each further failure."""
-    backoff_max_s: float = 60.0
-    """Longest such pause."""
-    measure_interval_s: float = 15.0
-    """Time between two measurements of the machines' memory."""
-    trusted_authority: str = ""
-    """See `MachineSpec`."""
-    linger_s: float = 0.0
-    """How long a guest keeps running after each use, unless it always runs."""
-
-    def machine_spec(self, image: DiskImage) -> MachineSpec:
-        """Return the pool's machines, with the pool's name as their id."""
-        width_px, height_px = self.screen or _DEFAULT_SCREEN_PX
-        return MachineSpec(
-            machine_id=self.name,
-            image=image,
-            memory_mib=self.memory_mib,
-            vcpu_count=self.vcpu_count,
-            screen_width_px=width_px,
-            screen_height_px=height_px,
-            keyboard_layout=self.keyboard_layout,
-            trusted_authority=self.trusted_authority,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolHost:
-    """What the pools of one daemon share."""
-
-    hypervisor: Hypervisor
-    """Creates the machines. Its owner closes it, after the pools."""
-    templates: TemplateCache = field(default_factory=TemplateCache)
-    """Their templates."""
-    room: HostRoom = field(default_factory=HostRoom)
-    """The host's memory and disk; by default unbounded."""
-    metrics: Metrics = field(default_factory=Metrics)
-    """Counts admissions and refusals; by default not exported."""
-    clock: Clock = field(default_factory=SystemClock)
-    store: Store = field(default_factory=NullStore)
-    """Database for the machines; by default none."""
 
 
 class Pool:
@@ -180,6 +126,7 @@ class Pool:
         self._replacing = asyncio.Semaphore(_MAX_REPLACING)
         self._parked_count = self._parked_bytes = 0
         self._is_started = False
+        self._was_failing = False
         self._draining = False
         self._close_task: asyncio.Task[None] | None = None
 
@@ -191,6 +138,10 @@ class Pool:
     def capacity(self) -> int:
         """Most machines and reservations at once."""
         return self.settings.resident
+
+    @property
+    def _used_count(self) -> int:
+        return len(self._machines) + self._machines.reserved_count
 
     @property
     def _open_room(self) -> int | None:
@@ -225,10 +176,9 @@ class Pool:
         totals = self._machines.totals
         failure = self.hypervisor.problem or self._backoff.problem or self._machines.problem
         if self._backoff.is_failing:
-            failure = (
-                f"{self._backoff.failure_count} failures in a row, so resets are refused until a machine starts:"
-                f" {failure}"
-            )
+            count = self._backoff.failure_count
+            failures = "1 failure" if count == 1 else f"{count} failures in a row"
+            failure = f"{failures}, so resets are refused until a machine starts: {failure}"
         return PoolStatus(
             name=self.name,
             image=self.image.name,
@@ -401,19 +351,8 @@ class Pool:
             raise
         return self._machines.hand_out(record, run=run)
 
-    def gone(self, machine_id: str, *, reason: str) -> LeasedMachine:
-        """Return a stand-in for a machine of a previous daemon that is lost."""
-        machine = LostMachine(replace(self._spec, machine_id=machine_id), reason=reason)
-        return LeasedMachine(machine=machine, desktop=Desktop(machine), frozen=None)
-
-    def parked(self, machine_id: str, view: DesktopView) -> LeasedMachine:
-        """Return a stand-in for the machine of a parked episode, which shows its last screen."""
-        machine = ParkedMachine(replace(self._spec, machine_id=machine_id))
-        return LeasedMachine(machine=machine, desktop=Desktop(machine, view=view), frozen=None)
-
-    def surplus_of(self, group_size: int) -> int:
-        """Return how many members of a group have to begin parked, because the pool never has so many machines."""
-        return max(0, group_size - self.settings.resident) if self.settings.parks else 0
+    def spec_of(self, machine_id: str) -> MachineSpec:
+        return replace(self._spec, machine_id=machine_id)
 
     def set_parked(self, count: int, *, size_bytes: int) -> None:
         """Set how many open episodes are parked, which count toward `capacity`, and the size of their states."""
@@ -425,8 +364,7 @@ class Pool:
         """Whether a parked episode can get a machine now: one that is ready, or one more."""
         if self._machines.counts()[LifecycleState.IDLE]:
             return True
-        used_count = len(self._machines) + self._machines.reserved_count
-        return used_count < self.settings.resident and self._room.count() > 0
+        return self._used_count < self.settings.resident and self._room.count() > 0
 
     def missing_for(self, waiting_count: int) -> int:
         """Return how many leased machines have to be given up, so that others get theirs.
@@ -434,13 +372,13 @@ class Pool:
         Others are `waiting_count` parked episodes with calls, the queued groups as far as they may be opened, and the
         machines that are kept ready. Not positive if there is room for all.
         """
-        counts, settings = self._machines.counts(), self.settings
-        used_count = len(self._machines) + self._machines.reserved_count
-        queued_count = max(0, min(self._queue.machine_count, self._open_room or 0))
-        coming_count = counts[LifecycleState.IDLE] + counts[LifecycleState.DYING]
-        if not self._room.shortage:
-            coming_count += counts[LifecycleState.STARTING] + max(0, settings.resident - used_count)
-        return waiting_count + queued_count + settings.size - coming_count
+        return missing_count(
+            self._machines.counts(),
+            wanted_count=waiting_count + self.settings.size,
+            queued_count=min(self._queue.machine_count, self._open_room or 0),
+            spare_count=self.settings.resident - self._used_count,
+            host_is_short=bool(self._room.shortage),
+        )
 
     async def freeze(self, leased: LeasedMachine) -> FrozenDesktop:
         """Freeze a leased machine's state, to fork from; see `leased.freeze`."""
@@ -458,6 +396,11 @@ class Pool:
         for record in records:
             await record.gone.wait()
 
+    @property
+    def machine_ids(self) -> list[str]:
+        """Machines that exist, or may exist. Once the pool is closed: those that could not be destroyed."""
+        return [*(record.machine_id for record in self._machines), *self._machines.left_behind]
+
     def drain(self) -> None:
         """Stop leasing: refuse queued groups, destroy idle and starting machines. Idempotent.
 
@@ -466,6 +409,14 @@ class Pool:
         self._draining = True
         self._reconcile()
 
+    async def measure_memory(self) -> None:
+        """Measure the memory of every machine now, which `statistics` then has."""
+        await self._machines.measure_once()
+
+    def give_up(self) -> None:
+        """Fork no more, and leave a machine behind that cannot be destroyed in a few attempts. Idempotent."""
+        self._closing.set()
+
     async def close(self) -> None:
         """Destroy every machine and end every task. Idempotent; continues if the caller is cancelled."""
         if self._close_task is None:
@@ -473,7 +424,7 @@ class Pool:
         await asyncio.shield(self._close_task)
 
     async def _close(self) -> None:
-        self._closing.set()
+        self.give_up()
         records = list(self._machines)
         for record in records:
             record.retire()
@@ -498,14 +449,29 @@ class Pool:
                 if is_starting or record.state is LifecycleState.IDLE:
                     record.retire()
         else:
+            self._log_breaker()
             if self._room.host.disk_is_full:
                 self._refusals.refuse_disk_full(self._queue, self._room.host.disk_shortage)
             self._follow_plan()
             self._refuse_if_failing()
             # A group that times out may have blocked those behind it. No group times out that could be served now.
-            if self._refuse_late():
+            now_s, held = self._clock.monotonic(), self._machines.held()
+            if self._refusals.refuse_late(now_s=now_s, status=self.statistics(), held=held):
                 self._follow_plan()
         self.changes.notify()
+
+    def _log_breaker(self) -> None:
+        """Log when the pool starts to refuse groups because no machine starts, and when it stops to."""
+        if self._backoff.is_failing and not self._was_failing:
+            logger.error(
+                "pool %s: FAILING: no machine starts, so resets are refused (POOL_FAILING) until one does; it tries"
+                " again by itself: %s",
+                self.name,
+                self._backoff.problem,
+            )
+        elif self._was_failing and not self._backoff.is_failing:
+            logger.warning("pool %s: a machine has started; resets are served again", self.name)
+        self._was_failing = self._backoff.is_failing
 
     def _refuse_if_failing(self) -> None:
         """If the pool is failing, refuse all groups that the ready machines cannot serve."""
@@ -517,14 +483,6 @@ class Pool:
         self._refusals.refuse_failing(too_large, self._backoff, now_s=now_s, status=status)
         self._follow_plan()
         self._refusals.refuse_failing(self._queue, self._backoff, now_s=now_s, status=self.statistics())
-
-    def _refuse_late(self) -> bool:
-        """Refuse every group whose deadline has passed; return whether there was one."""
-        now_s = self._clock.monotonic()
-        late = [group for group in self._queue if group.deadline_s <= now_s]
-        if late:
-            self._refusals.refuse_late(late, now_s=now_s, status=self.statistics(), held=self._machines.held())
-        return bool(late)
 
     def _follow_plan(self) -> None:
         template = self.template
@@ -630,16 +588,7 @@ class Pool:
             raise
 
     async def _wait_for_room(self) -> None:
-        """Return when there is room for a machine, in the pool and on the host."""
-        while True:
-            if len(self._machines) + self._machines.reserved_count >= self.capacity:
-                await self.changes.next.wait()
-                continue
-            self._room.note(is_short=not self._room.count())
-            if not self._room.shortage:
-                return
-            self.changes.notify()
-            await self._clock.sleep(HOST_POLL_S)
+        await self._room.wait(lambda: self._used_count < self.capacity, changes=self.changes)
 
     def _measured(self) -> None:
         self._room.host.publish()

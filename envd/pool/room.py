@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from envd.base.aio import Changes
 from envd.base.checks import Check, ok, warn
 from envd.base.clock import Clock
 from envd.base.config import Config, PoolConfig
@@ -323,6 +324,18 @@ class PoolRoom:
         if is_short:
             self.shortage = self.host.shortage(self.expected_bytes)
             self._shortage_seen_s = self.clock.monotonic()
+
+    async def wait(self, pool_has_room: Callable[[], bool], *, changes: Changes) -> None:
+        """Return when there is room for a machine, in the pool and on the host; notify `changes` until then."""
+        while True:
+            if not pool_has_room():
+                await changes.next.wait()
+                continue
+            self.note(is_short=not self.count())
+            if not self.shortage:
+                return
+            changes.notify()
+            await self.clock.sleep(HOST_POLL_S)
 
     @property
     def poll_at_s(self) -> float | None:

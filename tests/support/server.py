@@ -27,8 +27,9 @@ from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.recovery import load_persisted
 from envd.episodes.service import EpisodeService
 from envd.pool.machines import unregister_all
-from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.pool import Pool
 from envd.pool.room import HostRoom
+from envd.pool.settings import PoolHost, PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from envd.tasks.user_model import UserModel

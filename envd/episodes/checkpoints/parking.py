@@ -46,7 +46,7 @@ from envd.episodes.episode import Episode
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.progress import EpisodeSpec, EpisodeState, Origin, Progress
 from envd.episodes.registry import EpisodeRegistry
-from envd.pool.leased import FrozenDesktop, LeasedMachine
+from envd.pool.leased import FrozenDesktop, LeasedMachine, parked_machine
 from envd.pool.pool import Pool
 
 logger = logging.getLogger(__name__)
@@ -345,7 +345,7 @@ class Parking:
     async def _leave(self, episode: Episode, machine: LeasedMachine, stored: Checkpoint, view: DesktopView) -> None:
         """Give an episode the stand-in for its machine, which is destroyed. Raises: EnvdError: nothing has changed."""
         pool = self._lines[episode.spec.pool].pool
-        stand_in = pool.parked(_PREFIX + stored.checkpoint_id, view)
+        stand_in = parked_machine(pool.spec_of(_PREFIX + stored.checkpoint_id), view)
         self._kept[episode.episode_id] = stored
         try:
             await self._move(episode, stand_in)
@@ -382,7 +382,7 @@ class Parking:
         stored = await in_thread(self._store.find, checkpoint_id)
         view = await in_thread(read_view, self._store.path(checkpoint_id), checkpoint_id)
         self._unowned[machine_id] = stored
-        return pool.parked(machine_id, view)
+        return parked_machine(pool.spec_of(machine_id), view)
 
     async def copy(
         self, pool: Pool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
@@ -423,7 +423,7 @@ class Parking:
                 self._delete_soon(described.checkpoint_id)
             raise
         self._unowned |= copies
-        return [pool.parked(machine_id, frozen.view) for machine_id in copies]
+        return [parked_machine(pool.spec_of(machine_id), frozen.view) for machine_id in copies]
 
     def keep(self, episode: Episode) -> None:
         """Own the stored state of an episode that has a stand-in, and delete it when the episode is closed."""
