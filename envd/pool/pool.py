@@ -24,7 +24,7 @@ from envd.base.clock import wait_until
 from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, NotForkable, TemplateCorrupt
 from envd.desktop.desktop import Desktop
 from envd.desktop.view import ConnectionState
-from envd.hypervisor.machine import DiskImage, Machine
+from envd.hypervisor.machine import DiskImage, Machine, MachineSpec
 from envd.pool.backoff import Backoff
 from envd.pool.fairness import Demand
 from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation, freeze

@@ -22,7 +22,7 @@ BUDGETS = {
     "envd/hypervisor": 8100,
     "envd/images": 3100,
     "envd/integrations": 7000,
-    "envd/pool": 3200,
+    "envd/pool": 3300,
     "envd/tasks": 6800,
     "trainer/adapters": 3500,
     "trainer/agent": 4500,
