@@ -92,6 +92,7 @@ class Stepping:
                 timings_ms.update(acting.timings_ms)
                 if episode.count_step(_end_of(command.actions)):
                     context.registry.count_end(episode)
+                episode.lease.expects_idle = command.expects_idle
                 began_ms = watch.total_ms
                 if await self._automatic.after_step(episode):
                     timings_ms["checkpoint"] = watch.total_ms - began_ms

@@ -185,6 +185,7 @@ class Pool:
             os=self.image.os.value,
             accelerator=self.hypervisor.accelerator.value,
             capacity=self.settings.capacity,
+            resident=self.settings.resident,
             parked_count=self._parked_count,
             parked_bytes=self._parked_bytes,
             always_running=self.settings.always_running,

@@ -43,6 +43,8 @@ class PoolStatus:
     """Why its machines cannot be copied while they run; see `Capabilities`."""
     reserved_count: int = field(default=0, compare=False)
     """Reservations without a machine."""
+    resident: int = 0
+    """Most machines and reservations at once."""
     parked_count: int = 0
     """Open episodes without a machine, whose state is on the disk."""
     parked_bytes: int = field(default=0, compare=False)

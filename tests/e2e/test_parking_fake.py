@@ -122,6 +122,23 @@ def command(episode_id: str, index: int, action: Action) -> StepCommand:
     )
 
 
+async def test_an_agent_that_thinks_is_parked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parking, "_MIN_IDLE_S", 3600.0)
+    async with (
+        served(tmp_path, size=0, resident=2) as (server, client),
+        AsyncEnvClient(server.address, expects_idle=True) as thinking,
+    ):
+        first, second = await client.open(TASK), await thinking.open(TASK)
+        await second.step(EDITOR)
+        await first.step(EDITOR)
+        await client.open(TASK)
+        (parked,) = [info for info in await client.list_episodes() if info.is_parked]
+        assert parked.episode_id == second.episode_id
+        (pool,) = await client.list_pools()
+        assert (pool.parked_count, pool.resident_count, pool.capacity) == (1, 2, 12)
+        await second.step(SAVE, expects_idle=False)
+
+
 async def test_calls_of_all_episodes_at_once_take_turns(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, client):
         episodes = await opened(client, 9)
