@@ -153,7 +153,7 @@ class AsyncEpisode:
             settle=wire_settle(settle or self.defaults["settle"]),
             observation=wire_view(self.chosen_view(view), known=self.observation, of_step=True),
             epoch=self.epoch,
-            expects_idle=self.defaults.get("expects_idle", False) if expects_idle is None else expects_idle,
+            expects_idle=bool(self.defaults.get("expects_idle") if expects_idle is None else expects_idle),
         )
         base = self.observation
         response = await self._call("Step", request, timeout + longest(actions))
