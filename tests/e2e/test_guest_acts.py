@@ -22,7 +22,7 @@ import pytest_asyncio
 from pydantic import TypeAdapter
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Done, EnvError, GuestEnded, PressKeys, TypeText, View, Wait
-from envd.pool.pool import PoolParameters
+from envd.pool.settings import PoolParameters
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from tests.support.real_desktops import Backend

@@ -23,7 +23,8 @@ from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.images.catalogue import ImageCatalogue
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task
-from envd.pool.pool import Pool, PoolHost, PoolParameters
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolHost, PoolParameters
 from envd.tasks.catalogue import TaskCatalogue
 from tests.support.containers import container_pids, machine_processes
 from tests.support.leftovers import machine_leftovers
