@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from cuaenv import actions, client
+from cuaenv import client
 from cuaenv.actions import Action
 
 PAGE = Path(__file__).resolve().parent / "client-reference.md"
@@ -172,7 +172,7 @@ def _comments(kind: type) -> dict[str, str]:
 
 def _source(kind: type) -> str:
     """Return the source of a class, which names the package that exports it as its module."""
-    files = [*Path(client.__path__[0]).glob("*.py"), Path(str(actions.__file__))]
+    files = [path for path in Path(client.__path__[0]).parent.rglob("*.py") if "_pb2" not in path.name]
     for text in (file.read_text(encoding="utf-8") for file in files):
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef) and node.name == kind.__name__:

@@ -377,8 +377,8 @@ class Config(_Section):
     the certificate and the tokens of `security`; a token of scope `read` sees the screens of all episodes."""
     compat: Annotated[tuple[CompatEndpoint, ...], CommaList] = ()
     """Protocols of other systems to serve, each `NAME` or `NAME=HOST:PORT`: `slime-osworld`, `areal`, `areal-sandbox`,
-    `windows-vm`. Each is a process of its own, `envd compat`, with the certificate and the tokens of `security`. In the
-    environment, separated by commas."""
+    `windows-vm`, `e2b`. Each is a process of its own, `envd compat`, with the certificate and the tokens of `security`.
+    In the environment, separated by commas."""
     state_dir: Directory = Field(default_factory=default_state_dir)
     """Directory of one daemon's state: machines, overlays, sockets, logs of QEMU."""
     cache_dir: Directory = Field(default_factory=default_cache_dir)

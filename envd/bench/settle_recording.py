@@ -18,12 +18,13 @@ from cuaenv.actions import Action
 from cuaenv.frames import TiledImage
 from cuaenv.region import Region
 from envd.base.config import SettlePolicy
-from envd.desktop.acting import may_act_late
+from envd.desktop.acting import clicks, may_act_late
 from envd.desktop.desktop import Desktop
 from envd.desktop.display.blinking import MAX_BLINK_PIXELS, Blinking
 from envd.desktop.display.change import around, is_within
 from envd.desktop.display.settle import settle
 from envd.desktop.observation import SettleResult
+from envd.desktop.settling import policy_after
 from envd.hypervisor.machine import Machine
 
 #: Between two refreshes. QEMU compares the guest's screen at most every 30 ms.
@@ -64,6 +65,8 @@ class StepRecording:
     input_s: float
     may_act_late: bool
     """Result of `envd.desktop.acting.may_act_late` for the input."""
+    was_clicked: bool
+    """Whether the input pressed a mouse button."""
     reacts_before_answer: bool
     """That of its machine, see `GuestChannels`."""
     refreshes: Sequence[Refresh]
@@ -112,6 +115,7 @@ class StepRecorder:
             StepRecording(
                 input_s=input_s,
                 may_act_late=late,
+                was_clicked=any(map(clicks, inputs)),
                 reacts_before_answer=self.machine.reacts_before_answer,
                 refreshes=refreshes,
                 changes=changes,
@@ -190,8 +194,9 @@ class _RecordedScreen:
 async def replay_settling(step: StepRecording, policy: SettlePolicy) -> tuple[SettleResult, float]:
     """Return how a recorded screen settles under a policy, and when. Does not wait."""
     screen = _RecordedScreen(step)
-    if step.may_act_late:
-        policy = policy.model_copy(update={"idle_ms": 0})
+    policy = policy_after(
+        policy, may_act_late=step.may_act_late, was_clicked=step.was_clicked and step.reacts_before_answer
+    )
     result = await settle(
         screen,
         policy,

@@ -11,7 +11,7 @@ import io
 import json
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 
@@ -121,7 +121,10 @@ async def measure_step(
         task=task.task_id, repetitions=repetitions, peer_repetitions=peer_repetitions, other_count=other_count
     )
     steps.begin("setting up")
-    async with bench.reset_group(task.task_id, size=other_count) if other_count else nullcontext([]) as others:
+    opening: AbstractAsyncContextManager[Sequence[AsyncEpisode]] = nullcontext(())
+    if other_count:
+        opening = bench.reset_group(task.task_id, size=other_count)
+    async with opening as others:
         times = await _play(bench, task.task_id, script(_WARM_UPS + repetitions), steps=steps)
         steps.begin("stepping the others")
         other_step_ms = [await _other_step(episode) for episode in others]

@@ -21,7 +21,7 @@ from envd.cli.options import config_options
 from envd.cli.terminal import stop_on_sigterm
 from envd.daemon.state_lock import holder, locked
 from envd.hypervisor.machine import Accelerator, Drive, MachineSpec
-from envd.hypervisor.qemu.domain_xml import DomainFiles, MemoryFile, domain_xml
+from envd.hypervisor.qemu.domain_xml import DomainFiles, domain_xml
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.host import find_firmware
 from envd.images.catalogue import Image, ImageCatalogue
@@ -178,7 +178,7 @@ def _dry_run(plan: BuildPlan, directory: Path, *, memory_mib: int, vcpu_count: i
             owner="dry-run",
             files=files,
             accelerator=Accelerator.KVM,
-            memory=MemoryFile(path=files.directory / "memory"),
+            memory_path=files.directory / "memory",
             generation=uuid4(),
             firmware=find_firmware(),
         )

@@ -55,7 +55,7 @@ from envd.pool.audit import Audit, stray_rows
 from envd.pool.fairness import RunShares
 from envd.pool.leased import LINGER_S
 from envd.pool.machines import unregister_all
-from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolParameters
 from envd.pool.room import HostClaims, HostRoom, host_memory_mib, read_available_bytes
 from envd.pool.status import POOL_SERIES
 from envd.tasks.assets import AssetCache
@@ -96,7 +96,7 @@ class Daemon:
     @property
     def machine_ids(self) -> list[str]:
         """Machines that exist, or may exist. Once it is closed: those that could not be destroyed."""
-        return [machine_id for pool in self.pools for machine_id in pool.machine_ids]
+        return [machine_id for pool in self.pools for machine_id in pool.list_machine_ids()]
 
     async def drain(self, *, hurry: asyncio.Event) -> None:
         """Refuse new episodes and wait for live ones, for `limits.drain_timeout_s` or until `hurry` is set."""
@@ -248,7 +248,7 @@ def _pools(
         image, image_screen_px = inputs.images[name]
         screen_px = pool.screen or image_screen_px
         yield Pool(
-            PoolSettings(
+            PoolParameters(
                 **{**dict(pool), "screen": screen_px},
                 name=name,
                 shares=shares,

@@ -25,7 +25,7 @@ from envd.guests.runner import KEEPALIVE_S, MAX_CHUNK_BYTES, Refused, ending, re
 
 _MAX_LINE_BYTES: Final = 2 * MAX_CHUNK_BYTES
 _MAX_FILE_BYTES: Final = 256 << 20
-_POLL_S: Final = 0.2
+_POLL_S: Final = 0.1
 _KILL: Final = 9
 
 Fields = dict[str, Any]

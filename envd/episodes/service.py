@@ -176,7 +176,7 @@ class EpisodeService:
             await wait_until(self._clock, deadline_s, or_event=self._registry.changes.next)
         await self._requests.close()
         for pool in self._pools.values():
-            pool.give_up()
+            pool.drain(is_over=True)
         await self._registry.close_all("DRAINED")
 
     async def aclose(self) -> None:

@@ -51,7 +51,7 @@ QUEUED_EVENTS = 64
 KEEPALIVE_S = 20.0
 #: How long the output of a process that ended is read: a program in the background may keep it open.
 DRAIN_S = 0.5
-POLL_S = 0.2
+POLL_S = 0.1
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 

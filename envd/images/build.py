@@ -28,7 +28,7 @@ from envd.images.recipe import (
     PYTHON_PACKAGES,
     WINDOWS_PROGRAMS,
     WINDOWS_SOURCES,
-    Recipe,
+    ImageRecipe,
     overlay_files,
     recipe_digest,
     write_files,
@@ -63,7 +63,7 @@ Progress = Callable[[str, float], None]
 
 
 def build_image(
-    recipe: Recipe,
+    recipe: ImageRecipe,
     catalogue: ImageCatalogue,
     *,
     additions: Additions = _NO_ADDITIONS,
@@ -135,13 +135,13 @@ def build_image(
     return image
 
 
-def _kernel_cmdline(recipe: Recipe) -> str:
+def _kernel_cmdline(recipe: ImageRecipe) -> str:
     if not recipe.kernel_package:
         return ""
     return f"{KERNEL_CMDLINE} {_WINE_CMDLINE}" if recipe.os is GuestOs.WINDOWS else KERNEL_CMDLINE
 
 
-def _require_tools(recipe: Recipe) -> None:
+def _require_tools(recipe: ImageRecipe) -> None:
     tools = [("mmdebstrap", "mmdebstrap")]
     if recipe.kernel_package:
         if os.geteuid() != 0:
@@ -163,7 +163,7 @@ def _require_tools(recipe: Recipe) -> None:
         )
 
 
-def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], target: Path, scratch: Path, report: Progress) -> None:
+def _bootstrap(recipe: ImageRecipe, overlay: dict[str, bytes], target: Path, scratch: Path, report: Progress) -> None:
     """Install a recipe into a directory, or without a kernel into an archive, with dpkg's status in `scratch`."""
     extras = scratch / "overlay"
     write_files(overlay, extras)
@@ -288,7 +288,7 @@ class _InstallOutput:
     def _fraction(self) -> float:
         return 0.1 + 0.7 * min(1.0, self._count / self._expected)
 
-    def explain(self, recipe: Recipe, error: ImageError) -> ImageError:
+    def explain(self, recipe: ImageRecipe, error: ImageError) -> ImageError:
         """Return the error of a failed installation that names its cause, if the output has it."""
         if self._missing:
             named = ", ".join(dict.fromkeys(self._missing))
@@ -320,7 +320,7 @@ def _installed_packages(directory: Path) -> list[str]:
     return subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-def _make_disk(recipe: Recipe, root: Path, disk: Path, scratch: Path) -> None:
+def _make_disk(recipe: ImageRecipe, root: Path, disk: Path, scratch: Path) -> None:
     raw = scratch / "disk.raw"
     with raw.open("wb") as stream:
         stream.truncate(recipe.disk_mib << 20)

@@ -56,7 +56,7 @@ PYTHON_PACKAGES = "usr/lib/envd/python-packages.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class ImageRecipe:
     """One guest image to build with mmdebstrap."""
 
     name: str
@@ -83,16 +83,16 @@ class Recipe:
         return f"/usr/share/keyrings/{self.distribution}-archive-keyring.gpg"
 
 
-def desktop_recipe(*, distribution: str = "debian", suite: str = "", mirror: str = "") -> Recipe:
+def desktop_recipe(*, distribution: str = "debian", suite: str = "", mirror: str = "") -> ImageRecipe:
     """Return the desktop recipe for a distribution.
 
     Raises:
         ValueError: The distribution is unknown.
     """
     if distribution == "debian":
-        return Recipe(name="desktop", distribution="debian", suite=suite or "bookworm", mirror=mirror)
+        return ImageRecipe(name="desktop", distribution="debian", suite=suite or "bookworm", mirror=mirror)
     if distribution == "ubuntu":
-        return Recipe(
+        return ImageRecipe(
             name="desktop-ubuntu",
             distribution="ubuntu",
             suite=suite or "noble",
@@ -103,23 +103,23 @@ def desktop_recipe(*, distribution: str = "debian", suite: str = "", mirror: str
     raise ValueError(f"distribution {distribution!r}: unknown; choose debian or ubuntu")
 
 
-def for_containers(recipe: Recipe) -> Recipe:
+def for_containers(recipe: ImageRecipe) -> ImageRecipe:
     """Return a recipe of Linux without what only virtual machines need; it is built without root."""
     packages = tuple(name for name in recipe.packages if name not in _BOOT_PACKAGES)
     return replace(recipe, packages=packages, kernel_package="", disk_mib=0)
 
 
-def osworld_recipe(*, mirror: str = "") -> Recipe:
+def osworld_recipe(*, mirror: str = "") -> ImageRecipe:
     """Return the recipe of the desktop with all that OSWorld's tasks expect of a guest."""
     packages = tuple(sorted({*DESKTOP_PACKAGES, *OSWORLD_PACKAGES}))
-    return Recipe(
+    return ImageRecipe(
         name="osworld", distribution="debian", suite="bookworm", mirror=mirror, packages=packages, layer="osworld"
     )
 
 
-def office_recipe(*, mirror: str = "") -> Recipe:
+def office_recipe(*, mirror: str = "") -> ImageRecipe:
     """Return the recipe of the desktop with Debian's large applications, for OpenComputer's tasks."""
-    return Recipe(
+    return ImageRecipe(
         name="office",
         distribution="debian",
         suite="bookworm",
@@ -131,14 +131,14 @@ def office_recipe(*, mirror: str = "") -> Recipe:
     )
 
 
-def wine_recipe(*, mirror: str = "") -> Recipe:
+def wine_recipe(*, mirror: str = "") -> ImageRecipe:
     """Return the recipe of a desktop that tasks take for Windows: Debian's Wine."""
-    return Recipe(
+    return ImageRecipe(
         name="wine", distribution="debian", suite="bookworm", mirror=mirror, packages=WINE_PACKAGES, os=GuestOs.WINDOWS
     )
 
 
-def overlay_files(recipe: Recipe) -> dict[str, bytes]:
+def overlay_files(recipe: ImageRecipe) -> dict[str, bytes]:
     """Return envd's files in the guest, by absolute path without the leading slash."""
     images = files("envd.images")
     tree = dict(_walk(images / "rootfs", ""))
@@ -196,7 +196,7 @@ def _walk(directory: Traversable, prefix: str) -> list[tuple[str, bytes]]:
     return found
 
 
-def recipe_digest(recipe: Recipe, overlay: dict[str, bytes]) -> str:
+def recipe_digest(recipe: ImageRecipe, overlay: dict[str, bytes]) -> str:
     """Return the sha256 (hex) of everything that determines the image's content, except package versions.
 
     Versions follow the archive, for security fixes. `packages.txt` in the image's directory lists the installed ones; a

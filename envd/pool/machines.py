@@ -188,6 +188,10 @@ class MachineTable:
     left_behind: list[str] = field(default_factory=list, init=False)
     """Machines that could not be destroyed when the pool closed."""
 
+    def list_ids(self) -> list[str]:
+        """Return the machines that exist, or may exist. Once the pool is closed: those that could not be destroyed."""
+        return [*self._records, *self.left_behind]
+
     def __len__(self) -> int:
         return len(self._records)
 

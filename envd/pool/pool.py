@@ -47,7 +47,7 @@ _QUOTA_INTERVAL_S = 2.0
 _MAX_REPLACING = 4
 
 
-class PoolSettings(PoolConfig):
+class PoolParameters(PoolConfig):
     """Capacity, machine size and behaviour of one pool."""
 
     name: str
@@ -103,7 +103,7 @@ class Pool:
 
     def __init__(
         self,
-        settings: PoolSettings,
+        settings: PoolParameters,
         *,
         image: DiskImage,
         host: PoolHost,
@@ -177,9 +177,11 @@ class Pool:
             turnover=self._machines.turnover,
             metrics=host.metrics,
         )
+        self.measure_memory = self._machines.measure_once
+        """Measures the memory of every machine now, which `statistics` then has."""
+        self.list_machine_ids = self._machines.list_ids
         self._replacing = asyncio.Semaphore(_MAX_REPLACING)
         self._is_started = False
-        self._was_failing = False
         self._draining = False
         self._close_task: asyncio.Task[None] | None = None
 
@@ -217,9 +219,7 @@ class Pool:
         totals = self._machines.totals
         failure = self.hypervisor.problem or self._backoff.problem or self._machines.problem
         if self._backoff.is_failing:
-            count = self._backoff.failure_count
-            failures = "1 failure" if count == 1 else f"{count} failures in a row"
-            failure = f"{failures}, so resets are refused until a machine starts: {failure}"
+            failure = f"{self._backoff.summary}, so resets are refused until a machine starts: {failure}"
         return PoolStatus(
             name=self.name,
             image=self.image.name,
@@ -409,26 +409,16 @@ class Pool:
         for record in records:
             await record.gone.wait()
 
-    @property
-    def machine_ids(self) -> list[str]:
-        """Machines that exist, or may exist. Once the pool is closed: those that could not be destroyed."""
-        return [*(record.machine_id for record in self._machines), *self._machines.left_behind]
-
-    def drain(self) -> None:
+    def drain(self, *, is_over: bool = False) -> None:
         """Stop leasing: refuse queued groups, destroy idle and starting machines. Idempotent.
 
-        Leased machines stay, and granted reservations can still be filled.
+        Leased machines stay, and granted reservations can still be filled. If the drain `is_over`, nothing more is
+        forked, and a machine that cannot be destroyed in a few attempts is left behind.
         """
         self._draining = True
+        if is_over:
+            self._closing.set()
         self._reconcile()
-
-    async def measure_memory(self) -> None:
-        """Measure the memory of every machine now, which `statistics` then has."""
-        await self._machines.measure_once()
-
-    def give_up(self) -> None:
-        """Fork no more, and leave a machine behind that cannot be destroyed in a few attempts. Idempotent."""
-        self._closing.set()
 
     async def close(self) -> None:
         """Destroy every machine and end every task. Idempotent; continues if the caller is cancelled."""
@@ -437,7 +427,7 @@ class Pool:
         await asyncio.shield(self._close_task)
 
     async def _close(self) -> None:
-        self.give_up()
+        self._closing.set()
         records = list(self._machines)
         for record in records:
             record.retire()
@@ -462,7 +452,6 @@ class Pool:
                 if is_starting or record.state is LifecycleState.IDLE:
                     record.retire()
         else:
-            self._log_breaker()
             if self._room.host.disk_is_full:
                 self._refusals.refuse_disk_full(self._queue, self._room.host.disk_shortage)
             self._follow_plan()
@@ -472,21 +461,9 @@ class Pool:
                 self._follow_plan()
         self.changes.notify()
 
-    def _log_breaker(self) -> None:
-        """Log when the pool starts to refuse groups because no machine starts, and when it stops to."""
-        if self._backoff.is_failing and not self._was_failing:
-            logger.error(
-                "pool %s: FAILING: no machine starts, so resets are refused (POOL_FAILING) until one does; it tries"
-                " again by itself: %s",
-                self.name,
-                self._backoff.problem,
-            )
-        elif self._was_failing and not self._backoff.is_failing:
-            logger.warning("pool %s: a machine has started; resets are served again", self.name)
-        self._was_failing = self._backoff.is_failing
-
     def _refuse_if_failing(self) -> None:
         """If the pool is failing, refuse all groups that the ready machines cannot serve."""
+        self._backoff.log_change(self.name)
         if not self._backoff.is_failing or not len(self._queue):
             return
         # Ready machines may have been kept for a large group, which will not be served: serve the smaller ones.

@@ -20,10 +20,10 @@ from envd.desktop.agent import GuestAgent
 from envd.desktop.desktop import Desktop
 from envd.desktop.display.rfb import RfbClient
 from envd.hypervisor.machine import DiskImage, MachineSpec
-from envd.hypervisor.oci.control_groups import ControlGroups
+from envd.hypervisor.oci.control_groups import ControlGroups, Hierarchies
 from envd.hypervisor.oci.hypervisor import OciHypervisor
 from envd.hypervisor.oci.machine import OciMachine
-from tests.support.containers import desktop_image, settings
+from tests.support.containers import desktop_image, first_process, settings
 from tests.support.machine_contract.fixtures import read_screen
 from tests.support.program import Program
 
@@ -368,13 +368,80 @@ async def test_a_machine_whose_first_process_the_host_kills_is_lost_by_the_host(
 ) -> None:
     async with started(state_dir, image) as (_, machine):
         assert machine.groups is not None
-        os.kill(min(machine.groups.process_ids()), signal.SIGKILL)
+        os.kill(first_process(machine.groups.process_ids()), signal.SIGKILL)
         async with asyncio.timeout(30):
             await machine.lost.wait()
         assert machine.loss is not None
         assert (machine.loss.owner, machine.loss.reason) == (LossOwner.HOST, "its first process was killed by the host")
         with pytest.raises(MachineLost, match="killed by the host"):
             await machine.pause()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_control_groups_of_each_version_limit_freeze_and_measure(
+    state_dir: Path, image: DiskImage, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    host = Hierarchies.of_host()
+    only = replace(host, unified=None) if version == 1 else replace(host, legacy={})
+    if (version == 1 and not {"freezer", "cpuacct"} <= host.legacy.keys()) or (version == 2 and host.unified is None):
+        pytest.skip(f"version {version} of control groups is not mounted")
+    monkeypatch.setattr(Hierarchies, "of_host", lambda: only)
+    async with started(state_dir, image, memory_mib=768) as (hypervisor, machine):
+        groups = machine.groups
+        assert groups is not None
+        assert hypervisor._groups.problem == ""
+        assert groups.is_unified is (version == 2)
+        if version == 1:
+            limit = only.legacy["memory"] / hypervisor._groups._mark / machine.machine_id / "memory.limit_in_bytes"
+            assert int(limit.read_text()) == 768 << 20
+        x_server = [pid for pid in groups.process_ids() if "Xtigervnc" in Path(f"/proc/{pid}/comm").read_text()]
+        assert len(x_server) == 1
+        spin = "i=0; while :; do i=$((i+1)); done"
+        await GuestAgent(machine).run(["sh", "-c", f"({spin}) >/dev/null 2>&1 & sleep 0.3"], timeout_s=60)
+        await machine.pause()
+        assert groups.is_frozen()
+        before_s = machine.processor_s()
+        assert before_s is not None
+        assert before_s > 0.1
+        client = await RfbClient.connect(*await machine.open_display())
+        assert (await read_screen(client)).shape == (800, 1280), "the X server is not frozen"
+        await client.close()
+        await asyncio.sleep(0.3)
+        assert (machine.processor_s() or 0) - before_s < 0.2, "nothing runs but the X server"
+        waited_s = groups.run_delay_s()
+        await machine.resume()
+        async with asyncio.timeout(60):
+            while (machine.processor_s() or 0) - before_s < 0.1:
+                await asyncio.sleep(0.05)
+        assert groups.run_delay_s() > waited_s
+        assert (await machine.usage()).pss_bytes > 0
+
+
+@pytest.mark.parametrize("answer", [None, b'{"event": "ex\n'], ids=["ended", "unreadable"])
+async def test_machines_are_lost_by_the_host_when_their_namespaces_end(
+    state_dir: Path, image: DiskImage, answer: bytes | None
+) -> None:
+    async with started(state_dir, image) as (hypervisor, machine):
+        process = hypervisor._namespace._process
+        if answer is None:
+            process.kill()
+        else:
+            assert process.stdout is not None
+            process.stdout.feed_data(answer)
+        async with asyncio.timeout(30):
+            await machine.lost.wait()
+        assert machine.loss is not None
+        assert (machine.loss.owner, hypervisor.problem) == (LossOwner.HOST, machine.loss.reason)
+        assert "restart envd" in machine.loss.reason
+        with pytest.raises(HypervisorError, match="restart envd"):
+            await hypervisor.create(MachineSpec(machine_id="another", image=image))
+
+
+async def test_an_error_of_any_characters_is_reported_whole(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (hypervisor, _):
+        for text in ("\x01" * 5000, "\U0001f600" * 5000):
+            with pytest.raises(HypervisorError, match=text[:9]):
+                await hypervisor._namespace.call("run", argv=["sh", "-c", f"printf %s '{text}'; exit 1"], timeout_s=20)
 
 
 async def test_without_control_groups_signals_stop_all_but_the_x_server(
@@ -418,7 +485,7 @@ def test_a_daemon_whose_machines_cannot_be_destroyed_ends_by_force(tmp_path: Pat
     options = ("--config", config, "--state-dir", state_dir, "--hypervisor", "oci:")
     addresses = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
     with Program(sys.executable, "-c", _STUCK_DAEMON, *options, *addresses) as daemon:
-        daemon.wait_for("pool desktop: ready, 1 machines")
+        daemon.wait_for("pool desktop: (ready, 1 machines)")
         children = Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children").read_text().split()
         (holder,) = [pid for pid in children if "holder.py" in Path(f"/proc/{pid}/cmdline").read_text()]
         (inner,) = Path(f"/proc/{holder}/task/{holder}/children").read_text().split()

@@ -48,7 +48,7 @@ async def all_returned(server: FakeServer) -> None:
         await asyncio.sleep(0.01)
 
 
-async def played(args: Any) -> list[Sample]:
+async def played(args: Any) -> list[Any]:
     sample = Sample(group_index=0, index=0, metadata={"task_id": TASK})
     return flatten([await generate(args, sample, PARAMS)])
 
@@ -111,5 +111,5 @@ async def test_a_configuration_that_cannot_work_is_refused(envd: dict[str, Any],
             await played(args_of(server, **envd))
     with pytest.raises(ConfigError, match="no mapping `harness:`"):
         await played(stand_in_args({"hosts": ["h:1"]}))
-    with pytest.raises(ConfigError, match="comand"):
-        await played(stand_in_args({"hosts": ["h:1"]}, harness={"comand": []}))
+    with pytest.raises(ConfigError, match="program"):
+        await played(stand_in_args({"hosts": ["h:1"]}, harness={"program": []}))

@@ -5,7 +5,7 @@ line that it writes is one event: the next request, its outcome, the value of th
 every request, however this process ends, and another client can continue with the same request ids. All random choices
 come from the plan's seed. The reader evaluates the events.
 
-It makes single calls on a `cuaenv.client.connection.Connection` and not `AsyncEnvClient`: it repeats, cancels and
+It makes single calls on a `cuaenv.client.connection.DaemonConnection` and not `AsyncEnvClient`: it repeats, cancels and
 falsifies requests on purpose, which that client prevents.
 """
 

@@ -38,7 +38,9 @@ class Ran:
 
 
 def ran(events: list[dict[str, Any]]) -> Ran:
-    outputs, pid, end, error = {"stdout": b"", "stderr": b""}, 0, {}, {}
+    outputs, pid = {"stdout": b"", "stderr": b""}, 0
+    end: dict[str, Any] = {}
+    error: dict[str, Any] = {}
     for event in events:
         error = event.get("error", error)
         match event.get("event", {}):

@@ -22,7 +22,7 @@ from envd.episodes.progress import EpisodeState
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo, ForkCommand, OpenedGroup, ResetCommand, StepCommand
 from envd.pool.fairness import RunShares
-from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolParameters
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.evaluate import Evaluation
 from envd.tasks.fields import TaskPerturb
@@ -240,7 +240,7 @@ async def running_world(
     clock, hypervisor, tasks, metrics = ManualClock(), StubHypervisor(), StubTasks(), RecordingMetrics()
     tasks.setup_gate.set()
     tasks.check_gate.set()
-    settings = PoolSettings(
+    settings = PoolParameters(
         name="desktop",
         capacity=capacity,
         size=capacity,

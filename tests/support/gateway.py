@@ -23,7 +23,7 @@ from PIL import Image
 
 from tests.support.slime import Processor, ScriptedEngine, Tokenizer
 from trainer.gateway.engine import GatewayEngine
-from trainer.gateway.gateway import Gateway
+from trainer.gateway.gateway import TokenGateway
 from trainer.gateway.record import RunDirectory
 from trainer.gateway.server import serve
 from trainer.gateway.settings import GatewaySettings
@@ -80,7 +80,10 @@ class ToolTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._template = ImmutableSandboxedEnvironment(trim_blocks=False).from_string(TEMPLATE)
+        environment = ImmutableSandboxedEnvironment()
+        # As transformers has it; Jinja's own escapes HTML.
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        self._template = environment.from_string(TEMPLATE)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **options: Any
@@ -147,7 +150,7 @@ class EngineServer:
 class World:
     """A gateway, its engine and its files."""
 
-    gateway: Gateway
+    gateway: TokenGateway
     engine: EngineServer
     url: str
     directory: Path
@@ -183,7 +186,7 @@ async def served_gateway(
     async with served_engine(say) as engine:
         client, limits = EngineClient(), GatewaySettings(**{"engine_attempts": 2, **settings})
         engines = partial(GatewayEngine, engine_url or engine.url, client, limits)
-        gateway = Gateway(tool_chat(), engines, settings=limits, run=RunDirectory(directory))
+        gateway = TokenGateway(tool_chat(), engines, settings=limits, run=RunDirectory(directory))
         try:
             async with serve(gateway, key=key) as url:
                 yield World(gateway, engine, url, directory)

@@ -45,7 +45,7 @@ from trainer.agent.forks import GroupMember
 from trainer.agent.ownership import GUEST_ENDED, failure_of, is_fault, reward_of
 from trainer.agent.starts import start_of, step_limit
 from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts
-from trainer.rewards.recipes import Reward, recipe_of
+from trainer.rewards.recipes import Recipe, recipe_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,7 +98,7 @@ class SessionSettings:
     """Reward in training if the agent ended its guest without solving the task; see `docs/rewards.md`."""
     idle_timeout: timedelta = timedelta(hours=1)
     """A session without a call for this long is void, and its machine is released."""
-    _recipe: Reward = field(init=False, repr=False)
+    _recipe: Recipe = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.group_size < 1:

@@ -34,7 +34,7 @@ from cuaenv.client import (
 )
 from trainer.agent.types import BudgetExhausted, GenerationAborted, ModelFailed, Outcome, Trajectory
 from trainer.rewards.facts import Breakdown, EpisodeFacts
-from trainer.rewards.recipes import Reward
+from trainer.rewards.recipes import Recipe
 
 GUEST_ENDED: Final = "GUEST_ENDED"
 """`end_reason` of an episode whose guest ended itself."""
@@ -142,7 +142,7 @@ def failure_of(episode_id: str, end_reason: str) -> SampleVoid:
     return _FAILURES.get(reason, SampleVoid)(f"episode {episode_id} failed: {reason}", reason=reason)
 
 
-def reward_of(facts: EpisodeFacts, recipe: Reward, *, ended_by_guest_score: float) -> Breakdown:
+def reward_of(facts: EpisodeFacts, recipe: Recipe, *, ended_by_guest_score: float) -> Breakdown:
     """Return the reward for training, with `ended_by_guest_score` if the guest ended itself without solving the task.
 
     A solved task keeps its score, because a task may have the power-off as its goal. The recipe's parts are then those

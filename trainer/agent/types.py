@@ -197,6 +197,8 @@ class Trajectory:
     turns: tuple[Turn, ...] = ()
     shared_turn_count: int = 0
     """Number of leading turns that belong to the episode that this one branched from."""
+    parent_episode_id: str = ""
+    """That episode; empty if it began at the beginning of its task."""
     evaluation: Evaluation | None = None
     """None exactly for ABORTED and FAILED."""
     origin: Origin | None = None

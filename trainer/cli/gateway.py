@@ -69,7 +69,7 @@ async def _serve(
 ) -> None:
     from trainer.evaluate.native import load_chat  # noqa: PLC0415
     from trainer.gateway.engine import GatewayEngine  # noqa: PLC0415
-    from trainer.gateway.gateway import Gateway  # noqa: PLC0415
+    from trainer.gateway.gateway import TokenGateway  # noqa: PLC0415
     from trainer.gateway.record import RunDirectory  # noqa: PLC0415
     from trainer.gateway.server import serve  # noqa: PLC0415
     from trainer.slime.play.engine import EngineClient  # noqa: PLC0415
@@ -79,7 +79,7 @@ async def _serve(
             checkpoint = Path(await endpoint.model_path())
     client = EngineClient()
     engines = partial(GatewayEngine, url, client, settings)
-    gateway = Gateway(load_chat(checkpoint), engines, settings=settings, run=RunDirectory(run))
+    gateway = TokenGateway(load_chat(checkpoint), engines, settings=settings, run=RunDirectory(run))
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

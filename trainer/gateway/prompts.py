@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_PICTURE_PIXELS: Final = 7680 * 4320
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """A request cannot be answered. The session continues unless it is closed."""
 
     def __init__(self, status: int, code: str, message: str, *, retry_after_s: float | None = None) -> None:
@@ -40,9 +40,9 @@ class Refused(Exception):
         self.retry_after_s = retry_after_s
 
 
-def invalid(message: str, *, code: str = "invalid_value") -> Refused:
+def invalid(message: str, *, code: str = "invalid_value") -> ApiError:
     """Return the refusal of a malformed request."""
-    return Refused(400, code, message)
+    return ApiError(400, code, message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class DataUrl:
 
     @classmethod
     def parse(cls, url: object) -> "DataUrl":
-        """Return the picture of a data URL. Raises: Refused."""
+        """Return the picture of a data URL. Raises: ApiError."""
         if not isinstance(url, str) or not url.startswith("data:image/"):
             raise invalid("a picture is not a data URL; send data:image/png;base64,... because nothing is fetched")
         head, comma, data = url.partition(",")
@@ -69,7 +69,7 @@ class DataUrl:
         return cls.of(data)
 
     def decode(self) -> "Image.Image":
-        """Return the picture in RGB. Raises: Refused."""
+        """Return the picture in RGB. Raises: ApiError."""
         from PIL import Image  # noqa: PLC0415 -- only pictures need it
 
         try:
@@ -85,7 +85,7 @@ Part = str | DataUrl
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FunctionCall:
     """A call of a function."""
 
     name: str
@@ -94,12 +94,12 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ChatItem:
     """One message, or one result of a call."""
 
     role: Literal["system", "user", "assistant", "tool"]
     parts: tuple[Part, ...]
-    calls: tuple[Call, ...] = ()
+    calls: tuple[FunctionCall, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -110,7 +110,7 @@ class Item:
     @property
     def text_key(self) -> tuple[object, ...]:
         """What is compared of an item whose pictures may be gone."""
-        return Item(self.role, tuple(part for part in self.parts if isinstance(part, str)), self.calls).key
+        return ChatItem(self.role, tuple(part for part in self.parts if isinstance(part, str)), self.calls).key
 
     @property
     def pictures(self) -> Sequence[DataUrl]:
@@ -139,10 +139,10 @@ def _joined(parts: Sequence[Part]) -> list[object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class ChatRequest:
     """One request for a reply."""
 
-    items: tuple[Item, ...]
+    items: tuple[ChatItem, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     """Functions, as chat templates take them."""
     max_tokens: int | None = None
@@ -155,7 +155,7 @@ class Prompt:
     model: str = ""
     follows: str = ""
     """Id of an earlier reply of the session whose messages come before the items; empty for none."""
-    shown: Callable[["Call"], Sequence["Call"]] = lambda call: (call,)
+    shown: Callable[["FunctionCall"], Sequence["FunctionCall"]] = lambda call: (call,)
     """Returns how the API shows a call of the model. Raises: ParseError: It cannot."""
 
     @property
@@ -170,7 +170,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class GatewayReply:
     """A reply, as its form shows it."""
 
     reply_id: str
@@ -178,23 +178,23 @@ class Answer:
     model: str
     text: str
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[FunctionCall, ...] = ()
     finish: Literal["stop", "length"] = "stop"
     stop_text: str = ""
-    """The text of `Prompt.stop` that ended it."""
+    """The text of `ChatRequest.stop` that ended it."""
     prompt_tokens: int = 0
     reply_tokens: int = 0
     created_s: int = 0
     """Unix time."""
 
     @property
-    def item(self) -> Item:
+    def item(self) -> ChatItem:
         """The message that the next request is expected to have."""
-        return Item("assistant", (self.text,) if self.text else (), self.calls)
+        return ChatItem("assistant", (self.text,) if self.text else (), self.calls)
 
 
 def function_tool(name: object, description: object, parameters: object) -> Mapping[str, Any]:
-    """Return a function as chat templates take it. Raises: Refused."""
+    """Return a function as chat templates take it. Raises: ApiError."""
     if not isinstance(name, str) or not name:
         raise invalid("a tool has no name")
     schema = parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
@@ -203,7 +203,7 @@ def function_tool(name: object, description: object, parameters: object) -> Mapp
 
 
 def arguments_of(value: object) -> Mapping[str, Any]:
-    """Return the arguments of a call in a request: an object, or its JSON text. Raises: Refused."""
+    """Return the arguments of a call in a request: an object, or its JSON text. Raises: ApiError."""
     if isinstance(value, str):
         try:
             value = json.loads(value or "{}")

@@ -6,16 +6,14 @@ log-probabilities.
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.adapters.areal.engine import TurnRow
 from trainer.agent.types import data_uri, without_control_tokens
-from trainer.gateway.prompts import DataUrl, Item
-from trainer.gateway.session import Session
+from trainer.gateway.prompts import ChatItem, DataUrl
+from trainer.gateway.session import GatewaySession
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER, StoredTrajectory, TokenRow
 from trainer.tokens.rows import Row
 
@@ -30,7 +28,7 @@ class RunDirectory:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
 
-    def add(self, session: Session, *, reward: float | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    def add(self, session: GatewaySession, *, reward: float | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Write a finished session; returns its summary. Raises: OSError."""
         summary = summary_of(session, reward=reward, metadata=metadata)
         if not session.void and reward is not None:
@@ -45,7 +43,7 @@ class RunDirectory:
             file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
 
 
-def summary_of(session: Session, *, reward: float | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def summary_of(session: GatewaySession, *, reward: float | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return what happened in a session, as JSON values."""
     counts = session.counts
     return {
@@ -65,7 +63,7 @@ def summary_of(session: Session, *, reward: float | None, metadata: Mapping[str,
     }
 
 
-def trajectories_of(session: Session, *, reward: float, metadata: Mapping[str, Any]) -> list[StoredTrajectory]:
+def trajectories_of(session: GatewaySession, *, reward: float, metadata: Mapping[str, Any]) -> list[StoredTrajectory]:
     """Return the rows of a session."""
     return [
         StoredTrajectory(
@@ -79,7 +77,7 @@ def trajectories_of(session: Session, *, reward: float, metadata: Mapping[str, A
                 "row": number,
                 "reason": recorded.reason,
                 "tools": list(recorded.tools),
-                "weight_versions": weight_versions(recorded.row),
+                "weight_versions": [weight_versions(recorded.row)],
                 "finishes": [str(piece["finish_reason"].get("type")) for piece in _extras(recorded.row)],
             },
             rows=(token_row(recorded.row),),
@@ -103,26 +101,6 @@ def token_row(row: Row) -> TokenRow:
     )
 
 
-def areal_turns(row: Row) -> list[TurnRow]:
-    """Return the prompt and the reply of each turn, for `trainer.adapters.areal.rows.batch`."""
-    ids, count, turns = list(row.prompt_ids), row.prompt_image_count, list[TurnRow]()
-    for piece in row.pieces:
-        if piece.sampled:
-            version = re.search(r"\d+", str((piece.extra or {}).get("weight_version", "")))
-            turns.append(
-                TurnRow(
-                    input_ids=tuple(ids),
-                    output_ids=piece.train_ids,
-                    log_probs=piece.log_probs,
-                    versions=(int(version[0]) if version else 0,) * len(piece.train_ids),
-                    images=tuple(row.images[:count]),
-                )
-            )
-        ids += piece.train_ids
-        count += piece.image_count
-    return turns
-
-
 def weight_versions(row: Row) -> list[str]:
     """Return the version of the weights that sampled each reply."""
     return [str(extra.get("weight_version", "")) for extra in _extras(row)]
@@ -132,7 +110,7 @@ def _extras(row: Row) -> Sequence[Mapping[str, Any]]:
     return [piece.extra or {} for piece in row.pieces if piece.sampled]
 
 
-def _message(item: Item) -> Mapping[str, Any]:
+def _message(item: ChatItem) -> Mapping[str, Any]:
     parts = (IMAGE_PLACEHOLDER if isinstance(part, DataUrl) else without_control_tokens(part) for part in item.parts)
     text = "".join(parts)
     calls = [

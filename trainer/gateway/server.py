@@ -19,10 +19,10 @@ from trainer.gateway.apis import Api
 from trainer.gateway.apis.anthropic import Messages
 from trainer.gateway.apis.chat import ChatCompletions
 from trainer.gateway.apis.responses import Responses
-from trainer.gateway.gateway import Gateway
-from trainer.gateway.prompts import Answer, Prompt, Refused, invalid
+from trainer.gateway.gateway import TokenGateway
+from trainer.gateway.prompts import ApiError, ChatRequest, GatewayReply, invalid
 from trainer.gateway.record import summary_of
-from trainer.gateway.session import Session
+from trainer.gateway.session import GatewaySession
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _EXPIRE_EVERY_S: Final = 10.0
 class GatewayServer:
     """Serves a gateway."""
 
-    def __init__(self, gateway: Gateway, *, key: str = "") -> None:
+    def __init__(self, gateway: TokenGateway, *, key: str = "") -> None:
         """Prepare.
 
         Args:
@@ -82,7 +82,7 @@ class GatewayServer:
         return reply
 
     async def _stream(
-        self, request: web.Request, api: Api, body: Mapping[str, Any], session: Session, prompt: Prompt
+        self, request: web.Request, api: Api, body: Mapping[str, Any], session: GatewaySession, prompt: ChatRequest
     ) -> web.StreamResponse:
         """Send a reply as events. They follow the complete reply: one that the engine aborts cannot be taken back."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -102,7 +102,7 @@ class GatewayServer:
                     await response.prepare(request)
                 await response.write(api.keep_alive)
             await delivery
-        except Refused as refused:
+        except ApiError as refused:
             if not response.prepared:
                 raise
             self._count(refused)
@@ -115,7 +115,7 @@ class GatewayServer:
         return response
 
     @asynccontextmanager
-    async def _turn(self, api: Api, session: Session, prompt: Prompt) -> AsyncIterator[Answer]:
+    async def _turn(self, api: Api, session: GatewaySession, prompt: ChatRequest) -> AsyncIterator[GatewayReply]:
         """Sample a reply, and count it once it is delivered."""
         metrics, started_s = self._gateway.metrics, time.monotonic()
         row_count, counts = len(session.rows), session.counts
@@ -135,7 +135,7 @@ class GatewayServer:
             metrics.rows.labels(recorded.reason).inc()
 
     def _session_of(self, request: web.Request) -> str:
-        """Return the session that a request names: by path, header, or the end of its key. Raises: Refused."""
+        """Return the session that a request names: by path, header, or the end of its key. Raises: ApiError."""
         named = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
         named = (
             named or _credential(request).rpartition(KEY_SEPARATOR)[2 if KEY_SEPARATOR in _credential(request) else 0]
@@ -191,34 +191,37 @@ class GatewayServer:
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if request.path != "/health":
-                self._require_key(request)
+            self._require_access(request)
             return await handler(request)
-        except Refused as refused:
+        except ApiError as refused:
             return self._refusal(request, refused)
         except web.HTTPRequestEntityTooLarge:
             limit = self._gateway.settings.body_bytes
             message = f"the request has more than {limit} bytes; send fewer or smaller pictures"
-            return self._refusal(request, Refused(413, "request_too_large", message))
+            return self._refusal(request, ApiError(413, "request_too_large", message))
         except web.HTTPException as error:
             code = "not_found" if error.status == 404 else "http"
             return self._refusal(
-                request, Refused(error.status, code, f"{request.method} {request.path}: {error.reason}")
+                request, ApiError(error.status, code, f"{request.method} {request.path}: {error.reason}")
             )
         except (asyncio.CancelledError, ConnectionError):
             raise
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
-            return self._refusal(request, Refused(500, "internal", "an error of the gateway; its log has the cause"))
+            return self._refusal(request, ApiError(500, "internal", "an error of the gateway; its log has the cause"))
 
-    def _require_key(self, request: web.Request) -> None:
-        """Refuse a request without the key. Takes constant time, so that timing reveals nothing. Raises: Refused."""
+    def _require_access(self, request: web.Request) -> None:
+        """Refuse requests of browsers' pages, and those without the key, in constant time. Raises: ApiError."""
+        if "Origin" in request.headers:
+            raise ApiError(403, "browser", "a page of a browser may not use the gateway")
+        if request.path == "/health":
+            return
         given = _credential(request)
         key = given.rpartition(KEY_SEPARATOR)[0] if KEY_SEPARATOR in given else given
         if self._key and not any(hmac.compare_digest(each.encode(), self._key.encode()) for each in (given, key)):
-            raise Refused(401, "invalid_api_key", "the API key is missing or wrong")
+            raise ApiError(401, "invalid_api_key", "the API key is missing or wrong")
 
-    def _refusal(self, request: web.Request, refused: Refused) -> web.Response:
+    def _refusal(self, request: web.Request, refused: ApiError) -> web.Response:
         self._count(refused)
         path = found[1] if (found := _SESSION_PATH.fullmatch(request.path)) else request.path
         api = _APIS.get(path.removeprefix("/v1/"), _APIS["chat/completions"])
@@ -228,7 +231,7 @@ class GatewayServer:
             headers["Retry-After"] = str(math.ceil(refused.retry_after_s))
         return web.json_response(api.error(refused), status=refused.status, headers=headers)
 
-    def _count(self, refused: Refused) -> None:
+    def _count(self, refused: ApiError) -> None:
         self._gateway.metrics.refused.labels(refused.code).inc()
 
     async def _expiring(self, _: web.Application) -> AsyncIterator[None]:
@@ -254,7 +257,7 @@ def _credential(request: web.Request) -> str:
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
-    """Return a request's JSON object. Raises: Refused, web.HTTPRequestEntityTooLarge."""
+    """Return a request's JSON object. Raises: ApiError, web.HTTPRequestEntityTooLarge."""
     if request.content_length is not None and request.content_length > request.client_max_size:
         raise web.HTTPRequestEntityTooLarge(request.client_max_size, request.content_length)
     data = await request.read()
@@ -268,7 +271,7 @@ async def _body(request: web.Request) -> Mapping[str, Any]:
 
 
 @asynccontextmanager
-async def serve(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0, key: str = "") -> AsyncIterator[str]:
+async def serve(gateway: TokenGateway, *, host: str = "127.0.0.1", port: int = 0, key: str = "") -> AsyncIterator[str]:
     """Serve a gateway within the block; yields its base URL. Raises: OSError: The address is in use."""
     # A harness that disconnects cancels its turn, and so the engine's request.
     runner = web.AppRunner(

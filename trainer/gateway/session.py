@@ -17,7 +17,7 @@ from trainer.agent.grammars.tool_calls import CLOSE
 from trainer.agent.types import BudgetExhausted, ModelFailed, Reply
 from trainer.gateway.calls import parse
 from trainer.gateway.engine import EngineDown
-from trainer.gateway.prompts import Answer, Item, Prompt, Refused, invalid
+from trainer.gateway.prompts import ApiError, ChatItem, ChatRequest, GatewayReply, invalid
 from trainer.gateway.settings import GatewaySettings
 from trainer.tokens.chat import Chat
 from trainer.tokens.conversation import Engine, TokenConversation
@@ -47,17 +47,17 @@ class RecordedRow:
     """Ends with a reply."""
     asked: Row
     """The row without the latest reply."""
-    items: tuple[Item, ...]
+    items: tuple[ChatItem, ...]
     """The messages, the latest reply included."""
     parsed: tuple[bool, ...]
-    """Of each reply, whether all its calls could be parsed."""
+    """Whether the calls of each reply could be parsed."""
 
-    def is_continued_by(self, prompt: Prompt) -> bool:
+    def is_continued_by(self, prompt: ChatRequest) -> bool:
         """Return whether a request has all messages and more."""
         count = len(self.items)
         return self.tools_key == prompt.tools_key and len(prompt.items) > count and _agree(self.items, prompt.items)
 
-    def is_asked_again_by(self, prompt: Prompt) -> bool:
+    def is_asked_again_by(self, prompt: ChatRequest) -> bool:
         """Return whether a request has all messages but the latest reply, and nothing more."""
         asked = self.items[:-1]
         return self.tools_key == prompt.tools_key and len(asked) == len(prompt.items) and _agree(asked, prompt.items)
@@ -67,10 +67,11 @@ class RecordedRow:
 class _Turn:
     """A turn that is not recorded yet."""
 
-    answer: Answer
+    answer: GatewayReply
     recorded: RecordedRow
     replaces: RecordedRow | None
     problem: str
+    model_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,10 +84,12 @@ class Counts:
     unparsed: int = 0
     """Replies with a call that could not be parsed."""
     reply_tokens: int = 0
+    model_s: float = 0.0
+    """Time of the recorded replies."""
     finishes: Counter[str] = field(default_factory=Counter)
 
 
-class Session:
+class GatewaySession:
     """One episode of a harness."""
 
     def __init__(
@@ -102,7 +105,7 @@ class Session:
         """
         self.session_id = session_id
         self.rows: list[RecordedRow] = []
-        """In the order in which they began."""
+        """Its rows, the oldest first."""
         self.counts = Counts()
         self.exhausted = ""
         """The limit that refused its latest request, such as `turns`; empty if none did."""
@@ -117,11 +120,11 @@ class Session:
         self._settings = settings
         self._turn = asyncio.Lock()
         # Messages up to each reply, by its id.
-        self._replies: dict[str, tuple[Item, ...]] = {}
+        self._replies: dict[str, tuple[ChatItem, ...]] = {}
         self._decoded: dict[str, Image.Image] = {}
 
     def __repr__(self) -> str:
-        return f"<Session {self.session_id} {len(self.rows)} rows | {self.counts.turns} turns>"
+        return f"<GatewaySession {self.session_id} {len(self.rows)} rows | {self.counts.turns} turns>"
 
     @property
     def is_busy(self) -> bool:
@@ -129,11 +132,11 @@ class Session:
         return self._turn.locked()
 
     @asynccontextmanager
-    async def turn(self, prompt: Prompt) -> AsyncIterator[Answer]:
+    async def turn(self, prompt: ChatRequest) -> AsyncIterator[GatewayReply]:
         """Sample a reply; record it if the block, which delivers it, ends without an error.
 
         Raises:
-            Refused: The request is invalid, a limit is reached, the engine is away, or the session is over.
+            ApiError: The request is invalid, a limit is reached, the engine is away, or the session is over.
         """
         async with self._turn:
             self.used_s = time.monotonic()
@@ -144,15 +147,15 @@ class Session:
             self.used_s = time.monotonic()
 
     async def finish(self, *, void: str = "") -> None:
-        """Close it, after the running turn. Raises: Refused: It is finished already."""
+        """Close it, after the running turn. Raises: ApiError: It is finished already."""
         async with self._turn:
             if self.is_finished:
-                raise Refused(409, "session_finished", f"session {self.session_id}: finished already")
+                raise ApiError(409, "session_finished", f"session {self.session_id}: finished already")
             self.is_finished = True
             self.void = self.void or void
 
-    def _complete(self, prompt: Prompt) -> Prompt:
-        """Return a request with the messages before it that it only names. Raises: Refused: They are unknown."""
+    def _complete(self, prompt: ChatRequest) -> ChatRequest:
+        """Return a request with the messages before it that it only names. Raises: ApiError: They are unknown."""
         if not prompt.follows:
             return prompt
         if prompt.follows not in self._replies:
@@ -165,16 +168,16 @@ class Session:
     def _require_open(self) -> None:
         where = f"session {self.session_id}"
         if self.is_finished:
-            raise Refused(410, "session_finished", f"{where}: finished; use another id for another episode")
+            raise ApiError(410, "session_finished", f"{where}: finished; use another id for another episode")
         if self.void:
-            raise Refused(410, "session_void", f"{where}: void: {self.void}")
+            raise ApiError(410, "session_void", f"{where}: void: {self.void}")
         if self.exhausted in _FINAL:
-            raise Refused(400, f"{self.exhausted}_exhausted", f"{where}: its limit of {self.exhausted} is reached")
+            raise ApiError(400, f"{self.exhausted}_exhausted", f"{where}: its limit of {self.exhausted} is reached")
 
     # A turn
 
-    async def _sampled(self, prompt: Prompt) -> _Turn:
-        """Sample a reply on a copy of the row that the request continues. Raises: Refused."""
+    async def _sampled(self, prompt: ChatRequest) -> _Turn:
+        """Sample a reply on a copy of the row that the request continues. Raises: ApiError."""
         if self.counts.turns >= self._settings.max_turns:
             raise self._exhaust("turns", f"it had {self.counts.turns} replies of {self._settings.max_turns}")
         if not prompt.items or prompt.items[-1].role not in ("user", "tool"):
@@ -195,7 +198,7 @@ class Session:
             raise self._exhaust(error.budget, str(error)) from error
         except ModelFailed as error:
             raise invalid(f"the model's chat template cannot express the messages: {error}") from error
-        except Refused:
+        except ApiError:
             raise
         except Exception as error:  # templates raise what they like
             raise invalid(f"the model's chat template refuses the messages: {error}") from error
@@ -204,20 +207,20 @@ class Session:
         return self._turn_of(prompt, asked, conversation.rows[-1], reply, continued=continued, again=again)
 
     async def _reply(self, conversation: TokenConversation) -> Reply:
-        """Sample. Raises: Refused."""
+        """Sample. Raises: ApiError."""
         try:
             return await conversation.generate()
         except BudgetExhausted as error:
             raise self._exhaust(error.budget, str(error)) from error
         except EngineDown as error:
-            raise Refused(503, "engine_unavailable", str(error), retry_after_s=_RETRY_AFTER_S) from error
+            raise ApiError(503, "engine_unavailable", str(error), retry_after_s=_RETRY_AFTER_S) from error
         except ModelFailed as error:
             self.void = f"{type(error).__name__}: {error}"
-            raise Refused(502, "session_void", f"session {self.session_id}: void: {self.void}") from error
+            raise ApiError(502, "session_void", f"session {self.session_id}: void: {self.void}") from error
 
     def _turn_of(
         self,
-        prompt: Prompt,
+        prompt: ChatRequest,
         asked: Row,
         row: Row,
         reply: Reply,
@@ -227,7 +230,7 @@ class Session:
     ) -> _Turn:
         text, stop_text = _without_stop(reply.text, prompt.stop)
         parsed = parse(text, prompt)
-        answer = Answer(
+        answer = GatewayReply(
             reply_id=uuid.uuid4().hex,
             model=prompt.model,
             text=parsed.text,
@@ -249,7 +252,7 @@ class Session:
             items=(*prompt.items, answer.item),
             parsed=(*(before.parsed[: row.reply_count - 1] if before else ()), not parsed.problem),
         )
-        return _Turn(answer, recorded, before, parsed.problem)
+        return _Turn(answer, recorded, before, parsed.problem, reply.elapsed_s)
 
     def _record(self, made: _Turn) -> None:
         if made.replaces is None:
@@ -262,11 +265,12 @@ class Session:
         counts.replaced += made.replaces is not None and len(made.replaces.items) == len(made.recorded.items)
         counts.unparsed += bool(made.problem)
         counts.reply_tokens += made.answer.reply_tokens
+        counts.model_s += made.model_s
         counts.finishes["calls" if made.answer.calls else made.answer.finish] += 1
 
     # Rows
 
-    def _found(self, prompt: Prompt) -> tuple[RecordedRow | None, RecordedRow | None]:
+    def _found(self, prompt: ChatRequest) -> tuple[RecordedRow | None, RecordedRow | None]:
         """Return the row that a request continues, and the one whose latest reply it asks for again."""
         continued = max(
             (row for row in self.rows if row.is_continued_by(prompt)), key=lambda row: len(row.items), default=None
@@ -274,7 +278,7 @@ class Session:
         again = next((row for row in reversed(self.rows) if row.is_asked_again_by(prompt)), None)
         return (None, again) if again is not None else (continued, None)
 
-    def _reason_of(self, prompt: Prompt) -> RowReason:
+    def _reason_of(self, prompt: ChatRequest) -> RowReason:
         """Return why no row is continued by a request."""
         if not self.rows:
             return "first"
@@ -290,22 +294,22 @@ class Session:
             return "conversation"
         return "system" if _agreeing_count(old, new) == len(old) else "history"
 
-    def _chat_of(self, prompt: Prompt) -> Chat:
+    def _chat_of(self, prompt: ChatRequest) -> Chat:
         if not prompt.tools:
             return self._chat
         if prompt.tools_key not in self._chats:
             self._chats[prompt.tools_key] = self._chat.with_tools(prompt.tools)
         return self._chats[prompt.tools_key]
 
-    def _engine_for(self, prompt: Prompt) -> Engine:
+    def _engine_for(self, prompt: ChatRequest) -> Engine:
         # It has encoded the pictures of earlier turns.
         stop = (*prompt.stop, CLOSE) if prompt.single_call and prompt.tools else prompt.stop
         if stop not in self._engines:
             self._engines[stop] = self._make_engine(stop)
         return self._engines[stop]
 
-    async def _messages(self, items: Sequence[Item]) -> list[Any]:
-        """Return items for the chat template; pictures are decoded once, in a thread. Raises: Refused."""
+    async def _messages(self, items: Sequence[ChatItem]) -> list[Any]:
+        """Return items for the chat template; pictures are decoded once, in a thread. Raises: ApiError."""
         pictures = [picture for item in items for picture in item.pictures]
         if len(pictures) > self._settings.max_pictures:
             raise self._exhaust("images", f"the request has {len(pictures)} pictures of {self._settings.max_pictures}")
@@ -314,24 +318,24 @@ class Session:
             self._decoded[digest] = await asyncio.to_thread(picture.decode)
         return [item.to_message(self._decoded) for item in items]
 
-    def _exhaust(self, budget: str, message: str) -> Refused:
+    def _exhaust(self, budget: str, message: str) -> ApiError:
         """Return the refusal of a request beyond a limit; a smaller one may follow."""
         self.exhausted = budget
         code = "context_length_exceeded" if budget in ("total", "prompt") else f"{budget}_exhausted"
-        return Refused(400, code, f"session {self.session_id}: {message}")
+        return ApiError(400, code, f"session {self.session_id}: {message}")
 
 
-def _agree(some: Sequence[Item], other: Sequence[Item]) -> bool:
+def _agree(some: Sequence[ChatItem], other: Sequence[ChatItem]) -> bool:
     return _agreeing_count(some, other) == len(some)
 
 
-def _agreeing_count(some: Sequence[Item], other: Sequence[Item]) -> int:
+def _agreeing_count(some: Sequence[ChatItem], other: Sequence[ChatItem]) -> int:
     """Return how many leading items of two lists agree."""
     pairs = zip(some, other, strict=False)
     return next((number for number, (one, two) in enumerate(pairs) if one.key != two.key), min(len(some), len(other)))
 
 
-def _texts(items: Sequence[Item]) -> list[tuple[object, ...]]:
+def _texts(items: Sequence[ChatItem]) -> list[tuple[object, ...]]:
     """Return what items would be without pictures; items that had only pictures are left out."""
     return [item.text_key for item in items if not item.pictures or len(item.text_key) > 1]
 

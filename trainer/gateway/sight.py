@@ -16,14 +16,14 @@ from trainer.agent.settings import AgentSettings
 from trainer.evaluate.chat import ChatConversation, Sampling
 from trainer.evaluate.endpoint import open_endpoint
 from trainer.gateway.engine import GatewayEngine
-from trainer.gateway.gateway import Gateway
+from trainer.gateway.gateway import TokenGateway
 from trainer.gateway.record import token_row
 from trainer.gateway.server import serve
 from trainer.gateway.settings import GatewaySettings
 from trainer.learn.sight import ModelServer, tiny_model
 from trainer.sight.check import Episode, Patches, Report, SampledReply, compare, given_pictures, turns_of_row
 from trainer.sight.episode import PictureEpisode, plan_of, settings_of, tokens_of
-from trainer.sight.model import Model
+from trainer.sight.model import SightModel
 from trainer.slime.play.engine import EngineClient
 from trainer.slime.play.sight import SightError
 from trainer.tokens.chat import Chat
@@ -43,7 +43,7 @@ def examine(
     """
     plan = plan_of(agent)
     with tempfile.TemporaryDirectory() as directory:
-        model = Model(checkpoint or tiny_model(Path(directory) / "model", agent))
+        model = SightModel(checkpoint or tiny_model(Path(directory) / "model", agent))
         with ModelServer(model) as server:
             host, port = engine or (server.host, server.ports[0])
             episodes = asyncio.run(played(agent, model, f"http://{host}:{port}"))
@@ -53,7 +53,7 @@ def examine(
     return compare(plan, episodes, model.log_probs, patches)
 
 
-async def played(agent: AgentSettings, model: Model, engine: str) -> list[Episode]:
+async def played(agent: AgentSettings, model: SightModel, engine: str) -> list[Episode]:
     """Play the episodes of the plan; return them as their rows have them. Raises: SightError: One failed."""
     chat = Chat(model.tokenizer, model.processor)
     limits = GatewaySettings(
@@ -64,7 +64,7 @@ async def played(agent: AgentSettings, model: Model, engine: str) -> list[Episod
     )
     client = EngineClient()
     try:
-        gateway = Gateway(chat, partial(GatewayEngine, engine, client, limits), settings=limits)
+        gateway = TokenGateway(chat, partial(GatewayEngine, engine, client, limits), settings=limits)
         async with serve(gateway) as url:
             return [
                 await _played(agent, model, gateway, url, number=number, pictures=pictures)
@@ -75,7 +75,13 @@ async def played(agent: AgentSettings, model: Model, engine: str) -> list[Episod
 
 
 async def _played(
-    agent: AgentSettings, model: Model, gateway: Gateway, url: str, *, number: int, pictures: Sequence[Image.Image]
+    agent: AgentSettings,
+    model: SightModel,
+    gateway: TokenGateway,
+    url: str,
+    *,
+    number: int,
+    pictures: Sequence[Image.Image],
 ) -> Episode:
     name, settings = f"sight-{number}", settings_of(agent)
     sampling = Sampling(max_reply_tokens=settings.reply_tokens)

@@ -16,15 +16,14 @@ from cuaenv.client import AsyncEpisode, EnvError
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.types import Conversation, ModelFailed, NoReply, Outcome, Reply, Trajectory, Turn
 from trainer.config import ConfigError, parse
-from trainer.gateway.gateway import Gateway
+from trainer.gateway.gateway import TokenGateway
 from trainer.gateway.harness import HarnessFailed, HarnessSettings, run_harness
 from trainer.gateway.server import serve
-from trainer.gateway.session import Session
+from trainer.gateway.session import GatewaySession
 from trainer.gateway.settings import GatewaySettings
 from trainer.rewards.facts import TurnFacts
 from trainer.slime.job import job_of
 from trainer.slime.play.engine import SlimeEngine
-from trainer.slime.play.environments import SampleEnvironments
 from trainer.slime.play.rollout import Rollout
 from trainer.tokens.rows import Row
 
@@ -63,29 +62,28 @@ def harness_of(args: Any) -> HarnessSettings:
 class HarnessRollout(Rollout):
     """The rollout of one sample by a harness."""
 
-    _session: Session | None = None
+    _session: GatewaySession | None = None
 
     @property
     def rows(self) -> list[Row]:
         """Rows of the last attempt."""
         return [recorded.row for recorded in self._session.rows] if self._session else []
 
-    async def _run_episode(
-        self,
-        environments: SampleEnvironments,
-        episode: AgentEpisode,
-        made: Conversation,  # noqa: ARG002 -- the gateway has its own
-    ) -> Trajectory:
+    async def _run_episode(self, episode: AgentEpisode, made: Conversation) -> Trajectory:  # noqa: ARG002 -- the gateway has its own
         """Run the harness on an open episode, and have it scored."""
-        if environments.episode is None:
+        opened = self.episode
+        if opened is None:
             raise RuntimeError("the episode is not open")
-        gateway = Gateway(self._chat, self._engine_of, settings=self._limits)
-        session = self._session = gateway.create(f"{environments.episode.episode_id}-{environments.reset_count}")
+        # The harness opens no other session: its replies would not be in the sample.
+        gateway = TokenGateway(self._chat, None, settings=self._limits)
+        session = self._session = gateway.create(opened.episode_id, self._engine_of)
         timings_s = {"model": 0.0, "step": 0.0, "evaluate": 0.0}
         outcome, reason, error, evaluation = Outcome.TERMINATED, "done", None, None
         try:
             with _timed(timings_s, "step"):
-                await self._play(gateway, session, environments.episode)
+                await self._play(gateway, session, opened)
+            timings_s["model"] = session.counts.model_s
+            timings_s["step"] -= session.counts.model_s
             if session.exhausted:
                 outcome, reason = Outcome.TRUNCATED, session.exhausted
             with _timed(timings_s, "evaluate"):
@@ -107,14 +105,14 @@ class HarnessRollout(Rollout):
             timings_s=timings_s,
         )
 
-    async def _play(self, gateway: Gateway, session: Session, episode: AsyncEpisode) -> None:
+    async def _play(self, gateway: TokenGateway, session: GatewaySession, episode: AsyncEpisode) -> None:
         """Run the harness to its end. Raises: HarnessFailed, ModelFailed."""
         key = secrets.token_urlsafe(24)
         async with serve(gateway, key=key) as url:
             try:
                 await run_harness(harness_of(self.args), _environment(url, key, session, episode))
             except HarnessFailed:
-                # A harness that a limit of ours stopped is no failure of it.
+                # The harness did not fail by itself: a limit of ours stopped it.
                 if not session.exhausted and not session.void:
                     raise
         if session.void:
@@ -141,7 +139,7 @@ class HarnessRollout(Rollout):
         return engine
 
 
-def turns_of(session: Session) -> list[Turn]:
+def turns_of(session: GatewaySession) -> list[Turn]:
     """Return the replies of a session as turns, whose actions only the harness knows."""
     return [
         Turn(
@@ -157,7 +155,7 @@ def turns_of(session: Session) -> list[Turn]:
     ]
 
 
-def _environment(url: str, key: str, session: Session, episode: AsyncEpisode) -> dict[str, str]:
+def _environment(url: str, key: str, session: GatewaySession, episode: AsyncEpisode) -> dict[str, str]:
     """Return the variables by which a harness finds the model and its episode."""
     base = f"{url}/sessions/{session.session_id}"
     return {

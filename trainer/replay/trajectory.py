@@ -7,10 +7,11 @@ The JSON form is the row format of Slime-OSWorld's readers: `messages`, `images`
 import base64
 import binascii
 import hashlib
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +26,9 @@ from pydantic import (
 )
 
 from cuaenv.problems import problem_of
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 IMAGE_PLACEHOLDER = "<image>"
 
@@ -169,6 +173,13 @@ def image_bytes(image: str) -> bytes:
         return base64.b64decode(body if comma else image, validate=True)
     except binascii.Error as error:
         raise MalformedRow(f"an image is not base64: {error}") from error
+
+
+def image_of(image: str) -> "Image.Image":
+    """Return the picture of a base64 text or a data URI, in RGB. Raises: MalformedRow, OSError."""
+    from PIL import Image  # noqa: PLC0415 -- only pictures need it
+
+    return Image.open(io.BytesIO(image_bytes(image))).convert("RGB")
 
 
 def _checked_image(image: str) -> str:

@@ -19,7 +19,7 @@ from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFact
 from trainer.rewards.shaped import Shaped
 
 
-class Reward(Protocol):
+class Recipe(Protocol):
     """A reward. Pure: equal facts give an equal breakdown."""
 
     def __call__(self, facts: EpisodeFacts) -> Breakdown:
@@ -37,7 +37,7 @@ class TaskScore:
         return Breakdown(recipe="task", total=facts.task_score, task_score=facts.task_score, parts=parts)
 
 
-_RECIPES: Mapping[str, type[Reward]] = {"task": TaskScore, "shaped": Shaped}
+_RECIPES: Mapping[str, type[Recipe]] = {"task": TaskScore, "shaped": Shaped}
 
 NAMES = tuple(_RECIPES)
 """The built-in recipes; start with "task"."""
@@ -57,14 +57,14 @@ _TRIALS = (
 )
 
 
-def recipe_of(reward: str | Mapping[str, Any]) -> Reward:
+def recipe_of(reward: str | Mapping[str, Any]) -> Recipe:
     """Return the recipe of a setting: a name, or `recipe:` with its options. Raises: ConfigError, as `recipe`."""
     if isinstance(reward, str):
         return recipe(reward)
     return recipe(str(reward.get("recipe", "task")), **{key: reward[key] for key in reward if key != "recipe"})
 
 
-def recipe(name: str = "task", **options: object) -> Reward:
+def recipe(name: str = "task", **options: object) -> Recipe:
     """Return the recipe of that name.
 
     Args:
@@ -84,7 +84,7 @@ def recipe(name: str = "task", **options: object) -> Reward:
             )
     kind = named("reward", name, _RECIPES)
     if not is_own(name):
-        made: Reward = parse(kind, options, path=name)
+        made: Recipe = parse(kind, options, path=name)
         return made
     own = OwnReward(name, _own(name, kind, options))
     for facts in _TRIALS:

@@ -12,7 +12,7 @@ from cuaenv.problems import did_you_mean
 from trainer.agent.training import GroupConfig
 from trainer.config import ConfigError
 from trainer.data.curriculum import ALL, curriculum_of
-from trainer.replay.pool import ReplaySettings
+from trainer.replay.pool import PoolSettings
 
 #: Names of `trainer.slime.monitor.metrics_of`, and prefixes of names that depend on the data.
 METRICS = (
@@ -65,7 +65,7 @@ class Halt:
         ]
 
 
-class ReplayConfig(ReplaySettings):
+class ReplayConfig(PoolSettings):
     """Replay of earlier successes to groups that failed; see `trainer.slime.play.replay`."""
 
     files: tuple[Path, ...] = ()

@@ -256,13 +256,21 @@ class OciMachine:
         # The X server is a process of the container, which ends or starves as the others do.
         return replace(loss, explains_display=True)
 
+    def _all_processor_times(self) -> tuple[float, float]:
+        """As `_processor_times`, with the waits of each thread where the kernel does not measure those of groups."""
+        used_s, waited_s = self._processor_times() or (0.0, 0.0)
+        if self.groups is not None and not self._counts_waits:
+            with suppress(OSError):
+                waited_s = self.groups.run_delay_s()
+        return used_s, waited_s
+
     async def _observe_silence(self) -> Silence:
-        before = self._processor_times() or (0.0, 0.0)
+        before = self._all_processor_times()
         answers = False
         with suppress(EnvdError):
             await self.agent_command("guest-ping", timeout_s=_PING_TIMEOUT_S)
             answers = True
-        after = self._processor_times() or before
+        after = self._all_processor_times()
         return Silence(
             run_state="stopped by the host" if self._is_stopped_by_host() else self.state.value,
             agent_answers=answers,

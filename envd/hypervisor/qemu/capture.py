@@ -24,7 +24,7 @@ import xxhash
 
 from envd.base.errors import EnvdError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
 from envd.hypervisor.machine import Accelerator, CaptureReport, Firmware, MachineSpec, MachineState
-from envd.hypervisor.qemu.domain_xml import MEMORY, VIDEO_ALIAS, DomainFiles, FirmwareFiles, MemoryFile, domain_xml
+from envd.hypervisor.qemu.domain_xml import MEMORY, VIDEO_ALIAS, DomainFiles, FirmwareFiles, domain_xml
 from envd.hypervisor.qemu.machine import LibvirtCall, LibvirtMachine
 from envd.hypervisor.qemu.monitor import overlay_node
 from envd.hypervisor.qemu.processes import command_line
@@ -242,7 +242,7 @@ class Freezer:
             owner="",
             files=DomainFiles(directory=placeholder),
             accelerator=self._accelerator,
-            memory=MemoryFile(path=placeholder),
+            memory_path=placeholder,
             generation=UUID(int=0),
             firmware=FirmwareFiles(code=placeholder, vars_template=placeholder),
         )

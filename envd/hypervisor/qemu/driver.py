@@ -29,7 +29,7 @@ from envd.hypervisor.qemu.accelerator import AcceleratorChoice, choose_accelerat
 from envd.hypervisor.qemu.backend import CAPABILITIES
 from envd.hypervisor.qemu.capture import Freezer, capture, load_state
 from envd.hypervisor.qemu.connection import LibvirtLink
-from envd.hypervisor.qemu.domain_xml import DomainFiles, Memory, MemoryFile, domain_name, domain_xml, read_confinement
+from envd.hypervisor.qemu.domain_xml import DomainFiles, domain_name, domain_xml, read_confinement
 from envd.hypervisor.qemu.host import (
     NAME_FIX,
     check_path_lengths,
@@ -375,7 +375,7 @@ class LibvirtHypervisor:
                 owner=self._owner,
                 files=files,
                 accelerator=self.accelerator,
-                memory=MemoryFile(path=machine.memory_path, mode=Memory.SHARED if snapshot is None else Memory.PRIVATE),
+                memory_path=machine.memory_path,
                 generation=uuid4(),
                 template_disks=template_disks,
                 firmware=firmware,

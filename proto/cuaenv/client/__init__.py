@@ -170,7 +170,9 @@ __all__ = [
     "shared_client",
 ]
 
-# Tracebacks, `help` and pickles name the path that all import from.
+# Tracebacks, `help` and pickles name the path that all import from. What the service has too keeps its own path: the
+# service's sandboxes unpickle it, and have no client.
 for _name in __all__:
-    if isinstance(globals()[_name], type | FunctionType):
-        globals()[_name].__module__ = __name__
+    _thing = globals()[_name]
+    if isinstance(_thing, type | FunctionType) and _thing.__module__.startswith(f"{__name__}."):
+        _thing.__module__ = __name__

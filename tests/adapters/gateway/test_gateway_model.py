@@ -1,39 +1,46 @@
 """The gateway with a real tokenizer, processor and model: exact tokens, and pictures that both sides see."""
 
 import asyncio
+import os
+import re
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import torch
 
 from tests.support.engine_contract import TOLERANCE, chat_of, special_bias
 from tests.support.gateway import picture_url
+from tests.support.program import run_program
 from tests.support.sglang import SglangServer
 from tests.support.sight import FAULTS, SETTINGS, Fault, check, examine, plant, plant_messages, reply
-from trainer.adapters.areal.rows import Rewarded, batch
+from trainer.data.token_rows import areal_batch, slime_samples, table_rows, turns_of
 from trainer.gateway.engine import GatewayEngine
-from trainer.gateway.gateway import Gateway
-from trainer.gateway.record import areal_turns, token_row
+from trainer.gateway.gateway import TokenGateway
+from trainer.gateway.record import token_row, trajectories_of, weight_versions
 from trainer.gateway.server import serve
 from trainer.gateway.settings import GatewaySettings
 from trainer.gateway.sight import played
 from trainer.learn.checkpoint import write_checkpoint
 from trainer.learn.sight import ModelServer, tiny_model
 from trainer.sight.episode import plan_of
-from trainer.sight.model import Model
+from trainer.sight.model import SightModel
 from trainer.slime.play.engine import EngineClient
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tiny_model(tmp_path_factory.mktemp("model"), SETTINGS))
+def model(tmp_path_factory: pytest.TempPathFactory) -> SightModel:
+    return SightModel(tiny_model(tmp_path_factory.mktemp("model"), SETTINGS))
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_of_pictures_are_found_through_the_gateway(
-    model: Model, name: str, monkeypatch: pytest.MonkeyPatch
+    model: SightModel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = FAULTS[name]
     plant(fault, monkeypatch)
@@ -47,7 +54,7 @@ def test_faults_of_pictures_are_found_through_the_gateway(
     check(examine(plan_of(SETTINGS), episodes, model, fault), fault)
 
 
-def test_pictures_that_the_harness_loses_are_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_that_the_harness_loses_are_found(model: SightModel, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = Fault({"engine": {2, 3}, "learner": {2, 3}}, lost_turns=frozenset({2, 3}))
     plant_messages(fault, monkeypatch)
     with ModelServer(model) as server:
@@ -68,7 +75,7 @@ async def test_sampled_ids_of_a_model_are_kept_turn_by_turn(engine: SglangServer
     sampling = {"temperature": 1.0, "logit_bias": special_bias(chat)}
     limits = GatewaySettings(reply_tokens=12, sampling=sampling, engine_attempts=1)
     client = EngineClient()
-    gateway = Gateway(chat, partial(GatewayEngine, engine.url, client, limits), settings=limits)
+    gateway = TokenGateway(chat, partial(GatewayEngine, engine.url, client, limits), settings=limits)
     messages: list[Any] = []
     async with serve(gateway) as url:
         async with openai.AsyncOpenAI(base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0) as harness:
@@ -77,7 +84,8 @@ async def test_sampled_ids_of_a_model_are_kept_turn_by_turn(engine: SglangServer
                 messages.append({"role": "user", "content": [{"type": "text", "text": f"Look {turn}."}, picture]})
                 answer = await harness.chat.completions.create(model="m", messages=messages)
                 messages.append(answer.choices[0].message.model_dump(exclude_none=True))
-        (recorded,) = gateway.find("s").rows
+        session = gateway.find("s")
+        (recorded,) = session.rows
     client.close()
     row = token_row(recorded.row)
     sampled = [token for token, bit in zip(row.tokens[-row.response_length :], row.loss_mask, strict=True) if bit]
@@ -86,17 +94,56 @@ async def test_sampled_ids_of_a_model_are_kept_turn_by_turn(engine: SglangServer
     assert log_probs == [entry[0] for entries in engine.answers for entry in entries]
     # Random replies are not what their text tokenises to: tokenising again would change them.
     assert chat.encode(chat.decode(sampled)) != sampled
-    inputs = engine.pixels(recorded.row.trained_images)
-    prompt = len(row.tokens) - row.response_length
-    turns = areal_turns(recorded.row)
+    images, versions = recorded.row.trained_images, weight_versions(recorded.row)
+    turns = list(turns_of(row, versions, images, image_id=chat.image_id))
+    assert [len(each.images) for each in turns] == [1, 2, 3, 4]
     bias = {int(token): value for token, value in special_bias(chat).items()}
-    for turn in turns:
-        images = engine.pixels(turn.images)
-        mine = engine.log_probs(turn.input_ids, turn.output_ids, images, bias=bias)
-        assert list(turn.log_probs) == pytest.approx(mine, abs=TOLERANCE)
-    assert prompt < len(turns[0].input_ids) + 1
-    tensors = batch([Rewarded(turn, 1.0) for turn in turns], chat)
+    for each in turns:
+        mine = engine.log_probs(each.input_ids, each.output_ids, engine.pixels(each.images), bias=bias)
+        assert list(each.log_probs) == pytest.approx(mine, abs=TOLERANCE)
+    stored = trajectories_of(session, reward=0.5, metadata={"task_id": "a/b"})
+    tensors = areal_batch(stored, chat)
     assert tensors["input_ids"].shape[0] == 4
     assert int(tensors["loss_mask"].sum()) == len(sampled)
-    assert len(tensors["multi_modal_input"]) == 4
-    assert inputs["image_grid_thw"].shape[0] == 4
+    assert tensors["rewards"].tolist() == [0.5] * 4
+    (sample,) = slime_samples(stored, chat)
+    assert sample["tokens"] == list(row.tokens)
+    assert sample["multimodal_train_inputs"]["image_grid_thw"].shape[0] == 4
+    (line,) = table_rows(stored)
+    assert (line["loss_mask"], len(line["images"])) == (list(row.loss_mask), 4)
+
+
+async def test_the_command_serves_and_its_rows_are_exported(engine: SglangServer, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "text-only"
+    # The tiny model's processor is code of the checkpoint, which the command does not run.
+    left_out = shutil.ignore_patterns("processor_config.json", "preprocessor_config.json", "*.py")
+    shutil.copytree(engine.checkpoint, checkpoint, ignore=left_out)  # type: ignore[attr-defined]
+    options = ["--engine", engine.url, "--checkpoint", str(checkpoint), "--run", str(tmp_path / "run")]
+    serving = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "trainer", "gateway", *options, "--reply-tokens", "6", "--listen", "127.0.0.1:0"),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "GATEWAY_KEY": "secret"},
+    )
+    assert serving.stderr is not None
+    try:
+        said = ""
+        while (found := re.search(r"serving sessions at (\S+)/sessions/ID", said)) is None:
+            line = (await serving.stderr.readline()).decode()
+            assert line, said
+            said += line
+        async with openai.AsyncOpenAI(base_url=f"{found[1]}/v1", api_key="secret:one", max_retries=0) as harness:
+            messages: list[Any] = [{"role": "user", "content": "Look at the screen."}]
+            for _ in range(2):
+                answer = await harness.chat.completions.create(model="m", messages=messages)
+                messages += [answer.choices[0].message.model_dump(exclude_none=True), messages[0]]
+            finish: Any = await harness.post("/../sessions/one/finish", body={"reward": 0.5}, cast_to=object)
+        assert (finish["turns"], finish["rows"]) == (2, 1)
+    finally:
+        serving.terminate()
+        assert await serving.wait() == 0
+    rows, out = tmp_path / "run/rows.jsonl", tmp_path / "rows.pt"
+    for learner, check_made in (("slime", "samples"), ("areal", "input_ids")):
+        command = ["data", "export-rows", str(rows), "--out", str(out), "--checkpoint", str(checkpoint)]
+        done = await run_program(sys.executable, "-m", "trainer", *command, "--for", learner)
+        assert done.status == 0, done.err
+        assert len(torch.load(out, weights_only=False)[check_made]) == (1 if learner == "slime" else 2)

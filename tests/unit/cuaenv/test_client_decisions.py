@@ -20,9 +20,12 @@ from cuaenv.client import (
     PoolExhausted,
     RetryPolicy,
     SampleVoid,
+    State,
     Unavailable,
 )
 from cuaenv.client.placement import retry_pause_s
+from cuaenv.client.results import read_episode, read_step
+from cuaenv.v1 import env_pb2
 
 POLICY = RetryPolicy(first_pause=timedelta(seconds=1), max_pause=timedelta(seconds=5))
 
@@ -61,8 +64,16 @@ def test_the_errors_are_families_and_few_leaves_and_the_documentation_draws_them
 def test_every_name_of_the_client_is_shown_by_its_path() -> None:
     named = [thing for name in client.__all__ if isinstance(thing := getattr(client, name), type | FunctionType)]
     assert len(named) > 80
-    assert {thing.__module__ for thing in named} == {"cuaenv.client"}
+    shared = {"cuaenv.actions", "cuaenv.results"}
+    assert {thing.__module__ for thing in named} == {"cuaenv.client", *shared}, "the service imports no client"
     assert traceback.format_exception_only(MachineLost("x")) == ["cuaenv.client.MachineLost: x\n"]
+
+
+def test_a_state_that_is_newer_than_the_client_counts_as_failed() -> None:
+    newer = env_pb2.Episode(state=99)  # type: ignore[arg-type]
+    assert read_episode(newer, "h").state is State.FAILED
+    step = env_pb2.StepResponse(episode=newer)
+    assert read_step(step, observation(None)).state is State.FAILED
 
 
 def test_an_error_can_be_pickled() -> None:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from trainer.gateway.prompts import Answer, Prompt, Refused
+from trainer.gateway.prompts import ApiError, ChatRequest, GatewayReply
 
 
 class Event(NamedTuple):
@@ -31,17 +31,17 @@ class Api(Protocol):
     keep_alive: bytes
     """What is sent while a stream waits for its reply; clients ignore it."""
 
-    def read(self, body: Mapping[str, Any]) -> Prompt:
-        """Return a request. Raises: Refused."""
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        """Return a request. Raises: ApiError."""
 
-    def response(self, body: Mapping[str, Any], answer: Answer) -> Mapping[str, Any]:
+    def response(self, body: Mapping[str, Any], answer: GatewayReply) -> Mapping[str, Any]:
         """Return the response to a request."""
 
-    def events(self, body: Mapping[str, Any], answer: Answer) -> Iterator[Event]:
+    def events(self, body: Mapping[str, Any], answer: GatewayReply) -> Iterator[Event]:
         """Yield the events of a streamed response."""
 
-    def error(self, refused: Refused) -> Mapping[str, Any]:
+    def error(self, refused: ApiError) -> Mapping[str, Any]:
         """Return the body of an error."""
 
-    def error_event(self, refused: Refused) -> Event:
+    def error_event(self, refused: ApiError) -> Event:
         """Return an error of a stream that has begun."""

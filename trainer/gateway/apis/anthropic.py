@@ -8,13 +8,13 @@ from trainer.gateway.apis import Event
 from trainer.gateway.apis.builtin import anthropic_tool
 from trainer.gateway.apis.fields import objects, one_of, stops, with_system
 from trainer.gateway.prompts import (
-    Answer,
-    Call,
+    ApiError,
+    ChatItem,
+    ChatRequest,
     DataUrl,
-    Item,
+    FunctionCall,
+    GatewayReply,
     Part,
-    Prompt,
-    Refused,
     arguments_of,
     function_tool,
     invalid,
@@ -38,15 +38,15 @@ class Messages:
     name = "messages"
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def read(self, body: Mapping[str, Any]) -> Prompt:
-        """Return a request. Raises: Refused."""
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        """Return a request. Raises: ApiError."""
         messages = objects(body.get("messages"), "messages")
         if not messages:
             raise invalid("messages is missing or empty")
         system = body.get("system") or ""
         choice = body.get("tool_choice") or {}
         tools = objects(body.get("tools"), "tools")
-        return Prompt(
+        return ChatRequest(
             items=with_system("".join(map(str, _parts(system, "system"))), [i for m in messages for i in _items(m)]),
             tools=() if choice.get("type") == "none" else tuple(map(_tool, tools)),
             max_tokens=one_of(body.get("max_tokens"), int, "max_tokens"),
@@ -56,7 +56,7 @@ class Messages:
             model=str(body.get("model") or ""),
         )
 
-    def response(self, body: Mapping[str, Any], answer: Answer) -> Mapping[str, Any]:
+    def response(self, body: Mapping[str, Any], answer: GatewayReply) -> Mapping[str, Any]:
         """Return the response to a request."""
         return {
             **_head(answer),
@@ -65,7 +65,7 @@ class Messages:
             "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.reply_tokens},
         }
 
-    def events(self, body: Mapping[str, Any], answer: Answer) -> Iterator[Event]:
+    def events(self, body: Mapping[str, Any], answer: GatewayReply) -> Iterator[Event]:
         """Yield the events of a streamed response."""
         usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
         started = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
@@ -79,12 +79,12 @@ class Messages:
         yield _event("message_delta", delta=_end(answer), usage={"output_tokens": answer.reply_tokens})
         yield _event("message_stop")
 
-    def error(self, refused: Refused) -> Mapping[str, Any]:
+    def error(self, refused: ApiError) -> Mapping[str, Any]:
         """Return the body of an error."""
         kind = _ERRORS.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": f"{refused} ({refused.code})"}, "request_id": None}
 
-    def error_event(self, refused: Refused) -> Event:
+    def error_event(self, refused: ApiError) -> Event:
         """Return an error of a stream that has begun."""
         return Event("error", self.error(refused))
 
@@ -93,17 +93,17 @@ def _event(name: str, **fields: Any) -> Event:
     return Event(name, {"type": name, **fields})
 
 
-def _head(answer: Answer) -> dict[str, Any]:
+def _head(answer: GatewayReply) -> dict[str, Any]:
     return {"id": f"msg_{answer.reply_id}", "type": "message", "role": "assistant", "model": answer.model}
 
 
-def _end(answer: Answer) -> dict[str, Any]:
+def _end(answer: GatewayReply) -> dict[str, Any]:
     reason = "tool_use" if answer.calls else "max_tokens" if answer.finish == "length" else "end_turn"
     stopped = bool(answer.stop_text) and not answer.calls
     return {"stop_reason": "stop_sequence" if stopped else reason, "stop_sequence": answer.stop_text or None}
 
 
-def _blocks(body: Mapping[str, Any], answer: Answer) -> Iterator[dict[str, Any]]:
+def _blocks(body: Mapping[str, Any], answer: GatewayReply) -> Iterator[dict[str, Any]]:
     thinking = body.get("thinking")
     if answer.reasoning and isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive"):
         yield {"type": "thinking", "thinking": answer.reasoning, "signature": answer.reply_id}
@@ -127,7 +127,7 @@ def _streamed(block: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Mapping
 
 
 def _parts(content: object, where: str) -> tuple[Part, ...]:
-    """Return the texts and pictures of a content. Raises: Refused."""
+    """Return the texts and pictures of a content. Raises: ApiError."""
     if content is None or isinstance(content, str):
         return (content,) if content else ()
     parts: list[Part] = []
@@ -146,26 +146,26 @@ def _parts(content: object, where: str) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _items(message: Mapping[str, Any]) -> list[Item]:
-    """Return a message's parts: the results of tools are items of their own. Raises: Refused."""
+def _items(message: Mapping[str, Any]) -> list[ChatItem]:
+    """Return a message's parts: the results of tools are items of their own. Raises: ApiError."""
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         raise invalid(f"a message has the role {str(role)[:40]!r}; use {' or '.join(_ROLES)}")
     if content is None or isinstance(content, str):
-        return [Item(role, _parts(content, "a message"))]
-    items: list[Item] = []
+        return [ChatItem(role, _parts(content, "a message"))]
+    items: list[ChatItem] = []
     spoken: list[Mapping[str, Any]] = []
-    calls: list[Call] = []
+    calls: list[FunctionCall] = []
     for block in objects(content, "the content of a message"):
         match block.get("type"):
             case "tool_use":
-                calls.append(Call(str(block.get("name")), arguments_of(block.get("input"))))
+                calls.append(FunctionCall(str(block.get("name")), arguments_of(block.get("input"))))
             case "tool_result":
-                items.append(Item("tool", _parts(block.get("content"), "a result of a tool")))
+                items.append(ChatItem("tool", _parts(block.get("content"), "a result of a tool")))
             case _:
                 spoken.append(block)
     if spoken or calls or not items:
-        items.append(Item(role, _parts(spoken, "a message"), tuple(calls)))
+        items.append(ChatItem(role, _parts(spoken, "a message"), tuple(calls)))
     return items
 
 

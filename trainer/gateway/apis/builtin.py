@@ -62,7 +62,7 @@ _ACTION: Mapping[str, Any] = {
 
 
 def anthropic_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return one of Anthropic's tools as a function. Raises: Refused: It is unknown."""
+    """Return one of Anthropic's tools as a function. Raises: ApiError: It is unknown."""
     kind = str(tool.get("type"))
     for prefix, (name, description, properties, required) in _ANTHROPIC.items():
         if kind.startswith(prefix):
@@ -74,7 +74,7 @@ def anthropic_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def openai_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return OpenAI's computer as a function. Raises: Refused: It is another tool."""
+    """Return OpenAI's computer as a function. Raises: ApiError: It is another tool."""
     kind = str(tool.get("type"))
     if kind not in ("computer", "computer_use_preview", "computer-preview"):
         raise invalid(f"a tool has the type {kind[:40]!r}; use functions or computer")

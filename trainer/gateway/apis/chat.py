@@ -7,13 +7,13 @@ from typing import Any
 from trainer.gateway.apis import Event
 from trainer.gateway.apis.fields import objects, one_of, stops, with_system
 from trainer.gateway.prompts import (
-    Answer,
-    Call,
+    ApiError,
+    ChatItem,
+    ChatRequest,
     DataUrl,
-    Item,
+    FunctionCall,
+    GatewayReply,
     Part,
-    Prompt,
-    Refused,
     arguments_of,
     function_tool,
     invalid,
@@ -35,8 +35,8 @@ class ChatCompletions:
     name = "chat"
     keep_alive = b": waiting\n\n"
 
-    def read(self, body: Mapping[str, Any]) -> Prompt:
-        """Return a request. Raises: Refused."""
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        """Return a request. Raises: ApiError."""
         messages = objects(body.get("messages"), "messages")
         if not messages:
             raise invalid("messages is missing or empty")
@@ -44,7 +44,7 @@ class ChatCompletions:
             raise invalid("n must be 1: a session has one reply a turn; open a session for each sample")
         functions = [tool.get("function") for tool in objects(body.get("tools"), "tools")]
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
-        return Prompt(
+        return ChatRequest(
             items=with_system("", [_item(message) for message in messages]),
             tools=() if body.get("tool_choice") == "none" else tuple(map(_tool, functions)),
             max_tokens=one_of(limit, int, "max_tokens"),
@@ -54,7 +54,7 @@ class ChatCompletions:
             model=str(body.get("model") or ""),
         )
 
-    def response(self, body: Mapping[str, Any], answer: Answer) -> Mapping[str, Any]:  # noqa: ARG002 -- the protocol's
+    def response(self, body: Mapping[str, Any], answer: GatewayReply) -> Mapping[str, Any]:  # noqa: ARG002 -- the protocol's
         """Return the response to a request."""
         message: dict[str, Any] = {"role": "assistant", "content": answer.text or None, "refusal": None}
         if answer.reasoning:
@@ -66,7 +66,7 @@ class ChatCompletions:
         choice = {"index": 0, "message": message, "finish_reason": _finish(answer), "logprobs": None}
         return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
-    def events(self, body: Mapping[str, Any], answer: Answer) -> Iterator[Event]:
+    def events(self, body: Mapping[str, Any], answer: GatewayReply) -> Iterator[Event]:
         """Yield the events of a streamed response."""
         head = _head(answer, "chat.completion.chunk")
 
@@ -90,16 +90,16 @@ class ChatCompletions:
             yield Event("", {**head, "choices": [], "usage": _usage(answer)})
         yield Event("", "[DONE]")
 
-    def error(self, refused: Refused) -> Mapping[str, Any]:
+    def error(self, refused: ApiError) -> Mapping[str, Any]:
         """Return the body of an error."""
         return {"error": openai_error(refused)}
 
-    def error_event(self, refused: Refused) -> Event:
+    def error_event(self, refused: ApiError) -> Event:
         """Return an error of a stream that has begun."""
         return Event("", self.error(refused))
 
 
-def openai_error(refused: Refused) -> Mapping[str, Any]:
+def openai_error(refused: ApiError) -> Mapping[str, Any]:
     """Return an error of OpenAI's APIs."""
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
@@ -107,7 +107,7 @@ def openai_error(refused: Refused) -> Mapping[str, Any]:
 
 
 def content_parts(content: object, where: str) -> tuple[Part, ...]:
-    """Return the texts and pictures of a message. Raises: Refused."""
+    """Return the texts and pictures of a message. Raises: ApiError."""
     if content is None:
         return ()
     if isinstance(content, str):
@@ -126,13 +126,15 @@ def content_parts(content: object, where: str) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _item(message: Mapping[str, Any]) -> Item:
+def _item(message: Mapping[str, Any]) -> ChatItem:
     role = _ROLES.get(message.get("role"))
     if role is None:
         raise invalid(f"a message has the role {str(message.get('role'))[:40]!r}; use {', '.join(map(str, _ROLES))}")
     parts = content_parts(message.get("content"), f"a message of role {role}")
     calls = [given.get("function") or {} for given in objects(message.get("tool_calls"), "tool_calls")]
-    return Item(role, parts, tuple(Call(str(each.get("name")), arguments_of(each.get("arguments"))) for each in calls))
+    return ChatItem(
+        role, parts, tuple(FunctionCall(str(each.get("name")), arguments_of(each.get("arguments"))) for each in calls)
+    )
 
 
 def _tool(function: object) -> Mapping[str, Any]:
@@ -141,19 +143,19 @@ def _tool(function: object) -> Mapping[str, Any]:
     return function_tool(function.get("name"), function.get("description"), function.get("parameters"))
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: FunctionCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
     return {"id": call.call_id, "type": "function", "function": function}
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: GatewayReply) -> str:
     return "tool_calls" if answer.calls else answer.finish
 
 
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
+def _head(answer: GatewayReply, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.reply_id}", "object": kind, "created": answer.created_s, "model": answer.model}
 
 
-def _usage(answer: Answer) -> Mapping[str, int]:
+def _usage(answer: GatewayReply) -> Mapping[str, int]:
     prompt, reply = answer.prompt_tokens, answer.reply_tokens
     return {"prompt_tokens": prompt, "completion_tokens": reply, "total_tokens": prompt + reply}

@@ -10,13 +10,13 @@ from trainer.gateway.apis.builtin import OPENAI_COMPUTER, checked_actions, compl
 from trainer.gateway.apis.chat import content_parts, openai_error
 from trainer.gateway.apis.fields import objects, one_of, with_system
 from trainer.gateway.prompts import (
-    Answer,
-    Call,
+    ApiError,
+    ChatItem,
+    ChatRequest,
     DataUrl,
-    Item,
+    FunctionCall,
+    GatewayReply,
     Part,
-    Prompt,
-    Refused,
     arguments_of,
     function_tool,
     invalid,
@@ -33,8 +33,8 @@ class Responses:
     name = "responses"
     keep_alive = b": waiting\n\n"
 
-    def read(self, body: Mapping[str, Any]) -> Prompt:
-        """Return a request. Raises: Refused."""
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        """Return a request. Raises: ApiError."""
         given = body.get("input")
         listed = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
         if not listed:
@@ -42,7 +42,7 @@ class Responses:
         instructions = one_of(body.get("instructions"), str, "instructions") or ""
         previous = one_of(body.get("previous_response_id"), str, "previous_response_id") or ""
         tools = objects(body.get("tools"), "tools")
-        return Prompt(
+        return ChatRequest(
             items=with_system(instructions, _merged([item for each in listed for item in _items(each)])),
             tools=() if body.get("tool_choice") == "none" else tuple(map(_tool, tools)),
             max_tokens=one_of(body.get("max_output_tokens"), int, "max_output_tokens"),
@@ -53,7 +53,7 @@ class Responses:
             shown=partial(_shown, kind=_computer_of(body)),
         )
 
-    def response(self, body: Mapping[str, Any], answer: Answer) -> Mapping[str, Any]:
+    def response(self, body: Mapping[str, Any], answer: GatewayReply) -> Mapping[str, Any]:
         """Return the response to a request."""
         is_cut = answer.finish == "length"
         usage = {
@@ -71,20 +71,20 @@ class Responses:
             "usage": usage,
         }
 
-    def events(self, body: Mapping[str, Any], answer: Answer) -> Iterator[Event]:
+    def events(self, body: Mapping[str, Any], answer: GatewayReply) -> Iterator[Event]:
         """Yield the events of a streamed response."""
         for number, (name, fields) in enumerate(self._events(body, answer)):
             yield Event(name, {"type": name, "sequence_number": number, **fields})
 
-    def error(self, refused: Refused) -> Mapping[str, Any]:
+    def error(self, refused: ApiError) -> Mapping[str, Any]:
         """Return the body of an error."""
         return {"error": openai_error(refused)}
 
-    def error_event(self, refused: Refused) -> Event:
+    def error_event(self, refused: ApiError) -> Event:
         """Return an error of a stream that has begun."""
         return Event("error", {"type": "error", "sequence_number": 0, **self.error(refused)})
 
-    def _events(self, body: Mapping[str, Any], answer: Answer) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _events(self, body: Mapping[str, Any], answer: GatewayReply) -> Iterator[tuple[str, Mapping[str, Any]]]:
         begun = _begun(body, answer)
         yield "response.created", {"response": begun}
         yield "response.in_progress", {"response": begun}
@@ -100,17 +100,17 @@ def _computer_of(body: Mapping[str, Any]) -> str:
     return next((kind for kind in kinds if kind != "function"), "")
 
 
-def _shown(call: Call, *, kind: str) -> Sequence[Call]:
+def _shown(call: FunctionCall, *, kind: str) -> Sequence[FunctionCall]:
     """Return how a call is shown: only the newer computer takes several actions at once. Raises: ParseError."""
     if call.name != OPENAI_COMPUTER or not kind:
         return (call,)
     actions = checked_actions(call.arguments)
     groups = [actions] if kind == "computer" else [[action] for action in actions]
     ids = [call.call_id, *(f"{call.call_id}_{number}" for number in range(1, len(groups)))]
-    return [Call(call.name, {"actions": group}, one) for group, one in zip(groups, ids, strict=True)]
+    return [FunctionCall(call.name, {"actions": group}, one) for group, one in zip(groups, ids, strict=True)]
 
 
-def _begun(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+def _begun(body: Mapping[str, Any], answer: GatewayReply) -> dict[str, Any]:
     return {
         "id": f"resp_{answer.reply_id}",
         "object": "response",
@@ -137,7 +137,7 @@ def _begun(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
     }
 
 
-def _output(body: Mapping[str, Any], answer: Answer) -> Iterator[dict[str, Any]]:
+def _output(body: Mapping[str, Any], answer: GatewayReply) -> Iterator[dict[str, Any]]:
     """Yield the items of a reply."""
     if answer.reasoning:
         summary = [{"type": "summary_text", "text": answer.reasoning}]
@@ -181,37 +181,39 @@ def _item_events(index: int, item: Mapping[str, Any]) -> Iterator[tuple[str, Map
     yield "response.output_item.done", {"output_index": index, "item": item}
 
 
-def _items(item: Mapping[str, Any]) -> list[Item]:
-    """Return an item of the input. Raises: Refused."""
+def _items(item: Mapping[str, Any]) -> list[ChatItem]:
+    """Return an item of the input. Raises: ApiError."""
     kind = item.get("type", "message")
     match kind:
         case "message":
             role = _ROLES.get(item.get("role"))
             if role is None:
                 raise invalid(f"a message has the role {str(item.get('role'))[:40]!r}; use user or assistant")
-            return [Item(role, content_parts(item.get("content"), "a message"))]
+            return [ChatItem(role, content_parts(item.get("content"), "a message"))]
         case "function_call":
-            return [Item("assistant", (), (Call(str(item.get("name")), arguments_of(item.get("arguments"))),))]
+            return [
+                ChatItem("assistant", (), (FunctionCall(str(item.get("name")), arguments_of(item.get("arguments"))),))
+            ]
         case "computer_call":
-            return [Item("assistant", (), (Call(OPENAI_COMPUTER, {"actions": complete_actions(item)}),))]
+            return [ChatItem("assistant", (), (FunctionCall(OPENAI_COMPUTER, {"actions": complete_actions(item)}),))]
         case "function_call_output":
-            return [Item("tool", content_parts(item.get("output"), "the output of a call"))]
+            return [ChatItem("tool", content_parts(item.get("output"), "the output of a call"))]
         case "computer_call_output":
             output = item.get("output")
             url = output.get("image_url") if isinstance(output, dict) else None
-            return [Item("tool", (DataUrl.parse(url),))]
+            return [ChatItem("tool", (DataUrl.parse(url),))]
     if kind in _IGNORED:
         return []
     raise invalid(f"the input has an item of type {str(kind)[:40]!r}; use messages, calls and their outputs")
 
 
-def _merged(items: list[Item]) -> list[Item]:
+def _merged(items: list[ChatItem]) -> list[ChatItem]:
     """Return items with what the model said in one turn as one: text and calls are items of their own in this API."""
-    merged: list[Item] = []
+    merged: list[ChatItem] = []
     for item in items:
         if merged and item.role == merged[-1].role == "assistant":
             parts: tuple[Part, ...] = (*merged[-1].parts, *item.parts)
-            merged[-1] = Item("assistant", parts, (*merged[-1].calls, *item.calls))
+            merged[-1] = ChatItem("assistant", parts, (*merged[-1].calls, *item.calls))
         else:
             merged.append(item)
     return merged

@@ -144,7 +144,7 @@ async def sample_repeatedly(
         row: The prompt.
         limit: Most tokens of the reply.
         attempts: Most requests.
-        is_aborted: Whether an aborted reply is returned, because nobody needs another one.
+        is_aborted: Whether an aborted reply is returned, because no other one is needed.
         name: What the reply is for, in logs.
 
     Raises:

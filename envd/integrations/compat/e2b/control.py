@@ -21,7 +21,7 @@ from envd.base.aio import shielded
 from envd.integrations.compat.callers import TokenHolder, not_found
 from envd.integrations.compat.e2b.guest import GuestServices
 from envd.integrations.compat.e2b.rpc import Message, RpcError
-from envd.integrations.compat.e2b.sandboxes import NO_PIXELS, Fields, Sandbox, metric
+from envd.integrations.compat.e2b.sandboxes import NO_PIXELS, Fields, Sandbox, metric, paused_label
 from envd.integrations.compat.routes import Routes, bad_field, json_response, read_body
 from envd.integrations.osworld import DESKTOP_TASK
 
@@ -31,9 +31,12 @@ _MAX_TIMEOUT_S: Final = 86_400
 _MAX_FORKS: Final = 20
 _MAX_PAGE: Final = 100
 _MAX_METADATA: Final = 64
+#: The label of a checkpoint that is a snapshot: this word, its sandbox, and its name if it has one.
+_SNAPSHOT: Final = "snapshot"
 #: Templates that SDKs name by default: the daemon's first pool, unless it has a pool of that name.
 _DEFAULT_TEMPLATES: Final = ("base", "desktop")
-_SNAPSHOT: Final = "snapshot"
+#: Callers give the end of a range in whole seconds.
+_METRIC_SLACK_S: Final = 2
 
 Caller = TokenHolder[Sandbox]
 _Texts = dict[str, str]
@@ -46,7 +49,6 @@ class _Create(Message):
     metadata: _Texts = Field(default_factory=dict, max_length=_MAX_METADATA)
     env_vars: _Texts = Field(default_factory=dict, max_length=1024)
     volume_mounts: list[Any] = Field(default_factory=list)
-    mcp: Any = None
     iam: Any = None
 
 
@@ -74,7 +76,7 @@ class E2b:
     def __init__(self, routes: Routes[Sandbox]) -> None:
         self._callers = routes.callers
         self._creations: dict[tuple[int, str], tuple[str, asyncio.Task[Sandbox]]] = {}
-        """By caller and idempotency key: what was asked for, and its creation."""
+        """Digest of the request, and its creation, by caller and idempotency key."""
         routes.describe_error = lambda status, text, _reason: {"code": status, "message": text}
         routes.intercept(GuestServices(routes.callers).middleware)
         one = "/sandboxes/{sandbox_id}"
@@ -103,7 +105,7 @@ class E2b:
 
     async def _create(self, request: web.Request, caller: Caller) -> web.Response:
         body = await read_body(request, _Create)
-        for name, value in (("volumeMounts", body.volume_mounts), ("mcp", body.mcp), ("iam", body.iam)):
+        for name, value in (("volumeMounts", body.volume_mounts), ("iam", body.iam)):
             if value:
                 raise _unsupported(f"{name}: is not supported; leave it out")
         key = request.headers.get("Idempotency-Key", "")
@@ -121,7 +123,7 @@ class E2b:
             sandbox = await asyncio.shield(creating)
         except asyncio.CancelledError:
             if not key:
-                creating.cancel()  # nobody would learn of the sandbox
+                creating.cancel()  # its caller would not learn of the sandbox
             raise
         except BaseException:
             self._creations.pop((id(caller), key), None)
@@ -152,27 +154,30 @@ class E2b:
         wanted = dict(urllib.parse.parse_qsl(query.get("metadata", "")))
         wanted = {urllib.parse.unquote(name): urllib.parse.unquote(value) for name, value in wanted.items()}
         states = {state for each in query.getall("state", []) for state in each.split(",")} or {"running", "paused"}
-        limit = query.get("limit", str(_MAX_PAGE))
-        if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit) <= _MAX_PAGE:
-            raise bad_field("limit", f"{limit[:20]!r} is not 1 to {_MAX_PAGE}")
+        limit = _number(request, "limit", preset=_MAX_PAGE)
+        if not 1 <= limit <= _MAX_PAGE:
+            raise bad_field("limit", f"{limit} is not 1 to {_MAX_PAGE}")
+        started_after = _moment(request, "startedAfter")
         found = [
             sandbox
             for sandbox in caller.sessions.values()
             if wanted.items() <= sandbox.metadata.items()
             and sandbox.listed["state"] in states
             and query.get("template", sandbox.template_id) == sandbox.template_id
+            and sandbox.started >= started_after
         ]
         is_ascending = query.get("order") == "asc"
         found.sort(key=_place, reverse=not is_ascending)
         if after := query.get("nextToken", ""):
             found = [each for each in found if (_place(each) > after if is_ascending else _place(each) < after)]
-        page = found[: int(limit)]
+        page = found[:limit]
         response = web.json_response([sandbox.listed for sandbox in page])
         if len(found) > len(page):
             response.headers["X-Next-Token"] = _place(page[-1])
         return response
 
     async def _show(self, request: web.Request, caller: Caller) -> web.Response:
+        await _restore_paused(caller, _id(request))
         with caller.using(_id(request)) as sandbox:
             await self._require_alive(caller, sandbox)
             content = {**sandbox.listed, "envdAccessToken": sandbox.access_token}
@@ -192,6 +197,7 @@ class E2b:
 
     async def _connect(self, request: web.Request, caller: Caller) -> web.Response:
         body = await read_body(request, _Timeout)
+        await _restore_paused(caller, _id(request))
         with caller.using(_id(request)) as sandbox:
             await self._require_alive(caller, sandbox)
             was_paused = await _begun(sandbox.resume(caller, _OPEN_TIMEOUT, end_s=body.timeout))
@@ -200,6 +206,7 @@ class E2b:
             return json_response({**sandbox.created, **_domain(request)}, status=201 if was_paused else 200)
 
     async def _kill(self, request: web.Request, caller: Caller) -> web.Response:
+        await _restore_paused(caller, _id(request))
         with caller.using(_id(request)) as sandbox:
             async with sandbox.changing:
                 if sandbox.checkpoint is not None:
@@ -247,12 +254,18 @@ class E2b:
         body = await read_body(request, _Snapshot)
         _require_memory(body)
         with caller.using_episode(_id(request)) as episode:
-            label = f"{_SNAPSHOT} {body.name}".strip()
+            label = f"{_SNAPSHOT} {_id(request)} {body.name}".strip()
             checkpoint = await _copying(episode.checkpoint(label))
         return json_response(_snapshot_fields(checkpoint), status=201)
 
-    async def _list_snapshots(self, _request: web.Request, caller: Caller) -> web.Response:
-        return web.json_response([_snapshot_fields(each) for each in await _snapshots(caller)])
+    async def _list_snapshots(self, request: web.Request, caller: Caller) -> web.Response:
+        of, name = request.query.get("sandboxID", ""), request.query.get("name", "")
+        found = [
+            each
+            for each in await _snapshots(caller)
+            if of in ("", each.label.split(" ")[1]) and (not name or name in _names_of(each))
+        ]
+        return web.json_response([_snapshot_fields(each) for each in found])
 
     async def _delete_snapshot(self, request: web.Request, caller: Caller) -> web.Response:
         wanted = urllib.parse.unquote(request.match_info["template_id"])
@@ -266,7 +279,10 @@ class E2b:
         with caller.using(_id(request)) as sandbox:
             if sandbox.is_paused:
                 return web.json_response([])
-            return web.json_response([metric(await _begun(sandbox.runner().ask("usage")))])
+            found = metric(await _begun(sandbox.runner().ask("usage")))
+        # There is no history: what is measured is the present.
+        since, until = (_number(request, name, preset=found["timestampUnix"]) for name in ("start", "end"))
+        return web.json_response([found] if since <= found["timestampUnix"] <= until + _METRIC_SLACK_S else [])
 
     async def _metrics_of_all(self, request: web.Request, caller: Caller) -> web.Response:
         wanted = request.query.get("sandbox_ids", "").split(",")
@@ -278,6 +294,15 @@ class E2b:
         """Score the sandbox's task. An addition to E2B's interface."""
         with caller.using_episode(_id(request)) as episode:
             return json_response({"reward": (await episode.evaluate()).score})
+
+
+async def _restore_paused(caller: Caller, sandbox_id: str) -> None:
+    """Add a sandbox that an earlier process paused, if there is one, without its metadata."""
+    if sandbox_id in caller.sessions:
+        return
+    for checkpoint in await _checkpoints(caller):
+        if checkpoint.label == paused_label(sandbox_id) and sandbox_id not in caller.sessions:
+            await caller.add(sandbox_id, Sandbox(sandbox_id=sandbox_id, checkpoint=checkpoint))
 
 
 async def _forked(caller: Caller, source: Sandbox, parent: AsyncEpisode, body: _Fork) -> list[Fields]:
@@ -311,6 +336,23 @@ def _unsupported(message: str) -> NotSupported:
 
 def _id(request: web.Request) -> str:
     return request.match_info["sandbox_id"]
+
+
+def _number(request: web.Request, name: str, *, preset: int) -> int:
+    """Return a number of a query. Raises: BadRequest."""
+    text = request.query.get(name, str(preset))
+    if not text.isascii() or not text.isdecimal() or len(text) > 12:
+        raise bad_field(name, f"{text[:20]!r} is not a number")
+    return int(text)
+
+
+def _moment(request: web.Request, name: str) -> datetime:
+    """Return a time of a query; the earliest one if there is none. Raises: BadRequest."""
+    try:
+        moment = datetime.fromisoformat(request.query.get(name, "2000-01-01T00:00:00Z"))
+    except ValueError:
+        raise bad_field(name, "is not a time in ISO 8601") from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def _domain(request: web.Request) -> Fields:
@@ -371,17 +413,21 @@ def _no_template(name: str) -> TaskNotFound:
 
 
 async def _snapshots(caller: Caller) -> list[Checkpoint]:
-    """Return the snapshots, newest first. Without a store there are none."""
+    """Return the snapshots, newest first."""
+    return [each for each in reversed(await _checkpoints(caller)) if each.label.startswith(f"{_SNAPSHOT} ")]
+
+
+async def _checkpoints(caller: Caller) -> list[Checkpoint]:
+    """Return the daemon's checkpoints. Without a store there are none."""
     try:
-        found = await caller.client.list_checkpoints()
+        return await caller.client.list_checkpoints()
     except NotSupported:
         return []
-    return [each for each in reversed(found) if each.label == _SNAPSHOT or each.label.startswith(f"{_SNAPSHOT} ")]
 
 
 def _names_of(checkpoint: Checkpoint) -> list[str]:
     """Return the names of a snapshot: its id, and that which its creator gave."""
-    return [checkpoint.checkpoint_id, *filter(None, [checkpoint.label.removeprefix(_SNAPSHOT).strip()])]
+    return [checkpoint.checkpoint_id, *checkpoint.label.split(" ", 2)[2:]]
 
 
 def _snapshot_fields(checkpoint: Checkpoint) -> Fields:

@@ -30,7 +30,7 @@ _SESSION: Final = re.compile(
 _LAUNCH: Final = re.compile(r"gtk-launch (?P<application>[\w.+-]+) ?(?P<uri>.*)", re.DOTALL)
 _STREAM: Final = re.compile(r"x11vnc .*|cd /opt/noVNC/.*", re.DOTALL)
 _NO_STREAM: Final = b"x11vnc: not available here; watch the episode in envd's console\n"
-#: Ids of commands that are no processes: above Linux's.
+#: Ids of commands that are not processes: above Linux's.
 _IDS: Final = itertools.count(1 << 22)
 
 

@@ -24,6 +24,8 @@ _MAX_FILE_BYTES: Final = 2 << 30
 _CHUNK_BYTES: Final = 256 << 10
 #: How long an upload may stall.
 _IDLE_S: Final = 60.0
+#: How long a change may take to be seen.
+_WATCH_DELAY_S: Final = 0.3
 _MAX_WATCHERS: Final = 16
 _MAX_WATCHER_EVENTS: Final = 10_000
 
@@ -50,17 +52,21 @@ class _Watcher(Message):
 
 
 def is_signed(request: web.Request, sandbox: Sandbox) -> bool:
-    """Return whether a request has a signature of E2B's form for its file, which has not expired."""
+    """Return whether a request has a signature of E2B's form for its file."""
     query = request.query
     operation = "read" if request.method == "GET" else "write"
     parts = [query.get("path", ""), operation, query.get("username", ""), sandbox.access_token]
     if expiration := query.get("signature_expiration", ""):
-        if not (expiration.isascii() and expiration.isdecimal() and int(expiration) >= time.time()):
-            return False
         parts.append(expiration)
     digest = hashlib.sha256(":".join(parts).encode()).digest()
     wanted = "v1_" + base64.b64encode(digest).rstrip(b"=").decode()
     return hmac.compare_digest(query.get("signature", "").encode(), wanted.encode())
+
+
+def is_expired(request: web.Request) -> bool:
+    """Return whether a request's signature has expired."""
+    expiration = request.query.get("signature_expiration", "")
+    return bool(expiration) and not (expiration.isascii() and expiration.isdecimal() and int(expiration) >= time.time())
 
 
 async def _download(request: web.Request, sandbox: Sandbox, user: str) -> web.StreamResponse:
@@ -190,14 +196,13 @@ async def _create_watcher(request: web.Request, sandbox: Sandbox, user: str) -> 
     events = sandbox.runner(user).events("watch", path=_checked(body.path), recursive=body.recursive)
     await anext(events)
     watcher_id = secrets.token_hex(8)
-    sandbox.watchers[watcher_id] = []
+    waiting = sandbox.watchers[watcher_id] = asyncio.Queue(_MAX_WATCHER_EVENTS)
 
     async def collect() -> None:
         with suppress(RpcError, EnvError):
             async for event in events:
-                if "event" in event and watcher_id in sandbox.watchers:
-                    del sandbox.watchers[watcher_id][_MAX_WATCHER_EVENTS:]
-                    sandbox.watchers[watcher_id].append(event["event"])
+                if "event" in event:
+                    await waiting.put(event["event"])
 
     sandbox.spawn(collect(), f"watcher:{watcher_id}")
     return rpc.unary_response({"watcherId": watcher_id})
@@ -207,7 +212,13 @@ async def _watcher_events(request: web.Request, sandbox: Sandbox, _user: str) ->
     body = await rpc.read_message(request, _Watcher)
     if body.watcher_id not in sandbox.watchers:
         raise _no_watcher(body.watcher_id)
-    events, sandbox.watchers[body.watcher_id] = sandbox.watchers[body.watcher_id], []
+    waiting, events = sandbox.watchers[body.watcher_id], list[Fields]()
+    # A change is found by the next comparison in the guest: a caller that asks at once waits for that.
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_WATCH_DELAY_S):
+            events.append(await waiting.get())
+    while not waiting.empty():
+        events.append(waiting.get_nowait())
     return rpc.unary_response({"events": events})
 
 

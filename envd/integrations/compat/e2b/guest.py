@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: Port of E2B's daemon in a sandbox.
 ENVD_PORT: Final = 49_983
-_NOT_ADMITTED: Final = "the access token or the signature of the sandbox is missing, wrong or expired"
+_NOT_ADMITTED: Final = "the access token or the signature of the sandbox is missing or wrong"
 _HOST = re.compile(r"(\d{1,5})-(i[a-z0-9]{19})\.")
 
 _Service = Callable[[web.Request, Sandbox, str], Awaitable[web.StreamResponse]]
@@ -89,9 +89,11 @@ class GuestServices:
         if service is None:
             return _refused(404, f"{request.method} {request.path}: there is no such call")
         given = request.headers.get("X-Access-Token", "")
-        is_admitted = hmac.compare_digest(given.encode(), sandbox.access_token.encode())
-        if not is_admitted and not (request.path == "/files" and files.is_signed(request, sandbox)):
-            return _refused(401, _NOT_ADMITTED)
+        if not hmac.compare_digest(given.encode(), sandbox.access_token.encode()):
+            if request.path != "/files" or not files.is_signed(request, sandbox):
+                return _refused(401, _NOT_ADMITTED)
+            if files.is_expired(request):
+                return _refused(401, "signature is already expired")
         # A body is received by the service, whose limit it is.
         return await service(request.clone(client_max_size=rpc.MAX_MESSAGE_BYTES), sandbox, _user(request))
 

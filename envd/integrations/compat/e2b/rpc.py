@@ -56,10 +56,15 @@ def is_gone(error: EnvError) -> bool:
     return isinstance(error, EpisodeNotFound | SampleVoid)
 
 
+def ended(why: str) -> RpcError:
+    """Return the error of a call whose sandbox ended; SDKs ask then whether it still runs."""
+    return RpcError("unavailable", f"the connection to the sandbox ended before the call completed: {why}")
+
+
 def rpc_error(error: EnvError) -> RpcError:
     """Return an error of the daemon as one of the protocol."""
     if is_gone(error):
-        return RpcError("unavailable", f"the sandbox was not found: {error}")
+        return ended(str(error))
     if isinstance(error, RateLimited):
         return RpcError("resource_exhausted", str(error))
     if isinstance(error, NotSupported):

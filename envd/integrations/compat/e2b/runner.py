@@ -19,7 +19,7 @@ from cuaenv.client.errors import GuestFailed, GuestRefused
 from cuaenv.client.forwarding import PortForward
 from envd import guests
 from envd.base import untrusted_json
-from envd.integrations.compat.e2b.rpc import CODES, RpcError
+from envd.integrations.compat.e2b.rpc import CODES, RpcError, ended
 
 Fields = dict[str, Any]
 
@@ -134,7 +134,7 @@ class GuestRunner:
         await self.start()
         forward = self._forward
         if forward is None:
-            raise RpcError("unavailable", "the sandbox was not found: it ended")
+            raise ended("it was killed or reached its time limit")
         writer: asyncio.StreamWriter | None = None
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", forward.local_port, limit=_MAX_LINE_BYTES)
@@ -145,7 +145,7 @@ class GuestRunner:
             yield reader, writer
         except (ConnectionError, EOFError) as error:
             if self._forward is None:
-                raise RpcError("unavailable", "the sandbox was not found: it ended") from error
+                raise ended("it was killed or reached its time limit") from error
             if (refusal := forward.error) is not None:
                 if isinstance(refusal, GuestRefused):
                     await self._forget(forward)

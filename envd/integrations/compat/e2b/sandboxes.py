@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 from cuaenv.client import AsyncEpisode, Checkpoint, View
 from cuaenv.client.errors import EnvError
 from envd.integrations.compat.callers import ProtocolSession, TokenHolder
-from envd.integrations.compat.e2b.rpc import RpcError
+from envd.integrations.compat.e2b.rpc import RpcError, ended
 from envd.integrations.compat.e2b.runner import GuestRunner
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ class Sandbox(ProtocolSession):
     """Steps of an episode come one after the other."""
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
     """Work that ends with its episode."""
-    watchers: dict[str, "list[Fields]"] = field(default_factory=dict)
+    watchers: dict[str, "asyncio.Queue[Fields]"] = field(default_factory=dict)
+    """Changes that were not asked for yet, by watcher."""
     _runners: dict[bool, GuestRunner] = field(default_factory=dict)
     _timer: asyncio.TimerHandle | None = None
 
@@ -108,7 +109,7 @@ class Sandbox(ProtocolSession):
         except asyncio.CancelledError:
             if self.episode is not None or task.uncancel():
                 raise
-            raise RpcError("unavailable", f"the sandbox {self.sandbox_id} was not found: it ended") from None
+            raise ended("it was killed or reached its time limit") from None
         finally:
             self.tasks.discard(task)
 
@@ -156,7 +157,7 @@ class Sandbox(ProtocolSession):
         async with self.changing:
             if self.episode is None:
                 return False
-            self.checkpoint = await self.episode.checkpoint(f"sandbox {self.sandbox_id}", ttl=PAUSED_TTL)
+            self.checkpoint = await self.episode.checkpoint(paused_label(self.sandbox_id), ttl=PAUSED_TTL)
             self.cancel_end()
             await self.close_episode()
             return True
@@ -209,6 +210,11 @@ class Sandbox(ProtocolSession):
             "state": "paused" if self.is_paused else "running",
             "metadata": self.metadata,
         }
+
+
+def paused_label(sandbox_id: str) -> str:
+    """Return the label of a paused sandbox's checkpoint."""
+    return f"sandbox {sandbox_id}"
 
 
 def wire_time(moment: datetime) -> str:

@@ -29,6 +29,7 @@ def recorded(*changes_s: float, until_s: float = 6.0, works_until_s: float = 0.0
     return StepRecording(
         input_s=INPUT_S,
         may_act_late=False,
+        was_clicked=False,
         reacts_before_answer=False,
         refreshes=refreshes,
         changes=changes,
@@ -79,6 +80,16 @@ async def test_an_idle_guest_settles_early_in_a_recording_unless_a_key_may_act_l
     assert at_s - INPUT_S == pytest.approx(0.27, abs=0.04)
     _, at_s = await replay_settling(replace(step, may_act_late=True), policy)
     assert at_s - INPUT_S == pytest.approx(0.4, abs=0.02)
+
+
+async def test_a_native_guest_settles_once_it_is_idle_but_not_while_a_button_shows_that_it_was_clicked() -> None:
+    step, policy = replace(recorded(0.01), reacts_before_answer=True), SettlePolicy()
+    _, at_s = await replay_settling(step, policy)
+    assert at_s - INPUT_S == pytest.approx(0.055, abs=0.03)
+    _, at_s = await replay_settling(replace(step, was_clicked=True), policy)
+    assert at_s - INPUT_S == pytest.approx(0.11, abs=0.02)
+    _, at_s = await replay_settling(replace(step, was_clicked=True, reacts_before_answer=False), policy)
+    assert at_s - INPUT_S == pytest.approx(0.31, abs=0.03), "the fixed quiet time: the input may not have arrived"
 
 
 async def test_the_report_compares_policies_on_the_same_steps() -> None:

@@ -43,7 +43,7 @@ from envd.episodes.lease import MAX_CALL_S
 from envd.episodes.progress import EpisodeState
 from envd.episodes.resetting import choose_pool
 from envd.hypervisor.machine import DiskImage, GuestOs
-from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolParameters
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import CAPACITY, TASK, World
 from tests.support.stubs import StubHypervisor
@@ -166,7 +166,7 @@ def make_pool(
     name: str, *, image: str = "desktop", os: GuestOs = GuestOs.LINUX, provides: frozenset[str] = frozenset()
 ) -> Pool:
     disk = DiskImage(name=image, digest="0" * 64, disk=Path("/nowhere"), os=os, provides=provides)
-    return Pool(PoolSettings(name=name, capacity=1, size=0), image=disk, host=PoolHost(hypervisor=StubHypervisor()))
+    return Pool(PoolParameters(name=name, capacity=1, size=0), image=disk, host=PoolHost(hypervisor=StubHypervisor()))
 
 
 def test_the_pool_is_the_requested_one_or_the_tasks_own_or_the_only_one_that_fits() -> None:

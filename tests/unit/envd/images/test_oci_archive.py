@@ -3,6 +3,8 @@
 import errno
 import io
 import os
+import platform
+import shutil
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +33,7 @@ from tests.support.container_archive import (
 
 @pytest.fixture(autouse=True)
 def _x86_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
 
 
 @pytest.fixture
@@ -314,7 +316,7 @@ def test_files_that_do_not_fit_are_refused_before_they_are_written(
     layers = [[Entry(path=f"zeros{index}", content=bytes(kib << 10))] for index, kib in enumerate(sizes_kib)]
     write_archive(file, [DESKTOP_LAYER, *layers])
     free = type("Usage", (), {"free": 512 << 10})
-    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     assert refused(catalogue, file).startswith(problem)
 
 

@@ -217,8 +217,8 @@ DAEMON = """
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from test_templates import TemplateStore, add
-store = TemplateStore(Path(sys.argv[1]), memory_dir=Path(sys.argv[2]), limit_bytes=1 << 30)
+from test_templates import QemuTemplateStore, add
+store = QemuTemplateStore(Path(sys.argv[1]), memory_dir=Path(sys.argv[2]), limit_bytes=1 << 30)
 async def main():
     async with store.booting("k1"):
         if store.find("k1"):
