@@ -12,7 +12,7 @@ BUDGETS = {
     "envd/authoring": 2000,
     "envd/base": 4200,
     "envd/bench": 3400,
-    "envd/cli": 4600,
+    "envd/cli": 4650,
     "envd/console": 1400,
     "envd/daemon": 1450,
     "envd/desktop": 5900,

@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 _MACHINES, _RUNTIME = "machines", "runtime"
 #: Longest path of a Unix socket (unix(7)).
 _MAX_SOCKET_PATH: Final = 107
-_LONGEST_SOCKET: Final = len("/containers/") + 32 + len("/envd/guestd.sock")
+_LONGEST_SOCKET: Final = len("/containers//envd/guestd.sock")
+_MAX_ID, _MAX_ID_SUFFIX = 32, len("-1234567")
 _MAX_OPEN_FILES: Final = 65536
 
 
@@ -94,7 +95,7 @@ class OciHypervisor:
         runtime = runtime or DEFAULT_RUNTIME
         version = await asyncio.to_thread(runtime_version, runtime)
         directory = config.state_dir / "containers"
-        _check_path_length(directory)
+        _check_path_length(directory, config.pools)
         ids = own_ids()
         template_dir = (config.hypervisor.template_dir or config.state_dir / "templates") / "containers"
         directories = {
@@ -419,8 +420,9 @@ def runtime_version(runtime: str) -> str:
     return done.stdout.partition("\n")[0].replace(" version", "").strip()
 
 
-def _check_path_length(directory: Path) -> None:
-    longest = len(os.fsencode(directory.parent)) + _LONGEST_SOCKET
+def _check_path_length(directory: Path, pools: Collection[str]) -> None:
+    longest_id = max((len(name) + _MAX_ID_SUFFIX for name in pools), default=_MAX_ID)
+    longest = len(os.fsencode(directory.parent)) + _LONGEST_SOCKET + min(_MAX_ID, longest_id)
     if longest > _MAX_SOCKET_PATH:
         raise ConfigError(
             f"state directory {directory.parent}: sockets in it would have paths of up to {longest} bytes, but the"

@@ -14,6 +14,7 @@ from envd.hypervisor.oci import ids, images
 from envd.hypervisor.oci.bundle import ContainerSettings, container_config
 from envd.hypervisor.oci.checks import check_inotify, check_limits
 from envd.hypervisor.oci.control_groups import Hierarchies, _group
+from envd.hypervisor.oci.hypervisor import _check_path_length
 from envd.hypervisor.oci.images import find_debugfs, obstacle
 from envd.hypervisor.oci.machine import _loss_by_exit
 
@@ -206,3 +207,12 @@ def test_a_missing_debugfs_is_reported_with_its_package(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HypervisorError, match="install the package e2fsprogs"):
         find_debugfs()
+
+
+def test_a_state_directory_is_too_long_only_for_the_sockets_of_its_pools() -> None:
+    directory = Path("/" + "d" * 60, "containers")
+    _check_path_length(directory, ["desktop"])
+    with pytest.raises(ConfigError, match="would have paths of up to 113 bytes, but the system's limit is 107"):
+        _check_path_length(directory, ["desktop", "a-pool-of-15-ch"])
+    with pytest.raises(ConfigError, match="choose a shorter --state-dir"):
+        _check_path_length(directory, [])
