@@ -21,7 +21,7 @@ BUDGETS = {
     "envd/guests": 4900,
     "envd/hypervisor": 8100,
     "envd/images": 2500,
-    "envd/integrations": 7000,
+    "envd/integrations": 7100,
     "envd/pool": 3100,
     "envd/tasks": 6800,
     "trainer/adapters": 3500,
