@@ -30,6 +30,11 @@ class GuestChannels(Protocol):
     def lost_reason(self) -> str:
         """Why the machine ended; empty until it has."""
 
+    @property
+    def reacts_before_answer(self) -> bool:
+        """Whether all input has reached the guest's programs when the display answers a later request, as that of an X
+        server does, and `processor_s` counts the least that they then do. QEMU's display only raises interrupts."""
+
     def processor_s(self) -> float | None:
         """Return the processor seconds that the guest used or, runnable, waited for; None if unknown. Never raises."""
 

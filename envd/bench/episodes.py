@@ -1,8 +1,8 @@
-"""Measures whole episodes per hour on one host, against OSWorld's own flow on the same QEMU and image.
+"""Measures whole episodes per hour on one host: oracles of tasks, or OSWorld's tasks against OSWorld's own flow.
 
-Both sides play the same tasks of OSWorld with the same script and think time: open a terminal, type a line that
-solves the task, press Enter, finish. Ours opens groups on standby machines and waits until the screen has settled; the
-peer is `envd.bench.episodes_peer`.
+Of OSWorld, both sides play the same tasks with the same script and think time: open a terminal, type a line that solves
+the task, press Enter, finish. Ours opens groups on standby machines and waits until the screen has settled; the peer is
+`envd.bench.episodes_peer`.
 """
 
 import asyncio
@@ -10,20 +10,22 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 from cuaenv.actions import Action, Done, PressKeys, TypeText, Wait
-from cuaenv.client import AsyncEpisode
+from cuaenv.client import AsyncEpisode, StepResult
+from envd.authoring.playing import max_steps_of, play
 from envd.base.errors import ConfigError
 from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
-from envd.bench.report import BenchReport, Check, figures_of, mib
+from envd.bench.report import BenchReport, Condition, figures_of, mib
 from envd.bench.session import BenchSession, Steps
 from envd.hypervisor.qemu.processes import memory_of
 from envd.integrations.osworld.environment import Environment
+from envd.tasks.model import Task
 
 #: OSWorld's tasks by id, with a line for the guest's terminal that solves each. They need no network.
 SCRIPTS = {
@@ -33,6 +35,8 @@ SCRIPTS = {
     "3ce045a0-877b-42aa-8d2c-b4a863336ab8": "gsettings set org.gnome.desktop.interface text-scaling-factor 1.5",
 }
 _MEMORY_INTERVAL_S = 5.0
+#: Most steps of an oracle, its waits included.
+_MAX_ORACLE_STEPS = 500
 #: Most steps that wait until the screen has changed.
 _MAX_WAITS = 20
 _WAIT = timedelta(seconds=1)
@@ -47,6 +51,10 @@ class Side:
     cpu_s: float = 0.0
     memory_bytes: int = 0
     """Peak, beyond that at the beginning."""
+
+    @property
+    def per_hour(self) -> float:
+        return len(self.episodes) / self.elapsed_s * 3600
 
     @property
     def steps_s(self) -> list[float]:
@@ -85,6 +93,43 @@ def require_osworld(cache_dir: Path) -> tuple[Path, Path]:
     if not environment.is_installed or environment.tasks is None:
         raise ConfigError("bench episodes: OSWorld is not installed; run envd osworld install --tasks DIR")
     return environment.python, environment.tasks
+
+
+async def measure_oracles(
+    bench: BenchSession, plan: EpisodesPlan, *, tasks: Sequence[Task], steps: Steps
+) -> BenchReport:
+    """Play the oracles of tasks in turn, in groups, without think time and without a peer."""
+    conditions = bench.conditions(concurrency=plan.concurrency, think_s=0.0, tasks=[task.task_id for task in tasks])
+    ours = Side()
+    steps.begin("playing oracles")
+    async with _measured(ours):
+        for index in range(plan.group_count):
+            task = tasks[index % len(tasks)]
+            begin_s = time.monotonic()
+            max_steps = max_steps_of(task, limit=_MAX_ORACLE_STEPS)
+            async with bench.reset_group(task.task_id, size=plan.concurrency, max_steps=max_steps) as episodes:
+                reset_s = time.monotonic() - begin_s
+
+                async def play_one(episode: AsyncEpisode, task: Task = task, reset_s: float = reset_s) -> None:
+                    ours.episodes.append(await _play_oracle(episode, task, reset_s=reset_s))
+                    steps.done("playing oracles")
+
+                async with asyncio.TaskGroup() as playing:
+                    for episode in episodes:
+                        playing.create_task(play_one(episode))
+    return episodes_report(conditions, ours, None, concurrency=plan.concurrency)
+
+
+async def _play_oracle(episode: AsyncEpisode, task: Task, *, reset_s: float) -> PlayedEpisode:
+    steps_s: list[float] = []
+
+    def on_step(_actions: tuple[Action, ...], result: StepResult) -> None:
+        steps_s.append(result.timings_ms["total"] / 1000)
+
+    await play(episode, task.oracle, os=task.os, runs_guests=True, on_step=on_step)
+    begin_s = time.monotonic()
+    score = (await episode.evaluate()).score
+    return PlayedEpisode(score=score, reset_s=reset_s, steps_s=steps_s, evaluate_s=time.monotonic() - begin_s)
 
 
 async def measure_episodes(
@@ -203,11 +248,12 @@ async def _measured(side: Side) -> AsyncIterator[None]:
             await watching
 
 
-def episodes_report(conditions: dict[str, object], ours: Side, peer: Side, *, concurrency: int) -> BenchReport:
-    per_hour, peer_per_hour = (len(side.episodes) / side.elapsed_s * 3600 for side in (ours, peer))
+def episodes_report(conditions: dict[str, object], ours: Side, peer: Side | None, *, concurrency: int) -> BenchReport:
+    """Return the report; without a peer its figures have no value."""
+    per_hour, peer_per_hour = ours.per_hour, peer.per_hour if peer else None
     samples = {
         f"{name}{phase}_s": values
-        for name, side in (("", ours), ("peer_", peer))
+        for name, side in (("", ours), ("peer_", peer or Side()))
         for phase, values in (
             ("reset", [episode.reset_s for episode in side.episodes]),
             ("step", side.steps_s),
@@ -217,16 +263,18 @@ def episodes_report(conditions: dict[str, object], ours: Side, peer: Side, *, co
     values = {
         "episodes_per_hour": per_hour,
         "peer_episodes_per_hour": peer_per_hour,
-        "ratio": per_hour / peer_per_hour,
+        "ratio": per_hour / peer_per_hour if peer_per_hour else None,
         "memory_mib_per_episode": mib(ours.memory_bytes) / concurrency,
-        "peer_memory_mib_per_episode": mib(peer.memory_bytes) / concurrency,
+        "peer_memory_mib_per_episode": mib(peer.memory_bytes) / concurrency if peer else None,
         "cpu_s_per_episode": ours.cpu_s / len(ours.episodes),
-        "peer_cpu_s_per_episode": peer.cpu_s / len(peer.episodes),
+        "peer_cpu_s_per_episode": peer.cpu_s / len(peer.episodes) if peer else None,
     }
     checks = []
-    for who, side in (("our", ours), ("the peer's", peer)):
+    for who, side in (("our", ours), *((("the peer's", peer),) if peer else ())):
         solved, count = sum(episode.score == 1.0 for episode in side.episodes), len(side.episodes)
-        checks.append(Check(name=f"{who} episodes scored 1.0", passed=solved == count, evidence=f"{solved} of {count}"))
+        checks.append(
+            Condition(name=f"{who} episodes scored 1.0", passed=solved == count, evidence=f"{solved} of {count}")
+        )
     return BenchReport(
         benchmark="episodes",
         conditions=conditions,

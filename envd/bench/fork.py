@@ -11,9 +11,11 @@ from envd.bench.report import BenchFailed, BenchReport, Value, exempt_without_gu
 from envd.bench.session import BenchSession, Steps, new_machine_id
 from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import Accelerator, GuestOs
-from envd.hypervisor.qemu.processes import machine_pids, memory_of
+from envd.hypervisor.qemu.processes import memory_of
 
 _WARM_UPS = 2
+#: About the time for which a guest runs in a step.
+_RUN_S = 0.1
 #: Run in each machine before its memory is measured.
 _COMMANDS = {GuestOs.LINUX: ("/bin/sh", "-c", "exit 0"), GuestOs.WINDOWS: ("cmd.exe", "/c", "exit 0")}
 #: The memory target is for this load.
@@ -59,6 +61,7 @@ async def measure_fork(bench: BenchSession, *, task_id: str, repetitions: int, s
     for _ in range(repetitions):
         forks.append(await fork_once(bench))
         steps.done("forking")
+    pauses = await pause_often(bench, repetitions=repetitions)
     per_min_1 = await _forks_per_min(bench, repetitions=repetitions, concurrency=1, steps=steps)
     per_min_2 = await _forks_per_min(bench, repetitions=repetitions, concurrency=2, steps=steps)
     memory = await used_memory(bench, task_id)
@@ -69,6 +72,8 @@ async def measure_fork(bench: BenchSession, *, task_id: str, repetitions: int, s
         acquire_ms=acquire_ms,
         fork_ms=[fork.fork_ms for fork in forks],
         destroy_ms=[fork.destroy_ms for fork in forks],
+        resume_ms=[resume_ms for resume_ms, _ in pauses],
+        pause_ms=[pause_ms for _, pause_ms in pauses],
         forks_per_min=(per_min_1, per_min_2),
         memory=memory,
     )
@@ -104,6 +109,24 @@ async def fork_once(bench: BenchSession) -> ForkTimes:
     return ForkTimes(fork_ms=(forked_s - begin_s) * 1000, destroy_ms=(time.perf_counter() - forked_s) * 1000)
 
 
+async def pause_often(bench: BenchSession, *, repetitions: int) -> list[tuple[float, float]]:
+    """Resume and pause one fork repeatedly; return the milliseconds of each."""
+    machine = await bench.daemon.hypervisor.fork(bench.template, new_machine_id())
+    times = []
+    try:
+        for _ in range(repetitions):
+            begin_s = time.perf_counter()
+            await machine.resume()
+            resumed_s = time.perf_counter()
+            await asyncio.sleep(_RUN_S)
+            pausing_s = time.perf_counter()
+            await machine.pause()
+            times.append(((resumed_s - begin_s) * 1000, (time.perf_counter() - pausing_s) * 1000))
+    finally:
+        await shielded(machine.destroy())
+    return times
+
+
 async def _forks_per_min(bench: BenchSession, *, repetitions: int, concurrency: int, steps: Steps) -> float:
     """Return how many machines can be forked and destroyed per minute."""
     left = repetitions
@@ -127,8 +150,8 @@ async def used_memory(bench: BenchSession, task_id: str) -> UsedMemory | None:
     await bench.refilled()
     machine_count = bench.pool.capacity
     before = memory_of(os.getpid()) if bench.runs_guests else None
-    standby_pids = machine_pids(bench.state_dir) if bench.runs_guests else {}
-    standby_bytes = sum(memory_of(pid).pss_bytes for pid in standby_pids.values())
+    await bench.pool.measure_memory()
+    standby_bytes = bench.pool.statistics().pss_bytes
     image = bench.template.spec.image
     command = _COMMANDS[image.os]
     # All machines at once: then no other machine shares pages with them.
@@ -139,14 +162,14 @@ async def used_memory(bench: BenchSession, task_id: str) -> UsedMemory | None:
                 raise BenchFailed(f"episode {episode.episode_id}: {command} exited with {result.exit_code}")
         if before is None:
             return None
-        pids = machine_pids(bench.state_dir)
-        if len(pids) != machine_count:
-            raise BenchFailed(f"there are {len(pids)} machines; {machine_count} are to be measured")
-        memories = [memory_of(pid) for pid in pids.values()]
+        await bench.pool.measure_memory()
+        status = bench.pool.statistics()
+        if status.leased_count != machine_count or status.idle_count or status.starting_count:
+            raise BenchFailed(f"{machine_count} machines are to be measured, and there are others: {status}")
         growth_bytes = memory_of(os.getpid()).pss_bytes - before.pss_bytes
     return UsedMemory(
-        pss_bytes=sum(memory.pss_bytes for memory in memories) / machine_count,
-        private_dirty_bytes=sum(memory.private_dirty_bytes for memory in memories) / machine_count,
+        pss_bytes=status.pss_bytes / machine_count,
+        private_dirty_bytes=status.memory_bytes / machine_count,
         standby_pss_bytes=standby_bytes / machine_count,
         daemon_growth_bytes=growth_bytes / machine_count,
     )
@@ -159,10 +182,18 @@ def fork_report(
     acquire_ms: list[float],
     fork_ms: list[float],
     destroy_ms: list[float],
+    resume_ms: list[float],
+    pause_ms: list[float],
     forks_per_min: tuple[float, float],
     memory: UsedMemory | None,
 ) -> BenchReport:
-    samples = {"acquire_ms": acquire_ms, "fork_ms": fork_ms, "destroy_ms": destroy_ms}
+    samples = {
+        "acquire_ms": acquire_ms,
+        "fork_ms": fork_ms,
+        "destroy_ms": destroy_ms,
+        "resume_ms": resume_ms,
+        "pause_ms": pause_ms,
+    }
     values: dict[str, Value] = {
         "cold_boot_s": cold_boot_s,
         "acquire_ms_first": acquire_ms[0],

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -20,6 +20,8 @@ from envd.hypervisor.machine import Accelerator
 Value = float | bool | None
 """Value of a figure; None if it cannot be measured on this host."""
 
+#: Conditions that differ between two hypervisors of one host.
+_OF_HYPERVISOR = ("hypervisor", "accelerator", "host_load_average", "time")
 _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
 
 
@@ -28,7 +30,7 @@ class BenchFailed(EnvdError, reason="BENCH_FAILED"):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FigureTarget:
     """The value that a figure should have."""
 
     comparison: str
@@ -36,7 +38,7 @@ class Target:
     limit: float
 
     @classmethod
-    def of(cls, text: str) -> "Target":
+    def of(cls, text: str) -> "FigureTarget":
         """Return the target that `str` writes so, such as `<= 20`."""
         comparison, limit = text.split()
         return cls(comparison, float(limit))
@@ -54,7 +56,7 @@ class Figure:
     value: Value
     meaning: str
     """Exactly what was measured."""
-    target: Target | None = None
+    target: FigureTarget | None = None
     exempt: str = ""
     """Why the target does not apply to this run; empty if it does."""
 
@@ -98,7 +100,7 @@ def figures_of(
             name=name.format(key),
             value=values[key] if key in values else percentile(samples[sampled], int(percent)),
             meaning=meaning.format(text),
-            target=Target.of(target) if target and has_targets else None,
+            target=FigureTarget.of(target) if target and has_targets else None,
             exempt=exempt,
         )
         figures.append(figure)
@@ -106,7 +108,7 @@ def figures_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Condition:
     """A condition that must hold, independent of speed."""
 
     name: str
@@ -122,7 +124,7 @@ class BenchReport:
     conditions: Mapping[str, object]
     """The host, the machines and the settings of the run."""
     figures: Sequence[Figure]
-    checks: Sequence[Check] = ()
+    checks: Sequence[Condition] = ()
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The samples behind the figures, in the order of measuring."""
     tables: Mapping[str, Sequence[Mapping[str, str | float]]] = field(default_factory=dict)
@@ -191,6 +193,23 @@ class BenchReport:
         for check in self.checks:
             console.print(f"\n{'[green]passed[/]' if check.passed else '[bold red]failed[/]'} {check.name}: ", end="")
             console.print(check.evidence, markup=False, soft_wrap=True)
+
+
+def compared(report: BenchReport, other: BenchReport) -> BenchReport:
+    """Return a report with the figures of the same benchmark on another hypervisor in the table `beside`. Pure."""
+    others = {figure.name: figure.value for figure in other.figures}
+    rows = [
+        {"result": each.name, "value": each.value, "beside": there, "beside_over_value": there / each.value}
+        for each in report.figures
+        if isinstance(there := others.get(each.name), float | int) and each.value
+    ]
+    return replace(
+        report,
+        conditions={**report.conditions, **{f"beside_{name}": other.conditions[name] for name in _OF_HYPERVISOR}},
+        checks=[*report.checks, *(replace(each, name=f"{each.name}, beside") for each in other.checks)],
+        samples={**report.samples, **{f"beside_{name}": values for name, values in other.samples.items()}},
+        tables={**report.tables, "beside": rows},
+    )
 
 
 def exempt_without_guests(conditions: Mapping[str, object]) -> str:

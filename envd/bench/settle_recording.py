@@ -18,12 +18,13 @@ from cuaenv.actions import Action
 from cuaenv.frames import TiledImage
 from cuaenv.region import Region
 from envd.base.config import SettlePolicy
-from envd.desktop.acting import may_act_late
+from envd.desktop.acting import clicks, may_act_late
 from envd.desktop.desktop import Desktop
 from envd.desktop.display.blinking import MAX_BLINK_PIXELS, Blinking
 from envd.desktop.display.change import around, is_within
 from envd.desktop.display.settle import settle
 from envd.desktop.observation import SettleResult
+from envd.desktop.settling import policy_after
 from envd.hypervisor.machine import Machine
 
 #: Between two refreshes. QEMU compares the guest's screen at most every 30 ms.
@@ -58,12 +59,16 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedStep:
+class StepRecording:
     """The reaction of a screen to the input of one step. Monotonic times in seconds."""
 
     input_s: float
     may_act_late: bool
     """Result of `envd.desktop.acting.may_act_late` for the input."""
+    was_clicked: bool
+    """Whether the input pressed a mouse button."""
+    reacts_before_answer: bool
+    """That of its machine, see `GuestChannels`."""
     refreshes: Sequence[Refresh]
     changes: Sequence[Change]
     content_s: Sequence[float] = ()
@@ -76,7 +81,7 @@ class RecordedStep:
 
 
 @dataclass(slots=True)
-class Recorder:
+class StepRecorder:
     """Records the steps of one episode, whose guest runs throughout."""
 
     desktop: Desktop
@@ -85,7 +90,7 @@ class Recorder:
     """The screen is watched for at least this long after it has settled."""
     ignored: tuple[Region, ...] = ()
     _blinking: Blinking = field(default_factory=Blinking)
-    _steps: list[RecordedStep] = field(default_factory=list)
+    _steps: list[StepRecording] = field(default_factory=list)
 
     async def record(self, inputs: Sequence[Action], *, input_s: float, before: TiledImage) -> TiledImage:
         """Record until the screen has not changed for long; return what it shows then."""
@@ -106,10 +111,19 @@ class Recorder:
                 break
             await asyncio.sleep(_REFRESH_INTERVAL_S)
         late = any(map(may_act_late, inputs))
-        self._steps.append(RecordedStep(input_s=input_s, may_act_late=late, refreshes=refreshes, changes=changes))
+        self._steps.append(
+            StepRecording(
+                input_s=input_s,
+                may_act_late=late,
+                was_clicked=any(map(clicks, inputs)),
+                reacts_before_answer=self.machine.reacts_before_answer,
+                refreshes=refreshes,
+                changes=changes,
+            )
+        )
         return shown
 
-    def steps(self) -> list[RecordedStep]:
+    def steps(self) -> list[StepRecording]:
         """Return the recorded steps, with the changes that were content by all that is known at the end."""
         return [replace(step, content_s=self._content_of(step)) for step in self._steps]
 
@@ -123,7 +137,7 @@ class Recorder:
         pixels = before.part(region).astype(np.uint32), after.part(region).astype(np.uint32)
         return Change(time_s, region, self._blinking.note(region, *pixels), pixels)
 
-    def _content_of(self, step: RecordedStep) -> list[float]:
+    def _content_of(self, step: StepRecording) -> list[float]:
         self._blinking.interrupted()
         return [
             change.time_s
@@ -136,7 +150,7 @@ class Recorder:
 class _RecordedScreen:
     """A screen that shows a recording, on its own clock."""
 
-    def __init__(self, step: RecordedStep) -> None:
+    def __init__(self, step: StepRecording) -> None:
         self._step = step
         self._sent_s = [each.sent_s for each in step.refreshes]
         self._answered_s = [each.answered_s for each in step.refreshes]
@@ -177,17 +191,19 @@ class _RecordedScreen:
         self.now_s += duration_s
 
 
-async def replay_settling(step: RecordedStep, policy: SettlePolicy) -> tuple[SettleResult, float]:
+async def replay_settling(step: StepRecording, policy: SettlePolicy) -> tuple[SettleResult, float]:
     """Return how a recorded screen settles under a policy, and when. Does not wait."""
     screen = _RecordedScreen(step)
-    if step.may_act_late:
-        policy = policy.model_copy(update={"idle_ms": 0})
+    policy = policy_after(
+        policy, may_act_late=step.may_act_late, was_clicked=step.was_clicked and step.reacts_before_answer
+    )
     result = await settle(
         screen,
         policy,
         input_s=step.input_s,
         was_idle=True,
         processor_s=screen.processor_s,
+        reacts_before_answer=step.reacts_before_answer,
         monotonic=screen.monotonic,
         sleep=screen.sleep,
     )

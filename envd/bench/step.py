@@ -11,7 +11,7 @@ import io
 import json
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 
@@ -23,7 +23,7 @@ from cuaenv.actions import Action, Click, Move, PressKeys
 from cuaenv.client import AsyncEpisode, Observation
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id
-from envd.bench.report import BenchFailed, BenchReport, exempt_without_guests, figures_of, kib
+from envd.bench.report import BenchFailed, BenchReport, Value, exempt_without_guests, figures_of, kib, mib
 from envd.bench.session import BenchSession, Steps
 from envd.desktop.guestd import GuestdClient
 from envd.pool.leased import LeasedMachine
@@ -121,12 +121,25 @@ async def measure_step(
         task=task.task_id, repetitions=repetitions, peer_repetitions=peer_repetitions, other_count=other_count
     )
     steps.begin("setting up")
-    async with bench.reset_group(task.task_id, size=other_count) if other_count else nullcontext():
+    opening: AbstractAsyncContextManager[Sequence[AsyncEpisode]] = nullcontext(())
+    if other_count:
+        opening = bench.reset_group(task.task_id, size=other_count)
+    async with opening as others:
         times = await _play(bench, task.task_id, script(_WARM_UPS + repetitions), steps=steps)
+        steps.begin("stepping the others")
+        other_step_ms = [await _other_step(episode) for episode in others]
+        await bench.pool.measure_memory()
+        other_bytes = bench.pool.statistics().pss_bytes / other_count if other_count else None
     peer = []
     if bench.runs_guests:
         peer = await _play_as_peers(bench, task, script(_PEER_WARM_UPS + peer_repetitions), steps=steps)
-    return step_report(conditions, times[_WARM_UPS:], peer[_PEER_WARM_UPS:])
+    return step_report(
+        conditions,
+        times[_WARM_UPS:],
+        peer[_PEER_WARM_UPS:],
+        other_step_ms=other_step_ms,
+        other_bytes=other_bytes if bench.runs_guests else None,
+    )
 
 
 async def _play(bench: BenchSession, task_id: str, actions: Sequence[Action], *, steps: Steps) -> list[StepTimes]:
@@ -139,6 +152,13 @@ async def _play(bench: BenchSession, task_id: str, actions: Sequence[Action], *,
             steps.done("stepping")
             await asyncio.sleep(_THINK_S)
     return times
+
+
+async def _other_step(episode: AsyncEpisode) -> float:
+    """Take one step in an episode that was idle; return the milliseconds until its frame was there."""
+    begin_s = time.perf_counter()
+    await episode.step(Click(220, 220))
+    return (time.perf_counter() - begin_s) * 1000
 
 
 async def _step(
@@ -236,18 +256,28 @@ def xdotool_command(action: Action) -> list[str]:
             raise ValueError(f"{action}: not an action of the script")
 
 
-def step_report(conditions: dict[str, object], times: Sequence[StepTimes], peer: Sequence[PeerTimes]) -> BenchReport:
+def step_report(
+    conditions: dict[str, object],
+    times: Sequence[StepTimes],
+    peer: Sequence[PeerTimes],
+    *,
+    other_step_ms: Sequence[float] = (),
+    other_bytes: float | None = None,
+) -> BenchReport:
     """Return the report; `peer` is empty if no guest runs. Pure."""
     samples = {f"{part}_ms": [getattr(each, f"{part}_ms") for each in times] for part in _PARTS}
     samples["frame_kib"] = [kib(each.frame_bytes) for each in times]
     samples |= {f"peer_{part}_ms": [getattr(each, f"{part}_ms") for each in peer] for part in _PEER_PARTS}
+    samples["other_step_ms"] = list(other_step_ms)
     ours_ms = median(samples["step_ms"]) + median(samples["rebuild_ms"])
     peer_over_step = median(samples["peer_step_ms"]) / ours_ms if peer else None
+    values: dict[str, Value] = {
+        "peer_over_step": peer_over_step,
+        "other_pss_mib": None if other_bytes is None else mib(other_bytes),
+    }
     return BenchReport(
         benchmark="step",
         conditions=conditions,
-        figures=figures_of(
-            "step", samples, {"peer_over_step": peer_over_step}, exempt=exempt_without_guests(conditions)
-        ),
+        figures=figures_of("step", samples, values, exempt=exempt_without_guests(conditions)),
         samples=samples,
     )

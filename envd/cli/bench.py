@@ -15,7 +15,7 @@ from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
 from envd.bench.episodes_peer import PeerPauses
 from envd.bench.plot import write_plots
-from envd.bench.report import BenchReport
+from envd.bench.report import BenchReport, compared
 from envd.bench.session import Steps, bench_config, open_bench
 from envd.cli.command import command
 from envd.cli.own_daemon import ensure_image, own_daemon_options, run_until_signal
@@ -39,7 +39,12 @@ Report = Callable[[str, float], None]
 Measure = Callable[..., Coroutine[Any, Any, BenchReport]]
 
 
-def bench(name: str, *, is_drawn: bool = False) -> Callable[[Measure], Measure]:
+Beside = Annotated[
+    str, typer.Option(metavar="URI", help="Measure this hypervisor too, afterwards, such as qemu.", show_default="none")
+]
+
+
+def bench(name: str, *, is_drawn: bool = False, needs_copies: bool = False) -> Callable[[Measure], Measure]:
     """Return a decorator that registers a benchmark as a command.
 
     The command has the benchmark's keyword-only options and the shared ones. It builds the default image if the
@@ -47,6 +52,7 @@ def bench(name: str, *, is_drawn: bool = False) -> Callable[[Measure], Measure]:
 
     Args:
         is_drawn: Whether it always measures drawn desktops, whichever hypervisor is set.
+        needs_copies: Whether it copies running machines.
     """
 
     def decorate(measure: Measure) -> Measure:
@@ -55,10 +61,18 @@ def bench(name: str, *, is_drawn: bool = False) -> Callable[[Measure], Measure]:
         def run(settings: Config, *, as_json: Json = False, **options: Any) -> None:
             if is_drawn:
                 settings = _drawn(settings)
+            problem = backend_of(settings.hypervisor.uri).capabilities.not_forkable if needs_copies else ""
+            if problem:
+                raise ConfigError(f"bench {name}: {problem}")
+            # Before an event loop runs: libvirt must be imported by then.
+            beside = _with_hypervisor(settings, other) if (other := options.pop("beside", "")) else None
             if not options.get("image"):
                 ensure_image(settings)
             with progress(f"bench {name}") as report:
                 found = run_until_signal(measure(settings, report, **options))
+            if beside is not None:
+                with progress(f"bench {name} beside") as report:
+                    found = compared(found, run_until_signal(measure(beside, report, **options)))
             print_result(found, as_json=as_json)
 
         return measure
@@ -74,8 +88,9 @@ async def bench_fork(
     n: Annotated[int, typer.Option("--n", min=2, max=_MAX_MACHINES, help="Standby machines.")] = 8,
     repetitions: Repetitions = 20,
     image: OtherImage = "",
+    beside: Beside = "",  # noqa: ARG001 -- the decorator's
 ) -> BenchReport:
-    """Measure new machines: leased, forked, booted; and the memory of used ones."""
+    """Measure new machines: leased, forked, booted, resumed, paused; and the memory of used ones."""
     steps = Steps(report, fork.step_count(repetitions))
     settings, task_id = _task_without_setup(settings, image)
     own = bench_config(settings, standby_count=n, capacity=n, image=image)
@@ -83,7 +98,7 @@ async def bench_fork(
         return await fork.measure_fork(session, task_id=task_id, repetitions=repetitions, steps=steps)
 
 
-@bench("branch")
+@bench("branch", needs_copies=True)
 async def bench_branch(
     settings: Config, report: Report, *, repetitions: Repetitions = 10, image: OtherImage = ""
 ) -> BenchReport:
@@ -103,7 +118,7 @@ async def bench_branch(
         )
 
 
-@bench("checkpoint")
+@bench("checkpoint", needs_copies=True)
 async def bench_checkpoint(
     settings: Config,
     report: Report,
@@ -163,11 +178,15 @@ async def bench_episodes(
         float, typer.Option(metavar="S", min=0, max=600, help="Pause of DesktopEnv after each action.")
     ] = 2.0,
     image: Annotated[str, typer.Option(metavar="NAME", help="Image of the machines.")] = "osworld",
+    oracles: Annotated[
+        bool, typer.Option("--oracles", help="Play oracles of the desktop image's tasks instead, without a peer.")
+    ] = False,
+    beside: Beside = "",  # noqa: ARG001 -- the decorator's
 ) -> BenchReport:
     """Measure whole episodes per hour of OSWorld's tasks, and of OSWorld's own DesktopEnv on the same machines."""
-    if not backend_of(settings.hypervisor.uri).capabilities.runs_guests:
+    capabilities = backend_of(settings.hypervisor.uri).capabilities
+    if not capabilities.runs_guests:
         raise ConfigError("bench episodes: drawn desktops run no guests; leave out --hypervisor fake")
-    python, tasks = episodes.require_osworld(settings.cache_dir)
     plan = episodes.EpisodesPlan(
         concurrency=concurrency,
         episode_count=episode_count,
@@ -176,6 +195,16 @@ async def bench_episodes(
         pauses=PeerPauses(pause_after_step_s=peer_step_pause),
     )
     steps = Steps(report, plan.step_count)
+    if oracles:
+        chosen = choose(load_tasks(settings), list(_default_tasks(settings).settle))
+        own = bench_config(settings, standby_count=concurrency, capacity=2 * concurrency)
+        async with open_bench(own, steps=steps) as session:
+            return await episodes.measure_oracles(session, plan, tasks=chosen, steps=steps)
+    if capabilities.not_forkable:
+        raise ConfigError(
+            "bench episodes: OSWorld's DesktopEnv boots virtual machines; add --oracles, or use QEMU, the default"
+        )
+    python, tasks = episodes.require_osworld(settings.cache_dir)
     own = bench_config(settings, standby_count=concurrency, capacity=2 * concurrency, image=image)
     async with open_bench(own, steps=steps) as session:
         return await episodes.measure_episodes(session, plan, python=python, tasks=tasks, steps=steps)
@@ -193,6 +222,7 @@ async def bench_step(
     others: Annotated[
         int, typer.Option(metavar="N", min=0, max=_MAX_MACHINES - 1, help="Idle episodes that are open meanwhile.")
     ] = 0,
+    beside: Beside = "",  # noqa: ARG001 -- the decorator's
 ) -> BenchReport:
     """Measure the overhead of a step beyond input and settling, and the same actions performed as peers do."""
     task = load_tasks(settings).get(_default_tasks(settings).editor.task_id)
@@ -286,7 +316,17 @@ def bench_plot(
 
 
 def _drawn(settings: Config) -> Config:
-    return settings.model_copy(update={"hypervisor": settings.hypervisor.model_copy(update={"uri": "fake"})})
+    return _with_hypervisor(settings, "fake")
+
+
+def _with_hypervisor(settings: Config, uri: str) -> Config:
+    """Return the settings for another hypervisor; `qemu` is the default one. Raises: ConfigError: unknown."""
+    try:
+        backend_of("" if uri == "qemu" else uri)
+    except ValueError as error:
+        raise ConfigError(f"--beside {error}") from error
+    uri = "" if uri == "qemu" else uri
+    return settings.model_copy(update={"hypervisor": settings.hypervisor.model_copy(update={"uri": uri})})
 
 
 def _task_without_setup(settings: Config, image: str) -> tuple[Config, str]:

@@ -17,7 +17,7 @@ from envd.cli.terminal import stop_on_sigterm
 from envd.images.additions import Additions
 from envd.images.build import build_image
 from envd.images.catalogue import ImageCatalogue
-from envd.images.recipe import Recipe, desktop_recipe, office_recipe, osworld_recipe, wine_recipe
+from envd.images.recipe import ImageRecipe, desktop_recipe, for_containers, office_recipe, osworld_recipe, wine_recipe
 
 _COMMANDS = {
     "windows": (
@@ -59,6 +59,9 @@ def desktop(
     files: Files = None,
     run: Script = None,
     mirror: Mirror = "",
+    containers: Annotated[
+        bool, typer.Option("--containers", help="Only for containers: without a kernel, and built without root.")
+    ] = False,
     rebuild: Rebuild = False,
     as_json: Json = False,
 ) -> None:
@@ -67,6 +70,7 @@ def desktop(
         recipe = desktop_recipe(distribution=distribution, suite=suite, mirror=mirror)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    recipe = for_containers(recipe) if containers else recipe
     recipe, additions = _extended(recipe, name=name, packages=packages, files=files, run=run)
     _build(settings, recipe, additions, rebuild=rebuild, as_json=as_json)
 
@@ -104,8 +108,8 @@ def wine(settings: Config, *, mirror: Mirror = "", rebuild: Rebuild = False, as_
 
 
 def _extended(
-    recipe: Recipe, *, name: str, packages: str, files: Path | None, run: Path | None
-) -> tuple[Recipe, Additions]:
+    recipe: ImageRecipe, *, name: str, packages: str, files: Path | None, run: Path | None
+) -> tuple[ImageRecipe, Additions]:
     """Return a recipe under its own name, and what is added to it. Raises: ConfigError."""
     names = tuple(filter(None, (each.strip() for each in packages.split(","))))
     additions = Additions(packages=names, directory=files, script=run)
@@ -122,7 +126,7 @@ def _extended(
     return replace(recipe, name=name), additions
 
 
-def _build(settings: Config, recipe: Recipe, additions: Additions, *, rebuild: bool, as_json: bool) -> None:
+def _build(settings: Config, recipe: ImageRecipe, additions: Additions, *, rebuild: bool, as_json: bool) -> None:
     stop_on_sigterm()
     with progress(f"image {recipe.name}") as report:
         image = build_image(

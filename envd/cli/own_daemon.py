@@ -19,7 +19,7 @@ from envd.daemon.process import prepare_process
 from envd.hypervisor.backends import backend_of
 from envd.images.build import build_image
 from envd.images.catalogue import ImageCatalogue
-from envd.images.recipe import desktop_recipe
+from envd.images.recipe import desktop_recipe, for_containers, overlay_files, recipe_digest
 
 T = TypeVar("T")
 
@@ -50,11 +50,16 @@ def own_daemon_options(*names: str, log_level: str = "warning", is_drawn: bool =
 
 
 def ensure_image(settings: Config) -> None:
-    if not backend_of(settings.hypervisor.uri).capabilities.needs_images:
+    """Build the default image unless it exists; without root for machines that need only files. Raises: ImageError."""
+    capabilities = backend_of(settings.hypervisor.uri).capabilities
+    if not capabilities.needs_images:
         return
     stop_on_sigterm()
+    catalogue, recipe = ImageCatalogue(settings.cache_dir), desktop_recipe()
+    if capabilities.runs_files and catalogue.find(recipe.name, recipe_digest(recipe, overlay_files(recipe))) is None:
+        recipe = for_containers(recipe)
     with progress(f"image {DEFAULT_IMAGE}") as report:
-        build_image(desktop_recipe(), ImageCatalogue(settings.cache_dir), progress=report)
+        build_image(recipe, catalogue, progress=report)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

@@ -1,10 +1,13 @@
-"""`envd quickstart`: serves drawn desktops, plays one episode through gRPC, and keeps serving.
+"""`envd quickstart`: serves desktops, plays one episode through gRPC, and keeps serving.
 
-It needs neither root nor a guest image. Its addresses are those of `envd serve`, so that the examples of the
-documentation work with it.
+Drawn desktops need neither root nor a guest image. Real ones run in containers. The addresses are those of `envd
+serve`, so that the examples of the documentation work with it.
 """
 
 import asyncio
+from typing import Annotated
+
+import typer
 
 from cuaenv.actions import Action, action_text
 from cuaenv.cli.terminal import out, program
@@ -14,7 +17,7 @@ from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig
 from envd.bench.default_tasks import DEFAULT_TASKS
 from envd.bench.session import maps_call_errors
 from envd.cli.command import command
-from envd.cli.own_daemon import own_daemon_options, run_until_signal
+from envd.cli.own_daemon import ensure_image, own_daemon_options, run_until_signal
 from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.suites import load_tasks
 from envd.tasks.model import Task
@@ -22,7 +25,7 @@ from envd.tasks.model import Task
 _NEXT = """\
 act, in a second terminal in this directory, with {python}:
 
-from trainer.client import EnvClient, Click
+from cuaenv.client import EnvClient, Click
 with EnvClient("{address}") as client, client.reset("{task_id}") as episode:
     print(episode.instruction)
     episode.step(Click(x=100, y=200)).observation.image.save("after.png")
@@ -34,18 +37,25 @@ Ctrl-C ends it."""
 
 
 @command(own_daemon_options("listen", "console_listen", log_level="error", is_drawn=True))
-def quickstart(settings: Config) -> None:
+def quickstart(
+    settings: Config,
+    *,
+    real: Annotated[
+        bool, typer.Option("--real", help="Real desktops in containers. The first time their image is built: minutes.")
+    ] = False,
+) -> None:
     """Serve drawn desktops, play one episode, and show what to do next: a minute, without root or an image."""
-    pool = PoolConfig(image=DEFAULT_IMAGE, size=4, allow_guest_access=True)
+    pool = PoolConfig(image=DEFAULT_IMAGE, size=2 if real else 4, allow_guest_access=True)
     config = settings.model_copy(
         update={
             "console_listen": settings.console_listen or "127.0.0.1:8080",
             "metrics_listen": "127.0.0.1:0",
             "state_dir": settings.state_dir / "quickstart",
-            "hypervisor": settings.hypervisor.model_copy(update={"uri": "fake"}),
+            "hypervisor": settings.hypervisor.model_copy(update={"uri": "oci:" if real else "fake"}),
             "pools": {DEFAULT_IMAGE: pool},
         }
     )
+    ensure_image(config)
     run_until_signal(_serve(config))
 
 
@@ -68,7 +78,8 @@ async def _play(daemon: Daemon, task: Task) -> None:
         with maps_call_errors():
             async with client.reset(task.task_id) as episode:
                 _print(f"task {task.task_id}: {episode.instruction.strip()}")
-                await play(episode, task.oracle, os=task.os, runs_guests=False, on_step=on_step)
+                runs_guests = daemon.hypervisor.capabilities.runs_guests
+                await play(episode, task.oracle, os=task.os, runs_guests=runs_guests, on_step=on_step)
                 evaluation = await episode.evaluate()
     _print(f"score: {evaluation.score:g}")
 

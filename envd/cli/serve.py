@@ -15,21 +15,25 @@ import uvloop
 from cuaenv.cli.terminal import out
 from envd.base.aio import race
 from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig
+from envd.base.errors import HypervisorError
 from envd.base.telemetry import logs
 from envd.base.version import envd_version
 from envd.cli.command import command
 from envd.cli.options import EVERY_SETTING, config_options
 from envd.daemon.composition import Daemon, open_daemon, read_inputs
-from envd.daemon.process import prepare_process
+from envd.daemon.process import end_by_force, prepare_process
 from envd.daemon.service_manager import ServiceManager
 from envd.episodes.progress import EpisodeState
 from envd.hypervisor.backends import backend_of
+from envd.pool.backoff import BreakerState
 from envd.pool.status import PoolStatus
 
 #: Prints one line.
 PrintLine = Callable[[str], None]
 
 _PROBLEM_CHARS = 240
+#: How long after the drain no machine may end before the process ends anyway. A supervisor waits longer.
+_END_LIMIT_S = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -74,23 +78,36 @@ class _Serving:
     """Ends its draining, once set."""
     manager: ServiceManager
     """Gets reports of its state."""
-    _opened: bool = False
+    _daemon: Daemon | None = None
 
     async def run(self) -> None:
-        """Serve until `stop` is set, then destroy all machines. If it is set during start-up, cancel the start-up."""
+        """Serve until `stop` is set, then destroy all machines. If it is set during start-up, cancel the start-up.
+
+        Raises:
+            HypervisorError: Machines could not be destroyed.
+        """
         serving = asyncio.create_task(self._serve(), name="serve")
         await race(serving, self.stop)
-        if not self._opened:
+        if self._daemon is None:
             serving.cancel()
+        end_by_force(self._machine_ids, drain_s=self.config.limits.drain_timeout_s, limit_s=_END_LIMIT_S)
         await asyncio.wait({serving})
         if not serving.cancelled():
             serving.result()
+        if left := self._machine_ids():
+            raise HypervisorError(
+                f"machines {', '.join(left)}: could not be destroyed; the next start with this state directory removes"
+                " them"
+            )
+
+    def _machine_ids(self) -> list[str]:
+        return [] if self._daemon is None else self._daemon.machine_ids
 
     async def _serve(self) -> None:
         inputs = read_inputs(self.config)
         self.print_line(f"envd {envd_version()} is starting; its state is in {self.config.state_dir}")
         async with self.manager.watchdog(), open_daemon(self.config, inputs) as daemon:
-            self._opened = True
+            self._daemon = daemon
             self._announce_restored(daemon)
             self._announce(daemon)
             self.manager.ready()
@@ -164,6 +181,8 @@ def progress_line(info: PoolStatus, *, size: int | None) -> str:
     # libvirt's messages quote whole command lines; the log has the full text.
     problem = f"; {textwrap.shorten(info.problem, _PROBLEM_CHARS)}" if info.problem else ""
     ready_count = info.idle_count + info.leased_count
+    if info.breaker is not BreakerState.CLOSED:
+        return f"pool {info.name}: FAILING, no machine starts{problem}"
     if not ready_count and not info.template_digest:
         is_slow = info.accelerator == "tcg"
         duration = (

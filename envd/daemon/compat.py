@@ -1,8 +1,8 @@
 """Other systems' protocols as processes of the daemon: `envd compat`, one for each, ended with it.
 
 They are clients like any other, over a Unix socket of the daemon, so that they need neither its certificate's authority
-nor a certificate of their own. A process that ends by itself is started again at the same address; its sessions are
-lost, and leases end their episodes.
+nor a certificate of their own. A process that ends by itself, or that does not answer, is started again at the same
+address; its sessions are lost, and leases end their episodes.
 """
 
 import asyncio
@@ -24,6 +24,13 @@ logger = logging.getLogger(__name__)
 _MAX_SOCKET_PATH_BYTES: Final = 107
 _START_TIMEOUT_S: Final = 120.0
 _END_TIMEOUT_S: Final = 10.0
+#: How often a process is asked whether it serves, how long it may take to answer on a host that is busy, and how often
+#: in a row it may be late: the daemon itself may have been stopped during one probe.
+_PROBE_INTERVAL_S = 10.0
+_PROBE_TIMEOUT_S = 20.0
+_MAX_LATE: Final = 1
+#: An HTTP server answers it, also one that wants TLS: with an alert.
+_PROBE: Final = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 _FIRST_PAUSE_S: Final = 1.0
 _MAX_PAUSE_S: Final = 60.0
 
@@ -65,7 +72,7 @@ async def serve_compat(config: Config, target: str) -> AsyncIterator[dict[str, s
     }
     common += [word for option, file in files.items() if file is not None for word in (option, str(file))]
     async with AsyncExitStack() as stack:
-        servers = [_Server(name, listen, common) for name, listen in config.compat_addresses.items()]
+        servers = [_CompatProcess(name, listen, common) for name, listen in config.compat_addresses.items()]
         for server in servers:
             stack.push_async_callback(server.aclose)
         try:
@@ -78,7 +85,7 @@ async def serve_compat(config: Config, target: str) -> AsyncIterator[dict[str, s
         yield {server.name: server.address for server in servers}
 
 
-class _Server:
+class _CompatProcess:
     """The process of one protocol."""
 
     def __init__(self, name: str, address: str, options: Sequence[str]) -> None:
@@ -133,14 +140,13 @@ class _Server:
         while True:
             if self._process is not None:
                 began_s = asyncio.get_running_loop().time()
-                status = await self._process.wait()
+                problem = await self._wait_broken(self._process)
                 if asyncio.get_running_loop().time() - began_s > _MAX_PAUSE_S:
                     pause_s = _FIRST_PAUSE_S
                 logger.error(
-                    "compat %s: its process ended (status %s); it is started again in %g s, its clients' episodes are"
-                    " lost",
+                    "compat %s: %s; it is started again in %g s, its clients' episodes are lost",
                     self.name,
-                    status,
+                    problem,
                     pause_s,
                 )
             await asyncio.sleep(pause_s)
@@ -149,6 +155,42 @@ class _Server:
                 await self._start()
             except (ConfigError, OSError) as error:
                 logger.error("%s; another try in %g s", error, pause_s)  # noqa: TRY400 -- the text says it all
+
+    async def _wait_broken(self, process: Process) -> str:
+        """Return why a process serves no more: it ended, or it does not answer and was killed."""
+        ending = asyncio.ensure_future(process.wait())
+        late_count = 0
+        try:
+            while late_count <= _MAX_LATE:
+                await asyncio.wait({ending}, timeout=_PROBE_INTERVAL_S)
+                if ending.done():
+                    return f"its process ended (status {ending.result()})"
+                late_count = 0 if await self._answers() else late_count + 1
+            # Also ends a process that is stopped, which SIGTERM does not.
+            with suppress(ProcessLookupError):
+                process.kill()
+            await ending
+            return f"its process did not answer for {_PROBE_TIMEOUT_S:g} s, {late_count} times, and was killed"
+        finally:
+            ending.cancel()
+
+    async def _answers(self) -> bool:
+        """Return whether the process accepts a connection and answers, or closes it."""
+        host, _, port = self.address.rpartition(":")
+        loopback = {"0.0.0.0": "127.0.0.1", "[::]": "::1"}  # noqa: S104 -- addresses of our own processes
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(loopback.get(host, host.strip("[]")), int(port))
+                try:
+                    writer.write(_PROBE)
+                    await reader.read(1)
+                finally:
+                    writer.close()
+        except TimeoutError:
+            return False
+        except OSError:
+            pass  # a connection that is refused or reset: the process has ended, which its status tells, or it lives
+        return True
 
     async def _end(self) -> int | None:
         """End the process and return its status."""

@@ -55,7 +55,7 @@ from envd.pool.audit import Audit, stray_rows
 from envd.pool.fairness import RunShares
 from envd.pool.leased import LINGER_S
 from envd.pool.machines import unregister_all
-from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolParameters
 from envd.pool.room import HostClaims, HostRoom, host_memory_mib, read_available_bytes
 from envd.pool.status import POOL_SERIES
 from envd.tasks.assets import AssetCache
@@ -92,6 +92,11 @@ class Daemon:
     reaped: tuple[str, ...]
     """Machines of a previous daemon that were removed at the start."""
     known: tuple[EpisodeInfo, ...]
+
+    @property
+    def machine_ids(self) -> list[str]:
+        """Machines that exist, or may exist. Once it is closed: those that could not be destroyed."""
+        return [machine_id for pool in self.pools for machine_id in pool.list_machine_ids()]
 
     async def drain(self, *, hurry: asyncio.Event) -> None:
         """Refuse new episodes and wait for live ones, for `limits.drain_timeout_s` or until `hurry` is set."""
@@ -145,22 +150,10 @@ async def open_daemon(config: Config, inputs: Inputs | None = None) -> AsyncIter
         open_pools(config, inputs, storage) as machines,
         open_episodes(config, inputs, storage, machines) as episodes,
         # Listen first, so that no machine starts if the address is taken.
-        open_endpoints(config, storage, episodes) as endpoints,
+        open_endpoints(config, storage, machines, episodes) as daemon,
     ):
-        await episodes.service.start()
-        yield Daemon(
-            config=config,
-            hypervisor=machines.hypervisor,
-            pools=machines.pools,
-            service=episodes.service,
-            server=endpoints.server,
-            address=endpoints.address,
-            metrics_address=storage.metrics_address,
-            console_address=endpoints.console_address,
-            compat_addresses=endpoints.compat_addresses,
-            reaped=machines.reaped,
-            known=episodes.known,
-        )
+        await daemon.service.start()
+        yield daemon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +248,7 @@ def _pools(
         image, image_screen_px = inputs.images[name]
         screen_px = pool.screen or image_screen_px
         yield Pool(
-            PoolSettings(
+            PoolParameters(
                 **{**dict(pool), "screen": screen_px},
                 name=name,
                 shares=shares,
@@ -275,7 +268,7 @@ def _pools(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Episodes:
+class ServedEpisodes:
     """The episode service, with the episodes of a previous daemon."""
 
     service: EpisodeService
@@ -286,7 +279,7 @@ class Episodes:
 @asynccontextmanager
 async def open_episodes(
     config: Config, inputs: Inputs, storage: Storage, machines: Machines
-) -> AsyncIterator[Episodes]:
+) -> AsyncIterator[ServedEpisodes]:
     """Create the episode service, restore persisted episodes, and look for leftovers. Ends all episodes at the end."""
     store, metrics = storage.store, storage.metrics
     async with AsyncExitStack() as stack:
@@ -348,21 +341,13 @@ async def open_episodes(
         run(audit.run(), "audit")
         if workers is not None and any(pool.image == IMAGE for pool in config.pools.values()):
             run(_warm(workers), "osworld:warm")
-        yield Episodes(service=service, library=library, known=tuple(service.list_episodes()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoints:
-    """Where clients and people reach the daemon."""
-
-    server: ApiServer
-    address: str
-    console_address: str
-    compat_addresses: Mapping[str, str]
+        yield ServedEpisodes(service=service, library=library, known=tuple(service.list_episodes()))
 
 
 @asynccontextmanager
-async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -> AsyncIterator[Endpoints]:
+async def open_endpoints(
+    config: Config, storage: Storage, machines: Machines, episodes: ServedEpisodes
+) -> AsyncIterator[Daemon]:
     """Listen for clients. Raises: ConfigError: an address is taken, or a token or certificate file is invalid."""
     service, metrics = episodes.service, storage.metrics
     async with AsyncExitStack() as stack:
@@ -385,8 +370,18 @@ async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -
         compat_addresses: Mapping[str, str] = {}
         if local_socket is not None:
             compat_addresses = await stack.enter_async_context(serve_compat(config, f"unix:{local_socket}"))
-        yield Endpoints(
-            server=server, address=address, console_address=console_address, compat_addresses=compat_addresses
+        yield Daemon(
+            config=config,
+            hypervisor=machines.hypervisor,
+            pools=machines.pools,
+            service=service,
+            server=server,
+            address=address,
+            metrics_address=storage.metrics_address,
+            console_address=console_address,
+            compat_addresses=compat_addresses,
+            reaped=machines.reaped,
+            known=episodes.known,
         )
 
 
@@ -401,7 +396,7 @@ def _serve_secured_metrics(metrics: Metrics, config: Config) -> AbstractAsyncCon
 
 
 def _serve_console(
-    episodes: Episodes, checks: Sequence[Middleware], tls: ssl.SSLContext | None, config: Config
+    episodes: ServedEpisodes, checks: Sequence[Middleware], tls: ssl.SSLContext | None, config: Config
 ) -> AbstractAsyncContextManager[str]:
     """Serve the console by the rules of `security`, on loopback too."""
     return serve_console(episodes.service, config.console_listen, library=episodes.library, tls=tls, middlewares=checks)

@@ -1,8 +1,14 @@
-"""Prepares a process that will run a daemon: its garbage collector, and its descriptors."""
+"""The process of a daemon: its garbage collector, its descriptors, and its end if something does not let it end."""
 
 import gc
+import logging
 import os
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Final
+
+logger = logging.getLogger(__name__)
 
 #: libvirt's children use only a few, and the lowest.
 LOWEST: Final = 32
@@ -44,3 +50,31 @@ def reserve_low_descriptors() -> None:
     while (number := os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)) < LOWEST:
         pass
     os.close(number)
+
+
+def end_by_force(
+    machine_ids: Callable[[], Sequence[str]], *, drain_s: float, limit_s: float, end: Callable[[int], object] = os._exit
+) -> None:
+    """End this process with status 1 if, after `drain_s`, no machine ends for `limit_s` and neither does the process.
+
+    A kernel or a libvirtd that does not answer can keep a machine, a task or a thread from ending for ever. What is
+    left carries the daemon's mark, and the next start removes it.
+    """
+
+    def watch() -> None:
+        left, deadline_s = machine_ids(), time.monotonic() + drain_s + limit_s
+        while time.monotonic() < deadline_s:
+            time.sleep(min(0.5, limit_s / 4))
+            if (now_left := machine_ids()) != left:
+                left, deadline_s = now_left, max(deadline_s, time.monotonic() + limit_s)
+        logger.critical(
+            "the daemon did not stop within %g s: %s; it ends now, and the next start with its state directory removes"
+            " what is left",
+            limit_s,
+            f"machines {', '.join(left)} are not destroyed"
+            if left
+            else "its machines are gone, but not all of its parts",
+        )
+        end(1)
+
+    threading.Thread(target=watch, name="end", daemon=True).start()

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from cuaenv.actions import Action, Done, Fail, ToolAction, TypeText, Wait
+from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, MouseUp, ToolAction, TypeText, Wait
 from envd.base.errors import DisplayError, GuestError, GuestUnresponsive, MachineLost
 from envd.desktop.connection import DisplayConnection
 from envd.desktop.display.screen import Screen
@@ -81,6 +81,7 @@ class Actor:
             return ActionOutcome()
         began_s = time.monotonic()
         self._settler.may_act_late |= may_act_late(action)
+        self._settler.was_clicked |= clicks(action)
         try:
             if isinstance(action, Wait):
                 plan(action, self._input.state(self._screen.size))  # rejects an invalid duration
@@ -224,6 +225,11 @@ def may_act_late(action: Action) -> bool:
     return _is_keyboard_only(events) and any(
         isinstance(event, KeyEvent) and event.key.keysym in _ACTIVATING_KEYSYMS for event in events
     )
+
+
+def clicks(action: Action) -> bool:
+    """Return whether an action presses or releases a mouse button."""
+    return isinstance(action, Click | Drag | MouseDown | MouseUp)
 
 
 def _is_keyboard_only(events: Sequence[InputEvent]) -> bool:

@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from envd.base.aio import shielded
 from envd.base.clock import running_timeout
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost
-from envd.base.losses import Loss, Owner, Silence, loss_by_silence
+from envd.base.losses import Loss, LossOwner, Silence, loss_by_silence
 from envd.drawn.desktop.canvas import Framebuffer, Rect, SharedPicture
 from envd.drawn.desktop.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX, DrawnDesktop
 from envd.drawn.desktop.keyboard import scancode_of
@@ -36,6 +36,7 @@ class FakeMachine:
 
     display_type: ClassVar[type[RfbConnection]] = RfbConnection
     guestd_type: ClassVar[type[Guestd]] = Guestd
+    reacts_before_answer = False
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class FakeMachine:
         self.programs = guest.programs
 
     def _guest_ended(self, cause: str) -> None:
-        self.end(Loss(Owner.GUEST, f"its guest {'rebooted' if cause == 'REBOOT' else 'powered off'}", cause))
+        self.end(Loss(LossOwner.GUEST, f"its guest {'rebooted' if cause == 'REBOOT' else 'powered off'}", cause))
 
     # The protocol
 
@@ -227,7 +228,7 @@ class FakeMachine:
         used_bytes = self.files.own_bytes
         if used_bytes > quota_bytes:
             reason = f"it used {used_bytes >> 20} MiB of disk, over its quota of {quota_bytes >> 20} MiB"
-            self.end(Loss(Owner.GUEST, reason, "DISK_FULL"))
+            self.end(Loss(LossOwner.GUEST, reason, "DISK_FULL"))
 
     async def examine(self) -> Loss:
         await asyncio.sleep(0)
@@ -241,7 +242,7 @@ class FakeMachine:
 
     def kill(self, reason: str) -> None:
         """Lose the machine now, as if QEMU was killed. Its disk remains until `destroy`."""
-        self.end(Loss(Owner.HOST, reason))
+        self.end(Loss(LossOwner.HOST, reason))
 
     def end(self, loss: Loss) -> None:
         """Lose the machine now, by the host or by its guest. Its disk remains until `destroy`."""

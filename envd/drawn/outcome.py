@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ProgramResult:
     """What a program printed, how it ended, and the time that the real one would take."""
 
     exit_code: int = 0

@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
-from envd.drawn.files import HOME, GuestFiles, resolve
+from envd.drawn.files import HOME, DrawnFiles, resolve
 from envd.drawn.guest import DrawnGuest
-from envd.drawn.outcome import Outcome
+from envd.drawn.outcome import ProgramResult
 from envd.drawn.programs import RUNNER_SECRET
 from envd.drawn.toolbox import DrawnToolbox
 from envd.guests.runner import KEEPALIVE_S, MAX_CHUNK_BYTES, Refused, ending, refusal
@@ -73,7 +73,7 @@ class DrawnRunner:
         }
 
     @property
-    def _files(self) -> GuestFiles:
+    def _files(self) -> DrawnFiles:
         return self._guest().files
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -333,13 +333,13 @@ class DrawnRunner:
         return {"cpuCount": 1, "cpuUsedPct": 0.0, **memory, **disk, "user": "user"}
 
 
-def _run(guest: DrawnGuest, argv: list[str], stdin: bytes) -> Outcome:
+def _run(guest: DrawnGuest, argv: list[str], stdin: bytes) -> ProgramResult:
     """Run a program, or open an application of the desktop."""
     try:
         return guest.programs.run(argv, stdin=stdin)
     except FileNotFoundError:
         if guest.desktop is not None and guest.desktop.launch(argv[0], *argv[1:2]):
-            return Outcome()
+            return ProgramResult()
         raise
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envd.base.errors import ImageError
-from envd.images.recipe import USER_SCRIPT, Recipe
+from envd.images.recipe import USER_SCRIPT, ImageRecipe
 
 #: A package, or a version of it as apt names it: `vim`, `vim=2:9.0.1378-2`.
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]+(?:=[A-Za-z0-9.+:~-]+)?")
@@ -27,7 +27,7 @@ class Additions:
     script: Path | None = None
     """A program that runs in the new root as root, after everything is installed."""
 
-    def extend(self, recipe: Recipe) -> Recipe:
+    def extend(self, recipe: ImageRecipe) -> ImageRecipe:
         """Return the recipe with the packages. Raises: ImageError: A name is not that of a package."""
         for package in self.packages:
             if not _PACKAGE.fullmatch(package):

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,17 @@ from envd.guests.guestd import VERSION as GUESTD_VERSION
 from envd.hypervisor.machine import Firmware, GuestOs
 from envd.images.additions import Additions
 from envd.images.catalogue import PACKAGES_FILE, Image, ImageCatalogue, file_sha256
-from envd.images.recipe import PYTHON_PACKAGES, WINDOWS_PROGRAMS, WINDOWS_SOURCES, Recipe, overlay_files, recipe_digest
+from envd.images.recipe import (
+    CUSTOMIZE_FILE,
+    CUSTOMIZE_SCRIPT,
+    PYTHON_PACKAGES,
+    WINDOWS_PROGRAMS,
+    WINDOWS_SOURCES,
+    ImageRecipe,
+    overlay_files,
+    recipe_digest,
+    write_files,
+)
 
 _run = partial(run_tool, error=ImageError, environment={"SOURCE_DATE_EPOCH": "1700000000", "LC_ALL": "C.UTF-8"})
 
@@ -38,8 +49,6 @@ _WINE_CMDLINE = "clearcpuid=smap"
 #: Services of a general-purpose system that this desktop does not need.
 _MASKED_UNITS = (files("envd.images") / "packages" / "masked-units.txt").read_text().split()
 
-_CUSTOMIZE = (files("envd.images") / "customize.sh").read_text()
-
 #: Files that guests never read; without them the image is a third smaller.
 _EXCLUDED_PATHS = (files("envd.images") / "packages" / "excluded-paths.txt").read_text().split()
 
@@ -54,7 +63,7 @@ Progress = Callable[[str, float], None]
 
 
 def build_image(
-    recipe: Recipe,
+    recipe: ImageRecipe,
     catalogue: ImageCatalogue,
     *,
     additions: Additions = _NO_ADDITIONS,
@@ -81,30 +90,38 @@ def build_image(
     _require_tools(recipe)
     began_s = time.monotonic()
     with catalogue.staging(recipe.name) as directory, catalogue.staging(recipe.name) as scratch:
-        root = scratch / "root"
-        _bootstrap(recipe, overlay, root, scratch, report)
-        report("copying the kernel", 0.82)
-        _copy_kernel(root, directory)
-        packages = _installed_packages(root)
+        disk = directory / ("disk.qcow2" if recipe.kernel_package else "disk.tar")
+        if recipe.kernel_package:
+            root = scratch / "root"
+            _bootstrap(recipe, overlay, root, scratch, report)
+            report("copying the kernel", 0.82)
+            _copy_kernel(root, directory)
+            packages = _installed_packages(root / "var/lib/dpkg")
+            report("creating the disk", 0.84)
+            _make_disk(recipe, root, disk, scratch)
+        else:
+            _bootstrap(recipe, overlay, disk, scratch, report)
+            packages = _installed_packages(scratch)
+            # The root of containers, another user of the host, extracts it.
+            disk.chmod(0o644)
         (directory / PACKAGES_FILE).write_text("".join(f"{line}\n" for line in packages))
-        report("creating the disk", 0.84)
-        _make_disk(recipe, root, directory / "disk.qcow2", scratch)
         report("hashing the disk", 0.97)
         image = catalogue.publish(
             directory,
             Image(
                 name=recipe.name,
                 digest=digest,
-                disk="disk.qcow2",
-                disk_sha256=file_sha256(directory / "disk.qcow2"),
+                disk=disk.name,
+                disk_sha256=file_sha256(disk),
+                disk_format=disk.suffix[1:],
                 os=recipe.os.value,
                 has_guestd=recipe.os is GuestOs.LINUX,
                 guestd_version=GUESTD_VERSION if recipe.os is GuestOs.LINUX else "",
                 provides=recipe.provides,
-                firmware=Firmware.DIRECT_KERNEL.value,
-                kernel="vmlinuz",
-                initrd="initrd.img",
-                kernel_cmdline=f"{KERNEL_CMDLINE} {_WINE_CMDLINE}" if recipe.os is GuestOs.WINDOWS else KERNEL_CMDLINE,
+                firmware=(Firmware.DIRECT_KERNEL if recipe.kernel_package else Firmware.NONE).value,
+                kernel="vmlinuz" if recipe.kernel_package else "",
+                initrd="initrd.img" if recipe.kernel_package else "",
+                kernel_cmdline=_kernel_cmdline(recipe),
                 source={
                     "distribution": recipe.distribution,
                     "suite": recipe.suite,
@@ -118,10 +135,22 @@ def build_image(
     return image
 
 
-def _require_tools(recipe: Recipe) -> None:
-    if os.geteuid() != 0:
-        raise ImageError("building an image needs root, to install packages into a root file system; run it with sudo")
-    tools = [("mmdebstrap", "mmdebstrap"), ("mke2fs", "e2fsprogs"), ("qemu-img", "qemu-utils")]
+def _kernel_cmdline(recipe: ImageRecipe) -> str:
+    if not recipe.kernel_package:
+        return ""
+    return f"{KERNEL_CMDLINE} {_WINE_CMDLINE}" if recipe.os is GuestOs.WINDOWS else KERNEL_CMDLINE
+
+
+def _require_tools(recipe: ImageRecipe) -> None:
+    tools = [("mmdebstrap", "mmdebstrap")]
+    if recipe.kernel_package:
+        if os.geteuid() != 0:
+            raise ImageError(
+                "building an image needs root, to install packages into a root file system; run it with sudo"
+            )
+        tools += [("mke2fs", "e2fsprogs"), ("qemu-img", "qemu-utils")]
+    elif os.geteuid() != 0:
+        tools += [("newuidmap", "uidmap")]
     if recipe.os is GuestOs.WINDOWS:
         tools += [(f"{_MINGW}gcc", "gcc-mingw-w64-x86-64-win32"), (f"{_MINGW}strip", "binutils-mingw-w64-x86-64")]
     for tool, package in tools:
@@ -134,14 +163,10 @@ def _require_tools(recipe: Recipe) -> None:
         )
 
 
-def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: Path, report: Progress) -> None:
+def _bootstrap(recipe: ImageRecipe, overlay: dict[str, bytes], target: Path, scratch: Path, report: Progress) -> None:
+    """Install a recipe into a directory, or without a kernel into an archive, with dpkg's status in `scratch`."""
     extras = scratch / "overlay"
-    for path, data in overlay.items():
-        target = extras / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-        # Package data has no file modes, so programs are recognised by how they begin.
-        target.chmod(0o755 if data.startswith((b"#!", b"\x7fELF")) else 0o644)
+    write_files(overlay, extras)
     if PYTHON_PACKAGES in overlay:
         report("fetching Python packages", 0.005)
         _fetch_python_packages(extras)
@@ -153,18 +178,29 @@ def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: P
         hooks.append(
             f'--customize-hook={_MINGW}strip --strip-debug "$1"/usr/lib/x86_64-linux-gnu/wine/x86_64-windows/*'
         )
-    customize = scratch / "customize.sh"
-    customize.write_text(_CUSTOMIZE.replace("__MASKED__", " ".join(_MASKED_UNITS)))
+    if recipe.kernel_package:
+        customize = scratch / "customize.sh"
+        customize.write_text(CUSTOMIZE_SCRIPT.replace("__MASKED__", " ".join(_MASKED_UNITS)))
+        copy = f'cp -r {shlex.quote(str(extras))}/. "$1/"'
+        how = ["--mode=root", "--format=directory"]
+        hooks.append(f'--customize-hook=sh {shlex.quote(str(customize))} "$1"')
+    else:
+        # Without root, the hooks' user cannot read this user's files. mmdebstrap itself hands these over.
+        archive = scratch / "overlay.tar"
+        with tarfile.open(archive, "w") as tar:
+            tar.add(extras, arcname=".", filter=_as_root)
+        copy = f"tar-in {shlex.quote(str(archive))} /"
+        how = [f"--mode={'root' if os.geteuid() == 0 else 'unshare'}", "--format=tar", "--skip=output/dev"]
+        hooks.append(f'--customize-hook=chroot "$1" sh /{CUSTOMIZE_FILE} /')
+        hooks.append(f"--customize-hook=download /var/lib/dpkg/status {shlex.quote(str(scratch / 'status'))}")
     # Also copied before the packages are installed: initramfs-tools and useradd read these files.
-    copy = f'cp -r {shlex.quote(str(extras))}/. "$1/"'
     command = [
         "mmdebstrap",
         "--verbose",
-        "--mode=root",
-        "--format=directory",
+        *how,
         "--variant=minbase",
         f"--components={','.join(recipe.components)}",
-        f"--include={','.join([*recipe.packages, recipe.kernel_package])}",
+        f"--include={','.join(filter(None, [*recipe.packages, recipe.kernel_package]))}",
         '--aptopt=Apt::Install-Recommends "false"',
         "--dpkgopt=force-confold",
         "--dpkgopt=force-unsafe-io",
@@ -172,10 +208,9 @@ def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: P
         f"--extract-hook={copy}",
         f"--customize-hook={copy}",
         *hooks,
-        f'--customize-hook=sh {shlex.quote(str(customize))} "$1"',
         f"--keyring={recipe.keyring}",
         recipe.suite,
-        str(root),
+        str(target),
     ]
     if recipe.mirror:
         command.append(recipe.mirror)
@@ -185,6 +220,12 @@ def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: P
         _run(command, on_line=output, what=f"mmdebstrap of {recipe.suite}")
     except ImageError as error:
         raise output.explain(recipe, error) from error
+
+
+def _as_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = "root"
+    return entry
 
 
 def _fetch_python_packages(extras: Path) -> None:
@@ -247,7 +288,7 @@ class _InstallOutput:
     def _fraction(self) -> float:
         return 0.1 + 0.7 * min(1.0, self._count / self._expected)
 
-    def explain(self, recipe: Recipe, error: ImageError) -> ImageError:
+    def explain(self, recipe: ImageRecipe, error: ImageError) -> ImageError:
         """Return the error of a failed installation that names its cause, if the output has it."""
         if self._missing:
             named = ", ".join(dict.fromkeys(self._missing))
@@ -273,12 +314,13 @@ def _copy_kernel(root: Path, directory: Path) -> None:
         shutil.copyfile(found[0], directory / name)
 
 
-def _installed_packages(root: Path) -> list[str]:
-    query = ["dpkg-query", f"--admindir={root}/var/lib/dpkg", "-W", "-f", "${Package} ${Version}\n"]
+def _installed_packages(directory: Path) -> list[str]:
+    """Return the packages of dpkg's status file in a directory."""
+    query = ["dpkg-query", f"--admindir={directory}", "-W", "-f", "${Package} ${Version}\n"]
     return subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-def _make_disk(recipe: Recipe, root: Path, disk: Path, scratch: Path) -> None:
+def _make_disk(recipe: ImageRecipe, root: Path, disk: Path, scratch: Path) -> None:
     raw = scratch / "disk.raw"
     with raw.open("wb") as stream:
         stream.truncate(recipe.disk_mib << 20)

@@ -1,10 +1,12 @@
-"""Recipes of guest images, and the digest that identifies a recipe. Pure, except that it reads its package data."""
+"""Recipes of guest images, and the digest that identifies a recipe. Reads its package data."""
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from envd.hypervisor.machine import GuestOs
 
@@ -26,6 +28,12 @@ OFFICE_PACKAGES = _packages("office")
 #: A kernel, an X server and Wine, but no desktop of Linux.
 WINE_PACKAGES = _packages("wine")
 
+#: Packages and files by which a machine boots, and its X server. A container has neither a kernel nor devices.
+_BOOT_PACKAGES = _packages("boot")
+_BOOT_FILES = (
+    "etc/X11/", "etc/fstab", "etc/initramfs-tools/", "etc/libinput/", "etc/sysctl.d/", "etc/systemd/", "etc/udev/",
+)  # fmt: skip
+
 #: Names of OpenComputer's applications that the office image has.
 OFFICE_APPLICATIONS = _packages("office-applications")
 
@@ -38,12 +46,17 @@ CUSTOMIZE = "usr/lib/envd/customize"
 #: The same for the program that a user adds. It is removed after it has run.
 USER_SCRIPT = "usr/lib/envd/user-script"
 
+#: Completes a root file system after its packages are installed; its argument is the root.
+CUSTOMIZE_SCRIPT = (files("envd.images") / "customize.sh").read_text()
+#: Its place in a root file system for containers.
+CUSTOMIZE_FILE = "usr/lib/envd/customize.sh"
+
 #: Python packages to install in addition to Debian's, in pip's format. The file is also part of the guest.
 PYTHON_PACKAGES = "usr/lib/envd/python-packages.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class ImageRecipe:
     """One guest image to build with mmdebstrap."""
 
     name: str
@@ -55,6 +68,7 @@ class Recipe:
     components: tuple[str, ...] = ("main",)
     packages: tuple[str, ...] = DESKTOP_PACKAGES
     kernel_package: str = "linux-image-amd64"
+    """Empty for the files of containers."""
     disk_mib: int = 8192
     """Size of the guest's disk; the image file is sparse."""
     os: GuestOs = GuestOs.LINUX
@@ -69,16 +83,16 @@ class Recipe:
         return f"/usr/share/keyrings/{self.distribution}-archive-keyring.gpg"
 
 
-def desktop_recipe(*, distribution: str = "debian", suite: str = "", mirror: str = "") -> Recipe:
+def desktop_recipe(*, distribution: str = "debian", suite: str = "", mirror: str = "") -> ImageRecipe:
     """Return the desktop recipe for a distribution.
 
     Raises:
         ValueError: The distribution is unknown.
     """
     if distribution == "debian":
-        return Recipe(name="desktop", distribution="debian", suite=suite or "bookworm", mirror=mirror)
+        return ImageRecipe(name="desktop", distribution="debian", suite=suite or "bookworm", mirror=mirror)
     if distribution == "ubuntu":
-        return Recipe(
+        return ImageRecipe(
             name="desktop-ubuntu",
             distribution="ubuntu",
             suite=suite or "noble",
@@ -89,17 +103,23 @@ def desktop_recipe(*, distribution: str = "debian", suite: str = "", mirror: str
     raise ValueError(f"distribution {distribution!r}: unknown; choose debian or ubuntu")
 
 
-def osworld_recipe(*, mirror: str = "") -> Recipe:
+def for_containers(recipe: ImageRecipe) -> ImageRecipe:
+    """Return a recipe of Linux without what only virtual machines need; it is built without root."""
+    packages = tuple(name for name in recipe.packages if name not in _BOOT_PACKAGES)
+    return replace(recipe, packages=packages, kernel_package="", disk_mib=0)
+
+
+def osworld_recipe(*, mirror: str = "") -> ImageRecipe:
     """Return the recipe of the desktop with all that OSWorld's tasks expect of a guest."""
     packages = tuple(sorted({*DESKTOP_PACKAGES, *OSWORLD_PACKAGES}))
-    return Recipe(
+    return ImageRecipe(
         name="osworld", distribution="debian", suite="bookworm", mirror=mirror, packages=packages, layer="osworld"
     )
 
 
-def office_recipe(*, mirror: str = "") -> Recipe:
+def office_recipe(*, mirror: str = "") -> ImageRecipe:
     """Return the recipe of the desktop with Debian's large applications, for OpenComputer's tasks."""
-    return Recipe(
+    return ImageRecipe(
         name="office",
         distribution="debian",
         suite="bookworm",
@@ -111,14 +131,14 @@ def office_recipe(*, mirror: str = "") -> Recipe:
     )
 
 
-def wine_recipe(*, mirror: str = "") -> Recipe:
+def wine_recipe(*, mirror: str = "") -> ImageRecipe:
     """Return the recipe of a desktop that tasks take for Windows: Debian's Wine."""
-    return Recipe(
+    return ImageRecipe(
         name="wine", distribution="debian", suite="bookworm", mirror=mirror, packages=WINE_PACKAGES, os=GuestOs.WINDOWS
     )
 
 
-def overlay_files(recipe: Recipe) -> dict[str, bytes]:
+def overlay_files(recipe: ImageRecipe) -> dict[str, bytes]:
     """Return envd's files in the guest, by absolute path without the leading slash."""
     images = files("envd.images")
     tree = dict(_walk(images / "rootfs", ""))
@@ -131,11 +151,24 @@ def overlay_files(recipe: Recipe) -> dict[str, bytes]:
     tree.update(_walk(files("envd.guests") / "guestd", "usr/lib/envd/guestd/"))
     for path, data in _walk(images / "desktop", ""):
         tree[_desktop_destination(path)] = data
+    if not recipe.kernel_package:
+        tree = {path: data for path, data in tree.items() if not path.startswith(_BOOT_FILES)}
+        tree[CUSTOMIZE_FILE] = CUSTOMIZE_SCRIPT.encode()
     if recipe.layer:
         # OSWorld's includes an Xauthority with an entry for no display: without any entry pyautogui prints a warning,
         # which OSWorld's getters take for part of the output.
         tree.update(_walk(images / recipe.layer, ""))
     return tree
+
+
+def write_files(overlay: Mapping[str, bytes], directory: Path) -> None:
+    """Write files of `overlay_files` below a directory, programs as executable."""
+    for path, data in overlay.items():
+        target = directory / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+        # Package data has no file modes, so programs are recognised by how they begin.
+        target.chmod(0o755 if data.startswith((b"#!", b"\x7fELF")) else 0o644)
 
 
 def _desktop_destination(path: str) -> str:
@@ -163,7 +196,7 @@ def _walk(directory: Traversable, prefix: str) -> list[tuple[str, bytes]]:
     return found
 
 
-def recipe_digest(recipe: Recipe, overlay: dict[str, bytes]) -> str:
+def recipe_digest(recipe: ImageRecipe, overlay: dict[str, bytes]) -> str:
     """Return the sha256 (hex) of everything that determines the image's content, except package versions.
 
     Versions follow the archive, for security fixes. `packages.txt` in the image's directory lists the installed ones; a

@@ -4,7 +4,10 @@ This is the circuit breaker of a pool. It is CLOSED until too many starts fail i
 machine at a time tries, until one starts.
 """
 
+import logging
 from enum import Enum
+
+logger = logging.getLogger(__name__)
 
 
 class BreakerState(Enum):
@@ -30,6 +33,8 @@ class Backoff:
         self._failing_after = failing_after
         self.failure_count = 0
         """Failures in a row; machines that failed together count once."""
+        self._is_final = False
+        self._was_failing = False
         self._retry_at_s = 0.0
         self.problem = ""
         """Reason of the newest failure; empty if a machine has started since."""
@@ -37,7 +42,25 @@ class Backoff:
     @property
     def is_failing(self) -> bool:
         """Whether too many starts have failed in a row to wait for the next."""
-        return self.failure_count >= self._failing_after
+        return self._is_final or self.failure_count >= self._failing_after
+
+    @property
+    def summary(self) -> str:
+        """The number of failures in a row, for messages."""
+        return "1 failure" if self.failure_count == 1 else f"{self.failure_count} failures in a row"
+
+    def log_change(self, pool: str) -> None:
+        """Log once when a pool's machines are no longer worth waiting for, and when they are again."""
+        if self.is_failing and not self._was_failing:
+            logger.error(
+                "pool %s: FAILING: no machine starts, so resets are refused (POOL_FAILING) until one does; it tries"
+                " again by itself: %s",
+                pool,
+                self.problem,
+            )
+        elif self._was_failing and not self.is_failing:
+            logger.warning("pool %s: a machine has started; resets are served again", pool)
+        self._was_failing = self.is_failing
 
     def breaker(self, now_s: float) -> BreakerState:
         if not self.is_failing:
@@ -54,9 +77,13 @@ class Backoff:
             return limit
         return 0 if self._retry_at_s > now_s else 1
 
-    def failed(self, now_s: float, problem: str, *, cleared: int = 0) -> None:
-        """Record a failed start, or the loss of an unused machine whose start had cleared `cleared` failures."""
+    def failed(self, now_s: float, problem: str, *, cleared: int = 0, is_final: bool = False) -> None:
+        """Record a failed start, or the loss of an unused machine whose start had cleared `cleared` failures.
+
+        With `is_final`, groups do not wait for further failures.
+        """
         self.problem = problem
+        self._is_final = is_final
         self.failure_count = max(self.failure_count, cleared)
         # Machines that start together fail together: that is one failure, not a reason to wait 2^n times as long.
         if self._retry_at_s > now_s:
@@ -69,6 +96,7 @@ class Backoff:
     def succeeded(self) -> int:
         """Record that a machine started; return how many failures that clears."""
         cleared, self.failure_count = self.failure_count, 0
+        self._is_final = False
         self._retry_at_s = 0.0
         self.problem = ""
         return cleared

@@ -185,6 +185,12 @@ class MachineTable:
     _records: dict[str, MachineRecord] = field(default_factory=dict, init=False)
     _reservations: dict[Reservation, MachineRecord | None] = field(default_factory=dict, init=False)
     _undestroyed: dict[str, str] = field(default_factory=dict, init=False)
+    left_behind: list[str] = field(default_factory=list, init=False)
+    """Machines that could not be destroyed when the pool closed."""
+
+    def list_ids(self) -> list[str]:
+        """Return the machines that exist, or may exist. Once the pool is closed: those that could not be destroyed."""
+        return [*self._records, *self.left_behind]
 
     def __len__(self) -> int:
         return len(self._records)
@@ -476,6 +482,7 @@ class MachineTable:
                 self._undestroyed[record.machine_id] = str(error)
                 self.notify()
                 if self.closing.is_set() and attempt >= _CLOSE_ATTEMPTS:
+                    self.left_behind.append(record.machine_id)
                     logger.exception("machine %s: left behind; the next start of envd reaps it", record.machine_id)
                     return
                 logger.warning("machine %s: not destroyed at attempt %d: %s", record.machine_id, attempt, error)
@@ -546,8 +553,12 @@ class MachineTable:
         """Measure every machine's memory at each interval, until cancelled."""
         while True:
             await self.factory.clock.sleep(interval_s)
-            for record in self:
-                await self._measure(record)
+            await self.measure_once()
+
+    async def measure_once(self) -> None:
+        """Measure every machine's memory."""
+        for record in self:
+            await self._measure(record)
 
     async def enforce_disk_quota(self, quota_bytes: int, *, interval_s: float) -> None:
         """Check every machine's use of the host's disk at each interval, until cancelled."""

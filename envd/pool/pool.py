@@ -47,7 +47,7 @@ _QUOTA_INTERVAL_S = 2.0
 _MAX_REPLACING = 4
 
 
-class PoolSettings(PoolConfig):
+class PoolParameters(PoolConfig):
     """Capacity, machine size and behaviour of one pool."""
 
     name: str
@@ -103,7 +103,7 @@ class Pool:
 
     def __init__(
         self,
-        settings: PoolSettings,
+        settings: PoolParameters,
         *,
         image: DiskImage,
         host: PoolHost,
@@ -177,6 +177,9 @@ class Pool:
             turnover=self._machines.turnover,
             metrics=host.metrics,
         )
+        self.measure_memory = self._machines.measure_once
+        """Measures the memory of every machine now, which `statistics` then has."""
+        self.list_machine_ids = self._machines.list_ids
         self._replacing = asyncio.Semaphore(_MAX_REPLACING)
         self._is_started = False
         self._draining = False
@@ -216,10 +219,7 @@ class Pool:
         totals = self._machines.totals
         failure = self.hypervisor.problem or self._backoff.problem or self._machines.problem
         if self._backoff.is_failing:
-            failure = (
-                f"{self._backoff.failure_count} failures in a row, so resets are refused until a machine starts:"
-                f" {failure}"
-            )
+            failure = f"{self._backoff.summary}, so resets are refused until a machine starts: {failure}"
         return PoolStatus(
             name=self.name,
             image=self.image.name,
@@ -409,12 +409,15 @@ class Pool:
         for record in records:
             await record.gone.wait()
 
-    def drain(self) -> None:
+    def drain(self, *, is_over: bool = False) -> None:
         """Stop leasing: refuse queued groups, destroy idle and starting machines. Idempotent.
 
-        Leased machines stay, and granted reservations can still be filled.
+        Leased machines stay, and granted reservations can still be filled. If the drain `is_over`, nothing more is
+        forked, and a machine that cannot be destroyed in a few attempts is left behind.
         """
         self._draining = True
+        if is_over:
+            self._closing.set()
         self._reconcile()
 
     async def close(self) -> None:
@@ -460,6 +463,7 @@ class Pool:
 
     def _refuse_if_failing(self) -> None:
         """If the pool is failing, refuse all groups that the ready machines cannot serve."""
+        self._backoff.log_change(self.name)
         if not self._backoff.is_failing or not len(self._queue):
             return
         # Ready machines may have been kept for a large group, which will not be served: serve the smaller ones.

@@ -351,7 +351,7 @@ class Refusals:
         next_s = 0.0 if retry_at_s is None else retry_at_s - now_s
         when = "one tries now" if retry_at_s is None else f"the next one tries in {next_s:.0f} s"
         error = PoolFailing(
-            f"pool {self.pool!r} is failing, after {backoff.failure_count} failures in a row, and {when}:"
+            f"pool {self.pool!r} is failing, after {backoff.summary}, and {when}:"
             f" {backoff.problem}; try another pool or host, or this one then",
             # A retry before that try has ended would get the same error.
             retry_after_s=max(1.0, next_s if retry_at_s is not None else min(60.0, _start_s(status))),

@@ -8,13 +8,22 @@ A template is tested before it is used: one fork must show the frame that was fr
 
 import asyncio
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from envd.base.aio import shielded
 from envd.base.clock import Clock
-from envd.base.errors import Draining, EnvdError, GuestError, GuestUnresponsive, HypervisorUnavailable, TemplateCorrupt
+from envd.base.errors import (
+    Draining,
+    EnvdError,
+    GuestError,
+    GuestUnresponsive,
+    HypervisorUnavailable,
+    MachineLost,
+    TemplateCorrupt,
+)
 from envd.desktop.agent import GuestAgent
 from envd.desktop.desktop import Desktop
 from envd.desktop.trust import trust
@@ -29,6 +38,8 @@ _FRAME_NOTE = "first_frame_id"
 _TYPES_NOTE = "guestd_types"
 _HOME_NOTE = "home"
 _LAYOUT_TIMEOUT_S = 60.0
+#: Callers do not wait for several tries that each fail after this long, as a boot that uses up its time limit.
+_SLOW_S = 60.0
 
 
 class TemplateCache:
@@ -135,14 +146,17 @@ class TemplateKeeper:
     async def _get(self) -> None:
         """Get the template, with retries, whenever there is room for the machine that tests it."""
         while self.frozen is None:
+            begin_s = math.inf
             try:
                 await self.wait_for_room()
+                begin_s = self._clock.monotonic()
                 self.frozen = await self.templates.acquire(self.spec, build=self._build)
             except Draining:
                 return
             except Exception as error:  # any error may be gone at the next attempt
                 now_s = self._clock.monotonic()
-                self.machines.backoff.failed(now_s, f"template not built: {error}")
+                is_slow = now_s - begin_s > _SLOW_S
+                self.machines.backoff.failed(now_s, f"template not built: {error}", is_final=is_slow)
                 self.changed()
                 unexpected = None if isinstance(error, EnvdError) else error
                 logger.warning("pool %s: template not built: %s", self.spec.machine_id, error, exc_info=unexpected)
@@ -193,10 +207,10 @@ class TemplateKeeper:
             record.desktop = factory.make_desktop(record.machine)
             try:
                 await record.desktop.wait_ready(timeout_s=factory.boot_timeout_s)
-            except GuestUnresponsive as error:
+            except (GuestUnresponsive, MachineLost) as error:
                 # The log is removed with the machine.
                 tail = record.machine.console_tail()
-                raise GuestUnresponsive(f"{error}; its console ended with: {tail or 'nothing'}") from error
+                raise type(error)(f"{error}; its console ended with: {tail or 'nothing'}") from error
             if spec.keyboard_layout:
                 await _set_layout(record.desktop, spec.keyboard_layout)
             if spec.trusted_authority:

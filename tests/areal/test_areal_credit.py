@@ -18,7 +18,7 @@ from tests.support.slime import Tokenizer
 from trainer.adapters.areal.checks import check_credit
 from trainer.adapters.areal.engine import TurnRow
 from trainer.adapters.areal.group import ArealConfig, values_of
-from trainer.adapters.areal.rows import Rewarded, batch
+from trainer.adapters.areal.rows import batch
 from trainer.config import ConfigError
 from trainer.recipes.catalogue import effective
 from trainer.tokens.chat import Chat
@@ -73,7 +73,7 @@ def random_group(seed: int) -> tuple[dict[str, Any], list[float]]:
     rng = random.Random(seed)
     roots, members = random_tree(rng, limit=16)
     rewards = [member.reward for member in members]
-    rows: list[Rewarded] = []
+    rows: list[TurnRow] = []
     expected: list[float] = []
     for member, values in zip(
         members, values_of(list(map(played_of, members)), rewards, ArealConfig.from_mapping(ENVD)), strict=True
@@ -89,8 +89,9 @@ def random_group(seed: int) -> tuple[dict[str, Any], list[float]]:
                 log_probs=(-0.7,) * reply,
                 versions=(0,) * reply,
                 images=(),
+                value=value,
             )
-            rows.append(Rewarded(turn, value))
+            rows.append(turn)
     return batch(rows, Chat(Tokenizer(), None)), expected
 
 

@@ -80,3 +80,19 @@ def test_no_container_is_privileged_or_gains_privileges(overlay: str) -> None:
     (daemon,) = pod["containers"]
     assert daemon["resources"]["requests"] == daemon["resources"]["limits"]
     assert daemon["resources"]["limits"]["devices.kubevirt.io/kvm"] == "1"
+
+
+def test_desktops_in_containers_need_no_right_on_the_node() -> None:
+    objects = render("containers")
+    config = Config.model_validate(tomllib.loads(objects["ConfigMap"]["data"]["envd.toml"]))
+    assert config.hypervisor.uri == "oci:"
+    pod = pod_of(objects)
+    assert pod["hostUsers"] is False
+    assert "nodeSelector" not in pod
+    assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
+    for container in [*pod["containers"], *pod["initContainers"]]:
+        context = container["securityContext"]
+        assert context["procMount"] == "Unmasked"
+        assert context["capabilities"]["drop"] == ["ALL"]
+        assert "privileged" not in context
+        assert not [name for name in container.get("resources", {}).get("limits", {}) if "/" in name], "no device"

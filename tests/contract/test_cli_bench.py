@@ -18,12 +18,12 @@ from cuaenv.actions import Click, Drag, Move, PressKeys
 from envd.base.config_sources import load
 from envd.base.errors import GuestUnresponsive
 from envd.base.store.store import FILE_NAME
-from envd.bench.branch import Branch, branch_report, measure_branch
+from envd.bench.branch import TimedBranch, branch_report, measure_branch
 from envd.bench.branch_parents import FrameIds, WritingParent, check_branch
 from envd.bench.fork import UsedMemory, fork_report
 from envd.bench.load import load_processes
 from envd.bench.load_client import EchoServer, LoadPlan, LoadResult
-from envd.bench.report import BenchReport, Check, Figure, Target, percentile
+from envd.bench.report import BenchReport, Condition, Figure, FigureTarget, percentile
 from envd.bench.scale import scale_configs, scale_report
 from envd.bench.scale_daemon import LAG_INTERVAL_S
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
@@ -32,7 +32,7 @@ from envd.cli.own_daemon import run_until_signal
 from envd.drawn import fake_image
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
-from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolParameters
 from envd.pool.room import HostRoom
 from tests.support.command import CommandOutput, run_envd
 from tests.support.faulty import FaultyHypervisor
@@ -40,7 +40,7 @@ from tests.support.faulty import FaultyHypervisor
 MIB = 1 << 20
 REAL: dict[str, object] = {"accelerator": "tcg", "machines": 8, "guest_memory_mib": 1024}
 FAKE: dict[str, object] = {**REAL, "accelerator": "fake"}
-PASSED = Check(name="branch", passed=True, evidence="it was")
+PASSED = Condition(name="branch", passed=True, evidence="it was")
 
 
 def verdicts(report: BenchReport) -> dict[str, bool | None]:
@@ -58,6 +58,8 @@ def fork_found(conditions: dict[str, object], *, memory: UsedMemory | None = Non
         acquire_ms=[50.0, 4.0, 4.0],
         fork_ms=[300.0, 310.0, 900.0],
         destroy_ms=[1.0, 2.0, 3.0],
+        resume_ms=[0.1, 0.2, 0.3],
+        pause_ms=[0.4, 0.5, 0.6],
         forks_per_min=(30.0, 50.0),
         memory=memory,
     )
@@ -74,11 +76,11 @@ def test_a_percentile_is_the_least_sample_that_so_many_of_100_do_not_exceed() ->
 
 
 def test_a_target_is_met_missed_or_does_not_apply() -> None:
-    figure = Figure(name="x", value=20.0, meaning="", target=Target("<=", 20))
+    figure = Figure(name="x", value=20.0, meaning="", target=FigureTarget("<=", 20))
     assert figure.met is True
-    assert replace(figure, target=Target("<", 20)).met is False
+    assert replace(figure, target=FigureTarget("<", 20)).met is False
     assert replace(figure, value=20.1).met is False
-    assert replace(figure, value=1000.0, target=Target(">=", 1000)).met is True
+    assert replace(figure, value=1000.0, target=FigureTarget(">=", 1000)).met is True
     assert replace(figure, value=None).met is None
     assert replace(figure, exempt="no guest runs").met is None
     assert replace(figure, target=None).met is None
@@ -111,7 +113,7 @@ GROUPS = {**REAL, "group_size": 8}
 
 
 def test_targets_do_not_apply_to_a_branch_with_more_dirty_memory() -> None:
-    small = Branch(branch_ms=119, parent_pause_ms=26, copy_ms=40, start_ms=50, total_ms=140, dirty_bytes=32 * MIB)
+    small = TimedBranch(branch_ms=119, parent_pause_ms=26, copy_ms=40, start_ms=50, total_ms=140, dirty_bytes=32 * MIB)
     large = replace(small, dirty_bytes=40 * MIB)
     report = branch_report(GROUPS, light=[small], worked=[large], group_ms=[599.0], who="an editor", check=PASSED)
     assert verdicts(report) == {
@@ -205,7 +207,7 @@ def test_peers_play_the_same_script_with_xdotool() -> None:
         ["xdotool", "mousemove", "310", "280"],
     ]
     with pytest.raises(ValueError, match="not an action of the script"):
-        xdotool_command(Drag(1, 1))
+        xdotool_command(Drag(end_x=1, end_y=1))
 
 
 FRAMES = FrameIds(parent="f1", child="f1", later="f1")
@@ -217,7 +219,7 @@ def checked(
     parent_file: tuple[str, str] = ("", ""),
     child: str = "text and child",
     parent: str = "text and parent",
-) -> Check:
+) -> Condition:
     return check_branch(
         frame_ids=frames,
         parent_file=parent_file,
@@ -240,7 +242,7 @@ def test_a_branch_is_correct_if_the_child_continues_and_the_parent_is_unchanged(
 
 
 def test_a_failed_check_fails_the_report_and_a_missed_target_does_not() -> None:
-    slow = Branch(branch_ms=5000, parent_pause_ms=500, copy_ms=1, start_ms=1, total_ms=5000, dirty_bytes=MIB)
+    slow = TimedBranch(branch_ms=5000, parent_pause_ms=500, copy_ms=1, start_ms=1, total_ms=5000, dirty_bytes=MIB)
     report = branch_report(GROUPS, light=[slow], worked=[slow], group_ms=[5000.0], who="an editor", check=PASSED)
     assert set(verdicts(report).values()) == {False}
     assert report.passed
@@ -349,7 +351,8 @@ def test_an_unknown_image_is_an_error_before_anything_starts(tmp_path: Path) -> 
 
 
 def test_bench_step_measures_fake_desktops_without_peers(tmp_path: Path) -> None:
-    done = run("step", "--repetitions", "9", "--others", "2", "--json", "--state-dir", str(tmp_path))
+    options = ("--repetitions", "9", "--others", "2", "--beside", "fake", "--json", "--state-dir", str(tmp_path))
+    done = run("step", *options)
     assert done.status == 0, done.err
     report = json.loads(done.out)
     assert report["conditions"]["other_count"] == 2
@@ -359,6 +362,30 @@ def test_bench_step_measures_fake_desktops_without_peers(tmp_path: Path) -> None
     assert len(report["samples"]["overhead_ms"]) == 9
     assert 0 < report["results"]["overhead_ms_p50"] < report["results"]["step_ms_p50"]
     assert report["targets"]["overhead_ms_p50"]["met"] is None
+    assert len(report["samples"]["other_step_ms"]) == 2
+    assert report["results"]["other_pss_mib"] is None, "no guest runs"
+    assert len(report["samples"]["beside_overhead_ms"]) == 9
+    assert report["conditions"]["beside_accelerator"] == "fake"
+    (step,) = [row for row in report["beside"] if row["result"] == "step_ms_p50"]
+    assert step["value"] == report["results"]["step_ms_p50"]
+    assert step["beside_over_value"] == pytest.approx(step["beside"] / step["value"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("branch", "--hypervisor", "oci:"), "bench branch: containers cannot be copied while they run"),
+        (("checkpoint", "--hypervisor", "oci:"), "bench checkpoint: containers cannot be copied while they run"),
+        (("episodes", "--hypervisor", "oci:"), "boots virtual machines; add --oracles"),
+        (("step", "--hypervisor", "fake", "--beside", "xen:"), "--beside 'xen:' is not supported"),
+    ],
+)
+def test_a_benchmark_that_a_hypervisor_cannot_run_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], problem: str
+) -> None:
+    done = run_envd("bench", *arguments, "--state-dir", str(tmp_path), "--json")
+    assert done.status == 2
+    assert problem in json.loads(done.out)["error"]["message"]
 
 
 def machine_count(database: Path) -> int:
@@ -437,7 +464,7 @@ async def test_the_clients_of_a_load_use_all_daemons_from_several_processes(tmp_
 async def test_a_benchmark_without_room_on_its_host_says_so() -> None:
     hypervisor = FaultyHypervisor()
     pool = Pool(
-        PoolSettings(name="p", capacity=2, size=1),
+        PoolParameters(name="p", capacity=2, size=1),
         image=fake_image(),
         host=PoolHost(hypervisor=hypervisor, room=HostRoom(memory_reserve_bytes=1 << 60)),
     )

@@ -1,5 +1,6 @@
 """`envd compat` as a process, and as a process of `envd serve --compat`, on drawn desktops."""
 
+import asyncio
 import base64
 import json
 import os
@@ -18,7 +19,9 @@ import pytest
 
 from cuaenv.client import EnvClient, Tls
 from envd.api.security.tokens import new_token
+from envd.base.config import Config
 from envd.cli.certs import make_development_certs, write_certs
+from envd.daemon.compat import serve_compat
 from tests.support.program import Program
 from tests.support.served import ServedDaemon
 
@@ -149,6 +152,34 @@ def test_a_daemon_starts_a_protocol_again_that_ended_and_ends_it_with_itself(tmp
         daemon.send(signal.SIGTERM)
         assert daemon.wait() == 0
         assert not any(map(is_alive, [*first, *second]))
+
+
+async def test_a_protocol_whose_process_is_stopped_is_noticed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("envd.daemon.compat._PROBE_INTERVAL_S", 0.2)
+    monkeypatch.setattr("envd.daemon.compat._PROBE_TIMEOUT_S", 2.0)
+    with ServedDaemon(tmp_path / "s", CONFIG) as daemon:
+        target = daemon.wait_for(r"listening on (\S+)")
+        config = Config(state_dir=tmp_path / "c", compat=("areal=127.0.0.1:0",))
+        async with serve_compat(config, target) as addresses:
+            (first,) = children_of(os.getpid())
+            url = f"http://{addresses['areal']}"
+            await asyncio.sleep(1)
+            assert children_of(os.getpid()) == [first], "a process that answers is left alone"
+            os.kill(first, signal.SIGSTOP)
+            while "did not answer for 2 s, 2 times, and was killed" not in caplog.text:
+                await asyncio.sleep(0.05)
+            await asyncio.to_thread(until, lambda: children_of(os.getpid()) not in ([], [first]))
+            assert not is_alive(first)
+
+            def answers() -> bool:
+                try:
+                    return post(f"{url}/envs", {})[0] == 200
+                except OSError:
+                    return False
+
+            await asyncio.to_thread(until, answers)
 
 
 def test_a_protocol_does_not_outlive_a_killed_daemon_and_the_next_one_serves_it(tmp_path: Path) -> None:

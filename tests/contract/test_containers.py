@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -14,16 +15,17 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import ConfigError, GuestUnresponsive, HypervisorError, MachineLost
-from envd.base.losses import Owner
+from envd.base.losses import LossOwner
 from envd.desktop.agent import GuestAgent
 from envd.desktop.desktop import Desktop
 from envd.desktop.display.rfb import RfbClient
 from envd.hypervisor.machine import DiskImage, MachineSpec
-from envd.hypervisor.oci.control_groups import ControlGroups
+from envd.hypervisor.oci.control_groups import ControlGroups, Hierarchies
 from envd.hypervisor.oci.hypervisor import OciHypervisor
 from envd.hypervisor.oci.machine import OciMachine
 from tests.support.containers import desktop_image, settings
 from tests.support.machine_contract.fixtures import read_screen
+from tests.support.program import Program
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
@@ -159,15 +161,71 @@ async def test_a_fork_bomb_stays_in_its_machine(state_dir: Path, image: DiskImag
             await desktop.close()
 
 
-async def test_the_guests_root_can_neither_end_the_machine_nor_thaw_it_nor_reach_the_host(
+@pytest.mark.parametrize(
+    ("command", "cause"),
+    [("poweroff", "POWER_OFF"), ("halt -f", "POWER_OFF"), ("reboot", "REBOOT"), ("reboot -f", "REBOOT")],
+)
+async def test_the_guests_root_shuts_its_machine_down_as_that_of_a_virtual_machine(
+    state_dir: Path, image: DiskImage, command: str, cause: str
+) -> None:
+    async with started(state_dir, image) as (_, machine):
+        with suppress(MachineLost):
+            await GuestAgent(machine).run(["/bin/sh", "-c", command], timeout_s=30)
+        async with asyncio.timeout(30):
+            await machine.lost.wait()
+        assert machine.loss is not None
+        assert (machine.loss.owner, machine.loss.cause) == (LossOwner.GUEST, cause)
+
+
+async def test_a_session_that_fails_each_time_ends_its_machine(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (_, machine):
+        agent = GuestAgent(machine)
+        async with asyncio.timeout(90):
+            while not machine.lost.is_set():
+                with suppress(MachineLost):
+                    await agent.run(["pkill", "-9", "-x", "openbox"], timeout_s=30)
+                await asyncio.sleep(0.2)
+        assert machine.loss is not None
+        assert machine.loss.cause == "POWER_OFF"
+        assert "the session failed 5 times, at last with status 137" in machine.console_tail()
+
+
+async def test_a_session_that_ends_after_its_machine_was_used_does_not_start_again(
+    state_dir: Path, image: DiskImage
+) -> None:
+    async with started(state_dir, image) as (_, machine):
+        machine.mark_used()
+        agent = GuestAgent(machine)
+        await agent.run(["pkill", "-9", "-u", "user"], timeout_s=30)
+        has_ended = "for i in $(seq 100); do pgrep -x Xtigervnc || exit 0; sleep 0.1; done; exit 1"
+        assert (await agent.run(["/bin/sh", "-c", has_ended], timeout_s=60)).exit_code == 0
+        loss = await machine.examine()
+        assert (loss.owner, loss.cause) == (LossOwner.GUEST, "SESSION_ENDED")
+
+
+async def test_a_machine_that_the_host_stops_is_not_lost_by_its_guest(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (_, machine):
+        assert machine.groups is not None
+        pids = machine.groups.process_ids()
+        # Its own root cannot stop the first process.
+        await GuestAgent(machine).run(["/bin/sh", "-c", "kill -STOP 1; sleep 0.2"], timeout_s=30)
+        assert (await machine.examine()).cause == "SESSION_ENDED", "it answers"
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            assert (await machine.examine()).owner is LossOwner.UNDECIDED
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+
+async def test_the_guests_root_can_neither_kill_the_machine_nor_thaw_it_nor_reach_the_host(
     state_dir: Path, image: DiskImage
 ) -> None:
     async with started(state_dir, image) as (_, machine):
         agent = GuestAgent(machine)
         refused = (
             "kill -KILL 1; kill -TERM 1; sleep 0.2; kill -0 1 && exit 1",
-            "poweroff -f",
-            "reboot -f",
             "mount -t tmpfs none /mnt",
             "mount -t proc none /mnt",
             "unshare --user true",
@@ -191,6 +249,91 @@ async def test_the_guests_root_can_neither_end_the_machine_nor_thaw_it_nor_reach
         names = listed.stdout.decode().split()
         assert not [name for name in names if name.startswith(("sd", "vd", "loop", "kvm", "mem", "nvme"))]
         assert names[-1] == "3", "no network but the loopback: two lines of heading, and one"
+
+
+#: System calls by number on x86-64. Without a filter and fewer capabilities some succeed, and others fail otherwise.
+_CALLS = """
+import ctypes, errno, socket
+libc = ctypes.CDLL(None, use_errno=True)
+calls = {
+    "add_key": (248, b"user", b"x", b"y", 1, -2), "keyctl": (250, 0, -3), "request_key": (249, b"user", b"x", 0, 0),
+    "bpf": (321, 0, 0, 0), "userfaultfd": (323, 0), "io_uring_setup": (425, 1, 0), "perf_event_open": (298, 0, 0, -1),
+    "mount": (165, b"none", b"/tmp", b"tmpfs", 0, 0), "umount2": (166, b"/proc", 2), "unshare": (272, 0x10000000),
+    "setns": (308, 0, 0), "clone": (56, 0x10000011, 0, 0, 0, 0), "open_by_handle_at": (304, -100, 0, 0),
+    "fsopen": (430, b"tmpfs", 0), "open_tree": (428, -100, b"/", 1), "mount_setattr": (442, -100, b"/", 0, 0, 0),
+    "pivot_root": (155, b"/", b"/tmp"), "kexec_load": (246, 0, 0, 0, 0), "finit_module": (313, 0, b"", 0),
+    "swapon": (167, b"/x", 0), "iopl": (172, 3), "syslog": (103, 3, 0, 0), "mount of x32": (0x400000A5, 0, 0, 0, 0, 0),
+    "mknod": (133, b"/tmp/block", 0o60644, 0x800), "chroot": (161, b"/tmp"), "fanotify_init": (300, 0, 0),
+}
+for name, (number, *arguments) in calls.items():
+    ctypes.set_errno(0)
+    done = libc.syscall(ctypes.c_long(number), *arguments)
+    assert done == -1 and ctypes.get_errno() == errno.EPERM, (name, done, ctypes.get_errno())
+sockets = [(family, socket.SOCK_DGRAM, 0) for family in (3, 4, 5, 9, 15, 17, 21, 30, 31, 38, 40)]
+sockets += [(socket.AF_NETLINK, socket.SOCK_RAW, protocol) for protocol in (4, 6, 9, 12, 16, 21)]
+for arguments in sockets:
+    try:
+        socket.socket(*arguments)
+    except OSError as error:
+        assert error.errno in {errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}, (arguments, error)
+    else:
+        raise AssertionError(arguments)
+socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+"""
+
+
+async def test_calls_that_reach_the_kernel_are_refused_to_the_user_and_to_root(
+    state_dir: Path, image: DiskImage
+) -> None:
+    async with started(state_dir, image) as (_, machine):
+        desktop = Desktop(machine)
+        try:
+            for as_root in (False, True):
+                result = await desktop.run(["python3", "-c", _CALLS], as_root=as_root, timeout_s=60)
+                assert result.exit_code == 0, result.stderr
+        finally:
+            await desktop.close()
+
+
+async def test_the_session_gains_no_rights_by_programs_of_root(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (_, machine):
+        prepare = "cp /usr/bin/id /home/user/id; chmod 4755 /home/user/id; cp /usr/bin/cat /usr/local/bin/rootcat;"
+        prepare += " setcap cap_dac_override+ep /usr/local/bin/rootcat 2>/dev/null; chmod 4755 /usr/local/bin/rootcat"
+        assert (await GuestAgent(machine).run(["/bin/sh", "-c", prepare], timeout_s=30)).exit_code == 0
+        desktop = Desktop(machine)
+        try:
+            assert (await desktop.run(["/home/user/id", "-u"], timeout_s=30)).stdout == b"1000\n"
+            assert (await desktop.run(["/usr/local/bin/rootcat", "/etc/shadow"], timeout_s=30)).exit_code
+            trace = "import ctypes; print(ctypes.CDLL(None).ptrace(16, 1, 0, 0))"
+            assert (await desktop.run(["python3", "-c", trace], timeout_s=30)).stdout == b"-1\n"
+        finally:
+            await desktop.close()
+
+
+async def test_what_the_guests_root_puts_in_place_of_its_sockets_leads_nowhere(
+    state_dir: Path, image: DiskImage
+) -> None:
+    bait = state_dir / "bait.sock"
+    reached = asyncio.Event()
+    server = await asyncio.start_unix_server(lambda *_: reached.set(), bait)
+    try:
+        async with started(state_dir, image) as (_, machine):
+            secret = state_dir / "secret"
+            secret.write_text("of the host")
+            plant = f"cd /envd; rm -f *.sock; for n in vnc agent guestd; do ln -s {bait} $n.sock; done"
+            plant += f"; rm console.log; ln -s {secret} console.log; ln -s {secret} used"
+            with suppress(GuestUnresponsive, HypervisorError, MachineLost):
+                await GuestAgent(machine).run(["/bin/sh", "-c", plant], timeout_s=30)
+            with pytest.raises((MachineLost, OSError)):
+                await machine.open_display()
+            with pytest.raises(HypervisorError):
+                machine.mark_used()
+            assert machine.console_tail() == ""
+            machine.enforce_disk_quota(1 << 40)
+            assert not reached.is_set()
+            assert secret.read_text() == "of the host"
+    finally:
+        server.close()
 
 
 async def test_the_sessions_user_cannot_reach_the_hosts_sockets(state_dir: Path, image: DiskImage) -> None:
@@ -229,9 +372,49 @@ async def test_a_machine_whose_first_process_the_host_kills_is_lost_by_the_host(
         async with asyncio.timeout(30):
             await machine.lost.wait()
         assert machine.loss is not None
-        assert (machine.loss.owner, machine.loss.reason) == (Owner.HOST, "its first process was killed by the host")
+        assert (machine.loss.owner, machine.loss.reason) == (LossOwner.HOST, "its first process was killed by the host")
         with pytest.raises(MachineLost, match="killed by the host"):
             await machine.pause()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_control_groups_of_each_version_limit_freeze_and_measure(
+    state_dir: Path, image: DiskImage, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    host = Hierarchies.of_host()
+    only = replace(host, unified=None) if version == 1 else replace(host, legacy={})
+    if (version == 1 and not {"freezer", "cpuacct"} <= host.legacy.keys()) or (version == 2 and host.unified is None):
+        pytest.skip(f"version {version} of control groups is not mounted")
+    monkeypatch.setattr(Hierarchies, "of_host", lambda: only)
+    async with started(state_dir, image, memory_mib=768) as (hypervisor, machine):
+        groups = machine.groups
+        assert groups is not None
+        assert hypervisor._groups.problem == ""
+        assert groups.is_unified is (version == 2)
+        if version == 1:
+            limit = only.legacy["memory"] / hypervisor._groups._mark / machine.machine_id / "memory.limit_in_bytes"
+            assert int(limit.read_text()) == 768 << 20
+        x_server = [pid for pid in groups.process_ids() if "Xtigervnc" in Path(f"/proc/{pid}/comm").read_text()]
+        assert len(x_server) == 1
+        spin = "i=0; while :; do i=$((i+1)); done"
+        await GuestAgent(machine).run(["sh", "-c", f"({spin}) >/dev/null 2>&1 & sleep 0.3"], timeout_s=60)
+        await machine.pause()
+        assert groups.is_frozen()
+        before_s = machine.processor_s()
+        assert before_s is not None
+        assert before_s > 0.1
+        client = await RfbClient.connect(*await machine.open_display())
+        assert (await read_screen(client)).shape == (800, 1280), "the X server is not frozen"
+        await client.close()
+        await asyncio.sleep(0.3)
+        assert (machine.processor_s() or 0) - before_s < 0.2, "nothing runs but the X server"
+        waited_s = groups.run_delay_s()
+        await machine.resume()
+        async with asyncio.timeout(60):
+            while (machine.processor_s() or 0) - before_s < 0.1:
+                await asyncio.sleep(0.05)
+        assert groups.run_delay_s() > waited_s
+        assert (await machine.usage()).pss_bytes > 0
 
 
 async def test_without_control_groups_signals_stop_all_but_the_x_server(
@@ -256,6 +439,35 @@ async def test_without_control_groups_signals_stop_all_but_the_x_server(
         assert before_s is not None
         await GuestAgent(machine).run(["sh", "-c", "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"], timeout_s=60)
         assert (machine.processor_s() or 0) > before_s
+
+
+_STUCK_DAEMON = """
+import runpy
+import sys
+import envd.cli.serve
+envd.cli.serve._END_LIMIT_S = 2.0
+sys.argv = ["envd", "serve", *sys.argv[1:]]
+runpy.run_module("envd", run_name="__main__")
+"""
+
+
+def test_a_daemon_whose_machines_cannot_be_destroyed_ends_by_force(tmp_path: Path, state_dir: Path) -> None:
+    desktop_image()
+    config = tmp_path / "envd.toml"
+    config.write_text("[pools.desktop]\nsize = 1\ncapacity = 1\n[limits]\ndrain_timeout_s = 1\n")
+    options = ("--config", config, "--state-dir", state_dir, "--hypervisor", "oci:")
+    addresses = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
+    with Program(sys.executable, "-c", _STUCK_DAEMON, *options, *addresses) as daemon:
+        daemon.wait_for("pool desktop: (ready, 1 machines)")
+        children = Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children").read_text().split()
+        (holder,) = [pid for pid in children if "holder.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+        (inner,) = Path(f"/proc/{holder}/task/{holder}/children").read_text().split()
+        os.kill(int(inner), signal.SIGSTOP)
+        daemon.send(signal.SIGTERM)
+        assert daemon.wait() == 1
+        assert "the daemon did not stop within 2 s: machines desktop-" in daemon.output
+        while _is_alive(int(inner)):
+            time.sleep(0.05)
 
 
 _KILLED_DAEMON = """

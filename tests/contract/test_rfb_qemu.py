@@ -89,6 +89,10 @@ class Qemu:
         lines = (self.directory / "trace").read_text().splitlines()
         return [line.split("key qcode ")[1].replace(", down", "") for line in lines if "key qcode" in line]
 
+    @property
+    def reacts_before_answer(self) -> bool:
+        return False
+
     def processor_s(self) -> float | None:
         return None
 

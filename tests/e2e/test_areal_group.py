@@ -47,22 +47,22 @@ async def test_each_turn_of_a_group_is_a_row_of_the_engines_ids() -> None:
         result = await live(server, engine=engine)
     assert len(result.rows) == len(engine.requests) == 6
     by_prompt = sorted(engine.requests, key=lambda request: len(request.input_ids))
-    by_length = sorted((row.turn for row in result.rows), key=lambda turn: len(turn.input_ids))
+    by_length = sorted(result.rows, key=lambda turn: len(turn.input_ids))
     assert [list(turn.input_ids) for turn in by_length] == [request.input_ids for request in by_prompt]
     assert (
         [len(turn.images) for turn in by_length] == [len(request.images) for request in by_prompt] == [1, 1, 2, 2, 3, 3]
     )
-    said = [Tokenizer().decode(row.turn.output_ids) for row in result.rows[:3]]
+    said = [Tokenizer().decode(row.output_ids) for row in result.rows[:3]]
     assert said == [SAY(actions) + END for actions in PLAN]
     assert [row.value for row in result.rows] == pytest.approx([0.81, 0.9, 1.0] * 2)
-    assert {version for row in result.rows for version in row.turn.versions} == {3}
+    assert {version for row in result.rows for version in row.versions} == {3}
     assert result.metrics["reward"] == [1.0, 1.0]
     assert result.metrics["void"] == [0.0, 0.0]
 
 
 async def test_every_row_starts_with_the_previous_one() -> None:
     async with desktops() as server:
-        first, second, third = [row.turn for row in (await live(server, group_size=1)).rows]
+        first, second, third = (await live(server, group_size=1)).rows
     for earlier, later in ((first, second), (second, third)):
         so_far = earlier.input_ids + earlier.output_ids
         assert later.input_ids[: len(so_far)] == so_far
@@ -130,7 +130,7 @@ async def test_without_pictures_no_image_is_sent() -> None:
 async def test_old_screenshots_are_omitted_from_later_turns_only() -> None:
     async with desktops() as server:
         result = await live(server, group_size=1, agent={**AGENT, "images_per_row": 2, "images_kept": 1})
-    assert [len(row.turn.images) for row in result.rows] == [1, 2, 1]
+    assert [len(row.images) for row in result.rows] == [1, 2, 1]
     assert result.metrics["reward"] == [1.0]
 
 
@@ -162,6 +162,6 @@ async def test_members_of_a_tree_branch_and_each_turn_is_one_row_with_the_credit
     assert result.metrics["branched"] == [0.0, 1.0]
     # Each reply of the engine is one row: the shared turn is not repeated.
     asked_for = sorted(request.input_ids for request in engine.requests)
-    assert sorted(list(row.turn.input_ids) for row in result.rows) == asked_for
-    values = {(len(row.turn.images), row.value) for row in result.rows}
+    assert sorted(list(row.input_ids) for row in result.rows) == asked_for
+    values = {(len(row.images), row.value) for row in result.rows}
     assert values == {(1, 0.0), (2, 1.0), (2, -1.0), (3, 1.0)}

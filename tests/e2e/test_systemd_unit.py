@@ -1,5 +1,7 @@
 """The systemd unit, started by a real systemd as process 1 of a container."""
 
+import configparser
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from envd.base.config_sources import load
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "deploy" / "systemd" / "envd.service"
 TEMPLATE_UNIT = ROOT / "deploy" / "systemd" / "envd@.service"
+USER_UNIT = ROOT / "deploy" / "systemd" / "envd-user.service"
 
 #: Drawn desktops, Debian's Python with this environment's packages, a short watchdog. All else is the unit's own.
 DROP_IN = """
@@ -28,13 +31,34 @@ WatchdogSec=20s
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize(("unit", "name"), [(UNIT, "envd.service"), (TEMPLATE_UNIT, "envd@51.service")])
+@pytest.mark.parametrize(
+    ("unit", "name"), [(UNIT, "envd.service"), (TEMPLATE_UNIT, "envd@51.service"), (USER_UNIT, "envd.service")]
+)
 def test_systemd_accepts_the_units(tmp_path: Path, unit: Path, name: str) -> None:
     # The program's path is checked too, and is another one here.
     copy = tmp_path / name
     copy.write_text(unit.read_text().replace("/opt/envd/.venv/bin/envd", sys.executable))
-    done = subprocess.run(["systemd-analyze", "verify", copy], capture_output=True, text=True, check=False)
+    manager = "--user" if unit == USER_UNIT else "--system"
+    command: list[str | Path] = ["systemd-analyze", manager, "verify", copy]
+    variables = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_ordinary_users_unit_has_control_groups_and_lets_newuidmap_gain_its_rights() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(USER_UNIT.read_text())
+    service = dict(unit["Service"])
+    assert service["Delegate"] == "yes"
+    assert "--hypervisor oci:" in service["ExecStart"]
+    assert not [
+        name
+        for name in service
+        if name.startswith(("Protect", "NoNewPrivileges", "Private", "Restrict"))
+        and not name.startswith("RestartPrevent")
+    ]
+    assert "User" not in service
 
 
 def test_several_daemons_of_a_host_share_its_cache_and_templates_and_nothing_else() -> None:

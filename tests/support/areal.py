@@ -6,9 +6,8 @@ from typing import Any
 
 from tests.support import slime
 from trainer.adapters.areal.engine import Request
-from trainer.adapters.areal.group import Played
 from trainer.agent.types import Outcome, Reply, Trajectory, Turn
-from trainer.rewards.credit import Member
+from trainer.rewards.credit import CreditedMember
 from trainer.rewards.facts import TurnFacts
 
 
@@ -53,15 +52,15 @@ class ScriptedEngine(slime.ScriptedEngine):
         )
 
 
-def played_of(member: Member) -> Played:
+def played_of(member: CreditedMember) -> Trajectory:
     """Return the episode of a member of a group."""
     turn = Turn(reply=Reply(text=""), actions=(), facts=TurnFacts(text="", parsed=True), row=0)
-    trajectory = Trajectory(
+    return Trajectory(
         task_id="task",
         instruction="",
         outcome=Outcome.TERMINATED,
         turns=(turn,) * member.turn_count,
         shared_turn_count=member.shared_count,
         episode_id=member.name,
+        parent_episode_id=member.parent,
     )
-    return Played(trajectory, member.parent)

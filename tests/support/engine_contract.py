@@ -11,6 +11,7 @@ Needs torch and transformers, and the fixtures `engine` (has a `url`), `checkpoi
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,12 @@ from PIL import Image
 
 from tests.support.sglang import SglangServer
 from trainer.agent.types import Message, data_uri
-from trainer.slime.play.pictures import PictureFiles
+from trainer.gateway.engine import GatewayEngine
+from trainer.gateway.gateway import TokenGateway
+from trainer.gateway.record import token_row
+from trainer.gateway.server import serve
+from trainer.gateway.settings import GatewaySettings
+from trainer.slime.play.engine import EngineClient, PictureFiles
 from trainer.tokens.chat import Chat
 from trainer.tokens.rows import Segment
 from trainer.tokens.sglang import is_context_full
@@ -187,3 +193,32 @@ class EngineContract:
             recomputed = model.log_probs(prompt.train_ids, [entry[1] for entry in entries], inputs, bias=bias)
             gap = max(abs(entry[0] - mine) for entry, mine in zip(entries, recomputed, strict=True))
             assert (gap < TOLERANCE) == (version == "a")
+
+    async def test_a_gateway_records_what_the_engine_sampled(
+        self, engine: Engine, chat: Chat, model: SglangServer
+    ) -> None:
+        bias = special_bias(chat)
+        limits = GatewaySettings(reply_tokens=8, engine_attempts=1, sampling={"temperature": 1.0, "logit_bias": bias})
+        client = EngineClient()
+        gateway = TokenGateway(chat, partial(GatewayEngine, engine.url, client, limits), settings=limits)
+        messages: list[Any] = []
+        async with serve(gateway) as url, aiohttp.ClientSession() as http:
+            for turn in range(3):
+                shown = {"type": "image_url", "image_url": {"url": data_uri(picture(96 + 64 * turn, 64))}}
+                messages.append({"role": "user", "content": [shown, {"type": "text", "text": f"Look {turn}."}]})
+                path = f"{url}/sessions/s/v1/chat/completions"
+                async with http.post(path, json={"model": "m", "messages": messages}) as response:
+                    answer = await response.json()
+                assert response.status == 200, answer
+                messages.append(answer["choices"][0]["message"])
+            (recorded,) = gateway.find("s").rows
+        client.close()
+        row = token_row(recorded.row)
+        start = len(row.tokens) - row.response_length
+        inputs = model.pixels(recorded.row.trained_images)
+        recomputed = model.log_probs(
+            row.tokens[:start], row.tokens[start:], inputs, bias={int(token): value for token, value in bias.items()}
+        )
+        assert recorded.row.reply_count == 3
+        for sampled, log_prob, mine in zip(row.loss_mask, row.log_probs, recomputed, strict=True):
+            assert not sampled or log_prob == pytest.approx(mine, abs=TOLERANCE)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from envd.base.telemetry.metrics import Metrics
-from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolParameters
 from envd.pool.room import HostRoom
 from envd.pool.template import TemplateCache
 from tests.support.clock import ManualClock, run_ready
@@ -70,7 +70,7 @@ class PoolWorld:
         values: dict[str, Any] = self._defaults | settings | ({} if name is None else {"name": name})
         values = {"size": values["capacity"], "max_starting": values["capacity"]} | values
         pool = Pool(
-            PoolSettings(**values),
+            PoolParameters(**values),
             image=IMAGE,
             host=PoolHost(
                 hypervisor=self.hypervisor,

@@ -27,7 +27,7 @@ from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.recovery import load_persisted
 from envd.episodes.service import EpisodeService
 from envd.pool.machines import unregister_all
-from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolParameters
 from envd.pool.room import HostRoom
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
@@ -122,9 +122,9 @@ class FakeOptions:
     local_socket: Path | None = None
     """See `ApiServer`."""
 
-    def pool_settings(self) -> PoolSettings:
+    def pool_settings(self) -> PoolParameters:
         """Return the settings of the only pool."""
-        return PoolSettings(
+        return PoolParameters(
             name="fake",
             capacity=self.capacity or 2 * self.size,
             size=self.size,

@@ -22,11 +22,11 @@ from envd.desktop.display.encoder import FrameEncoder
 from envd.desktop.display.frames import Frame
 from envd.desktop.display.marks import Mark
 from envd.desktop.observation import A11yFormat, EncodedFrame, Observation, ObservationOptions
-from envd.desktop.view import DesktopView, ScreenView
+from envd.desktop.view import DesktopView
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.hypervisor.machine import Machine
-from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolParameters
 from envd.pool.queue import QueuedGroup
 from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
@@ -80,10 +80,6 @@ class _BlackDesktop(StubDesktop):
         """Return a black frame."""
         return (await self.view()).frame
 
-    async def screen_view(self) -> ScreenView:
-        """Return a black frame."""
-        return ScreenView(frame=await self.frame(), pointer=None)
-
     @property
     def changed(self) -> asyncio.Event:
         """Never set: the screen stays black."""
@@ -136,7 +132,7 @@ class StubEpisodes(EpisodeService):
         self.reset_gate.set()
         stub_tasks.check_gate.set()
         self._hypervisor.gates["capture"] = self.gate
-        settings = PoolSettings(name="fake", capacity=_CAPACITY, size=0, max_starting=8, allow_guest_access=True)
+        settings = PoolParameters(name="fake", capacity=_CAPACITY, size=0, max_starting=8, allow_guest_access=True)
         pool = Pool(settings, image=IMAGE, host=PoolHost(hypervisor=self._hypervisor), make_desktop=self._connect)
         super().__init__(
             [pool],

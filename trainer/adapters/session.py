@@ -40,7 +40,6 @@ from cuaenv.client import (
     View,
     shared_client,
 )
-from cuaenv.copying import copied
 from trainer.agent.coordinates import points_of
 from trainer.agent.forks import GroupMember
 from trainer.agent.ownership import GUEST_ENDED, failure_of, is_fault, reward_of
@@ -365,15 +364,16 @@ def _in_picture(action: Action, error: str, seen: Observation) -> str:
 
 def _ended_before(episode: AsyncEpisode, action_count: int) -> StepResult:
     """Return the result of a step that was not performed because the guest had ended itself."""
-    return copied(
-        StepResult,
-        episode,
+    return StepResult(
+        observation=episode.observation,
         action_errors=("the machine is off",) * action_count,
         state=State.TERMINATED,
         end_reason=GUEST_ENDED,
+        step_count=episode.step_count,
         timings_ms={},
         screen_change=None,
         replayed=False,
+        guest_end_cause=episode.guest_end_cause,
     )
 
 

@@ -103,9 +103,10 @@ class TreeMember:
         if context is not None:
             await conversation.continue_from(context.prefix)
             point = replace(context.point, history=context.point.history.copy())
-        return await run_episode(
+        trajectory = await run_episode(
             episode, conversation, settings=settings, branch_point=point, offer_branch=offer_branch
         )
+        return replace(trajectory, parent_episode_id=context.episode_id if context else "")
 
     async def _branch(self, episode: AsyncEpisode, context: BranchContext) -> None:
         """Let waiting members continue from an episode."""

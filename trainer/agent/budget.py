@@ -13,10 +13,6 @@ OBSERVATION_TOKENS = 96
 _CHARS_PER_TOKEN = 3
 
 
-class ImpossibleBudget(ValueError):
-    """The episode cannot fit into the row; the message shows the sum."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget:
     """Limits of a row, in tokens of the trainer's stream."""
@@ -64,9 +60,9 @@ class RowCost:
         )
 
     def check(self, context_tokens: int) -> None:
-        """Refuse a row that does not fit. Raises: ImpossibleBudget."""
+        """Refuse a row that does not fit. Raises: ValueError: The message shows the sum."""
         if self.total > context_tokens:
-            raise ImpossibleBudget(
+            raise ValueError(
                 f"an episode does not fit into its row: {self}, but context_tokens is {context_tokens}."
                 " Lower max_turns, reply_tokens, image_max_pixels, a11y_chars or tool_chars, keep fewer screenshots"
                 " with images_per_row, or raise context_tokens"

@@ -22,7 +22,7 @@ class AgentSettings:
     """Observations, prompts, parsing of replies, and limits of an episode.
 
     Raises:
-        ValueError: A value is out of range, or an episode cannot fit into its row (`ImpossibleBudget`).
+        ValueError: A value is out of range, or an episode cannot fit into its row.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

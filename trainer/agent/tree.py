@@ -13,7 +13,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from cuaenv.client import AsyncEpisode
@@ -28,21 +27,13 @@ Fork = Callable[[int], Awaitable[Sequence[AsyncEpisode]]]
 """Forks an episode the given number of times; if cancelled, it leaves no fork open."""
 
 
-@dataclass(slots=True)
-class Branch(Generic[Context]):
-    """A fork for one member."""
-
-    episode: AsyncEpisode
-    context: Context
-
-
 class Tree(Generic[Context]):
     """The members of one group: running ones, and those that wait for a branch point."""
 
     def __init__(self, *, root_count: int = 1) -> None:
         self.running_count = 0
         self._roots_left = root_count
-        self._waiting: deque[asyncio.Future[Branch[Context] | None]] = deque()
+        self._waiting: deque[asyncio.Future[tuple[AsyncEpisode, Context] | None]] = deque()
 
     @property
     def waiting_count(self) -> int:
@@ -60,8 +51,8 @@ class Tree(Generic[Context]):
         """
         branch = await self._next_branch()
         if branch is not None:
-            branch.episode.when_closed(self._leave)
-            return branch.episode, branch.context
+            branch[0].when_closed(self._leave)
+            return branch
         try:
             episode = await open_one()
         except BaseException:
@@ -99,14 +90,15 @@ class Tree(Generic[Context]):
                 episode.when_closed(self._leave)
                 episode.begin_close()
             else:
-                waiter.set_result(Branch(episode, context))
+                waiter.set_result((episode, context))
 
-    async def _next_branch(self) -> Branch[Context] | None:
+    async def _next_branch(self) -> tuple[AsyncEpisode, Context] | None:
+        """Return a fork and its history, or None to start at the beginning of the task."""
         if self.running_count == 0 or self._roots_left > 0:
             self.running_count += 1
             self._roots_left -= 1
             return None
-        waiter: asyncio.Future[Branch[Context] | None] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[tuple[AsyncEpisode, Context] | None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         try:
             return await waiter
@@ -119,8 +111,8 @@ class Tree(Generic[Context]):
                 if branch is None:
                     self._leave()
                 else:
-                    branch.episode.when_closed(self._leave)
-                    branch.episode.begin_close()
+                    branch[0].when_closed(self._leave)
+                    branch[0].begin_close()
             raise
 
     def _leave(self) -> None:

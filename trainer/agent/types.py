@@ -52,8 +52,10 @@ class Message:
     Training and every endpoint take their prompts from messages, so all of them read the same text.
     """
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     parts: "tuple[str | Image.Image, ...]"
+    calls: tuple[Mapping[str, Any], ...] = ()
+    """Calls of a reply that is not one of this row's own: `name` and `arguments`."""
 
     def __post_init__(self) -> None:
         parts: list[str | Image.Image] = []
@@ -195,6 +197,8 @@ class Trajectory:
     turns: tuple[Turn, ...] = ()
     shared_turn_count: int = 0
     """Number of leading turns that belong to the episode that this one branched from."""
+    parent_episode_id: str = ""
+    """That episode; empty if it began at the beginning of its task."""
     evaluation: Evaluation | None = None
     """None exactly for ABORTED and FAILED."""
     origin: Origin | None = None

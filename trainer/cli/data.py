@@ -14,6 +14,7 @@ from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Task
 from trainer.agent.grammars import GRAMMARS, Grammar, grammar
 from trainer.agent.starts import STATE_COLUMN
+from trainer.agent.types import ModelFailed
 from trainer.cli.options import (
     DEFAULT_SCREEN,
     DEFAULT_TARGET,
@@ -40,6 +41,9 @@ from trainer.data.sft import sft_row
 from trainer.data.split import CannotSplit, template_id
 from trainer.data.states import REASONS, find_checkpoints, scores_of, state_rows
 from trainer.data.tables import DEMONSTRATION, PREFERENCE, demonstration, preferences
+from trainer.data.token_rows import TABLE, LearnerForm, areal_batch, slime_samples, table_rows
+from trainer.evaluate.endpoint import EndpointError
+from trainer.evaluate.native import load_chat
 from trainer.files import write_atomically
 from trainer.replay.reader import ReadResult, read_jsonl
 from trainer.replay.trajectory import MalformedRow, StoredTrajectory, canonical
@@ -348,6 +352,34 @@ def export_parquet_command(
     write_rows(file, rows, features)
     counts = {"written": str(file), "rows": len(rows), "images": sum(len(row["images"]) for row in rows)}
     _print(counts, as_json=as_json)
+
+
+@app.command("export-rows")
+@reports_errors(CannotWrite, EndpointError, MalformedRow, ModelFailed, OSError)
+def export_rows_command(
+    *,
+    files: Sources,
+    file: Annotated[Path, typer.Option("--out", help="File to write: .parquet, or .pt for a learner.")] = Path(
+        "out/rows.parquet"
+    ),
+    learner: Annotated[LearnerForm, typer.Option("--for", help="Learner that reads a .pt.")] = LearnerForm.SLIME,
+    checkpoint: Annotated[Path | None, typer.Option(help="The model, for a .pt.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write tokens and log-probabilities of sampled trajectories: a table, slime's samples or AReaL's tensors."""
+    trajectories = _trajectories(files, -math.inf)
+    if file.suffix == ".parquet":
+        write_rows(file, table_rows(trajectories), TABLE)
+    elif file.suffix == ".pt" and checkpoint is not None:
+        import torch  # noqa: PLC0415 -- seconds
+
+        chat = load_chat(checkpoint)
+        made = areal_batch(trajectories, chat) if learner is LearnerForm.AREAL else None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(made or {"rollout_id": 0, "samples": slime_samples(trajectories, chat)}, file)
+    else:
+        raise UsageError(f"--out {file}: use a name that ends in .parquet, or in .pt with --checkpoint")
+    _print({"written": str(file), "rows": sum(len(each.rows) for each in trajectories)}, as_json=as_json)
 
 
 @app.command("export-atif")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from cuaenv.actions import action_text
 from trainer.agent.types import Conversation, Message, Reply, Trajectory
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 FILE_NAME = "replay.json"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class TurnRecord(_Record):
+class TurnRecord(BaseModel, extra="forbid", frozen=True):
     """One reply and its result."""
 
     image: str
@@ -41,7 +37,7 @@ class TurnRecord(_Record):
     changed_fraction: float | None
 
 
-class Replay(_Record):
+class Replay(BaseModel, extra="forbid", frozen=True):
     """One attempt."""
 
     instruction: str

@@ -3,7 +3,6 @@
 Texts of models and guests are hostile: the template escapes them, and the page's policy forbids scripts.
 """
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,13 @@ from trainer.evaluate.results import Attempt, Results
 from trainer.evaluate.summary import summarise
 
 
-@dataclass(frozen=True, slots=True)
-class _AttemptView:
-    attempt: Attempt
-    replay: Replay | None
-    """None if none was kept, or it is unreadable."""
-
-
 def write_report(results: Results, page: Path) -> None:
     """Write the page.
 
     Args:
         page: Path of the page; replays are relative to its directory.
     """
-    shown = [_AttemptView(attempt, _read(page.parent, attempt)) for attempt in results.attempts]
+    shown = [(attempt, _read(page.parent, attempt)) for attempt in results.attempts]
     template = _environment().get_template("report.html.j2")
     html = template.render(
         run=results.run, summary=summarise(results), shown=shown, time=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
@@ -38,6 +30,7 @@ def write_report(results: Results, page: Path) -> None:
 
 
 def _read(directory: Path, attempt: Attempt) -> Replay | None:
+    """Return an attempt's replay; None if none was kept, or it is unreadable."""
     if not attempt.replay:
         return None
     try:

@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, JsonValue, TypeAdapter, ValidationError
 
+from cuaenv.client import Check
 from cuaenv.problems import problem_of, without_path
 from trainer.agent.ownership import Owner
 
@@ -22,11 +23,7 @@ class ResultsError(Exception):
     """A results file is invalid, damaged, or of another evaluation."""
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Run(_Line):
+class Run(BaseModel, extra="forbid", frozen=True):
     """What was evaluated: attempts share a file only if all of this is equal."""
 
     kind: Literal["run"] = "run"
@@ -39,15 +36,7 @@ class Run(_Line):
     """Hash of everything in the prompt except the task; equal to the one that training logs."""
 
 
-class CheckResult(_Line):
-    """Result of one checker."""
-
-    name: str
-    score: float
-    evidence: str
-
-
-class Attempt(_Line):
+class Attempt(BaseModel, extra="forbid", frozen=True):
     """One attempt at one task."""
 
     kind: Literal["attempt"] = "attempt"
@@ -78,7 +67,7 @@ class Attempt(_Line):
     """Turns whose reply followed the grammar."""
     seconds: float = 0.0
     episode_id: str = ""
-    checks: Sequence[CheckResult] = ()
+    checks: Sequence[Check] = ()
     replay: str = ""
     """Directory of its replay, relative to the results file; empty if none was kept."""
 
@@ -180,7 +169,7 @@ class ResultsFile:
         self._write(attempt)
         self.results._by_key[attempt.key] = attempt
 
-    def _write(self, line: _Line) -> None:
+    def _write(self, line: Run | Attempt) -> None:
         self._file.write(line.model_dump_json().encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -7,10 +7,11 @@ The JSON form is the row format of Slime-OSWorld's readers: `messages`, `images`
 import base64
 import binascii
 import hashlib
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -24,8 +25,10 @@ from pydantic import (
     model_validator,
 )
 
-from cuaenv.copying import copied
 from cuaenv.problems import problem_of
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 IMAGE_PLACEHOLDER = "<image>"
 
@@ -139,8 +142,15 @@ class StoredTrajectory:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise MalformedRow(f"{'.'.join(map(str, first['loc']))}: {problem_of(first)}") from error
-        messages = tuple(message.model_dump(exclude_unset=True) for message in read.messages)
-        return copied(cls, read, messages=messages, images=tuple(read.images), rows=tuple(read.rows))
+        return cls(
+            task_id=read.task_id,
+            messages=tuple(message.model_dump(exclude_unset=True) for message in read.messages),
+            images=tuple(read.images),
+            reward=read.reward,
+            metadata=read.metadata,
+            rows=tuple(read.rows),
+            start=read.start,
+        )
 
 
 def base_id(task_id: str) -> str:
@@ -163,6 +173,13 @@ def image_bytes(image: str) -> bytes:
         return base64.b64decode(body if comma else image, validate=True)
     except binascii.Error as error:
         raise MalformedRow(f"an image is not base64: {error}") from error
+
+
+def image_of(image: str) -> "Image.Image":
+    """Return the picture of a base64 text or a data URI, in RGB. Raises: MalformedRow, OSError."""
+    from PIL import Image  # noqa: PLC0415 -- only pictures need it
+
+    return Image.open(io.BytesIO(image_bytes(image))).convert("RGB")
 
 
 def _checked_image(image: str) -> str:

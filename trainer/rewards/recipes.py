@@ -27,7 +27,7 @@ class Recipe(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class TaskScore:
     """The checker's score."""
 
     __pydantic_config__: ClassVar = STRICT
@@ -37,7 +37,7 @@ class Task:
         return Breakdown(recipe="task", total=facts.task_score, task_score=facts.task_score, parts=parts)
 
 
-_RECIPES: Mapping[str, type[Recipe]] = {"task": Task, "shaped": Shaped}
+_RECIPES: Mapping[str, type[Recipe]] = {"task": TaskScore, "shaped": Shaped}
 
 NAMES = tuple(_RECIPES)
 """The built-in recipes; start with "task"."""

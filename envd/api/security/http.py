@@ -7,7 +7,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from envd.api.security.access import TRUSTED, Caller, Scope, bearer_token
-from envd.api.security.guard import Guard
+from envd.api.security.guard import CallGuard
 from envd.api.security.secret_files import Reloaded
 from envd.api.security.tls import server_context
 from envd.api.security.tokens import TokenTable
@@ -58,7 +58,7 @@ def require_token(tokens: Reloaded[TokenTable] | None, scope: Scope, *, exempt: 
     return check
 
 
-def limit_rate(guard: Guard) -> Middleware:
+def limit_rate(guard: CallGuard) -> Middleware:
     """Return a middleware that answers 429 above the call rate of a token, or of a host without a valid one."""
 
     @web.middleware

@@ -314,11 +314,20 @@ def _return_free_pages(connection: sqlite3.Connection) -> None:
         connection.executescript(f"PRAGMA incremental_vacuum({_MAX_FREE_PAGES})")
 
 
+def _text(value: bytes) -> str | bytes:
+    """Return a text; a damaged one as its bytes, which no column of a row has, so that it fails that row alone."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
 def _open(path: Path) -> sqlite3.Connection:
     try:
         # Before SQLite creates it: its log files inherit the mode.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        connection.text_factory = _text
         try:
             _prepare(path, connection)
         except BaseException:

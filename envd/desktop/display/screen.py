@@ -50,7 +50,7 @@ class ScreenUpdate:
 
 
 @dataclass(slots=True, eq=False)
-class _Refresh:
+class _ScreenRefresh:
     """One running request to refresh the shadow."""
 
     strip: Region
@@ -69,7 +69,7 @@ class _Composed:
     """Around the pixels that differ from the present shadow; None if none do."""
     pixel_count: int
     """Pixels that were sent; the others are as before."""
-    covered: tuple[_Refresh, ...]
+    covered: tuple[_ScreenRefresh, ...]
     """Refreshes whose strips were sent together with other pixels."""
 
 
@@ -105,7 +105,7 @@ class Screen:
         self._last_change_s = self._complete_s = monotonic()
         self.change_count = 0
         """Updates with changed pixels so far, other than blinking."""
-        self._refreshes: list[_Refresh] = []
+        self._refreshes: list[_ScreenRefresh] = []
         self._refresh_count = 0
 
     @property
@@ -195,7 +195,7 @@ class Screen:
         client = self._client
         if client is None:
             raise MachineLost("the display is not connected")
-        refresh = _Refresh(
+        refresh = _ScreenRefresh(
             self._next_strip(), self._monotonic(), datetime.now(UTC), asyncio.get_running_loop().create_future()
         )
         self._refreshes.append(refresh)
@@ -248,7 +248,7 @@ class Screen:
         self._refresh_count += 1
         return Region(x_px=index * _STRIP_PX, y_px=0, width_px=min(_STRIP_PX, width_px), height_px=1)
 
-    def _send(self, client: RfbClient, refresh: _Refresh) -> None:
+    def _send(self, client: RfbClient, refresh: _ScreenRefresh) -> None:
         strip = refresh.strip
         client.wake()
         client.request(incremental=False, area=(strip.x_px, strip.y_px, strip.width_px, strip.height_px))
@@ -264,7 +264,7 @@ class Screen:
         refreshes = tuple(self._refreshes)
         painted = [rect for rect in rects if isinstance(rect, PixelRect)]
         rest: list[Rect | _Composed] = [rect for rect in rects if not isinstance(rect, PixelRect)]
-        covered: list[_Refresh] = []
+        covered: list[_ScreenRefresh] = []
         pixel_count = turn_pixels = 0
         is_whole = len(painted) == 1 and painted[0].bgrx_HW.shape == self._bgrx_HW.shape
         bgrx_HW = painted[0].bgrx_HW if is_whole else self._bgrx_HW.copy()
@@ -290,7 +290,7 @@ class Screen:
     def _apply(self, client: RfbClient, rects: tuple[Rect | _Composed, ...]) -> None:
         is_new = False
         changed: list[Region] = []
-        covered: dict[_Refresh, bool] = {}
+        covered: dict[_ScreenRefresh, bool] = {}
         for rect in rects:
             match rect:
                 case PixelRect():
@@ -329,8 +329,6 @@ class Screen:
                     self.cursor = rect
                 case KeyboardLeds():
                     self.caps_lock = rect.caps_lock
-                case _:
-                    pass  # `RfbClient` keeps pointer mode and extended keys
         now_s = self._monotonic()
         if changed:
             if len(changed) > _MAX_RECTS_PER_CHANGE:

@@ -14,7 +14,9 @@ and the limit is `_MAX_START_FACTOR` times `quiet_ms`: a response without the pr
 turn.
 
 The reverse holds as well: a guest that worked after the input and is idle again has nothing left to draw, unless a
-program sleeps. With `idle_ms` that is evidence enough, and `quiet_ms` is the rule where there is none.
+program sleeps. With `idle_ms` that is evidence enough, and `quiet_ms` is the rule where there is none. An X server
+answers a refresh only after it has handed earlier input to programs, which are runnable from then on. So a container's
+guest that is idle has handled the input, however little time that took.
 """
 
 import asyncio
@@ -129,6 +131,7 @@ async def settle(
     input_s: float,
     was_idle: bool = False,
     processor_s: Callable[[], float | None] = lambda: None,
+    reacts_before_answer: bool = False,
     likely_settled: Callable[[], None] = lambda: None,
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -139,12 +142,13 @@ async def settle(
         input_s: Monotonic time of the last input.
         was_idle: Whether the guest is known to have been idle before the input.
         processor_s: Processor seconds that the guest has wanted so far; None if unknown, then only the screen counts.
+        reacts_before_answer: See `GuestChannels`: no processor time need show that the input was handled.
         likely_settled: Called once per picture that will likely be the settled one, before that is known.
     """
     began_s = monotonic()
     change_count = screen.change_count
     notified: asyncio.Event | None = None
-    processors = _Processors(processor_s, began_s)
+    processors = _Processors(processor_s, began_s, handled_s=0.0 if reacts_before_answer else _HANDLED_S)
     while True:
         seen_s = await screen.refresh()
         now_s = monotonic()
@@ -185,8 +189,9 @@ async def settle(
 class _Processors:
     """Readings of the guest's processor time during one wait."""
 
-    def __init__(self, processor_s: Callable[[], float | None], now_s: float) -> None:
+    def __init__(self, processor_s: Callable[[], float | None], now_s: float, *, handled_s: float) -> None:
         self._processor_s = processor_s
+        self._handled_s = handled_s
         self._read_s = now_s
         self._first_s = self._used_s = processor_s()
         # Until the first reading the guest may be busy, also if the last input is long past.
@@ -195,7 +200,7 @@ class _Processors:
 
     @property
     def working_s(self) -> float | None:
-        if self._first_s is None or self._used_s is None or self._used_s - self._first_s < _HANDLED_S:
+        if self._first_s is None or self._used_s is None or self._used_s - self._first_s < self._handled_s:
             return None
         return self._working_s
 

@@ -18,13 +18,16 @@ from envd.desktop.observation import Observation
 from envd.desktop.view import ConnectionState
 from envd.episodes.episode import Episode
 from envd.episodes.progress import EpisodeSpec, Progress
-from envd.episodes.types import GroupResult, RollbackResult, StepResult
+from envd.episodes.types import OpenedGroup, RollbackResult, StepResult
 
 T = TypeVar("T")
 
 #: Longest text of a response, such as an accessibility tree, that is persisted.
 MAX_TEXT_CHARS: Final = 65_536
-
+#: Fields with text of guests and people, in which a response replaces lone surrogates. Elsewhere they are damage.
+_FREE_TEXTS: Final = frozenset(
+    {"asked", "cause", "error", "evaluator_error", "evidence", "method", "output", "terminal", "url"} | {"a11y_tree"}
+)
 
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 
@@ -50,7 +53,18 @@ def load(kind: type[T], text: str) -> T:
         value = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    if "\\ud" in text.lower() and not _is_valid_text(value):
+        raise ValueError("it has a lone surrogate, which no response can contain")
     return _adapter(kind).validate_python(value)  # type: ignore[no-any-return]
+
+
+def _is_valid_text(value: object) -> bool:
+    """Return whether every text outside of `_FREE_TEXTS` is valid Unicode."""
+    if isinstance(value, str):
+        return not any("\ud800" <= character <= "\udfff" for character in value)
+    if isinstance(value, dict):
+        return all(_is_valid_text(key) and (key in _FREE_TEXTS or _is_valid_text(value[key])) for key in value)
+    return not isinstance(value, list) or all(map(_is_valid_text, value))
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:
@@ -62,7 +76,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def without_pixels(result: T) -> T:
     if isinstance(result, StepResult | RollbackResult):
         return replace(result, observation=_stripped(result.observation))
-    if isinstance(result, GroupResult):
+    if isinstance(result, OpenedGroup):
         return replace(result, observations=tuple(_stripped(observation) for observation in result.observations))
     return result
 

@@ -11,6 +11,7 @@ from envd.hypervisor.machine import Capabilities, DiskImage, Hypervisor
 
 CAPABILITIES = Capabilities(
     runs_guests=True,
+    runs_files=True,
     task_suite="desktop",
     not_forkable=(
         "containers cannot be copied while they run; use QEMU, the default, for forks, branches and checkpoints, or"

@@ -3,8 +3,9 @@
 The runtime runs in the user namespace of the daemon's containers already, so a container needs none of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import PurePosixPath
 from typing import Final
@@ -12,10 +13,11 @@ from typing import Final
 from pydantic import JsonValue
 
 _INIT: Final = (files("envd.hypervisor.oci") / "init.sh").read_text(encoding="ascii")
-#: Needed by the services of a desktop, which change users and end processes; the session itself has none.
+#: Needed by the services of a desktop, which change users and end processes; the session itself has none. In a process
+#: id namespace, reboot(2) ends its first process and does nothing else (kernel/pid_namespace.c, reboot_pid_ns).
 _CAPABILITIES: Final = (
     "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_IPC_OWNER", "CAP_KILL", "CAP_NET_BIND_SERVICE",
-    "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_PTRACE",
+    "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_BOOT", "CAP_SYS_PTRACE",
 )  # fmt: skip
 _MASKED: Final = (
     "/proc/acpi", "/proc/asound", "/proc/bus", "/proc/cmdline", "/proc/config.gz", "/proc/fs", "/proc/kallsyms",
@@ -30,13 +32,19 @@ _REFUSED: Final = (
     "io_uring_register", "io_uring_setup", "ioperm", "iopl", "kcmp", "kexec_file_load", "kexec_load", "keyctl",
     "lookup_dcookie", "mount", "mount_setattr", "move_mount", "move_pages", "name_to_handle_at", "nfsservctl",
     "open_by_handle_at", "open_tree", "perf_event_open", "pivot_root", "query_module", "quotactl", "quotactl_fd",
-    "reboot", "request_key", "setdomainname", "sethostname", "setns", "settimeofday", "stime", "swapoff", "swapon",
+    "request_key", "setdomainname", "sethostname", "setns", "settimeofday", "stime", "swapoff", "swapon",
     "_sysctl", "sysfs", "syslog", "umount", "umount2", "unshare", "uselib", "userfaultfd", "ustat", "vhangup", "vm86",
     "vm86old",
 )  # fmt: skip
-_EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
-#: Families above those of Unix and the internet: packets, virtual sockets of a hypervisor, the kernel's cryptography.
+_EPERM, _ENOSYS, _EPROTONOSUPPORT, _EAFNOSUPPORT = 1, 38, 93, 97
+#: Families other than those of Unix, the internet and netlink (socket.h), such as packets, virtual sockets of a
+#: hypervisor, the kernel's cryptography, and all above the last of these.
+_REFUSED_FAMILIES: Final = (0, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 15)
 _FIRST_REFUSED_FAMILY: Final = 17
+_NETLINK: Final = 16
+#: Protocols of netlink (netlink.h) other than those that list interfaces and devices, and above the last of these.
+_REFUSED_NETLINK: Final = tuple(range(1, 15))
+_FIRST_REFUSED_NETLINK: Final = 16
 _TMPFS: Final = ("nosuid", "nodev")
 
 
@@ -53,6 +61,8 @@ class ContainerSettings:
     memory_mib: int
     max_open_files: int
     """Limit of each process, which cannot be above the daemon's own."""
+    has_sudo: bool
+    """Whether the session's user may become the container's root, as in a virtual machine of the same image."""
     groups: PurePosixPath | None
     """Control group of everything but the X server; None if control groups cannot be delegated."""
     display_group: PurePosixPath | None
@@ -62,6 +72,7 @@ class ContainerSettings:
 def container_config(settings: ContainerSettings) -> dict[str, JsonValue]:
     """Return the content of `config.json`."""
     width_px, height_px = settings.screen_px
+    option = "" if settings.has_sudo else "--no-new-privs"
     namespaces = ["pid", "network", "ipc", "uts", "mount", *(["cgroup"] if settings.groups else [])]
     return {
         "ociVersion": "1.0.2",
@@ -69,11 +80,11 @@ def container_config(settings: ContainerSettings) -> dict[str, JsonValue]:
         "process": {
             "terminal": False,
             "user": {"uid": 0, "gid": 0},
-            "args": ["/bin/sh", "-c", _INIT, "envd", str(width_px), str(height_px), settings.keyboard_layout],
+            "args": ["/bin/sh", "-c", _INIT, "envd", str(width_px), str(height_px), settings.keyboard_layout, option],
             "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"],
             "cwd": "/",
             "capabilities": {kind: list(_CAPABILITIES) for kind in ("bounding", "effective", "permitted")},
-            "noNewPrivileges": True,
+            "noNewPrivileges": not settings.has_sudo,
             "rlimits": [{"type": "RLIMIT_NOFILE", "soft": 1024, "hard": settings.max_open_files}],
         },
         "root": {"path": "root", "readonly": False},
@@ -116,18 +127,18 @@ def _bind(target: str, source: PurePosixPath) -> JsonValue:
 
 
 def _seccomp() -> dict[str, JsonValue]:
-    def refuse(
-        *names: str, errno: int = _EPERM, argument: Mapping[str, JsonValue] | None = None
-    ) -> dict[str, JsonValue]:
+    def refuse(*names: str, errno: int = _EPERM, arguments: Sequence[JsonValue] = ()) -> dict[str, JsonValue]:
         rule: dict[str, JsonValue] = {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": errno}
-        return rule if argument is None else {**rule, "args": [dict(argument)]}
+        return {**rule, "args": list(arguments)} if arguments else rule
+
+    def argument(index: int, value: int, op: str = "SCMP_CMP_EQ", mask: int = 0) -> JsonValue:
+        return {"index": index, "value": value, "valueTwo": mask, "op": op}
 
     flags = [0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000]
-    new_namespace = [
-        refuse("clone", argument={"index": 0, "value": flag, "valueTwo": flag, "op": "SCMP_CMP_MASKED_EQ"})
-        for flag in flags
-    ]
-    family: dict[str, JsonValue] = {"index": 0, "value": _FIRST_REFUSED_FAMILY, "op": "SCMP_CMP_GE"}
+    new_namespace = [refuse("clone", arguments=[argument(0, flag, "SCMP_CMP_MASKED_EQ", flag)]) for flag in flags]
+    families = [*map(partial(argument, 0), _REFUSED_FAMILIES), argument(0, _FIRST_REFUSED_FAMILY, "SCMP_CMP_GE")]
+    protocols = [*map(partial(argument, 2), _REFUSED_NETLINK), argument(2, _FIRST_REFUSED_NETLINK, "SCMP_CMP_GE")]
+    netlink = argument(0, _NETLINK)
     return {
         "defaultAction": "SCMP_ACT_ALLOW",
         "architectures": ["SCMP_ARCH_X86_64", "SCMP_ARCH_X86", "SCMP_ARCH_X32"],
@@ -136,6 +147,7 @@ def _seccomp() -> dict[str, JsonValue]:
             # Its flags are in memory, which a filter cannot read; the C library then uses clone.
             refuse("clone3", errno=_ENOSYS),
             *new_namespace,
-            refuse("socket", errno=_EAFNOSUPPORT, argument=family),
+            *(refuse("socket", errno=_EAFNOSUPPORT, arguments=[family]) for family in families),
+            *(refuse("socket", errno=_EPROTONOSUPPORT, arguments=[netlink, protocol]) for protocol in protocols),
         ],
     }

@@ -244,7 +244,7 @@ class MachineGroups:
         file, text = ("cgroup.freeze", "1") if self.is_unified else ("freezer.state", "FROZEN")
         _write(self.guest / file, text)
         deadline_s, poll_s = time.monotonic() + _FREEZE_TIMEOUT_S, _FIRST_POLL_S
-        while not self._is_frozen():
+        while not self.is_frozen():
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{self.guest} is not frozen after {_FREEZE_TIMEOUT_S:g} s")
             await asyncio.sleep(poll_s)
@@ -255,7 +255,8 @@ class MachineGroups:
         file, text = ("cgroup.freeze", "0") if self.is_unified else ("freezer.state", "THAWED")
         _write(self.guest / file, text)
 
-    def _is_frozen(self) -> bool:
+    def is_frozen(self) -> bool:
+        """Return whether all processes but the X server are stopped. Raises: OSError."""
         if self.is_unified:
             return "frozen 1" in (self.guest / "cgroup.events").read_text()
         return (self.guest / "freezer.state").read_text().strip() == "FROZEN"
@@ -275,6 +276,33 @@ class MachineGroups:
             pressure = (self.guest.parent / "cpu.pressure").read_text().split()
             return used_s, int(pressure[4].removeprefix("total=")) / 1e6
         return used_s, 0.0
+
+    @property
+    def counts_waits(self) -> bool:
+        """Whether the kernel measures how long processes wait, so that one that waits for a processor is not idle."""
+        try:
+            return bool((self.guest.parent / "cpu.pressure").read_text())
+        except OSError:
+            return False
+
+    def run_delay_s(self) -> float:
+        """Return the seconds that the threads of its processes, those that live, have waited for a processor.
+
+        For kernels that do not measure the waits of groups. Reads a file for each thread.
+        """
+        waited_ns = 0
+        for pid in self.process_ids():
+            with suppress(OSError, IndexError):
+                for thread in os.scandir(f"/proc/{pid}/task"):
+                    waited_ns += int(Path(thread.path, "schedstat").read_text().split()[1])
+        return waited_ns / 1e9
+
+    def waited_for_disk_s(self) -> float:
+        """Return the seconds in which one of its processes waited for a disk; 0 if unknown. Never raises."""
+        try:
+            return int((self.guest.parent / "io.pressure").read_text().split()[4].removeprefix("total=")) / 1e6
+        except (OSError, IndexError, ValueError):
+            return 0.0
 
     def process_ids(self) -> list[int]:
         """Return its processes, by the host's ids. Raises: OSError."""

@@ -31,12 +31,13 @@ from envd.hypervisor.machine import (
     MachineSpec,
     MachineState,
     Snapshot,
+    load_or_destroy,
 )
 from envd.hypervisor.oci.backend import CAPABILITIES, DEFAULT_RUNTIME
 from envd.hypervisor.oci.bundle import ContainerSettings, container_config
 from envd.hypervisor.oci.control_groups import ControlGroups, MachineGroups
 from envd.hypervisor.oci.ids import IdMap, own_ids
-from envd.hypervisor.oci.images import IMAGES, ImageFiles, obstacle
+from envd.hypervisor.oci.images import IMAGES, SUDO, ImageFiles, has_package, obstacle
 from envd.hypervisor.oci.machine import DESTROYED, MachineFiles, OciMachine
 from envd.hypervisor.oci.namespace import Namespace, owner_of_files
 from envd.hypervisor.oci.templates import TEMPLATES, OciSnapshot, TemplateStore
@@ -86,6 +87,7 @@ class OciHypervisor:
     @classmethod
     async def open(cls, config: Config, images: Iterable[DiskImage], *, runtime: str = "") -> "OciHypervisor":
         """Create the namespaces of the containers. Raises: ConfigError: This host or an image does not allow it."""
+        images = tuple(images)
         for image in images:
             if problem := obstacle(image):
                 raise ConfigError(problem)
@@ -104,7 +106,7 @@ class OciHypervisor:
         for path in directories.values():
             path.mkdir(parents=True, exist_ok=True)
         os.chown(directories[_RUNTIME], *owner_of_files(ids))
-        groups = ControlGroups(_mark(config.state_dir), ids=ids)
+        groups = ControlGroups(mark_of(config.state_dir), ids=ids)
         machines: dict[str, OciMachine] = {}
         opened: list[OciHypervisor] = []
         namespace = await Namespace.open(
@@ -134,6 +136,10 @@ class OciHypervisor:
             machines=machines,
         )
         opened.append(hypervisor)
+        await hypervisor._images.prune(images)
+        await hypervisor._templates.prune(
+            hypervisor._images.kept(images), limit_bytes=config.hypervisor.template_limit_bytes
+        )
         return hypervisor
 
     def __repr__(self) -> str:
@@ -168,21 +174,15 @@ class OciHypervisor:
             template = waiting.template
             if waiting.is_loaded or template is None or template.digest != own.digest:
                 raise HypervisorError(f"machine {waiting.machine_id}: not waiting for a state of {own!r}")
+            waiting.mark_used()
         except EnvdError as error:
             waiting.mark_lost(f"its state could not be loaded: {error}")
             raise
-        waiting.is_loaded = True
 
     async def fork(self, snapshot: Snapshot, machine_id: str) -> OciMachine:
         """See `Hypervisor.fork`: a new session on the template's files. Raises: TemplateCorrupt, HypervisorError."""
         machine = await self.prepare(snapshot, machine_id)
-        try:
-            await self.load(machine, snapshot)
-        except BaseException as error:
-            await machine.destroy()
-            if isinstance(error, MachineLost):
-                raise HypervisorError(f"machine {machine_id}: ended while it was starting: {error}") from error
-            raise
+        await load_or_destroy(self, machine, snapshot)
         return machine
 
     def _forkable(self, snapshot: Snapshot, machine_id: str) -> OciSnapshot:
@@ -398,6 +398,8 @@ class OciHypervisor:
         """End the namespaces. Machines must have been destroyed before."""
         await self._namespace.aclose()
         await self._groups.close()
+        self._images.close()
+        self._templates.close()
 
 
 def runtime_version(runtime: str) -> str:
@@ -421,7 +423,7 @@ def _check_path_length(directory: Path) -> None:
         )
 
 
-def _mark(state_dir: Path) -> str:
+def mark_of(state_dir: Path) -> str:
     """Return what distinguishes the control groups of daemons on one host."""
     return hashlib.sha256(os.fsencode(state_dir.resolve())).hexdigest()[:12]
 
@@ -433,6 +435,7 @@ def _container_settings(spec: MachineSpec, *, envd: PurePosixPath, groups: Machi
         screen_px=(spec.screen_width_px, spec.screen_height_px),
         keyboard_layout=spec.keyboard_layout,
         memory_mib=spec.memory_mib,
+        has_sudo=has_package(spec.image, SUDO),
         max_open_files=min(_MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         groups=PurePosixPath(groups.guest) if groups else None,
         display_group=PurePosixPath(groups.display) if groups else None,

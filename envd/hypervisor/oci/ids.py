@@ -11,6 +11,10 @@ from envd.base.errors import ConfigError
 ID_COUNT = 65536
 #: For root without an entry of its own: ids that no distribution assigns (https://systemd.io/UIDS-GIDS).
 _ROOTS_FIRST_ID = 2_000_000_000
+#: For root of a user namespace, such as that of a pod, which has 65,536 ids: those above its own users'.
+_NESTED_FIRST_ID = 10_000
+#: More than the highest id of an image's files.
+_FEWEST_IDS = 2_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,8 @@ class IdMap:
     first_uid: int
     """Host's id of a container's user 1."""
     first_gid: int
+    count: int = ID_COUNT
+    """Users of a container."""
     is_privileged: bool
     """Whether the daemon may write the maps itself; otherwise newuidmap and newgidmap do."""
 
@@ -34,7 +40,7 @@ class IdMap:
     def lines(self, *, groups: bool) -> list[tuple[int, int, int]]:
         """Return the map: (id in the container, id on the host, count)."""
         root, first = (self.root_gid, self.first_gid) if groups else (self.root_uid, self.first_uid)
-        return [(0, root, 1), (1, first, ID_COUNT - 1)]
+        return [(0, root, 1), (1, first, self.count - 1)]
 
 
 def own_ids() -> IdMap:
@@ -42,20 +48,38 @@ def own_ids() -> IdMap:
     uid, gid = os.geteuid(), os.getegid()
     uids, gids = _subordinate("/etc/subuid", uid), _subordinate("/etc/subgid", uid)
     if uid == 0:
-        first = _ROOTS_FIRST_ID if uids is None or gids is None else uids
+        if uids is None or gids is None:
+            uids = gids = _ROOTS_FIRST_ID
+        count = ID_COUNT
+        available = min(_available("/proc/self/uid_map"), _available("/proc/self/gid_map"))
+        if max(uids, gids) + count > available:
+            uids = gids = _NESTED_FIRST_ID
+            count = min(ID_COUNT, available - _NESTED_FIRST_ID)
+            if count < _FEWEST_IDS:
+                raise ConfigError(
+                    f"hypervisor oci: the user namespace has {available} ids, but containers need"
+                    f" {_NESTED_FIRST_ID + _FEWEST_IDS}; give it 65536, as Kubernetes does"
+                )
         return IdMap(
-            root_uid=first,
-            root_gid=first if gids is None else gids,
-            first_uid=first + 1,
-            first_gid=(first if gids is None else gids) + 1,
-            is_privileged=True,
+            root_uid=uids, root_gid=gids, first_uid=uids + 1, first_gid=gids + 1, count=count, is_privileged=True
         )
     if uids is None or gids is None:
         raise ConfigError(
-            f"hypervisor oci: user {_name_of(uid)} has no {ID_COUNT} subordinate ids; run"
-            f" `usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {_name_of(uid)}` as root"
+            f"hypervisor oci: user {name_of(uid)} has no {ID_COUNT} subordinate ids; run"
+            f" `usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {name_of(uid)}` as root"
         )
     return IdMap(root_uid=uid, root_gid=gid, first_uid=uids, first_gid=gids, is_privileged=False)
+
+
+def _available(file: str) -> int:
+    """Return how many ids from 0 on a map of the kernel's (user_namespaces(7)) has without a gap."""
+    end = 0
+    for line in sorted(Path(file).read_text().splitlines(), key=lambda each: int(each.split()[0])):
+        first, _, count = map(int, line.split())
+        if first > end:
+            break
+        end = first + count
+    return end
 
 
 def _subordinate(file: str, uid: int) -> int | None:
@@ -67,12 +91,13 @@ def _subordinate(file: str, uid: int) -> int | None:
     for line in lines:
         owner, _, rest = line.partition(":")
         first, _, count = rest.partition(":")
-        if owner in {str(uid), _name_of(uid)} and first.isdigit() and count.isdigit() and int(count) >= ID_COUNT:
+        if owner in {str(uid), name_of(uid)} and first.isdigit() and count.isdigit() and int(count) >= ID_COUNT:
             return int(first)
     return None
 
 
-def _name_of(uid: int) -> str:
+def name_of(uid: int) -> str:
+    """Return a user's name, or the number of one without a name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

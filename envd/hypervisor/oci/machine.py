@@ -8,6 +8,7 @@ import stat
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -15,7 +16,7 @@ from pydantic import JsonValue
 
 from envd.base.aio import race, shielded
 from envd.base.errors import EnvdError, GuestUnresponsive, HypervisorError, MachineLost
-from envd.base.losses import FULL_DISK_BYTES, Loss, Owner, Silence, loss_by_silence
+from envd.base.losses import FULL_DISK_BYTES, Loss, LossOwner, Silence, loss_by_silence
 from envd.hypervisor import guest_socket
 from envd.hypervisor.agent_channel import AgentChannel
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
@@ -36,6 +37,8 @@ _MAX_LOG_BYTES, _TAIL_BYTES, _TAIL_LINES = 1 << 20, 1000, 5
 #: A new session has used no processor for this long when it waits for input.
 _IDLE_S, _IDLE_SHARE, _POLL_S = 0.12, 0.15, 0.02
 _START_TIMEOUT_S = 120.0
+#: Causes by the signal that the first process of a process id namespace ends with after reboot(2).
+_SHUTDOWNS: Final[Mapping[int, str]] = {signal.SIGINT: "POWER_OFF", signal.SIGHUP: "REBOOT"}
 #: Programs that start with the session and are slow on a busy host may keep it busy for longer than is worth waiting.
 _MAX_IDLE_WAIT_S = 20.0
 
@@ -70,6 +73,11 @@ class MachineFiles:
     @property
     def console_log(self) -> Path:
         return self.envd / "console.log"
+
+    @property
+    def used_mark(self) -> Path:
+        """A file that exists from the moment in which it may be used: its session then does not start again."""
+        return self.envd / "used"
 
 
 class OciMachine:
@@ -163,6 +171,18 @@ class OciMachine:
         finally:
             writer.close()
 
+    def mark_used(self) -> None:
+        """Let it run. Raises: HypervisorError: the disk is full."""
+        try:
+            os.close(
+                os.open(
+                    self.files.used_mark, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600
+                )
+            )
+        except OSError as error:
+            raise HypervisorError(f"machine {self.machine_id}: {error}") from error
+        self.is_loaded = True
+
     # Loss
 
     @property
@@ -171,7 +191,7 @@ class OciMachine:
 
     def mark_lost(self, reason: str) -> None:
         """Record that the host ended the machine. Only the first reason is kept."""
-        self._end_by(Loss(Owner.HOST, reason))
+        self._end_by(Loss(LossOwner.HOST, reason))
 
     def report_exit(self, status: int) -> None:
         """Record the end of its first process: its exit code, or a signal's negative number.
@@ -192,9 +212,9 @@ class OciMachine:
 
     def _naming_full_disk(self, loss: Loss) -> Loss:
         free_bytes = self._free_bytes()
-        if loss.owner is Owner.GUEST or free_bytes is None or free_bytes >= FULL_DISK_BYTES:
+        if loss.owner is LossOwner.GUEST or free_bytes is None or free_bytes >= FULL_DISK_BYTES:
             return loss
-        return Loss(Owner.HOST, f"{loss.reason}; the host's disk of {self.files.directory} is full, remove files")
+        return Loss(LossOwner.HOST, f"{loss.reason}; the host's disk of {self.files.directory} is full, remove files")
 
     def _free_bytes(self) -> int | None:
         try:
@@ -203,10 +223,21 @@ class OciMachine:
             return None
         return status.f_bavail * status.f_frsize
 
+    @property
+    def reacts_before_answer(self) -> bool:
+        """See `GuestChannels`."""
+        return self.groups is not None and self.groups.is_unified and self._counts_waits
+
+    @cached_property
+    def _counts_waits(self) -> bool:
+        return self.groups is not None and self.groups.counts_waits
+
     def processor_s(self) -> float | None:
-        """Return the processor seconds that the guest used or waited for; None if unknown. Never raises."""
+        """Return the seconds in which the guest used a processor or waited for one, or for a disk. Never raises."""
         times = self._processor_times()
-        return None if times is None else sum(times)
+        if times is None or self.groups is None:
+            return None if times is None else sum(times)
+        return sum(times) + self.groups.waited_for_disk_s()
 
     def _processor_times(self) -> tuple[float, float] | None:
         try:
@@ -217,26 +248,46 @@ class OciMachine:
     async def examine(self) -> Loss:
         with suppress(TimeoutError):  # an end that is about to be reported
             await asyncio.wait_for(self.lost.wait(), _LOSS_EVENT_TIMEOUT_S)
+        if self.loss is None and self._is_disk_full():
+            await self._end_by_full_disk()
         if self.loss is not None:
             return self.loss
         loss = self._naming_full_disk(loss_by_silence(await self._observe_silence()))
         # The X server is a process of the container, which ends or starves as the others do.
         return replace(loss, explains_display=True)
 
+    def _all_processor_times(self) -> tuple[float, float]:
+        """As `_processor_times`, with the waits of each thread where the kernel does not measure those of groups."""
+        used_s, waited_s = self._processor_times() or (0.0, 0.0)
+        if self.groups is not None and not self._counts_waits:
+            with suppress(OSError):
+                waited_s = self.groups.run_delay_s()
+        return used_s, waited_s
+
     async def _observe_silence(self) -> Silence:
-        before = self._processor_times() or (0.0, 0.0)
+        before = self._all_processor_times()
         answers = False
         with suppress(EnvdError):
             await self.agent_command("guest-ping", timeout_s=_PING_TIMEOUT_S)
             answers = True
-        after = self._processor_times() or before
+        after = self._all_processor_times()
         return Silence(
-            run_state=self.state.value,
+            run_state="stopped by the host" if self._is_stopped_by_host() else self.state.value,
             agent_answers=answers,
             used_s=after[0] - before[0],
             waited_s=after[1] - before[1],
             free_disk_bytes=self._free_bytes(),
         )
+
+    def _is_stopped_by_host(self) -> bool:
+        """Return whether its first process is stopped, or all are frozen, which nothing in the container can do."""
+        if self.state is not MachineState.RUNNING:
+            return False
+        try:
+            is_frozen = self.groups is not None and self.groups.is_frozen()
+            return is_frozen or self._process_tree().is_first_stopped()
+        except (OSError, IndexError):
+            return False
 
     # Channels
 
@@ -283,8 +334,22 @@ class OciMachine:
         except OSError as error:
             self._require_alive()
             raise HypervisorError(f"machine {self.machine_id}: could not be paused: {error}") from error
+        if self._is_disk_full():
+            await self._end_by_full_disk()
         self._require_alive()
         self.state = MachineState.PAUSED
+
+    def _is_disk_full(self) -> bool:
+        free_bytes = self._free_bytes()
+        return free_bytes is not None and free_bytes < FULL_DISK_BYTES
+
+    async def _end_by_full_disk(self) -> None:
+        """Declare it lost, because its programs get errors and continue: by its guest if that is over its quota."""
+        if self._quota_bytes:
+            self.enforce_disk_quota(self._quota_bytes)
+            if self._quota_check is not None:
+                await shielded(self._quota_check)
+        self.mark_lost("its programs cannot write")
 
     async def resume(self) -> None:
         """Let its processes run. Raises: MachineLost, HypervisorError."""
@@ -373,7 +438,7 @@ class OciMachine:
         quota_bytes = self._quota_bytes
         if used_bytes > quota_bytes:
             reason = f"it used {used_bytes >> 20} MiB of disk, over its quota of {quota_bytes >> 20} MiB"
-            self._end_by(Loss(Owner.GUEST, reason, "DISK_FULL"))
+            self._end_by(Loss(LossOwner.GUEST, reason, "DISK_FULL"))
 
     # The end
 
@@ -384,7 +449,7 @@ class OciMachine:
         await shielded(self._destroying)
 
     async def _destroy(self) -> None:
-        self._end_by(Loss(Owner.HOST, DESTROYED))
+        self._end_by(Loss(LossOwner.HOST, DESTROYED))
         self._relay.close()
         if self._quota_check is not None:
             await asyncio.gather(self._quota_check, return_exceptions=True)
@@ -417,9 +482,11 @@ def _has_failed(task: "asyncio.Task[None]") -> bool:
 
 def _loss_by_exit(status: int, *, is_out_of_memory: bool) -> Loss:
     if status >= 0:
-        return Loss(Owner.GUEST, f"its first process ended with exit code {status}", "POWER_OFF")
+        return Loss(LossOwner.GUEST, f"its first process ended with exit code {status}", "POWER_OFF")
+    if -status in _SHUTDOWNS:
+        return Loss(LossOwner.GUEST, "its root shut it down", _SHUTDOWNS[-status])
     if status != -signal.SIGKILL:
-        return Loss(Owner.GUEST, f"its first process ended by {signal.Signals(-status).name}", "PANIC")
+        return Loss(LossOwner.GUEST, f"its first process ended by {signal.Signals(-status).name}", "PANIC")
     if is_out_of_memory:
-        return Loss(Owner.GUEST, "its memory was full, and the kernel ended its first process", "PANIC")
-    return Loss(Owner.HOST, "its first process was killed by the host")
+        return Loss(LossOwner.GUEST, "its memory was full, and the kernel ended its first process", "PANIC")
+    return Loss(LossOwner.HOST, "its first process was killed by the host")

@@ -66,6 +66,10 @@ class ProcessTree:
                 for task in os.scandir(f"/proc/{pid}/task"):
                     unread += map(int, Path(task.path, "children").read_text().split())
 
+    def is_first_stopped(self) -> bool:
+        """Return whether the first process is stopped, which no process of the container can do. Raises: OSError."""
+        return Path(f"/proc/{self.first_pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
     def stop(self) -> None:
         """Stop all but the X server. Raises: OSError: some still run."""
         deadline_s = time.monotonic() + _STOP_TIMEOUT_S

@@ -11,10 +11,11 @@ import asyncio
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -26,7 +27,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from envd.base.errors import HypervisorError, TemplateCorrupt
 from envd.hypervisor.machine import CaptureReport, MachineSpec
 from envd.hypervisor.oci.ids import IdMap
+from envd.hypervisor.oci.images import lock
 from envd.hypervisor.oci.namespace import Namespace, owner_of_files
+
+logger = logging.getLogger(__name__)
 
 #: Name of the directory of templates in the namespace.
 TEMPLATES: Final = "templates"
@@ -43,6 +47,8 @@ class _Manifest(BaseModel):
     key: str
     digest: str
     image: str
+    image_directory: str
+    """Name of the directory of its image."""
     size_bytes: int
     create_time: str
     """ISO 8601, UTC."""
@@ -107,6 +113,8 @@ class TemplateStore:
         self._directory = directory
         self._ids = ids
         self._namespace = namespace
+        self._used: dict[str, int] = {}
+        """Locks on the templates that this daemon has used, by key."""
 
     def key(self, spec: MachineSpec) -> str:
         """Return the key of a template for such machines: a digest of all that its files and its screen depend on."""
@@ -133,11 +141,13 @@ class TemplateStore:
     async def find(self, spec: MachineSpec) -> OciSnapshot | None:
         """Return the template for a spec, or None. Raises: TemplateCorrupt: it is damaged and has been removed."""
         key = self.key(spec)
+        self._use(key)
         manifest = self._directory / key / _MANIFEST
         if not manifest.exists():
             return None
         try:
             stored = _Manifest.model_validate_json(manifest.read_bytes())
+            os.utime(manifest.parent)  # its last use: the manifest's own time identifies it
             return self._snapshot(spec, stored, total_ms=0.0)
         except (OSError, ValidationError) as error:
             await self._remove(key)
@@ -155,6 +165,7 @@ class TemplateStore:
             HypervisorError: The disk is full, for example.
         """
         key = self.key(spec)
+        self._use(key)
         await self._remove(key)
         directory = self._directory / key
         try:
@@ -167,6 +178,7 @@ class TemplateStore:
                 key=key,
                 digest=hashlib.sha256(f"{key} {secrets.token_hex()}".encode()).hexdigest(),
                 image=spec.image.name,
+                image_directory=spec.image.disk.parent.name,
                 size_bytes=int(str(size_bytes)),
                 create_time=datetime.now(UTC).isoformat(timespec="seconds"),
                 notes=dict(notes),
@@ -180,6 +192,48 @@ class TemplateStore:
             if isinstance(error, OSError):
                 raise HypervisorError(f"template {key}: could not be stored: {error}") from error
             raise
+
+    async def prune(self, image_directories: Collection[str], *, limit_bytes: int) -> None:
+        """Remove the templates of other images than those in these directories, and the least recently used ones until
+        the rest fits.
+
+        Those that a daemon uses stay. Never raises: what cannot be removed is logged.
+        """
+        found = []
+        for manifest in self._directory.glob(f"*/{_MANIFEST}"):
+            with suppress(OSError, ValidationError):  # `find` removes what is damaged
+                stored = _Manifest.model_validate_json(manifest.read_bytes())
+                found.append((manifest.parent.stat().st_mtime_ns, stored))
+        total_bytes = sum(stored.size_bytes for _, stored in found)
+        for _, stored in sorted(found, key=lambda each: each[0]):
+            if stored.image_directory in image_directories and total_bytes <= limit_bytes:
+                continue
+            try:
+                used = lock(self._used_file(stored.key), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    await self._remove(stored.key)
+                finally:
+                    os.close(used)
+            except BlockingIOError:
+                continue
+            except (OSError, HypervisorError) as error:
+                logger.warning("template %s: could not be removed: %s", stored.key, error)
+                continue
+            total_bytes -= stored.size_bytes
+            logger.info("template %s of image %s: removed", stored.key, stored.image)
+
+    def close(self) -> None:
+        """Let others remove the templates that this daemon has used."""
+        while self._used:
+            os.close(self._used.popitem()[1])
+
+    def _use(self, key: str) -> None:
+        """Keep a template from being removed by others. Waits at most for the removal of one."""
+        if key not in self._used:
+            self._used[key] = lock(self._used_file(key), fcntl.LOCK_SH)
+
+    def _used_file(self, key: str) -> Path:
+        return self._directory / f"{key}.used"
 
     async def _remove(self, key: str) -> None:
         directory = self._directory / key

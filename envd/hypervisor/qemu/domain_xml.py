@@ -9,7 +9,6 @@ which swtpm_setup makes keys for 2 s.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from hashlib import sha256
 from pathlib import Path
 from uuid import UUID
@@ -35,7 +34,7 @@ _DISK_BUS = {Hardware.VIRTIO: ("virtio", "vd"), Hardware.PC: ("sata", "sd"), Har
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFiles:
+class DomainFiles:
     """Paths of one machine's own files."""
 
     directory: Path
@@ -91,23 +90,6 @@ class FirmwareFiles:
     vars_template: Path
 
 
-class Memory(Enum):
-    """How a machine maps its memory file."""
-
-    #: Writes go to the file: a machine that becomes a template.
-    SHARED = "on"
-    #: Writes stay private to the process: a fork, which waits for a state to load instead of booting.
-    PRIVATE = "off"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryFile:
-    """File of a machine's memory."""
-
-    path: Path
-    mode: Memory = Memory.SHARED
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
     """User that a libvirtd runs QEMU as, and security models that would deny QEMU our files."""
@@ -119,7 +101,7 @@ class Confinement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class DomainMark:
     """Our mark in a domain's metadata."""
 
     owner: str
@@ -136,9 +118,9 @@ def domain_xml(
     spec: MachineSpec,
     *,
     owner: str,
-    files: MachineFiles,
+    files: DomainFiles,
     accelerator: Accelerator,
-    memory: MemoryFile,
+    memory_path: Path,
     generation: UUID,
     template_disks: Sequence[Path] = (),
     firmware: FirmwareFiles | None = None,
@@ -149,8 +131,10 @@ def domain_xml(
 
     Args:
         owner: Id of the state directory that the machine belongs to.
+        memory_path: File of its memory. A machine that boots writes to it; a fork's writes stay private to its process.
         generation: Unique per fork: a guest that sees it change reseeds its random number generator.
-        template_disks: qcow2 files that a fork's overlays are on; empty for a machine that boots.
+        template_disks: qcow2 files that a fork's overlays are on; empty for a machine that boots. A fork waits for a
+            state to load.
         firmware: Required for UEFI images.
         tcg_cache_mib: Limit of the translation cache under TCG; 0 for QEMU's default.
         confinement: How a libvirtd confines it; None for the embedded driver, which envd configures.
@@ -174,7 +158,7 @@ def domain_xml(
     # A guest that stops or crashes is a lost machine; it must not restart unnoticed.
     _add(root, "on_poweroff", "destroy")
     # A template boots, and its installation may reboot.
-    _add(root, "on_reboot", "restart" if memory.mode is Memory.SHARED else "destroy")
+    _add(root, "on_reboot", "destroy" if template_disks else "restart")
     _add(root, "on_crash", "destroy")
     _add_devices(root, spec, files, accelerator, template_disks)
     if confinement is not None:
@@ -184,7 +168,7 @@ def domain_xml(
         for model in confinement.models:
             _add(root, "seclabel", type="none", model=model)
     command = _add(root, f"{{{QEMU_NS}}}commandline")
-    for argument in _qemu_arguments(spec, files, memory):
+    for argument in _qemu_arguments(spec, files, memory_path, is_fork=bool(template_disks)):
         etree.SubElement(command, f"{{{QEMU_NS}}}arg", {"value": argument})
     # With this capability libvirt queries about 480 processor features one by one, 0.35 s per start; without it, all at
     # once.
@@ -193,14 +177,14 @@ def domain_xml(
     return etree.tostring(root, encoding="unicode")
 
 
-def _qemu_arguments(spec: MachineSpec, files: MachineFiles, memory: MemoryFile) -> list[str]:
+def _qemu_arguments(spec: MachineSpec, files: DomainFiles, memory_path: Path, *, is_fork: bool) -> list[str]:
     """Return QEMU's arguments for devices that libvirt's XML cannot describe as we need them."""
     image, size_bytes = spec.image, spec.memory_mib << 20
     arguments = [
         *(
             "-object",
-            f"memory-backend-file,id={MEMORY},size={size_bytes},mem-path={_escape(memory.path)},"
-            f"share={memory.mode.value}",
+            f"memory-backend-file,id={MEMORY},size={size_bytes},mem-path={_escape(memory_path)},"
+            f"share={'off' if is_fork else 'on'}",
         ),
         *("-machine", f"memory-backend={MEMORY}"),
         *("-chardev", f"socket,id=envdagent,path={_escape(files.agent_socket)},server=on,wait=off"),
@@ -230,12 +214,12 @@ def _qemu_arguments(spec: MachineSpec, files: MachineFiles, memory: MemoryFile) 
             *("-netdev", f"user,id={_NETDEV},restrict=on,ipv6=off,{forward}"),
             *("-device", f"{card},netdev={_NETDEV},bus=pcie.0,addr=0x1e,romfile="),
         ]
-    if memory.mode is Memory.PRIVATE:
+    if is_fork:
         arguments += ["-incoming", "defer"]
     return arguments
 
 
-def _add_boot(root: etree._Element, spec: MachineSpec, files: MachineFiles, firmware: FirmwareFiles | None) -> None:
+def _add_boot(root: etree._Element, spec: MachineSpec, files: DomainFiles, firmware: FirmwareFiles | None) -> None:
     image = spec.image
     os_element = _add(root, "os")
     _add(os_element, "type", "hvm", arch="x86_64", machine="q35")
@@ -289,7 +273,7 @@ def _add_board(root: etree._Element, spec: MachineSpec, accelerator: Accelerator
 def _add_devices(
     root: etree._Element,
     spec: MachineSpec,
-    files: MachineFiles,
+    files: DomainFiles,
     accelerator: Accelerator,
     template_disks: Sequence[Path],
 ) -> None:
@@ -367,14 +351,14 @@ def read_confinement(capabilities: str, *, user_id: int, group_id: int) -> Confi
     return Confinement(user_id=user_id, group_id=group_id, models=tuple(sorted(names & {"apparmor", "selinux"})))
 
 
-def read_mark(xml: str) -> Mark | None:
+def read_mark(xml: str) -> DomainMark | None:
     """Return our mark in a domain's XML; None if the domain is not ours."""
     parser = etree.XMLParser(resolve_entities=False, no_network=True)
     element = etree.fromstring(xml.encode(), parser).find(f"metadata/{{{MARK_NS}}}machine")
     if element is None:
         return None
     owner, machine_id, directory = (element.get(name, "") for name in ("owner", "id", "directory"))
-    return Mark(owner=str(owner), machine_id=str(machine_id), directory=Path(str(directory)))
+    return DomainMark(owner=str(owner), machine_id=str(machine_id), directory=Path(str(directory)))
 
 
 def parse_forwarded_port(usernet: str) -> int | None:

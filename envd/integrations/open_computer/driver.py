@@ -1,7 +1,7 @@
 """Sets up and checks a task of OpenComputer in a guest, by OpenComputer's own code. Imports nothing of envd.
 
 `python3 open_computer_guest.py setup|check`, in a directory with the parts of OpenComputer's repository and a
-`request.json`. That code drives a sandbox from outside; `Sandbox` gives it the guest itself.
+`request.json`. That code drives a sandbox from outside; `GuestSandbox` gives it the guest itself.
 """
 
 import importlib
@@ -33,7 +33,7 @@ exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
-class Commands:
+class SandboxCommands:
     """Runs shell commands."""
 
     def run(self, command: str, timeout: float | None = None, background: bool = False) -> object:
@@ -50,7 +50,7 @@ class Commands:
         return base.CommandResult(command, stdout, stderr, 0)
 
 
-class Files:
+class SandboxFiles:
     """Writes files."""
 
     def write(self, path: str, data: str | bytes) -> None:
@@ -58,11 +58,11 @@ class Files:
         Path(path).write_bytes(data.encode() if isinstance(data, str) else data)
 
 
-class Sandbox:
+class GuestSandbox:
     """What OpenComputer's hooks call."""
 
-    commands = Commands()
-    files = Files()
+    commands = SandboxCommands()
+    files = SandboxFiles()
 
 
 def run(argv: Sequence[str], timeout_s: float) -> tuple[int, str, str]:
@@ -97,7 +97,7 @@ def set_up(request: Mapping[str, Any]) -> None:
     base, task = load("evaluation.apps.base"), request["task"]
     spec = load("evaluation.apps.registry").get_app_spec(task["app"])
     context = base.AppContext(
-        sandbox=Sandbox(), app_spec=spec, task=task, env_backend="docker",
+        sandbox=GuestSandbox(), app_spec=spec, task=task, env_backend="docker",
         display_width=request["screen"][0], display_height=request["screen"][1],
     )  # fmt: skip
     session.upload_task_env_files(context.sandbox, task)
@@ -124,7 +124,7 @@ def check(request: Mapping[str, Any]) -> None:
     spec = load("evaluation.apps.registry").get_app_spec(app)
     if spec.save_shortcut:
         save = load("evaluation.apps.save")
-        save.auto_save_app(Sandbox(), app, spec.save_shortcut, save_window_name=spec.save_window_name)
+        save.auto_save_app(GuestSandbox(), app, spec.save_shortcut, save_window_name=spec.save_window_name)
     time.sleep(3)  # as in OpenComputer, for applications that are still writing
     outputs: dict[str, dict[str, object]] = {}
     verifier = HERE / "verifiers" / app / f"{app}.py"

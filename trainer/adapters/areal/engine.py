@@ -45,6 +45,8 @@ class TurnRow:
     """Version of the weights that sampled each output id."""
     images: "tuple[Image.Image, ...]"
     """Images in order of appearance."""
+    value: float = 0.0
+    """The turn's return, once its episode has one."""
 
 
 class ArealEngine:

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
 from cuaenv.client import AsyncEnvClient, Checkpoint
-from trainer.adapters.areal.engine import ArealEngine, Ask
-from trainer.adapters.areal.rows import Rewarded, discounted
+from trainer.adapters.areal.engine import ArealEngine, Ask, TurnRow
+from trainer.adapters.areal.rows import discounted
 from trainer.agent.attempts import Environments, run_task
 from trainer.agent.branching import BranchContext, TreeMember
 from trainer.agent.forks import GroupMember
@@ -21,7 +21,7 @@ from trainer.agent.training import GroupConfig
 from trainer.agent.tree import Tree
 from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.config import ConfigError
-from trainer.rewards.credit import Member, sibling_credit
+from trainer.rewards.credit import CreditedMember, sibling_credit
 from trainer.tokens.chat import Chat
 from trainer.tokens.conversation import TokenConversation
 
@@ -56,18 +56,10 @@ class ArealConfig(GroupConfig):
 class GroupResult:
     """The rows and metrics of a group."""
 
-    rows: Sequence[Rewarded]
+    rows: Sequence[TurnRow]
     """One per turn; empty if all episodes are void."""
     metrics: Mapping[str, Sequence[float]]
     """Metrics by name, one value per episode that has it."""
-
-
-class Played(NamedTuple):
-    """An episode of a group."""
-
-    trajectory: Trajectory
-    parent_id: str = ""
-    """The episode that it branched from; empty if it began at the beginning of the task."""
 
 
 NewConversation = Callable[[], TokenConversation]
@@ -103,18 +95,20 @@ async def run_task_group(
         for conversation, engine in conversations
         for reply, row in zip(conversation.replies, engine.turns, strict=False)
     }
-    rewards = [_reward_of(trajectory, data, config) for trajectory, _ in played]
+    rewards = [_reward_of(trajectory, data, config) for trajectory in played]
     values = values_of(played, rewards, config)
-    rewarded: list[Rewarded] = []
+    rewarded: list[TurnRow] = []
     metrics: dict[str, list[float]] = {name: [] for name in _METRICS}
-    for (trajectory, _), reward, of_turns in zip(played, rewards, values, strict=True):
+    for trajectory, reward, of_turns in zip(played, rewards, values, strict=True):
         metrics["void"].append(float(reward is None))
         metrics["undecided"].append(float(ruling_on(trajectory).owner is Owner.UNDECIDED))
         if reward is None or trajectory.evaluation is None:
             continue
         # Shared turns are trained in the episode that sampled them.
         own = trajectory.turns[trajectory.shared_turn_count :]
-        rewarded += (Rewarded(rows_by_reply[id(turn.reply)], value) for turn, value in zip(own, of_turns, strict=True))
+        rewarded += (
+            replace(rows_by_reply[id(turn.reply)], value=value) for turn, value in zip(own, of_turns, strict=True)
+        )
         metrics["reward"].append(reward)
         metrics["task_score"].append(trajectory.evaluation.score)
         metrics["turns"].append(float(len(trajectory.turns)))
@@ -128,25 +122,24 @@ async def run_task_group(
 
 async def _run_members(
     environments: Environments, start: str | Checkpoint, new_conversation: NewConversation, config: ArealConfig
-) -> list[Played]:
+) -> list[Trajectory]:
     """Play the members of a group together; each repeats its own losses, alone."""
     key, size = object(), config.group_size
     tree = Tree[BranchContext](root_count=config.branch_roots)
     options: dict[str, Any] = {"settings": config.agent, "pool": config.pool, "attempts": config.attempts}
 
-    async def play() -> Played:
+    async def play() -> Trajectory:
         if not isinstance(environments, AsyncEnvClient):
-            return Played(await run_task(environments, start, new_conversation, **options))
+            return await run_task(environments, start, new_conversation, **options)
         if config.group == "fork":
             in_group = GroupMember(environments, group=key, size=size, wait_s=config.group_wait_s)
-            return Played(await run_task(in_group, start, new_conversation, **options))
+            return await run_task(in_group, start, new_conversation, **options)
         member = TreeMember(environments, tree, config=config, size=size)
 
         async def run(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
             return await member.run(episode, cast(TokenConversation, conversation), settings=config.agent)
 
-        trajectory = await run_task(member, start, new_conversation, run=run, **options)
-        return Played(trajectory, member.context.episode_id if member.context else "")
+        return await run_task(member, start, new_conversation, run=run, **options)
 
     async with asyncio.TaskGroup() as tasks:
         playing = [tasks.create_task(play()) for _ in range(size)]
@@ -160,7 +153,9 @@ def _reward_of(trajectory: Trajectory, data: Mapping[str, Any], config: ArealCon
     return config.breakdown_of(trajectory.facts(max_turns=config.agent.max_turns, metadata=data)).total
 
 
-def values_of(played: Sequence[Played], rewards: Sequence[float | None], config: ArealConfig) -> list[Sequence[float]]:
+def values_of(
+    played: Sequence[Trajectory], rewards: Sequence[float | None], config: ArealConfig
+) -> list[Sequence[float]]:
     """Return what AReaL gets as the reward of each turn that an episode took itself; without a reward, none. Pure.
 
     AReaL's advantages are these values, see `trainer.adapters.areal.checks`: discounted rewards, or with
@@ -168,14 +163,14 @@ def values_of(played: Sequence[Played], rewards: Sequence[float | None], config:
     """
     if config.credit == "siblings":
         members = [
-            Member(
+            CreditedMember(
                 name=trajectory.episode_id or f"void {number}",
-                parent=parent,
+                parent=trajectory.parent_episode_id,
                 shared_count=trajectory.shared_turn_count,
                 turn_count=len(trajectory.turns),
                 reward=reward,
             )
-            for number, ((trajectory, parent), reward) in enumerate(zip(played, rewards, strict=True))
+            for number, (trajectory, reward) in enumerate(zip(played, rewards, strict=True))
         ]
         return [credit.advantages for credit in sibling_credit(members, by_deviation=False)]
     return [
@@ -184,5 +179,5 @@ def values_of(played: Sequence[Played], rewards: Sequence[float | None], config:
         ]
         if reward is not None
         else ()
-        for (trajectory, _), reward in zip(played, rewards, strict=True)
+        for trajectory, reward in zip(played, rewards, strict=True)
     ]

@@ -1,7 +1,6 @@
 """Convert turns into AReaL's training rows: one row per turn, padded on the right."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trainer.adapters.areal.engine import TurnRow
@@ -18,32 +17,24 @@ _TYPES: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Rewarded:
-    """A turn and its return."""
-
-    turn: TurnRow
-    value: float
-
-
 def discounted(reward: float, *, turn_count: int, discount: float) -> list[float]:
     """Return each turn's return: the episode's reward at the last turn, discounted backwards. Pure."""
     return [reward * discount ** (turn_count - 1 - turn) for turn in range(turn_count)]
 
 
-def columns(rows: Sequence[Rewarded], *, image_id: int | None) -> dict[str, list[list[float]]]:
+def columns(rows: Sequence[TurnRow], *, image_id: int | None) -> dict[str, list[list[float]]]:
     """Return the columns of shape (rows, longest row's tokens). Pure.
 
     Prompts have mask 0, log-probability 0 and version -1; padding is 0 everywhere. `mm_token_type_ids`, 1 for image
     placeholders, exists if any row has images.
     """
-    width = max(len(row.turn.input_ids) + len(row.turn.output_ids) for row in rows)
+    width = max(len(row.input_ids) + len(row.output_ids) for row in rows)
 
     def padded(prompt: Sequence[float], reply: Sequence[float]) -> list[float]:
         return [*prompt, *reply, *[0] * (width - len(prompt) - len(reply))]
 
     made: dict[str, list[list[float]]] = {name: [] for name in _TYPES}
-    for turn in (row.turn for row in rows):
+    for turn in rows:
         prompt, reply = len(turn.input_ids), len(turn.output_ids)
         made["input_ids"].append(padded(turn.input_ids, turn.output_ids))
         made["loss_mask"].append(padded([0] * prompt, [1] * reply))
@@ -51,12 +42,12 @@ def columns(rows: Sequence[Rewarded], *, image_id: int | None) -> dict[str, list
         made["versions"].append(padded([-1] * prompt, turn.versions))
         made["attention_mask"].append(padded([1] * prompt, [1] * reply))
         made["mm_token_type_ids"].append(padded([int(token == image_id) for token in turn.input_ids], [0] * reply))
-    if not any(row.turn.images for row in rows):
+    if not any(row.images for row in rows):
         del made["mm_token_type_ids"]
     return made
 
 
-def batch(rows: Sequence[Rewarded], chat: Chat) -> dict[str, Any]:
+def batch(rows: Sequence[TurnRow], chat: Chat) -> dict[str, Any]:
     """Return rows as AReaL's tensors: `columns`, `rewards` of shape (rows,), and images.
 
     With images, `multi_modal_input` has `pixel_values` and `image_grid_thw` of each row. Images repeat from turn to
@@ -73,5 +64,5 @@ def batch(rows: Sequence[Rewarded], chat: Chat) -> dict[str, Any]:
     }
     made["rewards"] = torch.tensor([row.value for row in rows], dtype=torch.float32)
     if "mm_token_type_ids" in made:
-        made["multi_modal_input"] = [chat.tensors(row.turn.images, row.turn.input_ids) or {} for row in rows]
+        made["multi_modal_input"] = [chat.tensors(row.images, row.input_ids) or {} for row in rows]
     return made

@@ -9,7 +9,6 @@ off-policy: `--use-tis` or `--use-rollout-logprobs` must weight them.
 """
 
 import asyncio
-import io
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,15 +17,13 @@ from trainer.agent.types import ModelFailed, Trajectory, data_uri
 from trainer.replay.injection import Injection, inject
 from trainer.replay.pool import ReplayPool
 from trainer.replay.reader import read_jsonl
-from trainer.replay.trajectory import StoredTrajectory, TokenRow, image_bytes
+from trainer.replay.trajectory import StoredTrajectory, TokenRow, image_of
 from trainer.slime import slime_compat
-from trainer.slime.config import Replay, SlimeConfig
+from trainer.slime.config import ReplayConfig, SlimeConfig
 from trainer.slime.play.samples import facts_of, flatten, is_void, make_void, note, reset_sample, set_status, spread
 from trainer.slime.slime_compat import Sample
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from trainer.tokens.rows import Row
 
 logger = logging.getLogger(__name__)
@@ -35,7 +32,7 @@ logger = logging.getLogger(__name__)
 _PENDING_KEY = "envd_replay"
 
 
-def load_files(pool: ReplayPool, replay: Replay) -> None:
+def load_files(pool: ReplayPool, replay: ReplayConfig) -> None:
     """Add the successes of the configured files to a pool. Raises: OSError."""
     for file in replay.files:
         read = read_jsonl(file, success_at=replay.success_at, max_per_task=replay.max_per_task)
@@ -174,14 +171,8 @@ def build_tensors(args: Any, samples: Sequence[Sample]) -> None:
             continue
         trajectory, row = pending
         try:
-            images = [_image(trajectory.images[index]) for index in row.images]
+            images = [image_of(trajectory.images[index]) for index in row.images]
             sample.multimodal_train_inputs = slime_compat.chat(args).tensors(images, row.tokens)
         except (ModelFailed, OSError) as error:
             logger.warning("[envd] sample %s: replay of %s is void: %s", sample.index, trajectory.task_id, error)
             make_void(sample, args, status="FAILED", reason="replay")
-
-
-def _image(uri: str) -> "Image.Image":
-    from PIL import Image  # noqa: PLC0415 -- only replays with screenshots need it
-
-    return Image.open(io.BytesIO(image_bytes(uri))).convert("RGB")

@@ -10,7 +10,7 @@ import pytest
 from cuaenv.region import Region
 from envd.base.config import SettlePolicy
 from envd.bench.settle import judge, settle_report
-from envd.bench.settle_recording import Change, RecordedStep, Refresh, replay_settling
+from envd.bench.settle_recording import Change, Refresh, StepRecording, replay_settling
 from tests.support.command import run_envd
 
 MENU = Region(x_px=0, y_px=0, width_px=200, height_px=100)
@@ -18,7 +18,7 @@ QUIET = SettlePolicy(idle_ms=0, quiet_ms=300)
 INPUT_S = 50.0
 
 
-def recorded(*changes_s: float, until_s: float = 6.0, works_until_s: float = 0.0) -> RecordedStep:
+def recorded(*changes_s: float, until_s: float = 6.0, works_until_s: float = 0.0) -> StepRecording:
     """Return a step, refreshed every 10 ms, whose changes are given in seconds after the input."""
     refreshes = [
         Refresh(INPUT_S + n / 100, INPUT_S + n / 100 + 0.005, 7.0 + min(n / 100, works_until_s))
@@ -26,7 +26,15 @@ def recorded(*changes_s: float, until_s: float = 6.0, works_until_s: float = 0.0
     ]
     times_s = [INPUT_S + time_s for time_s in changes_s]
     changes = [Change(time_s, MENU, is_blink=False, pixels=None) for time_s in times_s]
-    return RecordedStep(input_s=INPUT_S, may_act_late=False, refreshes=refreshes, changes=changes, content_s=times_s)
+    return StepRecording(
+        input_s=INPUT_S,
+        may_act_late=False,
+        was_clicked=False,
+        reacts_before_answer=False,
+        refreshes=refreshes,
+        changes=changes,
+        content_s=times_s,
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,6 +80,16 @@ async def test_an_idle_guest_settles_early_in_a_recording_unless_a_key_may_act_l
     assert at_s - INPUT_S == pytest.approx(0.27, abs=0.04)
     _, at_s = await replay_settling(replace(step, may_act_late=True), policy)
     assert at_s - INPUT_S == pytest.approx(0.4, abs=0.02)
+
+
+async def test_a_native_guest_settles_once_it_is_idle_but_not_while_a_button_shows_that_it_was_clicked() -> None:
+    step, policy = replace(recorded(0.01), reacts_before_answer=True), SettlePolicy()
+    _, at_s = await replay_settling(step, policy)
+    assert at_s - INPUT_S == pytest.approx(0.055, abs=0.03)
+    _, at_s = await replay_settling(replace(step, was_clicked=True), policy)
+    assert at_s - INPUT_S == pytest.approx(0.11, abs=0.02)
+    _, at_s = await replay_settling(replace(step, was_clicked=True, reacts_before_answer=False), policy)
+    assert at_s - INPUT_S == pytest.approx(0.31, abs=0.03), "the fixed quiet time: the input may not have arrived"
 
 
 async def test_the_report_compares_policies_on_the_same_steps() -> None:

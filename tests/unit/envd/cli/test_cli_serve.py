@@ -8,6 +8,7 @@ import pytest
 from envd.base.errors import ConfigError
 from envd.cli.options import load_config
 from envd.cli.serve import is_ready, progress_line
+from envd.pool.backoff import BreakerState
 from tests.support.command import run_envd
 from tests.support.stub_episodes import pool_info
 
@@ -24,6 +25,13 @@ def test_the_progress_of_a_pool_is_printed_from_its_first_machine_to_its_last() 
     one_ready = replace(forking, idle_count=1, starting_count=1)
     assert progress_line(one_ready, size=2) == "pool desktop: 1 of 2 machines ready, 1 starting"
     assert progress_line(replace(STARTING, idle_count=2), size=2) == "pool desktop: ready, 2 machines of image debian"
+
+
+def test_a_pool_whose_machines_do_not_start_says_so() -> None:
+    failing = replace(STARTING, breaker=BreakerState.HALF_OPEN, problem="6 failures in a row: no session")
+    assert progress_line(failing, size=2) == (
+        "pool desktop: FAILING, no machine starts; 6 failures in a row: no session"
+    )
 
 
 def test_a_leased_machine_counts_as_ready() -> None:

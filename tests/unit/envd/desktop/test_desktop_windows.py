@@ -45,6 +45,10 @@ class WindowsChannels:
     answers: dict[str, bytes] = field(default_factory=dict)
     """Output by name of script; others fail."""
 
+    @property
+    def reacts_before_answer(self) -> bool:
+        return False
+
     def processor_s(self) -> float | None:
         return None
 

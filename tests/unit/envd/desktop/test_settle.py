@@ -153,7 +153,12 @@ async def settled(screen: DrawnScreen, policy: SettlePolicy = POLICY) -> tuple[b
 
 
 async def result_of(
-    screen: DrawnScreen, policy: SettlePolicy = POLICY, *, input_s: float = 0.0, was_idle: bool = False
+    screen: DrawnScreen,
+    policy: SettlePolicy = POLICY,
+    *,
+    input_s: float = 0.0,
+    was_idle: bool = False,
+    reacts_before_answer: bool = False,
 ) -> SettleResult:
     return await settle(
         screen,  # type: ignore[arg-type]
@@ -161,6 +166,7 @@ async def result_of(
         input_s=input_s,
         was_idle=was_idle,
         processor_s=screen.processor_s,
+        reacts_before_answer=reacts_before_answer,
         likely_settled=screen.likely_settled,
         monotonic=screen.monotonic,
         sleep=screen.sleep,
@@ -183,6 +189,25 @@ async def test_a_screen_settles_after_the_quiet_time(
     is_settled, settle_ms, changes = await settled(screen)
     assert (is_settled, changes) == (True, change_count)
     assert bounds_ms[0] <= settle_ms <= bounds_ms[1]
+
+
+@pytest.mark.parametrize(
+    ("screen", "bounds_ms"),
+    [
+        (DrawnScreen([]), (40, 80)),
+        # It drew within the time that the least reading shows as work.
+        (DrawnScreen([0.02]), (60, 100)),
+        # It works and draws later.
+        (DrawnScreen([0.5], busy_until_s=0.5), (540, 600)),
+    ],
+)
+async def test_a_guest_whose_display_answers_after_its_programs_have_the_input_settles_once_it_is_idle(
+    screen: DrawnScreen, bounds_ms: tuple[int, int]
+) -> None:
+    result = await result_of(screen, IDLE, reacts_before_answer=True)
+    assert (result.settled, result.change_count) == (True, len(screen.changes_s))
+    assert bounds_ms[0] <= result.settle_ms <= bounds_ms[1]
+    assert (await result_of(DrawnScreen([]), IDLE)).settle_ms >= 300, "QEMU's may not have reached the guest"
 
 
 async def test_a_guest_that_is_always_busy_is_waited_for_a_bounded_time() -> None:

@@ -10,7 +10,7 @@ from cuaenv.actions import Click, Done, PressKeys, Scroll
 from cuaenv.region import Region
 from envd.base.clock import SystemClock
 from envd.base.config import SettlePolicy
-from envd.base.store.statements import AnswerRow, EpisodeRow, upsert
+from envd.base.store.statements import AnswerRow, EpisodeRow, Statement, upsert
 from envd.base.store.store import SqliteStore
 from envd.desktop.observation import (
     ActionOutcome,
@@ -26,9 +26,9 @@ from envd.desktop.view import ConnectionState
 from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, stored_in, without_pixels
 from envd.episodes.progress import AutomaticCheckpoints, EpisodeState, Progress, ScoreResult
 from envd.episodes.recovery import RecoveryOutcome, decide, load_persisted
-from envd.episodes.types import GroupResult, StepResult
+from envd.episodes.types import OpenedGroup, StepResult
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.evaluate import CheckResult
+from envd.tasks.text import CheckResult
 from envd.tasks.user import Exchange
 from tests.support.episode_values import NOON, episode_info, episode_spec
 
@@ -119,6 +119,8 @@ LAPSED = {"expire_time_s": NOW_S - 1}
         ({"expire_time_s": 1e308}, [], True, RecoveryOutcome.EXPIRED, "damaged"),
         ({"epoch": 1 << 31}, [], True, RecoveryOutcome.EXPIRED, "damaged"),
         ({"expire_time_s": math.inf}, [], True, RecoveryOutcome.EXPIRED, "damaged"),
+        ({"progress": r'{"end_reason": "\ud800"}'}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
+        ({"connection": dump(replace(CONNECTION, home="\udfff"))}, [], True, RecoveryOutcome.EXPIRED, "incompatible"),
         ({"progress": '{"later": 1}'}, [], True, RecoveryOutcome.EXPIRED, "incompatible release"),
         (
             {"progress": '{"last_action": {"action": "done", "colour": 1}}'},
@@ -155,12 +157,14 @@ async def test_a_database_with_values_of_wrong_types_does_not_stop_the_start(tmp
         upsert(replace(row(), episode_id="ep-2", expire_time_s="abc")),  # type: ignore[arg-type]
         upsert(replace(row(), episode_id="ep-3", spec=b"abc")),  # type: ignore[arg-type]
         upsert(replace(answer, request_id="s", time_s="abc")),  # type: ignore[arg-type]
+        upsert(replace(row(), episode_id="ep-4")),
+        Statement("UPDATE episodes SET spec = CAST(x'ff' AS TEXT) WHERE episode_id = 'ep-4'", ()),
     )
     tasks = TaskCatalogue([])
     state = await load_persisted(store, clock=SystemClock(), pools={"desktop"}, tasks=tasks)
     await store.aclose()
     assert {decision.outcome for decision in state.decisions} == {RecoveryOutcome.EXPIRED}
-    assert len(state.decisions) == 3
+    assert len(state.decisions) == 4
     assert [each.request_id for each in state.answers] == ["r"]
 
 
@@ -170,6 +174,14 @@ def test_a_step_is_persisted_without_pixels_and_otherwise_complete() -> None:
     assert kept == replace(STEP, observation=replace(SEEN, frame=frame))
 
 
+def test_half_of_a_surrogate_pair_is_kept_in_a_guests_text_and_refused_elsewhere() -> None:
+    outcome = ActionOutcome(error="\ud800", output="\udfff")
+    assert load(ActionOutcome, dump(outcome)) == outcome
+    assert load(Progress, dump(Progress(cause="\ud800"))).cause == "\ud800"
+    with pytest.raises(ValueError, match="lone surrogate"):
+        load(StepResult, dump(without_pixels(STEP)).replace('"frame_id": "f"', r'"frame_id": "\ud800"'))
+
+
 def test_long_text_is_not_persisted() -> None:
     long = replace(STEP, observation=replace(SEEN, a11y_tree="x" * (MAX_TEXT_CHARS + 1), terminal="y" * MAX_TEXT_CHARS))
     kept = without_pixels(long).observation
@@ -177,11 +189,11 @@ def test_long_text_is_not_persisted() -> None:
 
 
 def test_a_group_is_persisted_without_pixels() -> None:
-    group = GroupResult(episodes=(INFO, INFO), observations=(SEEN, SEEN), instruction="Do it.", timings_ms={})
+    group = OpenedGroup(episodes=(INFO, INFO), observations=(SEEN, SEEN), instruction="Do it.", timings_ms={})
     text = dump(without_pixels(group))
     assert "iVBOR" not in text
     assert len(text) < 4096
-    assert load(GroupResult, text).episodes == (INFO, INFO)
+    assert load(OpenedGroup, text).episodes == (INFO, INFO)
 
 
 def test_a_row_has_everything_that_an_episode_has_done() -> None:

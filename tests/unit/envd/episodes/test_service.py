@@ -10,6 +10,7 @@ import pytest
 
 from cuaenv.actions import Done, PressKeys, TypeText
 from cuaenv.region import Region
+from cuaenv.results import UnrecordedRequest
 from envd.base.clock import LoopLag
 from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import (
@@ -36,14 +37,13 @@ from envd.base.errors import (
     TaskNotFound,
     TokenQuotaReached,
 )
-from envd.base.losses import Loss, Owner, Silence
-from envd.desktop.gateway import UnrecordedRequest
+from envd.base.losses import Loss, LossOwner, Silence
 from envd.desktop.observation import A11yFormat, ObservationOptions
 from envd.episodes.lease import MAX_CALL_S
 from envd.episodes.progress import EpisodeState
 from envd.episodes.resetting import choose_pool
 from envd.hypervisor.machine import DiskImage, GuestOs
-from envd.pool.pool import Pool, PoolHost, PoolSettings
+from envd.pool.pool import Pool, PoolHost, PoolParameters
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import CAPACITY, TASK, World
 from tests.support.stubs import StubHypervisor
@@ -166,7 +166,7 @@ def make_pool(
     name: str, *, image: str = "desktop", os: GuestOs = GuestOs.LINUX, provides: frozenset[str] = frozenset()
 ) -> Pool:
     disk = DiskImage(name=image, digest="0" * 64, disk=Path("/nowhere"), os=os, provides=provides)
-    return Pool(PoolSettings(name=name, capacity=1, size=0), image=disk, host=PoolHost(hypervisor=StubHypervisor()))
+    return Pool(PoolParameters(name=name, capacity=1, size=0), image=disk, host=PoolHost(hypervisor=StubHypervisor()))
 
 
 def test_the_pool_is_the_requested_one_or_the_tasks_own_or_the_only_one_that_fits() -> None:
@@ -379,7 +379,7 @@ async def test_a_libvirtd_that_is_away_says_nothing_about_the_machine(world: Wor
 
 # -- a guest that ends itself ---------------------------------------------------------------------------------------
 
-POWER_OFF = Loss(Owner.GUEST, "QEMU reports guest-shutdown", "POWER_OFF")
+POWER_OFF = Loss(LossOwner.GUEST, "QEMU reports guest-shutdown", "POWER_OFF")
 
 
 async def test_a_step_in_which_the_guest_powers_off_ends_the_episode_and_scores_0(

@@ -1,18 +1,23 @@
 """The recipe of an image, its files, and the digest of both."""
 
 import re
+import tarfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from envd.base.errors import ImageError
 from envd.hypervisor.machine import GuestOs
-from envd.images.build import KERNEL_CMDLINE, _run
+from envd.images import build
+from envd.images.build import KERNEL_CMDLINE, _run, build_image
+from envd.images.catalogue import ImageCatalogue
 from envd.images.recipe import (
     PYTHON_PACKAGES,
     WINDOWS_PROGRAMS,
     WINDOWS_SOURCES,
     desktop_recipe,
+    for_containers,
     osworld_recipe,
     overlay_files,
     recipe_digest,
@@ -89,3 +94,55 @@ def test_the_error_of_a_failed_tool_has_the_end_of_its_output() -> None:
 
 def test_the_kernel_starts_without_mitigations_that_slow_an_emulated_guest() -> None:
     assert "mitigations=off" in KERNEL_CMDLINE.split()
+
+
+def test_the_recipe_for_containers_has_the_same_programs_and_nothing_to_boot_by() -> None:
+    desktop, recipe = desktop_recipe(), for_containers(desktop_recipe())
+    assert (recipe.name, recipe.kernel_package) == ("desktop", "")
+    assert (
+        {"tigervnc-standalone-server", "mousepad", "qemu-guest-agent"} <= set(recipe.packages) < set(desktop.packages)
+    )
+    assert not {"initramfs-tools", "systemd-sysv", "xserver-xorg-core"} & set(recipe.packages)
+    files = overlay_files(recipe)
+    assert {"usr/lib/envd/session", "usr/lib/envd/guestd/__main__.py", "usr/lib/envd/customize.sh"} <= set(files)
+    assert not [path for path in files if path.startswith(("etc/systemd/", "etc/initramfs-tools/", "etc/fstab"))]
+    assert recipe_digest(recipe, files) != recipe_digest(desktop, overlay_files(desktop))
+
+
+@pytest.mark.parametrize(("user_id", "mode"), [(0, "root"), (1000, "unshare")])
+def test_the_files_of_containers_are_built_as_an_archive_also_without_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user_id: int, mode: str
+) -> None:
+    commands: list[list[str]] = []
+
+    def bootstrap(command: list[str], **_: object) -> None:
+        commands.append(command)
+        Path(command[-1]).write_bytes(b"files")
+        (hook,) = (each for each in command if "download /var/lib/dpkg/status" in each)
+        status = "Package: tint2\nStatus: install ok installed\nVersion: 1\nArchitecture: all\n"
+        Path(hook.split()[-1]).write_text(status)
+        (copy,) = (each for each in command if each.startswith("--extract-hook=tar-in "))
+        with tarfile.open(copy.split()[1]) as tar:
+            session = tar.getmember("./usr/lib/envd/session")
+            assert (session.uid, session.uname, session.mode & 0o111) == (0, "root", 0o111)
+
+    monkeypatch.setattr("os.geteuid", lambda: user_id)
+    monkeypatch.setattr(build, "_require_tools", lambda _: None)
+    monkeypatch.setattr(build, "_run", bootstrap)
+    catalogue = ImageCatalogue(tmp_path)
+    image = build_image(for_containers(desktop_recipe()), catalogue)
+    assert f"--mode={mode}" in commands[0]
+    assert (image.firmware, image.disk_format, image.kernel) == ("none", "tar", "")
+    assert catalogue.packages(image) == {"tint2"}
+    assert catalogue.disk_of(image).read_bytes() == b"files"
+
+
+def test_without_root_the_build_for_containers_needs_uidmap_and_the_other_needs_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setattr("shutil.which", lambda name: None if name == "newuidmap" else f"/usr/bin/{name}")
+    with pytest.raises(ImageError, match="needs newuidmap; install the package uidmap"):
+        build_image(for_containers(desktop_recipe()), ImageCatalogue(tmp_path))
+    with pytest.raises(ImageError, match="needs root"):
+        build_image(desktop_recipe(), ImageCatalogue(tmp_path))

@@ -7,8 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, HypervisorUnavailable, PoolExhausted
-from envd.desktop.agent import CommandResult
+from cuaenv.results import CommandResult
+from envd.base.errors import (
+    Draining,
+    GuestUnresponsive,
+    HypervisorError,
+    HypervisorUnavailable,
+    PoolExhausted,
+    PoolFailing,
+)
+from envd.pool.backoff import BreakerState
 from envd.pool.pool import Pool
 from envd.pool.room import HostRoom
 from tests.support.clock import begun, run_ready
@@ -337,6 +345,30 @@ async def test_a_display_that_fails_in_the_template_test_causes_a_new_boot(
     assert world.hypervisor.machines == {}
     await world.clock.advance(1.0)
     assert idle_count(pool) == 1
+
+
+async def test_a_template_whose_boot_used_all_of_its_time_makes_the_pool_refuse_groups_at_once(
+    world: PoolWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def never_ready(_: StubDesktop, *, timeout_s: float) -> None:
+        await world.clock.sleep(timeout_s)
+        raise GuestUnresponsive("its session did not come up")
+
+    pool = world.make(capacity=1, boot_timeout_s=300.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(StubDesktop, "wait_ready", never_ready)
+        await start(pool)
+        waiting = await begun(pool.lease(1, timeout_s=3600.0))
+        await world.clock.advance(300.0)
+        with pytest.raises(PoolFailing, match="its session did not come up"):
+            await waiting
+        assert pool.statistics().breaker is not BreakerState.CLOSED
+        assert pool.statistics().problem.startswith("1 failure, so resets are refused until a machine starts")
+        assert [r.levelname for r in caplog.records if "FAILING: no machine starts" in r.message] == ["ERROR"]
+    await world.clock.advance(1.0)
+    assert idle_count(pool) == 1
+    assert pool.statistics().breaker is BreakerState.CLOSED
+    assert "a machine has started; resets are served again" in caplog.text
 
 
 async def test_a_removed_template_is_rebuilt_when_a_fork_of_it_fails(

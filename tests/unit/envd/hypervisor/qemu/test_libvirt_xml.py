@@ -12,10 +12,8 @@ from lxml import etree
 from envd.hypervisor.machine import Accelerator, DiskImage, Drive, Firmware, GuestOs, Hardware, MachineSpec
 from envd.hypervisor.qemu.domain_xml import (
     Confinement,
+    DomainFiles,
     FirmwareFiles,
-    MachineFiles,
-    Memory,
-    MemoryFile,
     domain_name,
     domain_xml,
     parse_forwarded_port,
@@ -23,7 +21,7 @@ from envd.hypervisor.qemu.domain_xml import (
     read_mark,
 )
 
-FILES = MachineFiles(directory=Path("/state/machines/m1"))
+FILES = DomainFiles(directory=Path("/state/machines/m1"))
 LINUX = DiskImage(
     name="desktop",
     digest="d" * 64,
@@ -52,9 +50,9 @@ def xml(
     image: DiskImage = LINUX,
     *,
     machine_id: str = "m1",
-    files: MachineFiles = FILES,
+    files: DomainFiles = FILES,
     accelerator: Accelerator = Accelerator.TCG,
-    memory: MemoryFile | None = None,
+    memory_path: Path = Path("/templates/m1.ram"),
     template_disks: Sequence[Path] = (),
     firmware: FirmwareFiles | None = OVMF,
     tcg_cache_mib: int = 0,
@@ -66,7 +64,7 @@ def xml(
         owner="abcd",
         files=files,
         accelerator=accelerator,
-        memory=memory or MemoryFile(path=Path("/templates/m1.ram")),
+        memory_path=memory_path,
         generation=GENERATION,
         template_disks=template_disks,
         firmware=firmware,
@@ -137,8 +135,7 @@ def test_a_booting_machine_writes_to_its_memory_file_and_a_fork_maps_it_privatel
     assert f"memory-backend-file,id=env.ram,size={1024 << 20},mem-path=/templates/m1.ram,share=on" in booting
     assert "memory-backend=env.ram" in booting
     assert "-incoming" not in booting
-    frozen = MemoryFile(path=Path("/templates/a,b.ram"), mode=Memory.PRIVATE)
-    fork = qemu_arguments(xml(memory=frozen))
+    fork = qemu_arguments(xml(memory_path=Path("/templates/a,b.ram"), template_disks=(Path("/templates/a.qcow2"),)))
     assert "mem-path=/templates/a,,b.ram,share=off" in fork
     assert "-incoming defer" in fork
 
@@ -210,7 +207,7 @@ def test_the_translation_cache_is_limited_only_under_tcg() -> None:
 
 
 def test_commas_in_paths_do_not_become_options() -> None:
-    root = xml(files=MachineFiles(directory=Path("/state/a,readonly=on/m1")))
+    root = xml(files=DomainFiles(directory=Path("/state/a,readonly=on/m1")))
     assert "path=/state/a,,readonly=on/m1/agent.sock" in qemu_arguments(root)
 
 

@@ -9,21 +9,21 @@ from PIL import Image
 
 from trainer.adapters.areal.engine import TurnRow
 from trainer.adapters.areal.group import ArealConfig
-from trainer.adapters.areal.rows import Rewarded, columns, discounted
+from trainer.adapters.areal.rows import columns, discounted
 from trainer.config import ConfigError
 
 PAD = 9
 
 
-def turn(asked: list[int], said: list[int], *, image_count: int = 0) -> Rewarded:
-    row = TurnRow(
+def turn(asked: list[int], said: list[int], *, image_count: int = 0) -> TurnRow:
+    return TurnRow(
         input_ids=tuple(asked),
         output_ids=tuple(said),
         log_probs=tuple(-0.1 * token for token in said),
         versions=(4,) * len(said),
         images=(Image.new("RGB", (32, 32)),) * image_count,
+        value=1.0,
     )
-    return Rewarded(row, 1.0)
 
 
 def test_rewards_are_discounted_backwards_from_the_last_turn() -> None:

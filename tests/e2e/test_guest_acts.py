@@ -1,7 +1,8 @@
-"""What a policy can do to its own machine, and what becomes of the episode: each act, played on a real machine.
+"""What a policy can do to its own machine, and what becomes of the episode: each act, on a virtual machine and in a
+container.
 
 `make test-full` runs them; with `-s` they print the table. `ENVD_TEST_IMAGE` names another image: `osworld`, whose user
-may become root, or `wine`, whose tasks are for Windows.
+may become root, or `wine`, whose tasks are for Windows and which runs on virtual machines alone.
 """
 
 import base64
@@ -9,9 +10,10 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ from pydantic import TypeAdapter
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Done, EnvError, GuestEnded, PressKeys, TypeText, View, Wait
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.images.catalogue import ImageCatalogue
-from envd.pool.pool import PoolSettings
+from envd.pool.pool import PoolParameters
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
+from tests.support.containers import desktop_image, machine_processes
 from tests.support.real_desktops import served_machines
 
-pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
 
 DISK_MIB = 900
 QUOTA_MIB = 400
@@ -72,8 +75,8 @@ class Act:
     """A command of the agent's user."""
     root: str = ""
     """A command of root, for images whose user may become root."""
-    host: Callable[[int, Path], None] | None = None
-    """What happens to the host, given the process of the machine and the directory of its files."""
+    host: Callable[[list[int], Path], None] | None = None
+    """What happens to the host, given the processes of the machine and the directory of its files."""
     types: bool = False
     """Whether the agent then types a character that guestd must type."""
     outcome: str = "scored"
@@ -81,9 +84,18 @@ class Act:
     causes: frozenset[str] = frozenset({""})
     score: float | None = 0
     images: tuple[str, ...] = (*LINUX, *WINE)
+    in_container: frozenset[str] | None = None
+    """Causes in a container, where they differ: the session's user cannot end its X server, and a session that its user
+    has ended does not start again; nothing in it can end the kernel; and its disk is as large as its quota."""
 
 
-def fill_host(_pid: int, directory: Path) -> None:
+def send(number: signal.Signals, pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def fill_host(_pids: list[int], directory: Path) -> None:
     free_bytes = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
     subprocess.run(["fallocate", "-l", str(free_bytes - 4096), directory / "filler"], check=True)
 
@@ -94,6 +106,7 @@ def ended(*causes: str) -> frozenset[str]:
 
 BY_SESSION = ended("", "SESSION_ENDED", "UNCHECKABLE", "UNRESPONSIVE")
 
+X = "'^Xorg$|^Xtigervnc$'"
 AGENT = "envd-wine-agent" if IS_WINE else "qemu-guest-agent"
 CLIPBOARD_OWNER = "printf 42 | xclip -selection clipboard -i; pkill -STOP xclip"
 FILL_GUEST = "for size in 4G 1G 256M 64M 16M 4M 1M 64K 4K; do while fallocate -l $size f$RANDOM; do :; done; done"
@@ -124,13 +137,24 @@ ACTS = {
     "stop guestd, then type": Act(user="pkill -STOP -f guestd", types=True, images=LINUX),
     "kill guestd, command": Act(task="command", user="pkill -9 -f guestd", images=LINUX),
     "stop guestd, window": Act(task="window", user="pkill -STOP -f guestd", images=LINUX),
-    "kill all own processes": Act(user="kill -9 -1"),
-    "kill all own processes, then type": Act(user="kill -9 -1", types=True),
+    "kill all own processes": Act(user="kill -9 -1", in_container=ended("SESSION_ENDED")),
+    "kill all own processes, then type": Act(user="kill -9 -1", types=True, in_container=ended("SESSION_ENDED")),
     "stop all own processes, then type": Act(user="kill -STOP -1", types=True, causes=ended("", "SESSION_ENDED")),
-    "kill the window manager": Act(task="window", user="pkill -9 openbox", causes=ended("UNCHECKABLE")),
-    "kill the X server": Act(task="window", user="pkill -9 Xorg", causes=ended("UNCHECKABLE", "SESSION_ENDED")),
+    "kill the window manager": Act(
+        task="window",
+        user="pkill -9 openbox",
+        causes=ended("UNCHECKABLE"),
+        in_container=ended("SESSION_ENDED"),
+    ),
+    "kill the X server": Act(
+        task="window", user=f"pkill -9 {X}", causes=ended("UNCHECKABLE", "SESSION_ENDED"), in_container=ended("")
+    ),
     "kill the X server, clipboard": Act(
-        task="clipboard", user="pkill -9 Xorg", causes=ended("UNCHECKABLE", "SESSION_ENDED"), images=LINUX
+        task="clipboard",
+        user=f"pkill -9 {X}",
+        causes=ended("UNCHECKABLE", "SESSION_ENDED"),
+        images=LINUX,
+        in_container=ended(""),
     ),
     "kill the accessibility bus": Act(
         task="screen",
@@ -138,7 +162,9 @@ ACTS = {
         causes=ended("", "UNCHECKABLE", "SESSION_ENDED"),
         images=LINUX,
     ),
-    "stop the X server": Act(task="window", user="pkill -STOP Xorg", causes=ended("SESSION_ENDED")),
+    "stop the X server": Act(
+        task="window", user=f"pkill -STOP {X}", causes=ended("SESSION_ENDED"), in_container=ended("")
+    ),
     "stop the clipboard's owner": Act(
         task="clipboard", user=CLIPBOARD_OWNER, causes=ended("SESSION_ENDED"), images=LINUX
     ),
@@ -150,7 +176,7 @@ ACTS = {
     "fork bomb": Act(user="f() { f | f & }; f", causes=ended("", "UNRESPONSIVE", "SESSION_ENDED")),
     "all memory": Act(user="tail /dev/zero", causes=ended("", "UNRESPONSIVE", "SESSION_ENDED")),
     "disk quota": Act(user=f"dd if=/dev/urandom of=big bs=1M count={QUOTA_MIB + 100}; sync", causes=ended("DISK_FULL")),
-    "full guest disk": Act(user=FILL_GUEST),
+    "full guest disk": Act(user=FILL_GUEST, in_container=ended("DISK_FULL")),
     # What checkers read
     "link to /proc/kmsg": Act(user="ln -s /proc/kmsg reply.txt"),
     "link to /proc/1/pagemap": Act(user="ln -s /proc/1/pagemap reply.txt"),
@@ -182,17 +208,26 @@ ACTS = {
     "poweroff -f": Act(root="poweroff -f", causes=ended("POWER_OFF")),
     "halt": Act(root="halt -f", causes=ended("POWER_OFF", "UNRESPONSIVE")),
     "reboot": Act(root="reboot -f", causes=ended("REBOOT")),
-    "panic": Act(root="echo c > /proc/sysrq-trigger", causes=ended("PANIC")),
+    "panic": Act(root="echo c > /proc/sysrq-trigger", causes=ended("PANIC"), in_container=ended("")),
     "forged panic": Act(root="echo 'Kernel panic - not syncing: x' > /dev/ttyS0", causes=ended("", "PANIC")),
-    "stop the guest agent": Act(root=f"systemctl stop {AGENT}", causes=ended("UNRESPONSIVE")),
-    "mask the guest agent": Act(root=f"systemctl mask --now {AGENT}", causes=ended("UNRESPONSIVE")),
+    "stop the guest agent": Act(
+        root=f"systemctl stop {AGENT} || pkill -STOP -x qemu-ga", causes=ended("UNRESPONSIVE")
+    ),
+    "mask the guest agent": Act(
+        root=f"systemctl mask --now {AGENT} && {{ ! pgrep -x qemu-ga; }} || while :; do pkill -9 -x qemu-ga; done",
+        causes=ended("UNRESPONSIVE"),
+    ),
     "poweroff by sudo": Act(user="sudo poweroff", causes=ended("POWER_OFF"), images=OSWORLD),
     "stop the guest agent by sudo": Act(
         user=f"sudo systemctl stop {AGENT}", causes=ended("UNRESPONSIVE"), images=OSWORLD
     ),
     # The host
-    "SIGKILL of QEMU": Act(host=lambda pid, _: os.kill(pid, signal.SIGKILL), outcome="MACHINE_LOST", score=None),
-    "SIGSTOP of QEMU": Act(host=lambda pid, _: os.kill(pid, signal.SIGSTOP), outcome="LOSS_UNDECIDED", score=None),
+    "SIGKILL of the machine": Act(
+        host=lambda pids, _: send(signal.SIGKILL, pids[:1]), outcome="MACHINE_LOST", score=None
+    ),
+    "SIGSTOP of the machine": Act(
+        host=lambda pids, _: send(signal.SIGSTOP, pids), outcome="LOSS_UNDECIDED", score=None
+    ),
     "full host disk": Act(
         user="(sleep 3; dd if=/dev/urandom of=big bs=1M count=64; sync) &",
         host=fill_host, outcome="MACHINE_LOST", score=None,
@@ -200,20 +235,32 @@ ACTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def machines_dir(vm_state_dir: Path) -> Iterator[Path]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """Machines of one backend, and what holds their files and processes on this host."""
+
+    client: AsyncEnvClient
+    machines_dir: Path
     """A disk for the machines that an act can fill."""
-    machines = vm_state_dir / "machines"
-    machines.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m,mode=0755", "tmpfs", machines], check=True)
-    yield machines
-    subprocess.run(["umount", "--lazy", machines], check=True)
+    processes: Callable[[], list[int]]
+    """Return the processes of the only machine, of which the first ends it."""
+    is_container: bool
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(
-    cache_dir: Path, template_dir: Path, vm_state_dir: Path, machines_dir: Path
-) -> AsyncIterator[AsyncEnvClient]:
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[
+        pytest.param("", id="qemu", marks=[pytest.mark.vm, pytest.mark.long]),
+        pytest.param("oci:", id="container", marks=[pytest.mark.native, pytest.mark.long]),
+    ],
+)
+async def served(
+    request: pytest.FixtureRequest, cache_dir: Path, template_dir: Path, vm_state_dir: Path
+) -> AsyncIterator[Served]:
+    uri = request.param
+    if uri and desktop_image() and IS_WINE:
+        pytest.skip("Wine runs on virtual machines alone")
     tasks = TypeAdapter(list[Task]).validate_python(
         [
             {"task_id": f"test/{name}", "instruction": "Write 42.", "level": 1, "checker": checker, "os": OS}
@@ -221,19 +268,37 @@ async def client(
             if not (IS_WINE and name == "clipboard")
         ]
     )
-    settings = PoolSettings(
+    settings = PoolParameters(
         name="desktop", capacity=2, size=0, boot_timeout_s=1200.0, allow_guest_access=True, disk_quota_mib=QUOTA_MIB
     )
     image = ImageCatalogue(cache_dir).get(IMAGE)
     directories = {"cache_dir": cache_dir, "template_dir": template_dir, "state_dir": vm_state_dir}
-    async with (
-        served_machines(settings, image, TaskCatalogue(tasks), **directories) as address,
-        AsyncEnvClient(address) as client,
-    ):
-        yield client
+    with small_disk(vm_state_dir / ("containers" if uri else "machines")) as machines_dir:
+        async with (
+            served_machines(settings, image, TaskCatalogue(tasks), **directories, uri=uri) as address,
+            AsyncEnvClient(address) as client,
+        ):
+            yield Served(
+                client=client,
+                machines_dir=machines_dir,
+                processes=partial(machine_processes, vm_state_dir)
+                if uri
+                else lambda: list(machine_pids(vm_state_dir).values()),
+                is_container=bool(uri),
+            )
 
 
-async def play(episode: AsyncEpisode, act: Act, pid: int, directory: Path) -> tuple[str, str, float | None]:
+@contextmanager
+def small_disk(directory: Path) -> Iterator[Path]:
+    directory.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m,mode=0755", "tmpfs", directory], check=True)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+async def play(episode: AsyncEpisode, act: Act, served: Served) -> tuple[str, str, float | None]:
     """Return outcome, cause and score."""
     long = timedelta(minutes=8)
     try:
@@ -252,9 +317,9 @@ async def play(episode: AsyncEpisode, act: Act, pid: int, directory: Path) -> tu
         if act.host:
             # A machine that has not run yet is only loaded by its first step.
             await episode.step(Wait(timedelta(seconds=1)), timeout=long)
-            act.host(pid, directory)
+            act.host(served.processes(), served.machines_dir)
         with suppress(GuestEnded):
-            for _ in range(12):
+            for _ in range(5 if served.is_container else 12):
                 if (await episode.step(Wait(timedelta(seconds=1)), timeout=long)).done:
                     break
             else:
@@ -268,19 +333,18 @@ async def play(episode: AsyncEpisode, act: Act, pid: int, directory: Path) -> tu
 
 
 @pytest.mark.parametrize("name", [name for name, act in ACTS.items() if IMAGE in act.images])
-async def test_an_act_ends_its_episode_as_its_owner_says(
-    client: AsyncEnvClient, vm_state_dir: Path, machines_dir: Path, name: str
-) -> None:
+async def test_an_act_ends_its_episode_as_its_owner_says(served: Served, name: str) -> None:
     act = ACTS[name]
-    async with client.reset(f"test/{act.task}", view=View(encoding="none"), timeout=timedelta(minutes=9)) as episode:
-        [pid] = machine_pids(vm_state_dir).values()
+    reset = served.client.reset(f"test/{act.task}", view=View(encoding="none"), timeout=timedelta(minutes=9))
+    async with reset as episode:
+        pids = served.processes()
         try:
-            outcome, cause, score = await play(episode, act, pid, machines_dir)
+            outcome, cause, score = await play(episode, act, served)
         finally:
-            (machines_dir / "filler").unlink(missing_ok=True)
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+            (served.machines_dir / "filler").unlink(missing_ok=True)
+            send(signal.SIGCONT, pids)
     print(f"\n| {name} | {outcome} | {cause} | {score} |")
     assert (outcome, score) == (act.outcome, act.score)
+    causes = act.in_container if served.is_container and act.in_container is not None else act.causes
     # One program serves the session and the host in Wine's guest, so what has ended may be named differently.
-    assert cause in act.causes or (IS_WINE and {cause} | act.causes <= BY_SESSION)
+    assert cause in causes or (IS_WINE and {cause} | causes <= BY_SESSION)
