@@ -21,7 +21,7 @@ BUDGETS = {
     "envd/guests": 4900,
     "envd/hypervisor": 8350,
     "envd/images": 3250,
-    "envd/integrations": 7000,
+    "envd/integrations": 7100,
     "envd/pool": 3300,
     "envd/tasks": 6800,
     "trainer/adapters": 3500,
