@@ -38,6 +38,7 @@ settings.register_profile("thorough", untimed, max_examples=200)
 settings.load_profile("usual")
 # For detailed assertion errors in the contract suites.
 for module in (
+    "tests.support.guestd_contract",
     "tests.support.machine_contract.forks",
     "tests.support.machine_contract.machine",
     "tests.support.machine_contract.fixtures",

@@ -100,21 +100,6 @@ async def test_a_step_retried_while_it_runs_acts_once() -> None:
         assert await episode.read_file(CLICKS_PATH) == b"3\n"
 
 
-async def test_a_machine_killed_during_a_step_is_machine_lost_and_never_a_score() -> None:
-    async with one_episode("fake/count-to-five", view=NOTHING) as (server, episode):
-        await episode.step(COUNT)
-        machine = leased_machine(server)
-        stepping = asyncio.create_task(episode.step(wire.Wait(timedelta(seconds=30))))
-        await asyncio.sleep(0.1)
-        machine.kill("killed by a signal")
-        with pytest.raises(wire.MachineLost, match="signal"):
-            await asyncio.wait_for(stepping, 60)
-        with pytest.raises(wire.MachineLost):
-            await episode.evaluate()
-        await episode.close()
-        assert machine.machine_id not in server.hypervisor.machines
-
-
 async def test_a_machine_lost_on_input_is_machine_lost() -> None:
     async with one_episode("fake/save-note", faults=Faults(die_after_inputs=20)) as (_, episode):
         with pytest.raises(wire.MachineLost, match="21"):

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from envd.cli.image import app
 from envd.daemon.state_lock import locked
-from envd.hypervisor.qemu.snapshots.files import Manifest, digest_file
 from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
+from tests.support.qemu_templates import add_template
 
 MIB = 1 << 20
 
@@ -32,28 +32,7 @@ def state_dir(tmp_path: Path) -> Path:
     state_dir = tmp_path / "state"
     store = QemuTemplateStore(state_dir / "templates", limit_bytes=1 << 30)
     for key, use_time_s in (("k-old", 1_000_000_000), ("k-new", 2_000_000_000)):
-        files, memory = store.begin(key), store.memory_file(key)
-        memory.write_bytes(os.urandom(MIB))
-        for path in (files.devices, files.disk, files.seed):
-            path.write_bytes(b"x")
-        manifest = Manifest(
-            key=key,
-            image="desktop",
-            image_digest="d" * 64,
-            memory_mib=1024,
-            vcpu_count=2,
-            screen="1280x800",
-            accelerator="tcg",
-            hypervisor="libvirt 9, QEMU 7",
-            memory_path=str(memory),
-            memory_digest=digest_file(memory),
-            devices_digest=digest_file(files.devices),
-            disk_digest=digest_file(files.disk),
-            create_time="2030-01-01T00:00:00+00:00",
-            notes={},
-        )
-        store.complete(files, manifest)
-        os.utime(files.manifest, (use_time_s, use_time_s))
+        add_template(store, key, size=MIB, use_time_s=use_time_s)
     store.close()
     return state_dir
 

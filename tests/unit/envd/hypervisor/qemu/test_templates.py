@@ -16,6 +16,7 @@ from envd.hypervisor.qemu.capture import Freezer
 from envd.hypervisor.qemu.monitor import parse_memory_blocks
 from envd.hypervisor.qemu.snapshots.files import Manifest, SnapshotFiles, digest_file, read_manifest
 from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
+from tests.support.qemu_templates import add_template
 
 LIMIT = 1 << 30
 
@@ -29,38 +30,9 @@ def store(tmp_path: Path) -> QemuTemplateStore:
     return store_at(tmp_path)
 
 
-def add(store: QemuTemplateStore, key: str, *, size: int = 8192, use_time_s: float = 0.0) -> Manifest:
-    """Store a template whose files use about `size` bytes together."""
-    files = store.begin(key)
-    memory = store.memory_file(key)
-    memory.write_bytes(os.urandom(size))
-    for path in (files.devices, files.disk, files.seed):
-        path.write_bytes(key.encode())
-    manifest = Manifest(
-        key=key,
-        image="desktop",
-        image_digest="d" * 64,
-        memory_mib=1024,
-        vcpu_count=2,
-        screen="1280x800",
-        accelerator="tcg",
-        hypervisor="libvirt 9, QEMU 7",
-        memory_path=str(memory),
-        memory_digest=digest_file(memory),
-        devices_digest=digest_file(files.devices),
-        disk_digest=digest_file(files.disk),
-        create_time="2030-01-01T00:00:00+00:00",
-        notes={"first_frame_id": "f"},
-    )
-    store.complete(files, manifest)
-    if use_time_s:
-        os.utime(files.manifest, (use_time_s, use_time_s))
-    return manifest
-
-
 def add_with_drives(store: QemuTemplateStore, key: str) -> Manifest:
     """Store a template with UEFI variables and an additional disk."""
-    plain = add(store, key)
+    plain = add_template(store, key)
     files = SnapshotFiles(directory=store.directory / key)
     for path in (files.firmware_vars, *files.disks(2)[1:], *files.seeds(2)[1:]):
         path.write_bytes(path.name.encode())
@@ -92,7 +64,7 @@ def keys(store: QemuTemplateStore) -> list[str]:
 
 
 def test_another_daemon_finds_a_stored_template_by_its_key(tmp_path: Path) -> None:
-    manifest = add(store_at(tmp_path), "k1")
+    manifest = add_template(store_at(tmp_path), "k1")
     found = store_at(tmp_path).find("k1")
     assert found is not None
     assert found.manifest == manifest
@@ -101,7 +73,7 @@ def test_another_daemon_finds_a_stored_template_by_its_key(tmp_path: Path) -> No
 
 
 def test_an_incomplete_template_is_not_found_and_is_swept(store: QemuTemplateStore) -> None:
-    add(store, "k1")
+    add_template(store, "k1")
     files = store.begin("half")
     files.disk.write_bytes(b"half")
     stray = store.memory_file("boot-1")
@@ -116,7 +88,7 @@ def test_an_incomplete_template_is_not_found_and_is_swept(store: QemuTemplateSto
 
 @pytest.mark.parametrize("which", ["memory", "devices", "disk.qcow2"])
 def test_a_damaged_file_is_named_and_the_template_is_removed(which: str, store: QemuTemplateStore) -> None:
-    manifest = add(store, "k1")
+    manifest = add_template(store, "k1")
     path = Path(manifest.memory_path) if which == "memory" else store.directory / "k1" / which
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -129,7 +101,7 @@ def test_a_damaged_file_is_named_and_the_template_is_removed(which: str, store: 
 
 @pytest.mark.parametrize("name", ["devices", "disk.qcow2", "overlay.qcow2"])
 def test_a_template_with_a_missing_file_is_corrupt(name: str, store: QemuTemplateStore) -> None:
-    add(store, "k1")
+    add_template(store, "k1")
     (store.directory / "k1" / name).unlink()
     with pytest.raises(TemplateCorrupt, match=name):
         store.find("k1")
@@ -138,7 +110,7 @@ def test_a_template_with_a_missing_file_is_corrupt(name: str, store: QemuTemplat
 
 @pytest.mark.parametrize("text", ["", "{", '{"key": "k1"}', '{"unknown": 1}'])
 def test_a_template_with_an_invalid_manifest_is_corrupt(text: str, store: QemuTemplateStore) -> None:
-    add(store, "k1")
+    add_template(store, "k1")
     (store.directory / "k1" / "snapshot.json").write_text(text)
     assert keys(store) == []
     with pytest.raises(TemplateCorrupt, match="manifest"):
@@ -148,7 +120,7 @@ def test_a_template_with_an_invalid_manifest_is_corrupt(text: str, store: QemuTe
 
 def test_a_memory_file_lost_in_a_host_restart_is_not_corruption(tmp_path: Path) -> None:
     store = QemuTemplateStore(tmp_path / "templates", memory_dir=tmp_path / "shm", limit_bytes=LIMIT)
-    manifest = add(store, "k1")
+    manifest = add_template(store, "k1")
     assert Path(manifest.memory_path).parent == tmp_path / "shm"
     Path(manifest.memory_path).unlink()
     assert store.find("k1") is None
@@ -159,7 +131,7 @@ def test_pruning_removes_the_least_recently_used_and_keeps_those_in_use(tmp_path
     size = 1 << 20
     for key, use_time_s in (("old", 1000.0), ("used", 500.0), ("new", 2000.0)):
         earlier = store_at(tmp_path)
-        add(earlier, key, size=size, use_time_s=use_time_s)
+        add_template(earlier, key, size=size, use_time_s=use_time_s)
         earlier.close()
     store = store_at(tmp_path, limit_bytes=int(2.5 * size))
     assert keys(store) == ["used", "old", "new"]
@@ -173,8 +145,8 @@ def test_pruning_removes_the_least_recently_used_and_keeps_those_in_use(tmp_path
 
 
 def test_a_new_template_with_the_same_key_replaces_the_old_one(store: QemuTemplateStore) -> None:
-    first = add(store, "k1")
-    second = add(store, "k1")
+    first = add_template(store, "k1")
+    second = add_template(store, "k1")
     assert first.memory_digest != second.memory_digest
     found = store.find("k1")
     assert found is not None
@@ -217,7 +189,8 @@ DAEMON = """
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from test_templates import QemuTemplateStore, add
+from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
+from tests.support.qemu_templates import add_template
 store = QemuTemplateStore(Path(sys.argv[1]), memory_dir=Path(sys.argv[2]), limit_bytes=1 << 30)
 async def main():
     async with store.booting("k1"):
@@ -225,7 +198,7 @@ async def main():
             print("loaded", flush=True)
         else:
             await asyncio.sleep(0.2)
-            add(store, "k1")
+            add_template(store, "k1")
             print("booted", flush=True)
 asyncio.run(main())
 sys.stdin.read()
@@ -234,7 +207,7 @@ sys.stdin.read()
 
 @contextmanager
 def daemon(directory: Path, name: str) -> Iterator[subprocess.Popen[str]]:
-    paths = [str(directory / "templates"), str(directory / name), str(Path(__file__).parent)]
+    paths = [str(directory / "templates"), str(directory / name), str(Path(__file__).parents[5])]
     command = [sys.executable, "-c", DAEMON, *paths]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
