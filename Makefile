@@ -59,7 +59,7 @@ APT_BROWSER := chromium
 APT_TEST := xvfb xauth openbox xterm wmctrl libxcb1 binutils fdisk mtools wimtools xorriso
 
 .PHONY: help deps quickstart venv image wine osworld web demo serve test check lint types imports proto unit fuzz soak simulate vm-test test-long test-full release \
-	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof osworld-agents-proof container-proof docs dist site format sbom audit clean
+	slime-proof sglang-proof areal-proof hosts-proof adapters-proof adapters-newest compat-proof osworld-agents-proof container-proof docs dist site format sbom audit clean
 
 help: ## List the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -214,10 +214,15 @@ adapters-proof: $(RUN_ADAPTERS:%=.venv-adapters-%/.installed) ## Test the adapte
 		PATH="$$PWD/.venv-adapters-$$name/bin:$$PATH" python -m pytest --long tests/adapters/$$name; \
 		$(RECORD) $@/$$name; done
 
+# Not a proof: releases change. A result is for the maintainers, who move the pins.
+adapters-newest: deps ## Test the adapters with the newest releases of their frameworks, and list what breaks (ADAPTERS: some of them)
+	@$(PYTHON) tests/adapters/newest.py $(RUN_ADAPTERS)
+
 .venv-adapters-%/.installed: tests/adapters/requirements/%.txt tests/adapters/common.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
 	@[[ -x .venv-adapters-$*/bin/python ]] || $(if $(filter harbor,$*),$(PYTHON312),$(PYTHON)) -m venv .venv-adapters-$*
 	@echo "adapters-proof: installing into .venv-adapters-$*"
-	@.venv-adapters-$*/bin/python -m pip install --quiet --editable '.[fake,trainer]' -r tests/adapters/common.txt -r $<
+	@.venv-adapters-$*/bin/python -m pip install --quiet --upgrade --editable '.[fake,trainer]' -r tests/adapters/common.txt \
+		-r $(if $(NEWEST),<(sed '/^torch==/!s/==.*//' $<),$<)
 	@touch $@
 
 compat-proof: deps $(STAMP) ## Test the compatibility protocols with other systems' own clients (SEEDS: a directory of checkouts)

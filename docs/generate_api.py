@@ -32,7 +32,7 @@ _HEADER = f"""# API
 """
 
 _CAPABILITIES = (
-    "`ListPoolsResponse.capabilities` names the additions to the contract that a release of the daemon has. It ignores",
+    "`Server.capabilities` names the additions to the contract that a release of the daemon has. It ignores",
     "fields that it does not know, so ask for the name before you rely on one. `client.capabilities()` returns the",
     "names that all hosts have.",
 )

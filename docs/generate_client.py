@@ -5,6 +5,7 @@ The page is checked in, so that it is readable without an installation; a test f
 
 import ast
 import inspect
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from cuaenv import client
+from cuaenv import actions, client
 from cuaenv.actions import Action
 
 PAGE = Path(__file__).resolve().parent / "client-reference.md"
@@ -23,7 +24,7 @@ _HEADER = """# Reference of the Python client
 
 <!-- Made by `python docs/generate_client.py` from the docstrings of cuaenv.client. Edit those, not this page. -->
 
-All names are in `trainer.client`. [client.md](client.md) has examples, and explains placement and retries.
+All names are in `cuaenv.client`. [client.md](client.md) has examples, and explains placement and retries.
 
 The methods are those of `AsyncEnvClient` and `AsyncEpisode`. `EnvClient` and `Episode` have the same ones without
 `async` and `await`, except that `aclose` is `close`, and `Episode` has no `frames`, `begin_close` and `when_closed`.
@@ -48,6 +49,7 @@ _DATA = {
         client.CommandResult,
         client.Origin,
         client.PortForward,
+        client.Server,
         client.Task,
         client.Pool,
         client.QueuedGroup,
@@ -102,7 +104,10 @@ def _class(kind: type) -> Iterator[str]:
             f"- `{name}`" + (f": {text}" if text else "") for name, text in comments.items() if name not in _INTERNAL
         )
         yield ""
-    for name, member in vars(kind).items():
+    members = itertools.chain.from_iterable(
+        vars(each).items() for each in kind.__mro__ if each.__module__ != "builtins"
+    )
+    for name, member in members:
         getter = getattr(member, "func", None) or getattr(member, "fget", None)
         if name in _INTERNAL:
             continue
@@ -149,7 +154,7 @@ def _errors(kind: type, indent: str) -> Iterator[str]:
 
 def _comments(kind: type) -> dict[str, str]:
     """Return the text of each documented field: the string after it, or the comment `#:` before it."""
-    source = textwrap.dedent(inspect.getsource(kind))
+    source = _source(kind)
     found = dict(re.findall(r"#: (.*)\n\s+(\w+) = ", source))
     comments = {name: text for text, name in found.items()}
     for body in [node.body for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef | ast.FunctionDef)]:
@@ -163,6 +168,16 @@ def _comments(kind: type) -> dict[str, str]:
             elif name:
                 comments.setdefault(name, "")
     return comments
+
+
+def _source(kind: type) -> str:
+    """Return the source of a class, which names the package that exports it as its module."""
+    files = [*Path(client.__path__[0]).glob("*.py"), Path(str(actions.__file__))]
+    for text in (file.read_text(encoding="utf-8") for file in files):
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+                return str(ast.get_source_segment(text, node))
+    raise LookupError(kind.__name__)
 
 
 def _text(thing: object) -> str:

@@ -10,19 +10,19 @@ from pathlib import Path
 from envd.base.config_sources import load
 from envd.cli.osworld import examine
 from envd.integrations.osworld.files import OsworldFile
-from envd.integrations.osworld.lint import Finding, Obstacle, cover
+from envd.integrations.osworld.lint import FoundObstacle, Obstacle, cover
 
 PAGE = Path(__file__).resolve().parent / "osworld.md"
 _BEGIN, _END = "<!-- coverage: made by docs/generate_osworld.py -->", "<!-- coverage ends -->"
 
 
-def page(text: str, files: Sequence[OsworldFile], found: Mapping[str, Sequence[Finding]]) -> str:
+def page(text: str, files: Sequence[OsworldFile], found: Mapping[str, Sequence[FoundObstacle]]) -> str:
     """Return the page with new tables."""
     tables = "\n".join([_BEGIN, "", *_coverage(files, found), "", *_runnable(files, found), "", _END])
     return re.sub(f"{re.escape(_BEGIN)}.*{re.escape(_END)}", lambda _: tables, text, flags=re.DOTALL)
 
 
-def _coverage(files: Sequence[OsworldFile], found: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
+def _coverage(files: Sequence[OsworldFile], found: Mapping[str, Sequence[FoundObstacle]]) -> Iterator[str]:
     kinds = list(Obstacle)
     yield f"| domain | tasks | can run | lack only files | {' | '.join(kind.value for kind in kinds)} |"
     yield f"|{'---|' * (len(kinds) + 4)}"
@@ -40,7 +40,7 @@ def _coverage(files: Sequence[OsworldFile], found: Mapping[str, Sequence[Finding
     yield f"| all | {' | '.join(map(str, sums))} |"
 
 
-def _runnable(files: Sequence[OsworldFile], found: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
+def _runnable(files: Sequence[OsworldFile], found: Mapping[str, Sequence[FoundObstacle]]) -> Iterator[str]:
     yield "| can run | infeasible | related applications |"
     yield "|---|---|---|"
     for file in files:

@@ -2,7 +2,7 @@
 
 import os
 
-from trainer.client import Click, Done, EnvClient, TypeText
+from cuaenv.client import Click, Done, EnvClient, TypeText
 
 with EnvClient(os.environ.get("ENVD_TARGET", "127.0.0.1:50051")) as client, client.reset("fake/save-note") as episode:
     print(episode.instruction)

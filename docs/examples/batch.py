@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.client import AsyncEnvClient, Done, EnvError
+from cuaenv.client import AsyncEnvClient, Done, EnvError
 
 ADDRESS = os.environ.get("ENVD_TARGET", "127.0.0.1:50051")
 RESULTS = Path("results.jsonl")

@@ -2,7 +2,7 @@
 
 import os
 
-from trainer.client import Click, EnvClient, TypeText
+from cuaenv.client import Click, EnvClient, TypeText
 
 with EnvClient(os.environ.get("ENVD_TARGET", "127.0.0.1:50051")) as client:
     with client.reset("fake/save-note") as episode:

@@ -2,7 +2,7 @@
 
 import os
 
-from trainer.client import Click, EnvClient, TypeText
+from cuaenv.client import Click, EnvClient, TypeText
 
 ADDRESS = os.environ.get("ENVD_TARGET", "127.0.0.1:50051")
 SAVE = Click(x=82, y=86)

@@ -6,9 +6,9 @@ from functools import partial
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+from cuaenv.client import EnvClient, View
 from trainer.adapters.session import SessionSettings
 from trainer.adapters.trl import DesktopEnvironment
-from trainer.client import EnvClient, View
 
 MODEL = os.environ.get("MODEL", "Qwen/Qwen3-VL-2B-Instruct")
 SAMPLES = int(os.environ.get("SAMPLES", "8"))

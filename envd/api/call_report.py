@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Self
 import grpc
 from grpc_status import rpc_status
 
-from envd.api.security.guard import Guard
+from envd.api.security.guard import CallGuard
 from envd.api.status import code_of, is_failure_of_ours, reason_of, status_of
 from envd.base.errors import EnvdError, RateLimited
 from envd.base.telemetry.logs import bound
@@ -26,7 +26,7 @@ Context = Any
 class CallReport:
     """Measures and logs one call. An async context manager around it, which answers its failure."""
 
-    def __init__(self, metrics: Metrics, guard: Guard, method: str, context: Context, *, caller: str = "") -> None:
+    def __init__(self, metrics: Metrics, guard: CallGuard, method: str, context: Context, *, caller: str = "") -> None:
         self._metrics = metrics
         self._guard = guard
         self._caller = caller

@@ -14,19 +14,11 @@ from envd.base.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """Width and height in pixels, both at least 1."""
-
-    width_px: int
-    height_px: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Converts positions in a reference image to pixels of the guest's screen."""
+    """Converts positions in a reference image to pixels of the guest's screen. Sizes are (width, height)."""
 
-    reference: Size
-    screen: Size
+    reference_px: tuple[int, int]
+    screen_px: tuple[int, int]
 
     def apply(self, x: int, y: int) -> tuple[int, int]:
         """Return the guest pixel under the centre of the reference pixel.
@@ -34,8 +26,8 @@ class Scale:
         A position inside the reference maps to one inside the screen, one outside to one outside.
         """
         return (
-            _scaled(x, self.reference.width_px, self.screen.width_px),
-            _scaled(y, self.reference.height_px, self.screen.height_px),
+            _scaled(x, self.reference_px[0], self.screen_px[0]),
+            _scaled(y, self.reference_px[1], self.screen_px[1]),
         )
 
 

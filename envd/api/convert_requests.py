@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
-from envd.api.convert_actions import Scale, Size, actions_from_proto
+from envd.api.convert_actions import Scale, actions_from_proto
 from envd.api.fields import int_in_range, limited, request_id_of, required, seconds
 from envd.api.security.access import TRUSTED, Caller, Scope
 from envd.base.config import SettlePolicy
@@ -205,14 +205,14 @@ def score_command(
     )
 
 
-def step_command(request: env_pb2.StepRequest, *, screen: Size | None, prefix: str = "") -> StepCommand:
-    """Convert a step request; `screen` is required if the request has a `coordinate_space`."""
+def step_command(request: env_pb2.StepRequest, *, screen_px: tuple[int, int] | None, prefix: str = "") -> StepCommand:
+    """Convert a step request; the screen's (width, height) is required if the request has a `coordinate_space`."""
     scale = None
     if request.HasField("coordinate_space"):
-        reference = _size(request.coordinate_space, f"{prefix}coordinate_space")
-        if screen is None:
+        reference_px = _size_px(request.coordinate_space, f"{prefix}coordinate_space")
+        if screen_px is None:
             raise InvalidRequest(f"{prefix}coordinate_space", "cannot be used: the screen's size is unknown")
-        scale = Scale(reference=reference, screen=screen)
+        scale = Scale(reference_px=reference_px, screen_px=screen_px)
     return StepCommand(
         request_id=request_id_of(request.request_id, f"{prefix}request_id"),
         episode_id=episode_id_of(request.episode_id, f"{prefix}episode_id"),
@@ -415,11 +415,9 @@ def _region(message: env_pb2.Rect, field: str) -> Region:
     )
 
 
-def _size(message: env_pb2.Size, field: str) -> Size:
-    return Size(
-        width_px=int_in_range(message.width_px, f"{field}.width_px", low=1, high=MAX_SIDE_PX),
-        height_px=int_in_range(message.height_px, f"{field}.height_px", low=1, high=MAX_SIDE_PX),
-    )
+def _size_px(message: env_pb2.Size, field: str) -> tuple[int, int]:
+    width_px = int_in_range(message.width_px, f"{field}.width_px", low=1, high=MAX_SIDE_PX)
+    return width_px, int_in_range(message.height_px, f"{field}.height_px", low=1, high=MAX_SIDE_PX)
 
 
 def _ready_timeout_s(time_remaining_s: float | None) -> float:

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import overload
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from cuaenv.capabilities import CAPABILITIES
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
-from cuaenv.wire import wire_duration
+from envd.api.fields import duration_of
+from envd.base.config import LimitsConfig
+from envd.base.version import envd_version
 from envd.desktop.observation import (
     Elements,
     EncodedFrame,
@@ -18,11 +21,11 @@ from envd.desktop.observation import (
     Observation,
     ScreenChange,
     TileDelta,
-    Unchanged,
+    UnchangedImage,
 )
 from envd.episodes.checkpoints.manifest import Checkpoint
 from envd.episodes.progress import CheckpointTrigger, EpisodeState, Origin, ScoreResult
-from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, RollbackResult, StepResult
+from envd.episodes.types import EpisodeInfo, EvaluateResult, OpenedGroup, RollbackResult, StepResult
 from envd.pool.queue import QueuedGroup
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task
@@ -52,7 +55,7 @@ _UNRECORDED: Mapping[str, "env_pb2.UnrecordedRequest.Kind.ValueType"] = {
 }
 
 
-def reset_response(result: GroupResult, *, share_images: bool = False) -> env_pb2.ResetResponse:
+def reset_response(result: OpenedGroup, *, share_images: bool = False) -> env_pb2.ResetResponse:
     return env_pb2.ResetResponse(
         episodes=[episode_message(info, with_origin=True) for info in result.episodes],
         observations=map(observation_message, _group_observations(result, share_images=share_images)),
@@ -61,7 +64,7 @@ def reset_response(result: GroupResult, *, share_images: bool = False) -> env_pb
     )
 
 
-def fork_response(result: GroupResult, *, share_images: bool = False) -> env_pb2.ForkResponse:
+def fork_response(result: OpenedGroup, *, share_images: bool = False) -> env_pb2.ForkResponse:
     return env_pb2.ForkResponse(
         episodes=[episode_message(info, with_origin=True) for info in result.episodes],
         observations=map(observation_message, _group_observations(result, share_images=share_images)),
@@ -69,13 +72,13 @@ def fork_response(result: GroupResult, *, share_images: bool = False) -> env_pb2
     )
 
 
-def _group_observations(result: GroupResult, *, share_images: bool) -> Iterator[Observation]:
-    """Yield the observations of a group; a shared image that was yielded before is `Unchanged`."""
+def _group_observations(result: OpenedGroup, *, share_images: bool) -> Iterator[Observation]:
+    """Yield the observations of a group; a shared image that was yielded before is `UnchangedImage`."""
     sent: set[str] = set()
     for observation in result.observations:
         frame = observation.frame
         if share_images and frame.content is not None and frame.image_id in sent:
-            yield replace(observation, frame=replace(frame, content=Unchanged(base_image_id=frame.image_id)))
+            yield replace(observation, frame=replace(frame, content=UnchangedImage(base_image_id=frame.image_id)))
         else:
             if frame.content is not None:
                 sent.add(frame.image_id)
@@ -125,6 +128,18 @@ def evaluate_response(result: ScoreResult) -> env_pb2.EvaluateResponse:
         timings_ms=result.timings_ms,
         cached=result.cached,
         basis_digest=result.basis_digest,
+    )
+
+
+def server_message(limits: LimitsConfig, *, max_machines: int | None) -> env_pb2.Server:
+    """Return the message for this daemon; `max_machines` is the quota of the caller's token."""
+    return env_pb2.Server(
+        release=envd_version(),
+        capabilities=sorted(CAPABILITIES),
+        default_lease_ttl=duration_of(limits.lease_ttl_s),
+        max_lease_ttl=duration_of(limits.lease_ttl_max_s),
+        max_steps=limits.max_steps,
+        max_machine_count=max_machines,
     )
 
 
@@ -214,13 +229,12 @@ def pool_messages(
 
 
 def _queued_group(group: QueuedGroup) -> env_pb2.QueuedGroup:
-    waited, left = (wire_duration(timedelta(seconds=length_s)) for length_s in (group.waited_s, group.left_s))
     return env_pb2.QueuedGroup(
         run=group.run,
         machine_count=group.machine_count,
         position=group.position,
-        waited=waited,
-        left=left,
+        waited=duration_of(group.waited_s),
+        left=duration_of(group.left_s),
         reason=group.reason,
     )
 
@@ -293,7 +307,7 @@ def frame_message(frame: EncodedFrame) -> env_pb2.Frame:
         case TileDelta(base_image_id=base, tiles=tiles, data=data):
             delta = env_pb2.TileDelta(base_image_id=base, tiles=[_rect(tile) for tile in tiles], data=data)
             message.tiles.CopyFrom(delta)
-        case Unchanged(base_image_id=base):
+        case UnchangedImage(base_image_id=base):
             message.unchanged.base_image_id = base
         case None:
             pass

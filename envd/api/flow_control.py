@@ -7,21 +7,13 @@ A reader of `paced` gets an item only after it acknowledged the previous one, so
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from cuaenv.v1 import env_pb2
 from envd.api.convert_requests import port_data_of
 from envd.episodes.port_connection import PortConnection
 
 Item = TypeVar("Item")
-
-
-class Acknowledgement(Protocol):
-    """A message that acknowledges items."""
-
-    @property
-    def acknowledged_sequence(self) -> int:
-        """This item and all earlier ones have been processed."""
 
 
 class AckTracker:
@@ -32,10 +24,10 @@ class AckTracker:
         self._is_ended = False
         self._changed = asyncio.Event()
 
-    async def track(self, acknowledgements: AsyncIterator[Acknowledgement]) -> None:
-        """Process acknowledgements until they end. They may be late, repeated or out of order."""
-        async for message in acknowledgements:
-            self._acknowledged = max(self._acknowledged, message.acknowledged_sequence)
+    async def track(self, sequences: AsyncIterator[int]) -> None:
+        """Process acknowledged sequences until they end. They may be late, repeated or out of order."""
+        async for sequence in sequences:
+            self._acknowledged = max(self._acknowledged, sequence)
             self._changed.set()
         self._is_ended = True
         self._changed.set()

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 
 from envd.api.call_report import CallReport, ids_of
 from envd.api.security.access import Caller, rule_of, set_current_caller
-from envd.api.security.guard import Guard, Metadata
+from envd.api.security.guard import CallGuard, Metadata
 from envd.api.security.in_flight import RunningCall
 from envd.base.errors import InvalidRequest
 from envd.base.telemetry import traces
@@ -37,7 +37,7 @@ Context = Any
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Authorizes and measures calls; answers failures with `google.rpc.Status`."""
 
-    def __init__(self, metrics: Metrics, guard: Guard) -> None:
+    def __init__(self, metrics: Metrics, guard: CallGuard) -> None:
         self._metrics = metrics
         self._guard = guard
 
@@ -143,7 +143,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 class CallContext:
     """One call; each of its requests is admitted separately."""
 
-    def __init__(self, guard: Guard, method: str, metadata: Metadata, parse: Callable[[bytes], Message]) -> None:
+    def __init__(self, guard: CallGuard, method: str, metadata: Metadata, parse: Callable[[bytes], Message]) -> None:
         self._guard = guard
         self.metadata = metadata
         self._parse = parse
@@ -163,7 +163,7 @@ class CallContext:
         return {"caller": self.caller_name} if self.caller_name else {}
 
     def identify(self) -> None:
-        """Find the caller, which `Health` does not require. Raises: see `Guard.identify`."""
+        """Find the caller, which `Health` does not require. Raises: see `CallGuard.identify`."""
         if self._is_health:
             self._caller = self._guard.find_caller(self.metadata)
         else:
@@ -225,7 +225,7 @@ class CallContext:
             return
         caller = self._guard.identify(self.method, self.metadata)
         if caller != self._caller:
-            self._guard.check_owner(caller, ids.get("episode_id", ""))
+            self._guard.check_owner(caller, self.method, ids.get("episode_id", ""))
             self._caller = caller
 
     @property

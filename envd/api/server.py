@@ -25,7 +25,7 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api.health import HealthServicer
 from envd.api.interceptors import CallInterceptor
 from envd.api.security.access import MAX_MESSAGE_BYTES
-from envd.api.security.guard import RENEWAL_BURST, RENEWALS_PER_S, Guard
+from envd.api.security.guard import RENEWAL_BURST, RENEWALS_PER_S, CallGuard
 from envd.api.security.rate import RateLimiter
 from envd.api.security.secret_files import Reloaded
 from envd.api.security.tls import server_credentials
@@ -126,12 +126,12 @@ class ApiServer:
         )
         self._servicer = CUAEnvServicer(episodes)
         #: Admits its calls; other servers of the same episodes share it, and with it each caller's limits.
-        self.guard = Guard(
+        self.guard = CallGuard(
             tokens=read_token_table(security, metrics),
             limiter=RateLimiter(calls_per_second=security.calls_per_second, burst=security.call_burst),
             renewals=renewals,
             max_calls=security.max_calls_in_flight,
-            may_use=self._servicer.may_use,
+            owner_of=episodes.owner_of,
         )
         self._interceptor = CallInterceptor(metrics, self.guard)
         self._health = HealthServicer(SERVICE_NAME)

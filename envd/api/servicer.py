@@ -16,7 +16,6 @@ from cuaenv.action_codec import to_proto
 from cuaenv.capabilities import CAPABILITIES
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api.call_report import ids_of
-from envd.api.convert_actions import Size
 from envd.api.convert_requests import (
     MAX_FILE_BYTES,
     argv_of,
@@ -50,21 +49,22 @@ from envd.api.convert_results import (
     pool_messages,
     reset_response,
     rollback_response,
+    server_message,
     step_response,
     suite_of,
     task_message,
 )
-from envd.api.fields import int_in_range, request_id_of
+from envd.api.fields import int_in_range, request_id_of, required
 from envd.api.flow_control import AckTracker, forwarded, paced
 from envd.api.pages import page_of
-from envd.api.security.access import MAX_MESSAGE_BYTES, Caller, current_caller
+from envd.api.security.access import MAX_MESSAGE_BYTES, current_caller
 from envd.base.aio import race
 from envd.base.errors import EpisodeEnded, GuestError, GuestRefused, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
 from envd.base.telemetry.logs import bound
 from envd.desktop.observation import EncodedFrame, Encoding, ObservationOptions
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import GroupResult, listing_key
+from envd.episodes.types import OpenedGroup, listing_key
 from envd.tasks.model import Task
 
 #: Episodes whose screen size is cached; the oldest are dropped and queried again.
@@ -86,14 +86,10 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     def __init__(self, episodes: EpisodeService) -> None:
         self._episodes = episodes
-        self._screens: OrderedDict[str, Size] = OrderedDict()
+        self._screens: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._stopping = asyncio.Event()
         self._listing = defaultdict[str, asyncio.Lock](asyncio.Lock)
         """Held by one listing of tasks or checkpoints of a caller at a time: others would wait for all of them."""
-
-    def may_use(self, caller: Caller, episode_id: str) -> bool:
-        """Return whether a caller may use an episode."""
-        return caller.may_use(self._episodes.owner_of(episode_id))
 
     def end_watches(self) -> None:
         """End the streams that otherwise last until their clients disconnect."""
@@ -171,6 +167,13 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         result = await self._episodes.rollback(rollback_command(request))
         self._remember_screen(request.episode_id, result.observation.frame)
         return rollback_response(result)
+
+    async def GetCheckpoint(
+        self, request: env_pb2.GetCheckpointRequest, context: Context
+    ) -> env_pb2.GetCheckpointResponse:
+        checkpoint_id = checkpoint_id_of(request.checkpoint_id)
+        found = await self._episodes.checkpoints.get(checkpoint_id, current_caller().may_list)
+        return env_pb2.GetCheckpointResponse(checkpoint=checkpoint_message(found))
 
     async def ListCheckpoints(
         self, request: env_pb2.ListCheckpointsRequest, context: Context
@@ -259,6 +262,10 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
             tracking.cancel()
             await asyncio.gather(tracking, return_exceptions=True)
 
+    async def GetServer(self, request: env_pb2.GetServerRequest, context: Context) -> env_pb2.GetServerResponse:
+        message = server_message(self._episodes.limits, max_machines=current_caller().max_machines)
+        return env_pb2.GetServerResponse(server=message)
+
     async def ListPools(self, request: env_pb2.ListPoolsRequest, context: Context) -> env_pb2.ListPoolsResponse:
         caller, queues = current_caller(), self._episodes.list_queues() if request.include_queue else {}
         visible = {name: [group for group in queues[name] if caller.may_list(group.owner)] for name in queues}
@@ -272,6 +279,10 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         async with aclosing(_until(self._episodes.watch_pools(), self._stopping)) as running:
             async for pools in running:
                 yield env_pb2.WatchPoolsResponse(pools=pool_messages(pools))
+
+    async def GetEpisode(self, request: env_pb2.GetEpisodeRequest, context: Context) -> env_pb2.GetEpisodeResponse:
+        info = self._episodes.get_episode(episode_id_of(request.episode_id))
+        return env_pb2.GetEpisodeResponse(episode=episode_message(info))
 
     async def ListEpisodes(
         self, request: env_pb2.ListEpisodesRequest, context: Context
@@ -287,6 +298,13 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
             episodes=[episode_message(info) for info in page.items], next_page_token=page.next_page_token
         )
 
+    async def GetTask(self, request: env_pb2.GetTaskRequest, context: Context) -> env_pb2.GetTaskResponse:
+        task_id = required(request.task_id, "task_id")
+        async with self._listing[current_caller().name]:
+            task = await asyncio.to_thread(self._episodes.tasks.get, task_id)
+        (message,) = await self._task_messages([task])
+        return env_pb2.GetTaskResponse(task=message)
+
     async def ListTasks(self, request: env_pb2.ListTasksRequest, context: Context) -> env_pb2.ListTasksResponse:
         task_ids = task_ids_of(request.task_ids)
         tasks = await self._find(task_ids) if task_ids else self._episodes.tasks.list()
@@ -296,15 +314,18 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
             page_size=request.page_size,
             page_token=request.page_token,
         )
+        messages = await self._task_messages(page.items)
+        return env_pb2.ListTasksResponse(tasks=messages, next_page_token=page.next_page_token)
+
+    async def _task_messages(self, tasks: Sequence[Task]) -> list[env_pb2.Task]:
         catalogue = self._episodes.tasks
         # In a thread: looking for the files of 485 tasks takes 0.07 s.
         async with self._listing[current_caller().name]:
-            obstacles = await asyncio.to_thread(lambda: [catalogue.obstacles(task) for task in page.items])
-        messages = [
+            obstacles = await asyncio.to_thread(lambda: [catalogue.obstacles(task) for task in tasks])
+        return [
             task_message(task, variant_count=catalogue.variant_count(task.task_id), obstacles=found)
-            for task, found in zip(page.items, obstacles, strict=True)
+            for task, found in zip(tasks, obstacles, strict=True)
         ]
-        return env_pb2.ListTasksResponse(tasks=messages, next_page_token=page.next_page_token)
 
     async def _find(self, task_ids: Sequence[str]) -> list[Task]:
         """Return the tasks of `task_ids` that exist. Building a variant takes up to 2.5 ms."""
@@ -355,7 +376,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
                 async for response in responses:
                     yield response
 
-    async def _opened(self, result: GroupResult, response: Opened) -> Opened:
+    async def _opened(self, result: OpenedGroup, response: Opened) -> Opened:
         """Return the response that announces new episodes. Raises: InvalidRequest: too large; they are closed."""
         if response.ByteSize() > MAX_MESSAGE_BYTES:
             # Their caller would not learn their ids, and they would hold their machines until their leases expire.
@@ -371,15 +392,15 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return response
 
     def _is_callers(self, episode_id: str) -> bool:
-        return self.may_use(current_caller(), episode_id)
+        return current_caller().may_use(self._episodes.owner_of(episode_id))
 
     async def _step(self, request: env_pb2.StepRequest, *, prefix: str) -> env_pb2.StepResponse:
-        screen = await self._screen_of(request, prefix) if request.HasField("coordinate_space") else None
-        result = await self._episodes.step(step_command(request, screen=screen, prefix=prefix))
+        screen_px = await self._screen_of(request, prefix) if request.HasField("coordinate_space") else None
+        result = await self._episodes.step(step_command(request, screen_px=screen_px, prefix=prefix))
         self._remember_screen(request.episode_id, result.observation.frame)
         return step_response(result)
 
-    async def _screen_of(self, request: env_pb2.StepRequest, prefix: str) -> Size:
+    async def _screen_of(self, request: env_pb2.StepRequest, prefix: str) -> tuple[int, int]:
         # Positions refer to the frame that the caller saw last, not to a size that the guest has changed to since.
         episode_id = episode_id_of(request.episode_id, f"{prefix}episode_id")
         if episode_id not in self._screens:
@@ -388,12 +409,12 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
                 observation = await self._episodes.observe(episode_id, options, refresh=False, settle=None)
             except (MachineLost, EpisodeEnded):
                 # The episode accepts no new step, but this may be a retry with a recorded response.
-                return Size(width_px=request.coordinate_space.width_px, height_px=request.coordinate_space.height_px)
+                return request.coordinate_space.width_px, request.coordinate_space.height_px
             self._remember_screen(episode_id, observation.frame)
         return self._screens[episode_id]
 
     def _remember_screen(self, episode_id: str, frame: EncodedFrame) -> None:
-        self._screens[episode_id] = Size(width_px=frame.screen_width_px, height_px=frame.screen_height_px)
+        self._screens[episode_id] = frame.screen_width_px, frame.screen_height_px
         self._screens.move_to_end(episode_id)
         if len(self._screens) > MAX_REMEMBERED_SCREENS:
             self._screens.popitem(last=False)
@@ -419,7 +440,7 @@ async def _track(
 ) -> None:
     """Process acknowledgements; on a failure, such as a revoked token, set `failed` and raise it."""
     try:
-        await acks.track(requests)
+        await acks.track(message.acknowledged_sequence async for message in requests)
     except Exception:
         failed.set()
         raise

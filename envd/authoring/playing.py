@@ -6,14 +6,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 
 from cuaenv.actions import Action, Wait
-from cuaenv.client import AsyncEpisode, GuestFailed, GuestUnresponsive, StepResult
+from cuaenv.client import AsyncEpisode, GuestFailed, StepResult
+from cuaenv.results import CommandResult
 from envd.authoring.targets import resolved
 from envd.base import errors
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.model import Task
 from envd.tasks.oracle import Aimed, Input, OracleAction, WaitFor, without_target
 from envd.tasks.queries import Query
-from envd.tasks.replay import PATIENCE_S, FinishedCommand, query_of, replay, unmet
+from envd.tasks.replay import PATIENCE_S, query_of, replay, unmet
 
 Steps = Sequence[tuple[OracleAction, ...]]
 
@@ -92,7 +93,7 @@ async def play(
                 await perform(_LET_RUN)
         return without_target(aimed)
 
-    async def run(query: Query) -> FinishedCommand:
+    async def run(query: Query) -> CommandResult:
         return await episode.run_command(query.argv, as_root=query.as_root, timeout=_QUERY_TIMEOUT)
 
     def is_idle() -> bool:
@@ -124,7 +125,7 @@ async def wait_until_met(
     condition: WaitFor,
     *,
     os: GuestOs,
-    run: Callable[[Query], Awaitable[FinishedCommand]],
+    run: Callable[[Query], Awaitable[CommandResult]],
     let_run: Callable[[], Awaitable[object]],
 ) -> None:
     """Return once a condition holds.
@@ -140,7 +141,7 @@ async def wait_until_met(
                 # A guest that starts a program may be too busy to answer.
                 try:
                     problem = unmet(condition, await run(query))
-                except (GuestUnresponsive, GuestFailed, errors.GuestUnresponsive, errors.GuestError) as error:
+                except (GuestFailed, errors.GuestUnresponsive, errors.GuestError) as error:
                     problem = str(error)
                 if not problem:
                     return

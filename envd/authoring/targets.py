@@ -35,7 +35,7 @@ class ListedWindow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Screen:
+class GuestScreen:
     """What a guest says that it shows."""
 
     elements: tuple[Element, ...] = ()
@@ -45,9 +45,11 @@ class Screen:
     """The maximum of a screen if the guest does not say."""
 
 
-async def read_screen(episode: AsyncEpisode, *, os: GuestOs, elements: bool = True, windows: bool = True) -> Screen:
+async def read_screen(
+    episode: AsyncEpisode, *, os: GuestOs, elements: bool = True, windows: bool = True
+) -> GuestScreen:
     """Return what a guest can report. A part that it cannot, or that is malformed, is left out."""
-    screen = Screen()
+    screen = GuestScreen()
     try:
         if elements:
             seen = await episode.observe(view=_VIEW)
@@ -74,7 +76,7 @@ def parse_boxes(listing: str) -> Iterator[ListedWindow]:
             yield ListedWindow(title if len(title) <= MAX_NAME_CHARS else "", (x, y, width, height))
 
 
-def locate(target: Target, screen: Screen) -> Place | None:
+def locate(target: Target, screen: GuestScreen) -> Place | None:
     """Return the pixel that a target names; None if the guest does not show it on the screen."""
     box = _box(target, screen)
     if box is None or min(box[2:]) < 1:
@@ -84,7 +86,7 @@ def locate(target: Target, screen: Screen) -> Place | None:
     return place if _holds((0, 0, *screen.size_px), place) else None
 
 
-def _box(target: Target, screen: Screen) -> Box | None:
+def _box(target: Target, screen: GuestScreen) -> Box | None:
     is_inside = False
     for element in screen.elements:
         if element.depth == 0:
@@ -96,7 +98,7 @@ def _box(target: Target, screen: Screen) -> Box | None:
     return next((each.box for each in reversed(screen.windows) if re.search(target.window, each.title)), None)
 
 
-def target_at(place: Place, screen: Screen, *, only_window: bool = False) -> Target | None:
+def target_at(place: Place, screen: GuestScreen, *, only_window: bool = False) -> Target | None:
     """Return what is at a pixel: a widget that `locate` finds again, else its window; None if neither is certain."""
     group = _group_at(place, screen)
     if isinstance(group, Target) or group is None:
@@ -104,7 +106,7 @@ def target_at(place: Place, screen: Screen, *, only_window: bool = False) -> Tar
     return _target_in(group[:1] if only_window else group, place, screen)
 
 
-def _group_at(place: Place, screen: Screen) -> Sequence[Element] | Target | None:
+def _group_at(place: Place, screen: GuestScreen) -> Sequence[Element] | Target | None:
     """Return the top-level element at a pixel and its content, or a window that the tree does not have."""
     held = [group for group in _top_levels(screen.elements) if any(_holds(each.box, place) for each in group)]
     listed = [each for each in screen.windows if _holds(each.box, place) and each.box[2:] != screen.size_px]
@@ -123,7 +125,7 @@ def _group_at(place: Place, screen: Screen) -> Sequence[Element] | Target | None
     return min(held, key=lambda group: group[0].box[2] * group[0].box[3], default=None)
 
 
-def _target_in(group: Sequence[Element], place: Place, screen: Screen) -> Target | None:
+def _target_in(group: Sequence[Element], place: Place, screen: GuestScreen) -> Target | None:
     """Return the innermost element of a top-level one that has a name or can be acted on."""
     top = group[0]
     window = _exactly(top.name) if top.role in _WINDOW_ROLES else ""
@@ -190,7 +192,7 @@ class TargetRecorder:
     def __init__(self, episode: AsyncEpisode, *, os: GuestOs) -> None:
         self._episode = episode
         self._os = os
-        self._screen = Screen()
+        self._screen = GuestScreen()
         self._last: Action | None = None
         self._last_s = 0.0
         self._pressed: list[tuple[Place, Target | None]] = []

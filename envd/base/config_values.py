@@ -17,19 +17,26 @@ from cuaenv.region import Region
 
 #: Prefix of a suite that is part of envd but served only on request.
 BUILTIN_TASKS = "builtin:"
-#: Prefix of a directory of CUA-Gym bundles.
-CUA_GYM_TASKS = "cua-gym:"
-#: Prefix of a checkout of OpenComputer.
-OPENCOMPUTER_TASKS = "opencomputer:"
-
+#: Suites whose tasks are read from a directory, `SUITE:DIR`: CUA-Gym's bundles, and a checkout of OpenComputer.
+CUA_GYM = "cua-gym"
+OPENCOMPUTER = "opencomputer"
+DIRECTORY_SUITES = (CUA_GYM, OPENCOMPUTER)
 
 #: The protocols of `compat`, and their ports on loopback, which are those of the servers that they replace.
-COMPAT_PORTS: Mapping[str, int] = {"slime-osworld": 8100, "areal": 8000, "areal-sandbox": 8001, "windows-vm": 8765}
+COMPAT_PORTS: Mapping[str, int] = {
+    "slime-osworld": 8100,
+    "areal": 8000,
+    "areal-sandbox": 8001,
+    "windows-vm": 8765,
+    "e2b": 3000,
+}
 
 _LOOPBACK = re.compile(r"(127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})")
 _ADDRESS = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
-#: The colons of `builtin:`, `cua-gym:` and `opencomputer:` are not separators.
-_PATH_SEPARATOR = re.compile(r"(?<!\bbuiltin)(?<!\bcua-gym)(?<!\bopencomputer):")
+#: The colons of prefixes are not separators.
+_PATH_SEPARATOR = re.compile(
+    "".join(rf"(?<!\b{name})" for name in (BUILTIN_TASKS.removesuffix(":"), *DIRECTORY_SUITES)) + ":"
+)
 #: Prefix of a task file that assigns its tasks to a suite.
 _SUITE_PREFIX = re.compile(r"[a-z0-9][a-z0-9_-]*=")
 _SCREEN = re.compile(r"(\d{3,5})x(\d{3,5})")
@@ -83,9 +90,9 @@ def _expanded(value: Path) -> Path:
 def _task_file(value: str) -> str:
     if value.startswith(BUILTIN_TASKS):
         return value
-    for prefix in (CUA_GYM_TASKS, OPENCOMPUTER_TASKS):
-        if value.startswith(prefix):
-            return f"{prefix}{_expanded(Path(value.removeprefix(prefix)))}"
+    scheme, colon, directory = value.partition(":")
+    if colon and scheme in DIRECTORY_SUITES:
+        return f"{scheme}:{_expanded(Path(directory))}"
     suite, equals, path = value.partition("=") if _SUITE_PREFIX.match(value) else ("", "", value)
     return f"{suite}{equals}{_expanded(Path(path))}"
 

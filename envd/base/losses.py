@@ -22,7 +22,7 @@ _CAUSES: Mapping[str, str] = {"guest-shutdown": "POWER_OFF", "guest-reset": "REB
 ENDS_MACHINE = frozenset({"POWER_OFF", "REBOOT", "PANIC", "DISK_FULL"})
 
 
-class Owner(Enum):
+class LossOwner(Enum):
     """Who caused a loss. The values label metrics."""
 
     HOST = "host"
@@ -34,7 +34,7 @@ class Owner(Enum):
 class Loss:
     """Why a machine or its session is lost."""
 
-    owner: Owner
+    owner: LossOwner
     reason: str
     """A sentence for logs and error texts."""
     cause: str = ""
@@ -45,9 +45,9 @@ class Loss:
 
     def error(self, where: str) -> EnvdError:
         """Return the error of a call that needs the lost machine."""
-        if self.owner is Owner.GUEST:
+        if self.owner is LossOwner.GUEST:
             return GuestEnded(f"{where}: its guest ended ({self.cause}: {self.reason})", cause=self.cause)
-        return (MachineLost if self.owner is Owner.HOST else LossUndecided)(f"{where}: {self.reason}")
+        return (MachineLost if self.owner is LossOwner.HOST else LossUndecided)(f"{where}: {self.reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,27 +69,27 @@ class Silence:
 def loss_by_shutdown(reason: str) -> Loss | None:
     """Return the loss that a reason of QEMU's SHUTDOWN event means; None if the guest did not cause it."""
     cause = _CAUSES.get(reason)
-    return Loss(Owner.GUEST, f"QEMU reports {reason}", cause) if cause else None
+    return Loss(LossOwner.GUEST, f"QEMU reports {reason}", cause) if cause else None
 
 
 def loss_by_silence(silence: Silence) -> Loss:
     """Return why a guest does not answer."""
     if not silence.run_state:
-        return Loss(Owner.UNDECIDED, "QEMU does not answer")
+        return Loss(LossOwner.UNDECIDED, "QEMU does not answer")
     free_bytes = FULL_DISK_BYTES if silence.free_disk_bytes is None else silence.free_disk_bytes
     if silence.run_state == "io-error" or free_bytes < FULL_DISK_BYTES:
-        return Loss(Owner.HOST, "the host's disk is full")
+        return Loss(LossOwner.HOST, "the host's disk is full")
     if silence.run_state == "guest-panicked":
-        return Loss(Owner.GUEST, "QEMU reports guest-panicked", "PANIC")
+        return Loss(LossOwner.GUEST, "QEMU reports guest-panicked", "PANIC")
     if silence.run_state != "running":
-        return Loss(Owner.UNDECIDED, f"the machine is {silence.run_state}")
+        return Loss(LossOwner.UNDECIDED, f"the machine is {silence.run_state}")
     if silence.agent_answers:
-        return Loss(Owner.GUEST, "the machine runs, but its session does not answer", "SESSION_ENDED")
+        return Loss(LossOwner.GUEST, "the machine runs, but its session does not answer", "SESSION_ENDED")
     # An idle guest on a busy host waits some tenths of a second, one that is kept from answering for most of the ping.
     if silence.used_s < _FAIR_SHARE_S <= silence.waited_s:
         return Loss(
-            Owner.UNDECIDED,
+            LossOwner.UNDECIDED,
             f"the guest does not answer, but got a host processor for only {silence.used_s:.1f} s"
             f" and waited for one for {silence.waited_s:.1f} s",
         )
-    return Loss(Owner.GUEST, "the guest does not answer although the host lets it run", "UNRESPONSIVE")
+    return Loss(LossOwner.GUEST, "the guest does not answer although the host lets it run", "UNRESPONSIVE")

@@ -14,19 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fcntl import LOCK_EX, flock
 from pathlib import Path
-from typing import Protocol
 
 from envd.base.errors import EnvdError
 from envd.base.tools import run_tool
 
 STAGING = ".making-"
 
-
-class Progress(Protocol):
-    """Receives the progress of an installation."""
-
-    def __call__(self, stage: str, fraction: float, /) -> None:
-        """Report a stage by name and the fraction of the whole that is done, in [0, 1]."""
+#: Receives the stage of an installation by name, and the fraction of the whole that is done, in [0, 1].
+Progress = Callable[[str, float], None]
 
 
 class PinnedEnvironment:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cuaenv.client import AsyncEpisode
 from envd.bench.branch_parents import STEP_TIMEOUT, TARGET_DIRTY_MIB, BranchParent, frame_id_of
-from envd.bench.report import BenchReport, Check, Figure, exempt_without_guests, figures_of, mib, percentile
+from envd.bench.report import BenchReport, Condition, Figure, exempt_without_guests, figures_of, mib, percentile
 from envd.bench.session import BenchSession, Steps
 
 #: The first two machines of a process take longer: libvirt queries QEMU's capabilities.
@@ -15,7 +15,7 @@ _WARM_UPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
+class TimedBranch:
     """One `Fork` with one child."""
 
     branch_ms: float
@@ -56,7 +56,7 @@ async def measure_branch(
         repetitions=repetitions, light_task=light_task_id, task=parent.task_id, group_size=group_size
     )
     steps.begin("setting up")
-    light: list[Branch] = []
+    light: list[TimedBranch] = []
     async with bench.reset(light_task_id) as episode:
         for number in _numbers(repetitions):
             await episode.step(parent.nudge(number), timeout=STEP_TIMEOUT)
@@ -71,7 +71,7 @@ async def measure_branch(
             async with bench.client.fork(episode, count=group_size):
                 group_ms.append((time.perf_counter() - begin_s) * 1000)
             steps.done("forking groups")
-    worked: list[Branch] = []
+    worked: list[TimedBranch] = []
     async with bench.reset(parent.task_id) as episode:
         await parent.begin(bench, episode)
         steps.done(f"branching {parent.who}")
@@ -95,7 +95,7 @@ def _numbers(repetitions: int) -> range:
 
 
 @asynccontextmanager
-async def _branched(bench: BenchSession, parent: AsyncEpisode) -> AsyncIterator[tuple[AsyncEpisode, Branch]]:
+async def _branched(bench: BenchSession, parent: AsyncEpisode) -> AsyncIterator[tuple[AsyncEpisode, TimedBranch]]:
     """Fork one child of `parent`, measured, and close it after the block."""
     await bench.refilled(leased_count=1)
     dirty_bytes = bench.written_bytes()
@@ -105,7 +105,7 @@ async def _branched(bench: BenchSession, parent: AsyncEpisode) -> AsyncIterator[
         timings_ms = child.opening_timings_ms
         yield (
             child,
-            Branch(
+            TimedBranch(
                 branch_ms=branch_ms,
                 parent_pause_ms=timings_ms["pause"],
                 copy_ms=timings_ms["copy"],
@@ -119,11 +119,11 @@ async def _branched(bench: BenchSession, parent: AsyncEpisode) -> AsyncIterator[
 def branch_report(
     conditions: dict[str, object],
     *,
-    light: Sequence[Branch],
-    worked: Sequence[Branch],
+    light: Sequence[TimedBranch],
+    worked: Sequence[TimedBranch],
     group_ms: Sequence[float],
     who: str,
-    check: Check,
+    check: Condition,
 ) -> BenchReport:
     figures: list[Figure] = []
     all_samples: dict[str, list[float]] = {}

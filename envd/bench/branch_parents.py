@@ -8,7 +8,7 @@ from typing import Protocol
 from cuaenv.actions import Action, Move, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEpisode, View
 from envd.bench.default_tasks import EditorTask
-from envd.bench.report import Check
+from envd.bench.report import Condition
 from envd.bench.session import BenchSession
 from envd.hypervisor.machine import GuestOs
 
@@ -39,7 +39,7 @@ class BranchParent(Protocol):
     async def advance(self, episode: AsyncEpisode, word: str) -> None:
         """Work before each branch."""
 
-    async def check(self, parent: AsyncEpisode, child: AsyncEpisode, *, frame_id: str) -> Check:
+    async def check(self, parent: AsyncEpisode, child: AsyncEpisode, *, frame_id: str) -> Condition:
         """Let the child work, observe the parent, then let it work. `frame_id` is its frame at the branch."""
 
 
@@ -65,7 +65,7 @@ class EditorParent:
         await episode.step(TypeText(word), timeout=STEP_TIMEOUT)
         self._text += word
 
-    async def check(self, parent: AsyncEpisode, child: AsyncEpisode, *, frame_id: str) -> Check:
+    async def check(self, parent: AsyncEpisode, child: AsyncEpisode, *, frame_id: str) -> Condition:
         first_frame_id = child.observation.frame_id
         save = (PressKeys(["ctrl", "s"]), Wait(timedelta(seconds=1)))
         await child.step(TypeText(_CHILD_TEXT), *save, timeout=STEP_TIMEOUT)
@@ -108,7 +108,7 @@ class WritingParent:
         self._text += word
         await _write(episode, self._path, self._text)
 
-    async def check(self, parent: AsyncEpisode, child: AsyncEpisode, *, frame_id: str) -> Check:
+    async def check(self, parent: AsyncEpisode, child: AsyncEpisode, *, frame_id: str) -> Condition:
         first_frame_id = child.observation.frame_id
         await _write(child, self._path, await _read(child, self._path) + _CHILD_TEXT)
         later_frame_id = await frame_id_of(parent)
@@ -149,7 +149,7 @@ class FrameIds:
 
 def check_branch(
     *, frame_ids: FrameIds, parent_file: tuple[str, str], child_saved: tuple[str, str], parent_saved: tuple[str, str]
-) -> Check:
+) -> Condition:
     """Check that a child continued from its parent and left the parent unchanged. Pure.
 
     Args:
@@ -167,7 +167,7 @@ def check_branch(
     for who, (expected, found) in (("child", child_saved), ("parent", parent_saved)):
         if found != expected:
             problems.append(f"the {who} saved {found!r}, not {expected!r}")
-    return Check(
+    return Condition(
         name="a child continues its parent's text, and the parent is unchanged",
         passed=not problems,
         evidence="; ".join(problems)

@@ -10,7 +10,7 @@ from statistics import median_high
 
 from cuaenv.client import AsyncEpisode, Checkpoint
 from envd.bench.branch_parents import STEP_TIMEOUT, BranchParent
-from envd.bench.report import BenchReport, Check, exempt_without_guests, figures_of, mib
+from envd.bench.report import BenchReport, Condition, exempt_without_guests, figures_of, mib
 from envd.bench.session import BenchSession, Steps
 
 #: The first machines of a process take longer: libvirt queries QEMU's capabilities.
@@ -32,7 +32,7 @@ async def measure_checkpoints(
     """
     conditions = bench.conditions(repetitions=repetitions, light_task=light_task_id, task=parent.task_id, depth=depth)
     samples: dict[str, list[float]] = defaultdict(list)
-    checks: list[Check] = []
+    checks: list[Condition] = []
     for kind, who, task_id in (("light", "a fresh desktop", light_task_id), ("editor", parent.who, parent.task_id)):
         steps.begin(f"storing {who}")
         async with bench.reset(task_id) as episode:
@@ -72,7 +72,7 @@ async def _measure(
     samples: dict[str, list[float]],
     *,
     kind: str,
-) -> Check:
+) -> Condition:
     """Measure one checkpoint and a branch, and check that a copy and a rollback show what the episode showed."""
     infix = "" if kind == "light" else f"{kind}_"
     await bench.refilled(leased_count=1)
@@ -99,7 +99,7 @@ async def _measure(
         begin_s = time.perf_counter()
         shown.append((await episode.rollback(checkpoint)).frame_id)
         samples[f"rollback_{infix}ms"].append(_since_ms(begin_s))
-    return Check(
+    return Condition(
         name="copies_show_the_same",
         passed=set(shown) == {checkpoint.frame_id},
         evidence=f"two copies, which took a step, and a rollback showed {', '.join(sorted(set(shown)))}; stored was"

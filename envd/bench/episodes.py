@@ -21,7 +21,7 @@ from cuaenv.client import AsyncEpisode, StepResult
 from envd.authoring.playing import max_steps_of, play
 from envd.base.errors import ConfigError
 from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
-from envd.bench.report import BenchReport, Check, figures_of, mib
+from envd.bench.report import BenchReport, Condition, figures_of, mib
 from envd.bench.session import BenchSession, Steps
 from envd.hypervisor.qemu.processes import memory_of
 from envd.integrations.osworld.environment import Environment
@@ -272,7 +272,9 @@ def episodes_report(conditions: dict[str, object], ours: Side, peer: Side | None
     checks = []
     for who, side in (("our", ours), *((("the peer's", peer),) if peer else ())):
         solved, count = sum(episode.score == 1.0 for episode in side.episodes), len(side.episodes)
-        checks.append(Check(name=f"{who} episodes scored 1.0", passed=solved == count, evidence=f"{solved} of {count}"))
+        checks.append(
+            Condition(name=f"{who} episodes scored 1.0", passed=solved == count, evidence=f"{solved} of {count}")
+        )
     return BenchReport(
         benchmark="episodes",
         conditions=conditions,

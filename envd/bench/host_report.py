@@ -31,7 +31,7 @@ _VERDICTS = {True: "met", False: "missed", None: ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ReportPart:
     """One benchmark of a report."""
 
     name: str
@@ -39,14 +39,14 @@ class Part:
     """The text says why there are no figures."""
 
 
-async def measure_host(measures: Mapping[str, Measure], *, limit_s: float, report: Report) -> list[Part]:
+async def measure_host(measures: Mapping[str, Measure], *, limit_s: float, report: Report) -> list[ReportPart]:
     """Run benchmarks by name, in turn.
 
     Args:
         limit_s: Time for all of them. The one that runs then is cut off, and later ones are not started.
     """
     end_s = time.monotonic() + limit_s
-    parts: list[Part] = []
+    parts: list[ReportPart] = []
     for number, (name, measure) in enumerate(measures.items()):
 
         def on_progress(stage: str, fraction: float, number: int = number, name: str = name) -> None:
@@ -62,11 +62,11 @@ async def measure_host(measures: Mapping[str, Measure], *, limit_s: float, repor
             # Its text may have a path or the name of the host.
             logger.warning("bench %s: %s", name, error)
             outcome = f"{error.reason}; `envd bench {name}` shows the cause"
-        parts.append(Part(name=name, outcome=outcome))
+        parts.append(ReportPart(name=name, outcome=outcome))
     return parts
 
 
-def write_page(parts: list[Part], directory: Path) -> Path:
+def write_page(parts: list[ReportPart], directory: Path) -> Path:
     """Write each report as JSON and, with matplotlib, as plots, and a page with all of it; return the page."""
     directory.mkdir(parents=True, exist_ok=True)
     for part in parts:
@@ -82,7 +82,7 @@ def write_page(parts: list[Part], directory: Path) -> Path:
     return page
 
 
-def _page(parts: list[Part], plots: list[Path], note: str) -> str:
+def _page(parts: list[ReportPart], plots: list[Path], note: str) -> str:
     host = {"processor": processor_name()}
     reports = [part.outcome for part in parts if isinstance(part.outcome, BenchReport)]
     if reports:
@@ -91,7 +91,7 @@ def _page(parts: list[Part], plots: list[Path], note: str) -> str:
     return _TEMPLATE.substitute(host=_rows(host.items()), parts="\n".join(sections), note=html.escape(note))
 
 
-def _section(part: Part, plots: list[Path]) -> str:
+def _section(part: ReportPart, plots: list[Path]) -> str:
     title = f"<h2>{html.escape(part.name)}</h2>"
     if isinstance(part.outcome, str):
         return f"{title}<p>Not measured: {html.escape(part.outcome)}.</p>"

@@ -9,17 +9,13 @@ from statistics import median_high
 from typing import Any
 
 from envd.base.config import Config
-from envd.base.errors import EnvdError
 from envd.bench.child import Child, run_module
 from envd.bench.load_client import LoadPlan, LoadResult
+from envd.bench.report import BenchFailed
 
 _CLIENTS_PROGRAM = "envd.bench.load_client"
 _DAEMON_PROGRAM = "envd.bench.scale_daemon"
 _EXIT_TIMEOUT_S = 60
-
-
-class LoadFailed(EnvdError, reason="LOAD_FAILED"):
-    """A process of the benchmark ended early; its error is on standard error."""
 
 
 async def _send(child: Child, line: str) -> None:
@@ -30,7 +26,7 @@ async def _send(child: Child, line: str) -> None:
 async def _receive(child: Child) -> dict[str, Any]:
     line = await child.stdout.readline()
     if not line:
-        raise LoadFailed("a process of the benchmark ended; its error is above")
+        raise BenchFailed("a process of the benchmark ended; its error is above")
     message: dict[str, Any] = json.loads(line)
     return message
 
@@ -72,7 +68,7 @@ class Daemons:
 
 @asynccontextmanager
 async def daemon_processes(configs: Sequence[Config], *, on_progress: Callable[[str], None]) -> AsyncIterator[Daemons]:
-    """Start a daemon for each configuration and wait until their machines are ready. Raises: LoadFailed."""
+    """Start a daemon for each configuration and wait until their machines are ready. Raises: BenchFailed."""
 
     async def ready(child: Child) -> dict[str, Any]:
         while "stage" in (message := await _receive(child)):
@@ -93,7 +89,7 @@ class Load:
         return sum(each["opened"] for each in await asyncio.gather(*map(_receive, self._children)))
 
     async def run(self) -> LoadResult:
-        """Run the next phase: steps first, then echoes. Raises: LoadFailed."""
+        """Run the next phase: steps first, then echoes. Raises: BenchFailed."""
         return merged([LoadResult(**each) for each in await asyncio.gather(*map(_ask, self._children))])
 
 

@@ -32,7 +32,7 @@ class _Conditions(BaseModel):
     time: datetime
 
 
-class _Policy(BaseModel):
+class _PlottedPolicy(BaseModel):
     policy: str
     late_change_rate: float
     settle_ms_p50: float
@@ -45,7 +45,7 @@ class _Report(BaseModel):
     conditions: _Conditions
     results: dict[str, float | None]
     samples: dict[str, list[float]]
-    curve: list[_Policy] = []
+    curve: list[_PlottedPolicy] = []
 
     def title(self, subject: str) -> str:
         """Return a title that says what ran, where and when."""
@@ -129,7 +129,7 @@ def _draw_samples(path: Path, unit: str, rows: Mapping[str, Sequence[float]], *,
 
 def _draw_curve(path: Path, report: _Report) -> None:
     """Draw the trade-off of settling: a curve per kind of policy, such as `idle 100 ms`."""
-    kinds: dict[str, list[_Policy]] = {"fixed": [], "idle": []}
+    kinds: dict[str, list[_PlottedPolicy]] = {"fixed": [], "idle": []}
     for each in report.curve:
         kinds.setdefault(each.policy.partition(" ")[0], []).append(each)
     with svg_plot(path, title=report.title("settling: waiting time and too early frames")) as axes:

@@ -30,7 +30,7 @@ class BenchFailed(EnvdError, reason="BENCH_FAILED"):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FigureTarget:
     """The value that a figure should have."""
 
     comparison: str
@@ -38,7 +38,7 @@ class Target:
     limit: float
 
     @classmethod
-    def of(cls, text: str) -> "Target":
+    def of(cls, text: str) -> "FigureTarget":
         """Return the target that `str` writes so, such as `<= 20`."""
         comparison, limit = text.split()
         return cls(comparison, float(limit))
@@ -56,7 +56,7 @@ class Figure:
     value: Value
     meaning: str
     """Exactly what was measured."""
-    target: Target | None = None
+    target: FigureTarget | None = None
     exempt: str = ""
     """Why the target does not apply to this run; empty if it does."""
 
@@ -100,7 +100,7 @@ def figures_of(
             name=name.format(key),
             value=values[key] if key in values else percentile(samples[sampled], int(percent)),
             meaning=meaning.format(text),
-            target=Target.of(target) if target and has_targets else None,
+            target=FigureTarget.of(target) if target and has_targets else None,
             exempt=exempt,
         )
         figures.append(figure)
@@ -108,7 +108,7 @@ def figures_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Condition:
     """A condition that must hold, independent of speed."""
 
     name: str
@@ -124,7 +124,7 @@ class BenchReport:
     conditions: Mapping[str, object]
     """The host, the machines and the settings of the run."""
     figures: Sequence[Figure]
-    checks: Sequence[Check] = ()
+    checks: Sequence[Condition] = ()
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The samples behind the figures, in the order of measuring."""
     tables: Mapping[str, Sequence[Mapping[str, str | float]]] = field(default_factory=dict)

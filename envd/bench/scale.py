@@ -9,7 +9,7 @@ from typing import Any
 from envd.base.config import Config
 from envd.bench.load import daemon_processes, load_processes, part
 from envd.bench.load_client import MAX_STEPS, EchoServer, LoadPlan, LoadResult
-from envd.bench.report import BenchReport, Check, figures_of, percentile
+from envd.bench.report import BenchReport, Condition, figures_of, percentile
 from envd.bench.session import Steps, bench_config
 
 #: A task of drawn desktops with a counting button and a check box, at these points: every click changes the screen.
@@ -117,12 +117,12 @@ def scale_report(
             exempt="" if is_target_load else f"the target is for {_TARGET_MACHINES} machines",
         ),
         checks=(
-            Check(
+            Condition(
                 name="every client opened an episode and every step got a response",
                 passed=opened_count == conditions["machine_count"] and stepped.call_count >= opened_count,
                 evidence=f"{opened_count} episodes, {stepped.call_count} steps",
             ),
-            Check(
+            Condition(
                 name="frames travelled as changes",
                 passed=stepped.keyframe_count == 0,
                 evidence=f"{stepped.keyframe_count} of {stepped.call_count} frames were keyframes",

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from statistics import median
 
 from cuaenv.actions import Action, Done, Fail, Wait
+from cuaenv.results import CommandResult
 from envd.authoring.playing import wait_until_met
 from envd.base.config import SettlePolicy
 from envd.bench.report import BenchFailed, BenchReport, Value, figures_of, percentile
 from envd.bench.session import BenchSession, Steps
-from envd.bench.settle_recording import RecordedStep, Recorder, replay_settling
+from envd.bench.settle_recording import StepRecorder, StepRecording, replay_settling
 from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task
 from envd.tasks.oracle import Input, WaitFor, without_target
 from envd.tasks.queries import Query
-from envd.tasks.replay import FinishedCommand, replay
+from envd.tasks.replay import replay
 
 _QUERY_TIMEOUT_S = 120.0
 _QUERY_INTERVAL_S = 0.5
@@ -30,7 +31,7 @@ _QUIET_MS = (50, 100, 150, 200, 300, 500, 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyResult:
+class PolicyFigures:
     """One policy on all recordings."""
 
     settle_ms: Sequence[float]
@@ -50,7 +51,7 @@ async def measure_settle(bench: BenchSession, tasks: Sequence[Task], *, watch_s:
         bench: Its pool holds one machine at a time.
         watch_s: For how long after a step's frame changes count as late.
     """
-    recorded: list[RecordedStep] = []
+    recorded: list[StepRecording] = []
     for task in tasks:
         recorded += await record_task(bench, task, watch_s=watch_s, steps=steps)
     if not recorded:
@@ -59,21 +60,21 @@ async def measure_settle(bench: BenchSession, tasks: Sequence[Task], *, watch_s:
     return await settle_report(conditions, recorded, policy=bench.pool.settings.settle, watch_s=watch_s)
 
 
-async def record_task(bench: BenchSession, task: Task, *, watch_s: float, steps: Steps) -> list[RecordedStep]:
+async def record_task(bench: BenchSession, task: Task, *, watch_s: float, steps: Steps) -> list[StepRecording]:
     """Play a task's oracle on a new machine; return the recordings of its steps with input."""
     steps.begin(f"setting up {task.task_id}")
     async with bench.set_up_machine(task) as leased:
-        recorder = Recorder(
+        recorder = StepRecorder(
             leased.desktop, leased.machine, watch_s=watch_s, ignored=bench.pool.settings.settle.ignored_regions
         )
         await _play(leased, task, recorder, steps=steps)
         return recorder.steps()
 
 
-async def _play(leased: LeasedMachine, task: Task, recorder: Recorder, *, steps: Steps) -> None:
+async def _play(leased: LeasedMachine, task: Task, recorder: StepRecorder, *, steps: Steps) -> None:
     desktop = leased.desktop
 
-    async def run(query: Query) -> FinishedCommand:
+    async def run(query: Query) -> CommandResult:
         return await desktop.run(query.argv, as_root=query.as_root, timeout_s=_QUERY_TIMEOUT_S)
 
     async def wait_for(condition: WaitFor) -> str:
@@ -106,7 +107,7 @@ def _without_last_waits(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     return actions[: inputs[-1] + 1] if inputs else ()
 
 
-async def judge(recorded: Sequence[RecordedStep], policy: SettlePolicy, *, watch_s: float) -> PolicyResult:
+async def judge(recorded: Sequence[StepRecording], policy: SettlePolicy, *, watch_s: float) -> PolicyFigures:
     """Replay one policy over all recordings."""
     settle_ms, is_late, is_settled = [], [], []
     for step in recorded:
@@ -114,15 +115,15 @@ async def judge(recorded: Sequence[RecordedStep], policy: SettlePolicy, *, watch
         settle_ms.append(result.settle_ms)
         is_settled.append(result.settled)
         is_late.append(result.settled and step.has_change_after(at_s, watch_s=watch_s))
-    return PolicyResult(settle_ms=settle_ms, is_late=is_late, is_settled=is_settled)
+    return PolicyFigures(settle_ms=settle_ms, is_late=is_late, is_settled=is_settled)
 
 
 async def settle_report(
-    conditions: Mapping[str, object], recorded: Sequence[RecordedStep], *, policy: SettlePolicy, watch_s: float
+    conditions: Mapping[str, object], recorded: Sequence[StepRecording], *, policy: SettlePolicy, watch_s: float
 ) -> BenchReport:
     """Replay the policies over the recordings and return the report."""
 
-    async def with_times(**times_ms: int) -> PolicyResult:
+    async def with_times(**times_ms: int) -> PolicyFigures:
         return await judge(recorded, policy.model_copy(update=times_ms), watch_s=watch_s)
 
     own = await with_times()

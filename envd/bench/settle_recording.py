@@ -59,7 +59,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedStep:
+class StepRecording:
     """The reaction of a screen to the input of one step. Monotonic times in seconds."""
 
     input_s: float
@@ -81,7 +81,7 @@ class RecordedStep:
 
 
 @dataclass(slots=True)
-class Recorder:
+class StepRecorder:
     """Records the steps of one episode, whose guest runs throughout."""
 
     desktop: Desktop
@@ -90,7 +90,7 @@ class Recorder:
     """The screen is watched for at least this long after it has settled."""
     ignored: tuple[Region, ...] = ()
     _blinking: Blinking = field(default_factory=Blinking)
-    _steps: list[RecordedStep] = field(default_factory=list)
+    _steps: list[StepRecording] = field(default_factory=list)
 
     async def record(self, inputs: Sequence[Action], *, input_s: float, before: TiledImage) -> TiledImage:
         """Record until the screen has not changed for long; return what it shows then."""
@@ -112,7 +112,7 @@ class Recorder:
             await asyncio.sleep(_REFRESH_INTERVAL_S)
         late = any(map(may_act_late, inputs))
         self._steps.append(
-            RecordedStep(
+            StepRecording(
                 input_s=input_s,
                 may_act_late=late,
                 was_clicked=any(map(clicks, inputs)),
@@ -123,7 +123,7 @@ class Recorder:
         )
         return shown
 
-    def steps(self) -> list[RecordedStep]:
+    def steps(self) -> list[StepRecording]:
         """Return the recorded steps, with the changes that were content by all that is known at the end."""
         return [replace(step, content_s=self._content_of(step)) for step in self._steps]
 
@@ -137,7 +137,7 @@ class Recorder:
         pixels = before.part(region).astype(np.uint32), after.part(region).astype(np.uint32)
         return Change(time_s, region, self._blinking.note(region, *pixels), pixels)
 
-    def _content_of(self, step: RecordedStep) -> list[float]:
+    def _content_of(self, step: StepRecording) -> list[float]:
         self._blinking.interrupted()
         return [
             change.time_s
@@ -150,7 +150,7 @@ class Recorder:
 class _RecordedScreen:
     """A screen that shows a recording, on its own clock."""
 
-    def __init__(self, step: RecordedStep) -> None:
+    def __init__(self, step: StepRecording) -> None:
         self._step = step
         self._sent_s = [each.sent_s for each in step.refreshes]
         self._answered_s = [each.answered_s for each in step.refreshes]
@@ -191,7 +191,7 @@ class _RecordedScreen:
         self.now_s += duration_s
 
 
-async def replay_settling(step: RecordedStep, policy: SettlePolicy) -> tuple[SettleResult, float]:
+async def replay_settling(step: StepRecording, policy: SettlePolicy) -> tuple[SettleResult, float]:
     """Return how a recorded screen settles under a policy, and when. Does not wait."""
     screen = _RecordedScreen(step)
     policy = policy_after(

@@ -72,7 +72,7 @@ def certs(
         "Clients, with copies of these files:",
         "",
         "  from pathlib import Path",
-        "  from trainer.client import EnvClient, Tls",
+        "  from cuaenv.client import EnvClient, Tls",
         f'  tls = Tls(ca=Path("{files["ca"].name}"),'
         f' cert=Path("{files["client"].name}"), key=Path("{files["client_key"].name}"))',
         '  EnvClient("HOST:PORT", tls=tls)',

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from cuaenv.cli.terminal import Json, emit, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Checkpoint
-from envd.base.errors import CheckpointNotFound, ConfigError
+from envd.base.errors import ConfigError
 from envd.cli.command import command
-from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, Daemon, since
+from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, RemoteDaemon, since
 from envd.cli.terminal import columns, printable
 
 app = typer.Typer(
@@ -26,7 +26,7 @@ app = typer.Typer(
 @app.command("list")
 @command(DAEMON_OPTIONS)
 def list_(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     run: Annotated[str, typer.Option(metavar="RUN", help="Only those of this run.")] = "",
     task: Annotated[str, typer.Option(metavar="TASK", help="Only those of this task.")] = "",
@@ -34,7 +34,9 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List checkpoints, oldest first; with a token, those that it may see."""
-    found = _list(daemon, run=run, task=task, episode_id=episode)
+    found = daemon.call(
+        lambda client: client.list_checkpoints(run=run, task=task, episode_id=episode, timeout=CALL_TIMEOUT)
+    )
     if as_json:
         emit_json({"checkpoints": [_fields(checkpoint) for checkpoint in found]})
     elif found:
@@ -46,14 +48,18 @@ def list_(
 @app.command("show")
 @command(DAEMON_OPTIONS)
 def show(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
     as_json: Json = False,
 ) -> None:
     """Show one checkpoint, and those that it descends from, the nearest first."""
-    found = _list(daemon)
-    (checkpoint,) = _named([checkpoint_id], found)
+
+    async def read(client: AsyncEnvClient) -> tuple[Checkpoint, list[Checkpoint]]:
+        checkpoint = await client.get_checkpoint(checkpoint_id, timeout=CALL_TIMEOUT)
+        return checkpoint, await client.list_checkpoints(timeout=CALL_TIMEOUT)
+
+    checkpoint, found = daemon.call(read)
     fields = {**_fields(checkpoint), "ancestors": _ancestors(checkpoint, found)}
     if as_json:
         emit_json(fields)
@@ -66,13 +72,15 @@ def show(
 @app.command("open")
 @command(DAEMON_OPTIONS)
 def open_(
-    daemon: Daemon, *, checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")]
+    daemon: RemoteDaemon,
+    *,
+    checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
 ) -> None:
     """Open an episode in the state of a checkpoint until Ctrl-C, for the console or `envd forward`. Prints its id."""
 
     async def hold() -> None:
         async with daemon.client() as client:
-            (checkpoint,) = _named([checkpoint_id], await client.list_checkpoints(timeout=CALL_TIMEOUT))
+            checkpoint = await client.get_checkpoint(checkpoint_id, timeout=CALL_TIMEOUT)
             async with client.reset(checkpoint) as episode:
                 out.print(episode.episode_id)
                 err.print(
@@ -91,7 +99,7 @@ def open_(
 @app.command("delete")
 @command(DAEMON_OPTIONS)
 def delete(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     checkpoint_ids: Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="Ids of checkpoints.")],
     as_json: Json = False,
@@ -100,7 +108,7 @@ def delete(
     wanted = list(dict.fromkeys(checkpoint_ids))
 
     async def delete_all(client: AsyncEnvClient) -> None:
-        for checkpoint in _named(wanted, await client.list_checkpoints(timeout=CALL_TIMEOUT)):
+        for checkpoint in [await client.get_checkpoint(each, timeout=CALL_TIMEOUT) for each in wanted]:
             await client.delete_checkpoint(checkpoint, timeout=CALL_TIMEOUT)
 
     daemon.call(delete_all)
@@ -110,16 +118,19 @@ def delete(
 @app.command("export")
 @command(DAEMON_OPTIONS)
 def export(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; one that exists is replaced.")],
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint to a file, for `envd checkpoints import` on another host. It contains the guest's memory."""
-    (found,) = _named([checkpoint_id], _list(daemon))
+
+    async def write(client: AsyncEnvClient) -> int:
+        return await client.export_checkpoint(await client.get_checkpoint(checkpoint_id, timeout=CALL_TIMEOUT), file)
+
     try:
-        size_bytes = daemon.call(lambda client: client.export_checkpoint(found, file))
+        size_bytes = daemon.call(write)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
     written = {"checkpoint_id": checkpoint_id, "file": str(file), "size_bytes": size_bytes}
@@ -129,7 +140,7 @@ def export(
 @app.command("import")
 @command(DAEMON_OPTIONS)
 def import_(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File of `envd checkpoints export`.")],
     as_json: Json = False,
@@ -140,21 +151,6 @@ def import_(
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     emit(_fields(stored), f"imported {stored.checkpoint_id}", as_json=as_json)
-
-
-def _named(checkpoint_ids: Sequence[str], found: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the named checkpoints. Raises: CheckpointNotFound."""
-    by_id = {each.checkpoint_id: each for each in found}
-    for checkpoint_id in checkpoint_ids:
-        if checkpoint_id not in by_id:
-            raise CheckpointNotFound(
-                f"checkpoint {checkpoint_id}: not here, or of another token; `envd checkpoints list` shows all"
-            )
-    return [by_id[checkpoint_id] for checkpoint_id in checkpoint_ids]
-
-
-def _list(daemon: Daemon, **filters: str) -> list[Checkpoint]:
-    return daemon.call(lambda client: client.list_checkpoints(**filters, timeout=CALL_TIMEOUT))
 
 
 def _ancestors(checkpoint: Checkpoint, found: Sequence[Checkpoint]) -> list[str]:

@@ -17,7 +17,7 @@ from envd.base.errors import ConfigError
 from envd.base.sandbox.enclosure import die_with_parent
 from envd.base.telemetry import logs
 from envd.cli.command import command
-from envd.cli.remote import DAEMON_OPTIONS, Daemon
+from envd.cli.remote import DAEMON_OPTIONS, RemoteDaemon
 from envd.integrations.compat.callers import Callers
 from envd.integrations.compat.server import serve_protocol
 
@@ -46,7 +46,7 @@ _Parent = Annotated[int, typer.Option(hidden=True)]
 
 @command(DAEMON_OPTIONS)
 def compat(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     endpoint: _Endpoint,
     serve_cert: _Cert = None,

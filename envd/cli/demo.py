@@ -82,7 +82,7 @@ async def _run(config: Config, task: Task, directory: DemoDirectory, *, image_s:
             async with AsyncEnvClient(daemon.address, token="") as client:
                 with maps_call_errors():
                     runs_guests = daemon.hypervisor.capabilities.runs_guests
-                    group = await play_group(client, task, directory, runs_guests=runs_guests)
+                    episodes = await play_group(client, task, directory, runs_guests=runs_guests)
         finally:
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
@@ -94,8 +94,8 @@ async def _run(config: Config, task: Task, directory: DemoDirectory, *, image_s:
         accelerator=daemon.hypervisor.accelerator.value,
         hypervisor=daemon.hypervisor.description,
         timings_s={"image": image_s, "daemon": played_s, "shutdown": time.monotonic() - begin_s - played_s},
-        reset_timings_ms=group.reset_timings_ms,
-        episodes=group.episodes,
+        reset_timings_ms=episodes[0].steps[0].timings_ms,
+        episodes=episodes,
     )
     directory.write_animation("oracle", [step.frame for step in report.episodes[0].steps])
     directory.write_picture("group", report)

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from cuaenv.client import EnvError, Pool, RetryPolicy, Tls, Unauthenticated
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import DaemonConnection
 from cuaenv.client.credentials import TOKEN_VARIABLE, Access
 from cuaenv.client.results import read_pool
 from cuaenv.client.targets import Address
@@ -42,7 +42,14 @@ from envd.cli.remote import TlsCert, TlsKey
 from envd.daemon.state_lock import holder
 from envd.hypervisor.oci.checks import check_containers, unused_by_containers
 from envd.hypervisor.qemu.checks import check_host_name, check_kvm, check_libvirt, check_qemu, check_qemu_img
-from envd.images.checks import check_firmware, check_images, check_mmdebstrap, check_qemu_user, check_tpm
+from envd.images.checks import (
+    check_firmware,
+    check_images,
+    check_mmdebstrap,
+    check_qemu_user,
+    check_tpm,
+    check_unpacking,
+)
 from envd.integrations.osworld.environment import check_osworld
 from envd.pool.room import check_memory, read_available_bytes
 
@@ -92,7 +99,7 @@ async def check_daemon(
         # The token is sent only to a daemon that has tokens: another program may listen on the port.
         access = Access(token=None if security.tokens_file else "", tls=tls)
         retry = RetryPolicy(connect_timeout=timeout)
-        connection = Connection(Address(config.listen, f"{name}:443" if name else ""), access=access, retry=retry)
+        connection = DaemonConnection(Address(config.listen, f"{name}:443" if name else ""), access=access, retry=retry)
         try:
             found = await connection.call("ListPools", env_pb2.ListPoolsRequest(), timeout)
         finally:
@@ -123,14 +130,15 @@ async def examine(config: Config, *, tls: Tls | None = None) -> list[Check]:
         "libvirt": lambda: unused_by_containers(config, "libvirt") or check_libvirt(config),
         "containers": lambda: check_containers(config),
         "kvm": lambda: unused_by_containers(config, "kvm") or check_kvm(config),
-        "qemu_user": lambda: check_qemu_user(config),
-        "firmware": lambda: check_firmware(config),
-        "tpm": lambda: check_tpm(config),
+        "qemu_user": lambda: unused_by_containers(config, "qemu_user") or check_qemu_user(config),
+        "firmware": lambda: unused_by_containers(config, "firmware") or check_firmware(config),
+        "tpm": lambda: unused_by_containers(config, "tpm") or check_tpm(config),
         "mmdebstrap": check_mmdebstrap,
         "state_dir": lambda: check_directory("state_dir", config.state_dir, reserve_bytes=reserve_bytes),
         "cache_dir": lambda: check_directory("cache_dir", config.cache_dir),
         "memory": lambda: check_memory(config, available_bytes=read_available_bytes(), daemon_pid=pid),
         "images": lambda: check_images(config, now=now),
+        "unpacking": lambda: check_unpacking(config),
         "osworld": lambda: check_osworld(config),
         "sandbox": check_sandbox,
         "host_name": check_host_name,

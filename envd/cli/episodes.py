@@ -1,7 +1,6 @@
 """The commands of `envd episodes`: list, show and close the episodes of a running daemon."""
 
 import sys
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -10,13 +9,13 @@ import typer
 from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import Json, emit, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, EpisodeInfo
-from envd.base.errors import ConfigError, EpisodeNotFound
+from envd.base.errors import ConfigError
 from envd.cli.command import command
 from envd.cli.remote import (
     CALL_TIMEOUT,
     DAEMON_OPTIONS,
-    Daemon,
     PoolFilter,
+    RemoteDaemon,
     Reverse,
     RunFilter,
     Sort,
@@ -40,7 +39,7 @@ app = typer.Typer(
 @app.command("list")
 @command(DAEMON_OPTIONS)
 def list_(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     pool: PoolFilter = None,
     run: RunFilter = None,
@@ -49,7 +48,7 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List the open episodes, oldest first; with a token, those that it may see."""
-    found = _list(daemon)
+    found = daemon.call(lambda client: client.list_episodes(timeout=CALL_TIMEOUT))
     episodes = selected(found, pool=pool, run=run, sort=sort, reverse=reverse)
     if as_json:
         emit_json({"episodes": [episode_fields(episode) for episode in episodes]})
@@ -63,13 +62,13 @@ def list_(
 @app.command("show")
 @command(DAEMON_OPTIONS)
 def show(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     episode_id: Annotated[str, typer.Argument(metavar="EPISODE", help="An episode's id.")],
     as_json: Json = False,
 ) -> None:
     """Show one open episode."""
-    (episode,) = find_episodes([episode_id], _list(daemon))
+    episode = daemon.call(lambda client: client.get_episode(episode_id, timeout=CALL_TIMEOUT))
     if as_json:
         emit_json(episode_fields(episode))
         return
@@ -84,7 +83,7 @@ def show(
 @app.command("close")
 @command(DAEMON_OPTIONS)
 def close(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     episode_ids: Annotated[list[str], typer.Argument(metavar="EPISODE...", help="Ids of episodes.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -95,7 +94,11 @@ def close(
     Closes nothing if one of the ids is unknown.
     """
     wanted = list(dict.fromkeys(episode_ids))
-    episodes = find_episodes(wanted, _list(daemon))
+
+    async def find_all(client: AsyncEnvClient) -> list[EpisodeInfo]:
+        return [await client.get_episode(episode_id, timeout=CALL_TIMEOUT) for episode_id in wanted]
+
+    episodes = daemon.call(find_all)
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError("close: not confirmed, and standard input is not a terminal; add --yes")
@@ -108,18 +111,3 @@ def close(
 
     daemon.call(close_all)
     emit({"closed": wanted}, f"closed {', '.join(wanted)}", as_json=as_json)
-
-
-def _list(daemon: Daemon) -> list[EpisodeInfo]:
-    return daemon.call(lambda client: client.list_episodes(timeout=CALL_TIMEOUT))
-
-
-def find_episodes(episode_ids: Sequence[str], episodes: Sequence[EpisodeInfo]) -> list[EpisodeInfo]:
-    """Return the named episodes. Raises: EpisodeNotFound."""
-    by_id = {episode.episode_id: episode for episode in episodes}
-    for episode_id in episode_ids:
-        if episode_id not in by_id:
-            raise EpisodeNotFound(
-                f"episode {episode_id}: not open here, or of another token; `envd episodes list` shows the open ones"
-            )
-    return [by_id[episode_id] for episode_id in episode_ids]

@@ -9,8 +9,7 @@ import typer
 from cuaenv.cli.terminal import err, out
 from envd.base.errors import ConfigError
 from envd.cli.command import command
-from envd.cli.episodes import find_episodes
-from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, Daemon
+from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, RemoteDaemon
 
 _Port = Annotated[int, typer.Argument(metavar="PORT", min=1, max=65_535, help="A TCP port of the guest.")]
 _LocalPort = Annotated[
@@ -20,7 +19,7 @@ _LocalPort = Annotated[
 
 @command(DAEMON_OPTIONS)
 def forward(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     episode_id: Annotated[str, typer.Argument(metavar="EPISODE", help="An episode's id.")],
     port: _Port,
@@ -35,7 +34,7 @@ def forward(
 
     async def serve() -> None:
         async with daemon.client() as client:
-            (episode,) = find_episodes([episode_id], await client.list_episodes(timeout=CALL_TIMEOUT))
+            episode = await client.get_episode(episode_id, timeout=CALL_TIMEOUT)
             try:
                 async with client.forward(episode, port, local_port=local_port, timeout=CALL_TIMEOUT) as forwarding:
                     out.print(forwarding.address)

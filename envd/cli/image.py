@@ -18,6 +18,8 @@ from envd.cli.templates import app as templates_app
 from envd.cli.terminal import columns, stop_on_sigterm
 from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
 from envd.images.catalogue import ImageCatalogue, ImportedDisk, disk_format_of
+from envd.images.containerfile import write_container_files
+from envd.images.oci_archive import import_archive
 
 app = typer.Typer(no_args_is_help=True, help="Build, import and list guest images.")
 app.add_typer(build_app, name="build")
@@ -31,7 +33,12 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="An image, by NAME or 
 def import_(
     settings: Config,
     *,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A bootable disk, such as a qcow2 file.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A bootable disk, such as a qcow2 file, or with --oci an archive.")
+    ],
+    oci: Annotated[
+        bool, typer.Option("--oci", help="FILE is an archive of a container image, for --hypervisor oci:.")
+    ] = False,
     name: Annotated[str, typer.Option(help="Name of the image.", show_default="the file's name")] = "",
     os_family: Annotated[GuestOs, typer.Option("--os", help="System that tasks find in it.")] = GuestOs.LINUX,
     firmware: Annotated[Firmware, typer.Option(help="Firmware: bios or uefi.")] = Firmware.BIOS,
@@ -62,13 +69,25 @@ def import_(
     copy: Annotated[bool, typer.Option("--copy", help="Copy the disks into the cache.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Register an existing disk as an image."""
+    """Register an existing disk, or an archive of a container image, as an image."""
     stop_on_sigterm()
     screen_px = parse_screen(screen)
+    name = name or re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")
+    if oci:
+        of_disks = (hardware, disk_format, credentials, drive, cdrom, firmware_vars, tpm_state, copy, not guestd)
+        if any(of_disks) or os_family is not GuestOs.LINUX or firmware is not Firmware.BIOS:
+            raise ConfigError("--oci: takes --name, --screen and --provides; the other options are those of disks")
+        with progress(f"image {name}") as report:
+            image = import_archive(
+                ImageCatalogue(settings.cache_dir), name, file,
+                screen_px=screen_px, provides=provides or (), progress=report,
+            )  # fmt: skip
+        give_to_sudo_user(settings.cache_dir)
+        print_image(image, as_json=as_json)
+        return
     disk_format = disk_format or disk_format_of(file) or "qcow2"
     if disk_format not in {"qcow2", "raw"}:
         raise ConfigError(f"--format {disk_format}: unknown format; use qcow2 or raw")
-    name = name or re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")
     given = ImportedDisk(
         file=file,
         disk_format=disk_format,
@@ -92,6 +111,19 @@ def import_(
         )
     give_to_sudo_user(settings.cache_dir)
     print_image(image, as_json=as_json)
+
+
+@app.command("files")
+@command()
+def files(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.")],
+) -> None:
+    """Write a Containerfile and the desktop's files, to make a container image that can be imported."""
+    try:
+        write_container_files(directory)
+    except OSError as error:
+        raise ConfigError(f"{directory}: {error.strerror or error}; choose a new directory") from error
+    out.print(f"{directory}: edit its Containerfile, then build it", markup=False, soft_wrap=True)
 
 
 @app.command("list")

@@ -21,12 +21,12 @@ from envd.cli.options import config_options
 from envd.cli.terminal import stop_on_sigterm
 from envd.daemon.state_lock import holder, locked
 from envd.hypervisor.machine import Accelerator, Drive, MachineSpec
-from envd.hypervisor.qemu.domain_xml import MachineFiles, MemoryFile, domain_xml
+from envd.hypervisor.qemu.domain_xml import DomainFiles, MemoryFile, domain_xml
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.host import find_firmware
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.images.windows.build import BuildLimits, build_windows
-from envd.images.windows.media import EVALUATIONS, VIRTIO_WIN, Download, Release, download
+from envd.images.windows.media import EVALUATIONS, VIRTIO_WIN, MediaDownload, Release, download
 from envd.images.windows.plan import USER, BuildPlan, Media, WindowsOptions, plan_build, write_media
 
 _DOMAIN = "domain.xml"
@@ -163,7 +163,7 @@ def _dry_run(plan: BuildPlan, directory: Path, *, memory_mib: int, vcpu_count: i
     if any(directory.iterdir()):
         raise ConfigError(f"--dry-run {directory}: not empty; name a new directory")
     media = write_media(plan, directory.resolve())
-    files = MachineFiles(directory=directory.resolve() / "machine")
+    files = DomainFiles(directory=directory.resolve() / "machine")
     spec = MachineSpec(
         machine_id="install",
         image=media.image(plan),
@@ -199,7 +199,9 @@ def _print_media(plan: BuildPlan, directory: Path, media: Media, *, as_json: boo
     err.print(f"the answer file and disc hold the password of the account {USER}", markup=False, soft_wrap=True)
 
 
-def _medium(file: Path | None, wanted: Download | None, option: str, settings: Config, report: ProgressReport) -> Path:
+def _medium(
+    file: Path | None, wanted: MediaDownload | None, option: str, settings: Config, report: ProgressReport
+) -> Path:
     if file is not None:
         return file
     if wanted is None:

@@ -16,7 +16,7 @@ from envd.cli.terminal import columns, stop_on_sigterm
 from envd.integrations.osworld.environment import PACKAGE, Environment, examples_of
 from envd.integrations.osworld.files import OsworldFile, read_files
 from envd.integrations.osworld.host import host_of
-from envd.integrations.osworld.lint import Finding, Obstacle, cover, findings
+from envd.integrations.osworld.lint import FoundObstacle, Obstacle, cover, findings
 from envd.integrations.osworld.workers import KnownNames, OsworldWorkers
 
 app = typer.Typer(no_args_is_help=True, help="OSWorld's tasks, with its own setup and evaluators.")
@@ -88,7 +88,7 @@ def lint(
     out.print(f"{runnable} of {len(files)} can run")
 
 
-def examine(config: Config) -> tuple[list[OsworldFile], Mapping[str, tuple[Finding, ...]]]:
+def examine(config: Config) -> tuple[list[OsworldFile], Mapping[str, tuple[FoundObstacle, ...]]]:
     """Return the registered task files and, by task id, the reasons why each cannot run.
 
     Raises:
@@ -115,7 +115,7 @@ async def _known_names(environment: Environment) -> KnownNames:
         await workers.aclose()
 
 
-def _row(file: OsworldFile, found: Sequence[Finding]) -> dict[str, object]:
+def _row(file: OsworldFile, found: Sequence[FoundObstacle]) -> dict[str, object]:
     return {
         "task_id": file.task_id,
         "domain": file.domain,
@@ -126,7 +126,7 @@ def _row(file: OsworldFile, found: Sequence[Finding]) -> dict[str, object]:
     }
 
 
-def _obstacles(files: Sequence[OsworldFile], found: Mapping[str, Sequence[Finding]]) -> Counter[str]:
+def _obstacles(files: Sequence[OsworldFile], found: Mapping[str, Sequence[FoundObstacle]]) -> Counter[str]:
     """Count the tasks with each kind of obstacle."""
     kinds = Counter({obstacle.value: 0 for obstacle in Obstacle})
     for file in files:

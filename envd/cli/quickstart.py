@@ -22,7 +22,7 @@ from envd.tasks.model import Task
 _NEXT = """\
 act, in a second terminal in this directory, with {python}:
 
-from trainer.client import EnvClient, Click
+from cuaenv.client import EnvClient, Click
 with EnvClient("{address}") as client, client.reset("{task_id}") as episode:
     print(episode.instruction)
     episode.step(Click(x=100, y=200)).observation.image.save("after.png")

@@ -75,7 +75,7 @@ Reverse = Annotated[bool, typer.Option("--reverse", help="Sort in descending ord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Daemon:
+class RemoteDaemon:
     """The daemon that a command calls, or several. Their token comes from `ENVD_TOKEN`."""
 
     envd: str
@@ -120,9 +120,9 @@ class Daemon:
 
 DAEMON_OPTIONS: Final = Argument(
     options={"envd": Target, "tls_ca": TlsCa, "tls_cert": TlsCert, "tls_key": TlsKey},
-    make=lambda given: Daemon(**{**given, "envd": given["envd"] or DEFAULT_TARGET}),
+    make=lambda given: RemoteDaemon(**{**given, "envd": given["envd"] or DEFAULT_TARGET}),
 )
-"""The argument of commands that take a `Daemon`."""
+"""The argument of commands that take a `RemoteDaemon`."""
 
 
 def selected(

@@ -14,7 +14,7 @@ from envd.base.config import Config
 from envd.base.config_values import BUILTIN_TASKS
 from envd.cli.command import command
 from envd.cli.options import config_options
-from envd.cli.remote import CALL_TIMEOUT, Daemon, TlsCa, TlsCert, TlsKey
+from envd.cli.remote import CALL_TIMEOUT, RemoteDaemon, TlsCa, TlsCert, TlsKey
 from envd.cli.tasks_fetch import fetch_all, print_fetched
 from envd.cli.tasks_oracles import oracles
 from envd.cli.terminal import columns, printable
@@ -71,7 +71,7 @@ def list_(
     the beginning of each instruction.
     """
     if envd:
-        daemon = Daemon(envd=envd, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+        daemon = RemoteDaemon(envd=envd, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
         served = daemon.call(lambda client: client.list_tasks(timeout=CALL_TIMEOUT))
         # The fields of `_summary` that a daemon reports.
         names = ("task_id", "level", "domain", "split", "variant_count", "instruction", "max_steps", "runnable")

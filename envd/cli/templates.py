@@ -12,7 +12,7 @@ from envd.cli.command import command
 from envd.cli.options import config_options
 from envd.cli.terminal import columns
 from envd.daemon.state_lock import locked
-from envd.hypervisor.qemu.snapshots.templates import StoredTemplate, TemplateStore
+from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore, StoredTemplate
 
 app = typer.Typer(no_args_is_help=True, help="List and prune the templates that machines are forked from.")
 
@@ -70,8 +70,8 @@ def prune(
         out.print(f"removed {names}, {freed_bytes / (1 << 20):.0f} MiB", soft_wrap=True)
 
 
-def _store(settings: Config) -> TemplateStore:
-    return TemplateStore(settings.template_dir, limit_bytes=settings.hypervisor.template_limit_bytes)
+def _store(settings: Config) -> QemuTemplateStore:
+    return QemuTemplateStore(settings.template_dir, limit_bytes=settings.hypervisor.template_limit_bytes)
 
 
 def _row(template: StoredTemplate) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-class Result(Protocol):
+class PrintedResult(Protocol):
     """The report of a benchmark, a soak or a demo."""
 
     @property
@@ -59,7 +59,7 @@ class Result(Protocol):
         """Print the result for people."""
 
 
-def print_result(result: Result, *, as_json: bool) -> None:
+def print_result(result: PrintedResult, *, as_json: bool) -> None:
     """Print a result on standard output. Raises: typer.Exit: it did not pass."""
     if as_json:
         emit_json(result.as_json())

@@ -18,7 +18,7 @@ from rich.live import Live
 from cuaenv.cli.terminal import Json, emit_json, out
 from cuaenv.client import AsyncEnvClient, EnvError
 from envd.cli.command import command
-from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, Daemon, PoolFilter, Reverse, RunFilter, Sort, SortKey
+from envd.cli.remote import CALL_TIMEOUT, DAEMON_OPTIONS, PoolFilter, RemoteDaemon, Reverse, RunFilter, Sort, SortKey
 from envd.cli.top_view import Facts, Options, fitted, render
 
 _KEYS = "q quit   s sort   r reverse"
@@ -26,7 +26,7 @@ _KEYS = "q quit   s sort   r reverse"
 
 @command(DAEMON_OPTIONS)
 def top(
-    daemon: Daemon,
+    daemon: RemoteDaemon,
     *,
     pool: PoolFilter = None,
     run: RunFilter = None,

@@ -68,7 +68,7 @@ class EpisodeHistory(EpisodeObserver):
 
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
         if (timeline := self._timelines.get(episode.episode_id)) is not None:
-            timeline.steps.append(replace(step, view=None))
+            timeline.steps.append(replace(step, frame=None))
 
     def rolled_back(self, episode: Episode, *, time: datetime) -> None:
         if (timeline := self._timelines.get(episode.episode_id)) is not None:

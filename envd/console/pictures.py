@@ -16,7 +16,6 @@ from enum import Enum
 from PIL import Image
 
 from envd.base.errors import EnvdError, GuestError, GuestUnresponsive
-from envd.desktop.desktop import ScreenView
 from envd.desktop.display.frames import Frame
 from envd.episodes.service import EpisodeService
 
@@ -26,7 +25,7 @@ _THREADS = 2
 _RETRY_S = 5.0
 
 
-class Size(Enum):
+class PictureSize(Enum):
     """Kinds of pictures: longest width in pixels, most pictures per second, JPEG quality."""
 
     #: On the wall.
@@ -64,11 +63,11 @@ class PagePicture:
 
 
 @dataclass(eq=False)
-class Source:
+class PictureSource:
     """The pictures of one episode in one size, while it has viewers."""
 
     episode_id: str
-    size: Size
+    size: PictureSize
     picture: PagePicture | None = None
     """The newest."""
     problem: str = ""
@@ -81,21 +80,21 @@ class Pictures:
     def __init__(self, episodes: EpisodeService) -> None:
         self._episodes = episodes
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="console")
-        self._sources: dict[tuple[str, Size], Source] = {}
-        self._tasks: dict[tuple[str, Size], asyncio.Task[None]] = {}
-        self._listeners: dict[tuple[str, Size], list[Callable[[], None]]] = {}
+        self._sources: dict[tuple[str, PictureSize], PictureSource] = {}
+        self._tasks: dict[tuple[str, PictureSize], asyncio.Task[None]] = {}
+        self._listeners: dict[tuple[str, PictureSize], list[Callable[[], None]]] = {}
 
-    def subscribe(self, episode_id: str, size: Size, changed: Callable[[], None]) -> Source:
+    def subscribe(self, episode_id: str, size: PictureSize, changed: Callable[[], None]) -> PictureSource:
         """Return the source of an episode's pictures; `changed` is called after each change of it."""
         key = (episode_id, size)
         if key not in self._sources:
-            source = self._sources[key] = Source(episode_id, size)
+            source = self._sources[key] = PictureSource(episode_id, size)
             self._listeners[key] = []
             self._tasks[key] = asyncio.create_task(self._follow(source), name=f"console:{episode_id}")
         self._listeners[key].append(changed)
         return self._sources[key]
 
-    def unsubscribe(self, source: Source, changed: Callable[[], None]) -> None:
+    def unsubscribe(self, source: PictureSource, changed: Callable[[], None]) -> None:
         """Undo `subscribe`; the last viewer ends the source."""
         key = (source.episode_id, source.size)
         self._listeners[key].remove(changed)
@@ -110,13 +109,13 @@ class Pictures:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    async def _follow(self, source: Source) -> None:
+    async def _follow(self, source: PictureSource) -> None:
         while True:
-            views = self._episodes.watch_screen(source.episode_id, max_rate_hz=source.size.max_rate_hz)
+            frames = self._episodes.watch_screen(source.episode_id, max_rate_hz=source.size.max_rate_hz)
             try:
-                async with aclosing(views):
-                    async for view in views:
-                        source.picture, source.problem = await self._picture(view, source), ""
+                async with aclosing(frames):
+                    async for frame in frames:
+                        source.picture, source.problem = await self._picture(frame, source), ""
                         self._notify(source)
             except EnvdError as error:
                 source.problem = str(error)
@@ -127,32 +126,29 @@ class Pictures:
                 return  # the episode was closed
             await asyncio.sleep(_RETRY_S)
 
-    async def _picture(self, view: ScreenView, source: Source) -> PagePicture:
+    async def _picture(self, frame: Frame, source: PictureSource) -> PagePicture:
         known = source.picture
-        if known is not None and known.frame_id == view.frame.frame_id:
+        if known is not None and known.frame_id == frame.frame_id:
             jpeg_base64 = known.jpeg_base64
         else:
             loop = asyncio.get_running_loop()
-            jpeg_base64 = await loop.run_in_executor(self._executor, encode, view.frame, source.size)
-        at = None if view.pointer is None else (view.pointer.at.x_px, view.pointer.at.y_px)
+            jpeg_base64 = await loop.run_in_executor(self._executor, encode, frame, source.size)
+        at = None if frame.pointer is None else (frame.pointer.x_px, frame.pointer.y_px)
         return PagePicture(
-            frame_id=view.frame.frame_id,
-            jpeg_base64=jpeg_base64,
-            screen_px=(view.frame.width_px, view.frame.height_px),
-            pointer_px=at,
+            frame_id=frame.frame_id, jpeg_base64=jpeg_base64, screen_px=(frame.width_px, frame.height_px), pointer_px=at
         )
 
-    def _notify(self, source: Source) -> None:
+    def _notify(self, source: PictureSource) -> None:
         for changed in self._listeners.get((source.episode_id, source.size), ()):
             changed()
 
 
-def encode(frame: Frame, size: Size) -> str:
+def encode(frame: Frame, size: PictureSize) -> str:
     """Return a frame as JPEG in base64, scaled down to the size's width. Takes 2 to 10 ms."""
     image = Image.fromarray(frame.rgb_HWC)
     if image.width > size.max_width_px:
         scaled_px = (size.max_width_px, max(1, round(image.height * size.max_width_px / image.width)))
         image = image.resize(scaled_px, Image.Resampling.BILINEAR, reducing_gap=2.0)
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=size.quality, subsampling=0 if size is Size.FULL else 2)
+    image.save(buffer, "JPEG", quality=size.quality, subsampling=0 if size is PictureSize.FULL else 2)
     return base64.b64encode(buffer.getbuffer()).decode("ascii")

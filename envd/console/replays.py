@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from PIL import Image
 
 from envd.console.runs import Facts
-from envd.episodes.recording.library import Library, Recording, Summary
+from envd.episodes.recording.library import Library, Recording, RecordingSummary
 from envd.episodes.recording.video import VideoFormat, export_video
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class VideoUnavailable(Exception):
     """No video is made now; for people."""
 
 
-class Replays:
+class PageReplays:
     """The recordings of a library, as the page needs them."""
 
     def __init__(self, library: Library) -> None:
@@ -128,7 +128,7 @@ def _jpeg(recording: Recording, index: int) -> bytes:
     return buffer.getvalue()
 
 
-def _facts(summary: Summary) -> Facts:
+def _facts(summary: RecordingSummary) -> Facts:
     meta, end = summary.meta, summary.end or {}
     return {
         "id": meta["episode_id"],

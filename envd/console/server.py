@@ -27,7 +27,7 @@ from envd.base.version import envd_version
 from envd.console.board import Board, EpisodeHistory, episode_detail
 from envd.console.control import ControlRoutes
 from envd.console.pictures import Pictures
-from envd.console.replays import Replays, VideoUnavailable
+from envd.console.replays import PageReplays, VideoUnavailable
 from envd.console.runs import Runs
 from envd.console.viewer import Viewer, event
 from envd.episodes.checkpoints.calls import tree_of
@@ -145,7 +145,7 @@ class Console:
         self._episodes = episodes
         self._history = EpisodeHistory()
         episodes.events.add(self._history)
-        self._replays = None if library is None else Replays(library)
+        self._replays = None if library is None else PageReplays(library)
         runs = Runs(clock)
         episodes.events.add(runs)
         self._board = Board(episodes, self._history, runs, clock=clock)
@@ -289,7 +289,7 @@ class Console:
                     await _write(request, response, chunk)
         return response
 
-    async def _replay(self, request: web.Request) -> tuple[Replays, str]:
+    async def _replay(self, request: web.Request) -> tuple[PageReplays, str]:
         """Return the replays, and the episode of a request that may see it."""
         episode_id = request.match_info["id"]
         if self._replays is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from envd.console.board import Board
-from envd.console.pictures import PagePicture, Pictures, Size, Source
+from envd.console.pictures import PagePicture, Pictures, PictureSize, PictureSource
 from envd.console.runs import Facts
 
 #: Tiles of one page that carry pictures at the same time; further ones show facts alone.
@@ -24,11 +24,11 @@ class Viewer:
         self._pictures = pictures
         self._may_see = may_see
         self._changed = asyncio.Event()
-        self._sources: dict[tuple[str, Size], Source] = {}
+        self._sources: dict[tuple[str, PictureSize], PictureSource] = {}
         self._sent_episodes: dict[str, Facts] = {}
         self._sent_pools: list[Facts] | None = None
         self._sent_runs: list[Facts] | None = None
-        self._sent_pictures: dict[tuple[str, Size], tuple[PagePicture | None, str]] = {}
+        self._sent_pictures: dict[tuple[str, PictureSize], tuple[PagePicture | None, str]] = {}
         board.listen(self.wake)
 
     def wake(self) -> None:
@@ -47,9 +47,9 @@ class Viewer:
 
         With `live` the full view changes often: its person acts.
         """
-        wanted = {(episode_id, Size.TILE) for episode_id in list(tiles)[:MAX_TILES]}
+        wanted = {(episode_id, PictureSize.TILE) for episode_id in list(tiles)[:MAX_TILES]}
         if full:
-            wanted.add((full, Size.LIVE if live else Size.FULL))
+            wanted.add((full, PictureSize.LIVE if live else PictureSize.FULL))
         wanted = {key for key in wanted if key[0] in self._sent_episodes}
         for key in self._sources.keys() - wanted:
             self._drop(key)
@@ -64,7 +64,7 @@ class Viewer:
         changed = [facts for key, facts in seen.items() if self._sent_episodes.get(key) is not facts]
         removed = [key for key in self._sent_episodes if key not in seen]
         for episode_id in removed:
-            for size in Size:
+            for size in PictureSize:
                 if (episode_id, size) in self._sources:
                     self._drop((episode_id, size))
         pools = None if self._sent_pools is board.pools else [self._visible(pool) for pool in board.pools]
@@ -93,7 +93,7 @@ class Viewer:
         """Return those of owners that the viewer may see."""
         return [each for each in facts if self._may_see(each["owner"])]
 
-    def _drop(self, key: tuple[str, Size]) -> None:
+    def _drop(self, key: tuple[str, PictureSize]) -> None:
         self._pictures.unsubscribe(self._sources.pop(key), self.wake)
         self._sent_pictures.pop(key, None)
 
@@ -102,7 +102,7 @@ def event(name: str, data: dict[str, Any]) -> bytes:
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
-def _picture_message(source: Source, known: PagePicture | None) -> dict[str, Any]:
+def _picture_message(source: PictureSource, known: PagePicture | None) -> dict[str, Any]:
     picture = source.picture
     message: dict[str, Any] = {"id": source.episode_id, "size": source.size.name.lower(), "problem": source.problem}
     if picture is not None:

@@ -72,7 +72,7 @@ async def serve_compat(config: Config, target: str) -> AsyncIterator[dict[str, s
     }
     common += [word for option, file in files.items() if file is not None for word in (option, str(file))]
     async with AsyncExitStack() as stack:
-        servers = [_Server(name, listen, common) for name, listen in config.compat_addresses.items()]
+        servers = [_CompatProcess(name, listen, common) for name, listen in config.compat_addresses.items()]
         for server in servers:
             stack.push_async_callback(server.aclose)
         try:
@@ -85,7 +85,7 @@ async def serve_compat(config: Config, target: str) -> AsyncIterator[dict[str, s
         yield {server.name: server.address for server in servers}
 
 
-class _Server:
+class _CompatProcess:
     """The process of one protocol."""
 
     def __init__(self, name: str, address: str, options: Sequence[str]) -> None:

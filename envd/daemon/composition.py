@@ -150,22 +150,10 @@ async def open_daemon(config: Config, inputs: Inputs | None = None) -> AsyncIter
         open_pools(config, inputs, storage) as machines,
         open_episodes(config, inputs, storage, machines) as episodes,
         # Listen first, so that no machine starts if the address is taken.
-        open_endpoints(config, storage, episodes) as endpoints,
+        open_endpoints(config, storage, machines, episodes) as daemon,
     ):
-        await episodes.service.start()
-        yield Daemon(
-            config=config,
-            hypervisor=machines.hypervisor,
-            pools=machines.pools,
-            service=episodes.service,
-            server=endpoints.server,
-            address=endpoints.address,
-            metrics_address=storage.metrics_address,
-            console_address=endpoints.console_address,
-            compat_addresses=endpoints.compat_addresses,
-            reaped=machines.reaped,
-            known=episodes.known,
-        )
+        await daemon.service.start()
+        yield daemon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +268,7 @@ def _pools(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Episodes:
+class ServedEpisodes:
     """The episode service, with the episodes of a previous daemon."""
 
     service: EpisodeService
@@ -291,7 +279,7 @@ class Episodes:
 @asynccontextmanager
 async def open_episodes(
     config: Config, inputs: Inputs, storage: Storage, machines: Machines
-) -> AsyncIterator[Episodes]:
+) -> AsyncIterator[ServedEpisodes]:
     """Create the episode service, restore persisted episodes, and look for leftovers. Ends all episodes at the end."""
     store, metrics = storage.store, storage.metrics
     async with AsyncExitStack() as stack:
@@ -353,21 +341,13 @@ async def open_episodes(
         run(audit.run(), "audit")
         if workers is not None and any(pool.image == IMAGE for pool in config.pools.values()):
             run(_warm(workers), "osworld:warm")
-        yield Episodes(service=service, library=library, known=tuple(service.list_episodes()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoints:
-    """Where clients and people reach the daemon."""
-
-    server: ApiServer
-    address: str
-    console_address: str
-    compat_addresses: Mapping[str, str]
+        yield ServedEpisodes(service=service, library=library, known=tuple(service.list_episodes()))
 
 
 @asynccontextmanager
-async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -> AsyncIterator[Endpoints]:
+async def open_endpoints(
+    config: Config, storage: Storage, machines: Machines, episodes: ServedEpisodes
+) -> AsyncIterator[Daemon]:
     """Listen for clients. Raises: ConfigError: an address is taken, or a token or certificate file is invalid."""
     service, metrics = episodes.service, storage.metrics
     async with AsyncExitStack() as stack:
@@ -390,8 +370,18 @@ async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -
         compat_addresses: Mapping[str, str] = {}
         if local_socket is not None:
             compat_addresses = await stack.enter_async_context(serve_compat(config, f"unix:{local_socket}"))
-        yield Endpoints(
-            server=server, address=address, console_address=console_address, compat_addresses=compat_addresses
+        yield Daemon(
+            config=config,
+            hypervisor=machines.hypervisor,
+            pools=machines.pools,
+            service=service,
+            server=server,
+            address=address,
+            metrics_address=storage.metrics_address,
+            console_address=console_address,
+            compat_addresses=compat_addresses,
+            reaped=machines.reaped,
+            known=episodes.known,
         )
 
 
@@ -406,7 +396,7 @@ def _serve_secured_metrics(metrics: Metrics, config: Config) -> AbstractAsyncCon
 
 
 def _serve_console(
-    episodes: Episodes, checks: Sequence[Middleware], tls: ssl.SSLContext | None, config: Config
+    episodes: ServedEpisodes, checks: Sequence[Middleware], tls: ssl.SSLContext | None, config: Config
 ) -> AbstractAsyncContextManager[str]:
     """Serve the console by the rules of `security`, on loopback too."""
     return serve_console(episodes.service, config.console_listen, library=episodes.library, tls=tls, middlewares=checks)

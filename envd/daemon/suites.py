@@ -39,11 +39,11 @@ def load_tasks(config: Config, *, include_osworld: bool = True) -> TaskCatalogue
             files, include_builtin=include_builtin, templates=DESKTOP if include_builtin else DRAWN
         )
     if not backend_of(config.hypervisor.uri).capabilities.runs_guests:
-        return catalogue
+        return catalogue.with_tasks((), hidden=[desktop_task()])
     offers = list(_offers(config))
     environment = Environment(config.cache_dir)
     if environment.tasks is None or not include_osworld:
-        return catalogue.with_tasks((), offers=offers)
+        return catalogue.with_tasks((), hidden=[desktop_task()], offers=offers)
     host = host_of(config, known=environment.known_names())
     tasks = list(osworld_tasks(environment.tasks))
     for problem in (each for each in tasks if isinstance(each, Problem)):

@@ -10,11 +10,11 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from uuid import UUID, uuid5
 
 from pydantic import JsonValue
 
+from cuaenv.results import CommandResult
 from envd.base import untrusted_json
 from envd.base.channels import GuestChannels
 from envd.base.clock import running_timeout
@@ -32,20 +32,6 @@ _CLOCK_TOLERANCE_NS = 5_000_000_000
 _MACHINE_IDS = UUID("6f2d1e5c-0d4b-4b0e-9a57-0e5d5c1d2a02")
 _SEED_BYTES = 64
 _WAKE_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandResult:
-    """The result of a command in a guest."""
-
-    exit_code: int
-    """Exit status as in a shell: 128 plus the signal number if a signal ended it. At most 32 bits, as on the wire."""
-    stdout: bytes
-    stderr: bytes
-
-    def __post_init__(self) -> None:
-        """Clamp the exit code: it is a guest's, which may send any integer."""
-        object.__setattr__(self, "exit_code", max(-(1 << 31), min(self.exit_code, (1 << 31) - 1)))
 
 
 @asynccontextmanager

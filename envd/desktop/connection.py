@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from envd.base.aio import race
@@ -88,8 +89,15 @@ class DisplayConnection:
             return await self._screen.newest_frame()
 
         if not refresh and self._client is not None and self._screen.is_complete:
-            return await self._screen.newest_frame()
-        return await self.read(newest)
+            return self.with_pointer(await self._screen.newest_frame())
+        return self.with_pointer(await self.read(newest))
+
+    def with_pointer(self, frame: Frame) -> Frame:
+        """Return a frame of the screen with the pointer as it is now."""
+        cursor = self._screen.cursor
+        if cursor is None:
+            return frame
+        return replace(frame, cursor=cursor, pointer=self._input.pointer(self._screen.size))
 
     async def close(self) -> None:
         """Close the connection. Idempotent; never fails."""

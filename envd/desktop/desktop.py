@@ -12,21 +12,22 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from cuaenv.actions import Action, ToolAction
+from cuaenv.results import CommandResult, UnrecordedRequest
 from envd.base.channels import GuestChannels
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
 from envd.desktop.a11y import MalformedTree, outline, parse_tree, with_marks
 from envd.desktop.acting import Actor
-from envd.desktop.agent import CommandResult, GuestAgent, renew_identity
+from envd.desktop.agent import GuestAgent, renew_identity
 from envd.desktop.connection import DisplayConnection
 from envd.desktop.display.change import screen_change
 from envd.desktop.display.encoder import FrameEncoder
-from envd.desktop.display.frames import Frame, PointerImage
+from envd.desktop.display.frames import Frame
 from envd.desktop.display.marks import Mark, marks_of
 from envd.desktop.display.screen import Screen
 from envd.desktop.freezing import freeze, thaw
-from envd.desktop.gateway import Exit, Gateway, UnrecordedRequest
+from envd.desktop.gateway import Exit, GuestGateway
 from envd.desktop.input.plan import Input
 from envd.desktop.observation import (
     A11yFormat,
@@ -42,10 +43,7 @@ from envd.desktop.session import GuestSession
 from envd.desktop.settling import Settler
 from envd.desktop.toolbox import Toolbox
 from envd.desktop.tunnel import open_port
-from envd.desktop.view import ConnectionState, DesktopView, ScreenView
-
-__all__ = ["CommandResult", "Desktop", "ScreenView"]
-
+from envd.desktop.view import ConnectionState, DesktopView
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -98,7 +96,7 @@ class Desktop:
         self._channels = channels
         self._view = view
         self._web = web
-        self._gateway: Gateway | None = None
+        self._gateway: GuestGateway | None = None
         self._agent = GuestAgent(channels)
         self._can_freeze = can_freeze
         self._session = GuestSession(channels, self._agent, view=view, has_powershell=has_powershell)
@@ -274,28 +272,23 @@ class Desktop:
 
         async def encode() -> None:
             with suppress(InvalidRequest):  # raised again to the caller of `observe`
-                await self.encode(await self._screen.newest_frame(), options)
+                await self.encode(self._display.with_pointer(await self._screen.newest_frame()), options)
 
         self._encoding = asyncio.create_task(encode(), name=f"encode:{self._channels.machine_id}")
 
     # Observing
 
     async def frame(self, *, refresh: bool = False) -> Frame:
-        """Return the newest frame; with `refresh`, make the display send what it has first."""
+        """Return the newest frame; with `refresh`, make the display send what it has first. Never wakes the machine."""
         if self._view is not None and not refresh:
             return self._view.frame
         return await self._alive(lambda: self._display.newest_frame(refresh=refresh))
 
-    async def screen_view(self) -> ScreenView:
-        """Return the newest frame with the pointer. Never wakes the machine."""
-        frame = await self.frame()
-        return ScreenView(frame=frame, pointer=self._pointer())
-
-    def view_nowait(self) -> ScreenView | None:
+    def frame_nowait(self) -> Frame | None:
         """Return what the display has shown so far; None while it is not connected."""
         if self._view is not None:
-            return ScreenView(frame=self._view.frame, pointer=self._view.pointer)
-        return ScreenView(frame=self._screen.frame(), pointer=self._pointer()) if self._screen.is_complete else None
+            return self._view.frame
+        return self._display.with_pointer(self._screen.frame()) if self._screen.is_complete else None
 
     @while_alive
     async def view(self) -> DesktopView:
@@ -305,7 +298,6 @@ class Desktop:
         frame = await self._display.newest_frame(refresh=True)
         return DesktopView(
             frame=frame,
-            cursor=self._screen.cursor,
             caps_lock=self._screen.caps_lock,
             inputs=self._input.held,
             guestd_types=self._session.guestd_types,
@@ -363,15 +355,7 @@ class Desktop:
         """
         if self._view is not None and frame is self._view.frame:
             return await self._view.encode(options)
-        return await self._encoder.encode(frame, options, pointer=self._pointer(), marks=marks)
-
-    def _pointer(self) -> PointerImage | None:
-        """Return the pointer; None if the guest draws it into its screen."""
-        if self._view is not None:
-            return self._view.pointer
-        if self._screen.cursor is None:
-            return None
-        return PointerImage(at=self._input.pointer(self._screen.size), shape=self._screen.cursor)
+        return await self._encoder.encode(frame, options, marks=marks)
 
     async def _read_tree(self, options: ObservationOptions) -> tuple[str | None, Elements | None]:
         """Return the tree as text and as elements, each if requested."""
@@ -525,7 +509,7 @@ class Desktop:
         url = urlsplit(self._channels.guestd_url or "")
         if not url.hostname or not url.port:
             raise GuestError(f"machine {self._channels.machine_id} cannot reach any host: its image has no guestd")
-        self._gateway = Gateway((url.hostname, url.port), self._web, machine_id=self._channels.machine_id)
+        self._gateway = GuestGateway((url.hostname, url.port), self._web, machine_id=self._channels.machine_id)
         await self._gateway.open()
 
 

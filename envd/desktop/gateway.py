@@ -14,11 +14,11 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 from urllib.parse import urlsplit
 
+from cuaenv.results import UnrecordedRequest
 from envd.base.errors import GuestUnresponsive
 from envd.base.streams import close, copy
 from envd.desktop.allow_list import AllowList, Destination
@@ -95,18 +95,6 @@ async def _resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnrecordedRequest:
-    """A request of a guest that its recording does not have."""
-
-    kind: Literal["not_recorded", "websocket"]
-    method: str
-    url: str
-
-    def __str__(self) -> str:
-        return f"{self.kind.replace('_', ' ')}: {self.method} {self.url}"
-
-
 class Exit(Protocol):
     """Serves the proxy requests of guests."""
 
@@ -119,7 +107,7 @@ class Exit(Protocol):
         """Serve one connection of a program, whose first request has this head. Raises: OSError: It broke."""
 
 
-class Gateway:
+class GuestGateway:
     """The gateway of one guest. Call `open` once the guest runs; `close` ends every connection.
 
     Args:
@@ -233,7 +221,7 @@ class HostExit:
             return await send_error(writer, "403 Forbidden", str(error))
         except (OSError, TimeoutError) as error:
             message = f"{destination} cannot be reached: {error or 'timed out'}"
-            return await send_error(writer, "502 Bad Gateway", message)
+            return await send_error(writer, "502 Bad GuestGateway", message)
         try:
             if first:
                 far_writer.write(first)

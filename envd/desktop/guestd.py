@@ -18,11 +18,11 @@ import aiohttp
 from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationError
 from yarl import URL
 
+from cuaenv.results import CommandResult
 from envd.base import untrusted_json
 from envd.base.aio import race
 from envd.base.clock import running_timeout
 from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive, MachineLost, TooLarge
-from envd.desktop.agent import CommandResult
 
 _CHUNK_BYTES = 1 << 16
 #: What a service says of a request that it did not get, but the one before it.
@@ -72,7 +72,7 @@ class PointerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyboardState:
+class KeyboardLayout:
     """What the keys of the guest's keyboard do now."""
 
     characters: Mapping[str, tuple[int, bool]]
@@ -110,7 +110,7 @@ class _Failure:
 
 _SESSION = TypeAdapter(SessionInfo)
 _POINTER = TypeAdapter(PointerState)
-_KEYBOARD = TypeAdapter(KeyboardState)
+_KEYBOARD = TypeAdapter(KeyboardLayout)
 _TREE = TypeAdapter(_TreeBody)
 _TERMINAL = TypeAdapter(_Terminal)
 _EXECUTED = TypeAdapter(_Executed)
@@ -226,7 +226,7 @@ class GuestdClient:
         _checked(response, "/envd/type_text")
         return ""
 
-    async def keyboard(self, *, timeout_s: float = 10.0) -> KeyboardState | None:
+    async def keyboard(self, *, timeout_s: float = 10.0) -> KeyboardLayout | None:
         """Return what the keys do now; None if the service has no such route.
 
         Raises:

@@ -133,7 +133,7 @@ class TileDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unchanged:
+class UnchangedImage:
     """An image equal to another."""
 
     base_image_id: str
@@ -153,7 +153,7 @@ class EncodedFrame:
     screen_height_px: int
     capture_time: datetime
     """Timezone-aware host time; the pixels are of this time or later."""
-    content: Keyframe | TileDelta | Unchanged | None
+    content: Keyframe | TileDelta | UnchangedImage | None
     """None for `Encoding.NONE`."""
     cursor: Point | None = None
     """Pointer position in guest pixels, for `CursorMode.REPORTED`."""

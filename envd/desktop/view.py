@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field, replace
 
 from envd.desktop.display.encoder import FrameEncoder
-from envd.desktop.display.frames import Frame, PointerImage
+from envd.desktop.display.frames import Frame
 from envd.desktop.display.marks import Mark
-from envd.desktop.display.rfb import CursorShape
 from envd.desktop.input.plan import HeldInputs
 from envd.desktop.observation import EncodedFrame, ObservationOptions, Point
 
@@ -23,21 +22,10 @@ class ConnectionState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScreenView:
-    """What someone who looks at a desktop sees: pixels and pointer."""
-
-    frame: Frame
-    pointer: PointerImage | None
-    """None if the guest draws it into its screen."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DesktopView:
     """Screen, pointer and keys of a paused machine."""
 
     frame: Frame
-    cursor: CursorShape | None
-    """The pointer's image; None if the guest draws it into its screen."""
     caps_lock: bool
     inputs: HeldInputs
     guestd_types: bool
@@ -49,20 +37,17 @@ class DesktopView:
 
     def with_connection_state(self, state: ConnectionState) -> "DesktopView":
         """Return this view with the state of an earlier connection."""
-        return replace(self, inputs=HeldInputs(pointer=state.pointer), guestd_types=state.guestd_types, home=state.home)
+        inputs = HeldInputs(pointer=state.pointer)
+        frame = self.frame
+        if frame.cursor is not None:
+            frame = replace(frame, pointer=inputs.pointer_on(*self.size_px))
+        return replace(self, frame=frame, inputs=inputs, guestd_types=state.guestd_types, home=state.home)
 
     @property
     def size_px(self) -> tuple[int, int]:
         """(width, height) of the screen."""
         return self.frame.width_px, self.frame.height_px
 
-    @property
-    def pointer(self) -> PointerImage | None:
-        """The pointer; None if the guest draws it into its screen."""
-        if self.cursor is None:
-            return None
-        return PointerImage(at=self.inputs.pointer_on(*self.size_px), shape=self.cursor)
-
     async def encode(self, options: ObservationOptions, *, marks: tuple[Mark, ...] = ()) -> EncodedFrame:
         """Encode the frame, with marks drawn over it; once for all forks."""
-        return await self.encoder.encode(self.frame, options, pointer=self.pointer, marks=marks)
+        return await self.encoder.encode(self.frame, options, marks=marks)

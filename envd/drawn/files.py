@@ -10,7 +10,7 @@ _URANDOM = "/dev/urandom"
 _DEVICES = frozenset({"/dev/null", _URANDOM})
 
 
-class GuestFiles(MutableMapping[str, bytes]):
+class DrawnFiles(MutableMapping[str, bytes]):
     """Files by absolute path. A directory exists if it was created or if a file has it as an ancestor."""
 
     def __init__(self) -> None:

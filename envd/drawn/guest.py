@@ -6,9 +6,9 @@ import numpy as np
 
 from envd.drawn.desktop.canvas import Framebuffer, Rect, SharedPicture
 from envd.drawn.desktop.desktop import DrawnDesktop
-from envd.drawn.files import GuestFiles
+from envd.drawn.files import DrawnFiles
 from envd.drawn.programs import GuestClock, Programs
-from envd.drawn.wires.agent import GuestAgent
+from envd.drawn.wires.agent import DrawnAgent
 
 
 class DrawnGuest:
@@ -16,11 +16,11 @@ class DrawnGuest:
 
     def __init__(self, framebuffer: Framebuffer) -> None:
         self.clock = GuestClock()
-        self.files = GuestFiles()
+        self.files = DrawnFiles()
         self.programs = Programs(
             self.files, windows=self._window_manager, clock=self.clock, power_off=self._powered_off
         )
-        self.agent = GuestAgent(self.files, self.programs, clock=self.clock)
+        self.agent = DrawnAgent(self.files, self.programs, clock=self.clock)
         self.desktop: DrawnDesktop | None = None
         self.framebuffer = framebuffer
         self.on_change: Callable[[list[Rect]], None] = _ignore

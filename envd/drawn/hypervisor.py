@@ -1,6 +1,7 @@
 """The fake hypervisor: creates, forks, captures and adopts drawn desktops, and lists what is left of them."""
 
 import time
+from collections import ChainMap
 from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ from envd.base.errors import CheckpointCorrupt, EnvdError, HypervisorError, NotF
 from envd.drawn.backend import CAPABILITIES
 from envd.drawn.desktop.canvas import Framebuffer, SharedPicture
 from envd.drawn.desktop.desktop import DrawnDesktop
-from envd.drawn.files import GuestFiles
+from envd.drawn.files import DrawnFiles
 from envd.drawn.machine import FakeMachine, check_screen
 from envd.drawn.snapshot import FakeSnapshot, FrozenGuest, template_key
 from envd.drawn.state import DrawnState
@@ -27,6 +28,7 @@ from envd.hypervisor.machine import (
     MachineSpec,
     MachineState,
     Snapshot,
+    load_or_destroy,
 )
 
 
@@ -101,11 +103,7 @@ class FakeHypervisor:
     async def fork(self, snapshot: Snapshot, machine_id: str) -> FakeMachine:
         """Create a paused machine in a snapshot's state. On failure or cancellation nothing is left."""
         machine = await self.prepare(snapshot, machine_id)
-        try:
-            await self.load(machine, snapshot)
-        except BaseException:
-            await machine.destroy()
-            raise
+        await load_or_destroy(self, machine, snapshot)
         return machine
 
     async def prepare(self, snapshot: Snapshot, machine_id: str) -> FakeMachine:
@@ -217,7 +215,7 @@ class FakeHypervisor:
         size = (width_px, height_px)
         if size not in self._pictures:
             framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
-            DrawnDesktop(framebuffer, files=GuestFiles())
+            DrawnDesktop(framebuffer, files=DrawnFiles())
             self._pictures[size] = SharedPicture(framebuffer.pixels)
         return self._pictures[size]
 
@@ -229,7 +227,7 @@ class FakeHypervisor:
         return FakeMachine(spec, snapshot=snapshot, reaction_s=self._reaction_s, on_destroyed=self._forget)
 
     def _enter(self, machine: FakeMachine) -> FakeMachine:
-        machine.services = self.services
+        machine.services = ChainMap(self.services, dict(machine.services))
         self.machines[machine.machine_id] = machine
         return machine
 

@@ -18,11 +18,13 @@ from pydantic import JsonValue
 from envd.base.aio import shielded
 from envd.base.clock import running_timeout
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost
-from envd.base.losses import Loss, Owner, Silence, loss_by_silence
+from envd.base.losses import Loss, LossOwner, Silence, loss_by_silence
 from envd.drawn.desktop.canvas import Framebuffer, Rect, SharedPicture
 from envd.drawn.desktop.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX, DrawnDesktop
 from envd.drawn.desktop.keyboard import scancode_of
 from envd.drawn.guest import DrawnGuest
+from envd.drawn.programs import RUNNER_PORT
+from envd.drawn.runner import DrawnRunner
 from envd.drawn.snapshot import FakeSnapshot
 from envd.drawn.wires.guestd import Guestd, Service
 from envd.drawn.wires.rfb import RfbConnection
@@ -67,7 +69,8 @@ class FakeMachine:
         self.on_lost: Callable[[FakeMachine], None] = lambda _: None
         """Called once the machine is lost, before anything raises MachineLost."""
         self.reaction_s = reaction_s
-        self.services: Mapping[int, Service] = {}
+        self._runner = DrawnRunner(lambda: self.guest)
+        self.services: Mapping[int, Service] = {RUNNER_PORT: self._runner.serve}
         """Programs that listen on ports of the guest's loopback."""
         self.on_destroyed = on_destroyed
         self._guestd = self.guestd_type(self) if spec.image.has_guestd else None
@@ -151,7 +154,7 @@ class FakeMachine:
         self.programs = guest.programs
 
     def _guest_ended(self, cause: str) -> None:
-        self.end(Loss(Owner.GUEST, f"its guest {'rebooted' if cause == 'REBOOT' else 'powered off'}", cause))
+        self.end(Loss(LossOwner.GUEST, f"its guest {'rebooted' if cause == 'REBOOT' else 'powered off'}", cause))
 
     # The protocol
 
@@ -225,7 +228,7 @@ class FakeMachine:
         used_bytes = self.files.own_bytes
         if used_bytes > quota_bytes:
             reason = f"it used {used_bytes >> 20} MiB of disk, over its quota of {quota_bytes >> 20} MiB"
-            self.end(Loss(Owner.GUEST, reason, "DISK_FULL"))
+            self.end(Loss(LossOwner.GUEST, reason, "DISK_FULL"))
 
     async def examine(self) -> Loss:
         await asyncio.sleep(0)
@@ -239,7 +242,7 @@ class FakeMachine:
 
     def kill(self, reason: str) -> None:
         """Lose the machine now, as if QEMU was killed. Its disk remains until `destroy`."""
-        self.end(Loss(Owner.HOST, reason))
+        self.end(Loss(LossOwner.HOST, reason))
 
     def end(self, loss: Loss) -> None:
         """Lose the machine now, by the host or by its guest. Its disk remains until `destroy`."""
@@ -251,6 +254,7 @@ class FakeMachine:
         self._booted.set()
         self._running.set()
         self.guest.clock.stop()
+        self._runner.end()
         for task in self._tasks:
             task.cancel()
         self.cut_display()

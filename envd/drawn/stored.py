@@ -4,13 +4,15 @@ A file can come from another host, so it names no class and no code. What is rea
 desktop is drawn once with it.
 """
 
+import json
 import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 import zstandard
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from cuaenv.problems import problem_of
 from envd.base.errors import CheckpointUnusable
@@ -18,7 +20,8 @@ from envd.base.zstd import read_compressed
 from envd.drawn.desktop.canvas import Framebuffer, SharedPicture
 from envd.drawn.desktop.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX
 from envd.drawn.files import resolve
-from envd.drawn.state import MAX_SIDE_PX, DesktopState, DrawnState, StatePart
+from envd.drawn.parts import MAX_SIDE_PX, StatePart
+from envd.drawn.state import DESKTOP, DesktopState, DrawnState
 
 #: Many times as much as a drawn desktop has.
 MAX_BYTES = 256 << 20
@@ -26,6 +29,7 @@ MAX_BYTES = 256 << 20
 _PICKLE = b"\x80"
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Header(StatePart):
     format: Literal[1] = 1
     width_px: Annotated[int, Field(ge=MIN_WIDTH_PX, le=MAX_SIDE_PX)]
@@ -33,17 +37,22 @@ class _Header(StatePart):
     pixels: bytes
 
 
+@dataclass(frozen=True, kw_only=True)
 class _StoredState(DesktopState, _Header):
     """The fields of the header are checked first."""
+
+
+_HEADER = TypeAdapter(_Header)
+_STORED = TypeAdapter(_StoredState)
 
 
 def write_state(state: DrawnState, path: Path) -> None:
     """Write the state of a guest. Raises: OSError; ValueError: the format does not allow it, such as too many files."""
     width_px, height_px = state.picture.size_px
     pixels = state.picture.copy().tobytes()
-    parts = {name: value for name, value in state if name in DesktopState.model_fields}
-    stored = _StoredState(width_px=width_px, height_px=height_px, pixels=pixels, **parts)
-    data = stored.model_dump_json().encode()
+    header = _Header(width_px=width_px, height_px=height_px, pixels=pixels)
+    fields = {**_HEADER.dump_python(header, mode="json"), **DESKTOP.dump_python(state.desktop, mode="json")}
+    data = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     if len(data) > MAX_BYTES:
         raise ValueError(f"the guest has {len(data)} bytes; at most {MAX_BYTES} are stored")
     path.write_bytes(zstandard.ZstdCompressor(1).compress(data))
@@ -58,7 +67,7 @@ def read_state(path: Path) -> DrawnState:
             " start over, or use a host with envd 0.2.0"
         )
     try:
-        stored = _StoredState.model_validate_json(data)
+        stored = _STORED.validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {problem_of(first)}") from error
@@ -66,8 +75,7 @@ def read_state(path: Path) -> DrawnState:
     if len(stored.pixels) != math.prod(shape):
         raise ValueError(f"{len(stored.pixels)} bytes of pixels for a screen of {stored.width_px}x{stored.height_px}")
     picture = SharedPicture(np.frombuffer(stored.pixels, np.uint8).reshape(shape))
-    parts = {name: value for name, value in stored if name in DesktopState.model_fields}
-    state = DrawnState.model_construct(picture=picture, **parts)
+    state = DrawnState(picture=picture, desktop=replace(stored, pixels=b""))
     try:
         _check(state)
     except Exception as error:
@@ -78,10 +86,10 @@ def read_state(path: Path) -> DrawnState:
 
 def _check(state: DrawnState) -> None:
     """Check that a guest can have this state, by drawing it. Raises: Exception."""
-    area = state.editor.text_area
+    area = state.desktop.editor.text_area
     if area.column > len(area.lines[area.row]):
         raise ValueError(f"a caret at column {area.column} of a line of {len(area.lines[area.row])} characters")
-    for path in (*state.files.files, *state.files.directories):
+    for path in (*state.desktop.files.files, *state.desktop.files.directories):
         if path != resolve(path):
             raise ValueError(f"a file or directory {path[:100]!r}, which is not the path of one")
     guest = state.build()

@@ -9,11 +9,12 @@ import json
 import posixpath
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from envd.drawn.files import HOME, GuestFiles, resolve
-from envd.drawn.outcome import Outcome
+from envd.drawn.files import HOME, DrawnFiles, resolve
+from envd.drawn.outcome import ProgramResult
 
 #: Programs whose operands are paths.
 _TAKE_PATHS = frozenset({"cat", "ls", "mkdir", "rm", "test"})
@@ -25,13 +26,20 @@ _ENDED = "[the shell ended; the next command starts a new one in {}, without its
 class DrawnToolbox:
     """The shell and file tools of one guest."""
 
-    def __init__(self, files: GuestFiles, run: Callable[[list[str], bytes], Outcome]) -> None:
+    def __init__(
+        self,
+        files: DrawnFiles,
+        run: Callable[[list[str], bytes], ProgramResult],
+        *,
+        directory: str = HOME,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._files = files
         self._run = run
-        self._directory = HOME
-        self._variables: dict[str, str] = {}
+        self._directory = directory
+        self._variables = dict(variables or {})
 
-    def answer(self, _arguments: list[str], stdin: bytes) -> Outcome:
+    def answer(self, _arguments: list[str], stdin: bytes) -> ProgramResult:
         """Answer a request (JSON) as the program of `envd.desktop.toolbox` does."""
         request = json.loads(stdin)
         match request:
@@ -80,14 +88,26 @@ class DrawnToolbox:
             rows.append(f"{name}/" if self._files.is_directory(at) else f"{name} ({len(self._files[at])} bytes)")
         return "\n".join(rows) or "[empty]"
 
-    def _shell(self, command: str) -> Outcome:
+    def _shell(self, command: str) -> ProgramResult:
+        stdout, code, duration_s = b"", 0, 0.0
+        for outcome in self.run(command):
+            stdout += outcome.stdout + outcome.stderr
+            code, duration_s = outcome.exit_code, duration_s + outcome.duration_s
+            if outcome.ends_shell:
+                self._variables.clear()
+                stdout += _ENDED.format(self._directory).encode()
+        return ProgramResult(exit_code=code, stdout=stdout, duration_s=duration_s)
+
+    def run(self, command: str, stdin: bytes = b"") -> Iterator[ProgramResult]:
+        """Run a command; yield the outcome of each part, without what a pipe takes."""
         lexer = shlex.shlex(command.replace("\n", " ; "), posix=True, punctuation_chars=True)
         lexer.whitespace_split, lexer.commenters = True, ""
         try:
             words = list(lexer)
         except ValueError as error:
-            return Outcome(exit_code=2, stdout=f"sh: {error}\n".encode())
-        stdout, code, duration_s, piped, skip = b"", 0, 0.0, b"", False
+            yield ProgramResult(exit_code=2, stderr=f"sh: {error}\n".encode())
+            return
+        code, piped, skip = 0, stdin, False
         part: list[str] = []
         for word in [*words, ";"]:
             if word not in (";", "&&", "||", "|"):
@@ -95,18 +115,15 @@ class DrawnToolbox:
                 continue
             if part and not skip:
                 outcome = self._command(part, piped)
-                code, duration_s = outcome.exit_code, duration_s + outcome.duration_s
+                code = outcome.exit_code
                 piped = outcome.stdout if word == "|" else b""
-                stdout += b"" if word == "|" else outcome.stdout + outcome.stderr
-                if part[0] == "exit":
-                    self._variables.clear()
-                    stdout += _ENDED.format(self._directory).encode()
-                    break
+                yield replace(outcome, stdout=b"") if word == "|" else outcome
+                if outcome.ends_shell:
+                    return
             skip = (word == "&&" and code != 0) or (word == "||" and code == 0)
             part = []
-        return Outcome(exit_code=code, stdout=stdout, duration_s=duration_s)
 
-    def _command(self, words: list[str], stdin: bytes) -> Outcome:
+    def _command(self, words: list[str], stdin: bytes) -> ProgramResult:
         words = [re.sub(r"\$\{?(\w+)\}?", lambda found: self._variable(found[1]), word) for word in words]
         target, is_appended = "", False
         if len(words) > 2 and words[-2] in (">", ">>"):
@@ -115,31 +132,31 @@ class DrawnToolbox:
         outcome = self._builtin(words) or self._program(words, stdin)
         if target:
             self._files[target] = (self._files.get(target, b"") if is_appended else b"") + outcome.stdout
-            return Outcome(exit_code=outcome.exit_code, stderr=outcome.stderr, duration_s=outcome.duration_s)
+            return ProgramResult(exit_code=outcome.exit_code, stderr=outcome.stderr, duration_s=outcome.duration_s)
         return outcome
 
     def _variable(self, name: str) -> str:
         return {"HOME": HOME, "PWD": self._directory, **self._variables}.get(name, "")
 
-    def _builtin(self, words: list[str]) -> Outcome | None:
+    def _builtin(self, words: list[str]) -> ProgramResult | None:
         match words:
             case ["cd", *rest]:
                 path = resolve(posixpath.join(self._directory, rest[0])) if rest else HOME
                 if not self._files.is_directory(path):
-                    return Outcome(exit_code=1, stderr=f"sh: cd: {path}: No such file or directory\n".encode())
+                    return ProgramResult(exit_code=1, stderr=f"sh: cd: {path}: No such file or directory\n".encode())
                 self._directory = path
             case ["pwd"]:
-                return Outcome(stdout=f"{self._directory}\n".encode())
+                return ProgramResult(stdout=f"{self._directory}\n".encode())
             case ["exit", *rest]:
-                return Outcome(exit_code=int(rest[0]) if rest else 0)
+                return ProgramResult(exit_code=int(rest[0]) if rest else 0, ends_shell=True)
             case ["export", assignment] | [assignment] if re.match(r"\w+=", assignment):
                 name, _, value = assignment.partition("=")
                 self._variables[name] = value
             case _:
                 return None
-        return Outcome()
+        return ProgramResult()
 
-    def _program(self, words: list[str], stdin: bytes) -> Outcome:
+    def _program(self, words: list[str], stdin: bytes) -> ProgramResult:
         name, *arguments = words
         if name in _TAKE_PATHS:
             here = self._directory
@@ -147,16 +164,16 @@ class DrawnToolbox:
         if name == "ls":
             path = resolve(arguments[-1] if arguments else self._directory)
             if not self._files.is_directory(path):
-                return Outcome(exit_code=2, stderr=f"ls: {path}: No such file or directory\n".encode())
-            return Outcome(stdout="".join(f"{each}\n" for each in self._files.list_directory(path)).encode())
+                return ProgramResult(exit_code=2, stderr=f"ls: {path}: No such file or directory\n".encode())
+            return ProgramResult(stdout="".join(f"{each}\n" for each in self._files.list_directory(path)).encode())
         try:
             return self._run([name, *arguments], stdin)
         except FileNotFoundError:
-            return Outcome(exit_code=127, stderr=f"sh: {name}: not found\n".encode())
+            return ProgramResult(exit_code=127, stderr=f"sh: {name}: not found\n".encode())
 
 
-def _printed(result: dict[str, object], *, duration_s: float = 0.0) -> Outcome:
-    return Outcome(stdout=json.dumps(result).encode(), duration_s=duration_s)
+def _printed(result: dict[str, object], *, duration_s: float = 0.0) -> ProgramResult:
+    return ProgramResult(stdout=json.dumps(result).encode(), duration_s=duration_s)
 
 
 def _cut(data: bytes) -> tuple[str, int]:

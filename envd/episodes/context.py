@@ -11,7 +11,7 @@ from envd.base.errors import Draining, EnvdError
 from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import Stopwatch
 from envd.episodes.episode import Episode
-from envd.episodes.ledger import Answer, Ledger, Request
+from envd.episodes.ledger import Answer, Ledger, RequestKey
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.registry import EpisodeRegistry
 from envd.pool.leased import LeasedMachine
@@ -44,7 +44,7 @@ class EpisodeContext:
     judge: Judge = judge_directly
     """Matches questions of agents with the facts that users know."""
 
-    async def once(self, request: Request, work: Callable[[Episode], Coroutine[Any, Any, T]]) -> Answer[T]:
+    async def once(self, request: RequestKey, work: Callable[[Episode], Coroutine[Any, Any, T]]) -> Answer[T]:
         """Perform a request on an episode once, in a task of its own, and renew the episode's lease; see `Ledger`.
 
         Raises: EpisodeNotFound, RequestIdReused, and what `work` raises.

@@ -10,14 +10,14 @@ from typing import Protocol
 
 from cuaenv.actions import Done, Fail
 from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
-from envd.base.losses import ENDS_MACHINE, Loss, Owner
+from envd.base.losses import ENDS_MACHINE, Loss, LossOwner
 from envd.base.telemetry import traces
 from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
 from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
-from envd.episodes.ledger import EVALUATE, SCORE, Request
+from envd.episodes.ledger import EVALUATE, SCORE, RequestKey
 from envd.episodes.losing import find_loss
 from envd.episodes.opening import Opening
 from envd.episodes.progress import EpisodeState, ScoreResult
@@ -57,11 +57,11 @@ class Evaluating:
             EvaluatorFailed: A checker failed; later calls raise it too.
             MachineLost: The machine is gone, and no score was recorded.
         """
-        request = Request(EVALUATE, episode_id, request_id, fingerprint)
+        request = RequestKey(EVALUATE, episode_id, request_id, fingerprint)
         answer = await self._context.once(request, lambda episode: self._evaluate(episode, request, epoch))
         return replace(answer.value, cached=True) if answer.replayed else answer.value
 
-    async def _evaluate(self, episode: Episode, request: Request, epoch: int) -> EvaluateResult:
+    async def _evaluate(self, episode: Episode, request: RequestKey, epoch: int) -> EvaluateResult:
         context, epoch = self._context, epoch or episode.epoch
         watch = Stopwatch(context.clock)
         async with context.registry.call(episode, renews=True), episode.turn:
@@ -135,13 +135,13 @@ class Evaluating:
                 if loss is None and not episode.progress.guest_end_cause and error.__cause__ is not None:
                     if is_compared:
                         reason = f"at the task's start the checkers work, but not here: {error}"
-                        loss = Loss(Owner.GUEST, reason, "UNCHECKABLE")
+                        loss = Loss(LossOwner.GUEST, reason, "UNCHECKABLE")
                     elif is_compared := await self._works_at_start(episode):
                         continue
-                if loss is not None and loss.owner is not Owner.UNDECIDED:
+                if loss is not None and loss.owner is not LossOwner.UNDECIDED:
                     self._context.registry.end_by(episode, error, loss)
                 if not episode.progress.guest_end_cause:
-                    if loss is not None and loss.owner is Owner.HOST:
+                    if loss is not None and loss.owner is LossOwner.HOST:
                         # What the host broke may work on another machine.
                         raise loss.error(f"episode {episode.episode_id}") from error
                     raise
@@ -187,7 +187,7 @@ class Evaluating:
             GroupTooLarge, PoolExhausted, TokenQuotaReached, PoolFailing, Draining: No machine for it.
             SetupFailed, HypervisorError: It did not start.
         """
-        request = Request(SCORE, "", f"{command.owner}/{command.request_id}", command.fingerprint)
+        request = RequestKey(SCORE, "", f"{command.owner}/{command.request_id}", command.fingerprint)
         answer = await self._context.requests.answer(request, lambda: self._score(command))
         return replace(answer.value, cached=True) if answer.replayed else answer.value
 

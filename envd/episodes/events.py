@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from cuaenv.actions import Action, action_text, shortened
-from envd.desktop.desktop import ScreenView
+from envd.desktop.display.frames import Frame
 from envd.desktop.observation import ActionOutcome
 from envd.episodes.episode import Episode
 from envd.episodes.types import StepCommand, StepResult
@@ -28,7 +28,7 @@ class PerformedStep:
     total_ms: float
     outputs: tuple[str | None, ...]
     """Result of each performed action that used a tool."""
-    view: ScreenView | None
+    frame: Frame | None
     """The screen after the step; None while its display is being connected again."""
     is_rolled_back: bool = False
     """Whether a later rollback took it back."""
@@ -129,7 +129,7 @@ class EpisodeEvents:
             is_settled=is_settled,
             total_ms=total_ms,
             outputs=tuple(outcome.output for _, outcome in actions),
-            view=episode.machine.desktop.view_nowait(),
+            frame=episode.machine.desktop.frame_nowait(),
             performed=tuple(action for action, outcome in actions if not outcome.error),
             source=source,
             unrecorded=unrecorded,

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
+from cuaenv.results import CommandResult
 from envd.base.errors import AccessDenied, NotFound, RateLimited
 from envd.base.streams import close
 from envd.base.telemetry.traces import Stopwatch
-from envd.desktop.agent import CommandResult
 from envd.desktop.desktop import Desktop
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode

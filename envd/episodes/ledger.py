@@ -26,7 +26,7 @@ from envd.base.errors import (
     StepIndexMismatch,
     StoreError,
 )
-from envd.episodes.types import GroupResult
+from envd.episodes.types import OpenedGroup
 from envd.pool.queue import GRACE_S, has_caller
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ EVALUATE: Final = RequestKind("evaluate", without_effect=(StaleEpoch, HumanInCon
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RequestKey:
     """Identity of a mutating request."""
 
     kind: RequestKind
@@ -94,8 +94,8 @@ class Answer(Generic[T]):
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
-    request: Request
+class _LedgerEntry:
+    request: RequestKey
     task: asyncio.Future[Any]
     restored: bool = False
     caller_count: int = 0
@@ -114,8 +114,8 @@ class Ledger:
         clock: Clock,
         keep_s: float = _KEEP_S,
         abandoned: Callable[[], EnvdError],
-        on_dropped: Callable[[Request], None] = lambda _: None,
-        close_group: Callable[[GroupResult], Coroutine[Any, Any, None]],
+        on_dropped: Callable[[RequestKey], None] = lambda _: None,
+        close_group: Callable[[OpenedGroup], Coroutine[Any, Any, None]],
     ) -> None:
         """Create an empty ledger.
 
@@ -130,7 +130,7 @@ class Ledger:
         self._on_dropped = on_dropped
         self._close_group = close_group
         self._graces, self._endings = OwnedTasks(), OwnedTasks()
-        self._entries: dict[tuple[RequestKind, str], _Entry] = {}
+        self._entries: dict[tuple[RequestKind, str], _LedgerEntry] = {}
         self._done_s = defaultdict[RequestKind, dict[str, float]](dict)
         """When each response was recorded, in that order."""
         self._closed = False
@@ -138,7 +138,7 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._entries)
 
-    async def answer(self, request: Request, start: Callable[[], Coroutine[Any, Any, T]]) -> Answer[T]:
+    async def answer(self, request: RequestKey, start: Callable[[], Coroutine[Any, Any, T]]) -> Answer[T]:
         """Return the response to a request; call `start` only if the id is new among those of its kind.
 
         A cancelled caller leaves the call running; if its kind `ends_alone`, for `GRACE_S` unless a retry joins it.
@@ -178,11 +178,11 @@ class Ledger:
         if (entry := self._entries.get((kind, request_id))) is not None:
             await asyncio.shield(self._spawn_end(entry))
 
-    def restore(self, request: Request, value: object, *, age_s: float) -> None:
+    def restore(self, request: RequestKey, value: object, *, age_s: float) -> None:
         """Add a response that a previous daemon recorded `age_s` ago. Oldest first, before any call of `answer`."""
         answered: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         answered.set_result(value)
-        self._entries[request.kind, request.request_id] = _Entry(request, answered, restored=True)
+        self._entries[request.kind, request.request_id] = _LedgerEntry(request, answered, restored=True)
         self._done_s[request.kind][request.request_id] = self._clock.monotonic() - age_s
         self._drop_old(request.kind)
 
@@ -197,22 +197,22 @@ class Ledger:
             await asyncio.wait(running)
         await self._endings.join()
 
-    def _begin(self, request: Request, start: Callable[[], Coroutine[Any, Any, Any]]) -> _Entry:
-        entry: _Entry
+    def _begin(self, request: RequestKey, start: Callable[[], Coroutine[Any, Any, Any]]) -> _LedgerEntry:
+        entry: _LedgerEntry
         context = copy_context()
         if request.kind.ends_alone:
             context.run(has_caller.set, lambda: entry.caller_count > 0)
         task = asyncio.create_task(start(), name=str(request), context=context)
-        entry = self._entries[request.kind, request.request_id] = _Entry(request, task)
+        entry = self._entries[request.kind, request.request_id] = _LedgerEntry(request, task)
         task.add_done_callback(lambda _: self._on_done(entry))
         return entry
 
-    async def _end_after_grace(self, entry: _Entry) -> None:
+    async def _end_after_grace(self, entry: _LedgerEntry) -> None:
         await self._clock.sleep(GRACE_S)
         logger.warning("%s: ended: its caller has been gone for %g s", entry.request, GRACE_S)
         self._spawn_end(entry)
 
-    def _spawn_end(self, entry: _Entry) -> asyncio.Task[None]:
+    def _spawn_end(self, entry: _LedgerEntry) -> asyncio.Task[None]:
         # A retry finds no entry from now on, so it begins a call of its own.
         request = entry.request
         if self._is_kept(entry):
@@ -221,16 +221,16 @@ class Ledger:
                 self._on_dropped(request)
         return self._endings.spawn(self._end(entry), name=f"{request}:end")
 
-    async def _end(self, entry: _Entry) -> None:
+    async def _end(self, entry: _LedgerEntry) -> None:
         entry.task.cancel()
         await asyncio.wait({entry.task})
         if entry.task.cancelled() or entry.task.exception() is not None:
             return
         result = entry.task.result()
-        if isinstance(result, GroupResult):
+        if isinstance(result, OpenedGroup):
             await self._close_group(result)
 
-    def _on_done(self, entry: _Entry) -> None:
+    def _on_done(self, entry: _LedgerEntry) -> None:
         # Reading the exception also marks it as retrieved: there may be no caller left to receive it.
         request = entry.request
         has_failed = entry.task.cancelled() or isinstance(entry.task.exception(), request.kind.without_effect)
@@ -244,7 +244,7 @@ class Ledger:
         # The next request drops old responses: their deletion then needs no transaction of its own before this answer.
         self._done_s[request.kind][request.request_id] = self._clock.monotonic()
 
-    def _is_kept(self, entry: _Entry) -> bool:
+    def _is_kept(self, entry: _LedgerEntry) -> bool:
         return self._entries.get((entry.request.kind, entry.request.request_id)) is entry
 
     def _drop_old(self, kind: RequestKind) -> None:
@@ -257,5 +257,5 @@ class Ledger:
             self._on_dropped(self._entries.pop((kind, request_id)).request)
 
 
-def _ended_error(request: Request) -> EpisodeNotFound:
+def _ended_error(request: RequestKey) -> EpisodeNotFound:
     return EpisodeNotFound(f"opening {request.shown_id}: closed by its caller; reset a new one")

@@ -10,7 +10,7 @@ from envd.base.errors import (
     HypervisorUnavailable,
     MachineLost,
 )
-from envd.base.losses import Loss, Owner
+from envd.base.losses import Loss, LossOwner
 from envd.episodes.episode import Episode
 
 
@@ -34,9 +34,9 @@ async def find_loss(episode: Episode, error: BaseException) -> Loss | None:
     is_of_qemu = isinstance(symptom, MachineLost | DisplayError | HypervisorError)
     if loss.explains_display and not isinstance(symptom, HypervisorError):
         return loss
-    if machine.loss is None and loss.owner is Owner.GUEST and is_of_qemu:
+    if machine.loss is None and loss.owner is LossOwner.GUEST and is_of_qemu:
         # QEMU serves the display and the monitor: one that fails while QEMU runs does not show that the guest failed.
-        return Loss(Owner.UNDECIDED, str(error))
+        return Loss(LossOwner.UNDECIDED, str(error))
     return loss
 
 

@@ -24,14 +24,14 @@ from envd.episodes.context import EpisodeContext, draining_error
 from envd.episodes.episode import Episode
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.forking import fork_group
-from envd.episodes.ledger import FORK, RESET, Answer, Request
+from envd.episodes.ledger import FORK, RESET, Answer, RequestKey
 from envd.episodes.members import Group
 from envd.episodes.perform import with_pixels
 from envd.episodes.progress import NO_CHECKPOINTS, CheckpointTrigger, EpisodeSpec, Progress
 from envd.episodes.quotas import MachineQuotas
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
 from envd.episodes.task_states import TaskStates
-from envd.episodes.types import ForkCommand, GroupResult, ResetCommand
+from envd.episodes.types import ForkCommand, OpenedGroup, ResetCommand
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.basis import task_digest
@@ -76,7 +76,7 @@ class Opening:
         await self.automatic.aclose()
         await self._states.aclose()
 
-    async def reset(self, command: ResetCommand) -> GroupResult:
+    async def reset(self, command: ResetCommand) -> OpenedGroup:
         """Open a group of episodes, all or none, all in one state: the start of a task, or a checkpoint's.
 
         Idempotent on `request_id`.
@@ -100,11 +100,11 @@ class Opening:
             NotForkable: It asks for automatic checkpoints, and the pool's machines cannot be copied.
         """
         # Owners have separate id spaces, so no caller can guess another's response. Token names contain no slash.
-        request = Request(RESET, "", f"{command.owner}/{command.request_id}", command.fingerprint)
+        request = RequestKey(RESET, "", f"{command.owner}/{command.request_id}", command.fingerprint)
         answer = await self._context.requests.answer(request, lambda: self._reset(command, request))
         return await self._with_pixels(answer, command.observe)
 
-    async def _reset(self, command: ResetCommand, request: Request) -> GroupResult:
+    async def _reset(self, command: ResetCommand, request: RequestKey) -> OpenedGroup:
         context = self._context
         if self.draining:
             raise draining_error()
@@ -138,7 +138,7 @@ class Opening:
 
     async def _publish_reset(
         self,
-        request: Request,
+        request: RequestKey,
         group: Group,
         command: ResetCommand,
         *,
@@ -148,7 +148,7 @@ class Opening:
         max_steps: int,
         settle: SettlePolicy,
         lease_ttl_s: float,
-    ) -> GroupResult:
+    ) -> OpenedGroup:
         group_id, digest, clock = self._factory.new_group_id(), task_digest(task), self._context.clock
         specs = [
             EpisodeSpec(
@@ -210,7 +210,7 @@ class Opening:
             finally:
                 await pool.release(member.machine for member in group.members)
 
-    async def _reset_to_checkpoint(self, command: ResetCommand, request: Request, *, ttl_s: float) -> GroupResult:
+    async def _reset_to_checkpoint(self, command: ResetCommand, request: RequestKey, *, ttl_s: float) -> OpenedGroup:
         checkpoint, task, pool = await self.checkpoints.find_for(command)
         max_steps = self._context.limits.max_steps_for(command.max_steps, task_max_steps=checkpoint.spec.max_steps)
         with self._resetting(command, pool):
@@ -253,7 +253,7 @@ class Opening:
         if task.user is not None and task.user.persona and self._context.user_model is None:
             raise SetupFailed(f"task {task.task_id}: a model plays its user, but tasks.user_url is not set")
 
-    async def fork(self, command: ForkCommand) -> GroupResult:
+    async def fork(self, command: ForkCommand) -> OpenedGroup:
         """Fork an active episode: copies start in its present state, all or none, and it continues.
 
         Idempotent on `request_id`. On failure no machine is kept, and the parent is unchanged unless its machine or
@@ -272,11 +272,11 @@ class Opening:
             MachineLost: The parent's machine is gone; the parent is void.
             GuestUnresponsive, GuestError: The parent's guest failed; the parent is void.
         """
-        request = Request(FORK, command.episode_id, command.request_id, command.fingerprint)
+        request = RequestKey(FORK, command.episode_id, command.request_id, command.fingerprint)
         answer = await self._context.once(request, lambda episode: self._fork(episode, command, request))
         return await self._with_pixels(answer, command.observe)
 
-    async def _fork(self, episode: Episode, command: ForkCommand, request: Request) -> GroupResult:
+    async def _fork(self, episode: Episode, command: ForkCommand, request: RequestKey) -> OpenedGroup:
         context = self._context
         if self.draining:
             raise draining_error()
@@ -320,7 +320,7 @@ class Opening:
 
     async def _publish(
         self,
-        request: Request,
+        request: RequestKey,
         group: Group,
         specs: Sequence[EpisodeSpec],
         *,
@@ -328,7 +328,7 @@ class Opening:
         task: Task,
         lease_ttl_s: float,
         instruction: str = "",
-    ) -> GroupResult:
+    ) -> OpenedGroup:
         """Turn the machines of a group into episodes, and persist them before the caller learns of them.
 
         Callers must not await between the end of the group's setup and this call. Raises: StoreError: none is open.
@@ -342,7 +342,7 @@ class Opening:
             count=len(episodes),
             timings_ms={f"{prefix}{phase}": length_ms for phase, length_ms in group.timings_ms.items()},
         )
-        result = GroupResult(
+        result = OpenedGroup(
             episodes=tuple(episode.info(context.clock) for episode in episodes),
             observations=tuple(member.observation for member in group.members),
             timings_ms=group.timings_ms,
@@ -362,7 +362,7 @@ class Opening:
         forks = (episode.requests.end(FORK, request_id) for episode in context.registry if episode.spec.owner == owner)
         await asyncio.gather(context.requests.end(RESET, f"{owner}/{request_id}"), *forks)
 
-    async def _with_pixels(self, answer: Answer[GroupResult], options: ObservationOptions) -> GroupResult:
+    async def _with_pixels(self, answer: Answer[OpenedGroup], options: ObservationOptions) -> OpenedGroup:
         """Return the response; re-attach pixels if a previous daemon recorded it."""
         result = answer.value
         if not answer.restored:

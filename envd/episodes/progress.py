@@ -17,7 +17,7 @@ from cuaenv.actions import Action, Done, Fail
 from envd.base.config import SettlePolicy
 from envd.base.losses import ENDS_MACHINE
 from envd.episodes.control import merged
-from envd.tasks.evaluate import CheckResult
+from envd.tasks.text import CheckResult
 from envd.tasks.user import Exchange
 
 #: Actions of people that an observation reports; older ones are in the recording.

@@ -17,12 +17,12 @@ from envd.base.errors import EnvdError, MachineLost
 from envd.base.store.statements import AnswerRow, EpisodeRow, is_well_typed
 from envd.base.store.store import Store
 from envd.episodes.factory import EpisodeFactory
-from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, Ledger, Request, RequestKind
+from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, Ledger, RequestKey, RequestKind
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.persistence.records import StoredEpisode, load, stored_in
 from envd.episodes.progress import EpisodeSpec, EpisodeState
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.types import EvaluateResult, GroupResult, RollbackResult, StepResult
+from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepResult
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue
@@ -37,10 +37,10 @@ _MAX_TIME_S: Final = 2.2e11
 _RECORDED: Final[Mapping[str, tuple[RequestKind, type[Any]]]] = {
     kind.name: (kind, result_type)
     for kind, result_type in (
-        (RESET, GroupResult),
+        (RESET, OpenedGroup),
         (STEP, StepResult),
         (EVALUATE, EvaluateResult),
-        (FORK, GroupResult),
+        (FORK, OpenedGroup),
         (ROLLBACK, RollbackResult),
     )
 }
@@ -208,21 +208,21 @@ class Recovery:
         episode = self.registry.find(row.scope)
         if episode is None and kind is not RESET:
             return  # deleted with its episode
-        request = Request(kind, row.scope, row.request_id, row.fingerprint)
+        request = RequestKey(kind, row.scope, row.request_id, row.fingerprint)
         try:
             result = load(result_type, row.answer)
         except (ValueError, TypeError, KeyError) as error:
             logger.warning("%s %s: its response cannot be read: %s", row.kind, row.request_id, error)
             self.journal.forget_answer(request)
             return
-        if isinstance(result, GroupResult) and not self._is_left(result):
+        if isinstance(result, OpenedGroup) and not self._is_left(result):
             # A caller that retries, and so has no response yet, gets a new group.
             self.journal.forget_answer(request)
             return
         ledger = self.requests if episode is None else episode.requests
         ledger.restore(request, result, age_s=max(0.0, self.clock.now().timestamp() - row.time_s))
 
-    def _is_left(self, group: GroupResult) -> bool:
+    def _is_left(self, group: OpenedGroup) -> bool:
         """Return whether an episode of a group still has its machine."""
         episodes = [self.registry.find(info.episode_id) for info in group.episodes]
         return any(episode is not None and not episode.machine.lost.is_set() for episode in episodes)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from envd.base.aio import Changes, OwnedTasks, race
 from envd.base.clock import Clock, LoopLag, wait_until
 from envd.base.errors import EnvdError, EpisodeEnded, EpisodeNotFound, GuestEnded, LossUndecided, MachineLost
-from envd.base.losses import ENDS_MACHINE, Loss, Owner
+from envd.base.losses import ENDS_MACHINE, Loss, LossOwner
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeEvents
@@ -24,7 +24,7 @@ from envd.episodes.lease import next_expiry_s
 from envd.episodes.losing import find_loss
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.progress import EpisodeState
-from envd.episodes.types import GroupResult
+from envd.episodes.types import OpenedGroup
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 
@@ -207,7 +207,7 @@ class EpisodeRegistry:
         if loss is None:
             self.void(episode, error)
             return
-        if loss.owner is not Owner.GUEST:
+        if loss.owner is not LossOwner.GUEST:
             self._metrics.losses.labels(pool=episode.spec.pool, owner=loss.owner.value).inc()
             self.void(episode, loss.error(f"machine {episode.machine.machine_id}"))
             return
@@ -243,7 +243,7 @@ class EpisodeRegistry:
         if closing is not None:
             await asyncio.shield(closing)
 
-    async def close_group(self, group: GroupResult) -> None:
+    async def close_group(self, group: OpenedGroup) -> None:
         """Close the episodes that a reset or fork opened."""
         await asyncio.gather(*(self.close(episode.episode_id) for episode in group.episodes))
 

@@ -82,7 +82,8 @@ class EpisodeService:
         self._pools = {pool.name: pool for pool in sorted(pools, key=lambda pool: pool.name)}
         self.tasks = tasks
         """Tasks that `reset` accepts."""
-        self._limits = limits or LimitsConfig()
+        self.limits = limits or LimitsConfig()
+        """Bounds of its episodes."""
         self._metrics = metrics or Metrics()
         self._clock = clock or SystemClock()
         self.journal = Journal(store or NullStore(), clock=self._clock)
@@ -100,7 +101,7 @@ class EpisodeService:
             registry=self._registry,
             journal=self.journal,
             pools=self._pools,
-            limits=self._limits,
+            limits=self.limits,
             clock=self._clock,
             metrics=self._metrics,
             requests=self._requests,
@@ -202,13 +203,17 @@ class EpisodeService:
         Raises:
             InvalidRequest: `lease_ttl_s` is out of range; no lease was renewed.
         """
-        ttl_s = None if lease_ttl_s is None else self._limits.lease_ttl_for(lease_ttl_s)
+        ttl_s = None if lease_ttl_s is None else self.limits.lease_ttl_for(lease_ttl_s)
         episodes = [episode for i in episode_ids if (episode := self._registry.find(i)) is not None]
         for episode in episodes:
             episode.lease.renew(self._clock.monotonic(), ttl_s=ttl_s)
             self.journal.save_lease(episode)
         self._registry.changes.notify()
         return [episode.info(self._clock) for episode in episodes]
+
+    def get_episode(self, episode_id: str) -> EpisodeInfo:
+        """Return an episode that holds a lease. Raises: EpisodeNotFound."""
+        return self._registry.get(episode_id).info(self._clock)
 
     def list_episodes(self) -> list[EpisodeInfo]:
         """Return every episode that holds a lease, oldest first."""

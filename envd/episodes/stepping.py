@@ -13,12 +13,12 @@ from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed, GuestEnded, GuestError, MachineLost, StoreError, UserUnavailable
 from envd.base.telemetry import traces
 from envd.base.telemetry.traces import Stopwatch
-from envd.desktop.desktop import ScreenView
-from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, Unchanged
+from envd.desktop.display.frames import Frame
+from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, UnchangedImage
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
-from envd.episodes.ledger import STEP, Request
+from envd.episodes.ledger import STEP, RequestKey
 from envd.episodes.perform import check_region, heartbeat, observe, perform, with_pixels
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import StepCommand, StepResult
@@ -55,7 +55,7 @@ class Stepping:
             MachineLost: The machine is gone; the episode is void.
             GuestUnresponsive, GuestError: The guest failed; the episode is void.
         """
-        request = Request(STEP, command.episode_id, command.request_id, command.fingerprint)
+        request = RequestKey(STEP, command.episode_id, command.request_id, command.fingerprint)
         answer = await self._context.once(request, lambda episode: self._step(episode, command, request))
         result = answer.value
         if answer.restored:
@@ -63,7 +63,7 @@ class Stepping:
             result = replace(result, observation=await with_pixels(result.observation, episode, command.observe))
         return replace(result, replayed=True) if answer.replayed else result
 
-    async def _step(self, episode: Episode, command: StepCommand, request: Request) -> StepResult:
+    async def _step(self, episode: Episode, command: StepCommand, request: RequestKey) -> StepResult:
         context = self._context
         watch, timings_ms = Stopwatch(context.clock), dict[str, float]()
         async with context.registry.call(episode, renews=True), episode.turn:
@@ -136,8 +136,7 @@ class Stepping:
     async def _last_seen(self, episode: Episode, command: StepCommand) -> Observation:
         """Return the last frame that the display of a guest that ended has shown."""
         machine = episode.machine
-        view = machine.desktop.view_nowait()
-        frame = view.frame if view else machine.frozen.view.frame
+        frame = machine.desktop.frame_nowait() or machine.frozen.view.frame
         return Observation(frame=await machine.desktop.encode(frame, replace(command.observe, draw_marks=False)))
 
     async def observe(
@@ -179,25 +178,25 @@ class Stepping:
         episode = self._context.registry.get(episode_id)
         episode.require_machine()
         check_region(options, episode.machine.desktop.screen_size)
-        async with aclosing(self.watch_screen(episode_id, max_rate_hz=max_rate_hz)) as views:
-            async for view in views:
-                encoded = await episode.machine.desktop.encode(view.frame, options)
-                if not isinstance(encoded.content, Unchanged):
+        async with aclosing(self.watch_screen(episode_id, max_rate_hz=max_rate_hz)) as frames:
+            async for frame in frames:
+                encoded = await episode.machine.desktop.encode(frame, options)
+                if not isinstance(encoded.content, UnchangedImage):
                     options = replace(options, known_image_id=encoded.image_id)
                     yield encoded
 
-    async def watch_screen(self, episode_id: str, *, max_rate_hz: float) -> AsyncGenerator[ScreenView, None]:
+    async def watch_screen(self, episode_id: str, *, max_rate_hz: float) -> AsyncGenerator[Frame, None]:
         """Yield an episode's screen and pointer as `watch_frames` does, not encoded."""
         registry = self._context.registry
         episode = registry.get(episode_id)
         episode.require_machine()
-        views = views_of(episode, max_rate_hz=max_rate_hz, registry=registry, clock=self._context.clock)
-        async with aclosing(views):
-            async for view in views:
-                yield view
+        frames = frames_of(episode, max_rate_hz=max_rate_hz, registry=registry, clock=self._context.clock)
+        async with aclosing(frames):
+            async for frame in frames:
+                yield frame
 
     @asynccontextmanager
-    async def _begun(self, episode: Episode, request: Request) -> AsyncIterator[float]:
+    async def _begun(self, episode: Episode, request: RequestKey) -> AsyncIterator[float]:
         """Persist that a request began while the guest resumes; keep it running during the block; yield `resume_ms`.
 
         Concurrent: resuming a guest is not a side effect of the request.
@@ -252,23 +251,23 @@ async def use_tool(episode: Episode, action: ToolAction, *, context: EpisodeCont
     return ActionOutcome(output=answer)
 
 
-async def views_of(
+async def frames_of(
     episode: Episode, *, max_rate_hz: float, registry: EpisodeRegistry, clock: Clock
-) -> AsyncGenerator[ScreenView, None]:
+) -> AsyncGenerator[Frame, None]:
     """Yield an episode's screen and pointer at once and after each change, until it is closed. Encodes nothing."""
     while not episode.closed.is_set():
         began_s = clock.monotonic()
         machine = episode.machine
         changed = machine.desktop.changed
         try:
-            view = await machine.desktop.screen_view()
+            frame = await machine.desktop.frame()
         except MachineLost as error:
             if episode.closed.is_set():
                 return
             if machine is not episode.machine:  # rolled back
                 continue
             raise await registry.lose(episode, error) from error
-        yield view
+        yield frame
         await race(changed, episode.closed, machine.lost)
         if not episode.closed.is_set():
             await wait_until(clock, began_s + 1 / max_rate_hz, or_event=episode.closed)

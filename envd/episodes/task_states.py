@@ -34,7 +34,7 @@ class TaskState:
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _CachedState:
     state: TaskState
     user_count: int = 0
     evicted: bool = False
@@ -44,7 +44,7 @@ class TaskStates:
     """The cache of task states of one service."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[StateKey, _Entry] = OrderedDict()
+        self._entries: OrderedDict[StateKey, _CachedState] = OrderedDict()
         self._tasks = OwnedTasks()
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class TaskStates:
         if key in self._entries:  # a concurrent reset of the same task was faster
             self.discard(state.frozen)
             return
-        self._entries[key] = _Entry(state)
+        self._entries[key] = _CachedState(state)
         of_pool = [entry_key for entry_key in self._entries if entry_key.pool == key.pool]
         for oldest in of_pool[: max(0, len(of_pool) - limit)]:
             self.evict(oldest)
@@ -92,6 +92,6 @@ class TaskStates:
             self.evict(key)
         await self._tasks.join()
 
-    def _discard_unused(self, entry: _Entry) -> None:
+    def _discard_unused(self, entry: _CachedState) -> None:
         if entry.evicted and not entry.user_count:
             self.discard(entry.state.frozen)

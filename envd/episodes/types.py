@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from cuaenv.actions import Action
+from cuaenv.results import UnrecordedRequest
 from envd.base.config import SettlePolicy
-from envd.desktop.gateway import UnrecordedRequest
 from envd.desktop.observation import ActionOutcome, Observation, ObservationOptions
 from envd.episodes.progress import NO_CHECKPOINTS, AutomaticCheckpoints, EpisodeSpec, Progress, ScoreResult
 from envd.tasks.perturbations import Perturb
@@ -65,7 +65,7 @@ class ResetCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupResult:
+class OpenedGroup:
     """A group of new episodes and their first observations (parallel tuples)."""
 
     episodes: tuple[EpisodeInfo, ...]

@@ -36,7 +36,7 @@ _DELIMITER = b"\xff"
 _MAX_QUOTED_CHARS = 2000
 
 
-class _Connection:
+class _AgentConnection:
     """One connection to the socket, read in pieces."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -93,7 +93,7 @@ class AgentChannel:
         self._skip_limit_bytes = skip_limit_bytes
         #: Invariant: only the holder has a command without a response on the wire.
         self._lock = asyncio.Lock()
-        self._connection: _Connection | None = None
+        self._connection: _AgentConnection | None = None
         self._sync_ids = itertools.count(1)
 
     async def command(
@@ -137,8 +137,8 @@ class AgentChannel:
             raise GuestError(f"machine {self._machine_id}: the guest agent rejected {command}: {_shortened(text)}")
         return response.get("return")
 
-    async def _connect(self) -> _Connection:
-        connection = _Connection(*await guest_socket.connect(self._socket, limit=_CHUNK_BYTES))
+    async def _connect(self) -> _AgentConnection:
+        connection = _AgentConnection(*await guest_socket.connect(self._socket, limit=_CHUNK_BYTES))
         self._connection = connection
         sync_id = next(self._sync_ids)
         # A leading delimiter makes the agent discard a half-sent command.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from envd.base.channels import GuestChannels
+from envd.base.errors import HypervisorError, MachineLost
 from envd.base.losses import Loss
 
 
@@ -57,6 +58,8 @@ class Firmware(Enum):
     BIOS = "bios"
     #: OVMF, with the machine's own copy of its variables.
     UEFI = "uefi"
+    #: It does not boot: the image is the files of a container, an archive of tar.
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +138,12 @@ class MachineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineUsage:
-    """Host memory that a machine uses now."""
+    """Host memory that a machine, or a process, uses now."""
 
     pss_bytes: int
-    """Proportional share of host memory: a page mapped by n machines counts 1/n."""
+    """Proportional share of host memory: a page mapped by n processes counts 1/n."""
     private_dirty_bytes: int
-    """Memory that only this machine has written; freed only when the machine is destroyed."""
+    """Memory that only it has written; a machine's is freed only when the machine is destroyed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,3 +445,17 @@ class Hypervisor(Protocol):
 
     async def close(self) -> None:
         """Disconnect from the hypervisor. Machines must have been destroyed before."""
+
+
+async def load_or_destroy(hypervisor: Hypervisor, machine: Machine, snapshot: Snapshot) -> None:
+    """Load a snapshot into a machine from `prepare`, which is destroyed on failure or cancellation.
+
+    Raises: What `Hypervisor.load` raises, but HypervisorError for a machine that has ended: it never was a fork.
+    """
+    try:
+        await hypervisor.load(machine, snapshot)
+    except BaseException as error:
+        await machine.destroy()
+        if isinstance(error, MachineLost):
+            raise HypervisorError(f"machine {machine.machine_id}: ended while it was starting: {error}") from error
+        raise

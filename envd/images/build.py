@@ -21,7 +21,16 @@ from envd.guests.guestd import VERSION as GUESTD_VERSION
 from envd.hypervisor.machine import Firmware, GuestOs
 from envd.images.additions import Additions
 from envd.images.catalogue import PACKAGES_FILE, Image, ImageCatalogue, file_sha256
-from envd.images.recipe import PYTHON_PACKAGES, WINDOWS_PROGRAMS, WINDOWS_SOURCES, Recipe, overlay_files, recipe_digest
+from envd.images.recipe import (
+    CUSTOMIZE_SCRIPT,
+    PYTHON_PACKAGES,
+    WINDOWS_PROGRAMS,
+    WINDOWS_SOURCES,
+    Recipe,
+    overlay_files,
+    recipe_digest,
+    write_files,
+)
 
 _run = partial(run_tool, error=ImageError, environment={"SOURCE_DATE_EPOCH": "1700000000", "LC_ALL": "C.UTF-8"})
 
@@ -37,8 +46,6 @@ _WINE_CMDLINE = "clearcpuid=smap"
 
 #: Services of a general-purpose system that this desktop does not need.
 _MASKED_UNITS = (files("envd.images") / "packages" / "masked-units.txt").read_text().split()
-
-_CUSTOMIZE = (files("envd.images") / "customize.sh").read_text()
 
 #: Files that guests never read; without them the image is a third smaller.
 _EXCLUDED_PATHS = (files("envd.images") / "packages" / "excluded-paths.txt").read_text().split()
@@ -136,12 +143,7 @@ def _require_tools(recipe: Recipe) -> None:
 
 def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: Path, report: Progress) -> None:
     extras = scratch / "overlay"
-    for path, data in overlay.items():
-        target = extras / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-        # Package data has no file modes, so programs are recognised by how they begin.
-        target.chmod(0o755 if data.startswith((b"#!", b"\x7fELF")) else 0o644)
+    write_files(overlay, extras)
     if PYTHON_PACKAGES in overlay:
         report("fetching Python packages", 0.005)
         _fetch_python_packages(extras)
@@ -154,7 +156,7 @@ def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: P
             f'--customize-hook={_MINGW}strip --strip-debug "$1"/usr/lib/x86_64-linux-gnu/wine/x86_64-windows/*'
         )
     customize = scratch / "customize.sh"
-    customize.write_text(_CUSTOMIZE.replace("__MASKED__", " ".join(_MASKED_UNITS)))
+    customize.write_text(CUSTOMIZE_SCRIPT.replace("__MASKED__", " ".join(_MASKED_UNITS)))
     # Also copied before the packages are installed: initramfs-tools and useradd read these files.
     copy = f'cp -r {shlex.quote(str(extras))}/. "$1/"'
     command = [

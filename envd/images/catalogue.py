@@ -46,6 +46,7 @@ class Image:
     disk_bytes: int = 0
     """Size of the disk's file when the image was published; 0 in images of earlier versions."""
     disk_format: str = "qcow2"
+    """`qcow2` or `raw`; `tar` for the files of a container."""
     os: str = GuestOs.LINUX.value
     hardware: str = Hardware.VIRTIO.value
     firmware: str = Firmware.DIRECT_KERNEL.value
@@ -60,7 +61,7 @@ class Image:
     """Additional drives: `file`, `format`, and `kind`, which is `disk` or `cdrom`."""
     has_guestd: bool = True
     guestd_version: str = ""
-    """Version of envd's guestd in it; empty in imported images, and in those that earlier versions built."""
+    """Version of envd's guestd in it; empty in imported disks, and in images that earlier versions built."""
     provides: tuple[str, ...] = ()
     """What tasks may need beyond the operating system."""
     screen_width_px: int = 1280
@@ -153,10 +154,13 @@ class ImageCatalogue:
             return path
 
         # Only images that envd built name their distribution.
-        if image.has_guestd and "distribution" in image.source and image.guestd_version != GUESTD_VERSION:
+        is_ours = "distribution" in image.source
+        if image.has_guestd and (is_ours or image.guestd_version) and image.guestd_version != GUESTD_VERSION:
+            remedy = (
+                f"run `envd image build {image.name}`" if is_ours else "make it with `envd image files`, and import it"
+            )
             raise ImageError(
-                f"image {name}: an earlier version of envd built it, with a guestd that this one cannot use;"
-                f" run `envd image build {image.name}`"
+                f"image {name}: an earlier version of envd built it, with a guestd that this one cannot use; {remedy}"
             )
         disk = present(image.disk)
         if image.disk_bytes and (size := disk.stat().st_size) != image.disk_bytes:
@@ -373,7 +377,7 @@ def disk_format_of(file: Path) -> str:
 
 def _require_bootable(name: str, given: ImportedDisk, hardware: Hardware) -> None:
     firmware = given.firmware
-    if firmware is Firmware.DIRECT_KERNEL:
+    if firmware in {Firmware.DIRECT_KERNEL, Firmware.NONE}:
         raise ImageError(f"image {name}: an imported disk cannot boot a separate kernel; choose bios or uefi")
     if hardware is Hardware.WINDOWS and firmware is not Firmware.UEFI:
         raise ImageError(f"image {name}: hardware windows boots by UEFI, not {firmware.value}; choose uefi")

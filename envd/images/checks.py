@@ -8,10 +8,13 @@ from pathlib import Path
 
 from cuaenv.cli.terminal import program
 from envd.base.checks import Check, as_root, check_tool, fail, install_fix, ok, warn
-from envd.base.config import Config
-from envd.base.errors import ConfigError, EnvdError
+from envd.base.config import DEFAULT_IMAGE, Config
+from envd.base.errors import ConfigError, EnvdError, ImageNotFound
 from envd.hypervisor.backends import backend_of
-from envd.hypervisor.machine import Firmware, Hardware
+from envd.hypervisor.machine import DiskImage, Firmware, Hardware
+from envd.hypervisor.oci.backend import is_oci
+from envd.hypervisor.oci.ids import IdMap, own_ids
+from envd.hypervisor.oci.images import obstacle, unpacked_directory, unpacking_obstacle
 from envd.hypervisor.qemu.backend import is_embedded
 from envd.hypervisor.qemu.host import find_firmware, required_access
 from envd.hypervisor.qemu.tpm import PROGRAM as SWTPM
@@ -42,6 +45,30 @@ def check_images(config: Config, *, now: datetime) -> Check:
     if expiring := _expiring([catalogue.get(name) for name in names if name in used], now=now):
         return warn("images", "; ".join(expiring), fix=f"build it again with {_build('windows --rebuild')}")
     return ok("images", ", ".join(names))
+
+
+def check_unpacking(config: Config) -> Check:
+    """Check that containers can run the pools' images, whose files are unpacked for them."""
+    name = "unpacking"
+    if not is_oci(config.hypervisor.uri):
+        return ok(name, "only containers need it")
+    catalogue = ImageCatalogue(config.cache_dir)
+    try:
+        used = {pool.image for pool in config.pools.values()} or {DEFAULT_IMAGE}
+        images = [catalogue.disk_image(image) for image in sorted(used)]
+        ids = own_ids()
+    except ImageNotFound:
+        return ok(name, "no image yet")  # `check_images` reports it
+    except EnvdError as error:
+        return fail(name, str(error), fix="see the message")
+    problems = [problem for image in images if (problem := obstacle(image) or unpacking_obstacle(image, ids))]
+    if problems:
+        return fail(name, "; ".join(problems), fix="see the message")
+    return ok(name, ", ".join(f"{image.name}: {_unpacked(image, ids)}" for image in images))
+
+
+def _unpacked(image: DiskImage, ids: IdMap) -> str:
+    return "unpacked" if unpacked_directory(image, ids).is_dir() else "can be unpacked"
 
 
 def check_firmware(config: Config) -> Check:

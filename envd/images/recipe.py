@@ -1,10 +1,12 @@
-"""Recipes of guest images, and the digest that identifies a recipe. Pure, except that it reads its package data."""
+"""Recipes of guest images, and the digest that identifies a recipe. Reads its package data."""
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from envd.hypervisor.machine import GuestOs
 
@@ -37,6 +39,9 @@ WINDOWS_PROGRAMS = {"envdshell.exe": ("queries.c", "requests.c", "shell.c"), "en
 CUSTOMIZE = "usr/lib/envd/customize"
 #: The same for the program that a user adds. It is removed after it has run.
 USER_SCRIPT = "usr/lib/envd/user-script"
+
+#: Completes a root file system after its packages are installed; its argument is the root.
+CUSTOMIZE_SCRIPT = (files("envd.images") / "customize.sh").read_text()
 
 #: Python packages to install in addition to Debian's, in pip's format. The file is also part of the guest.
 PYTHON_PACKAGES = "usr/lib/envd/python-packages.txt"
@@ -136,6 +141,16 @@ def overlay_files(recipe: Recipe) -> dict[str, bytes]:
         # which OSWorld's getters take for part of the output.
         tree.update(_walk(images / recipe.layer, ""))
     return tree
+
+
+def write_files(overlay: Mapping[str, bytes], directory: Path) -> None:
+    """Write files of `overlay_files` below a directory, programs as executable."""
+    for path, data in overlay.items():
+        target = directory / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+        # Package data has no file modes, so programs are recognised by how they begin.
+        target.chmod(0o755 if data.startswith((b"#!", b"\x7fELF")) else 0o644)
 
 
 def _desktop_destination(path: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from envd.base.aio import OwnedTasks, shielded
 from envd.base.errors import EnvdError, GuestUnresponsive, MachineLost
-from envd.base.losses import Loss, Owner
+from envd.base.losses import Loss, LossOwner
 from envd.desktop.desktop import Desktop
 from envd.desktop.view import DesktopView
 from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec, MachineState, Snapshot
@@ -247,7 +247,7 @@ class LostMachine:
         self.lost = asyncio.Event()
         self.lost.set()
         self.lost_reason = reason
-        self.loss = Loss(Owner.HOST, reason)
+        self.loss = Loss(LossOwner.HOST, reason)
 
     @property
     def machine_id(self) -> str:

@@ -7,7 +7,7 @@ raises, and its episode has no score.
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cuaenv.actions import Done, Fail
 from envd.base.clock import running_timeout
@@ -18,22 +18,11 @@ from envd.tasks.checker_union import AllOf, AnyChecker, AnyLeafChecker, AnyOf, W
 from envd.tasks.checkers.base import GuestInspector, Judge, judge_directly
 from envd.tasks.checkers.programs import PoweredOff
 from envd.tasks.model import Task
-from envd.tasks.text import CheckOutcome, CheckPart
+from envd.tasks.text import CheckOutcome, CheckResult
 
 logger = logging.getLogger(__name__)
 
 _EVIDENCE_CHARS = 2000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckResult:
-    """The result of one checker."""
-
-    name: str
-    score: float
-    """A value in [0, 1]."""
-    evidence: str
-    """What was found; at most 2,000 characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +173,6 @@ def describe(checker: AnyLeafChecker) -> str:
 
 
 def _single(name: str, outcome: CheckOutcome) -> Evaluation:
-    parts = outcome.parts or (CheckPart(name, outcome.score, outcome.evidence),)
-    checks = (CheckResult(name=part.name, score=part.score, evidence=part.evidence[:_EVIDENCE_CHARS]) for part in parts)
+    parts = outcome.parts or (CheckResult(name=name, score=outcome.score, evidence=outcome.evidence),)
+    checks = (replace(part, evidence=part.evidence[:_EVIDENCE_CHARS]) for part in parts)
     return Evaluation(score=outcome.score, checks=tuple(checks))

@@ -10,9 +10,9 @@ Decides only when to continue; the caller performs the steps.
 
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 from cuaenv.actions import Done, Fail, ToolAction, Wait
+from cuaenv.results import CommandResult
 from envd.base.errors import GuestError
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.programs import count_processes
@@ -79,22 +79,6 @@ def _expects_a_response(actions: tuple[Input, ...]) -> bool:
     return not is_end and any(not isinstance(action, Wait | ToolAction) for action in actions)
 
 
-class FinishedCommand(Protocol):
-    """The result of a command, from the daemon's side or from a client's."""
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code."""
-
-    @property
-    def stdout(self) -> bytes:
-        """The output."""
-
-    @property
-    def stderr(self) -> bytes:
-        """The error output."""
-
-
 def query_of(condition: WaitFor, os: GuestOs) -> Query:
     """Return the command whose result shows whether a condition holds."""
     if condition.window is not None:
@@ -102,7 +86,7 @@ def query_of(condition: WaitFor, os: GuestOs) -> Query:
     return process_query(os) if condition.file is None else file_query(condition.file, os)
 
 
-def unmet(condition: WaitFor, result: FinishedCommand) -> str:
+def unmet(condition: WaitFor, result: CommandResult) -> str:
     """Return why a condition does not hold, by the result of its query; empty if it holds."""
     if result.exit_code:
         return f"exit code {result.exit_code}: {quote(result.stderr)}"

@@ -6,6 +6,7 @@ Guest files are untrusted bytes. They are decoded and compared by declared rules
 import codecs
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
 from pydantic import model_validator
@@ -24,13 +25,15 @@ _MARKS = (
 )
 
 
-class CheckPart(NamedTuple):
-    """The result of one of the checks that a checker consists of."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """The result of one check."""
 
     name: str
     score: float
     """A value in [0, 1]."""
     evidence: str
+    """What was found; in an evaluation at most 2,000 characters."""
 
 
 class CheckOutcome(NamedTuple):
@@ -39,7 +42,7 @@ class CheckOutcome(NamedTuple):
     score: float
     """A value in [0, 1]."""
     evidence: str
-    parts: tuple[CheckPart, ...] = ()
+    parts: tuple[CheckResult, ...] = ()
     """The checks that the score is made of, to report in its place; empty if it is one check."""
 
 

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from envd.base.errors import UserUnavailable
 from envd.tasks.fields import Model, Regex
-from envd.tasks.text import CheckOutcome, CheckPart
+from envd.tasks.text import CheckOutcome, CheckResult
 
 if TYPE_CHECKING:
     from envd.tasks.checkers.base import Judge
@@ -114,4 +114,6 @@ def judge_question(user: TaskUser, question: str, asked: Sequence[Exchange]) -> 
             if not user.in_order or known.issuperset(range(index)):
                 said.append(index)
                 known.add(index)
-    return CheckOutcome(float(bool(matching)), "", tuple(CheckPart(str(index), 1.0, "") for index in said))
+    return CheckOutcome(
+        float(bool(matching)), "", tuple(CheckResult(name=str(index), score=1.0, evidence="") for index in said)
+    )

@@ -202,7 +202,7 @@ class _Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ActionForms:
     """The forms of one action."""
 
     kind: type[Action]
@@ -259,7 +259,7 @@ class Form:
         return None if self.points else next(iter(self.fields))
 
 
-def _forms() -> Iterator[Form]:
+def _forms() -> Iterator[ActionForms]:
     kinds = {kind.__name__: kind for kind in get_args(Action)}
     for wire in env_pb2.Action.DESCRIPTOR.oneofs_by_name["kind"].fields:
         message = cast(Descriptor, wire.message_type)
@@ -278,14 +278,14 @@ def _forms() -> Iterator[Form]:
         if unread:
             raise TypeError(f"action {message.name}: {', '.join(unread)} is not in both the contract and the dataclass")
         by_json_name = {field.json_name: field for field in own.values()}
-        yield Form(kind, wire.name, _NAMES.get(wire.name, wire.name), by_json_name, points, others)
+        yield ActionForms(kind, wire.name, _NAMES.get(wire.name, wire.name), by_json_name, points, others)
     if kinds:
         raise TypeError(f"the contract has no message for {', '.join(kinds)}")
 
 
-FORMS: Mapping[str, Form] = {form.name: form for form in _forms()}
+FORMS: Mapping[str, ActionForms] = {form.name: form for form in _forms()}
 """Actions by name in JSON, in the contract's order."""
-SCREEN_FORMS: Mapping[str, Form] = {
+SCREEN_FORMS: Mapping[str, ActionForms] = {
     name: form for name, form in FORMS.items() if not issubclass(form.kind, actions.ToolAction)
 }
 """Those that use no tool."""

@@ -1,8 +1,9 @@
 """The actions of an agent, their limits, and their text for people. Shared by the client and the daemon.
 
 Positions are integers in the caller's coordinates: the reference size of a request, or guest pixels without one.
-In the daemon they are always guest pixels from the top left corner. A field's name means the same in every action;
-`cuaenv.action_codec` derives the protobuf and JSON forms from it.
+In the daemon they are always guest pixels from the top left corner. Positions come first, from the start of the
+pointer's path to its end. A field's name means the same in every action; `cuaenv.action_codec` derives the protobuf and
+JSON forms from it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -97,44 +98,60 @@ class Click(_Keyed):
     modifiers: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
+# Not the dataclass's own `__init__`: after a start that may be left out it could not require an end.
+@dataclass(frozen=True, slots=True, init=False)
 class Drag(_Keyed):
     """Press a button at the start (default: the pointer), move to the end in small steps, release."""
 
-    end_x: int
-    end_y: int
     start_x: int | None = None
     start_y: int | None = None
+    end_x: int  # type: ignore[misc]
+    end_y: int  # type: ignore[misc]
     button: Button = "left"
     modifiers: Sequence[str] = ()
+
+    def __init__(  # noqa: PLR0917 -- one order of arguments for all actions
+        self,
+        start_x: int | None = None,
+        start_y: int | None = None,
+        end_x: int | None = None,
+        end_y: int | None = None,
+        button: Button = "left",
+        modifiers: Sequence[str] = (),
+    ) -> None:
+        """Raises: TypeError: The end is missing, or an argument has another type."""
+        values = (start_x, start_y, end_x, end_y, button, modifiers)
+        for name, value in zip(self.__slots__, values, strict=True):
+            object.__setattr__(self, name, value)
+        self.__post_init__()
 
 
 @dataclass(frozen=True, slots=True)
 class MouseDown(Checked):
     """Press a mouse button and keep it down; at the pointer if no position is given."""
 
-    button: Button = "left"
     x: int | None = None
     y: int | None = None
+    button: Button = "left"
 
 
 @dataclass(frozen=True, slots=True)
 class MouseUp(Checked):
     """Release a mouse button; at the pointer if no position is given."""
 
-    button: Button = "left"
     x: int | None = None
     y: int | None = None
+    button: Button = "left"
 
 
 @dataclass(frozen=True, slots=True)
 class Scroll(_Keyed):
     """Turn the wheel by `dy` and `dx` wheel clicks; positive values scroll down and right."""
 
-    dy: int = 0
-    dx: int = 0
     x: int | None = None
     y: int | None = None
+    dy: int = 0
+    dx: int = 0
     modifiers: Sequence[str] = ()
 
 

@@ -38,7 +38,7 @@ class Checked:
 def checks_arguments(method: Callable[P, Result]) -> Callable[P, Result]:
     """Return a method that first checks the types of its arguments, as `require_types` does."""
     signature = inspect.signature(method)
-    subject = method.__qualname__.removesuffix(".__init__")
+    is_method = "self" in signature.parameters and method.__name__ != "__init__"
     positional = [each.name for each in signature.parameters.values() if each.kind is each.VAR_POSITIONAL]
 
     @cache
@@ -47,7 +47,10 @@ def checks_arguments(method: Callable[P, Result]) -> Callable[P, Result]:
 
     @wraps(method)
     def call(*args: P.args, **options: P.kwargs) -> Result:
-        require_types(subject, hints(), signature.bind(*args, **options).arguments)
+        arguments = signature.bind(*args, **options).arguments
+        # Not the base class that defines the method.
+        subject = f"{type(args[0]).__name__}.{method.__name__}" if is_method else method.__qualname__
+        require_types(subject.removesuffix(".__init__"), hints(), arguments)
         return method(*args, **options)
 
     return call

@@ -1,6 +1,7 @@
 """Named additions of the contract: what a daemon's release has beyond the first one.
 
-`ListPools` returns the names. A name is never removed or reused, and each addition gets one, in the order of releases.
+`GetServer` and `ListPools` return the names. A name is never removed or reused, and each addition gets one, in the
+order of releases.
 """
 
 from collections.abc import Mapping
@@ -64,5 +65,9 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     "not_forkable": Capability(
         ("Pool.not_forkable", "Origin.is_new_session"),
         "Says which pools cannot copy running machines, and which episodes began in a new session.",
+    ),
+    "get": Capability(
+        ("GetServer", "GetEpisode", "GetCheckpoint", "GetTask"),
+        "Returns one server, episode, checkpoint or task, and a server's release and limits.",
     ),
 }

@@ -5,22 +5,22 @@ from typing import Any
 import pytest
 
 from tests.support.sight import AGENT, FAULTS, SETTINGS, Fault, check, examine, picture_of, plant, reply
-from trainer.sight.model import Model
+from trainer.sight.model import SightModel
 
 pytestmark = [pytest.mark.areal, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tmp_path_factory: pytest.TempPathFactory) -> SightModel:
     from trainer.learn.sight import tiny_model
 
-    return Model(tiny_model(tmp_path_factory.mktemp("model") / "tiny", SETTINGS))
+    return SightModel(tiny_model(tmp_path_factory.mktemp("model") / "tiny", SETTINGS))
 
 
 class Engine:
     """AReaL's engine, with a model in this process."""
 
-    def __init__(self, model: Model, fault: Fault) -> None:
+    def __init__(self, model: SightModel, fault: Fault) -> None:
         self._model, self._fault = model, fault
         self.is_greedy = True
 
@@ -41,7 +41,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-async def test_planted_faults_are_found(fault: Fault, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_planted_faults_are_found(fault: Fault, model: SightModel, monkeypatch: pytest.MonkeyPatch) -> None:
     from areal.api.cli_args import GenerationHyperparameters
 
     from tests.areal.areal_sight import SightWorkflow

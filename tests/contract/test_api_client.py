@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import inspect
 import time
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import grpc
 import numpy as np
@@ -17,10 +18,12 @@ from cuaenv import client as trainer
 from cuaenv.capabilities import CAPABILITIES
 from cuaenv.client import (
     AsyncEnvClient,
+    AsyncEpisode,
     Click,
     Done,
     EnvClient,
     EnvError,
+    Episode,
     NotSupported,
     Perturb,
     PressKeys,
@@ -32,7 +35,7 @@ from cuaenv.client import (
     Wait,
 )
 from cuaenv.client import errors as errors_of
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import DaemonConnection
 from cuaenv.frames import TiledImage
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api import convert_requests
@@ -148,14 +151,14 @@ async def test_a_step_waits_for_its_actions_and_for_the_service(
     client: AsyncEnvClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeouts: list[timedelta] = []
-    call = Connection.call
+    call = DaemonConnection.call
 
-    async def noted(self: Connection, method: str, request: Any, timeout: timedelta, **options: Any) -> Any:
+    async def noted(self: DaemonConnection, method: str, request: Any, timeout: timedelta, **options: Any) -> Any:
         if method == "Step":
             timeouts.append(timeout)
         return await call(self, method, request, timeout, **options)
 
-    monkeypatch.setattr(Connection, "call", noted)
+    monkeypatch.setattr(DaemonConnection, "call", noted)
     async with client.reset(TASK) as episode:
         await episode.step(Click(1, 1))
         await episode.step(*(Wait(timedelta(seconds=60)),) * 4, timeout=timedelta(seconds=10))
@@ -248,13 +251,16 @@ async def test_the_capabilities_are_those_that_all_hosts_have(client: AsyncEnvCl
         assert await both.capabilities() == {"queue"}
     with EnvClient(server.address) as blocking:
         assert "rollback" in await asyncio.to_thread(blocking.capabilities)
+        (only,) = await asyncio.to_thread(blocking.list_servers)
+        assert (only.host, only.max_machine_count, only.capabilities) == (server.address, None, frozenset(CAPABILITIES))
 
 
 async def test_a_call_that_an_older_release_does_not_have_says_so() -> None:
     async with older_release(set()) as older, AsyncEnvClient(older) as client:
         assert await client.capabilities() == frozenset()
-        with pytest.raises(NotSupported, match=f"{older}: its release does not know this call; update envd there"):
-            await client.list_checkpoints()
+        for call in (client.list_checkpoints(), client.list_servers(), client.get_episode("e"), client.get_task(TASK)):
+            with pytest.raises(NotSupported, match=f"{older}: its release does not know this call; update envd there"):
+                await call
 
 
 async def test_perturbations_that_an_older_release_ignores_are_refused(
@@ -398,25 +404,25 @@ async def test_a_failed_renewal_is_retried(
         (errors.RequestIdReused("x"), trainer.BadRequest, "INVALID_ARGUMENT"),
         (errors.EpisodeNotFound("x"), trainer.EpisodeNotFound, "NOT_FOUND"),
         (errors.TaskNotFound("x"), trainer.TaskNotFound, "NOT_FOUND"),
-        (errors.PoolNotFound("x"), trainer.PoolNotFound, "NOT_FOUND"),
+        (errors.PoolNotFound("x"), trainer.NotFound, "NOT_FOUND"),
         (errors.ImageNotFound("x"), trainer.NotFound, "NOT_FOUND"),
         (errors.EpisodeEnded("x"), trainer.EpisodeEnded, "FAILED_PRECONDITION"),
         (errors.GroupTooLarge("x"), trainer.GroupTooLarge, "FAILED_PRECONDITION"),
         (errors.GuestRefused("x"), trainer.GuestRefused, "FAILED_PRECONDITION"),
         (errors.NotForkable("x"), trainer.NotForkable, "FAILED_PRECONDITION"),
-        (errors.StepIndexMismatch("x"), trainer.StepIndexMismatch, "ABORTED"),
+        (errors.StepIndexMismatch("x"), trainer.Conflict, "ABORTED"),
         (errors.AccessDenied("x"), trainer.AccessDenied, "PERMISSION_DENIED"),
         (errors.Unimplemented("x"), trainer.NotSupported, "UNIMPLEMENTED"),
         (errors.PoolExhausted("x", retry_after_s=60.0), trainer.PoolExhausted, "RESOURCE_EXHAUSTED"),
-        (errors.PoolFailing("x", retry_after_s=60.0), trainer.PoolFailing, "UNAVAILABLE"),
+        (errors.PoolFailing("x", retry_after_s=60.0), trainer.Unavailable, "UNAVAILABLE"),
         (errors.Draining("x", retry_after_s=60.0), trainer.Draining, "UNAVAILABLE"),
         (errors.MachineLost("x"), trainer.MachineLost, "DATA_LOSS"),
-        (errors.GuestUnresponsive("x"), trainer.GuestUnresponsive, "DATA_LOSS"),
+        (errors.GuestUnresponsive("x"), trainer.GuestFailed, "DATA_LOSS"),
         (errors.GuestError("x"), trainer.GuestFailed, "DATA_LOSS"),
         (errors.SetupFailed("x"), trainer.SetupFailed, "INTERNAL"),
         (errors.EvaluatorFailed("x"), trainer.EvaluatorFailed, "INTERNAL"),
-        (errors.HypervisorError("x"), trainer.ServiceFault, "INTERNAL"),
-        (ValueError("x"), trainer.ServiceFault, "INTERNAL"),
+        (errors.HypervisorError("x"), trainer.SampleVoid, "INTERNAL"),
+        (ValueError("x"), trainer.SampleVoid, "INTERNAL"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
@@ -436,9 +442,9 @@ async def test_each_failure_has_its_own_type(
     assert error.retry_after == (None if retry_after_s is None else timedelta(seconds=retry_after_s))
 
 
-async def test_an_oversize_message_is_not_an_exhausted_pool(client: AsyncEnvClient) -> None:
+async def test_an_oversize_message_is_a_bad_request_not_an_exhausted_pool(client: AsyncEnvClient) -> None:
     async with client.reset(TASK) as episode:
-        with pytest.raises(trainer.MessageTooLarge):
+        with pytest.raises(trainer.BadRequest):
             await episode.write_file("/a", bytes((64 << 20) + 1))
 
 
@@ -586,6 +592,37 @@ async def test_calls_of_a_closed_synchronous_client_raise_client_closed(server: 
     await asyncio.to_thread(use)
 
 
+@pytest.mark.parametrize(
+    ("blocking", "of_asyncio", "only_there"),
+    [
+        (EnvClient, AsyncEnvClient, {"aclose", "episodes"}),
+        (Episode, AsyncEpisode, {"begin_close", "frames", "when_closed"}),
+    ],
+)
+def test_synchronous_calls_have_the_arguments_of_asyncio_ones(
+    blocking: type, of_asyncio: type, only_there: set[str]
+) -> None:
+    internal = {"chosen_view"}
+    for name in {name for name in dir(of_asyncio) if not name.startswith("_")} - only_there - internal:
+        expected, found = (getattr(kind, name) for kind in (of_asyncio, blocking))
+        if callable(expected):
+            parameters = [list(inspect.signature(each).parameters.values())[1:] for each in (expected, found)]
+            named = [[(each.name, each.kind, each.default) for each in some] for some in parameters]
+            assert named[0] == named[1], name
+
+
+def test_actions_take_positions_first_from_the_start_to_the_end() -> None:
+    order = ("start_x", "start_y", "x", "y", "end_x", "end_y")
+    found = {kind: list(inspect.signature(kind).parameters) for kind in get_args(trainer.Action)}
+    positions = {kind: [name for name in order if name in names] for kind, names in found.items()}
+    assert sum(map(bool, positions.values())) == 6
+    for kind, names in positions.items():
+        assert found[kind][: len(names)] == names
+    assert trainer.Drag(1, 2, 3, 4) == trainer.Drag(start_x=1, start_y=2, end_x=3, end_y=4)
+    with pytest.raises(TypeError, match="Drag: end_x is None, not an integer"):
+        trainer.Drag(1, 2)
+
+
 async def test_a_synchronous_episode_has_what_an_asyncio_one_documents(server: ApiServer) -> None:
     internal = {"chosen_view", "defaults"}
     of_asyncio = {"begin_close", "frames", "when_closed"}
@@ -608,16 +645,23 @@ async def test_a_synchronous_episode_has_what_an_asyncio_one_documents(server: A
 @pytest.mark.parametrize(
     ("code", "reason", "kind"),
     [
-        ("RESOURCE_EXHAUSTED", "NEW_QUOTA", trainer.EnvError),
-        ("RESOURCE_EXHAUSTED", "", trainer.MessageTooLarge),
-        ("ABORTED", "NEW_CONFLICT", trainer.EnvError),
+        ("INVALID_ARGUMENT", "NEW_RULE", trainer.BadRequest),
+        ("FAILED_PRECONDITION", "NEW_STATE", trainer.Refused),
+        ("PERMISSION_DENIED", "NEW_RIGHT", trainer.AccessDenied),
+        ("UNAUTHENTICATED", "NEW_TOKEN", trainer.Unauthenticated),
+        ("UNIMPLEMENTED", "NEW_SETTING", trainer.NotSupported),
+        ("UNAVAILABLE", "NEW_FAILURE", trainer.Unavailable),
+        ("DEADLINE_EXCEEDED", "", trainer.DeadlineExceeded),
+        ("DATA_LOSS", "NEW_LOSS", trainer.SampleVoid),
+        ("UNKNOWN", "", trainer.SampleVoid),
+        ("RESOURCE_EXHAUSTED", "NEW_QUOTA", trainer.Exhausted),
+        ("RESOURCE_EXHAUSTED", "", trainer.BadRequest),
+        ("ABORTED", "NEW_CONFLICT", trainer.Conflict),
         ("NOT_FOUND", "NEW_THING_NOT_FOUND", trainer.NotFound),
-        ("INTERNAL", "NEW_FAULT", trainer.ServiceFault),
+        ("INTERNAL", "NEW_FAULT", trainer.SampleVoid),
     ],
 )
-def test_an_unknown_reason_becomes_no_more_specific_than_its_code(
-    code: str, reason: str, kind: type[trainer.EnvError]
-) -> None:
+def test_an_unknown_reason_becomes_the_class_of_its_code(code: str, reason: str, kind: type[trainer.EnvError]) -> None:
     status = status_pb2.Status(code=grpc.StatusCode[code].value[0], message="x")
     if reason:
         status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason))

@@ -21,12 +21,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from cuaenv.actions import Click, TypeText
+from cuaenv.capabilities import CAPABILITIES
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api.security.access import MAX_MESSAGE_BYTES
 from envd.api.server import SERVICE_NAME, ApiServer, ListenAddress
-from envd.base.config import SecurityConfig
+from envd.base.config import LimitsConfig, SecurityConfig
 from envd.base.errors import AccessDenied, ConfigError, EpisodeEnded, GuestError, MachineLost
 from envd.base.telemetry.metrics import Metrics
+from envd.base.version import envd_version
 from tests.support.stub_episodes import StubEpisodes, pool_info
 
 if TYPE_CHECKING:
@@ -178,6 +180,47 @@ async def test_listings_are_paginated(stub: "CUAEnvAsyncStub") -> None:
 
     tasks = await stub.ListTasks(env_pb2.ListTasksRequest(suite="desktop"), timeout=TIMEOUT_S)
     assert [task.task_id for task in tasks.tasks] == ["desktop/menu", "desktop/note"]
+
+
+async def test_what_is_listed_can_be_got_alone(stub: "CUAEnvAsyncStub") -> None:
+    episode_id = await opened(stub)
+    (listed,) = (await stub.ListEpisodes(env_pb2.ListEpisodesRequest(), timeout=TIMEOUT_S)).episodes
+    got = await stub.GetEpisode(env_pb2.GetEpisodeRequest(episode_id=episode_id), timeout=TIMEOUT_S)
+    listed.expire_time.CopyFrom(got.episode.expire_time)  # both times count from the same renewal, rounded differently
+    assert got.episode == listed
+
+    (note,) = (await stub.ListTasks(env_pb2.ListTasksRequest(task_ids=["desktop/note"]), timeout=TIMEOUT_S)).tasks
+    task = await stub.GetTask(env_pb2.GetTaskRequest(task_id="desktop/note"), timeout=TIMEOUT_S)
+    assert task.task == note
+
+
+@pytest.mark.parametrize(
+    ("method", "request_message", "reason"),
+    [
+        ("GetEpisode", env_pb2.GetEpisodeRequest(episode_id="ep-none"), "EPISODE_NOT_FOUND"),
+        ("GetTask", env_pb2.GetTaskRequest(task_id="desktop/none"), "TASK_NOT_FOUND"),
+        ("GetTask", env_pb2.GetTaskRequest(), "BAD_FIELD"),
+        ("GetEpisode", env_pb2.GetEpisodeRequest(), "BAD_FIELD"),
+        ("GetCheckpoint", env_pb2.GetCheckpointRequest(), "BAD_FIELD"),
+    ],
+)
+async def test_what_does_not_exist_is_not_found(
+    stub: "CUAEnvAsyncStub", method: str, request_message: Any, reason: str
+) -> None:
+    failure = await failure_of(getattr(stub, method)(request_message, timeout=TIMEOUT_S))
+    assert details_of(failure)["ErrorInfo"].reason == reason
+
+
+async def test_the_server_says_its_release_capabilities_and_limits(stub: "CUAEnvAsyncStub") -> None:
+    server = (await stub.GetServer(env_pb2.GetServerRequest(), timeout=TIMEOUT_S)).server
+    pools = await stub.ListPools(env_pb2.ListPoolsRequest(), timeout=TIMEOUT_S)
+    assert server.release == envd_version()
+    assert server.capabilities == pools.capabilities == sorted(CAPABILITIES)
+    limits = LimitsConfig()
+    assert server.default_lease_ttl.ToTimedelta() == timedelta(seconds=limits.lease_ttl_s)
+    assert server.max_lease_ttl.ToTimedelta() == timedelta(seconds=limits.lease_ttl_max_s)
+    assert server.max_steps == limits.max_steps
+    assert not server.HasField("max_machine_count")
 
 
 async def test_guest_access_is_forwarded(stub: "CUAEnvAsyncStub") -> None:

@@ -18,12 +18,12 @@ from cuaenv.actions import Click, Drag, Move, PressKeys
 from envd.base.config_sources import load
 from envd.base.errors import GuestUnresponsive
 from envd.base.store.store import FILE_NAME
-from envd.bench.branch import Branch, branch_report, measure_branch
+from envd.bench.branch import TimedBranch, branch_report, measure_branch
 from envd.bench.branch_parents import FrameIds, WritingParent, check_branch
 from envd.bench.fork import UsedMemory, fork_report
 from envd.bench.load import load_processes
 from envd.bench.load_client import EchoServer, LoadPlan, LoadResult
-from envd.bench.report import BenchReport, Check, Figure, Target, percentile
+from envd.bench.report import BenchReport, Condition, Figure, FigureTarget, percentile
 from envd.bench.scale import scale_configs, scale_report
 from envd.bench.scale_daemon import LAG_INTERVAL_S
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
@@ -40,7 +40,7 @@ from tests.support.faulty import FaultyHypervisor
 MIB = 1 << 20
 REAL: dict[str, object] = {"accelerator": "tcg", "machines": 8, "guest_memory_mib": 1024}
 FAKE: dict[str, object] = {**REAL, "accelerator": "fake"}
-PASSED = Check(name="branch", passed=True, evidence="it was")
+PASSED = Condition(name="branch", passed=True, evidence="it was")
 
 
 def verdicts(report: BenchReport) -> dict[str, bool | None]:
@@ -76,11 +76,11 @@ def test_a_percentile_is_the_least_sample_that_so_many_of_100_do_not_exceed() ->
 
 
 def test_a_target_is_met_missed_or_does_not_apply() -> None:
-    figure = Figure(name="x", value=20.0, meaning="", target=Target("<=", 20))
+    figure = Figure(name="x", value=20.0, meaning="", target=FigureTarget("<=", 20))
     assert figure.met is True
-    assert replace(figure, target=Target("<", 20)).met is False
+    assert replace(figure, target=FigureTarget("<", 20)).met is False
     assert replace(figure, value=20.1).met is False
-    assert replace(figure, value=1000.0, target=Target(">=", 1000)).met is True
+    assert replace(figure, value=1000.0, target=FigureTarget(">=", 1000)).met is True
     assert replace(figure, value=None).met is None
     assert replace(figure, exempt="no guest runs").met is None
     assert replace(figure, target=None).met is None
@@ -113,7 +113,7 @@ GROUPS = {**REAL, "group_size": 8}
 
 
 def test_targets_do_not_apply_to_a_branch_with_more_dirty_memory() -> None:
-    small = Branch(branch_ms=119, parent_pause_ms=26, copy_ms=40, start_ms=50, total_ms=140, dirty_bytes=32 * MIB)
+    small = TimedBranch(branch_ms=119, parent_pause_ms=26, copy_ms=40, start_ms=50, total_ms=140, dirty_bytes=32 * MIB)
     large = replace(small, dirty_bytes=40 * MIB)
     report = branch_report(GROUPS, light=[small], worked=[large], group_ms=[599.0], who="an editor", check=PASSED)
     assert verdicts(report) == {
@@ -207,7 +207,7 @@ def test_peers_play_the_same_script_with_xdotool() -> None:
         ["xdotool", "mousemove", "310", "280"],
     ]
     with pytest.raises(ValueError, match="not an action of the script"):
-        xdotool_command(Drag(1, 1))
+        xdotool_command(Drag(end_x=1, end_y=1))
 
 
 FRAMES = FrameIds(parent="f1", child="f1", later="f1")
@@ -219,7 +219,7 @@ def checked(
     parent_file: tuple[str, str] = ("", ""),
     child: str = "text and child",
     parent: str = "text and parent",
-) -> Check:
+) -> Condition:
     return check_branch(
         frame_ids=frames,
         parent_file=parent_file,
@@ -242,7 +242,7 @@ def test_a_branch_is_correct_if_the_child_continues_and_the_parent_is_unchanged(
 
 
 def test_a_failed_check_fails_the_report_and_a_missed_target_does_not() -> None:
-    slow = Branch(branch_ms=5000, parent_pause_ms=500, copy_ms=1, start_ms=1, total_ms=5000, dirty_bytes=MIB)
+    slow = TimedBranch(branch_ms=5000, parent_pause_ms=500, copy_ms=1, start_ms=1, total_ms=5000, dirty_bytes=MIB)
     report = branch_report(GROUPS, light=[slow], worked=[slow], group_ms=[5000.0], who="an editor", check=PASSED)
     assert set(verdicts(report).values()) == {False}
     assert report.passed

@@ -11,7 +11,7 @@ import yaml
 from cuaenv.actions import Action, Click, Drag, MouseDown, MouseUp, Move, Scroll, TypeText
 from cuaenv.client import AsyncEpisode, View
 from envd.authoring.playing import play
-from envd.authoring.targets import Screen, TargetRecorder, read_screen
+from envd.authoring.targets import GuestScreen, TargetRecorder, read_screen
 from envd.episodes.control import merged
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.oracle import Aimed, OracleAction, Target
@@ -110,7 +110,7 @@ SENT: tuple[Action, ...] = (
 async def test_what_a_person_presses_is_recorded_with_its_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
 
-    async def counted(episode: AsyncEpisode, *, os: GuestOs) -> Screen:
+    async def counted(episode: AsyncEpisode, *, os: GuestOs) -> GuestScreen:
         nonlocal looks
         looks += 1
         return await read_screen(episode, os=os)

@@ -17,8 +17,9 @@ from cuaenv.client.pacing import ResetPacer
 from envd.api.server import ApiServer
 from envd.base import errors
 from envd.base.telemetry.metrics import Metrics
+from envd.tasks.catalogue import TaskCatalogue
 from tests.support.clock import until
-from tests.support.stub_episodes import StubEpisodes, StubHost, pool_info, stub_hosts
+from tests.support.stub_episodes import TASKS, StubEpisodes, StubHost, pool_info, stub_hosts
 
 TASK = "desktop/note"
 NOTHING = View(encoding="none")
@@ -182,7 +183,7 @@ async def test_when_all_hosts_reject_until_the_deadline_the_last_error_is_raised
     async with stub_hosts(4, 4) as served, client_of(served) as client:
         for host in served:
             host.episodes.failures = [errors.PoolFailing("no memory", retry_after_s=60.0)]
-        with pytest.raises(trainer.PoolFailing, match="no memory"):
+        with pytest.raises(trainer.Unavailable, match="no memory"):
             async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=3)):
                 pass
 
@@ -275,6 +276,33 @@ async def test_lists_come_from_the_available_hosts() -> None:
             assert [task.task_id for task in tasks] == ["desktop/menu", "desktop/note", "other/note"]
             pools = await client.list_pools()
             assert {(pool.host, pool.capacity) for pool in pools} == {(a.address, 4), (b.address, 2)}
+
+
+async def test_what_is_got_comes_from_the_host_that_has_it(caplog: pytest.LogCaptureFixture) -> None:
+    async with stub_hosts(1, 1) as (a, b), AsyncEnvClient([a.address, b.address], retry=QUICK) as client:
+        async with (
+            AsyncEnvClient(a.address) as at_a,
+            AsyncEnvClient(b.address) as at_b,
+            at_a.reset(TASK) as one,
+            at_b.reset_group(TASK, size=2) as (_, other),  # each stub counts its ids from 1
+        ):
+            for episode in (one, other):
+                found = await client.get_episode(episode.episode_id)
+                assert (found.host, found.episode_id) == (episode.host.target, episode.episode_id)
+        with pytest.raises(trainer.EpisodeNotFound, match="closed"):
+            await client.get_episode(one.episode_id)
+        assert [server.host for server in await client.list_servers()] == [a.address, b.address]
+        assert (await client.get_task(TASK)).task_id == TASK
+        with pytest.raises(trainer.TaskNotFound, match="'desktop/none'"):
+            await client.get_task("desktop/none")
+    assert "skipped" not in caplog.text
+
+
+async def test_a_host_that_cannot_run_a_task_goes_behind_one_that_can() -> None:
+    async with stub_hosts(1, 1) as (a, b), AsyncEnvClient([a.address, b.address], retry=QUICK) as client:
+        for host, obstacles in ((a, ("internet: none",)), (b, ())):
+            host.episodes.tasks = TaskCatalogue(TASKS.list(), find_obstacles={TASK: obstacles}.get)
+        assert (await client.get_task(TASK)).runnable is True
 
 
 # Exactly once

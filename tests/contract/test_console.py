@@ -19,15 +19,15 @@ from PIL import Image
 
 from cuaenv.actions import Click, Move, TypeText
 from cuaenv.client import AsyncEnvClient, RateLimited
+from cuaenv.results import UnrecordedRequest
 from envd.api.security.tokens import new_token
 from envd.base.config_sources import load
 from envd.base.errors import ConfigError
 from envd.console import pictures, replays, server
-from envd.console.pictures import Size
+from envd.console.pictures import PictureSize
 from envd.daemon.composition import Daemon, open_daemon
 from envd.desktop.desktop import Desktop
 from envd.desktop.display.frames import Frame
-from envd.desktop.gateway import UnrecordedRequest
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.lease import Lease
@@ -324,7 +324,7 @@ async def test_an_episode_has_a_timeline_and_its_instruction(tmp_path: Path) -> 
 async def test_one_picture_serves_all_viewers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[str] = []
 
-    def counted(frame: Frame, size: Size) -> str:
+    def counted(frame: Frame, size: PictureSize) -> str:
         encoded.append(frame.frame_id)
         return ""
 

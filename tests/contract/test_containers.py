@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import ConfigError, GuestUnresponsive, HypervisorError, MachineLost
-from envd.base.losses import Owner
+from envd.base.losses import LossOwner
 from envd.desktop.agent import GuestAgent
 from envd.desktop.desktop import Desktop
 from envd.desktop.display.rfb import RfbClient
@@ -174,7 +174,7 @@ async def test_the_guests_root_shuts_its_machine_down_as_that_of_a_virtual_machi
         async with asyncio.timeout(30):
             await machine.lost.wait()
         assert machine.loss is not None
-        assert (machine.loss.owner, machine.loss.cause) == (Owner.GUEST, cause)
+        assert (machine.loss.owner, machine.loss.cause) == (LossOwner.GUEST, cause)
 
 
 async def test_a_session_that_fails_each_time_ends_its_machine(state_dir: Path, image: DiskImage) -> None:
@@ -200,7 +200,7 @@ async def test_a_session_that_ends_after_its_machine_was_used_does_not_start_aga
         has_ended = "for i in $(seq 100); do pgrep -x Xtigervnc || exit 0; sleep 0.1; done; exit 1"
         assert (await agent.run(["/bin/sh", "-c", has_ended], timeout_s=60)).exit_code == 0
         loss = await machine.examine()
-        assert (loss.owner, loss.cause) == (Owner.GUEST, "SESSION_ENDED")
+        assert (loss.owner, loss.cause) == (LossOwner.GUEST, "SESSION_ENDED")
 
 
 async def test_a_machine_that_the_host_stops_is_not_lost_by_its_guest(state_dir: Path, image: DiskImage) -> None:
@@ -213,7 +213,7 @@ async def test_a_machine_that_the_host_stops_is_not_lost_by_its_guest(state_dir:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         try:
-            assert (await machine.examine()).owner is Owner.UNDECIDED
+            assert (await machine.examine()).owner is LossOwner.UNDECIDED
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
@@ -372,7 +372,7 @@ async def test_a_machine_whose_first_process_the_host_kills_is_lost_by_the_host(
         async with asyncio.timeout(30):
             await machine.lost.wait()
         assert machine.loss is not None
-        assert (machine.loss.owner, machine.loss.reason) == (Owner.HOST, "its first process was killed by the host")
+        assert (machine.loss.owner, machine.loss.reason) == (LossOwner.HOST, "its first process was killed by the host")
         with pytest.raises(MachineLost, match="killed by the host"):
             await machine.pause()
 

@@ -16,7 +16,7 @@ from PIL import Image
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.desktop.guestd import GuestdClient
 from envd.drawn import fake_image
-from envd.drawn.outcome import Outcome
+from envd.drawn.outcome import ProgramResult
 from envd.hypervisor.machine import MachineSpec
 from tests.support.faulty import FaultyHypervisor, FaultyMachine
 from tests.support.hostile import GuestdAttack, guestd_body
@@ -132,7 +132,7 @@ async def test_a_request_sent_before_a_pause_is_answered_after_it(
     begun = asyncio.Event()
     run = machine.guest.programs.run
 
-    def recorded_run(argv: Sequence[str], **options: Any) -> Outcome:
+    def recorded_run(argv: Sequence[str], **options: Any) -> ProgramResult:
         begun.set()
         return run(argv, **options)
 

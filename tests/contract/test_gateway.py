@@ -10,7 +10,7 @@ import pytest
 
 from envd.base.config import PoolConfig
 from envd.desktop.allow_list import AllowList, Destination
-from envd.desktop.gateway import Gateway, HostExit, InvalidProxyRequest, _resolve, parse_head
+from envd.desktop.gateway import GuestGateway, HostExit, InvalidProxyRequest, _resolve, parse_head
 from envd.guests.guestd import gateway as guest_gateway
 from envd.guests.guestd import guest as guest_state
 from envd.guests.guestd.server import Server
@@ -243,8 +243,8 @@ async def origin() -> AsyncIterator[int]:
         yield int(server.sockets[0].getsockname()[1])
 
 
-def gateway_to(guest: _Guest, *entries: str) -> Gateway:
-    return Gateway(guest.address, HostExit(AllowList(entries)), machine_id="m")
+def gateway_to(guest: _Guest, *entries: str) -> GuestGateway:
+    return GuestGateway(guest.address, HostExit(AllowList(entries)), machine_id="m")
 
 
 async def test_a_program_reaches_only_listed_addresses(guest: _Guest, origin: int) -> None:
@@ -269,7 +269,7 @@ async def test_a_listed_name_with_a_private_address_is_rejected(guest: _Guest, o
         return ["127.0.0.1"]
 
     serve = HostExit(AllowList((f"rebound.test:{origin}",)), resolve=resolve)
-    gateway = Gateway(guest.address, serve, machine_id="m")
+    gateway = GuestGateway(guest.address, serve, machine_id="m")
     await gateway.open()
     try:
         status, message = await asyncio.to_thread(guest.request, method="GET", target=f"http://rebound.test:{origin}/")
@@ -303,7 +303,7 @@ async def test_an_unexpected_error_of_a_gateway_is_logged_once_a_minute(
     async def resolve(host: str, port: int) -> list[str]:
         raise ZeroDivisionError("a bug")
 
-    gateway = Gateway(guest.address, HostExit(AllowList(("a.test:443",)), resolve=resolve), machine_id="m")
+    gateway = GuestGateway(guest.address, HostExit(AllowList(("a.test:443",)), resolve=resolve), machine_id="m")
     await gateway.open()
     try:
         for _ in range(8):

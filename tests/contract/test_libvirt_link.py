@@ -12,16 +12,16 @@ import pytest
 import pytest_asyncio
 
 from envd.base.errors import HypervisorError, HypervisorUnavailable, MachineLost
-from envd.base.losses import Owner
+from envd.base.losses import LossOwner
 from envd.hypervisor.machine import Accelerator, DiskImage, MachineSpec
 from envd.hypervisor.qemu import machine as machines
 from envd.hypervisor.qemu.accelerator import AcceleratorChoice
 from envd.hypervisor.qemu.connection import LibvirtLink
-from envd.hypervisor.qemu.domain_xml import MachineFiles
+from envd.hypervisor.qemu.domain_xml import DomainFiles
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.hypervisor.qemu.processes import process_exits
-from envd.hypervisor.qemu.snapshots.templates import TemplateStore
+from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
 from envd.hypervisor.qemu.user import QemuUser
 from tests.support.clock import until
 
@@ -201,7 +201,7 @@ async def listener(libvirtd: Libvirtd) -> AsyncIterator[Listener]:
     """Checks during `on_reconnected` that no other caller can use the connection yet."""
     link, listener = new_link(libvirtd, available_timeout_s=0.001), Listener()
     listener.link = link
-    link.subscribe(listener)
+    link.subscribe(on_domain_ended=listener.on_domain_ended, on_reconnected=listener.on_reconnected)
     yield listener
     await link.aclose()
 
@@ -305,7 +305,7 @@ class Host:
             state_dir=directory,
             owner="o",
             choice=AcceleratorChoice(accelerator=Accelerator.TCG, why="a test"),
-            store=TemplateStore(directory / "templates", limit_bytes=1 << 30),
+            store=QemuTemplateStore(directory / "templates", limit_bytes=1 << 30),
             tcg_cache_mib=64,
             qemu_user=QemuUser(account=None, why="a test"),
         )
@@ -313,7 +313,7 @@ class Host:
 
     def machine(self, machine_id: str, *, qemu_script: str = LISTENER) -> LibvirtMachine:
         """Return a machine whose stand-in QEMU listens on its display socket."""
-        files = MachineFiles(directory=self.directory / "machines" / machine_id)
+        files = DomainFiles(directory=self.directory / "machines" / machine_id)
         files.directory.mkdir(parents=True)
         files.overlay.touch()
         machine = LibvirtMachine(
@@ -381,7 +381,7 @@ async def test_a_panic_that_libvirt_reports_first_is_the_guests_own_end(host: Ho
     host.hypervisor.on_domain_ended("envd-o-m", "guest-panic")
     await machine.lost.wait()
     assert machine.loss is not None
-    assert (machine.loss.owner, machine.loss.cause) == (Owner.GUEST, "PANIC")
+    assert (machine.loss.owner, machine.loss.cause) == (LossOwner.GUEST, "PANIC")
 
 
 async def test_after_a_reconnect_ended_machines_are_lost_and_untracked_domains_destroyed(host: Host) -> None:
@@ -441,7 +441,7 @@ async def test_an_end_that_qemu_explains_after_a_call_has_failed_is_the_guests(h
     with pytest.raises(MachineLost):
         await machine.require_present(HypervisorError("the screen cannot be read"))
     assert machine.loss is not None
-    assert machine.loss.owner is Owner.GUEST
+    assert machine.loss.owner is LossOwner.GUEST
 
 
 @pytest.mark.parametrize("is_full", [True, False])
@@ -453,7 +453,7 @@ async def test_a_machine_that_cannot_write_to_the_hosts_disk_is_lost_at_once_by_
     machine._on_event("BLOCK_IO_ERROR", {"operation": "write", "nospace": is_full, "reason": "No space left on device"})
     assert machine.lost.is_set()
     assert machine.loss is not None
-    assert machine.loss.owner is Owner.HOST
+    assert machine.loss.owner is LossOwner.HOST
     assert "its disk cannot be read or written: No space left on device" in machine.lost_reason
     assert (f"the host's disk of {machine.files.directory} is full" in machine.lost_reason) is is_full
 
@@ -467,7 +467,7 @@ async def test_a_qemu_that_ends_on_a_full_disk_is_lost_with_the_disk_in_the_reas
     machine.report_end(reason)
     await machine.lost.wait()
     assert machine.loss is not None
-    assert ("is full" in machine.lost_reason) is (reason == "crashed") is (machine.loss.owner is Owner.HOST)
+    assert ("is full" in machine.lost_reason) is (reason == "crashed") is (machine.loss.owner is LossOwner.HOST)
 
 
 async def test_a_failed_destroy_can_be_retried(host: Host) -> None:

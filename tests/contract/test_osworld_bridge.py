@@ -14,7 +14,7 @@ from envd.base.errors import EvaluatorFailed, MachineLost, SetupFailed
 from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.bridge import WorkerBridge, parts_between_rests
-from envd.integrations.osworld.workers import Job, OsworldWorkers
+from envd.integrations.osworld.workers import OsworldWorkers, WorkerJob
 from envd.tasks.assets import AssetCache
 from envd.tasks.evaluate import evaluate
 from envd.tasks.model import Task
@@ -167,7 +167,7 @@ async def test_a_machine_lost_during_an_evaluation_raises_machine_lost(
     submitted = asyncio.Event()
     follow = OsworldWorkers._follow
 
-    async def note(workers: OsworldWorkers, channel: socket.socket, job: Job) -> Mapping[str, Any]:
+    async def note(workers: OsworldWorkers, channel: socket.socket, job: WorkerJob) -> Mapping[str, Any]:
         submitted.set()
         return await follow(workers, channel, job)
 

@@ -18,7 +18,7 @@ import envd
 from envd.base.errors import OsworldError
 from envd.base.sandbox import cgroup, seccomp
 from envd.integrations.osworld.environment import _IMPORT, Environment
-from envd.integrations.osworld.workers import Job, OsworldWorkers, WorkerFailed
+from envd.integrations.osworld.workers import OsworldWorkers, WorkerFailed, WorkerJob
 from tests.support.local_guestd import LocalGuestd, serve_guestd
 from tests.support.osworld import make_stand_in
 
@@ -58,8 +58,8 @@ async def workers(python: Path) -> AsyncIterator[OsworldWorkers]:
     await workers.aclose()
 
 
-def scoring(guest: LocalGuestd, evaluator: Mapping[str, Any], *, time_s: float = 20.0, **fields: Any) -> Job:
-    return Job(
+def scoring(guest: LocalGuestd, evaluator: Mapping[str, Any], *, time_s: float = 20.0, **fields: Any) -> WorkerJob:
+    return WorkerJob(
         kind="evaluate",
         guest_url=guest.url,
         platform="Linux",
@@ -70,8 +70,8 @@ def scoring(guest: LocalGuestd, evaluator: Mapping[str, Any], *, time_s: float =
     )
 
 
-def setting_up(guest: LocalGuestd, *steps: Mapping[str, Any], **fields: Any) -> Job:
-    return Job(
+def setting_up(guest: LocalGuestd, *steps: Mapping[str, Any], **fields: Any) -> WorkerJob:
+    return WorkerJob(
         kind="set_up", guest_url=guest.url, platform="Linux", screen_px=(1280, 800), time_s=20.0, steps=steps, **fields
     )
 

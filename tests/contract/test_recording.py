@@ -17,10 +17,10 @@ import pytest
 from PIL import Image
 
 from cuaenv.actions import Click, Done, Move, TypeText
+from cuaenv.results import UnrecordedRequest
 from envd.base.config import SettlePolicy
 from envd.base.errors import ConfigError
 from envd.desktop.desktop import Desktop
-from envd.desktop.gateway import UnrecordedRequest
 from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver
@@ -91,9 +91,9 @@ async def test_a_recording_has_the_screen_after_every_step_the_score_and_the_end
         """Remembers what the screen showed after each step."""
 
         def stepped(self, episode: Episode, step: Any) -> None:
-            assert step.view is not None
-            at = step.view.pointer and (step.view.pointer.at.x_px, step.view.pointer.at.y_px)
-            screens.append((step.view.frame.frame_id, at))
+            assert step.frame is not None
+            at = step.frame.pointer and (step.frame.pointer.x_px, step.frame.pointer.y_px)
+            screens.append((step.frame.frame_id, at))
 
     async with recorded(directory) as running:
         running.server.service.events.add(Screens())

@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
+from cuaenv.results import UnrecordedRequest
 from envd.base.config_values import default_cache_dir
 from envd.base.errors import ConfigError
 from envd.base.sandbox.probe import sandbox_problem
 from envd.base.streams import close
 from envd.desktop.allow_list import AllowList
-from envd.desktop.gateway import HostExit, UnrecordedRequest
+from envd.desktop.gateway import HostExit
 from envd.integrations.web.environment import AUTHORITY_CERT, WebEnvironment
 from envd.integrations.web.proxy import WebProxy
 from envd.integrations.web.recordings import WebRecordings, read_entries

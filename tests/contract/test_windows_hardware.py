@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from envd.base.errors import MachineLost, NotForkable
-from envd.base.losses import Owner
+from envd.base.losses import LossOwner
 from envd.desktop.agent import GuestAgent, renew_identity
 from envd.hypervisor.machine import DiskImage, Drive, LeftoverKind, Machine, MachineSpec, Snapshot
-from envd.hypervisor.qemu.domain_xml import MachineFiles
+from envd.hypervisor.qemu.domain_xml import DomainFiles
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.hypervisor.qemu.processes import owner_of, tpm_processes
@@ -198,7 +198,7 @@ class TestWindowsHardware(WindowsHardware):
         directory = self.state_dir / "machines" / "stray"
         directory.mkdir()
         stray = Tpm.start(
-            MachineFiles(directory=directory), owner=owner, machine_id="stray", state=None,
+            DomainFiles(directory=directory), owner=owner, machine_id="stray", state=None,
             user=QemuUser(account=None, why="test"),
         )  # fmt: skip
         # As after kill -9 of the daemon: neither is known to this one.
@@ -331,5 +331,5 @@ class TestWindowsHardware(WindowsHardware):
             async with asyncio.timeout(self.prompt_s):
                 await machine.lost.wait()
             assert machine.loss is not None
-            assert (machine.loss.owner, machine.loss.cause) == (Owner.GUEST, "PANIC")
+            assert (machine.loss.owner, machine.loss.cause) == (LossOwner.GUEST, "PANIC")
         assert self.leftovers(hypervisor, machine.machine_id) == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Click, Done, GuestUnresponsive, StepResult, Wait
+from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Click, Done, GuestFailed, StepResult, Wait
 from envd.tasks.model import Task
 from tests.support.faulty import Faults
 from tests.support.guest_ends import POWER_OFF, end_guests
@@ -74,7 +74,7 @@ async def test_a_loss_that_the_agent_may_have_caused_is_not_retried(
     monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     async def hang(*_: object, **__: object) -> None:
-        raise GuestUnresponsive("no answer", reason="GUEST_UNRESPONSIVE")
+        raise GuestFailed("no answer", reason="GUEST_UNRESPONSIVE")
 
     monkeypatch.setattr(AsyncEpisode, failing, hang)
     made: list[ScriptedReplies] = []
@@ -85,7 +85,7 @@ async def test_a_loss_that_the_agent_may_have_caused_is_not_retried(
 
 async def test_a_guest_that_hangs_before_the_agent_acts_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     async def hang(*_: object, **__: object) -> None:
-        raise GuestUnresponsive("no answer", reason="GUEST_UNRESPONSIVE")
+        raise GuestFailed("no answer", reason="GUEST_UNRESPONSIVE")
 
     monkeypatch.setattr(AsyncEpisode, "evaluate", hang)
     models = iter([ScriptedReplies(["I cannot."] * 6), ScriptedReplies(["I cannot."] * 6)])

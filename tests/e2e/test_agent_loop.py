@@ -26,7 +26,7 @@ SOLUTIONS: dict[str, Sequence[Sequence[Action]]] = {
     "fake/count-to-five": [[Click(819, 100, count=3), Click(819, 100, count=2)], [Done()]],
     "fake/unicode-note": [[Click(379, 311), TypeText("Grüße, 漢字\n5 €")], [PressKeys(("ctrl", "s"))], [Done()]],
     "fake/move-and-count": [
-        [Drag(400, 254, 900, 54), Click(319, 300, count=2)],
+        [Drag(900, 54, 400, 254), Click(319, 300, count=2)],
         [Click(100, 450), TypeText("moved"), PressKeys(("ctrl", "s"))],
         [Done()],
     ],

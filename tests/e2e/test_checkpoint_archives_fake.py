@@ -457,7 +457,7 @@ async def test_the_commands_export_and_import(tmp_path: Path) -> None:
         status, out, _ = await envd(server.address, "export", checkpoint.checkpoint_id, file)
         assert (status, out.startswith(f"wrote {file}, 0.")) == (0, True)
         status, _, err = await envd(server.address, "export", "ckpt-0", file)
-        assert (status, "checkpoint ckpt-0: not here" in err) == (1, True)
+        assert (status, "checkpoint ckpt-0: not found" in err) == (1, True)
     async with served(tmp_path / "second") as (server, client):
         status, out, _ = await envd(server.address, "import", file, "--json")
         assert (status, json.loads(out)["checkpoint_id"]) == (0, checkpoint.checkpoint_id)

@@ -27,6 +27,7 @@ from cuaenv.client import (
     CheckpointStoreFull,
     CheckpointUnusable,
     Click,
+    Conflict,
     Done,
     EpisodeEnded,
     EpisodeNotFound,
@@ -37,7 +38,6 @@ from cuaenv.client import (
     NotSupported,
     Perturb,
     State,
-    StepIndexMismatch,
     TypeText,
 )
 from envd.base.config import CheckpointsConfig
@@ -160,6 +160,7 @@ async def test_checkpoints_form_a_tree(tmp_path: Path) -> None:
         ]
         assert await client.list_checkpoints(episode_id=episode.episode_id) == [first, second]
         assert await client.list_checkpoints(task="fake/none") == []
+        assert await client.get_checkpoint(second.checkpoint_id) == second
         assert len(await client.list_checkpoints()) == 3
 
 
@@ -172,6 +173,8 @@ async def test_a_deleted_or_expired_checkpoint_is_not_found_and_its_copies_conti
             assert not (await copy.step(EDITOR)).done
         with pytest.raises(CheckpointNotFound, match="deleted, expired, or never created"):
             await client.open(checkpoint)
+        with pytest.raises(CheckpointNotFound, match="deleted, expired, or never created"):
+            await client.get_checkpoint(checkpoint.checkpoint_id)
         assert await client.list_checkpoints() == []
 
 
@@ -221,7 +224,7 @@ async def test_only_the_present_state_of_an_active_episode_is_stored(tmp_path: P
     async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
         (found,) = server.service.episodes
         episode.step_count += 1
-        with pytest.raises(StepIndexMismatch):
+        with pytest.raises(Conflict):
             await episode.checkpoint()
         episode.step_count -= 1
         machine = found.machine.machine
@@ -548,7 +551,7 @@ async def test_the_command_lists_and_deletes(tmp_path: Path) -> None:
         assert json.loads(shown)["ancestors"] == [checkpoint.checkpoint_id]
         assert (await envd("checkpoints", "show", "ckpt-0"))[0] == 1
         status, _, err = await envd("checkpoints", "delete", other.checkpoint_id, "ckpt-0")
-        assert (status, "checkpoint ckpt-0: not here" in err) == (1, True)
+        assert (status, "checkpoint ckpt-0: not found" in err) == (1, True)
         status, out, _ = await envd("checkpoints", "delete", checkpoint.checkpoint_id, other.checkpoint_id)
         assert (status, out) == (0, f"deleted {checkpoint.checkpoint_id}, {other.checkpoint_id}\n")
         assert (await envd("checkpoints", "list"))[2] == "no checkpoints\n"

@@ -90,7 +90,7 @@ async def test_close_releases_the_machine_and_an_unknown_id_closes_nothing() -> 
         left = json.loads((await envd(server, "episodes", "list", "--json")).out)["episodes"]
     assert unknown.status == 1
     assert json.loads(unknown.out)["error"]["reason"] == "EPISODE_NOT_FOUND"
-    assert "episode e-unknown: not open here" in unknown.err
+    assert "episode e-unknown: not found" in unknown.err
     assert unconfirmed.status == 2
     assert "add --yes" in unconfirmed.err
     assert (closed.status, closed.out) == (0, f"closed {first}\n")

@@ -304,7 +304,7 @@ async def test_an_episode_of_an_earlier_process_is_taken_over() -> None:
                 assert [attrgetter(name)(episode) for name in same] == [attrgetter(name)(begun) for name in same]
                 assert (episode.observation.frame_id, episode.observation.tiles) == (begun.observation.frame_id, None)
                 assert (await episode.step(COUNT)).step_count == 2
-                with pytest.raises(wire.StepIndexMismatch):
+                with pytest.raises(wire.Conflict):
                     await begun.step(COUNT)
                 async with client.reset(TASK, view=NOTHING):  # it does not count towards `max_episodes`
                     pass

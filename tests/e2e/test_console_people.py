@@ -220,7 +220,7 @@ async def test_people_and_an_agent_take_turns_on_a_real_machine(
         await page.click("#control-release")
         await expect(page.locator("#control-note")).to_have_text("Handed back.")
         handover = await agent.handed_back()
-        assert Drag(*LINE[1], *LINE[0]) in handover.actions
+        assert Drag(*LINE[0], *LINE[1]) in handover.actions
         assert (await agent.step(Move(600, 500))).step_count == 1
         # A page whose process dies loses control when its lease expires, not before.
         await other.click("#control-take")

@@ -139,7 +139,7 @@ async def test_a_full_disk_rejects_new_machines_spares_existing_ones_and_recover
         async with client.reset(TASK, view=NOTHING) as episode:
             await episode.step(COUNT)
             server.hypervisor.faults = Faults(fork_error="no space left on device")
-            with pytest.raises(wire.ServiceFault, match="no space left on device") as failure:
+            with pytest.raises(wire.SampleVoid, match="no space left on device") as failure:
                 async with client.fork(episode, count=3):
                     pass
             assert failure.value.reason == "HYPERVISOR_ERROR"

@@ -24,9 +24,9 @@ from cuaenv.client import (
     Move,
     NotForkable,
     PoolExhausted,
-    PoolFailing,
-    ServiceFault,
+    SampleVoid,
     TypeText,
+    Unavailable,
     View,
     Wait,
 )
@@ -105,7 +105,7 @@ def test_a_full_disk_fails_new_machines_and_recovers(short_dir: Path, template_d
                     pass
 
             # QEMU itself reports only an I/O error.
-            await fails(fork, ServiceFault)
+            await fails(fork, SampleVoid)
             await fails(reset_three, PoolExhausted)
             (pool,) = await client.list_pools()
             # The text depends on what hits the full disk first: QEMU, libvirt or the copy of an overlay.
@@ -138,7 +138,7 @@ def test_a_full_disk_is_the_hosts_fault_at_once_and_no_machine_is_leased_on_it(
                 await asyncio.to_thread(fill, filler)
                 with pytest.raises(MachineLost, match=f"the host's disk of .*{filler.parent}.* is full"):
                     await episode.run_command(["sh", "-c", "dd if=/dev/urandom of=big bs=1M count=50; sync; sleep 600"])
-            with pytest.raises(PoolFailing, match=f"the disk of {filler.parent} is short"):
+            with pytest.raises(Unavailable, match=f"the disk of {filler.parent} is short"):
                 async with client.reset(NO_SETUP, view=NO_PIXELS, timeout=timedelta(seconds=10)):
                     pass
             (pool,) = await client.list_pools()

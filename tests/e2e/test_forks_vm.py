@@ -13,6 +13,7 @@ import pytest
 from cuaenv.client import (
     AsyncEnvClient,
     AsyncEpisode,
+    Conflict,
     Done,
     EnvClient,
     Episode,
@@ -20,7 +21,6 @@ from cuaenv.client import (
     PoolExhausted,
     PressKeys,
     Settle,
-    StepIndexMismatch,
     TypeText,
     View,
     Wait,
@@ -177,7 +177,7 @@ def test_a_fork_with_an_old_step_index_is_rejected_and_the_parent_continues(addr
         async with AsyncEnvClient(address) as client, client.reset(NO_SETUP, pool="desktop", view=NO_PIXELS) as parent:
             await parent.step(Move(100, 100))
             parent.step_count = 0  # A caller with a wrong count.
-            with pytest.raises(StepIndexMismatch):
+            with pytest.raises(Conflict):
                 async with client.fork(parent, count=1):
                     pass
             parent.step_count = 1

@@ -15,7 +15,7 @@ from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
 from tests.tools.learning import replay
 from tests.tools.learning.arms import generate
-from trainer.learn.metrics import shares_of_all
+from trainer.learn.record import shares_of_all
 from trainer.slime.hooks import normalize_rewards
 from trainer.slime.play.samples import facts_of, is_void
 

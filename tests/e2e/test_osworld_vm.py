@@ -30,7 +30,7 @@ from envd.images.catalogue import ImageCatalogue
 from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task, osworld_tasks
 from envd.integrations.osworld.environment import Environment
-from envd.integrations.osworld.workers import Job, OsworldWorkers
+from envd.integrations.osworld.workers import OsworldWorkers, WorkerJob
 from envd.pool.pool import Pool, PoolHost, PoolSettings
 from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
@@ -266,7 +266,7 @@ async def test_64_concurrent_evaluations_of_one_task_agree_with_sequential_ones(
                 "result": {"type": "vm_file", "path": str(path), "dest": "result.csv"},
                 "expected": {"type": "cloud_file", "path": url, "dest": "gold.csv"},
             }
-            job = Job(
+            job = WorkerJob(
                 kind="evaluate", guest_url=guest.url, platform="Linux", screen_px=(1280, 800), time_s=300.0,
                 evaluator=evaluator, files=files,
             )  # fmt: skip

@@ -20,6 +20,7 @@ from cuaenv.client import (
     CheckpointNotFound,
     CheckpointUnusable,
     Click,
+    Conflict,
     Done,
     EvaluatorFailed,
     HumanInControl,
@@ -28,10 +29,8 @@ from cuaenv.client import (
     MachineLost,
     Observation,
     Perturb,
-    ServiceFault,
-    StaleEpoch,
+    SampleVoid,
     State,
-    StepIndexMismatch,
     TypeText,
     View,
 )
@@ -253,7 +252,7 @@ async def test_while_a_person_controls_an_episode_only_that_person_rolls_it_back
                     await asyncio.sleep(0.01)
             await service.act(id_, control_id="page-1", actions=[EDITOR, TypeText("kept"), SAVE])
             await service.release_control(id_, control_id="page-1")
-            with pytest.raises(StaleEpoch):
+            with pytest.raises(Conflict):
                 await episode.step(LINE)
             assert await episode.read_file("/home/user/note.txt") == b"kept"
         await recorder.aclose()
@@ -304,10 +303,10 @@ async def test_calls_of_an_old_epoch_do_nothing(tmp_path: Path) -> None:
             episode.rollback(checkpoint),
             client.fork(episode, count=1).__aenter__(),
         ):
-            with pytest.raises(StaleEpoch, match="now in epoch 2 at step 0"):
+            with pytest.raises(Conflict, match="now in epoch 2 at step 0"):
                 await refused
         episode.epoch = 3
-        with pytest.raises(StaleEpoch):
+        with pytest.raises(Conflict):
             await episode.step(EDITOR)
         # 0 is a client that does not know epochs.
         episode.epoch = 0
@@ -320,7 +319,7 @@ async def test_of_two_rollbacks_at_once_one_is_refused(tmp_path: Path) -> None:
         await episode.step(EDITOR)
         checkpoint = await episode.checkpoint()
         results = await asyncio.gather(*(episode.rollback(checkpoint) for _ in range(2)), return_exceptions=True)
-        assert sorted(type(result).__name__ for result in results) == ["Observation", "StaleEpoch"]
+        assert sorted(type(result).__name__ for result in results) == ["Conflict", "Observation"]
         assert episode.epoch == 2
         assert len(machines_of(server)) == 1
 
@@ -338,7 +337,7 @@ async def test_an_evaluation_behind_a_rollback_does_not_score_the_next_attempt(t
             while len(found.requests) < 3:
                 await asyncio.sleep(0)
         await rollback
-        with pytest.raises(StaleEpoch, match="now in epoch 2 at step 0"):
+        with pytest.raises(Conflict, match="now in epoch 2 at step 0"):
             await evaluation
         assert (await episode.step(EDITOR)).step_count == 1
 
@@ -359,7 +358,7 @@ async def test_a_rollback_waits_for_a_step_and_refuses_those_behind_it(tmp_path:
                 await asyncio.sleep(0)
         assert (await step).step_count == 1
         assert (await rollback).frame_id == checkpoint.frame_id
-        with pytest.raises((StaleEpoch, StepIndexMismatch)):
+        with pytest.raises(Conflict):
             await late
         assert (found.epoch, found.progress.step_count) == (2, 0)
 
@@ -416,7 +415,7 @@ async def test_calls_that_are_overtaken_fail_and_harm_nothing(tmp_path: Path) ->
         command = asyncio.create_task(episode.run_command(["sleep", "60"], as_root=True))
         await until(lambda: old._user_count == 1 and bool(shown))
         await episode.rollback(checkpoint)
-        with pytest.raises(StaleEpoch):
+        with pytest.raises(Conflict):
             await command
         await episode.step(EDITOR)
         assert (found.epoch, found.progress.step_count, found.progress.state.value) == (2, 1, "active")
@@ -484,7 +483,7 @@ async def test_without_another_machine_the_episode_continues(tmp_path: Path) -> 
     async with served(tmp_path, size=1, capacity=1) as (server, client), client.reset(TASK) as episode:
         checkpoint = await episode.checkpoint()
         server.hypervisor.faults = replace(server.hypervisor.faults, fork_error="no memory")
-        with pytest.raises(ServiceFault, match="no memory"):
+        with pytest.raises(SampleVoid, match="no memory"):
             await episode.rollback(checkpoint)
         server.hypervisor.faults = Faults()
         assert (await episode.step(EDITOR)).step_count == 1

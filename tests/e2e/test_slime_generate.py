@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, LossUndecided
-from envd.episodes.types import GroupResult, ResetCommand
+from envd.episodes.types import OpenedGroup, ResetCommand
 from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting, turn_in
 from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.server import FakeServer, serve_fake
@@ -33,7 +33,7 @@ class World:
         self._resets: list[ResetCommand] = []
         perform = server.service.reset
 
-        async def reset(command: ResetCommand) -> GroupResult:
+        async def reset(command: ResetCommand) -> OpenedGroup:
             self._resets.append(command)
             return await perform(command)
 

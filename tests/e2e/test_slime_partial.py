@@ -18,7 +18,7 @@ from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
 from trainer.slime import slime_compat
 from trainer.slime.hooks import data_source, generate
-from trainer.slime.play.partial import partial_of
+from trainer.slime.play.rollout import partial_of
 from trainer.slime.play.samples import facts_of
 
 AGENT = {**counting.AGENT, "max_turns": 6}

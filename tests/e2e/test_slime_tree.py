@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cuaenv.client import Done
-from envd.episodes.types import ForkCommand, GroupResult
+from envd.episodes.types import ForkCommand, OpenedGroup
 from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting, turn_in
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, Tokenizer, rollout_metrics, stand_in_args, stand_in_slime
@@ -24,7 +24,7 @@ class World:
         self.forks: list[int] = []
         perform = server.service.fork
 
-        async def fork(command: ForkCommand) -> GroupResult:
+        async def fork(command: ForkCommand) -> OpenedGroup:
             result = await perform(command)
             self.forks.append(command.fork_count)
             return result

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from cuaenv.results import CommandResult
 from envd.base.errors import EnvdError, GuestError
-from envd.desktop.agent import CommandResult, GuestAgent
+from envd.desktop.agent import GuestAgent
 from envd.hypervisor.agent_channel import AgentChannel
 from tests.support.fuzz import corpus, fuzzed, inputs, json_values
 from tests.support.stubs import StubChannels

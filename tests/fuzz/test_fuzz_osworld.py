@@ -10,10 +10,12 @@ from envd.base.errors import GuestError
 from envd.desktop.gateway import InvalidProxyRequest, parse_head
 from envd.integrations.osworld.bridge import outcome_of
 from envd.integrations.osworld.worker.traffic import incompleteness
-from envd.integrations.osworld.workers import Job, WorkerFailed, parse_result
+from envd.integrations.osworld.workers import WorkerFailed, WorkerJob, parse_result
 from tests.support.fuzz import fuzzed, inputs, json_values, with_corpus
 
-JOB = Job(kind="set_up", guest_url="", platform="Linux", screen_px=(1280, 800), time_s=1.0, steps=[{"type": "open"}])
+JOB = WorkerJob(
+    kind="set_up", guest_url="", platform="Linux", screen_px=(1280, 800), time_s=1.0, steps=[{"type": "open"}]
+)
 lines = st.lists(
     json_values | st.dictionaries(st.sampled_from(["port", "result", "failure", "end"]), json_values, max_size=4),
     max_size=5,

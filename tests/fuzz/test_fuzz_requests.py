@@ -8,10 +8,9 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuaenv.client.errors import ServiceFault
+from cuaenv.client.errors import SampleVoid
 from cuaenv.client.observation import Observation, read_observation
 from cuaenv.v1 import env_pb2
-from envd.api.convert_actions import Size
 from envd.api.convert_requests import (
     argv_of,
     command_timeout_s,
@@ -26,11 +25,11 @@ from envd.api.convert_requests import (
 from envd.base.errors import InvalidRequest, Unimplemented
 from tests.support.fuzz import corpus, fuzzed, inputs
 
-SCREEN = Size(width_px=1280, height_px=800)
+SCREEN_PX = (1280, 800)
 CONVERSIONS: dict[str, tuple[type[Message], Callable[[Any], object]]] = {
     "reset": (env_pb2.ResetRequest, lambda request: reset_command(request, time_remaining_s=None)),
     "fork": (env_pb2.ForkRequest, lambda request: fork_command(request, time_remaining_s=1.0)),
-    "step": (env_pb2.StepRequest, lambda request: step_command(request, screen=SCREEN)),
+    "step": (env_pb2.StepRequest, lambda request: step_command(request, screen_px=SCREEN_PX)),
     "frames": (env_pb2.StreamFramesRequest, frames_request),
     "keepalive": (env_pb2.KeepAliveRequest, keep_alive_of),
     "forward": (env_pb2.ForwardGuestPortRequest, lambda request: (forward_request(request), port_data_of(request))),
@@ -142,7 +141,7 @@ def decode(data: bytes, base: Observation | None) -> Observation | None:
         return None
     try:
         return read_observation(message, base)
-    except ServiceFault:
+    except SampleVoid:
         return None
 
 

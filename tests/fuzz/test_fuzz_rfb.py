@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from envd.base.errors import EnvdError
-from envd.desktop.display.rfb import MAX_CURSOR_SIDE_PX, CursorShape, Encoding, PixelRect, Rect, Resize, RfbClient
+from envd.desktop.display.rfb import MAX_CURSOR_SIDE_PX, CursorShape, PixelRect, Rect, RectEncoding, Resize, RfbClient
 from tests.support.display import memory_streams
 from tests.support.fuzz import fuzzed, inputs, mutated, with_corpus
 
@@ -30,16 +30,16 @@ def _whole_rect(width_px: int, height_px: int, encoding: int) -> bytes:
     """A rectangle whose content has exactly its declared size."""
     pixel_bytes = width_px * height_px * 4
     content = {
-        Encoding.RAW: bytes(pixel_bytes),
-        Encoding.CURSOR: bytes(pixel_bytes + (width_px + 7) // 8 * height_px),
-        Encoding.ALPHA_CURSOR: bytes(4 + pixel_bytes),
-        Encoding.EXTENDED_DESKTOP_SIZE: b"\x01" + bytes(19),
-        Encoding.LED_STATE: b"\x07",
-    }.get(Encoding(encoding), b"")
+        RectEncoding.RAW: bytes(pixel_bytes),
+        RectEncoding.CURSOR: bytes(pixel_bytes + (width_px + 7) // 8 * height_px),
+        RectEncoding.ALPHA_CURSOR: bytes(4 + pixel_bytes),
+        RectEncoding.EXTENDED_DESKTOP_SIZE: b"\x01" + bytes(19),
+        RectEncoding.LED_STATE: b"\x07",
+    }.get(RectEncoding(encoding), b"")
     return _rect(0, 0, width_px, height_px, encoding=encoding, content=content)
 
 
-encodings = st.sampled_from([int(encoding) for encoding in Encoding])
+encodings = st.sampled_from([int(encoding) for encoding in RectEncoding])
 rects = st.builds(
     _rect, small, small, small, small, encoding=encodings | st.integers(-400, 400), content=contents
 ) | st.builds(_whole_rect, st.integers(0, 40), st.integers(0, 30), encodings)
@@ -108,10 +108,10 @@ def check(seen: list[Rect]) -> None:
 
 @fuzzed(80)
 @given(mutated(streams))
-@example(struct.pack(">BxH", 0, 65535) + _rect(0, 0, 0, 0, encoding=Encoding.RAW, content=b"") * 5000)
-@example(struct.pack(">BxH", 0, 65) + _whole_rect(8192, 2048, Encoding.DESKTOP_SIZE) * 65)
-@example(struct.pack(">BxH", 0, 1) + _rect(0, 0, 65535, 65535, encoding=Encoding.RAW, content=b""))
-@example(struct.pack(">BxH", 0, 1) + _rect(0, 0, 512, 512, encoding=Encoding.ALPHA_CURSOR, content=b""))
+@example(struct.pack(">BxH", 0, 65535) + _rect(0, 0, 0, 0, encoding=RectEncoding.RAW, content=b"") * 5000)
+@example(struct.pack(">BxH", 0, 65) + _whole_rect(8192, 2048, RectEncoding.DESKTOP_SIZE) * 65)
+@example(struct.pack(">BxH", 0, 1) + _rect(0, 0, 65535, 65535, encoding=RectEncoding.RAW, content=b""))
+@example(struct.pack(">BxH", 0, 1) + _rect(0, 0, 512, 512, encoding=RectEncoding.ALPHA_CURSOR, content=b""))
 @example(b"\x02" * 10_000)
 def test_arbitrary_data_after_the_handshake_is_handled(data: bytes) -> None:
     check(within_bounds(GREETING + data))

@@ -3,7 +3,8 @@
 `python -m tests.opencomputer.play CHECKOUT --out FILE --state-dir DIR` appends one JSON line per task to FILE, and
 skips tasks that have one. By default it does nothing in each task that the image can run. With `--oracles` it plays the
 tasks with an oracle of ours: it does nothing after the task's setup, then plays the oracle from the frozen state, and
-evaluates both states twice: with envd, and on a fork with OpenComputer's own evaluator.
+evaluates both states twice: with envd, and on a fork with OpenComputer's own evaluator. Containers have no forks of
+episodes: with `--hypervisor oci:` envd alone evaluates.
 """
 
 import argparse
@@ -96,9 +97,10 @@ async def score(episode: AsyncEpisode) -> dict[str, Any]:
 class Player:
     """Plays tasks with a client."""
 
-    def __init__(self, client: AsyncEnvClient, root: Path) -> None:
+    def __init__(self, client: AsyncEnvClient, root: Path, *, not_forkable: str) -> None:
         self._client = client
         self._root = root
+        self._not_forkable = not_forkable
 
     async def null(self, task: Task) -> dict[str, Any]:
         """Do nothing."""
@@ -134,6 +136,8 @@ class Player:
 
     async def _compare(self, episode: AsyncEpisode, task: Task) -> dict[str, Any]:
         assert isinstance(task.checker, OpenComputerCheck)
+        if self._not_forkable:
+            return await score(episode)
         name, app = task.checker.task, task.checker.app
         async with self._client.fork(episode, count=1, view=VIEW, timeout=HOUR) as (twin,):
             theirs = await evaluate_as_opencomputer(twin, self._root, name, app)
@@ -148,7 +152,7 @@ def settings(arguments: argparse.Namespace) -> Config:
         state_dir=arguments.state_dir,
         tasks=TasksConfig(suites=(f"opencomputer:{arguments.checkout}",)),
         limits=LimitsConfig(setup_timeout_s=1800, evaluate_timeout_s=800, max_steps=1000),
-        hypervisor=HypervisorConfig(accelerator=arguments.accelerator),
+        hypervisor=HypervisorConfig(uri=arguments.hypervisor, accelerator=arguments.accelerator),
     )
     pool = {
         "size": 0,
@@ -187,7 +191,8 @@ async def run(arguments: argparse.Namespace) -> None:
     print(f"{len(chosen)} tasks, {len(done)} done before", flush=True)
     slots = asyncio.Semaphore(arguments.machines)
     async with open_daemon(config) as daemon, AsyncEnvClient(daemon.address, token="") as client:
-        player = Player(client, arguments.checkout)
+        not_forkable = daemon.hypervisor.capabilities.not_forkable
+        player = Player(client, arguments.checkout, not_forkable=not_forkable)
 
         async def one(task: Task) -> None:
             async with slots:
@@ -240,6 +245,7 @@ def main() -> None:
     parser.add_argument("--app", action="append", default=[])
     parser.add_argument("--machines", type=int, default=1)
     parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--hypervisor", default="")
     parser.add_argument("--accelerator", default="auto")
     arguments = parser.parse_args()
     run_until_signal(run(arguments))

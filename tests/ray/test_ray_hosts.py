@@ -17,7 +17,7 @@ from cuaenv.client import (
     EnvClient,
     EnvError,
     GroupTooLarge,
-    PoolNotFound,
+    NotFound,
     RetryPolicy,
     Unavailable,
     View,
@@ -76,7 +76,7 @@ async def test_demand_that_no_host_can_meet_is_refused_at_once_with_the_reason(h
         with pytest.raises(GroupTooLarge):
             async with client.reset_group(TASK, size=9, timeout=timedelta(hours=1)):
                 pass
-        with pytest.raises(PoolNotFound, match="windows"):
+        with pytest.raises(NotFound, match="windows"):
             async with client.reset(TASK, pool="windows", timeout=timedelta(hours=1)):
                 pass
 

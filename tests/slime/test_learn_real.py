@@ -128,12 +128,12 @@ def test_requests_that_join_and_leave_get_the_log_probs_of_the_training_pass(pol
     """Two slots, six prompts of different lengths; the last needs more room than was there."""
     import torch
 
-    from trainer.learn.sampler import Prompt, Sampler
+    from trainer.learn.sampler import Sampler, SamplerPrompt
 
     rows = [*prompts_of(policy), *prompts_of(policy)]
     rows[5] = [*rows[5], *policy.tokenizer.encode("a longer prompt, letter by letter " * 8)]
     waiting = [
-        Prompt(ids=row, frame_HW3=frames[index % 3], limit=3 + index, temperature=float(index % 2))
+        SamplerPrompt(ids=row, frame_HW3=frames[index % 3], limit=3 + index, temperature=float(index % 2))
         for index, row in enumerate(rows)
     ]
     sampler = Sampler(policy, generator=torch.Generator().manual_seed(1), slot_count=2)
@@ -155,7 +155,7 @@ def test_requests_that_join_and_leave_get_the_log_probs_of_the_training_pass(pol
 def test_prompts_with_one_picture_are_read_together(policy: Any, frames: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from trainer.learn.sampler import Prompt, Sampler
+    from trainer.learn.sampler import Sampler, SamplerPrompt
 
     counts: list[int] = []
     patches = policy.patches
@@ -168,7 +168,8 @@ def test_prompts_with_one_picture_are_read_together(policy: Any, frames: Any, mo
     first, second = frames[0], frames[1]
     given = zip(prompts_of(policy), (first, second, first), (1, 2, 1), strict=True)
     prompts = [
-        Prompt(ids=ids, frame_HW3=frame, limit=3, temperature=1.0, picture=picture) for ids, frame, picture in given
+        SamplerPrompt(ids=ids, frame_HW3=frame, limit=3, temperature=1.0, picture=picture)
+        for ids, frame, picture in given
     ]
     sampler = Sampler(policy, generator=torch.Generator().manual_seed(1), slot_count=3)
     replies = sampler.add(prompts)
@@ -288,7 +289,7 @@ class Bandit:
 
     def rollout(self, number: int, **_: Any) -> Any:
         from trainer.learn.loss import TrainRow
-        from trainer.learn.sampler import Prompt, Sampler
+        from trainer.learn.sampler import Sampler, SamplerPrompt
         from trainer.learn.workers import Batch
         from trainer.rewards.groups import advantages
 
@@ -296,7 +297,7 @@ class Bandit:
         rewards = []
         for place, (ids, wanted) in enumerate(zip(prompts_of(self.policy), self.wanted, strict=True)):
             frame = self.frames[place]
-            prompts = [Prompt(ids=ids, frame_HW3=frame, limit=1, temperature=1.0) for _ in range(16)]
+            prompts = [SamplerPrompt(ids=ids, frame_HW3=frame, limit=1, temperature=1.0) for _ in range(16)]
             replies = Sampler(self.policy, generator=self.generator, slot_count=16).add(prompts)
             group = [float(reply.ids[0] in wanted) for reply in replies.values()]
             for prompt, reply, advantage in zip(replies, replies.values(), advantages(group), strict=True):
@@ -389,9 +390,9 @@ def test_updates_on_fixed_prompts_raise_their_success(frames: Any, tmp_path: Pat
 
 @pytest.fixture
 def engine(policy: Any) -> Iterator[Any]:
-    from trainer.learn.engine import Engine
+    from trainer.learn.engine import PolicyEngine
 
-    with Engine(policy, seed=0, port_count=2, max_running=8) as running:
+    with PolicyEngine(policy, seed=0, port_count=2, max_running=8) as running:
         yield running
 
 
@@ -456,9 +457,9 @@ def test_a_served_process_that_ended_is_reported_to_the_learner(policy: Any, fra
     import time
 
     from trainer.learn import LearnError
-    from trainer.learn.engine import Engine
+    from trainer.learn.engine import PolicyEngine
 
-    with Engine(policy, seed=0, max_running=2) as engine:
+    with PolicyEngine(policy, seed=0, max_running=2) as engine:
         assert asyncio.run(ask(engine, request_of(policy, frames[0])))[0] == 200
         (front,) = multiprocessing.active_children()
         front.kill()
@@ -628,7 +629,7 @@ def test_equal_images_of_rows_are_sent_once() -> None:
 
 def test_groups_of_two_processes_are_not_counted_as_one() -> None:
     from trainer.learn.workers import of_process
-    from trainer.slime.records import EpisodeRecord, metrics_of
+    from trainer.slime.monitor import EpisodeRecord, metrics_of
 
     def record(group_index: int, reward: float) -> EpisodeRecord:
         return EpisodeRecord(index=0, group_index=group_index, reward=reward, facts={}, surprise=0.0, sampled_count=0)
@@ -644,7 +645,7 @@ def test_a_process_that_cannot_start_or_is_killed_is_named_with_the_remedy(tmp_p
 
     from trainer.learn import LearnError
     from trainer.learn.settings import SMOKE
-    from trainer.learn.workers import Workers, WorkerSpec
+    from trainer.learn.workers import RolloutProcesses, WorkerSpec
 
     spec = WorkerSpec(
         index=0,
@@ -659,12 +660,12 @@ def test_a_process_that_cannot_start_or_is_killed_is_named_with_the_remedy(tmp_p
         settings=SMOKE,
         seed=0,
     )
-    with Workers([spec]) as workers:
+    with RolloutProcesses([spec]) as workers:
         with pytest.raises(LearnError, match=r"rollout process 0: .*not a checkout of slime; .*continue with --resume"):
             workers.save(0)
         with pytest.raises(LearnError, match=r"rollout process 0: it ended; see .*worker-0/log"):
             workers.save(0)
-    with Workers([spec]) as workers:
+    with RolloutProcesses([spec]) as workers:
         (process,) = active_children()
         process.kill()
         process.join()

@@ -18,7 +18,7 @@ from trainer.agent.grammars import grammar
 from trainer.learn.slime_job import write_tasks
 from trainer.slime.config import Halted
 from trainer.slime.hooks import log_rollout
-from trainer.slime.play.partial import partial_of
+from trainer.slime.play.rollout import partial_of
 from trainer.slime.play.samples import facts_of, flatten, is_void
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]

@@ -20,7 +20,7 @@ from trainer.agent.types import Message
 from trainer.learn.sight import ModelServer, job_args, rolled_out, tiny_model
 from trainer.sight.check import Episode, Learner, Patches, Report, compare, given_pictures
 from trainer.sight.episode import plan_of
-from trainer.sight.model import Model
+from trainer.sight.model import SightModel
 from trainer.slime.config import Halted
 from trainer.slime.play.samples import facts_of, flatten
 from trainer.tokens.chat import Chat
@@ -32,15 +32,15 @@ SETTINGS = AgentSettings.from_mapping(AGENT)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tiny_model(tmp_path_factory.mktemp("model") / "tiny", SETTINGS))
+def model(tmp_path_factory: pytest.TempPathFactory) -> SightModel:
+    return SightModel(tiny_model(tmp_path_factory.mktemp("model") / "tiny", SETTINGS))
 
 
 @dataclass
 class World:
     """A job whose parts can be replaced."""
 
-    model: Model
+    model: SightModel
     directory: Path
     server: type[ModelServer] = ModelServer
 
@@ -69,7 +69,7 @@ class World:
 
 
 @pytest.fixture
-def world(model: Model, tmp_path: Path) -> World:
+def world(model: SightModel, tmp_path: Path) -> World:
     return World(model, tmp_path)
 
 
@@ -166,7 +166,7 @@ def test_pictures_that_no_side_gets_are_found(world: World, monkeypatch: pytest.
 class CachingServer(ModelServer):
     """Has a prefix cache whose keys are token ids without the pictures."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: SightModel) -> None:
         super().__init__(model)
         self._cached: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
 

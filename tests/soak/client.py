@@ -28,7 +28,7 @@ import uvloop
 from cuaenv.action_codec import to_proto
 from cuaenv.actions import Click
 from cuaenv.client import EnvError, RetryPolicy, View
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import DaemonConnection
 from cuaenv.client.credentials import Access
 from cuaenv.client.targets import Address
 from cuaenv.client.view import wire_view
@@ -110,7 +110,7 @@ class _Episode:
 class SoakClient:
     """Plays episodes until `stop` is set."""
 
-    def __init__(self, connection: Connection, plan: SoakPlan) -> None:
+    def __init__(self, connection: DaemonConnection, plan: SoakPlan) -> None:
         self._connection = connection
         self._plan = plan
         self._random = random.Random(plan.seed)
@@ -634,7 +634,7 @@ def _key_of(error: EnvError) -> str:
 async def _main(plan: SoakPlan) -> None:
     loop = asyncio.get_running_loop()
     access = Access(token="", tls=None)
-    connection = Connection(Address(plan.address), access=access, retry=RetryPolicy())
+    connection = DaemonConnection(Address(plan.address), access=access, retry=RetryPolicy())
     client = SoakClient(connection, plan)
 
     def wait_for_end() -> None:

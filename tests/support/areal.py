@@ -8,7 +8,7 @@ from tests.support import slime
 from trainer.adapters.areal.engine import Request
 from trainer.adapters.areal.group import Played
 from trainer.agent.types import Outcome, Reply, Trajectory, Turn
-from trainer.rewards.credit import Member
+from trainer.rewards.credit import CreditedMember
 from trainer.rewards.facts import TurnFacts
 
 
@@ -53,7 +53,7 @@ class ScriptedEngine(slime.ScriptedEngine):
         )
 
 
-def played_of(member: Member) -> Played:
+def played_of(member: CreditedMember) -> Played:
     """Return the episode of a member of a group."""
     turn = Turn(reply=Reply(text=""), actions=(), facts=TurnFacts(text="", parsed=True), row=0)
     trajectory = Trajectory(

@@ -17,6 +17,7 @@ from PIL import Image
 from envd.api.security.http import tls_context
 from envd.api.security.tokens import NewToken, new_token
 from envd.base.config import SecurityConfig
+from envd.episodes.checkpoints.store import CheckpointStore
 from envd.integrations.compat.callers import Callers
 from envd.integrations.compat.server import PROTOCOLS, serve_protocol
 from envd.tasks.model import Task
@@ -67,6 +68,7 @@ async def compat_world(
     extra_tasks: Iterable[Task] = (),
     names: Iterable[str] = tuple(PROTOCOLS),
     as_processes: bool = False,
+    checkpoints: CheckpointStore | None = None,
 ) -> AsyncIterator[CompatWorld]:
     """Serve protocols on free ports, as clients of a server over its socket for processes.
 
@@ -83,6 +85,7 @@ async def compat_world(
                 security=security,
                 extra_tasks=extra_tasks,
                 local_socket=local,
+                checkpoints=checkpoints,
             )
         )
         tls = None if security is None else tls_context(security, on_stale=lambda _: None)

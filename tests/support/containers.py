@@ -15,10 +15,15 @@ from envd.hypervisor.oci.images import obstacle
 from envd.images.catalogue import ImageCatalogue
 
 
-def desktop_image() -> DiskImage:
-    """Return this host's desktop image; skips the test if containers cannot run it here."""
+def require_containers() -> None:
+    """Skip the test if this host cannot run containers."""
     if os.geteuid() != 0 or shutil.which("runc") is None:
         pytest.skip("containers need root and runc")
+
+
+def desktop_image() -> DiskImage:
+    """Return this host's desktop image; skips the test if containers cannot run it here."""
+    require_containers()
     try:
         image = ImageCatalogue(Config().cache_dir).disk_image("desktop")
     except (ImageNotFound, ImageError) as error:

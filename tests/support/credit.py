@@ -4,11 +4,11 @@ import random
 import statistics
 from dataclasses import dataclass, field
 
-from trainer.rewards.credit import Member
+from trainer.rewards.credit import CreditedMember
 
 
-def member(name: str, reward: float | None, *, turns: int = 4, parent: str = "", shared: int = 0) -> Member:
-    return Member(name=name, parent=parent, shared_count=shared, turn_count=turns, reward=reward)
+def member(name: str, reward: float | None, *, turns: int = 4, parent: str = "", shared: int = 0) -> CreditedMember:
+    return CreditedMember(name=name, parent=parent, shared_count=shared, turn_count=turns, reward=reward)
 
 
 @dataclass
@@ -28,9 +28,9 @@ class Segment:
         return statistics.fmean(known) if known else None
 
 
-def random_tree(rng: random.Random, limit: int) -> tuple[list[Segment], list[Member]]:
+def random_tree(rng: random.Random, limit: int) -> tuple[list[Segment], list[CreditedMember]]:
     """Return a tree of segments, and the same tree as members."""
-    members: list[Member] = []
+    members: list[CreditedMember] = []
 
     def grow(owner: str, parent: str, shared: int, done: int, depth: int) -> Segment:
         turns = rng.randint(1, 3)

@@ -20,7 +20,7 @@ from PIL import Image
 
 from tests.support.sglang import SglangServer
 from trainer.agent.types import Message, data_uri
-from trainer.slime.play.pictures import PictureFiles
+from trainer.slime.play.engine import PictureFiles
 from trainer.tokens.chat import Chat
 from trainer.tokens.rows import Segment
 from trainer.tokens.sglang import is_context_full

@@ -20,13 +20,14 @@ from envd.desktop.desktop import Desktop
 from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.progress import EpisodeState
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import EpisodeInfo, ForkCommand, GroupResult, ResetCommand, StepCommand
+from envd.episodes.types import EpisodeInfo, ForkCommand, OpenedGroup, ResetCommand, StepCommand
 from envd.pool.fairness import RunShares
 from envd.pool.pool import Pool, PoolHost, PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.evaluate import CheckResult, Evaluation
+from envd.tasks.evaluate import Evaluation
 from envd.tasks.fields import TaskPerturb
 from envd.tasks.model import Task
+from envd.tasks.text import CheckResult
 from envd.tasks.verbs import MakeDirectory
 from tests.support.clock import ManualClock, run_ready
 from tests.support.stubs import IMAGE, StubDesktop, StubHypervisor, StubMachine, StubSnapshot
@@ -154,7 +155,7 @@ class World:
         """Return a new request id."""
         return f"r{next(self.ids)}"
 
-    async def reset(self, **fields: object) -> GroupResult:
+    async def reset(self, **fields: object) -> OpenedGroup:
         """Open episodes, by default of `TASK`."""
         return await self.service.reset(self.reset_command(**fields))
 
@@ -174,7 +175,7 @@ class World:
         )
         return replace(command, **fields)  # type: ignore[arg-type]
 
-    async def fork(self, episode_id: str, index: int = 0, **fields: object) -> GroupResult:
+    async def fork(self, episode_id: str, index: int = 0, **fields: object) -> OpenedGroup:
         """Branch an episode."""
         return await self.service.fork(self.fork_command(episode_id, index, **fields))
 

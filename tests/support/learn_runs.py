@@ -4,8 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.learn.metrics import MetricsLog
-from trainer.learn.record import Evaluation, Score, recorded
+from trainer.learn.record import HeldOutEvaluation, HeldOutScore, MetricsLog, recorded
 from trainer.learn.settings import SMOKE, Settings
 
 SPLITS = {"drawn/press": "train", "drawn/close": "held_out"}
@@ -28,13 +27,13 @@ def made_up_run(
             log.write("rl", step, {**speed, **shares, "void_frac": 0.1, "success_frac": 0.5})
         for index, results in enumerate(greedy):
             scores = [
-                Score(task_id=f"drawn/{template}?seed={seed}", score=score)
+                HeldOutScore(task_id=f"drawn/{template}?seed={seed}", score=score)
                 for template, values in results.items()
                 for seed, score in enumerate(values)
             ]
             at = {"update": 2 * bool(index), "env_steps": 120 * bool(index)}
-            Evaluation(**at, temperature=0.0, scores=scores).add_to(directory)
-            Evaluation(**at, temperature=1.0, scores=scores[:1]).add_to(directory)
+            HeldOutEvaluation(**at, temperature=0.0, scores=scores).add_to(directory)
+            HeldOutEvaluation(**at, temperature=1.0, scores=scores[:1]).add_to(directory)
 
 
 def named(ablation: str, arm: str = "") -> Settings:

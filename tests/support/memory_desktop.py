@@ -6,10 +6,11 @@ Use the fake hypervisor for a desktop with a screen and input.
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from cuaenv.results import CommandResult
 from envd.base.errors import GuestError, GuestUnresponsive
-from envd.desktop.desktop import CommandResult, Desktop
-from envd.drawn.files import GuestFiles
-from envd.drawn.programs import OpenWindow, Programs
+from envd.desktop.desktop import Desktop
+from envd.drawn.files import DrawnFiles
+from envd.drawn.programs import Programs, WindowEntry
 
 
 class MemoryDesktop(Desktop):
@@ -18,10 +19,10 @@ class MemoryDesktop(Desktop):
     def __init__(self, *, can_freeze: bool = True) -> None:
         """Create a desktop with an empty home directory and no windows, and processes that can be frozen or not."""
         self._can_be_frozen = can_freeze
-        self.files = GuestFiles()
-        self.windows: list[OpenWindow] = []
+        self.files = DrawnFiles()
+        self.windows: list[WindowEntry] = []
         """Windows that the window manager lists, the active one last."""
-        self.opens: dict[tuple[str, ...], OpenWindow] = {}
+        self.opens: dict[tuple[str, ...], WindowEntry] = {}
         """Windows opened by launching a command."""
         self.answers: dict[tuple[str, ...], CommandResult | Exception] = {}
         """Results of commands by their first words, in place of the fake programs."""
@@ -104,7 +105,7 @@ class MemoryDesktop(Desktop):
 
     # The fake programs' window manager
 
-    def list_windows(self) -> list[OpenWindow]:
+    def list_windows(self) -> list[WindowEntry]:
         """Return open windows, the active one last."""
         return self.windows
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message
-from trainer.sight.check import Episode, Patches, Plan, Report, compare
-from trainer.sight.model import Model
+from trainer.sight.check import Episode, Patches, Report, SightPlan, compare
+from trainer.sight.model import SightModel
 from trainer.tokens.chat import Chat
 
 AGENT = {"image_max_pixels": 36_864, "max_turns": 3, "prompt_tokens": 4096, "reply_tokens": 12}
@@ -74,7 +74,7 @@ def _without(message: Message) -> Message:
 
 
 def reply(
-    model: Model, fault: Fault, ids: Sequence[int], images: Sequence[Any], *, limit: int
+    model: SightModel, fault: Fault, ids: Sequence[int], images: Sequence[Any], *, limit: int
 ) -> tuple[list[int], list[float]]:
     """Return the reply of an engine to ids with one placeholder for each image token."""
     if fault.is_engine_blind:
@@ -88,7 +88,7 @@ def picture_of(encoded: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGB")
 
 
-def examine(plan: Plan, episodes: Sequence[Episode], model: Model, fault: Fault) -> Report:
+def examine(plan: SightPlan, episodes: Sequence[Episode], model: SightModel, fault: Fault) -> Report:
     """Compare engine and learner, which lose what the fault says."""
     if not fault.has_batch_inputs:
         episodes = [[replace(turn, inputs={}) for turn in episode] for episode in episodes]

@@ -26,9 +26,8 @@ from PIL import Image
 from trainer.learn.server import answer_of, picture_of
 from trainer.learn.slime_job import OVERRIDES
 from trainer.slime.config import SlimeConfig
-from trainer.slime.play.engine import EngineClient, SlimeEngine
-from trainer.slime.play.pictures import PictureFiles
-from trainer.slime.records import metrics_of, records_of
+from trainer.slime.monitor import metrics_of, records_of
+from trainer.slime.play.engine import EngineClient, PictureFiles, SlimeEngine
 
 IMAGE = "<|image_pad|>"
 END = "<|im_end|>"

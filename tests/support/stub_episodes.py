@@ -22,7 +22,7 @@ from envd.desktop.display.encoder import FrameEncoder
 from envd.desktop.display.frames import Frame
 from envd.desktop.display.marks import Mark
 from envd.desktop.observation import A11yFormat, EncodedFrame, Observation, ObservationOptions
-from envd.desktop.view import DesktopView, ScreenView
+from envd.desktop.view import DesktopView
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.hypervisor.machine import Machine
@@ -79,10 +79,6 @@ class _BlackDesktop(StubDesktop):
     async def frame(self, *, refresh: bool = False) -> Frame:
         """Return a black frame."""
         return (await self.view()).frame
-
-    async def screen_view(self) -> ScreenView:
-        """Return a black frame."""
-        return ScreenView(frame=await self.frame(), pointer=None)
 
     @property
     def changed(self) -> asyncio.Event:

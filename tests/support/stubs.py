@@ -20,14 +20,14 @@ from pydantic import JsonValue
 
 from cuaenv.actions import Action
 from cuaenv.frames import TiledImage
+from cuaenv.results import CommandResult, UnrecordedRequest
 from envd.base.aio import race
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
-from envd.base.losses import Loss, Owner, Silence, loss_by_silence
-from envd.desktop.desktop import CommandResult, Desktop
+from envd.base.losses import Loss, LossOwner, Silence, loss_by_silence
+from envd.desktop.desktop import Desktop
 from envd.desktop.display.frames import Frame
 from envd.desktop.display.marks import Mark
-from envd.desktop.gateway import UnrecordedRequest
 from envd.desktop.input.plan import HeldInputs
 from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, SettleResult
 from envd.desktop.view import ConnectionState, DesktopView
@@ -61,7 +61,6 @@ def blank_view(width_px: int, height_px: int, *, frame_id: str = "blank") -> Des
     """Return the view of a black screen without held inputs."""
     return DesktopView(
         frame=Frame(frame_id=frame_id, image=_black(width_px, height_px), capture_time=_NOON),
-        cursor=None,
         caps_lock=False,
         inputs=HeldInputs(),
         guestd_types=True,
@@ -184,7 +183,7 @@ class StubMachine:
 
     def die(self, reason: str = "QEMU was killed") -> None:
         """Lose the machine, as if QEMU exited. It still needs `destroy`."""
-        self.end(Loss(Owner.HOST, reason))
+        self.end(Loss(LossOwner.HOST, reason))
 
     def end(self, loss: Loss) -> None:
         """Lose the machine."""
@@ -234,7 +233,7 @@ class StubMachine:
     def enforce_disk_quota(self, quota_bytes: int) -> None:
         """Lose the machine if `overlay_bytes` is above its quota."""
         if self.overlay_bytes > quota_bytes:
-            self.end(Loss(Owner.GUEST, f"it used more than {quota_bytes} bytes of disk", "DISK_FULL"))
+            self.end(Loss(LossOwner.GUEST, f"it used more than {quota_bytes} bytes of disk", "DISK_FULL"))
 
     async def destroy(self) -> None:
         """Destroy the machine."""
@@ -444,7 +443,7 @@ class StubDesktop(Desktop):
         self.files: dict[str, bytes] = {}
         self.closed = False
 
-    def view_nowait(self) -> None:
+    def frame_nowait(self) -> None:
         """Return None: it has shown nothing."""
 
     async def encode(self, frame: Frame, options: ObservationOptions, *, marks: tuple[Mark, ...] = ()) -> EncodedFrame:

@@ -1,4 +1,4 @@
-"""mypy accepts the code of the README, the documentation and the examples as users write it, on `trainer.client`.
+"""mypy accepts the code of the README, the documentation and the examples as users write it, on `cuaenv.client`.
 
 Not pyright: its package downloads Node and its own program at the first run, and tests use no network.
 """

@@ -36,7 +36,7 @@ from inspect_ai.util import (
 )
 from pydantic import BaseModel, ConfigDict
 
-from cuaenv.action_codec import BadAction, Form
+from cuaenv.action_codec import ActionForms, BadAction
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import (
     AccessDenied,
@@ -50,6 +50,7 @@ from cuaenv.client import (
     GuestEnded,
     GuestRefused,
     NotFound,
+    Unauthenticated,
     View,
 )
 from trainer.adapters.inspect_computer import PROGRAM, actions_of, read_call, region_of
@@ -253,7 +254,7 @@ class DesktopTools:
         return [_tool(name, form, session) for name, form in functions_of(session.episode.tools).items()]
 
 
-def _tool(name: str, form: Form, session: Session) -> Tool:
+def _tool(name: str, form: ActionForms, session: Session) -> Tool:
     async def execute(**kwargs: Any) -> str:
         try:
             async with _boundary():
@@ -335,7 +336,7 @@ async def _boundary(file: str = "") -> AsyncIterator[None]:
         yield
     except EnvError as error:
         # A guest that the agent ended is reported to it, and scored: an error of the sample would repeat it.
-        if isinstance(error, AccessDenied | GuestEnded):
+        if isinstance(error, AccessDenied | GuestEnded) and not isinstance(error, Unauthenticated):
             raise PermissionError(str(error)) from error
         if file and isinstance(error, NotFound):
             raise FileNotFoundError(2, str(error), file) from error

@@ -40,13 +40,12 @@ from cuaenv.client import (
     View,
     shared_client,
 )
-from cuaenv.copying import copied
 from trainer.agent.coordinates import points_of
 from trainer.agent.forks import GroupMember
 from trainer.agent.ownership import GUEST_ENDED, failure_of, is_fault, reward_of
 from trainer.agent.starts import start_of, step_limit
 from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts
-from trainer.rewards.recipes import Recipe, recipe_of
+from trainer.rewards.recipes import Reward, recipe_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,7 +98,7 @@ class SessionSettings:
     """Reward in training if the agent ended its guest without solving the task; see `docs/rewards.md`."""
     idle_timeout: timedelta = timedelta(hours=1)
     """A session without a call for this long is void, and its machine is released."""
-    _recipe: Recipe = field(init=False, repr=False)
+    _recipe: Reward = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
@@ -365,15 +364,16 @@ def _in_picture(action: Action, error: str, seen: Observation) -> str:
 
 def _ended_before(episode: AsyncEpisode, action_count: int) -> StepResult:
     """Return the result of a step that was not performed because the guest had ended itself."""
-    return copied(
-        StepResult,
-        episode,
+    return StepResult(
+        observation=episode.observation,
         action_errors=("the machine is off",) * action_count,
         state=State.TERMINATED,
         end_reason=GUEST_ENDED,
+        step_count=episode.step_count,
         timings_ms={},
         screen_change=None,
         replayed=False,
+        guest_end_cause=episode.guest_end_cause,
     )
 
 

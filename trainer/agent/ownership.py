@@ -12,6 +12,7 @@ from typing import Final
 from cuaenv.client import (
     AccessDenied,
     BadRequest,
+    Conflict,
     DeadlineExceeded,
     EnvError,
     EpisodeEnded,
@@ -21,25 +22,19 @@ from cuaenv.client import (
     GuestEnded,
     GuestFailed,
     GuestRefused,
-    GuestUnresponsive,
     HumanInControl,
     LossUndecided,
     MachineLost,
-    MessageTooLarge,
     NotForkable,
     NotFound,
     NotSupported,
     SampleVoid,
     SetupFailed,
-    StaleEpoch,
-    StepIndexMismatch,
-    Unauthenticated,
     Unavailable,
-    UserUnavailable,
 )
 from trainer.agent.types import BudgetExhausted, GenerationAborted, ModelFailed, Outcome, Trajectory
 from trainer.rewards.facts import Breakdown, EpisodeFacts
-from trainer.rewards.recipes import Recipe
+from trainer.rewards.recipes import Reward
 
 GUEST_ENDED: Final = "GUEST_ENDED"
 """`end_reason` of an episode whose guest ended itself."""
@@ -81,17 +76,13 @@ _TABLE: Mapping[type[BaseException], tuple[Ruling, Ruling]] = {
     # The host's own evidence says that the agent is not the cause.
     MachineLost: (_REPEATED, _REPEATED),
     EpisodeNotFound: (_REPEATED, _REPEATED),
-    StaleEpoch: (_REPEATED, _REPEATED),
-    StepIndexMismatch: (_REPEATED, _REPEATED),
+    Conflict: (_REPEATED, _REPEATED),
     Unavailable: (_REPEATED, _REPEATED),
     SetupFailed: (_REPEATED, _REPEATED),
     # An agent can stop its guest from answering, and leave what a checker cannot read.
-    GuestUnresponsive: (_REPEATED, _UNDECIDED),
     GuestFailed: (_REPEATED, _UNDECIDED),
     DeadlineExceeded: (_REPEATED, _UNDECIDED),
     EvaluatorFailed: (_HOST, _UNDECIDED),
-    # The daemon's own question got no answer either; what only the agent's question causes is an answer.
-    UserUnavailable: (_HOST, _HOST),
     LossUndecided: (_UNDECIDED, _UNDECIDED),
     # What a person did is not the policy's: such an episode is neither trained nor repeated.
     HumanInControl: (_TRAINER, _TRAINER),
@@ -99,21 +90,11 @@ _TABLE: Mapping[type[BaseException], tuple[Ruling, Ruling]] = {
     ModelFailed: (_TRAINER, _TRAINER),
     TimeoutError: (_TRAINER, _TRAINER),
     **dict.fromkeys(
-        (
-            AccessDenied,
-            BadRequest,
-            EpisodeEnded,
-            GroupTooLarge,
-            GuestRefused,
-            MessageTooLarge,
-            NotForkable,
-            NotFound,
-            NotSupported,
-            Unauthenticated,
-        ),
+        (AccessDenied, BadRequest, EpisodeEnded, GroupTooLarge, GuestRefused, NotForkable, NotFound, NotSupported),
         (_CALLER, _CALLER),
     ),
-    # Faults of the service, and errors newer than this table. Repeating them would fail the same way.
+    # Faults of the service, and errors newer than this table. Repeating them would fail the same way. One is a user who
+    # answers no question: the daemon's own got no answer either; what only the agent's question causes is an answer.
     EnvError: (_HOST, _HOST),
     # A bug of ours, which the text of a reply may have triggered.
     Exception: (_UNDECIDED, _UNDECIDED),
@@ -123,9 +104,8 @@ _TABLE: Mapping[type[BaseException], tuple[Ruling, Ruling]] = {
 _FAILURES: Mapping[str, type[SampleVoid]] = {
     "MACHINE_LOST": MachineLost,
     "LOSS_UNDECIDED": LossUndecided,
-    "GUEST_UNRESPONSIVE": GuestUnresponsive,
+    "GUEST_UNRESPONSIVE": GuestFailed,
     "GUEST_ERROR": GuestFailed,
-    "USER_UNAVAILABLE": UserUnavailable,
 }
 
 
@@ -162,7 +142,7 @@ def failure_of(episode_id: str, end_reason: str) -> SampleVoid:
     return _FAILURES.get(reason, SampleVoid)(f"episode {episode_id} failed: {reason}", reason=reason)
 
 
-def reward_of(facts: EpisodeFacts, recipe: Recipe, *, ended_by_guest_score: float) -> Breakdown:
+def reward_of(facts: EpisodeFacts, recipe: Reward, *, ended_by_guest_score: float) -> Breakdown:
     """Return the reward for training, with `ended_by_guest_score` if the guest ended itself without solving the task.
 
     A solved task keeps its score, because a task may have the power-off as its goal. The recipe's parts are then those

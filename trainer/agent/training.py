@@ -12,7 +12,7 @@ from trainer.agent.ownership import reward_of
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, parse
 from trainer.rewards.facts import Breakdown, EpisodeFacts
-from trainer.rewards.recipes import Recipe, recipe_of
+from trainer.rewards.recipes import Reward, recipe_of
 
 
 class TrainingConfig(BaseModel):
@@ -52,7 +52,7 @@ class TrainingConfig(BaseModel):
         return parse(cls, mapping, path="envd")
 
     @cached_property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> Reward:
         """The reward."""
         return recipe_of(self.reward)
 

@@ -6,7 +6,6 @@ A `BranchPoint` is the agent's state between two turns, from which episodes in c
 from dataclasses import dataclass, replace
 
 from cuaenv.client import Action, Origin, State, StepResult
-from cuaenv.copying import copied
 from trainer.agent.coordinates import CoordinateSpace, points_of
 from trainer.agent.grammars import Parsed
 from trainer.agent.history import History
@@ -47,15 +46,17 @@ def new_turn(
 ) -> Turn:
     """Return a turn whose actions, in the screen's pixels, are not performed yet; none if they cannot be."""
     points = [next(iter(points_of(action)), None) for action in actions] or [None] * len(parsed.intents)
-    facts = copied(
-        TurnFacts,
-        parsed,
+    facts = TurnFacts(
         text=reply.text,
+        parsed=parsed.parsed,
+        fallback=parsed.fallback,
         actions=tuple(
             replace(intent.facts, executed=False, point_px=point)
             for intent, point in zip(parsed.intents, points, strict=True)
         ),
         errors=(parsed.error,) if parsed.error else (),
+        done=parsed.done,
+        failed=parsed.failed,
         tree_before=observed.tree,
         boxes_before=observed.boxes_px,
         terminal_before=observed.terminal,

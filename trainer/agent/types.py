@@ -52,8 +52,10 @@ class Message:
     Training and every endpoint take their prompts from messages, so all of them read the same text.
     """
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     parts: "tuple[str | Image.Image, ...]"
+    calls: tuple[Mapping[str, Any], ...] = ()
+    """Calls of a reply that is not one of this row's own: `name` and `arguments`."""
 
     def __post_init__(self) -> None:
         parts: list[str | Image.Image] = []

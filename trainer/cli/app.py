@@ -27,6 +27,10 @@ _COMMANDS = {
         "trainer.cli.sight:sight_command",
         "Check by drawn code words that engine and learner see the pixels of every turn. Exits with 1 if they do not.",
     ),
+    "gateway": (
+        "trainer.cli.gateway:gateway_command",
+        "Serve OpenAI's and Anthropic's APIs before an engine, and record the exact tokens of each session.",
+    ),
     "hosts": ("trainer.cli.hosts:app", "Start, show and drain the KVM hosts of a Ray cluster."),
     "learn": (
         "trainer.cli.learn:learn_command",

@@ -146,7 +146,7 @@ class _Work:
     def clone(self) -> None:
         """Clone the demonstrations."""
         from trainer.learn.clone import clone  # noqa: PLC0415
-        from trainer.learn.metrics import MetricsLog  # noqa: PLC0415
+        from trainer.learn.record import MetricsLog  # noqa: PLC0415
 
         with MetricsLog(self.run / "clone") as log, progress("clone") as report:
             clone(
@@ -161,7 +161,7 @@ class _Work:
 
     def reinforce(self, hosts: list[str], slime_home: Path) -> None:
         """Learn by reinforcement."""
-        from trainer.learn.metrics import MetricsLog  # noqa: PLC0415
+        from trainer.learn.record import MetricsLog  # noqa: PLC0415
         from trainer.learn.reinforce import learner, reinforce  # noqa: PLC0415
 
         with (

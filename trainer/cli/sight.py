@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,19 +28,22 @@ def sight_command(
     engine: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Engine or router that serves the model; default: this process.")
     ] = "",
+    gateway: Annotated[bool, typer.Option("--gateway", help="Play through `trainer gateway`, without slime.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Write a PNG of what the learner is given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     slime_home: SlimeHome = None,
 ) -> None:
     """Check by drawn code words that engine and learner see the pixels of every turn. Exits with 1 if they do not."""
-    home = slime_checkout(slime_home)
     host, _, port = engine.rpartition(":")
     if engine and not (host and port.isdigit()):
         raise UsageError(f"--engine {engine}: not an address; use HOST:PORT")
-    from trainer.learn.sight import examine  # noqa: PLC0415 -- torch: seconds
+    if gateway:
+        from trainer.gateway.sight import examine  # noqa: PLC0415 -- torch: seconds
+    else:
+        from trainer.learn.sight import examine as examine_slime  # noqa: PLC0415 -- torch: seconds
 
+        examine = partial(examine_slime, slime_checkout(slime_home))
     report = examine(
-        home,
         agent=read_settings(agent, **({} if agent else SMALL)),
         checkpoint=checkpoint,
         engine=(host, int(port)) if engine else None,

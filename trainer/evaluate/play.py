@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuaenv.client import Checkpoint, Perturb, Task
-from cuaenv.copying import copied
 from trainer.agent.attempts import Environments, run_task
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import ruling_on
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.evaluate.replay import FILE_NAME, RecordedConversation, directory_name, replay_of
-from trainer.evaluate.results import Attempt, CheckResult, ResultsFile
+from trainer.evaluate.results import Attempt, ResultsFile
 from trainer.evaluate.selection import domain_of, is_infeasible
 
 #: Consecutive errors after which an evaluation stops, or twice its concurrency if that is more.
@@ -151,9 +150,7 @@ async def evaluate(
 def attempt_of(trajectory: Trajectory, task: Task, *, seed: int, seconds: float) -> Attempt:
     """Return the attempt of a trajectory. Only an evaluated one has a score."""
     evaluation = trajectory.evaluation if trajectory.outcome in _OUTCOMES else None
-    return copied(
-        Attempt,
-        trajectory,
+    return Attempt(
         task_id=task.task_id,
         suite=task.suite,
         level=task.level,
@@ -161,14 +158,18 @@ def attempt_of(trajectory: Trajectory, task: Task, *, seed: int, seconds: float)
         infeasible=is_infeasible(task),
         seed=seed,
         outcome=_OUTCOMES[trajectory.outcome] if evaluation else "failed",
+        reason=trajectory.reason,
         error="" if trajectory.error is None else str(trajectory.error),
         score=None if evaluation is None else evaluation.score,
         owner="" if evaluation else ruling_on(trajectory).owner.value,
+        guest_end_cause=trajectory.guest_end_cause,
         basis_digest="" if evaluation is None else evaluation.basis_digest,
+        attempt_count=trajectory.attempt_count,
         turn_count=len(trajectory.turns),
         parsed_count=sum(turn.facts.parsed for turn in trajectory.turns),
         seconds=round(seconds, 3),
-        checks=[copied(CheckResult, check) for check in (evaluation.checks if evaluation else ())],
+        episode_id=trajectory.episode_id,
+        checks=evaluation.checks if evaluation else (),
     )
 
 

@@ -56,7 +56,7 @@ def parse_command(line: str) -> Action:
             case "move", [x, y]:
                 return Move(int(x), int(y))
             case "drag", [x, y, to_x, to_y]:
-                return Drag(int(to_x), int(to_y), int(x), int(y))
+                return Drag(int(x), int(y), int(to_x), int(to_y))
             case "scroll", [clicks]:
                 return Scroll(dy=int(clicks))
             case "scroll", [clicks, x, y]:

@@ -14,6 +14,7 @@ from typing import Annotated, BinaryIO, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
+from cuaenv.client import Check
 from cuaenv.problems import problem_of, without_path
 from trainer.agent.ownership import Owner
 
@@ -37,14 +38,6 @@ class Run(_Line):
     """Endpoint, model, sampling, prompt, grammar and budgets."""
     prompt_hash: str
     """Hash of everything in the prompt except the task; equal to the one that training logs."""
-
-
-class CheckResult(_Line):
-    """Result of one checker."""
-
-    name: str
-    score: float
-    evidence: str
 
 
 class Attempt(_Line):
@@ -78,7 +71,7 @@ class Attempt(_Line):
     """Turns whose reply followed the grammar."""
     seconds: float = 0.0
     episode_id: str = ""
-    checks: Sequence[CheckResult] = ()
+    checks: Sequence[Check] = ()
     replay: str = ""
     """Directory of its replay, relative to the results file; empty if none was kept."""
 

@@ -14,8 +14,8 @@ import zstandard
 from cuaenv.cli.terminal import ProgressReport
 from trainer.learn import LearnError
 from trainer.learn.demos import Rows, read_rows
-from trainer.learn.metrics import MetricsLog
 from trainer.learn.policy import Policy
+from trainer.learn.record import MetricsLog
 from trainer.learn.settings import Settings
 from trainer.learn.states import RunState, cosine, load_state, make_optimizer, save_state, train_step
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from trainer.learn import LearnError
-from trainer.learn.front import Reads, Reply, Request, serve
+from trainer.learn.front import EngineReply, EngineRequest, Reads, serve
 from trainer.learn.policy import Policy
-from trainer.learn.sampler import Prompt, Sampled, Sampler
+from trainer.learn.sampler import Sampler, SamplerPrompt, SamplerReply
 from trainer.learn.workers import exchange_directory
 from trainer.workers import WorkerProcess
 
@@ -39,7 +39,7 @@ _SWITCH_S = 0.0002
 _STOP_S = 10.0
 
 
-class Engine:
+class PolicyEngine:
     """Sampler of one policy and the processes that serve it over HTTP. Use as a context manager."""
 
     def __init__(self, policy: Policy, *, seed: int, port_count: int = 1, max_running: int) -> None:
@@ -61,8 +61,8 @@ class Engine:
         self._requests = Sampler(policy, generator=self.generator, slot_count=max_running)
         self._max_prompts = max_running
         """Prompts to read at once."""
-        self._unanswered: dict[Prompt, tuple[Connection, int]] = {}
-        self._waiting: queue.SimpleQueue[tuple[Connection, torch.Tensor, Request] | None] = queue.SimpleQueue()
+        self._unanswered: dict[SamplerPrompt, tuple[Connection, int]] = {}
+        self._waiting: queue.SimpleQueue[tuple[Connection, torch.Tensor, EngineRequest] | None] = queue.SimpleQueue()
         self._running = ExitStack()
 
     def __enter__(self) -> Self:
@@ -110,7 +110,7 @@ class Engine:
     # Sampling
 
     def _run(self) -> None:
-        is_open, waiting = True, list[Prompt]()
+        is_open, waiting = True, list[SamplerPrompt]()
         while is_open or waiting or self._requests.running_count:
             try:
                 is_open &= self._gather(waiting)
@@ -123,9 +123,9 @@ class Engine:
                 waiting.clear()
                 self._requests.drop()
                 while self._unanswered:
-                    self._send(*self._unanswered.popitem()[1], Sampled())
+                    self._send(*self._unanswered.popitem()[1], SamplerReply())
 
-    def _gather(self, waiting: list[Prompt]) -> bool:
+    def _gather(self, waiting: list[SamplerPrompt]) -> bool:
         """Add the prompts that have come to `waiting`; returns whether more may come."""
         is_idle = not waiting and not self._requests.running_count
         timeout_s = None if is_idle else 0.0
@@ -139,9 +139,9 @@ class Engine:
             timeout_s = _GATHER_S if is_idle else 0.0
             pipe, pictures, asked = request
             if self.failure:
-                self._send(pipe, asked.place, Sampled())
+                self._send(pipe, asked.place, SamplerReply())
                 continue
-            prompt = Prompt(
+            prompt = SamplerPrompt(
                 ids=np.frombuffer(asked.ids, np.int32),
                 frame_HW3=pictures[asked.place],
                 limit=asked.limit,
@@ -151,7 +151,7 @@ class Engine:
             self._unanswered[prompt] = pipe, asked.place
             waiting.append(prompt)
 
-    def _admit(self, waiting: list[Prompt]) -> None:
+    def _admit(self, waiting: list[SamplerPrompt]) -> None:
         while waiting and (count := min(len(waiting), self._requests.free_count, self._max_prompts)):
             try:
                 ended = self._requests.add(waiting[:count])
@@ -165,14 +165,14 @@ class Engine:
                 del waiting[:count]
                 self._answer(ended)
 
-    def _answer(self, ended: Mapping[Prompt, Sampled]) -> None:
+    def _answer(self, ended: Mapping[SamplerPrompt, SamplerReply]) -> None:
         for prompt, reply in ended.items():
             self._send(*self._unanswered.pop(prompt), reply)
 
-    def _send(self, pipe: Connection, place: int, reply: Sampled) -> None:
+    def _send(self, pipe: Connection, place: int, reply: SamplerReply) -> None:
         with contextlib.suppress(OSError):  # `_receive` reports that the process ended
             pipe.send(
-                Reply(
+                EngineReply(
                     place=place,
                     ids=reply.ids,
                     log_probs=reply.log_probs,

@@ -45,7 +45,7 @@ class Reads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class EngineRequest:
     """A request, for the engine. Its picture lies in the file of pictures until the reply comes."""
 
     picture: bytes
@@ -59,7 +59,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class EngineReply:
     """The engine's reply to a request."""
 
     place: int
@@ -90,7 +90,7 @@ class Front(GenerateServer):
         self._places: asyncio.LifoQueue[int] = asyncio.LifoQueue()
         for place in reversed(range(reads.place_count)):
             self._places.put_nowait(place)
-        self._unanswered: dict[int, Future[Reply]] = {}
+        self._unanswered: dict[int, Future[EngineReply]] = {}
 
     async def generate(self, payload: Mapping[str, Any], *, is_aborted: Callable[[], bool]) -> dict[str, Any]:
         """Answer a request. Raises: LearnError: It is malformed, or sampling failed."""
@@ -117,13 +117,13 @@ class Front(GenerateServer):
             while (reply := self._pipe.recv()) is not None:
                 self._loop.call_soon_threadsafe(self._pass, reply)
 
-    def _pass(self, reply: Reply) -> None:
+    def _pass(self, reply: EngineReply) -> None:
         self._places.put_nowait(reply.place)
         answer = self._unanswered.pop(reply.place)
         if not answer.done():  # the client may be gone
             answer.set_result(reply)
 
-    def _read(self, payload: Mapping[str, Any]) -> tuple[npt.NDArray[np.uint8], Request]:
+    def _read(self, payload: Mapping[str, Any]) -> tuple[npt.NDArray[np.uint8], EngineRequest]:
         """Decode a picture and its request. Raises: LearnError: It has not exactly one image of the right size."""
         reads = self._reads
         uris, ids = payload.get("image_data") or [], payload["input_ids"]
@@ -134,7 +134,7 @@ class Front(GenerateServer):
         if (width, height) != reads.image_px:
             raise LearnError(f"request: an image of {(width, height)} pixels; the policy reads {reads.image_px}")
         at, sampling = ids.index(reads.image_id), payload["sampling_params"]
-        return frame_HW3, Request(
+        return frame_HW3, EngineRequest(
             picture=digest,
             ids=np.array([*ids[:at], *[reads.image_id] * reads.image_token_count, *ids[at + 1 :]], np.int32).tobytes(),
             limit=int(sampling["max_new_tokens"]),

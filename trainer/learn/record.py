@@ -1,22 +1,32 @@
-"""What one run of the stage `rl` leaves in its directory: `run.json`, how it ended, and `evaluations.jsonl`."""
+"""What a run leaves in its directory: `run.json`, how it ended; `evaluations.jsonl`; and `metrics.jsonl`.
+
+Metrics also go to TensorBoard where it is installed, and to the terminal.
+"""
 
 import json
-from collections.abc import Iterator, Mapping
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Self
 
+from cuaenv.cli.terminal import err
 from trainer.files import write_atomically
 from trainer.learn.settings import Settings
 
+logger = logging.getLogger(__name__)
 _FILE = "run.json"
 _EVALUATIONS = "evaluations.jsonl"
+_METRICS = "metrics.jsonl"
+_SHOWN = ("loss", "right_replies", "success_frac", "sampled_entropy", "void_frac", "rollout_s", "s", "steps_per_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class HeldOutScore:
     """The result of one episode of an evaluation."""
 
     task_id: str
@@ -27,12 +37,12 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class HeldOutEvaluation:
     """One evaluation on the held-out tasks."""
 
     update: int
     temperature: float
-    scores: list[Score]
+    scores: list[HeldOutScore]
     env_steps: int = 0
     """Environment steps of training until then."""
 
@@ -79,10 +89,62 @@ def run_directories(run: Path) -> list[Path]:
     return sorted({path.parent for name in (_FILE, _EVALUATIONS) for path in run.glob(f"*/{name}")})
 
 
-def read_evaluations(directory: Path) -> list[Evaluation]:
-    path = directory / _EVALUATIONS
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
-    return [Evaluation(**{**line, "scores": [Score(**score) for score in line["scores"]]}) for line in lines]
+def read_evaluations(directory: Path) -> list[HeldOutEvaluation]:
+    lines = _lines(directory / _EVALUATIONS)
+    return [
+        HeldOutEvaluation(**{**line, "scores": [HeldOutScore(**score) for score in line["scores"]]}) for line in lines
+    ]
+
+
+class MetricsLog:
+    """Writes the metrics of one directory. Use as a context manager."""
+
+    def __init__(self, directory: Path) -> None:
+        """Append to `directory/metrics.jsonl`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = (directory / _METRICS).open("a", encoding="utf-8")
+        self._board: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 -- optional
+        except Exception as error:  # with another protobuf than its own it raises more than ImportError
+            logger.info("[learn] metrics are in %s only; tensorboard cannot be used: %s", self._file.name, error)
+        else:
+            self._board = SummaryWriter(str(directory / "tensorboard"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"stage": stage, "step": step, "time": time.time(), **values}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(f"{stage}/{name}", value, step)
+        shown = "  ".join(f"{name} {values[name]:.3f}" for name in _SHOWN if name in values)
+        err.print(f"{stage} {step:>5}  {shown}", markup=False, highlight=False, soft_wrap=True)
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    return _lines(directory / _METRICS)
+
+
+def shares_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the shares of all episodes, void ones included, that solved their task and that ended their guest."""
+    if not facts:
+        return {}
+    return {
+        "solved_frac": fmean(each.get("task_score", 0) >= 1 for each in facts),
+        "escape_frac": fmean(bool(each.get("guest_end_cause")) for each in facts),
+    }
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def _write(directory: Path, record: Mapping[str, Any]) -> None:

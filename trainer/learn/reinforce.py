@@ -13,18 +13,16 @@ from statistics import fmean
 import torch
 
 from trainer.learn import LearnError
-from trainer.learn.engine import Engine
+from trainer.learn.engine import PolicyEngine
 from trainer.learn.loss import TrainRow, policy_loss
-from trainer.learn.metrics import MetricsLog, shares_of_all
 from trainer.learn.policy import Policy
-from trainer.learn.record import Evaluation, Score, recorded
+from trainer.learn.record import HeldOutEvaluation, HeldOutScore, MetricsLog, recorded, shares_of_all
 from trainer.learn.settings import Reinforce, Settings
 from trainer.learn.slime_job import use_slime, write_tasks
 from trainer.learn.states import RunState, load_state, make_optimizer, save_state, train_step
-from trainer.learn.workers import Batch, Workers, WorkerSpec, exchange_directory, task_ids
+from trainer.learn.workers import Batch, RolloutProcesses, WorkerSpec, exchange_directory, task_ids
 from trainer.slime.config import Halt
-from trainer.slime.monitor import Guard
-from trainer.slime.records import metrics_of
+from trainer.slime.monitor import Guard, metrics_of
 
 logger = logging.getLogger(__name__)
 _WARMUP_UPDATES = 5
@@ -36,7 +34,14 @@ class Learner:
     """The policy, its optimiser and the processes that roll out. Made by `learner`."""
 
     def __init__(
-        self, policy: Policy, engine: Engine, workers: Workers, *, settings: Settings, directory: Path, log: MetricsLog
+        self,
+        policy: Policy,
+        engine: PolicyEngine,
+        workers: RolloutProcesses,
+        *,
+        settings: Settings,
+        directory: Path,
+        log: MetricsLog,
     ) -> None:
         """Take what `learner` started."""
         self.policy = policy
@@ -108,13 +113,15 @@ class Learner:
         }
         self._log.write("rl", self.done, {**metrics, **trained, **speed, "rows_trained": float(len(rollout.rows))})
 
-    def evaluate(self, *, temperature: float) -> list[Score]:
+    def evaluate(self, *, temperature: float) -> list[HeldOutScore]:
         """Play the held-out tasks, if there are any, and add the scores to `evaluations.jsonl`. Raises: LearnError."""
         with self._engine_checked():
             scores = self._workers.evaluate(self.done, temperature=temperature)
         if not scores:
             return scores
-        evaluation = Evaluation(update=self.done, env_steps=self.env_steps, temperature=temperature, scores=scores)
+        evaluation = HeldOutEvaluation(
+            update=self.done, env_steps=self.env_steps, temperature=temperature, scores=scores
+        )
         evaluation.add_to(self.directory)
         valid = [score.score for score in scores if score.score is not None]
         kind = "sampled" if temperature else "greedy"
@@ -242,7 +249,7 @@ def learner(
     with ExitStack() as running:
         running.callback(shutil.rmtree, exchange, ignore_errors=True)
         most = min(_MAX_RUNNING, settings.rl.groups * settings.rl.members)
-        engine = running.enter_context(Engine(policy, seed=seed, port_count=count, max_running=most))
+        engine = running.enter_context(PolicyEngine(policy, seed=seed, port_count=count, max_running=most))
         specs = []
         for index in range(count):
             worker_dir = directory / f"worker-{index}"
@@ -263,7 +270,7 @@ def learner(
                     seed=seed,
                 )
             )
-        workers = running.enter_context(Workers(specs))
+        workers = running.enter_context(RolloutProcesses(specs))
         yield Learner(policy, engine, workers, settings=settings, directory=directory, log=log)
 
 

@@ -12,8 +12,7 @@ from cuaenv.plots import PlotsMissing, svg_plot
 from trainer.data.split import template_id
 from trainer.evaluate.statistics import ByTemplate, PooledRate, pooled_gain, pooled_rate
 from trainer.learn import LearnError
-from trainer.learn.metrics import read_metrics
-from trainer.learn.record import Evaluation, read_evaluations, read_record, run_directories
+from trainer.learn.record import HeldOutEvaluation, read_evaluations, read_metrics, read_record, run_directories
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,13 +28,13 @@ _WINDOW = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class LearnRun:
     """One run of the stage `rl`."""
 
     name: str
     record: Mapping[str, Any]
     splits: Mapping[str, str]
-    evaluations: Sequence[Evaluation]
+    evaluations: Sequence[HeldOutEvaluation]
     updates: Sequence[Mapping[str, Any]]
 
     @classmethod
@@ -68,10 +67,10 @@ class Run:
         found = self._evaluations(kind)
         return self._results(found[-1], part) if len(found) > 1 else {}
 
-    def _evaluations(self, kind: str) -> list[Evaluation]:
+    def _evaluations(self, kind: str) -> list[HeldOutEvaluation]:
         return [each for each in self.evaluations if (each.temperature > 0) == (kind == "sampled")]
 
-    def _results(self, evaluation: Evaluation, part: str) -> ByTemplate:
+    def _results(self, evaluation: HeldOutEvaluation, part: str) -> ByTemplate:
         split = _PARTS[part]
         results = by_template(evaluation)
         return {name: each for name, each in results.items() if split is None or self.splits.get(name) == split}
@@ -95,7 +94,7 @@ class Run:
         return entry | ({kind: _summary([self], kind) for kind in _KINDS} if self.evaluations else {})
 
 
-def by_template(evaluation: Evaluation) -> dict[str, list[float]]:
+def by_template(evaluation: HeldOutEvaluation) -> dict[str, list[float]]:
     """Return whether each valid episode succeeded."""
     found: dict[str, list[float]] = defaultdict(list)
     for each in evaluation.scores:
@@ -135,7 +134,7 @@ def write_results(directory: Path, results: Mapping[str, Any]) -> None:
     (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[LearnRun]:
     """Return the runs of the stage `rl` in run directories. Raises: LearnError: One has no demonstrations."""
     found = []
     for path in paths:
@@ -144,7 +143,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         except OSError as error:
             raise LearnError(f"run {path}: no demonstrations: {error}; name a directory of `trainer learn`") from error
         prefix = f"{path.name}/" if len(paths) > 1 else ""
-        found += [Run.read(each, name=f"{prefix}{each.name}", splits=splits) for each in run_directories(path)]
+        found += [LearnRun.read(each, name=f"{prefix}{each.name}", splits=splits) for each in run_directories(path)]
     return found
 
 
@@ -169,7 +168,7 @@ def before_and_after(before: ByTemplate, after: ByTemplate) -> dict[str, Any]:
     }
 
 
-def _summary(runs: Sequence[Run], kind: str) -> dict[str, Any]:
+def _summary(runs: Sequence[LearnRun], kind: str) -> dict[str, Any]:
     return {
         part: before_and_after(
             pooled(run.before(kind, part) for run in runs), pooled(run.after(kind, part) for run in runs)
@@ -178,7 +177,7 @@ def _summary(runs: Sequence[Run], kind: str) -> dict[str, Any]:
     }
 
 
-def _grpo(runs: Sequence[Run]) -> dict[str, Any]:
+def _grpo(runs: Sequence[LearnRun]) -> dict[str, Any]:
     complete = [run for run in runs if run.is_complete]
     greedy = _summary(complete, "greedy")
     return {
@@ -190,7 +189,7 @@ def _grpo(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _templates(runs: Sequence[Run]) -> dict[str, Any]:
+def _templates(runs: Sequence[LearnRun]) -> dict[str, Any]:
     complete = [run for run in runs if run.is_complete]
     before = {kind: pooled(run.before(kind) for run in complete) for kind in _KINDS}
     after = {kind: pooled(run.after(kind) for run in complete) for kind in _KINDS}
@@ -218,7 +217,7 @@ def _mean(values: Sequence[float] | None) -> float | None:
 # Plots
 
 
-def _draw(directory: Path, runs: Sequence[Run], results: Mapping[str, Any]) -> None:
+def _draw(directory: Path, runs: Sequence[LearnRun], results: Mapping[str, Any]) -> None:
     for name, title in _CURVES.items():
         curves = {run.name: [(steps_of(each), each[name]) for each in run.updates if name in each] for run in runs}
         draw_curves(directory / f"{name}.svg", curves, title=f"Training: {title}")
@@ -265,7 +264,7 @@ def steps_of(update: Mapping[str, Any]) -> float:
     return float(update.get("env_steps", update["step"]))
 
 
-def _held_out(run: Run) -> list[tuple[float, float]]:
+def _held_out(run: LearnRun) -> list[tuple[float, float]]:
     greedy = [each for each in run.evaluations if each.temperature == 0]
     rates: list[tuple[float, PooledRate]] = [(float(each.env_steps), pooled_rate(by_template(each))) for each in greedy]
     return [(x, found.mean) for x, found in rates if found.mean is not None]

@@ -21,7 +21,7 @@ _WARMUP_RUNS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prompt:
+class SamplerPrompt:
     """What to reply to; also names its reply."""
 
     ids: Sequence[int] | npt.NDArray[np.int32]
@@ -36,7 +36,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Sampled:
+class SamplerReply:
     """One reply."""
 
     ids: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Sampler:
         self._text: Any = policy.model.model.language_model
         self._head_dim: int = text.head_dim
         self._kv_head_count: int = text.num_key_value_heads
-        self._running: dict[int, tuple[Prompt, Sampled]] = {}
+        self._running: dict[int, tuple[SamplerPrompt, SamplerReply]] = {}
         self._free = list(reversed(range(slot_count)))
         device = policy.device
         self._rows = torch.arange(slot_count, device=device)
@@ -87,7 +87,7 @@ class Sampler:
         """Slots with a request."""
         return len(self._running)
 
-    def add(self, prompts: Sequence[Prompt]) -> dict[Prompt, Sampled]:
+    def add(self, prompts: Sequence[SamplerPrompt]) -> dict[SamplerPrompt, SamplerReply]:
         """Read at most `free_count` prompts and sample their first tokens; returns replies that have ended.
 
         Raises:
@@ -122,10 +122,10 @@ class Sampler:
         self._length[at], self._position[at] = last, after
         self._temperature[at] = torch.tensor([each.temperature for each in prompts], device=policy.device)
         for slot, prompt in zip(slots, prompts, strict=True):
-            self._running[slot] = (prompt, Sampled())
+            self._running[slot] = (prompt, SamplerReply())
         return self._take(slots, *choose(logits, self._temperature[at], self._generator), at)
 
-    def step(self) -> dict[Prompt, Sampled]:
+    def step(self) -> dict[SamplerPrompt, SamplerReply]:
         """Sample one more token of each reply; returns the replies that have ended."""
         slots = list(self._running)
         if not slots:
@@ -142,7 +142,7 @@ class Sampler:
 
     def _take(
         self, slots: Sequence[int], token_B: torch.Tensor, log_prob_B: torch.Tensor, at: torch.Tensor
-    ) -> dict[Prompt, Sampled]:
+    ) -> dict[SamplerPrompt, SamplerReply]:
         self._token[at] = token_B
         ended = {}
         for slot, token, log_prob in zip(slots, token_B.tolist(), log_prob_B.tolist(), strict=True):

@@ -15,7 +15,7 @@ from trainer.learn.server import GenerateServer, answer_of, picture_of
 from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime, write_tasks
 from trainer.sight.check import Episode, Patches, Report, SampledReply, compare, given_pictures, turns_of_row
 from trainer.sight.episode import plan_of
-from trainer.sight.model import Model
+from trainer.sight.model import SightModel
 
 
 def examine(
@@ -43,7 +43,7 @@ def examine(
     plan = plan_of(agent)
     with tempfile.TemporaryDirectory() as directory:
         path = checkpoint or tiny_model(Path(directory) / "model", agent)
-        model = Model(path)
+        model = SightModel(path)
         patches = Patches.of(model.processor.image_processor)
         with ModelServer(model) as server:
             address = engine or (server.host, server.ports[0])
@@ -80,7 +80,7 @@ def job_args(
     )
 
 
-def rolled_out(job: SlimeRollouts, model: Model) -> list[Episode]:
+def rolled_out(job: SlimeRollouts, model: SightModel) -> list[Episode]:
     """Return the episodes, as slime's rollout manager hands them to its learners."""
     data = job.train_data(job.rollout().samples)
     names = ("sample_indices", "tokens", "loss_masks", "rollout_log_probs")
@@ -97,7 +97,7 @@ def rolled_out(job: SlimeRollouts, model: Model) -> list[Episode]:
 class ModelServer(GenerateServer):
     """Serves greedy replies of a model."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: SightModel) -> None:
         super().__init__()
         self._model = model
         self._turn = asyncio.Lock()

@@ -20,7 +20,7 @@ from typing import Any, Self
 from trainer.data.split import template_id
 from trainer.learn import LearnError
 from trainer.learn.loss import TrainRow, rows_of, trained_rows
-from trainer.learn.record import Score
+from trainer.learn.record import HeldOutScore
 from trainer.learn.settings import HELD_OUT_SEED, Settings
 from trainer.workers import WorkerProcess
 
@@ -38,7 +38,7 @@ class Batch:
     patches: list[Any] = field(default_factory=list)
     """Patches of the images that rows name."""
     records: list[Any] = field(default_factory=list)
-    """Records of `trainer.slime.records`, for metrics."""
+    """Records of `trainer.slime.monitor`, for metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def task_ids(splits: Mapping[str, str], *, settings: Settings) -> tuple[list[str
     return train, held_out
 
 
-class Workers:
+class RolloutProcesses:
     """All processes. Use as a context manager."""
 
     def __init__(self, specs: Sequence[WorkerSpec]) -> None:
@@ -153,7 +153,7 @@ class Workers:
                 found.patches += flat.reshape(answer["shape"]).to(device, copy=True).unbind()
         return found
 
-    def evaluate(self, number: int, *, temperature: float) -> list[Score]:
+    def evaluate(self, number: int, *, temperature: float) -> list[HeldOutScore]:
         """Play the held-out tasks. Raises: LearnError: A process failed."""
         return [score for scores in self._ask(("evaluate", number, temperature)) for score in scores]
 
@@ -203,7 +203,7 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
     os.dup2(log.fileno(), 2)
     logging.basicConfig(stream=log, level=logging.WARNING, force=True)
     try:
-        worker = _Worker(spec)
+        worker = _RolloutProcess(spec)
     except Exception as error:
         logger.exception("rollout process %d", spec.index)
         pipe.recv()
@@ -224,7 +224,7 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         pipe.send(answer)
 
 
-class _Worker:
+class _RolloutProcess:
     def __init__(self, spec: WorkerSpec) -> None:
         import torch  # noqa: PLC0415 -- seconds
 
@@ -259,8 +259,8 @@ class _Worker:
         """Roll out and write patches; returns slime's train data of the rows with an advantage."""
         import torch  # noqa: PLC0415 -- imported before
 
+        from trainer.slime.monitor import records_of  # noqa: PLC0415
         from trainer.slime.play.samples import flatten  # noqa: PLC0415
-        from trainer.slime.records import records_of  # noqa: PLC0415
 
         groups = self._rollouts.rollout(number).samples
         data = self._rollouts.train_data(groups)
@@ -278,7 +278,7 @@ class _Worker:
             answer |= {"shape": tuple(patches.shape), "images": images}
         return answer
 
-    def evaluate(self, number: int, temperature: float) -> list[Score]:
+    def evaluate(self, number: int, temperature: float) -> list[HeldOutScore]:
         """Play this process's held-out tasks."""
         from slime.utils.eval_config import EvalDatasetConfig  # noqa: PLC0415 -- from the user's checkout
 
@@ -303,7 +303,7 @@ class _Worker:
         ]
         samples = self._rollouts.evaluate(number).data["held_out"]["samples"]
         return [
-            Score(
+            HeldOutScore(
                 task_id=sample.metadata["task_id"],
                 score=None if is_void(sample) else float(facts_of(sample)["task_score"]),
                 guest_end_cause=facts_of(sample).get("guest_end_cause", ""),

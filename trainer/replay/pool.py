@@ -27,7 +27,7 @@ from trainer.replay.trajectory import StoredTrajectory, base_id, canonical
 _FORMAT = 1
 
 
-class PoolSettings(BaseModel):
+class ReplaySettings(BaseModel):
     """Bounds and seed."""
 
     model_config = STRICT
@@ -41,7 +41,7 @@ class PoolSettings(BaseModel):
 
 
 #: A rollout's settings have more, which a resumed pool may change.
-_SETTINGS = set(PoolSettings.model_fields)
+_SETTINGS = set(ReplaySettings.model_fields)
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ _Start = tuple[str, str]
 class ReplayPool:
     """Successes by task and start."""
 
-    settings: PoolSettings = field(default_factory=PoolSettings)
+    settings: ReplaySettings = field(default_factory=ReplaySettings)
     counters: Counters = field(default_factory=Counters)
     _by_start: dict[_Start, list[_Stored]] = field(default_factory=dict)
     _picks: dict[str, int] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class ReplayPool:
         _remove_unused(directory)
 
     @classmethod
-    def resume(cls, directory: Path, settings: PoolSettings, *, name: str = "latest") -> Self:
+    def resume(cls, directory: Path, settings: ReplaySettings, *, name: str = "latest") -> Self:
         """Return a saved pool, which continues with the same picks.
 
         Raises:

@@ -24,7 +24,6 @@ from pydantic import (
     model_validator,
 )
 
-from cuaenv.copying import copied
 from cuaenv.problems import problem_of
 
 IMAGE_PLACEHOLDER = "<image>"
@@ -139,8 +138,15 @@ class StoredTrajectory:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise MalformedRow(f"{'.'.join(map(str, first['loc']))}: {problem_of(first)}") from error
-        messages = tuple(message.model_dump(exclude_unset=True) for message in read.messages)
-        return copied(cls, read, messages=messages, images=tuple(read.images), rows=tuple(read.rows))
+        return cls(
+            task_id=read.task_id,
+            messages=tuple(message.model_dump(exclude_unset=True) for message in read.messages),
+            images=tuple(read.images),
+            reward=read.reward,
+            metadata=read.metadata,
+            rows=tuple(read.rows),
+            start=read.start,
+        )
 
 
 def base_id(task_id: str) -> str:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class CreditedMember:
     """A member of a group, in turns that count from 1."""
 
     name: str
@@ -58,7 +58,7 @@ class Credit:
         return self.advantages[turn - self.first_turn]
 
 
-def sibling_credit(members: Sequence[Member], *, by_deviation: bool = True) -> list[Credit]:
+def sibling_credit(members: Sequence[CreditedMember], *, by_deviation: bool = True) -> list[Credit]:
     """Return the credit of each member.
 
     Args:
@@ -79,7 +79,7 @@ def sibling_credit(members: Sequence[Member], *, by_deviation: bool = True) -> l
 
 
 class _Tree:
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[CreditedMember]) -> None:
         self._rewards: Mapping[str, float | None] = {member.name: member.reward for member in members}
         self._children: dict[tuple[str, int], list[str]] = defaultdict(list)
         """Members that branched, by parent and its turns so far; those of the beginning by ("", 0)."""
@@ -93,7 +93,7 @@ class _Tree:
                 self._branch_turns[parent].append(turn)
         self._values: dict[tuple[str, int], float | None] = {}
 
-    def credit(self, member: Member, scale: float) -> Credit:
+    def credit(self, member: CreditedMember, scale: float) -> Credit:
         starts = [member.shared_count, *(t for t in sorted(self._branch_turns[member.name]) if t > member.shared_count)]
         advantages: list[float] = []
         sibling_count = 0

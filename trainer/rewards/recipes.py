@@ -19,7 +19,7 @@ from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFact
 from trainer.rewards.shaped import Shaped
 
 
-class Recipe(Protocol):
+class Reward(Protocol):
     """A reward. Pure: equal facts give an equal breakdown."""
 
     def __call__(self, facts: EpisodeFacts) -> Breakdown:
@@ -27,7 +27,7 @@ class Recipe(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class TaskScore:
     """The checker's score."""
 
     __pydantic_config__: ClassVar = STRICT
@@ -37,7 +37,7 @@ class Task:
         return Breakdown(recipe="task", total=facts.task_score, task_score=facts.task_score, parts=parts)
 
 
-_RECIPES: Mapping[str, type[Recipe]] = {"task": Task, "shaped": Shaped}
+_RECIPES: Mapping[str, type[Reward]] = {"task": TaskScore, "shaped": Shaped}
 
 NAMES = tuple(_RECIPES)
 """The built-in recipes; start with "task"."""
@@ -57,14 +57,14 @@ _TRIALS = (
 )
 
 
-def recipe_of(reward: str | Mapping[str, Any]) -> Recipe:
+def recipe_of(reward: str | Mapping[str, Any]) -> Reward:
     """Return the recipe of a setting: a name, or `recipe:` with its options. Raises: ConfigError, as `recipe`."""
     if isinstance(reward, str):
         return recipe(reward)
     return recipe(str(reward.get("recipe", "task")), **{key: reward[key] for key in reward if key != "recipe"})
 
 
-def recipe(name: str = "task", **options: object) -> Recipe:
+def recipe(name: str = "task", **options: object) -> Reward:
     """Return the recipe of that name.
 
     Args:
@@ -84,7 +84,7 @@ def recipe(name: str = "task", **options: object) -> Recipe:
             )
     kind = named("reward", name, _RECIPES)
     if not is_own(name):
-        made: Recipe = parse(kind, options, path=name)
+        made: Reward = parse(kind, options, path=name)
         return made
     own = OwnReward(name, _own(name, kind, options))
     for facts in _TRIALS:

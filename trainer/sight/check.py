@@ -11,7 +11,7 @@ Without a learner, changes by which an engine loses nothing stay unseen: half th
 pictures in another order. Only the log-probabilities of the same tokens by other means show them.
 
 ```python
-plan = Plan.draw(turns=3, size_px=(640, 384))
+plan = SightPlan.draw(turns=3, size_px=(640, 384))
 episodes = [play(pictures) for pictures in plan.episodes]    # the framework's rollout: a `SampledReply` for each reply
 print(compare(plan, episodes, learner, patches := Patches.of(processor.image_processor)))
 given_pictures(plan, episodes, patches).save("sight.png")
@@ -104,7 +104,7 @@ before it; the first entry has no meaning."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class SightPlan:
     """The code words and pictures of all episodes."""
 
     words: Sequence[Sequence[str]]
@@ -114,7 +114,7 @@ class Plan:
     """Turn, from 0, whose picture differs in each episode after the first two."""
 
     @staticmethod
-    def draw(*, turns: int, size_px: tuple[int, int]) -> "Plan":
+    def draw(*, turns: int, size_px: tuple[int, int]) -> "SightPlan":
         """Draw words that differ in every letter place, each in its own colours.
 
         Pictures of the first three turns and of the last one are exchanged: an engine that reads at most so many
@@ -131,7 +131,7 @@ class Plan:
         shown = [list(range(turns)), list(range(turns))]
         for other, turn in enumerate(exchanged, start=turns):
             shown.append([other if number == turn else number for number in range(turns)])
-        return Plan(
+        return SightPlan(
             exchanged=exchanged,
             words=[[words[number] for number in each] for each in shown],
             episodes=[[pictures[number] for number in each] for each in shown],
@@ -172,7 +172,7 @@ class Patches:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Fault:
     """A fault."""
 
     turn: int
@@ -201,11 +201,11 @@ class Report:
     """Mean difference in each such turn between engine and learner with unchanged pictures; None without a learner."""
     read_count: int = 0
     """Replies that have their turn's own word."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Fault] = field(default_factory=list)
 
     def add(self, turn: int, side: Literal["engine", "learner", "engine and learner"], problem: str, look: str) -> None:
         """Add a finding about a turn that counts from 0."""
-        self.findings.append(Finding(turn + 1, side, problem, look))
+        self.findings.append(Fault(turn + 1, side, problem, look))
 
     def __str__(self) -> str:
         lines = [
@@ -217,7 +217,7 @@ class Report:
         return "\n".join([*lines, *(f"FAULT {each}" for each in self.findings)])
 
 
-def compare(plan: Plan, episodes: Sequence[Episode], learner: Learner | None, patches: Patches) -> Report:
+def compare(plan: SightPlan, episodes: Sequence[Episode], learner: Learner | None, patches: Patches) -> Report:
     """Return what engine and learner see.
 
     Args:
@@ -259,7 +259,7 @@ def _engine(report: Report, turn: int, base: SampledReply, exchanged: SampledRep
         report.add(turn, "engine", what, "the images of its request, placeholders in its prompt, and its prefix cache")
 
 
-def _answer(report: Report, plan: Plan, turn: int, base: SampledReply) -> None:
+def _answer(report: Report, plan: SightPlan, turn: int, base: SampledReply) -> None:
     own, text = plan.words[0][turn], base.text.upper()
     if own in text:
         report.read_count += 1
@@ -270,7 +270,7 @@ def _answer(report: Report, plan: Plan, turn: int, base: SampledReply) -> None:
             report.add(turn, "engine", what, "which pictures the request of this turn has, and their order")
 
 
-def _batch(report: Report, plan: Plan, turn: int, base: SampledReply, patches: Patches) -> None:
+def _batch(report: Report, plan: SightPlan, turn: int, base: SampledReply, patches: Patches) -> None:
     """Compare the pictures in the learner's batch with those that were drawn."""
     given = patches.pictures(base.inputs)
     if not 0 <= base.image < len(given):
@@ -364,7 +364,7 @@ def _drawn(word: str, size_px: tuple[int, int], rng: random.Random) -> Image.Ima
     return picture
 
 
-def given_pictures(plan: Plan, episodes: Sequence[Episode], patches: Patches) -> Image.Image:
+def given_pictures(plan: SightPlan, episodes: Sequence[Episode], patches: Patches) -> Image.Image:
     """Return one picture: by turn, the picture drawn, and under it the one that the learner is given."""
     line, (width, height) = 14, plan.episodes[0][0].size
     sheet = Image.new("RGB", (len(plan.words[0]) * (width + 8) + 8, 2 * (height + line) + 12), "white")

@@ -14,7 +14,7 @@ from cuaenv.frames import TiledImage
 from trainer.agent.grammars import Grammar, Intent, Parsed, Picture
 from trainer.agent.settings import AgentSettings
 from trainer.agent.starts import task_id_of
-from trainer.sight.check import MOST_TURNS, Plan
+from trainer.sight.check import MOST_TURNS, SightPlan
 
 #: Least turns of an episode: enough that pictures can be lost after the first one, or exchanged among later ones.
 _LEAST_TURNS = 3
@@ -121,12 +121,12 @@ def settings_of(agent: AgentSettings) -> AgentSettings:
 
 
 @lru_cache(maxsize=1)
-def plan_of(agent: AgentSettings) -> Plan:
+def plan_of(agent: AgentSettings) -> SightPlan:
     """Return a job's code words, in pictures of the size of its screenshots of a screen of 1280x800 pixels."""
     unit, (width, height) = agent.image_multiple_px, _SCREEN_PX
     scale = min(1.0, (agent.image_max_pixels / (width * height)) ** 0.5)
     size_px = int(width * scale) // unit * unit, int(height * scale) // unit * unit
-    return Plan.draw(turns=_turn_count(agent), size_px=size_px)
+    return SightPlan.draw(turns=_turn_count(agent), size_px=size_px)
 
 
 def _turn_count(agent: AgentSettings) -> int:
@@ -137,7 +137,7 @@ def _turn_count(agent: AgentSettings) -> int:
 class PictureEnvironments:
     """Opens the episodes of a plan as tasks `sight/N`. See `trainer.agent.attempts.Environments`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SightPlan) -> None:
         """Take the plan."""
         self._plan = plan
 

@@ -7,7 +7,7 @@ from typing import Any
 from trainer.sight.check import has_pixels
 
 
-class Model:
+class SightModel:
     """A checkpoint in single precision."""
 
     def __init__(self, checkpoint: Path | str) -> None:

@@ -15,20 +15,20 @@
 ```
 
 Three rooms: `hooks` is what slime calls. `job` is what all samples of one configuration share in a process, with
-`checks` of slime's arguments, `probes` of data, hosts and engine, and the `monitor` of finished episodes (`records`).
-`play` runs one sample and knows no job. One sample:
+`checks` of slime's arguments, data, hosts and engine, and the `monitor` of finished episodes. `play` runs one sample
+and knows no job. One sample:
 
 ```text
 slime's loop                                 hooks.log_rollout ◄── batch ◄── hooks.keep_informative
      │ sample                                                       ▲
      ▼                                                              │ filled or void sample
-hooks.generate ──► job.Job.run ──► ready: checks, probes (once)     │           ──► monitor.record
+hooks.generate ──► job.Job.run ──► ready: checks (once)             │           ──► monitor.record
                         │                                           │
                         ▼ (in a process of play.workers)            │
 play.rollout.play ──► Rollout ──► agent.attempts.run_task ──► agent.loop ──► samples.fill, rewards
                                       │ reset                 │ generate           │ step, evaluate
                                       ▼                       ▼                    ▼
-                              SampleEnvironments      TokenConversation      AsyncEpisode
+                              Rollout.reset           TokenConversation      AsyncEpisode
                                       │ a machine             │ sample             │ gRPC
                                       ▼                       ▼                    ▼
                        Forks: members of a group      SlimeEngine:           daemon

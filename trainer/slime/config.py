@@ -12,9 +12,9 @@ from cuaenv.problems import did_you_mean
 from trainer.agent.training import GroupConfig
 from trainer.config import ConfigError
 from trainer.data.curriculum import ALL, curriculum_of
-from trainer.replay.pool import PoolSettings
+from trainer.replay.pool import ReplaySettings
 
-#: Names of `trainer.slime.records.metrics_of`, and prefixes of names that depend on the data.
+#: Names of `trainer.slime.monitor.metrics_of`, and prefixes of names that depend on the data.
 METRICS = (
     "branched_frac", "ended_by_guest_frac", "fallback_frac", "mixed_origin_frac", "parsed_frac", "reply_tokens",
     "reward", "rows", "sampled_entropy", "success_frac", "task_score", "turns", "undecided_frac", "void_frac",
@@ -65,7 +65,7 @@ class Halt:
         ]
 
 
-class Replay(PoolSettings):
+class ReplayConfig(ReplaySettings):
     """Replay of earlier successes to groups that failed; see `trainer.slime.play.replay`."""
 
     files: tuple[Path, ...] = ()
@@ -93,7 +93,7 @@ class SlimeConfig(GroupConfig):
     """The run halts if no daemon answers for this time."""
     picture_dir: str = ""
     """Directory that this process and all engines read at the same path, such as one in /dev/shm if they share a host:
-    requests name the files of pictures, see `trainer.slime.play.pictures`. Empty: requests carry a row's pictures."""
+    requests name the files of pictures, see `trainer.slime.play.engine`. Empty: requests carry a row's pictures."""
     record_dir: str = ""
     """Directory of the files that `trainer.slime.hooks.record_sample` writes; empty for none."""
     sight: Literal["off", "warn", "refuse"] = "off"
@@ -103,15 +103,10 @@ class SlimeConfig(GroupConfig):
     """Which drawn tasks are played: `all`, `solve_rate` (those that 20 to 80 % of their latest episodes solved), or an
     own `trainer.data.curriculum.Curriculum` as `module:FUNCTION`. Needs `--data-source-path
     trainer.slime.hooks.data_source`."""
-    replay: Replay | None = None
+    replay: ReplayConfig | None = None
     """Earlier successes for groups that failed; None for no replay."""
     halt: Halt = Field(default_factory=Halt)
     """Conditions that stop the run; by default many void episodes."""
-
-    @staticmethod
-    def from_args(args: Any) -> "SlimeConfig":
-        """Return the configuration in slime's args. Raises: ConfigError."""
-        return SlimeConfig.from_mapping(envd_of(args))
 
     @property
     def lease_ttl(self) -> timedelta:
@@ -133,7 +128,7 @@ class SlimeConfig(GroupConfig):
 
     @field_validator("replay")
     @classmethod
-    def _none_if_empty(cls, value: Replay | None) -> Replay | None:
+    def _none_if_empty(cls, value: ReplayConfig | None) -> ReplayConfig | None:
         return value if value is not None and value.model_fields_set else None
 
     @field_validator("curriculum")

@@ -5,25 +5,34 @@ Hooks of users find here what ours know of a sample: `is_void`, `facts_of`, `fla
 
 import asyncio
 import json
-from collections.abc import Sequence
+import logging
+import pickle
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from trainer.agent.starts import task_id_of
 from trainer.agent.types import ModelFailed
-from trainer.data.curriculum import ALL
-from trainer.slime import probes, slime_compat
+from trainer.data.curriculum import ALL, TaskChoice
+from trainer.files import write_atomically
+from trainer.slime import checks, slime_compat
 from trainer.slime.config import Halted
 from trainer.slime.job import job_of
-from trainer.slime.play.choice import chosen
-from trainer.slime.play.groups import drop_reason, normalized, rollout_reward
-from trainer.slime.play.partial import load_buffer, save_buffer
+from trainer.slime.monitor import metrics_of, records_of
 from trainer.slime.play.replay import build_tensors, show_success, show_successes
-from trainer.slime.play.samples import by_rollout, facts_of, flatten, is_void
+from trainer.slime.play.rollout import Partial
+from trainer.slime.play.samples import (
+    by_rollout,
+    drop_reason,
+    facts_of,
+    flatten,
+    is_void,
+    normalized,
+    rollout_reward,
+    task_of,
+)
 from trainer.slime.play.sight import play_pictures
-from trainer.slime.play.warmup import CannotTrain, fill_conversation
-from trainer.slime.records import metrics_of, records_of
 from trainer.slime.slime_compat import Sample, log_metrics
 from trainer.tokens.chat import Chat
 
@@ -45,6 +54,9 @@ __all__ = [
     "reward_func",
 ]
 
+logger = logging.getLogger(__name__)
+#: Key in the metadata that slime saves with its data source.
+_CURRICULUM_KEY: Final = "envd_curriculum"
 #: Metrics that are also logged over the kept samples alone.
 _KEPT = ("reward", "task_score", "success_frac", "void_frac", "zero_std_frac")
 
@@ -69,7 +81,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 async def play_sight(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:  # noqa: ARG001 -- slime passes it
     """Play the episode that a sample's task `sight/NUMBER` names, for the generate function of `trainer sight`."""
     job = job_of(args)
-    start = probes.start_of_row(sample.metadata, sample.label, job.config.task_key)
+    start = checks.start_of_row(sample.metadata, sample.label, job.config.task_key)
     number = int(task_id_of(start).rpartition("/")[2])
     return await play_pictures(args, sample, sampling_params, number, here=job.here())
 
@@ -156,7 +168,7 @@ def data_source(args: Any) -> Any:
     """
     job = job_of(args)
     # Before slime reads them: its own errors do not name the row.
-    probes.refuse_rows(args, job.config)
+    checks.refuse_rows(args, job.config)
     source = slime_compat.data_source(args)
     is_partial = getattr(args, "partial_rollout", False)
     _ = job.pool  # an unreadable file of successes ends the job now
@@ -180,6 +192,69 @@ def data_source(args: Any) -> Any:
     if job.config.curriculum != ALL:
         chosen(source, job.tasks, task_key=job.config.task_key)
     return source
+
+
+def chosen(source: Any, tasks: TaskChoice, *, task_key: str) -> None:
+    """Let a data source pass over groups whose tasks are not worth playing now; see `trainer.data.curriculum`.
+
+    What is known of tasks is saved with its state.
+    It draws each row once more at most: if too few tasks are worth playing, it returns those that it passed over first.
+    """
+    draw, save, load = source.get_samples, source.save, source.load
+
+    def get_samples(count: int) -> list[list[Sample]]:
+        groups: list[list[Sample]] = []
+        passed_over: list[list[Sample]] = []
+        draws_left = count + len(source)
+        while len(groups) < count and draws_left:
+            draws_left -= 1
+            (group,) = draw(1)
+            # Of a group that slime aborted, some members may be finished.
+            is_new = all(sample.status.name == "PENDING" for sample in group)
+            is_played = not is_new or tasks.plays(task_of(group[0], task_key))
+            (groups if is_played else passed_over).append(group)
+        return groups + passed_over[: count - len(groups)]
+
+    def save_all(rollout_id: int) -> None:
+        source.metadata[_CURRICULUM_KEY] = tasks.state()
+        save(rollout_id)
+
+    def load_all(rollout_id: int | None = None) -> None:
+        load(rollout_id)
+        if state := source.metadata.get(_CURRICULUM_KEY):
+            tasks.resume(state)
+
+    source.get_samples, source.save, source.load = get_samples, save_all, load_all
+
+
+def save_buffer(source: Any, directory: str, rollout_id: int) -> None:
+    """Write the aborted groups of slime's data source next to its own state, which lacks them. Raises: OSError."""
+    path = _buffer_path(directory, rollout_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, pickle.dumps(source.buffer))
+
+
+def load_buffer(source: Any, directory: str, rollout_id: int | None) -> None:
+    """Read the aborted groups that `save_buffer` wrote, if it did. Raises: OSError."""
+    path = _buffer_path(directory, rollout_id)
+    if path.exists():
+        # Of the same directory, and as trusted, as the weights that slime unpickles.
+        with path.open("rb") as file:
+            source.buffer = _Unpickler(file).load()
+        logger.info("[envd] %d aborted groups continue", len(source.buffer))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads files of 0.2.0, too, in which `Partial` has its former module."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """See `pickle.Unpickler`."""
+        is_former = module_name == "trainer.slime.partial"
+        return super().find_class(Partial.__module__ if is_former else module_name, global_name)
+
+
+def _buffer_path(directory: str, rollout_id: int | None) -> Path:
+    return Path(directory) / "partial" / f"{rollout_id}.pickle"
 
 
 def log_rollout(
@@ -284,10 +359,18 @@ def _append(path: Path, line: str) -> None:
         file.write(line.encode())
 
 
+class CannotTrain(ValueError):
+    """A conversation is not a valid example: it has no trained turn, or its images do not match its text."""
+
+
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> list[list[Sample]]:  # noqa: ARG001
     """Return the next conversations of the data set as samples with tokens, masks and image tensors.
 
-    A supervised warm-up with images, for `--rollout-function-path`; see `trainer.slime.play.warmup`.
+    A supervised warm-up with images, for `--rollout-function-path`. slime's own `slime.rollout.sft_rollout` (624b824a8)
+    tokenises the text only: an image becomes one placeholder, and its pixels are lost. Here each placeholder is
+    repeated once per image token, and the pixels are added. Masks are slime's (`--loss-mask-type`), so turns with
+    `step_loss_mask` 0 are not trained. Rows come from `trainer data export-sft`: `--input-key messages
+    --multimodal-keys '{"image": "images"}'`, without `--apply-chat-template`.
 
     Raises:
         CannotTrain: A conversation is not a valid example; the message names its task.
@@ -308,3 +391,34 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 @lru_cache(maxsize=1)
 def _warmup_tools(checkpoint: str, mask_type: str) -> tuple[Any, Any, Any]:
     return slime_compat.sft_tools(checkpoint, mask_type)
+
+
+def fill_conversation(sample: Sample, chat: Chat, masks: Any) -> None:
+    """Fill a sample with the tokens, masks and image tensors of its conversation. Raises: CannotTrain, ModelFailed."""
+    images = (sample.multimodal_inputs or {}).get("images") or []
+    ids, mask = masks.get_loss_mask(sample.prompt, tools=(sample.metadata or {}).get("tools"))
+    counts = [chat.image_token_count(image.width, image.height) for image in images]
+    pairs = list(expanded(ids, mask, image_id=chat.image_id, counts=counts))
+    tokens, loss_mask = [token for token, _ in pairs], [one for _, one in pairs]
+    if 1 not in loss_mask or loss_mask[0] == 1:
+        raise CannotTrain("no turn is trained, or the first trained turn has no prompt")
+    sample.tokens = tokens
+    sample.loss_mask = loss_mask[loss_mask.index(1) :]
+    sample.response_length = len(sample.loss_mask)
+    sample.reward = 0.0
+    sample.multimodal_train_inputs = chat.tensors([image.convert("RGB") for image in images], tokens)
+
+
+def expanded(
+    ids: Sequence[int], mask: Sequence[int], *, image_id: int | None, counts: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Yield ids with their masks, repeating each image's placeholder once per image token.
+
+    Raises:
+        CannotTrain: The numbers of placeholders and images differ.
+    """
+    if ids.count(image_id) != len(counts):
+        raise CannotTrain(f"the chat template made {ids.count(image_id)} placeholders for {len(counts)} images")
+    remaining = iter(counts)
+    for token, one in zip(ids, mask, strict=True):
+        yield from [(token, one)] * (next(remaining) if token == image_id else 1)

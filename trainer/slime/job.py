@@ -18,16 +18,13 @@ from trainer.agent.ownership import Owner
 from trainer.config import ConfigError, json_of
 from trainer.data.curriculum import TaskChoice, curriculum_of
 from trainer.replay.pool import ReplayPool
-from trainer.slime import probes, slime_compat
-from trainer.slime.checks import check
+from trainer.slime import checks, slime_compat
 from trainer.slime.config import Halted, SlimeConfig, envd_of
 from trainer.slime.monitor import RunMonitor
-from trainer.slime.play.choice import task_of
-from trainer.slime.play.engine import EngineClient, SlimeEngine, engine_url
-from trainer.slime.play.pictures import PictureFiles
+from trainer.slime.play.engine import EngineClient, PictureFiles, SlimeEngine, engine_url
 from trainer.slime.play.replay import load_files
 from trainer.slime.play.rollout import DaemonWatch, Resources, Rollout, play
-from trainer.slime.play.samples import facts_of, is_void, note, void_result
+from trainer.slime.play.samples import facts_of, is_void, task_of, void_result
 from trainer.slime.play.sight import sight_problem
 from trainer.slime.play.workers import WorkerLost, Workers
 from trainer.slime.slime_compat import Sample
@@ -113,17 +110,20 @@ class Job:
             ConfigError: The configuration is invalid, or no row of a data file can be played; no episode was opened.
             Halted: The run cannot go well.
         """
-        multiple = self.config.multiple(evaluation=evaluation)
+
+        def void(reason: str, **facts: str) -> Any:
+            multiple = self.config.multiple(evaluation=evaluation)
+            return void_result(sample, multiple, args, status="FAILED", reason=reason, **facts)
+
         start: str | Checkpoint = ""
         try:
             await self.ready(args, sample, sampling_params, evaluation=evaluation)
             self.monitor.check(args)
             start, problem = self._start_of(sample)
             if self.monitor.is_halted:
-                return void_result(sample, multiple, args, status="FAILED", reason="halted")
+                return void("halted")
             if problem:
-                result = void_result(sample, multiple, args, status="FAILED", reason="UnplayableRow", error=problem)
-                note(sample, {"owner": Owner.CALLER.value})
+                result = void("UnplayableRow", error=problem, owner=Owner.CALLER.value)
             else:
                 result = await self._play(
                     args, sample, sampling_params, start=start, evaluation=evaluation, rollout_type=rollout_type
@@ -131,10 +131,9 @@ class Job:
         except Halted as error:
             self.monitor.halt(str(error))
             self.monitor.check(args)
-            result = void_result(sample, multiple, args, status="FAILED", reason="halted", error=str(error))
+            result = void("halted", error=str(error))
         except WorkerLost as error:
-            result = void_result(sample, multiple, args, status="FAILED", reason="WorkerLost", error=str(error))
-            note(sample, {"owner": Owner.TRAINER.value})
+            result = void("WorkerLost", error=str(error), owner=Owner.TRAINER.value)
         if not evaluation and sample.status.name != "ABORTED":
             self._record_task(sample)
             self.monitor.record(args, result)
@@ -143,7 +142,7 @@ class Job:
     def _start_of(self, sample: Sample) -> tuple[str | Checkpoint, str]:
         """Return where a sample starts, and why its row cannot be played; its metadata is a dictionary then."""
         try:
-            return probes.start_of_row(sample.metadata, sample.label, self.config.task_key), ""
+            return checks.start_of_row(sample.metadata, sample.label, self.config.task_key), ""
         except ConfigError as error:
             sample.metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
             return "", str(error)
@@ -170,17 +169,17 @@ class Job:
         client = shared_client(config.client)
         given = (args, sample, sampling_params)
         await self._once("arguments", partial(self._check_arguments, args))
-        if files := probes.data_files(args):
-            await self._once(("rows", files), partial(probes.warn_of_rows, files, config, client))
+        if files := checks.data_files(args):
+            await self._once(("rows", files), partial(checks.warn_of_rows, files, config, client))
         if self.monitor.is_halted:
             return
         if config.sight != "off" and not evaluation and not config.agent.text_only:
             await self._once(("sight", url), partial(self._check_sight, *given))
-        await self._once("capacity", partial(probes.warn_of_capacity, args, config, client))
+        await self._once("capacity", partial(checks.warn_of_capacity, args, config, client))
         await self._once(("engine", url), partial(self._check_engine, *given))
 
     async def _check_arguments(self, args: Any) -> bool:
-        check(args, self.config)
+        checks.check(args, self.config)
         return True
 
     async def _check_sight(self, args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> bool:
@@ -196,9 +195,9 @@ class Job:
         engine = partial(SlimeEngine, args, sample, sampling_params, config=config, client=self.http)
         if self.files is not None:
             in_files, in_requests = engine(files=self.files), engine()
-            if not await probes.require_readable(in_files, in_requests, chat, config.picture_dir):
+            if not await checks.require_readable(in_files, in_requests, chat, config.picture_dir):
                 return False
-        return await probes.warn_of_engine(engine(), chat)
+        return await checks.warn_of_engine(engine(), chat)
 
     async def _once(self, key: Hashable, examine: Callable[[], Awaitable[bool]]) -> None:
         """Make a check unless it was made, or wait for it. The next sample repeats one that could not be made."""

@@ -6,9 +6,10 @@ So the ids of a row are never recomputed, and the template still determines the 
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from trainer.agent.types import Message, ModelFailed, broken_up
+from trainer.agent.types import Message, ModelFailed, broken_up, without_control_tokens
 from trainer.tokens.patches import image_tensors
 from trainer.tokens.rows import Segment
 
@@ -47,26 +48,32 @@ class Chat:
             tokens = [getattr(processor, f"{kind}_token", None) for kind in ("image", "video", "audio")]
             self._placeholders = tuple(token for token in tokens if isinstance(token, str))
 
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Chat":
+        """Return this format with functions, as JSON schemas that the template describes to the model."""
+        chat = copy(self)
+        chat._options = {**self._options, "tools": [self._escaped_in(tool) for tool in tools]}
+        return chat
+
     def opening(self, messages: Sequence[Message]) -> Segment:
         """Return a row's prompt, up to the start of the model's reply. Raises: ModelFailed."""
         return self._segment(self._render(messages), messages)
 
-    def following(self, message: Message, *, last_id: int | None) -> Segment:
+    def following(self, *messages: Message, last_id: int | None) -> Segment:
         """Return the tokens between a reply and the next one.
 
         Args:
-            message: The observation.
+            messages: The observation.
             last_id: The reply's last id. Its end-of-turn token is not repeated; a reply that was cut off gets one.
 
         Raises:
-            ModelFailed: The template dropped the message, or it has an image that the model cannot read.
+            ModelFailed: The template dropped a message, or one has an image that the model cannot read.
         """
         before = [Message("user", ("-",)), Message("assistant", (_REPLY,))]
-        text = self._render([*before, message])
+        text = self._render([*before, *messages])
         _, mark, text = text.rpartition(_REPLY)
         if not mark:
             raise ModelFailed("the chat template drops replies, so no message can follow one")
-        segment = self._segment(text, [message])
+        segment = self._segment(text, messages)
         if segment.engine_ids and segment.engine_ids[0] == last_id:
             return Segment(
                 text=text.removeprefix(self.decode([last_id])),
@@ -130,8 +137,12 @@ class Chat:
         render: Callable[..., str] = self._tokenizer.apply_chat_template
         if self._processor is not None and getattr(self._processor, "chat_template", None):
             render = self._processor.apply_chat_template
-        content = [{"role": message.role, "content": self._content(message)} for message in messages]
-        return render(content, tokenize=False, add_generation_prompt=True, **self._options)
+        return render(list(map(self._entry, messages)), tokenize=False, add_generation_prompt=True, **self._options)
+
+    def _entry(self, message: Message) -> dict[str, Any]:
+        entry = {"role": message.role, "content": self._content(message)}
+        calls = [{"type": "function", "function": self._escaped_in(call)} for call in message.calls]
+        return {**entry, "tool_calls": calls} if calls else entry
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
         if all(isinstance(part, str) for part in message.parts):
@@ -144,6 +155,17 @@ class Chat:
     def _escaped(self, text: str) -> str:
         """Break up what only this tokenizer reads as a special token; `Message` breaks up those of known models."""
         return text if self._special is None else self._special.sub(broken_up, text)
+
+    def _escaped_in(self, value: Any) -> Any:
+        """Break up the special tokens in the texts of a JSON value."""
+        match value:
+            case str():
+                return self._escaped(without_control_tokens(value))
+            case Mapping():
+                return {self._escaped_in(key): self._escaped_in(each) for key, each in value.items()}
+            case list() | tuple():
+                return list(map(self._escaped_in, value))
+        return value
 
     def _segment(self, text: str, messages: Sequence[Message]) -> Segment:
         images = tuple(part for message in messages for part in message.parts if not isinstance(part, str))

@@ -95,10 +95,10 @@ class TokenConversation:
         """Return all that the model read and sampled in the current row before its latest reply."""
         return self.rows[-1].as_prompt(without_last_reply=True)
 
-    async def append(self, message: Message) -> None:
+    async def append(self, *messages: Message) -> None:
         """Add an observation to the row. Raises: BudgetExhausted, ModelFailed."""
         row = self.rows[-1]
-        segment = await self._encoded(lambda: self._chat.following(message, last_id=row.last_id))
+        segment = await self._encoded(lambda: self._chat.following(*messages, last_id=row.last_id))
         # An observation that leaves no tokens for a reply is not added.
         if row.token_count + len(segment.train_ids) >= self._limit_of(row):
             raise BudgetExhausted(

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from cuaenv.client import Action, Click, Done
 from trainer.agent.grammars import Grammar, Intent, ParseError, Picture, UnsupportedAction, intent
-from trainer.client import Action, Click, Done
 
 
 class Lines(Grammar):

@@ -52,9 +52,12 @@ _HEALTH_BYTES = 256 + 8
 
 #: The rule of each method of `CUAEnv`.
 RULES: Final[Mapping[str, Rule]] = {
+    "GetServer": Rule(Scope.READ),
     "ListPools": Rule(Scope.READ),
     "WatchPools": Rule(Scope.READ),
+    "GetEpisode": Rule(Scope.READ),
     "ListEpisodes": Rule(Scope.READ),
+    "GetTask": Rule(Scope.READ),
     "ListTasks": Rule(Scope.READ, _ID_LIST_BYTES),
     "Reset": Rule(Scope.RUN),
     "Step": Rule(Scope.RUN, _STEP_BYTES),
@@ -65,6 +68,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "Fork": Rule(Scope.RUN),
     "CreateCheckpoint": Rule(Scope.RUN),
     "Rollback": Rule(Scope.RUN),
+    "GetCheckpoint": Rule(Scope.READ),
     "ListCheckpoints": Rule(Scope.READ),
     "DeleteCheckpoint": Rule(Scope.RUN),
     "ExportCheckpoint": Rule(Scope.RUN),
@@ -125,9 +129,13 @@ class Caller:
         """
         return self.scope is Scope.ADMIN or owner == self.name
 
-    def may_list(self, owner: str) -> bool:
-        """Return whether an episode of `owner` appears in listings."""
-        return self.scope is not Scope.RUN or owner == self.name
+    def may_list(self, owner: str | None) -> bool:
+        """Return whether an episode of `owner` appears in listings; the owner of an unknown episode is None."""
+        return owner is not None and (self.scope is not Scope.RUN or owner == self.name)
+
+    def may_call(self, method: str, owner: str | None) -> bool:
+        """Return whether the caller may call a method for an episode of `owner`."""
+        return self.may_list(owner) if rule_of(method).scope is Scope.READ else self.may_use(owner)
 
 
 #: Every caller of a daemon without tokens: processes on its host, or holders of client certificates.

@@ -32,7 +32,7 @@ MESSAGES_PER_S: Final = 4000.0
 MESSAGE_BURST: Final = 4000
 
 
-class Guard:
+class CallGuard:
     """Guards the methods of one service."""
 
     def __init__(
@@ -42,13 +42,14 @@ class Guard:
         limiter: RateLimiter,
         renewals: RateLimiter,
         max_calls: int,
-        may_use: Callable[[Caller, str], bool],
+        owner_of: Callable[[str], str | None],
     ) -> None:
         """Set up a guard.
 
         Args:
             tokens: The valid tokens; None to trust every caller.
             renewals: Limits the rate of ids in the calls that `limiter` exempts, which only keep or release.
+            owner_of: Returns the owner of an episode; None if the id is unknown.
         """
         self._tokens = tokens
         self._limiter = limiter
@@ -57,7 +58,7 @@ class Guard:
         self._in_flight = InFlight()
         self._failures = FailureLog()
         self._max_calls = max_calls
-        self._may_use = may_use
+        self._owner_of = owner_of
 
     def identify(self, method: str, metadata: Metadata) -> Caller:
         """Return the caller, if it may call the method.
@@ -119,14 +120,14 @@ class Guard:
             RateLimited: The caller names too many.
         """
         if method not in ALWAYS_SERVED:
-            self.check_owner(caller, episode_id)
+            self.check_owner(caller, method, episode_id)
         if id_count > 1:
             limiter = self._renewals if method in ALWAYS_SERVED else self._limiter
             _take(limiter, _name_of(caller, peer), min(id_count, MAX_COUNTED_IDS) - 1)
 
-    def check_owner(self, caller: Caller, episode_id: str) -> None:
-        """Check that a caller may use an episode, if one is given. Raises: EpisodeNotFound."""
-        if episode_id and not self._may_use(caller, episode_id):
+    def check_owner(self, caller: Caller, method: str, episode_id: str) -> None:
+        """Check that a caller may call a method for an episode, if one is given. Raises: EpisodeNotFound."""
+        if episode_id and not caller.may_call(method, self._owner_of(episode_id)):
             raise unknown_episode(episode_id)
 
     def _authenticate(self, metadata: Metadata) -> Caller:

@@ -7,7 +7,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from envd.api.security.access import TRUSTED, Caller, Scope, bearer_token
-from envd.api.security.guard import Guard
+from envd.api.security.guard import CallGuard
 from envd.api.security.secret_files import Reloaded
 from envd.api.security.tls import server_context
 from envd.api.security.tokens import TokenTable
@@ -58,7 +58,7 @@ def require_token(tokens: Reloaded[TokenTable] | None, scope: Scope, *, exempt: 
     return check
 
 
-def limit_rate(guard: Guard) -> Middleware:
+def limit_rate(guard: CallGuard) -> Middleware:
     """Return a middleware that answers 429 above the call rate of a token, or of a host without a valid one."""
 
     @web.middleware
@@ -119,7 +119,9 @@ def require_local_host_name() -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not is_local(f"{request.url.host and _bracketed(request.url.host)}:0"):
+        # Names below `localhost` are loopback ones too (RFC 6761).
+        host = "localhost" if (request.url.host or "").endswith(".localhost") else request.url.host
+        if not is_local(f"{host and _bracketed(host)}:0"):
             raise web.HTTPMisdirectedRequest(
                 text=f"host {request.host!r}: without tokens only 127.0.0.1, localhost and [::1] are answered; use one"
                 " of them, or set security.tokens_file\n"

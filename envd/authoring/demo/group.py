@@ -1,13 +1,13 @@
 """Plays the demo's group over gRPC: the policy of each episode, its branches, and the recorded frames and rewards."""
 
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from cuaenv.actions import Action, Done, TypeText
 from cuaenv.cli.terminal import err
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Observation, StepResult, View
-from envd.authoring.demo.report import DemoDirectory, EpisodeRecord, StepRecord
+from envd.authoring.demo.report import DemoDirectory, DemoEpisode, StepRecord
 from envd.authoring.playing import Steps, play
 from envd.base.config import DEFAULT_IMAGE
 from envd.tasks.model import Task
@@ -19,26 +19,19 @@ _RESET_TIMEOUT = timedelta(minutes=20)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedEpisode:
-    """The steps of one episode, and the reward that it must get."""
+    """The steps of one episode, the reward that it must get, and a branch of it if there is one."""
 
     name: str
     description: str
     """A few words about the steps."""
     steps: Steps
     expected_reward: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptedMember:
-    """One member of the group, and a branch of it if there is one."""
-
-    policy: ScriptedEpisode
-    branch: ScriptedEpisode | None = None
+    branch: "ScriptedEpisode | None" = None
+    """A fork of it that continues otherwise; its steps are those after `branch_at` of this episode's."""
     branch_at: int = 0
-    """Steps before the branch."""
 
 
-def members_for(task: Task) -> tuple[ScriptedMember, ...]:
+def members_for(task: Task) -> tuple[ScriptedEpisode, ...]:
     """Return the group for `task`: the oracle, one that does nothing, and two that are branched halfway."""
     stop = ((Done(),),)
     half = len(task.oracle) // 2
@@ -48,15 +41,15 @@ def members_for(task: Task) -> tuple[ScriptedMember, ...]:
         return ScriptedEpisode(name=name, description=description, steps=steps, expected_reward=reward)
 
     return (
-        ScriptedMember(policy=policy("oracle", "solves the task", *task.oracle, reward=1.0)),
-        ScriptedMember(policy=policy("null", "does nothing", *stop, reward=0.0)),
-        ScriptedMember(
-            policy=policy("stops", f"stops after {half} of {len(task.oracle)} steps", *start, *stop, reward=0.0),
+        policy("oracle", "solves the task", *task.oracle, reward=1.0),
+        policy("null", "does nothing", *stop, reward=0.0),
+        replace(
+            policy("stops", f"stops after {half} of {len(task.oracle)} steps", *start, *stop, reward=0.0),
             branch=policy("stops-branch-solves", f"continues after step {half} and solves it", *rest, reward=1.0),
             branch_at=half,
         ),
-        ScriptedMember(
-            policy=policy("solves", "solves the task", *task.oracle, reward=1.0),
+        replace(
+            policy("solves", "solves the task", *task.oracle, reward=1.0),
             branch=policy(
                 "solves-branch-strays",
                 f"types something else after step {half}",
@@ -69,15 +62,9 @@ def members_for(task: Task) -> tuple[ScriptedMember, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedGroup:
-    """Records of a group and its branches."""
-
-    reset_timings_ms: dict[str, float]
-    episodes: tuple[EpisodeRecord, ...]
-
-
-async def play_group(client: AsyncEnvClient, task: Task, directory: DemoDirectory, *, runs_guests: bool) -> PlayedGroup:
+async def play_group(
+    client: AsyncEnvClient, task: Task, directory: DemoDirectory, *, runs_guests: bool
+) -> tuple[DemoEpisode, ...]:
     """Play the group for `task`, write every frame, evaluate all episodes, and close them, also on failure.
 
     Machines that cannot be copied have no branches.
@@ -91,25 +78,24 @@ async def play_group(client: AsyncEnvClient, task: Task, directory: DemoDirector
         episodes = await stack.enter_async_context(opening)
         players, branches = [], []
         for member, episode in zip(members, episodes, strict=True):
-            player = _EpisodePlayer(episode, directory, policy=member.policy, runs_guests=runs_guests)
+            player = _EpisodePlayer(episode, directory, policy=member, runs_guests=runs_guests)
             players.append(player)
             if member.branch is None or episode.origin.is_new_session:
-                await player.play(member.policy.steps)
+                await player.play(member.steps)
                 continue
-            await player.play(member.policy.steps[: member.branch_at])
+            await player.play(member.steps[: member.branch_at])
             [copy] = await stack.enter_async_context(client.fork(episode, count=1))
             branch = _EpisodePlayer(copy, directory, policy=member.branch, runs_guests=runs_guests)
             branches.append(branch)
             timings_ms = copy.opening_timings_ms
             print_progress(
-                f"{member.policy.name}: branched after step {episode.step_count} in {timings_ms['total']:.0f} ms,"
+                f"{member.name}: branched after step {episode.step_count} in {timings_ms['total']:.0f} ms,"
                 f" paused for {timings_ms['pause']:.0f} ms"
             )
             # The parent first: its actions must not change the branch.
-            await player.play(member.policy.steps[member.branch_at :])
+            await player.play(member.steps[member.branch_at :])
             await branch.play(member.branch.steps)
-        records = [await player.score() for player in (*players, *branches)]
-        return PlayedGroup(reset_timings_ms=dict(episodes[0].opening_timings_ms), episodes=tuple(records))
+        return tuple([await player.score() for player in (*players, *branches)])
 
 
 class _EpisodePlayer:
@@ -128,11 +114,11 @@ class _EpisodePlayer:
     async def play(self, steps: Steps) -> None:
         await play(self._episode, steps, runs_guests=self._runs_guests, on_step=self._on_step)
 
-    async def score(self) -> EpisodeRecord:
+    async def score(self) -> DemoEpisode:
         episode, policy = self._episode, self._policy
         evaluation = await episode.evaluate()
         print_progress(f"{policy.name}: reward {evaluation.score:g}")
-        return EpisodeRecord(
+        return DemoEpisode(
             policy=policy.name,
             description=policy.description,
             expected_reward=policy.expected_reward,

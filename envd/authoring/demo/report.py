@@ -35,7 +35,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeRecord:
+class DemoEpisode:
     """One episode."""
 
     policy: str
@@ -75,7 +75,7 @@ class DemoReport:
     hypervisor: str
     timings_s: Mapping[str, float]
     reset_timings_ms: Mapping[str, float]
-    episodes: tuple[EpisodeRecord, ...] = field(default=())
+    episodes: tuple[DemoEpisode, ...] = field(default=())
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -185,7 +185,7 @@ _COLUMN_COUNT = 2
 _PAPER, _INK, _GREY, _GOOD, _BAD, _WRONG = "#f6f6f4", "#1c1c1c", "#6a6a6a", "#1a7f37", "#9a6700", "#cf222e"
 
 
-def draw_group(episodes: Sequence[EpisodeRecord], directory: Path, *, heading: str, text: str) -> Image.Image:
+def draw_group(episodes: Sequence[DemoEpisode], directory: Path, *, heading: str, text: str) -> Image.Image:
     """Return the picture. All frames have the same size."""
     with Image.open(directory / episodes[0].steps[-1].frame) as first:
         tile = (_TILE_WIDTH_PX, round(first.height * _TILE_WIDTH_PX / first.width))

@@ -25,7 +25,7 @@ class Hierarchy:
     """Whether groups limit processors too."""
 
 
-class Group:
+class ControlGroup:
     """A control group with limits of memory and, where the hierarchy has them, of processors.
 
     Create it where the host's files are visible; no other method needs them.
@@ -133,7 +133,7 @@ def _below(mount_point: str, root: str, path: str) -> str:
 
 def _tried(hierarchy: Hierarchy) -> Hierarchy | None:
     """Return the hierarchy if a group can be created and entered. A child tries it: this process stays where it is."""
-    group = Group(hierarchy, memory_bytes=1 << 30, cpus=1)
+    group = ControlGroup(hierarchy, memory_bytes=1 << 30, cpus=1)
     limits_cpu = os.path.exists(f"{hierarchy.directory}/{_PREFIX}{os.getpid()}/cpu.max")
     child = os.fork()
     if child == 0:

@@ -49,7 +49,7 @@ def prepare(memory_mib: int, cpu_s: int, visible: list[str]) -> tuple[Mapping[st
     def supervise(number: int, channel: socket.socket) -> str:
         # If the host runs out of memory, the kernel ends jobs first.
         Path("/proc/self/oom_score_adj").write_text("1000")
-        group = hierarchy and cgroup.Group(hierarchy, memory_bytes=memory_mib << 20, cpus=1)
+        group = hierarchy and cgroup.ControlGroup(hierarchy, memory_bytes=memory_mib << 20, cpus=1)
 
         def judge(alive: int) -> None:
             if group:

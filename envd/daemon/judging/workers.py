@@ -26,7 +26,7 @@ from envd.base.errors import EvaluatorFailed, GuestError
 from envd.base.sandbox.enclosure import SandboxError
 from envd.base.sandbox.fork_server import ForkServer
 from envd.daemon.judging.worker import EXCEEDED_CPU, HEADER
-from envd.tasks.text import CheckOutcome, CheckPart
+from envd.tasks.text import CheckOutcome, CheckResult
 
 logger = logging.getLogger(__name__)
 
@@ -160,10 +160,11 @@ def _parse(data: bytes) -> Mapping[str, Any]:
 def _outcome(answer: Mapping[str, Any]) -> CheckOutcome:
     """Return the outcome in an answer. Raises: ValueError: It is malformed, as of a job that a guest has taken over."""
     try:
-        parts = [(str(name), float(score), str(evidence)) for name, score, evidence in answer["parts"]]
-        outcome = CheckOutcome(
-            float(answer["score"]), str(answer["evidence"]), tuple(CheckPart(*part) for part in parts)
+        parts = tuple(
+            CheckResult(name=str(name), score=float(score), evidence=str(evidence))
+            for name, score, evidence in answer["parts"]
         )
+        outcome = CheckOutcome(float(answer["score"]), str(answer["evidence"]), parts)
     except (KeyError, TypeError) as error:
         raise ValueError(f"malformed answer: {error!r}") from error
     if not all(0 <= score <= 1 for score in (outcome.score, *(part.score for part in outcome.parts))):

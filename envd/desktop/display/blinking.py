@@ -26,7 +26,7 @@ BlinkStates = tuple[int, int, frozenset[bytes]]
 
 
 @dataclass(slots=True)
-class _Candidate:
+class _BlinkingRegion:
     before: bytes
     after: bytes
     count: int = 1
@@ -36,7 +36,7 @@ class Blinking:
     """The known blinks of one screen, at most 64."""
 
     def __init__(self) -> None:
-        self._candidates: OrderedDict[Region, _Candidate] = OrderedDict()
+        self._candidates: OrderedDict[Region, _BlinkingRegion] = OrderedDict()
         self._known: OrderedDict[BlinkStates, None] = OrderedDict()
 
     def note(self, region: Region, before_HW: npt.NDArray[np.uint32], after_HW: npt.NDArray[np.uint32]) -> bool:
@@ -50,7 +50,7 @@ class Blinking:
             return True
         candidate = self._candidates.pop(region, None)
         if candidate is None or (candidate.before, candidate.after) != (after, before):
-            candidate = _Candidate(before, after)
+            candidate = _BlinkingRegion(before, after)
         else:
             candidate.before, candidate.after, candidate.count = before, after, candidate.count + 1
         if candidate.count < _LEARNED_AFTER:

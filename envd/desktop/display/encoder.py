@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 from cuaenv.frames import TiledImage, codec
 from cuaenv.frames.grid import joined
-from envd.desktop.display.frames import Frame, PictureSpec, PointerImage, compress, draw, picture_of
+from envd.desktop.display.frames import Frame, PictureSpec, compress, draw, picture_of
 from envd.desktop.display.marks import Mark
 from envd.desktop.observation import (
     CursorMode,
@@ -21,7 +21,7 @@ from envd.desktop.observation import (
     Keyframe,
     ObservationOptions,
     TileDelta,
-    Unchanged,
+    UnchangedImage,
 )
 
 T = TypeVar("T")
@@ -48,22 +48,11 @@ class FrameEncoder:
         child._bases.update(self._bases)
         return child
 
-    async def encode(
-        self,
-        frame: Frame,
-        options: ObservationOptions,
-        *,
-        pointer: PointerImage | None = None,
-        marks: tuple[Mark, ...] = (),
-    ) -> EncodedFrame:
-        """Encode a frame.
-
-        Args:
-            pointer: The pointer's position and image; None if the guest draws it into its screen.
-        """
-        picture = picture_of(frame, options, pointer=pointer, marks=marks)
+    async def encode(self, frame: Frame, options: ObservationOptions, *, marks: tuple[Mark, ...] = ()) -> EncodedFrame:
+        """Encode a frame, with marks drawn over it. Raises: InvalidRequest: the options do not fit it."""
+        picture = picture_of(frame, options, marks=marks)
         image: TiledImage | None = None
-        content: Keyframe | TileDelta | Unchanged | None = None
+        content: Keyframe | TileDelta | UnchangedImage | None = None
         if options.encoding is not Encoding.NONE:
             image = await self._draw(frame, picture)
             content = await self._content(image, options)
@@ -80,21 +69,23 @@ class FrameEncoder:
             screen_height_px=frame.height_px,
             capture_time=frame.capture_time,
             content=content,
-            cursor=pointer.at if pointer is not None and options.cursor is CursorMode.REPORTED else None,
+            cursor=frame.pointer if options.cursor is CursorMode.REPORTED else None,
         )
 
     async def _draw(self, frame: Frame, picture: PictureSpec) -> TiledImage:
-        if picture.pointer is None and picture.is_unscaled(frame):
+        if not picture.draws_pointer and picture.is_unscaled(frame):
             return frame.image
-        pointer = picture.pointer and (picture.pointer.at, id(picture.pointer.shape))
+        pointer = (frame.pointer, id(frame.cursor)) if picture.draws_pointer else None
         key = ("draw", frame.frame_id, picture.region, picture.width_px, picture.height_px, pointer, picture.marks)
-        # The result holds the picture too: while cached, the id of its pointer shape must not be reused.
-        image, _ = await self._once(key, lambda: (draw(frame, picture), picture), is_quick=picture.is_unscaled(frame))
+        # The result holds the cursor too: while cached, its id must not be reused.
+        image, _ = await self._once(
+            key, lambda: (draw(frame, picture), frame.cursor), is_quick=picture.is_unscaled(frame)
+        )
         return image
 
-    async def _content(self, image: TiledImage, options: ObservationOptions) -> Keyframe | TileDelta | Unchanged:
+    async def _content(self, image: TiledImage, options: ObservationOptions) -> Keyframe | TileDelta | UnchangedImage:
         if options.known_image_id == image.image_id:
-            return Unchanged(base_image_id=image.image_id)
+            return UnchangedImage(base_image_id=image.image_id)
         if options.encoding is not Encoding.RAW_ZSTD:
             return await self._keyframe(image, options)
         base = self._bases.get(options.known_image_id)

@@ -25,13 +25,18 @@ _FORMATS = {Encoding.PNG: "PNG", Encoding.JPEG: "JPEG", Encoding.WEBP: "WEBP"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """A guest's screen at one time, without the pointer."""
+    """A guest's screen at one time."""
 
     frame_id: str
     """Identifies the pixels; the image's id."""
     image: TiledImage
+    """Without the pointer, unless the guest draws it into its screen."""
     capture_time: datetime
     """Timezone-aware host time; the pixels are of this time or later."""
+    cursor: CursorShape | None = None
+    """The pointer's image; None if the guest draws it into its screen."""
+    pointer: Point | None = None
+    """The pointer's position, if its image is known."""
 
     @property
     def width_px(self) -> int:
@@ -48,14 +53,6 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PointerImage:
-    """The pointer's image and position."""
-
-    at: Point
-    shape: CursorShape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PictureSpec:
     """A checked description of an image to draw from a frame: equal pictures of one frame give equal images."""
 
@@ -63,8 +60,7 @@ class PictureSpec:
     """Within the screen."""
     width_px: int
     height_px: int
-    pointer: PointerImage | None
-    """Pointer to draw; None for none."""
+    draws_pointer: bool
     marks: tuple[Mark, ...] = ()
     """Numbered boxes to draw over it."""
 
@@ -80,12 +76,7 @@ class PictureSpec:
 
 
 def picture_of(
-    frame: Frame,
-    options: ObservationOptions,
-    *,
-    pointer: PointerImage | None = None,
-    marks: tuple[Mark, ...] = (),
-    field: str = "observation",
+    frame: Frame, options: ObservationOptions, *, marks: tuple[Mark, ...] = (), field: str = "observation"
 ) -> PictureSpec:
     """Return the picture to draw from a frame. The pointer is drawn only if requested and its shape is known.
 
@@ -104,15 +95,19 @@ def picture_of(
         )
     except ValueError as error:
         raise InvalidRequest(f"{field}.size_multiple_px", str(error)) from error
-    is_drawn = options.cursor is CursorMode.DRAWN and pointer is not None and pointer.shape.rgba_HWC.size
+    has_pointer = frame.cursor is not None and frame.cursor.rgba_HWC.size > 0
     return PictureSpec(
-        region=region, width_px=width_px, height_px=height_px, pointer=pointer if is_drawn else None, marks=marks
+        region=region,
+        width_px=width_px,
+        height_px=height_px,
+        draws_pointer=has_pointer and options.cursor is CursorMode.DRAWN,
+        marks=marks,
     )
 
 
 def draw(frame: Frame, picture: PictureSpec) -> TiledImage:
     """Draw the image. Slow unless `is_unscaled`."""
-    image = frame.image if picture.pointer is None else _with_pointer(frame.image, picture.pointer)
+    image = _with_pointer(frame) if picture.draws_pointer else frame.image
     if picture.is_unscaled(frame):
         return image
     is_whole = (picture.region.width_px, picture.region.height_px) == image.size_px
@@ -148,9 +143,12 @@ def _clip(region: Region | None, frame: Frame, field: str) -> Region:
     return Region(x_px=left, y_px=top, width_px=right - left, height_px=bottom - top)
 
 
-def _with_pointer(image: TiledImage, pointer: PointerImage) -> TiledImage:
-    shape_HWC = pointer.shape.rgba_HWC
-    left, top = pointer.at.x_px - pointer.shape.hot_x_px, pointer.at.y_px - pointer.shape.hot_y_px
+def _with_pointer(frame: Frame) -> TiledImage:
+    image, cursor, at = frame.image, frame.cursor, frame.pointer
+    if cursor is None or at is None:
+        return image
+    shape_HWC = cursor.rgba_HWC
+    left, top = at.x_px - cursor.hot_x_px, at.y_px - cursor.hot_y_px
     x, y = max(left, 0), max(top, 0)
     right, bottom = min(left + shape_HWC.shape[1], image.width_px), min(top + shape_HWC.shape[0], image.height_px)
     if x >= right or y >= bottom:

@@ -42,7 +42,7 @@ _WAKE_SCANCODE = 0xE6
 _WAKE_KEYSYM = 0x1008FF30
 
 
-class Encoding(IntEnum):
+class RectEncoding(IntEnum):
     """Supported rectangle types."""
 
     RAW = 0
@@ -60,15 +60,15 @@ class Encoding(IntEnum):
 # EXTENDED_DESKTOP_SIZE is supported but not requested: with it QEMU adds a size rectangle to each response to a
 # non-incremental request, while DESKTOP_SIZE reports the size once per change.
 _REQUESTED = (
-    Encoding.RAW,
-    Encoding.DESKTOP_SIZE,
-    Encoding.ALPHA_CURSOR,
-    Encoding.CURSOR,
-    Encoding.POINTER_TYPE_CHANGE,
-    Encoding.EXTENDED_KEY_EVENT,
-    Encoding.LED_STATE,
+    RectEncoding.RAW,
+    RectEncoding.DESKTOP_SIZE,
+    RectEncoding.ALPHA_CURSOR,
+    RectEncoding.CURSOR,
+    RectEncoding.POINTER_TYPE_CHANGE,
+    RectEncoding.EXTENDED_KEY_EVENT,
+    RectEncoding.LED_STATE,
     # Sent by TigerVNC when a program moves the pointer: see `_follow_pointer`.
-    Encoding.CURSOR_POSITION,
+    RectEncoding.CURSOR_POSITION,
 )
 
 
@@ -109,25 +109,13 @@ class CursorShape:
 
 
 @dataclass(frozen=True, slots=True)
-class PointerMode:
-    """Whether pointer events are absolute positions or relative movements."""
-
-    absolute: bool
-
-
-@dataclass(frozen=True, slots=True)
 class KeyboardLeds:
     """The lights of the guest's keyboard."""
 
     caps_lock: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ExtendedKeys:
-    """The server takes key events with scancodes."""
-
-
-Rect = PixelRect | Resize | CursorShape | PointerMode | KeyboardLeds | ExtendedKeys
+Rect = PixelRect | Resize | CursorShape | KeyboardLeds
 
 
 class RfbClient:
@@ -336,7 +324,7 @@ class RfbClient:
             if index % _RECTS_PER_TURN == _RECTS_PER_TURN - 1:
                 await asyncio.sleep(0)
             x_px, y_px, width_px, height_px, encoding = struct.unpack(">HHHHi", await self._read(12))
-            if encoding == Encoding.RAW:
+            if encoding == RectEncoding.RAW:
                 pixel_budget -= width_px * height_px
                 if pixel_budget < 0:
                     raise DisplayError(f"display sent more than two screens of pixels in one update ({self!r})")
@@ -347,26 +335,24 @@ class RfbClient:
             if pseudo_count > _MAX_PSEUDO_RECTS:
                 raise DisplayError(f"display sent more than {_MAX_PSEUDO_RECTS} pseudo-rectangles in one update")
             match encoding:
-                case Encoding.DESKTOP_SIZE:
+                case RectEncoding.DESKTOP_SIZE:
                     rects.append(self._resized(width_px, height_px))
-                case Encoding.EXTENDED_DESKTOP_SIZE:
+                case RectEncoding.EXTENDED_DESKTOP_SIZE:
                     screen_count = (await self._read(4))[0]
                     await self._read(screen_count * 16)
                     rects.append(self._resized(width_px, height_px))
-                case Encoding.CURSOR:
+                case RectEncoding.CURSOR:
                     rects.append(await self._read_cursor(x_px, y_px, width_px, height_px))
-                case Encoding.ALPHA_CURSOR:
+                case RectEncoding.ALPHA_CURSOR:
                     rects.append(await self._read_alpha_cursor(x_px, y_px, width_px, height_px))
-                case Encoding.POINTER_TYPE_CHANGE:
+                case RectEncoding.POINTER_TYPE_CHANGE:
                     self.absolute_pointer = x_px != 0
-                    rects.append(PointerMode(absolute=self.absolute_pointer))
-                case Encoding.EXTENDED_KEY_EVENT:
+                case RectEncoding.EXTENDED_KEY_EVENT:
                     self._extended_keys = True
-                    rects.append(ExtendedKeys())
-                case Encoding.LED_STATE:
+                case RectEncoding.LED_STATE:
                     lights = (await self._read(1))[0]
                     rects.append(KeyboardLeds(caps_lock=bool(lights & 4)))
-                case Encoding.CURSOR_POSITION:
+                case RectEncoding.CURSOR_POSITION:
                     self._moved_to_px = (x_px, y_px)
                 case _:
                     raise DisplayError(f"display sent a rectangle of type {encoding}, which was not requested")
@@ -414,7 +400,7 @@ class RfbClient:
     async def _read_alpha_cursor(self, hot_x_px: int, hot_y_px: int, width_px: int, height_px: int) -> CursorShape:
         _check_cursor(width_px, height_px)
         (encoding,) = struct.unpack(">i", await self._read(4))
-        if encoding != Encoding.RAW:
+        if encoding != RectEncoding.RAW:
             raise DisplayError(f"display sent a cursor in encoding {encoding}; only raw was requested")
         # The protocol specifies R, G, B, A; QEMU sends ARGB words, which are B, G, R, A in memory (ui/vnc.c,
         # `vnc_cursor_define`), premultiplied by the guest's X server.

@@ -329,8 +329,6 @@ class Screen:
                     self.cursor = rect
                 case KeyboardLeds():
                     self.caps_lock = rect.caps_lock
-                case _:
-                    pass  # `RfbClient` keeps pointer mode and extended keys
         now_s = self._monotonic()
         if changed:
             if len(changed) > _MAX_RECTS_PER_CHANGE:

@@ -33,7 +33,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Stroke:
+class CharacterKeys:
     """How to type one character on a layout."""
 
     key: Key
@@ -41,7 +41,7 @@ class Stroke:
 
 
 #: A keyboard layout: how to type each of its characters, plainly or with Shift.
-Layout = Mapping[str, Stroke]
+Layout = Mapping[str, CharacterKeys]
 
 
 #: Scancode of the first key of a row, characters without Shift, with Shift.
@@ -71,14 +71,14 @@ _CHARACTER_NAMES = {
 }  # fmt: skip
 
 
-def _strokes() -> dict[str, Stroke]:
-    strokes: dict[str, Stroke] = {}
+def _strokes() -> dict[str, CharacterKeys]:
+    strokes: dict[str, CharacterKeys] = {}
     for first, plains, shifteds in _CHARACTER_ROWS:
         for scancode, (plain, shifted) in enumerate(zip(plains, shifteds, strict=True), first):
-            strokes[shifted] = Stroke(Key(scancode, ord(shifted)), shift=True)
-            strokes[plain] = Stroke(Key(scancode, ord(plain)), shift=False)
-    strokes["\n"] = Stroke(Key(0x1C, 0xFF0D), shift=False)
-    strokes["\t"] = Stroke(Key(0x0F, 0xFF09), shift=False)
+            strokes[shifted] = CharacterKeys(Key(scancode, ord(shifted)), shift=True)
+            strokes[plain] = CharacterKeys(Key(scancode, ord(plain)), shift=False)
+    strokes["\n"] = CharacterKeys(Key(0x1C, 0xFF0D), shift=False)
+    strokes["\t"] = CharacterKeys(Key(0x0F, 0xFF09), shift=False)
     return strokes
 
 
@@ -110,7 +110,7 @@ def layout_of(characters: Mapping[str, tuple[int, bool]]) -> Layout:
     layout = {char: US[char] for char in "\n\t"}
     for char, (code, shift) in characters.items():
         if len(char) == 1 and code in _MAIN_BLOCK:
-            layout[char] = Stroke(Key(code, keysym_of(char)), shift)
+            layout[char] = CharacterKeys(Key(code, keysym_of(char)), shift)
     return layout
 
 
@@ -119,7 +119,7 @@ def keysym_of(char: str) -> int:
     return ord(char) if ord(char) < 0x100 else 0x01000000 | ord(char)
 
 
-def character(char: str, layout: Layout = US) -> Stroke | None:
+def character(char: str, layout: Layout = US) -> CharacterKeys | None:
     """Return how to type a character on a layout (newline is Enter, tab is Tab), or None if it is not on it."""
     return layout.get(char)
 
@@ -129,9 +129,9 @@ def named_character(name: str) -> str | None:
     return name if len(name) == 1 else _CHARACTER_NAMES.get(name.casefold().translate(_SEPARATORS))
 
 
-def named_key(name: str, layout: Layout = US) -> Stroke | None:
-    """Return the key of that name, or None. `Stroke.shift` is set if the name is of a character that needs Shift."""
+def named_key(name: str, layout: Layout = US) -> CharacterKeys | None:
+    """Return the key of that name, or None. `shift` is set if the character needs Shift."""
     if char := named_character(name):
         return layout.get(char)
     key = _NAMES.get(name.casefold().translate(_SEPARATORS))
-    return None if key is None else Stroke(key, shift=False)
+    return None if key is None else CharacterKeys(key, shift=False)

@@ -41,9 +41,9 @@ from envd.desktop.input.keysyms import (
     NUM_LOCK,
     SHIFT,
     US,
+    CharacterKeys,
     Key,
     Layout,
-    Stroke,
     character,
     keysym_of,
     named_character,
@@ -516,7 +516,7 @@ def _chord(names: Sequence[str], layout: Layout) -> list[Key]:
     return list(keys.values())
 
 
-def _stroke(name: str, layout: Layout) -> Stroke:
+def _stroke(name: str, layout: Layout) -> CharacterKeys:
     if stroke := named_key(name, layout):
         return stroke
     if char := named_character(name):

@@ -18,9 +18,9 @@ from typing import Any
 from pydantic import JsonValue
 
 from cuaenv.actions import AskUser, CallTool, EditFile, ListDirectory, ReadFile, RunShell, ToolAction, WriteFile
+from cuaenv.results import CommandResult
 from envd.base.clock import running_timeout
 from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive
-from envd.desktop.agent import CommandResult
 from envd.desktop.observation import ActionOutcome
 from envd.desktop.session import GuestSession
 from envd.desktop.toolbox import windows

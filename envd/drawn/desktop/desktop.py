@@ -11,7 +11,7 @@ import numpy as np
 
 from envd.drawn.desktop.canvas import Damage, Framebuffer, Rect, Words
 from envd.drawn.desktop.forms import Form, FormWindow, read_form
-from envd.drawn.desktop.keyboard import Keyboard
+from envd.drawn.desktop.keyboard import DrawnKeyboard
 from envd.drawn.desktop.windows import (
     CLICKS_PATH,
     EDGE,
@@ -23,8 +23,8 @@ from envd.drawn.desktop.windows import (
     EditorWindow,
     draw_button,
 )
-from envd.drawn.files import GuestFiles
-from envd.drawn.programs import OpenWindow
+from envd.drawn.files import DrawnFiles
+from envd.drawn.programs import WindowEntry
 
 MIN_WIDTH_PX = 480
 MIN_HEIGHT_PX = 320
@@ -46,7 +46,7 @@ class DrawnDesktop:
         self,
         framebuffer: Framebuffer,
         *,
-        files: GuestFiles,
+        files: DrawnFiles,
         on_change: Callable[[list[Rect]], None] = lambda _rects: None,
         on_end: Callable[[str], None] = lambda _cause: None,
         is_drawn: bool = False,
@@ -58,7 +58,7 @@ class DrawnDesktop:
         self._on_change = on_change
         self._on_end = on_end
         self._damage = Damage()
-        self._keyboard = Keyboard()
+        self._keyboard = DrawnKeyboard()
         self._buttons = 0
         self._dragged: DrawnWindow | None = None
         width, height = framebuffer.bounds.w, framebuffer.bounds.h
@@ -182,10 +182,10 @@ class DrawnDesktop:
         self._flush()
         return True
 
-    def list_windows(self) -> list[OpenWindow]:
+    def list_windows(self) -> list[WindowEntry]:
         """Return open windows as the window manager lists them, the active one last."""
         return [
-            OpenWindow(
+            WindowEntry(
                 _FIRST_WINDOW_ID + self._known.index(window),
                 f"{window.name.lower()}.{window.name}",
                 window.title,

@@ -21,7 +21,7 @@ from cuaenv.problems import problem_of
 from envd.drawn.desktop.canvas import CELL_HEIGHT_PX, CELL_WIDTH_PX, Canvas, Colour, Rect
 from envd.drawn.desktop.keyboard import KeyPress
 from envd.drawn.desktop.windows import EDGE, PRESSED, TITLE_HEIGHT_PX, DrawnElement, DrawnWindow
-from envd.drawn.files import GuestFiles
+from envd.drawn.files import DrawnFiles
 
 #: Texts are twice as large as those of other windows, so that they stay readable on small screens.
 _SCALE = 2
@@ -113,7 +113,7 @@ class FormWindow(DrawnWindow):
     name = "Form"
 
     def __init__(
-        self, form: Form, path: str, files: GuestFiles, damage: Callable[[Rect], None], end: Callable[[str], None]
+        self, form: Form, path: str, files: DrawnFiles, damage: Callable[[Rect], None], end: Callable[[str], None]
     ) -> None:
         """Create the window of the form at `path`; `end` ends the guest: POWER_OFF or REBOOT."""
         super().__init__(Rect(form.x, form.y, form.w, form.h), files, damage)

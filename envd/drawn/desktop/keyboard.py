@@ -4,7 +4,12 @@ As in QEMU, a keysym only selects a key; the held modifiers decide the character
 Keysyms missing from the layout are ignored. Held keys do not repeat.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from envd.drawn.parts import StatePart
 
 # Scancode set 1; bit 0x80 marks the prefix 0xe0, as in the RFB message.
 _ROWS = (
@@ -59,18 +64,19 @@ def scancode_of(keysym: int) -> int | None:
     return _KEYSYMS.get(keysym)
 
 
-class Keyboard:
+@dataclass(slots=True, eq=False)
+class DrawnKeyboard(StatePart):
     """Keyboard state."""
 
-    def __init__(self) -> None:
-        self.down: set[int] = set()
-        self._caps_lock = False
+    down: set[Annotated[int, Field(ge=0, le=0xFFFF)]] = field(default_factory=set)
+    """Scancodes of the held keys."""
+    caps_lock: bool = False
 
     @property
     def modifiers(self) -> list[str]:
         """X names of the active modifiers."""
         held = (("shift", _SHIFT), ("control", _CONTROL), ("mod1", _ALT), ("mod4", _SUPER))
-        return [name for name, keys in held if not self.down.isdisjoint(keys)] + ["lock"] * self._caps_lock
+        return [name for name, keys in held if not self.down.isdisjoint(keys)] + ["lock"] * self.caps_lock
 
     def event(self, scancode: int, *, down: bool) -> KeyPress | None:
         """Press or release a key. Returns the stroke, or None for releases, modifiers and unknown keys."""
@@ -79,7 +85,7 @@ class Keyboard:
             return None
         self.down.add(scancode)
         if scancode == _CAPS_LOCK:
-            self._caps_lock = not self._caps_lock
+            self.caps_lock = not self.caps_lock
         if scancode in _SHIFT | _CONTROL | _ALT | _SUPER or scancode == _CAPS_LOCK:
             return None
         shift = not self.down.isdisjoint(_SHIFT)
@@ -91,6 +97,6 @@ class Keyboard:
         if chars is None:
             return None
         plain, shifted = chars
-        upper = shift != (self._caps_lock and plain.isalpha())
+        upper = shift != (self.caps_lock and plain.isalpha())
         silent = control or alt or not self.down.isdisjoint(_SUPER)
         return KeyPress(plain, "" if silent else (shifted if upper else plain), control=control, shift=shift, alt=alt)

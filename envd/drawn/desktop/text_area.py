@@ -3,18 +3,31 @@
 Lines do not wrap; the view scrolls sideways. The only possible selection is the entire text.
 """
 
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
+
 from envd.drawn.desktop.keyboard import KeyPress
+from envd.drawn.parts import Index, StatePart
 
 _SCROLL_COLUMNS = 16
 
 
-class TextArea:
+@dataclass(slots=True, kw_only=True, eq=False)
+class TextArea(StatePart):
     """Editable text with a view of `row_count` by `column_count` cells."""
 
-    def __init__(self, *, row_count: int, column_count: int) -> None:
-        self.row_count = row_count
-        self.column_count = column_count
-        self.set_text("")
+    row_count: Index
+    column_count: Index
+    lines: Annotated[list[str], Field(min_length=1)] = field(default_factory=lambda: [""])
+    row: Index = 0
+    column: Index = 0
+    """The caret's position in the text."""
+    top_row: Index = 0
+    left_column: Index = 0
+    """The first visible cell."""
+    all_selected: bool = False
 
     @property
     def text(self) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from envd.drawn.desktop.canvas import CELL_HEIGHT_PX, CELL_WIDTH_PX, Canvas, Colour, Rect, Words, picture_of
 from envd.drawn.desktop.keyboard import KeyPress
 from envd.drawn.desktop.text_area import TextArea
-from envd.drawn.files import HOME, GuestFiles
+from envd.drawn.files import HOME, DrawnFiles
 
 NOTE_PATH = f"{HOME}/note.txt"
 CLICKS_PATH = f"{HOME}/clicks.txt"
@@ -67,7 +67,7 @@ class DrawnWindow:
 
     name = ""
 
-    def __init__(self, rect: Rect, files: GuestFiles, damage: Callable[[Rect], None]) -> None:
+    def __init__(self, rect: Rect, files: DrawnFiles, damage: Callable[[Rect], None]) -> None:
         self.rect = rect
         self.is_open = True
         self.armed = ""
@@ -150,7 +150,7 @@ class EditorWindow(DrawnWindow):
 
     name = "Editor"
 
-    def __init__(self, rect: Rect, files: GuestFiles, damage: Callable[[Rect], None]) -> None:
+    def __init__(self, rect: Rect, files: DrawnFiles, damage: Callable[[Rect], None]) -> None:
         super().__init__(rect, files, damage)
         self.path = NOTE_PATH
         self._modified = False
@@ -325,7 +325,7 @@ class ControlsWindow(DrawnWindow):
 
     name = "Controls"
 
-    def __init__(self, rect: Rect, files: GuestFiles, damage: Callable[[Rect], None]) -> None:
+    def __init__(self, rect: Rect, files: DrawnFiles, damage: Callable[[Rect], None]) -> None:
         super().__init__(rect, files, damage)
         self.click_count = 0
         self.is_checked = False

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
+from envd.drawn.desktop.canvas import Rect
 from envd.tasks.templates import Entry, Sampler, Templates
 
 DRAWN = Templates("drawn")
@@ -35,16 +36,6 @@ _OPTION_H = 36
 _DIRECTORY = "/home/user"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A widget's rectangle, relative to its window."""
-
-    x: int
-    y: int
-    w: int
-    h: int
-
-
 @dataclass(slots=True)
 class FormOnDesk:
     """One window: its widgets so far, and the state that the task demands."""
@@ -70,13 +61,13 @@ class FormOnDesk:
         """The middle of the close button."""
         return {"x": self.x + self.w - 14, "y": self.y + 14}
 
-    def middle(self, place: Place) -> dict[str, int]:
+    def middle(self, place: Rect) -> dict[str, int]:
         """Return a widget's middle on the screen."""
         return {"x": self.x + place.x + place.w // 2, "y": self.y + place.y + place.h // 2}
 
-    def add(self, kind: str, name: str, place: Place, **more: object) -> None:
+    def add(self, kind: str, name: str, place: Rect, **more: object) -> None:
         """Add a widget."""
-        self.widgets.append({"kind": kind, "name": name, **asdict(place), **more})
+        self.widgets.append({"kind": kind, "name": name, **place._asdict(), **more})
         if kind in ("box", "field", "menu", "chip", "item"):
             self.values[name] = "off" if kind == "box" else str(more.get("text", ""))
 
@@ -130,7 +121,7 @@ class Desk:
         """Return a word that is not used yet."""
         return self._words.pop(0)
 
-    def place(self, form: FormOnDesk, *, rows: int = 1, below: int = 0) -> Place:
+    def place(self, form: FormOnDesk, *, rows: int = 1, below: int = 0) -> Rect:
         """Take the first free cells, one above the other, with `below` further rows in the window under them."""
         for column, row in form.free:
             cells = [(column, row + index) for index in range(rows)]
@@ -138,7 +129,7 @@ class Desk:
                 form.free = [cell for cell in form.free if cell not in cells]
                 w = self.rng.randint(118, 122)
                 h = self.rng.randint(38, 44)
-                return Place(
+                return Rect(
                     x=_MARGIN + column * _CELL_W + self.rng.randint(0, _CELL_W - w),
                     y=_TOP + row * _CELL_H + self.rng.randint(0, _CELL_H - h),
                     w=w,
@@ -177,6 +168,6 @@ class Desk:
         }
 
 
-def option_middle(form: FormOnDesk, menu: Place, index: int) -> dict[str, int]:
+def option_middle(form: FormOnDesk, menu: Rect, index: int) -> dict[str, int]:
     """Return the middle of an option of an open menu."""
     return {"x": form.x + menu.x + menu.w // 2, "y": form.y + menu.y + menu.h + index * _OPTION_H + _OPTION_H // 2}

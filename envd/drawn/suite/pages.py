@@ -6,15 +6,16 @@ that is deleted on a page in the middle. `escape` has one or two pages, and a bu
 
 from collections.abc import Callable, Sequence
 
-from envd.drawn.suite.desk import COLOURS, DRAWN, Desk, FormOnDesk, Place
+from envd.drawn.desktop.canvas import Rect
+from envd.drawn.suite.desk import COLOURS, DRAWN, Desk, FormOnDesk
 from envd.tasks.templates import Entry, Sampler
 
 Page = Callable[[Desk, FormOnDesk], None]
 
 _NEXT = "next"
 #: Where each page has the button that closes it, and the power button: in the last row, which nothing else uses.
-_CORNER = Place(x=376, y=224, w=120, h=40)
-_POWER = Place(x=4, y=224, w=120, h=40)
+_CORNER = Rect(x=376, y=224, w=120, h=40)
+_POWER = Rect(x=4, y=224, w=120, h=40)
 
 
 def ticks(count: int) -> Page:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from envd.drawn.suite.desk import COLOURS, DRAWN, Desk, FormOnDesk, Place, option_middle
+from envd.drawn.desktop.canvas import Rect
+from envd.drawn.suite.desk import COLOURS, DRAWN, Desk, FormOnDesk, option_middle
 from envd.tasks.templates import Entry, Sampler
 
 Clause = Callable[[Desk, FormOnDesk], None]
@@ -92,10 +93,10 @@ def _labelled(
     options: Sequence[str] = (),
     text: str = "",
     locked: bool = False,
-) -> Place:
+) -> Rect:
     """Add a field or a menu with its name above it; return its place."""
     label = desk.place(form, rows=2, below=below)
-    entry = Place(x=label.x, y=label.y + label.h + 4, w=label.w, h=40)
+    entry = Rect(x=label.x, y=label.y + label.h + 4, w=label.w, h=40)
     form.add("label", name, label)
     more = {"text": text, "locked": locked} if kind == "field" else {"options": list(options)}
     form.add(kind, name, entry, **more)

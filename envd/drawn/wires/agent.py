@@ -8,8 +8,8 @@ from time import time_ns
 from pydantic import JsonValue
 
 from envd.base.errors import GuestError
-from envd.drawn.files import GuestFiles
-from envd.drawn.outcome import Outcome
+from envd.drawn.files import DrawnFiles
+from envd.drawn.parts import Number, Seconds, StatePart
 from envd.drawn.programs import GuestClock, Programs
 
 _MAX_READ_BYTES = 48 << 20
@@ -23,23 +23,26 @@ class OpenFile:
     position: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    outcome: Outcome
-    end_time_s: float
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnProcess(StatePart):
+    exit_code: Number
+    stdout: bytes
+    stderr: bytes
+    duration_s: Seconds
+    end_time_s: Seconds
     """End on the guest's clock, so that a sleep stops with the guest and continues in a copy."""
     has_output: bool
 
 
-class GuestAgent:
+class DrawnAgent:
     """Executes guest agent commands at once. A program is reported as running until its duration has passed."""
 
-    def __init__(self, files: GuestFiles, programs: Programs, *, clock: GuestClock) -> None:
+    def __init__(self, files: DrawnFiles, programs: Programs, *, clock: GuestClock) -> None:
         self._files = files
         self._programs = programs
         self._clock = clock
         self._handles: dict[int, OpenFile] = {}
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, DrawnProcess] = {}
         self._last_number = 999
         self._commands: dict[str, Callable[..., JsonValue]] = {
             "guest-exec": self._exec,
@@ -79,7 +82,14 @@ class GuestAgent:
             ) from error
         pid = self._next_number()
         end_time_s = self._clock.monotonic_s() + outcome.duration_s
-        self._processes[pid] = Process(outcome, end_time_s, bool(capture_output))
+        self._processes[pid] = DrawnProcess(
+            exit_code=outcome.exit_code,
+            stdout=outcome.stdout,
+            stderr=outcome.stderr,
+            duration_s=outcome.duration_s,
+            end_time_s=end_time_s,
+            has_output=bool(capture_output),
+        )
         return {"pid": pid}
 
     def _exec_status(self, pid: int) -> JsonValue:
@@ -90,8 +100,8 @@ class GuestAgent:
             return {"exited": False}
         # As in the real agent, the end of a process is reported once.
         del self._processes[pid]
-        status: dict[str, JsonValue] = {"exited": True, "exitcode": process.outcome.exit_code}
-        for key, data in (("out-data", process.outcome.stdout), ("err-data", process.outcome.stderr)):
+        status: dict[str, JsonValue] = {"exited": True, "exitcode": process.exit_code}
+        for key, data in (("out-data", process.stdout), ("err-data", process.stderr)):
             if process.has_output and data:
                 status[key] = base64.b64encode(data).decode()
         return status

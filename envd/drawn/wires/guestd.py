@@ -20,7 +20,7 @@ from envd.base.streams import close, copy
 from envd.drawn.desktop.canvas import encode_png
 from envd.drawn.desktop.desktop import DrawnDesktop
 from envd.drawn.desktop.forms import InvalidForm
-from envd.drawn.files import GuestFiles, resolve
+from envd.drawn.files import DrawnFiles, resolve
 from envd.drawn.programs import Programs
 from envd.guests.guestd import VERSION
 from envd.guests.guestd.messages import (
@@ -55,7 +55,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 class ServedGuest(Protocol):
     """A guest to serve."""
 
-    files: GuestFiles
+    files: DrawnFiles
     programs: Programs
     services: Mapping[int, Service]
 

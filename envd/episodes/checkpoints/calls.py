@@ -39,7 +39,7 @@ from envd.episodes.checkpoints.views import read_view, write_view
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.forking import freeze_at
-from envd.episodes.ledger import CHECKPOINT, Request
+from envd.episodes.ledger import CHECKPOINT, RequestKey
 from envd.episodes.members import Group, Member, start_from
 from envd.episodes.progress import CheckpointTrigger
 from envd.episodes.task_states import TaskStates
@@ -99,9 +99,22 @@ class Checkpointing:
             CheckpointStoreFull: No space, and nothing that may be removed. The episode continues.
             HypervisorError, StoreError: The state could not be copied or written. The episode continues.
         """
-        request = Request(CHECKPOINT, command.episode_id, command.request_id, command.fingerprint)
+        request = RequestKey(CHECKPOINT, command.episode_id, command.request_id, command.fingerprint)
         answer = await self._context.once(request, lambda episode: self._create(episode, command))
         return answer.value
+
+    async def get(self, checkpoint_id: str, is_visible: Callable[[str], bool]) -> Checkpoint:
+        """Return a checkpoint.
+
+        Raises:
+            CheckpointNotFound: It does not exist, or its owner is not visible.
+            CheckpointCorrupt, CheckpointUnusable: Its description is damaged, or of a later release.
+            StoreError: It cannot be read.
+        """
+        found = await in_thread(self._store.find, checkpoint_id)
+        if not is_visible(found.spec.owner):
+            raise not_found(checkpoint_id)
+        return found
 
     async def list(self, is_visible: Callable[[str], bool]) -> tuple[Checkpoint, ...]:
         """Return the checkpoints of this host whose owners are visible, oldest first."""
@@ -139,9 +152,7 @@ class Checkpointing:
             StoreError: It cannot be read, or was not read for a minute.
         """
         loop = asyncio.get_running_loop()
-        found = await in_thread(self._store.find, checkpoint_id)
-        if not is_own(found.spec.owner):
-            raise not_found(checkpoint_id)
+        found = await self.get(checkpoint_id, is_own)
         with ExitStack() as stack:
             await self._exporting[caller].acquire()
             stack.callback(self._exporting[caller].release)
@@ -216,9 +227,7 @@ class Checkpointing:
             CheckpointCorrupt: It is damaged.
             CheckpointUnusable: This daemon has not its pool, template or task.
         """
-        found = await in_thread(self._store.find, checkpoint_id)
-        if not is_own(found.spec.owner):
-            raise not_found(checkpoint_id)
+        found = await self.get(checkpoint_id, is_own)
         task, pool = self._usable(found)
         return found, task, pool
 

@@ -14,7 +14,7 @@ from envd.episodes.checkpoints.manifest import Checkpoint
 from envd.episodes.context import EpisodeContext
 from envd.episodes.controlling import Controlling
 from envd.episodes.episode import Episode
-from envd.episodes.ledger import ROLLBACK, Request
+from envd.episodes.ledger import ROLLBACK, RequestKey
 from envd.episodes.members import Member
 from envd.episodes.perform import with_pixels
 from envd.episodes.types import RollbackCommand, RollbackResult
@@ -45,7 +45,7 @@ class RollingBack:
             SetupFailed: The new machine did not start, or a requested part of the observation is unavailable.
             HypervisorError: The state could not be read or forked.
         """
-        request = Request(ROLLBACK, command.episode_id, command.request_id, command.fingerprint)
+        request = RequestKey(ROLLBACK, command.episode_id, command.request_id, command.fingerprint)
         answer = await self._context.once(request, lambda episode: self._rollback(episode, command, request))
         result = answer.value
         if not answer.restored:
@@ -53,7 +53,7 @@ class RollingBack:
         episode = self._context.registry.find(command.episode_id)
         return replace(result, observation=await with_pixels(result.observation, episode, command.observe))
 
-    async def _rollback(self, episode: Episode, command: RollbackCommand, request: Request) -> RollbackResult:
+    async def _rollback(self, episode: Episode, command: RollbackCommand, request: RequestKey) -> RollbackResult:
         context, watch = self._context, Stopwatch(self._context.clock)
         async with context.registry.call(episode, renews=True):
             try:
@@ -94,7 +94,7 @@ class RollingBack:
             return member
 
     async def _swap(
-        self, episode: Episode, request: Request, checkpoint: Checkpoint, member: Member, watch: Stopwatch
+        self, episode: Episode, request: RequestKey, checkpoint: Checkpoint, member: Member, watch: Stopwatch
     ) -> RollbackResult:
         context, old = self._context, episode.machine
         episode.go_back(member.machine, checkpoint.start)

@@ -58,7 +58,7 @@ _ADAPTER = TypeAdapter(_View)
 
 def write_view(view: DesktopView, directory: Path) -> None:
     """Write a view. Raises: OSError."""
-    cursor = view.cursor
+    cursor = view.frame.cursor
     state = _View(
         width_px=view.frame.width_px,
         height_px=view.frame.height_px,
@@ -92,14 +92,15 @@ def read_view(directory: Path, checkpoint_id: str) -> DesktopView:
         raise CheckpointCorrupt(
             f"checkpoint {checkpoint_id}: its screen cannot be read ({why}); delete the checkpoint"
         ) from error
-    frame = Frame(frame_id=image.image_id, image=image, capture_time=state.capture_time)
-    return DesktopView(
-        frame=frame,
+    frame = Frame(
+        frame_id=image.image_id,
+        image=image,
+        capture_time=state.capture_time,
         cursor=cursor,
-        caps_lock=state.caps_lock,
-        inputs=state.inputs,
-        guestd_types=state.guestd_types,
-        home=state.home,
+        pointer=None if cursor is None else state.inputs.pointer_on(*image.size_px),
+    )
+    return DesktopView(
+        frame=frame, caps_lock=state.caps_lock, inputs=state.inputs, guestd_types=state.guestd_types, home=state.home
     )
 
 

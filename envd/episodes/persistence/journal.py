@@ -16,9 +16,9 @@ from envd.base.errors import StoreError
 from envd.base.store.statements import AnswerRow, delete_answer, delete_episode, renew_lease, upsert
 from envd.base.store.store import Store
 from envd.episodes.episode import Episode
-from envd.episodes.ledger import Request
+from envd.episodes.ledger import RequestKey
 from envd.episodes.persistence.records import dump, row_of, without_pixels
-from envd.episodes.types import EvaluateResult, GroupResult, RollbackResult, StepResult
+from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Journal:
         """Return whether the database has, or is about to have, the episode."""
         return episode_id in self._tracked
 
-    def begin(self, request: Request) -> "asyncio.Future[None]":
+    def begin(self, request: RequestKey) -> "asyncio.Future[None]":
         """Record that a request is about to act on a guest.
 
         Raises:
@@ -49,7 +49,7 @@ class Journal:
         done.set_result(None)
         return done
 
-    async def opened(self, request: Request, result: GroupResult, episodes: Iterable[Episode]) -> None:
+    async def opened(self, request: RequestKey, result: OpenedGroup, episodes: Iterable[Episode]) -> None:
         """Persist new episodes and the response that announces them. Raises: StoreError: do not send it."""
         episodes = tuple(episodes)
         self._tracked.update(episode.episode_id for episode in episodes)
@@ -57,7 +57,7 @@ class Journal:
         await self._store.commit(*(upsert(row_of(episode, self._clock)) for episode in episodes), upsert(answer))
 
     async def answered(
-        self, request: Request, episode: Episode, result: StepResult | EvaluateResult | RollbackResult
+        self, request: RequestKey, episode: Episode, result: StepResult | EvaluateResult | RollbackResult
     ) -> None:
         """Persist a response and the episode's state after it.
 
@@ -95,14 +95,14 @@ class Journal:
         self._tracked.discard(episode_id)
         self._store.write_soon(*delete_episode(episode_id))
 
-    def forget_answer(self, request: Request) -> None:
+    def forget_answer(self, request: RequestKey) -> None:
         """Delete a response, or the record that a request began."""
         if not request.scope or self.is_tracked(request.scope):
             self._store.write_soon(
                 delete_answer(kind=request.kind.name, scope=request.scope, request_id=request.request_id)
             )
 
-    def _answer_row(self, request: Request, answer: str) -> AnswerRow:
+    def _answer_row(self, request: RequestKey, answer: str) -> AnswerRow:
         return AnswerRow(
             kind=request.kind.name,
             scope=request.scope,

@@ -18,7 +18,7 @@ from envd.desktop.observation import Observation
 from envd.desktop.view import ConnectionState
 from envd.episodes.episode import Episode
 from envd.episodes.progress import EpisodeSpec, Progress
-from envd.episodes.types import GroupResult, RollbackResult, StepResult
+from envd.episodes.types import OpenedGroup, RollbackResult, StepResult
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def without_pixels(result: T) -> T:
     if isinstance(result, StepResult | RollbackResult):
         return replace(result, observation=_stripped(result.observation))
-    if isinstance(result, GroupResult):
+    if isinstance(result, OpenedGroup):
         return replace(result, observations=tuple(_stripped(observation) for observation in result.observations))
     return result
 

@@ -20,7 +20,7 @@ _MAX_OPEN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class RecordingSummary:
     """A recording in a list."""
 
     meta: dict[str, Any]
@@ -152,9 +152,9 @@ class Library:
         self._directory = directory
         self._open: OrderedDict[tuple[str, int, int], Recording] = OrderedDict()
 
-    def summaries(self) -> list[Summary]:
+    def summaries(self) -> list[RecordingSummary]:
         """Return all recordings, the newest first; files that are not readable are left out."""
-        found: list[Summary] = []
+        found: list[RecordingSummary] = []
         for path in self._directory.glob(f"*{SUFFIX}"):
             # Unreadable, or dropped by now.
             with suppress(RecordingUnreadable, OSError):
@@ -180,13 +180,13 @@ class Library:
         return self._open[key]
 
 
-def _summary(path: Path) -> Summary:
+def _summary(path: Path) -> RecordingSummary:
     with open_file(path) as file:
         first = next(read_records(file, name=path.stem), None)
         if first is None or first.kind is not Kind.META:
             raise RecordingUnreadable(f"recording {path.stem}: damaged from the start; delete the file")
         end = end_of(file)
     stat = path.stat()
-    return Summary(
+    return RecordingSummary(
         meta=first.json(), end=None if end is None else end.json(), time_s=stat.st_mtime, size_bytes=stat.st_size
     )

@@ -19,8 +19,8 @@ from cuaenv.action_codec import to_json
 from envd.base.aio import OwnedTasks
 from envd.base.clock import Clock, SystemClock
 from envd.base.errors import EnvdError
-from envd.desktop.desktop import ScreenView
 from envd.desktop.display.encoder import FrameEncoder
+from envd.desktop.display.frames import Frame
 from envd.desktop.observation import CursorMode, Encoding, Keyframe, ObservationOptions, TileDelta
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
@@ -37,10 +37,10 @@ _MAX_PENDING = 256
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What to append: the frame of a view, if there is one and it is new, and then a record."""
+    """What to append: a frame, if there is one and it is new, and then a record."""
 
     time_s: float
-    view: ScreenView | None = None
+    frame: Frame | None = None
     record: bytes = b""
     end: dict[str, Any] | None = None
     """How the episode ended; the last item has it."""
@@ -94,7 +94,7 @@ class Recorder(EpisodeObserver):
         if step.unrecorded:
             value["unrecorded"] = step.unrecorded
         time_s = step.time.timestamp()
-        self._add(episode, _Item(time_s, step.view, packed_json(Kind.STEP, time_s, value)))
+        self._add(episode, _Item(time_s, step.frame, packed_json(Kind.STEP, time_s, value)))
 
     def rolled_back(self, episode: Episode, *, time: datetime) -> None:
         """Record a rollback; the steps that it took back stay."""
@@ -150,12 +150,12 @@ class Recorder(EpisodeObserver):
 
     async def watch(self, episode_id: str, recording: "_Recording") -> None:
         """Add an episode's screen at each change, never more than one ahead of the disk."""
-        views = self._episodes.watch_screen(episode_id, max_rate_hz=self._max_rate_hz)
+        frames = self._episodes.watch_screen(episode_id, max_rate_hz=self._max_rate_hz)
         # A lost machine or display: the steps are still recorded.
         with contextlib.suppress(EnvdError):
-            async with aclosing(views):
-                async for view in views:
-                    recording.add(_Item(self.now_s, view))
+            async with aclosing(frames):
+                async for frame in frames:
+                    recording.add(_Item(self.now_s, frame))
                     await recording.written.wait()
 
     def forget(self, episode_id: str) -> None:
@@ -213,8 +213,8 @@ class _Recording:
             raise OSError(f"the disk is more than {_MAX_PENDING} steps behind")
         data = b""
         for item in items:
-            if item.view is not None:
-                data += await self._frame(item.time_s, item.view)
+            if item.frame is not None:
+                data += await self._frame(item.time_s, item.frame)
             data += item.record
         if data:
             await self._recorder.in_thread(lambda: file.append(data))
@@ -226,13 +226,13 @@ class _Recording:
             self.written.set()
         return True
 
-    async def _frame(self, time_s: float, view: ScreenView) -> bytes:
-        pointer = None if view.pointer is None else (view.pointer.at.x_px, view.pointer.at.y_px)
-        if (view.frame.frame_id, pointer) == (self._known_image_id, self._known_pointer):
+    async def _frame(self, time_s: float, frame: Frame) -> bytes:
+        pointer = None if frame.pointer is None else (frame.pointer.x_px, frame.pointer.y_px)
+        if (frame.frame_id, pointer) == (self._known_image_id, self._known_pointer):
             return b""
         is_keyframe = self._deltas_left == 0
         encoded = await self._encoder.encode(
-            view.frame,
+            frame,
             ObservationOptions(
                 encoding=Encoding.RAW_ZSTD,
                 cursor=CursorMode.HIDDEN,

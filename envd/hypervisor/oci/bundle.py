@@ -61,6 +61,8 @@ class ContainerSettings:
     memory_mib: int
     max_open_files: int
     """Limit of each process, which cannot be above the daemon's own."""
+    has_sudo: bool
+    """Whether the session's user may become the container's root, as in a virtual machine of the same image."""
     groups: PurePosixPath | None
     """Control group of everything but the X server; None if control groups cannot be delegated."""
     display_group: PurePosixPath | None
@@ -70,6 +72,7 @@ class ContainerSettings:
 def container_config(settings: ContainerSettings) -> dict[str, JsonValue]:
     """Return the content of `config.json`."""
     width_px, height_px = settings.screen_px
+    option = "" if settings.has_sudo else "--no-new-privs"
     namespaces = ["pid", "network", "ipc", "uts", "mount", *(["cgroup"] if settings.groups else [])]
     return {
         "ociVersion": "1.0.2",
@@ -77,11 +80,11 @@ def container_config(settings: ContainerSettings) -> dict[str, JsonValue]:
         "process": {
             "terminal": False,
             "user": {"uid": 0, "gid": 0},
-            "args": ["/bin/sh", "-c", _INIT, "envd", str(width_px), str(height_px), settings.keyboard_layout],
+            "args": ["/bin/sh", "-c", _INIT, "envd", str(width_px), str(height_px), settings.keyboard_layout, option],
             "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"],
             "cwd": "/",
             "capabilities": {kind: list(_CAPABILITIES) for kind in ("bounding", "effective", "permitted")},
-            "noNewPrivileges": True,
+            "noNewPrivileges": not settings.has_sudo,
             "rlimits": [{"type": "RLIMIT_NOFILE", "soft": 1024, "hard": settings.max_open_files}],
         },
         "root": {"path": "root", "readonly": False},

@@ -31,12 +31,13 @@ from envd.hypervisor.machine import (
     MachineSpec,
     MachineState,
     Snapshot,
+    load_or_destroy,
 )
 from envd.hypervisor.oci.backend import CAPABILITIES, DEFAULT_RUNTIME
 from envd.hypervisor.oci.bundle import ContainerSettings, container_config
 from envd.hypervisor.oci.control_groups import ControlGroups, MachineGroups
 from envd.hypervisor.oci.ids import IdMap, own_ids
-from envd.hypervisor.oci.images import IMAGES, ImageFiles, obstacle
+from envd.hypervisor.oci.images import IMAGES, ImageFiles, has_package, obstacle
 from envd.hypervisor.oci.machine import DESTROYED, MachineFiles, OciMachine
 from envd.hypervisor.oci.namespace import Namespace, owner_of_files
 from envd.hypervisor.oci.templates import TEMPLATES, OciSnapshot, TemplateStore
@@ -176,13 +177,7 @@ class OciHypervisor:
     async def fork(self, snapshot: Snapshot, machine_id: str) -> OciMachine:
         """See `Hypervisor.fork`: a new session on the template's files. Raises: TemplateCorrupt, HypervisorError."""
         machine = await self.prepare(snapshot, machine_id)
-        try:
-            await self.load(machine, snapshot)
-        except BaseException as error:
-            await machine.destroy()
-            if isinstance(error, MachineLost):
-                raise HypervisorError(f"machine {machine_id}: ended while it was starting: {error}") from error
-            raise
+        await load_or_destroy(self, machine, snapshot)
         return machine
 
     def _forkable(self, snapshot: Snapshot, machine_id: str) -> OciSnapshot:
@@ -433,6 +428,7 @@ def _container_settings(spec: MachineSpec, *, envd: PurePosixPath, groups: Machi
         screen_px=(spec.screen_width_px, spec.screen_height_px),
         keyboard_layout=spec.keyboard_layout,
         memory_mib=spec.memory_mib,
+        has_sudo=has_package(spec.image, "sudo"),
         max_open_files=min(_MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         groups=PurePosixPath(groups.guest) if groups else None,
         display_group=PurePosixPath(groups.display) if groups else None,

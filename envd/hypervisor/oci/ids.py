@@ -52,8 +52,8 @@ def own_ids() -> IdMap:
         )
     if uids is None or gids is None:
         raise ConfigError(
-            f"hypervisor oci: user {_name_of(uid)} has no {ID_COUNT} subordinate ids; run"
-            f" `usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {_name_of(uid)}` as root"
+            f"hypervisor oci: user {name_of(uid)} has no {ID_COUNT} subordinate ids; run"
+            f" `usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {name_of(uid)}` as root"
         )
     return IdMap(root_uid=uid, root_gid=gid, first_uid=uids, first_gid=gids, is_privileged=False)
 
@@ -67,12 +67,13 @@ def _subordinate(file: str, uid: int) -> int | None:
     for line in lines:
         owner, _, rest = line.partition(":")
         first, _, count = rest.partition(":")
-        if owner in {str(uid), _name_of(uid)} and first.isdigit() and count.isdigit() and int(count) >= ID_COUNT:
+        if owner in {str(uid), name_of(uid)} and first.isdigit() and count.isdigit() and int(count) >= ID_COUNT:
             return int(first)
     return None
 
 
-def _name_of(uid: int) -> str:
+def name_of(uid: int) -> str:
+    """Return a user's name, or the number of one without a name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

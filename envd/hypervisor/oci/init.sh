@@ -1,9 +1,10 @@
-# The first process of a container: X server, guest agent, session and guestd. Arguments: width, height, keyboard layout.
+# The first process of a container: X server, guest agent, session and guestd. Arguments: width, height, keyboard layout,
+# and an option of setpriv, or nothing, for the session.
 # /envd is a directory of the host, with the three sockets; only root can enter it.
 exec </dev/null >>/envd/console.log 2>&1
 system_path=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 PATH=$system_path
-width=$1 height=$2 layout=$3
+width=$1 height=$2 layout=$3 no_new_privs=$4
 groups=/sys/fs/cgroup
 
 # Enters a control group, if the container has any. The process must be one of its own, not a part of this shell's.
@@ -17,6 +18,8 @@ enter() {
 mkdir -p /run/lock /run/user/1000
 chown 1000:1000 /run/user/1000
 chmod 0700 /run/user/1000
+# Builders of container images leave it empty.
+[ -s /etc/hosts ] || printf '127.0.0.1 localhost desktop\n::1 localhost\n' >/etc/hosts
 rm -rf /tmp/.X11-unix /tmp/.ICE-unix
 mkdir -m 1777 /tmp/.X11-unix /tmp/.ICE-unix
 set -a
@@ -38,7 +41,7 @@ session() {
 	# If memory runs out, the kernel ends programs of the session before the server and the agent.
 	echo 500 >/proc/self/oom_score_adj
 	cd /home/user || exit
-	exec setpriv --reuid=1000 --regid=1000 --init-groups --inh-caps=-all --no-new-privs sh -c '
+	exec setpriv --reuid=1000 --regid=1000 --init-groups --inh-caps=-all $no_new_privs sh -c '
 		dbus-daemon --session --nofork --nopidfile --address="$DBUS_SESSION_BUS_ADDRESS" &
 		bus=$!
 		while [ ! -S "$XDG_RUNTIME_DIR/bus" ]; do sleep 0.01; done

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from envd.base.aio import race, shielded
 from envd.base.errors import EnvdError, GuestUnresponsive, HypervisorError, MachineLost
-from envd.base.losses import FULL_DISK_BYTES, Loss, Owner, Silence, loss_by_silence
+from envd.base.losses import FULL_DISK_BYTES, Loss, LossOwner, Silence, loss_by_silence
 from envd.hypervisor import guest_socket
 from envd.hypervisor.agent_channel import AgentChannel
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
@@ -191,7 +191,7 @@ class OciMachine:
 
     def mark_lost(self, reason: str) -> None:
         """Record that the host ended the machine. Only the first reason is kept."""
-        self._end_by(Loss(Owner.HOST, reason))
+        self._end_by(Loss(LossOwner.HOST, reason))
 
     def report_exit(self, status: int) -> None:
         """Record the end of its first process: its exit code, or a signal's negative number.
@@ -212,9 +212,9 @@ class OciMachine:
 
     def _naming_full_disk(self, loss: Loss) -> Loss:
         free_bytes = self._free_bytes()
-        if loss.owner is Owner.GUEST or free_bytes is None or free_bytes >= FULL_DISK_BYTES:
+        if loss.owner is LossOwner.GUEST or free_bytes is None or free_bytes >= FULL_DISK_BYTES:
             return loss
-        return Loss(Owner.HOST, f"{loss.reason}; the host's disk of {self.files.directory} is full, remove files")
+        return Loss(LossOwner.HOST, f"{loss.reason}; the host's disk of {self.files.directory} is full, remove files")
 
     def _free_bytes(self) -> int | None:
         try:
@@ -438,7 +438,7 @@ class OciMachine:
         quota_bytes = self._quota_bytes
         if used_bytes > quota_bytes:
             reason = f"it used {used_bytes >> 20} MiB of disk, over its quota of {quota_bytes >> 20} MiB"
-            self._end_by(Loss(Owner.GUEST, reason, "DISK_FULL"))
+            self._end_by(Loss(LossOwner.GUEST, reason, "DISK_FULL"))
 
     # The end
 
@@ -449,7 +449,7 @@ class OciMachine:
         await shielded(self._destroying)
 
     async def _destroy(self) -> None:
-        self._end_by(Loss(Owner.HOST, DESTROYED))
+        self._end_by(Loss(LossOwner.HOST, DESTROYED))
         self._relay.close()
         if self._quota_check is not None:
             await asyncio.gather(self._quota_check, return_exceptions=True)
@@ -482,11 +482,11 @@ def _has_failed(task: "asyncio.Task[None]") -> bool:
 
 def _loss_by_exit(status: int, *, is_out_of_memory: bool) -> Loss:
     if status >= 0:
-        return Loss(Owner.GUEST, f"its first process ended with exit code {status}", "POWER_OFF")
+        return Loss(LossOwner.GUEST, f"its first process ended with exit code {status}", "POWER_OFF")
     if -status in _SHUTDOWNS:
-        return Loss(Owner.GUEST, "its root shut it down", _SHUTDOWNS[-status])
+        return Loss(LossOwner.GUEST, "its root shut it down", _SHUTDOWNS[-status])
     if status != -signal.SIGKILL:
-        return Loss(Owner.GUEST, f"its first process ended by {signal.Signals(-status).name}", "PANIC")
+        return Loss(LossOwner.GUEST, f"its first process ended by {signal.Signals(-status).name}", "PANIC")
     if is_out_of_memory:
-        return Loss(Owner.GUEST, "its memory was full, and the kernel ended its first process", "PANIC")
-    return Loss(Owner.HOST, "its first process was killed by the host")
+        return Loss(LossOwner.GUEST, "its memory was full, and the kernel ended its first process", "PANIC")
+    return Loss(LossOwner.HOST, "its first process was killed by the host")

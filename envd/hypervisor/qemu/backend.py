@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.hypervisor.backends import Backend
-from envd.hypervisor.machine import Capabilities, DiskImage, Hypervisor
+from envd.hypervisor.machine import Capabilities, DiskImage, Firmware, Hypervisor
 
 _HAS_LIBVIRT = find_spec("libvirt") is not None
 if _HAS_LIBVIRT:
@@ -34,6 +34,12 @@ async def _open(config: Config, images: Iterable[DiskImage]) -> Hypervisor:
         )
     if hypervisor.reaction_ms:
         raise ConfigError("hypervisor.reaction_ms: only drawn desktops have it; remove it, or use --hypervisor fake")
+    images = tuple(images)
+    for image in images:
+        if image.firmware is Firmware.NONE:
+            raise ConfigError(
+                f"image {image.name}: it has the files of a container and no kernel; serve it with --hypervisor oci:"
+            )
     from envd.hypervisor.qemu.driver import LibvirtHypervisor  # noqa: PLC0415
 
     return await LibvirtHypervisor.open(

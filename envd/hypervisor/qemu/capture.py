@@ -24,8 +24,8 @@ import xxhash
 
 from envd.base.errors import EnvdError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
 from envd.hypervisor.machine import Accelerator, CaptureReport, Firmware, MachineSpec, MachineState
-from envd.hypervisor.qemu.domain_xml import MEMORY, VIDEO_ALIAS, FirmwareFiles, MachineFiles, MemoryFile, domain_xml
-from envd.hypervisor.qemu.machine import Caller, LibvirtMachine
+from envd.hypervisor.qemu.domain_xml import MEMORY, VIDEO_ALIAS, DomainFiles, FirmwareFiles, MemoryFile, domain_xml
+from envd.hypervisor.qemu.machine import LibvirtCall, LibvirtMachine
 from envd.hypervisor.qemu.monitor import overlay_node
 from envd.hypervisor.qemu.processes import command_line
 from envd.hypervisor.qemu.snapshots.files import (
@@ -41,12 +41,12 @@ from envd.hypervisor.qemu.snapshots.files import (
 from envd.hypervisor.qemu.snapshots.pages import MemoryMap, Pages, prefaulted, size_bytes
 from envd.hypervisor.qemu.snapshots.snapshot import (
     CaptureRecord,
+    ForkRecord,
     LibvirtSnapshot,
-    MachineRecord,
     MemoryPatch,
     write_record,
 )
-from envd.hypervisor.qemu.snapshots.templates import StoredTemplate, TemplateStore
+from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore, StoredTemplate
 
 #: Copied with the guest's memory and the UEFI variables; the firmware's code is the same file in every fork.
 _COPIED_BLOCKS = {MEMORY, "system.flash0", "system.flash1"}
@@ -63,7 +63,7 @@ _PAGE_BYTES = 4096
 _FIRMWARE_VARS = b"system.flash1"
 
 
-async def capture(machine: LibvirtMachine, captures_dir: Path, *, call: Caller) -> LibvirtSnapshot:
+async def capture(machine: LibvirtMachine, captures_dir: Path, *, call: LibvirtCall) -> LibvirtSnapshot:
     """Freeze a fork's state; the machine then continues in its earlier state. Must not be cancelled."""
     parent = machine.snapshot
     if parent is None:
@@ -115,7 +115,7 @@ def captured_snapshot(
 
 
 async def _copy(
-    machine: LibvirtMachine, files: SnapshotFiles, template_state: Path, *, call: Caller
+    machine: LibvirtMachine, files: SnapshotFiles, template_state: Path, *, call: LibvirtCall
 ) -> tuple[MemoryPatch, float]:
     """Copy the state that a fork cannot share; return the pages, and the duration of the pause in milliseconds."""
     memory = await call(MemoryMap.of, machine.pid, machine.memory_path)
@@ -153,7 +153,7 @@ async def _copy(
     return pages.result(), paused_ms
 
 
-async def _require_forkable(machine: LibvirtMachine, parent: LibvirtSnapshot, *, call: Caller) -> None:
+async def _require_forkable(machine: LibvirtMachine, parent: LibvirtSnapshot, *, call: LibvirtCall) -> None:
     """Check that all of a machine's state can be copied. Raises: NotForkable: names what cannot."""
     image = machine.spec.image
     monitor = machine.monitor
@@ -224,7 +224,7 @@ def _copied_files(machine: LibvirtMachine, files: SnapshotFiles) -> list[tuple[P
 class Freezer:
     """Makes and finds templates. Finding blocks; for the libvirt executor."""
 
-    def __init__(self, store: TemplateStore, *, accelerator: Accelerator, versions: str, cpu: str) -> None:
+    def __init__(self, store: QemuTemplateStore, *, accelerator: Accelerator, versions: str, cpu: str) -> None:
         """Configure what templates depend on in addition to their image and settings."""
         self._store = store
         self._accelerator = accelerator
@@ -240,7 +240,7 @@ class Freezer:
         description = domain_xml(
             replace(spec, machine_id="template"),
             owner="",
-            files=MachineFiles(directory=placeholder),
+            files=DomainFiles(directory=placeholder),
             accelerator=self._accelerator,
             memory=MemoryFile(path=placeholder),
             generation=UUID(int=0),
@@ -263,7 +263,7 @@ class Freezer:
             raise HypervisorError(f"template {key}: not found; it was removed")
         return self._snapshot(spec, stored, begin_s)
 
-    async def freeze(self, machine: LibvirtMachine, notes: dict[str, str], *, call: Caller) -> LibvirtSnapshot:
+    async def freeze(self, machine: LibvirtMachine, notes: dict[str, str], *, call: LibvirtCall) -> LibvirtSnapshot:
         """Store a paused machine as a template; ends its QEMU.
 
         Raises:
@@ -379,7 +379,7 @@ def _memory_section(block: bytes, content: bytes) -> bytes:
     return b"".join([*parts, struct.pack(">Q", _RAM_END), struct.pack(">BI", _FOOTER, 0)])
 
 
-async def load_state(machine: LibvirtMachine, snapshot: LibvirtSnapshot, *, call: Caller) -> None:
+async def load_state(machine: LibvirtMachine, snapshot: LibvirtSnapshot, *, call: LibvirtCall) -> None:
     """Load a snapshot's state into a machine that has none yet. On failure the machine cannot be used.
 
     Such a machine has mapped its template's memory and opened its overlay on the template's disk, so it can load the
@@ -396,7 +396,7 @@ async def load_state(machine: LibvirtMachine, snapshot: LibvirtSnapshot, *, call
             call(_write_pages, machine, snapshot.patch), _set_backing(machine, snapshot.captures, call=call)
         )
     await machine.monitor.load(snapshot.files.devices)
-    await call(write_record, machine.files.directory, MachineRecord(spec=machine.spec, backing=snapshot.ref))
+    await call(write_record, machine.files.directory, ForkRecord(spec=machine.spec, backing=snapshot.ref))
     machine.is_loaded = True
 
 
@@ -404,7 +404,7 @@ def _write_pages(machine: LibvirtMachine, patch: MemoryPatch) -> None:
     MemoryMap.of(machine.pid, machine.memory_path).write(patch.extents, patch.pages)
 
 
-async def _set_backing(machine: LibvirtMachine, captures: Sequence[LibvirtSnapshot], *, call: Caller) -> None:
+async def _set_backing(machine: LibvirtMachine, captures: Sequence[LibvirtSnapshot], *, call: LibvirtCall) -> None:
     arguments = await call(lambda: command_line(machine.pid))
     monitor = machine.monitor
     overlays = machine.files.overlays(machine.spec.image)

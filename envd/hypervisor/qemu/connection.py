@@ -1,7 +1,7 @@
 """A connection to libvirt that reconnects after its libvirtd has ended.
 
 QEMU processes outlive their libvirtd, but the connection does not: all its domain objects become invalid, and events in
-between are lost. The listener that owns the domains therefore handles a new connection before anyone else can use it.
+between are lost. The owner of the domains therefore handles a new connection before anyone else can use it.
 The embedded driver is part of this process, so its connection never breaks.
 """
 
@@ -10,11 +10,11 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import libvirt
@@ -30,16 +30,6 @@ _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
 #: How long `available` waits: longer than a restart takes.
 _AVAILABLE_TIMEOUT_S = 15.0
-
-
-class ConnectionListener(Protocol):
-    """Owner of the connection's domains."""
-
-    def on_domain_ended(self, name: str, reason: str) -> None:
-        """Handle the end of a domain."""
-
-    async def on_reconnected(self) -> None:
-        """Look up the domains on a new connection. Raises: HypervisorError: the link connects once more."""
 
 
 class LibvirtLink:
@@ -67,7 +57,8 @@ class LibvirtLink:
         self._first_backoff_s = first_backoff_s
         self._available_timeout_s = available_timeout_s
         self._loop = asyncio.get_running_loop()
-        self._listener: ConnectionListener | None = None
+        self._on_domain_ended: Callable[[str, str], None] | None = None
+        self._on_reconnected: Callable[[], Awaitable[None]] | None = None
         self._event_id: int | None = None
         self._is_up = asyncio.Event()
         self._is_up.set()
@@ -102,9 +93,15 @@ class LibvirtLink:
         """Whether libvirt's driver runs in this process."""
         return _is_embedded(self._uri)
 
-    def subscribe(self, listener: ConnectionListener) -> None:
-        """Report ended domains and new connections to `listener`. Call once; makes short blocking libvirt calls."""
-        self._listener = listener
+    def subscribe(
+        self, *, on_domain_ended: Callable[[str, str], None], on_reconnected: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Report domains that end, by name and reason, and new connections.
+
+        Call once; makes short blocking libvirt calls. If `on_reconnected` raises HypervisorError, the link connects
+        once more.
+        """
+        self._on_domain_ended, self._on_reconnected = on_domain_ended, on_reconnected
         self._register_callbacks()
 
     async def available(self) -> None:
@@ -165,11 +162,11 @@ class LibvirtLink:
 
     def _on_lifecycle(self, _connection: Any, domain: Any, event: int, detail: int, _opaque: Any) -> None:
         """Report a domain's end to the event loop. Called on libvirt's thread."""
-        if event in {libvirt.VIR_DOMAIN_EVENT_STOPPED, libvirt.VIR_DOMAIN_EVENT_CRASHED} and self._listener:
+        if event in {libvirt.VIR_DOMAIN_EVENT_STOPPED, libvirt.VIR_DOMAIN_EVENT_CRASHED} and self._on_domain_ended:
             # The details of the two events are numbered independently. libvirt calls only a guest's panic a crash.
             is_panic = event == libvirt.VIR_DOMAIN_EVENT_CRASHED
             reason = "guest-panic" if is_panic else _STOP_REASONS.get(detail, f"detail {detail}")
-            self._call_on_loop(self._listener.on_domain_ended, domain.name(), reason)
+            self._call_on_loop(self._on_domain_ended, domain.name(), reason)
 
     def _on_close(self, connection: Any, reason: int, _opaque: Any) -> None:
         """Report the connection's end to the event loop. Called on libvirt's thread."""
@@ -216,8 +213,8 @@ class LibvirtLink:
         await self._loop.run_in_executor(self._executor, self._disconnect, broken)
         # Events first, so that no domain's end is missed during the lookup.
         await self._loop.run_in_executor(self._executor, self._register_callbacks)
-        if self._listener is not None:
-            await self._listener.on_reconnected()
+        if self._on_reconnected is not None:
+            await self._on_reconnected()
 
     def _unavailable(self) -> HypervisorUnavailable:
         problem = self.problem or f"libvirt at {self._uri} was reconnected during the call"

@@ -35,7 +35,7 @@ _DISK_BUS = {Hardware.VIRTIO: ("virtio", "vd"), Hardware.PC: ("sata", "sd"), Har
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFiles:
+class DomainFiles:
     """Paths of one machine's own files."""
 
     directory: Path
@@ -119,7 +119,7 @@ class Confinement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class DomainMark:
     """Our mark in a domain's metadata."""
 
     owner: str
@@ -136,7 +136,7 @@ def domain_xml(
     spec: MachineSpec,
     *,
     owner: str,
-    files: MachineFiles,
+    files: DomainFiles,
     accelerator: Accelerator,
     memory: MemoryFile,
     generation: UUID,
@@ -193,7 +193,7 @@ def domain_xml(
     return etree.tostring(root, encoding="unicode")
 
 
-def _qemu_arguments(spec: MachineSpec, files: MachineFiles, memory: MemoryFile) -> list[str]:
+def _qemu_arguments(spec: MachineSpec, files: DomainFiles, memory: MemoryFile) -> list[str]:
     """Return QEMU's arguments for devices that libvirt's XML cannot describe as we need them."""
     image, size_bytes = spec.image, spec.memory_mib << 20
     arguments = [
@@ -235,7 +235,7 @@ def _qemu_arguments(spec: MachineSpec, files: MachineFiles, memory: MemoryFile) 
     return arguments
 
 
-def _add_boot(root: etree._Element, spec: MachineSpec, files: MachineFiles, firmware: FirmwareFiles | None) -> None:
+def _add_boot(root: etree._Element, spec: MachineSpec, files: DomainFiles, firmware: FirmwareFiles | None) -> None:
     image = spec.image
     os_element = _add(root, "os")
     _add(os_element, "type", "hvm", arch="x86_64", machine="q35")
@@ -289,7 +289,7 @@ def _add_board(root: etree._Element, spec: MachineSpec, accelerator: Accelerator
 def _add_devices(
     root: etree._Element,
     spec: MachineSpec,
-    files: MachineFiles,
+    files: DomainFiles,
     accelerator: Accelerator,
     template_disks: Sequence[Path],
 ) -> None:
@@ -367,14 +367,14 @@ def read_confinement(capabilities: str, *, user_id: int, group_id: int) -> Confi
     return Confinement(user_id=user_id, group_id=group_id, models=tuple(sorted(names & {"apparmor", "selinux"})))
 
 
-def read_mark(xml: str) -> Mark | None:
+def read_mark(xml: str) -> DomainMark | None:
     """Return our mark in a domain's XML; None if the domain is not ours."""
     parser = etree.XMLParser(resolve_entities=False, no_network=True)
     element = etree.fromstring(xml.encode(), parser).find(f"metadata/{{{MARK_NS}}}machine")
     if element is None:
         return None
     owner, machine_id, directory = (element.get(name, "") for name in ("owner", "id", "directory"))
-    return Mark(owner=str(owner), machine_id=str(machine_id), directory=Path(str(directory)))
+    return DomainMark(owner=str(owner), machine_id=str(machine_id), directory=Path(str(directory)))
 
 
 def parse_forwarded_port(usernet: str) -> int | None:

@@ -24,12 +24,12 @@ import libvirt
 from envd.base.aio import shielded
 from envd.base.config import HypervisorConfig
 from envd.base.errors import ConfigError, EnvdError, HypervisorError, MachineLost
-from envd.hypervisor.machine import Accelerator, DiskImage, Leftover, Machine, MachineSpec, Snapshot
+from envd.hypervisor.machine import Accelerator, DiskImage, Leftover, Machine, MachineSpec, Snapshot, load_or_destroy
 from envd.hypervisor.qemu.accelerator import AcceleratorChoice, choose_accelerator
 from envd.hypervisor.qemu.backend import CAPABILITIES
 from envd.hypervisor.qemu.capture import Freezer, capture, load_state
 from envd.hypervisor.qemu.connection import LibvirtLink
-from envd.hypervisor.qemu.domain_xml import MachineFiles, Memory, MemoryFile, domain_name, domain_xml, read_confinement
+from envd.hypervisor.qemu.domain_xml import DomainFiles, Memory, MemoryFile, domain_name, domain_xml, read_confinement
 from envd.hypervisor.qemu.host import (
     NAME_FIX,
     check_path_lengths,
@@ -47,7 +47,7 @@ from envd.hypervisor.qemu.reaper import BackingSnapshots, Reaper, adopt
 from envd.hypervisor.qemu.saved import restore, save
 from envd.hypervisor.qemu.snapshots.files import copy_overlay, create_overlay
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
-from envd.hypervisor.qemu.snapshots.templates import TemplateStore
+from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
 from envd.hypervisor.qemu.tpm import Tpm
 from envd.hypervisor.qemu.user import QemuUser, choose_qemu_user
 
@@ -69,7 +69,7 @@ class LibvirtHypervisor:
         state_dir: Path,
         owner: str,
         choice: AcceleratorChoice,
-        store: TemplateStore,
+        store: QemuTemplateStore,
         tcg_cache_mib: int,
         qemu_user: QemuUser,
     ) -> None:
@@ -114,7 +114,7 @@ class LibvirtHypervisor:
         )
         if qemu_user.account is not None:
             self.description += f", QEMU run by {qemu_user.account.name}"
-        link.subscribe(self)
+        link.subscribe(on_domain_ended=self.on_domain_ended, on_reconnected=self.on_reconnected)
 
     @classmethod
     async def open(
@@ -142,7 +142,7 @@ class LibvirtHypervisor:
         (state_dir / "machines").mkdir(parents=True, exist_ok=True)
         owner = ensure_owner(state_dir)
         template_dir = settings.template_dir or state_dir / "templates"
-        store = TemplateStore(
+        store = QemuTemplateStore(
             template_dir,
             # Other daemons that share the directories must not remove the memory of a machine that is being frozen.
             memory_dir=(settings.template_memory_dir or template_dir / "memory") / owner,
@@ -186,13 +186,7 @@ class LibvirtHypervisor:
     async def fork(self, snapshot: Snapshot, machine_id: str) -> LibvirtMachine:
         """See `Hypervisor.fork`. Raises: TemplateCorrupt, HypervisorUnavailable, HypervisorError."""
         machine = await self.prepare(snapshot, machine_id)
-        try:
-            await self.load(machine, snapshot)
-        except BaseException as error:
-            await machine.destroy()
-            if isinstance(error, MachineLost):
-                raise HypervisorError(f"machine {machine_id}: ended while it was starting: {error}") from error
-            raise
+        await load_or_destroy(self, machine, snapshot)
         return machine
 
     async def prepare(self, snapshot: Snapshot, machine_id: str) -> LibvirtMachine:
@@ -343,7 +337,7 @@ class LibvirtHypervisor:
             raise
 
     async def _start(self, spec: MachineSpec, snapshot: LibvirtSnapshot | None) -> LibvirtMachine:
-        files = MachineFiles(directory=self._machines_dir / spec.machine_id)
+        files = DomainFiles(directory=self._machines_dir / spec.machine_id)
         try:
             files.directory.mkdir()
             self._qemu_user.chown(files.directory)

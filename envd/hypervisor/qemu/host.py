@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from envd.base.errors import ConfigError, HypervisorError
 from envd.hypervisor.machine import DiskImage, Firmware, MachineSpec
-from envd.hypervisor.qemu.domain_xml import FirmwareFiles, MachineFiles
+from envd.hypervisor.qemu.domain_xml import DomainFiles, FirmwareFiles
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
 from envd.hypervisor.qemu.user import QemuUser, RequiredAccess
 
@@ -165,7 +165,7 @@ def find_firmware() -> FirmwareFiles | None:
     return None
 
 
-def prepare_firmware(spec: MachineSpec, files: MachineFiles, snapshot: LibvirtSnapshot | None) -> FirmwareFiles | None:
+def prepare_firmware(spec: MachineSpec, files: DomainFiles, snapshot: LibvirtSnapshot | None) -> FirmwareFiles | None:
     """Create a UEFI machine's copy of its variables; None if not UEFI.
 
     Raises:

@@ -22,11 +22,11 @@ from pydantic import JsonValue
 
 from envd.base.aio import race, shielded
 from envd.base.errors import EnvdError, GuestUnresponsive, HypervisorError, MachineLost
-from envd.base.losses import FULL_DISK_BYTES, Loss, Owner, Silence, loss_by_shutdown, loss_by_silence
+from envd.base.losses import FULL_DISK_BYTES, Loss, LossOwner, Silence, loss_by_shutdown, loss_by_silence
 from envd.hypervisor.agent_channel import AgentChannel
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
 from envd.hypervisor.qemu.connection import is_alive
-from envd.hypervisor.qemu.domain_xml import MachineFiles, parse_forwarded_port
+from envd.hypervisor.qemu.domain_xml import DomainFiles, parse_forwarded_port
 from envd.hypervisor.qemu.monitor import Monitor
 from envd.hypervisor.qemu.processes import killed, memory_of, process_ended, process_exits
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
@@ -60,7 +60,7 @@ _TAIL_BYTES = 1000
 MAX_LOG_BYTES = 1 << 20
 
 
-class Caller(Protocol):
+class LibvirtCall(Protocol):
     """Runs blocking libvirt calls on the executor."""
 
     async def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -75,11 +75,11 @@ class LibvirtMachine:
     def __init__(
         self,
         spec: MachineSpec,
-        files: MachineFiles,
+        files: DomainFiles,
         *,
         memory_path: Path,
         snapshot: LibvirtSnapshot | None,
-        call: Caller,
+        call: LibvirtCall,
         on_destroyed: "Callable[[LibvirtMachine], None]",
     ) -> None:
         """Describe a machine that is about to be made.
@@ -104,7 +104,7 @@ class LibvirtMachine:
         self.monitor = Monitor(files.monitor_socket, machine_id=spec.machine_id, on_event=self._on_event)
         self.is_loaded = snapshot is None
         """Whether it has booted or loaded a state, so that it can run."""
-        self._console = Console(files.console_log)
+        self._console = SerialConsole(files.console_log)
         self.guestd_url: str | None = None
         self._pid: int | None = None
         self._pid_handle: int | None = None
@@ -155,7 +155,7 @@ class LibvirtMachine:
 
     def mark_lost(self, reason: str) -> None:
         """Record that the host ended the machine, or that QEMU ended. Only the first reason is kept."""
-        self._end_by(Loss(Owner.HOST, reason))
+        self._end_by(Loss(LossOwner.HOST, reason))
 
     def report_end(self, reason: str, *, failed_assertion: str = "") -> None:
         """Record that QEMU has ended, by libvirt's report.
@@ -165,15 +165,17 @@ class LibvirtMachine:
         reports a guest's panic.
         """
         text = f"its QEMU ended: {reason}"
-        host_loss = Loss(Owner.UNDECIDED, f"{text}: {failed_assertion}") if failed_assertion else Loss(Owner.HOST, text)
+        host_loss = (
+            Loss(LossOwner.UNDECIDED, f"{text}: {failed_assertion}") if failed_assertion else Loss(LossOwner.HOST, text)
+        )
         loss = loss_by_shutdown(reason) or host_loss
         asyncio.get_running_loop().call_later(_MONITOR_LAG_S, self._end_by, loss)
 
     def _on_event(self, name: str, data: Mapping[str, Any]) -> None:
         if name == "GUEST_PANICKED":
-            self._end_by(Loss(Owner.GUEST, "QEMU reports GUEST_PANICKED", "PANIC"))
+            self._end_by(Loss(LossOwner.GUEST, "QEMU reports GUEST_PANICKED", "PANIC"))
         elif name == "BLOCK_IO_ERROR":  # a guest cannot cause one: QEMU itself refuses its invalid requests
-            self._end_by(Loss(Owner.HOST, f"its disk cannot be read or written: {data.get('reason', 'unknown')}"))
+            self._end_by(Loss(LossOwner.HOST, f"its disk cannot be read or written: {data.get('reason', 'unknown')}"))
         elif name == "SHUTDOWN" and (loss := loss_by_shutdown(str(data.get("reason", "")))):
             self._end_by(loss)
 
@@ -187,9 +189,9 @@ class LibvirtMachine:
     def _naming_full_disk(self, loss: Loss) -> Loss:
         """Return a loss that the guest did not cause with the host's disk in its reason, if that is full."""
         free_bytes = _free_bytes(self.files.directory)
-        if loss.owner is Owner.GUEST or free_bytes is None or free_bytes >= FULL_DISK_BYTES:
+        if loss.owner is LossOwner.GUEST or free_bytes is None or free_bytes >= FULL_DISK_BYTES:
             return loss
-        return Loss(Owner.HOST, f"{loss.reason}; the host's disk of {self.files.directory} is full, remove files")
+        return Loss(LossOwner.HOST, f"{loss.reason}; the host's disk of {self.files.directory} is full, remove files")
 
     def processor_s(self) -> float | None:
         """Return the processor seconds that the guest used or waited for; None if unknown. Never raises."""
@@ -302,7 +304,7 @@ class LibvirtMachine:
             if self.state is not MachineState.GONE:
                 self.state = wanted
             if not running and (panic := self._console.panic()):
-                self._end_by(Loss(Owner.GUEST, f"its kernel panicked: {panic}", "PANIC"))
+                self._end_by(Loss(LossOwner.GUEST, f"its kernel panicked: {panic}", "PANIC"))
                 self._require_alive()
 
     async def usage(self) -> MachineUsage:
@@ -317,8 +319,7 @@ class LibvirtMachine:
             raise
 
     def _measure(self) -> MachineUsage:
-        memory = memory_of(self.pid)
-        return MachineUsage(pss_bytes=memory.pss_bytes, private_dirty_bytes=memory.private_dirty_bytes)
+        return memory_of(self.pid)
 
     def console_tail(self) -> str:
         return self._console.tail()
@@ -332,7 +333,7 @@ class LibvirtMachine:
                 used_bytes += file.lstat().st_blocks * 512
         if used_bytes > quota_bytes:
             reason = f"it used {used_bytes >> 20} MiB of disk, over its quota of {quota_bytes >> 20} MiB"
-            self._end_by(Loss(Owner.GUEST, reason, "DISK_FULL"))
+            self._end_by(Loss(LossOwner.GUEST, reason, "DISK_FULL"))
 
     async def detach(self) -> None:
         """Release it and its snapshot without changing the domain."""
@@ -494,7 +495,7 @@ def _processor_threads(pid: int) -> tuple[Path, ...]:
     return tuple(task / "schedstat" for task in tasks if (task / "comm").read_text().startswith("CPU "))
 
 
-class Console:
+class SerialConsole:
     """Detects a kernel panic on the serial console of one machine; after a panic the guest does nothing more.
 
     QEMU's panic device reports it at once, but only if the guest has loaded its driver (pvpanic). Every image of ours

@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from envd.hypervisor.machine import MachineUsage
 
 #: The same number on all architectures (pidfd_getfd(2), Linux 5.6).
 _SYS_PIDFD_GETFD = 438
@@ -30,16 +31,6 @@ _PAUSE_S = 0.05
 _IDLE_S = 1.0
 #: A program that we started leaves orphans that look like our own children; their parent collects those sooner.
 _LINGER_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessMemory:
-    """One process's memory (proc(5), smaps_rollup)."""
-
-    pss_bytes: int
-    """Proportional share: a page mapped by n processes counts 1/n."""
-    private_dirty_bytes: int
-    """Memory that only this process has written."""
 
 
 def owner_of(state_dir: Path) -> str:
@@ -91,11 +82,11 @@ def command_line(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
 
 
-def memory_of(pid: int) -> ProcessMemory:
-    """Measure a process. Raises: OSError: it has ended."""
+def memory_of(pid: int) -> MachineUsage:
+    """Measure a process (proc(5), smaps_rollup). Raises: OSError: it has ended."""
     lines = (line.partition(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
     kib = {name: int(rest.split()[0]) for name, _, rest in lines}
-    return ProcessMemory(pss_bytes=kib["Pss"] << 10, private_dirty_bytes=kib["Private_Dirty"] << 10)
+    return MachineUsage(pss_bytes=kib["Pss"] << 10, private_dirty_bytes=kib["Private_Dirty"] << 10)
 
 
 def written_guest_bytes(pid: int) -> int:

@@ -19,12 +19,12 @@ from envd.base.errors import HypervisorError
 from envd.hypervisor.machine import Leftover, LeftoverKind, MachineSpec
 from envd.hypervisor.qemu.capture import Freezer, captured_snapshot
 from envd.hypervisor.qemu.connection import LibvirtLink
-from envd.hypervisor.qemu.domain_xml import MachineFiles, Mark, read_mark
-from envd.hypervisor.qemu.machine import Caller, LibvirtMachine, destroy_domain
+from envd.hypervisor.qemu.domain_xml import DomainFiles, DomainMark, read_mark
+from envd.hypervisor.qemu.machine import LibvirtCall, LibvirtMachine, destroy_domain
 from envd.hypervisor.qemu.processes import marked_processes, tpm_processes
 from envd.hypervisor.qemu.snapshots.files import SnapshotFiles
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot, SnapshotRef, read_capture, read_machine
-from envd.hypervisor.qemu.snapshots.templates import TemplateStore
+from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Reaper:
     machines_dir: Path
     captures: Collection[LibvirtSnapshot]
     captures_dir: Path
-    store: TemplateStore
+    store: QemuTemplateStore
 
     async def leftovers(self) -> list[Leftover]:
         """Return everything with our mark that belongs to no machine or capture of this daemon."""
@@ -103,7 +103,7 @@ class Reaper:
             case LeftoverKind.DATABASE_ROW:
                 raise ValueError(f"{leftover}: not a leftover of a hypervisor")
 
-    def _domains(self) -> list[tuple[Any, Mark]]:
+    def _domains(self) -> list[tuple[Any, DomainMark]]:
         found = []
         for domain in self.link.connection.listAllDomains(0):
             mark = _mark_of(domain)
@@ -112,7 +112,7 @@ class Reaper:
         return found
 
 
-def _mark_of(domain: Any) -> Mark | None:
+def _mark_of(domain: Any) -> DomainMark | None:
     try:
         return read_mark(domain.XMLDesc(0))
     except libvirt.libvirtError:
@@ -120,7 +120,7 @@ def _mark_of(domain: Any) -> Mark | None:
 
 
 def _directory_kind(machine_directory: Path) -> LeftoverKind:
-    has_overlay = MachineFiles(directory=machine_directory).overlay.exists()
+    has_overlay = DomainFiles(directory=machine_directory).overlay.exists()
     has_socket = any(machine_directory.glob("*.sock"))
     return LeftoverKind.SOCKET if has_socket and not has_overlay else LeftoverKind.OVERLAY
 
@@ -131,7 +131,7 @@ class BackingSnapshots:
     Nothing can be forked from them, and they are removed with the last machine that uses them.
     """
 
-    def __init__(self, freezer: Freezer, captures_dir: Path, *, call: Caller) -> None:
+    def __init__(self, freezer: Freezer, captures_dir: Path, *, call: LibvirtCall) -> None:
         self._freezer = freezer
         self._captures_dir = captures_dir
         self._call = call
@@ -165,7 +165,7 @@ async def adopt(
     directory: Path,
     *,
     snapshots: BackingSnapshots,
-    call: Caller,
+    call: LibvirtCall,
     on_destroyed: Callable[[LibvirtMachine], None],
 ) -> LibvirtMachine:
     """Return a running domain of a libvirtd as a machine of this daemon, paused. On failure the domain is unchanged.
@@ -180,7 +180,7 @@ async def adopt(
     snapshot = await snapshots.load(record.backing, record.spec)
     machine = LibvirtMachine(
         record.spec,
-        MachineFiles(directory=directory),
+        DomainFiles(directory=directory),
         memory_path=snapshot.memory_path,
         snapshot=snapshot,
         call=call,

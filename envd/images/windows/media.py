@@ -299,14 +299,14 @@ def _edition(image: etree._Element) -> Edition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuestFiles:
+class DriverFiles:
     """Paths in a virtio-win ISO."""
 
     drivers: Mapping[str, tuple[str, ...]]
     agent: str
 
 
-def find_guest_files(disc: Disc, release: Release) -> GuestFiles:
+def find_guest_files(disc: Disc, release: Release) -> DriverFiles:
     """Return the drivers for a release of Windows, and the guest agent.
 
     Raises:
@@ -329,7 +329,7 @@ def find_guest_files(disc: Disc, release: Release) -> GuestFiles:
             "Fedora project (virtio-win-pkg-scripts)"
         )
     # Symbols are for debuggers only.
-    return GuestFiles(
+    return DriverFiles(
         drivers={
             name: tuple(file for file in files if PurePosixPath(file).suffix.lower() != ".pdb")
             for name, files in drivers.items()
@@ -339,7 +339,7 @@ def find_guest_files(disc: Disc, release: Release) -> GuestFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Download:
+class MediaDownload:
     """A file to download."""
 
     url: str
@@ -352,11 +352,11 @@ class Download:
 
 
 #: Evaluation media in English.
-EVALUATIONS: Mapping[Release, Download] = {
-    Release(name): Download(**each)
+EVALUATIONS: Mapping[Release, MediaDownload] = {
+    Release(name): MediaDownload(**each)
     for name, each in json.loads((files("envd.images.windows") / "evaluations.json").read_text()).items()
 }
-VIRTIO_WIN = Download(
+VIRTIO_WIN = MediaDownload(
     url="https://fedorapeople.org/groups/virt/virtio-win/direct-downloads/archive-virtio/virtio-win-0.1.285-1/"
     "virtio-win-0.1.285.iso",
     sha256="e14cf2b94492c3e925f0070ba7fdfedeb2048c91eea9c5a5afb30232a3976331",
@@ -364,7 +364,7 @@ VIRTIO_WIN = Download(
 )
 
 
-async def download(wanted: Download, directory: Path, *, progress: Progress) -> Path:
+async def download(wanted: MediaDownload, directory: Path, *, progress: Progress) -> Path:
     """Return the file in `directory`, downloaded unless it is there.
 
     An interrupted download keeps what it has, in a file whose name ends in `.part`.
@@ -402,7 +402,7 @@ async def download(wanted: Download, directory: Path, *, progress: Progress) -> 
     return file
 
 
-async def _fetch(wanted: Download, part: Path, progress: Progress) -> None:
+async def _fetch(wanted: MediaDownload, part: Path, progress: Progress) -> None:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S)
     done = part.stat().st_size if part.exists() else 0
     if done >= wanted.size_bytes:

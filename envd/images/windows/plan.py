@@ -31,8 +31,8 @@ from envd.images.windows.media import (
     SETUP_DRIVERS,
     BootPatch,
     Disc,
+    DriverFiles,
     Edition,
-    GuestFiles,
     Progress,
     choose_edition,
     editions_of,
@@ -113,7 +113,7 @@ class BuildPlan:
     options: WindowsOptions
     settings: InstallSettings
     patch: BootPatch
-    guest_files: GuestFiles
+    guest_files: DriverFiles
     programs: tuple[Program, ...]
 
     @property
@@ -285,7 +285,7 @@ def write_answer_disc(
     path: Path,
     *,
     answers: bytes,
-    guest_files: GuestFiles,
+    guest_files: DriverFiles,
     drivers: Disc,
     is_server: bool,
     programs: tuple[Program, ...],

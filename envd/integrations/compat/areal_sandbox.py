@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 
 from cuaenv.client import AsyncEpisode, State, View
-from cuaenv.client.errors import EpisodeEnded, EpisodeNotFound, GuestFailed, GuestRefused, GuestUnresponsive, SampleVoid
+from cuaenv.client.errors import EpisodeEnded, EpisodeNotFound, GuestFailed, GuestRefused, SampleVoid
 from cuaenv.client.forwarding import PortForward
 from envd.integrations.compat.callers import ProtocolSession, TokenHolder, not_found
 from envd.integrations.compat.routes import Body, Routes, bad_field, json_response, read_body
@@ -144,7 +144,7 @@ async def _call(forward: PortForward, method: str, path: str, body: bytes, heade
             kind = response.headers.get("Content-Type", "application/octet-stream")
             return web.Response(status=response.status, body=content, headers={"Content-Type": kind})
     except TimeoutError as error:
-        raise GuestUnresponsive(
+        raise GuestFailed(
             f"the guest's service did not answer within {_GUEST_TIMEOUT_S:g} s",
             code="DATA_LOSS",
             reason="GUEST_UNRESPONSIVE",

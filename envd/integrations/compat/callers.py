@@ -7,13 +7,13 @@ that dies leaves nothing behind. If this process dies, its episodes' leases end 
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
-from cuaenv.client import AsyncEnvClient, AsyncEpisode, Tls, View
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint, Tls, View
 from cuaenv.client.errors import EpisodeNotFound, PoolExhausted, RateLimited, Unauthenticated
 
 #: The longest pause between two calls: these clients cannot renew a lease while their model thinks.
@@ -31,6 +31,9 @@ _ADMISSION_TIMEOUT: Final = timedelta(seconds=10)
 class ProtocolSession:
     """What one client of a protocol holds."""
 
+    limits_itself: ClassVar[bool] = False
+    """Whether it has a time limit of its own, and may be idle until then."""
+
     episode: AsyncEpisode | None = None
     """Its episode; None before the first, and once it was closed."""
     call_count: int = 0
@@ -46,6 +49,7 @@ class ProtocolSession:
 
 
 S = TypeVar("S", bound=ProtocolSession)
+T = TypeVar("T")
 
 
 class TokenHolder(Generic[S]):
@@ -58,19 +62,48 @@ class TokenHolder(Generic[S]):
         """Those of the daemon's tasks, when they were last listed."""
         self._max_steps = max_steps
         self._held_bytes = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def open(self, task_id: str, *, view: View, of_calls: bool = False) -> AsyncEpisode:
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
+        """Start work that outlives its request; it ends with this caller."""
+        task = asyncio.create_task(work, name=f"compat:{name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def aclose(self) -> None:
+        """Close all sessions and connections."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(session.close_episode() for session in self.sessions.values()))
+        # A client closes the episodes that it opened.
+        await self.client.aclose()
+
+    async def open(
+        self,
+        task: str | Checkpoint,
+        *,
+        view: View,
+        of_calls: bool = False,
+        pool: str = "",
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> AsyncEpisode:
         """Open an episode; a cancelled caller opens none.
 
         Args:
+            task: Id of the task, or a checkpoint.
             view: Contents of its observations.
             of_calls: Whether its steps are calls of a protocol, of which an agent's step takes several: the limit of
                 its steps is then the server's instead of the task's.
+            pool: Name of the pool; empty for the task's own.
+            timeout: Longest admission and setup.
 
         Raises:
             EnvError: See `AsyncEnvClient.reset_group`.
         """
-        return await self.client.open(task_id, view=view, max_steps=self._max_steps if of_calls else 0)
+        steps = self._max_steps if of_calls else 0
+        return await self.client.open(task, view=view, max_steps=steps, pool=pool, timeout=timeout)
 
     async def add(self, session_id: str, session: S) -> None:
         """Add a session. Raises: PoolExhausted: the caller has too many; the session's episode is closed."""
@@ -176,14 +209,22 @@ class Callers(Generic[S]):
         for token, each in list(self._by_token.items()):
             if each is caller and self.requires_token:
                 del self._by_token[token]
-                await caller.client.aclose()
+                await caller.aclose()
+
+    def holder_of(self, session_id: str) -> TokenHolder[S] | None:
+        """Return the caller that has a session, for requests that a secret of the session admits."""
+        return next((caller for caller in self._by_token.values() if session_id in caller.sessions), None)
+
+    def sessions(self) -> Iterator[S]:
+        """Yield the sessions of all callers."""
+        for caller in self._by_token.values():
+            yield from caller.sessions.values()
 
     def session_count(self) -> int:
         return sum(len(caller.sessions) for caller in self._by_token.values())
 
     def episode_count(self) -> int:
-        sessions = (session for caller in self._by_token.values() for session in caller.sessions.values())
-        return sum(session.episode is not None for session in sessions)
+        return sum(session.episode is not None for session in self.sessions())
 
     async def keep_swept(self) -> None:
         """Release what no client has used for long, until cancelled."""
@@ -197,6 +238,8 @@ class Callers(Generic[S]):
         idle: list[S] = []
         for caller in self._by_token.values():
             for session_id, session in list(caller.sessions.items()):
+                if session.limits_itself:
+                    continue
                 if session.call_count == 0 and now_s - session.used_s >= _EPISODE_IDLE_S:
                     idle.append(session)
                     if now_s - session.used_s >= _SESSION_IDLE_S:
@@ -207,8 +250,7 @@ class Callers(Generic[S]):
         """Close all episodes and connections."""
         callers = list(self._by_token.values())
         self._by_token.clear()
-        # A client closes the episodes that it opened.
-        await asyncio.gather(*(caller.client.aclose() for caller in callers))
+        await asyncio.gather(*(caller.aclose() for caller in callers))
 
     async def _admit(self, token: str) -> TokenHolder[S]:
         """Return the caller with a token that was not seen before, which a call proves. Raises: EnvError."""

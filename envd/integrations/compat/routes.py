@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cuaenv.client import Observation
@@ -51,13 +52,15 @@ class Body(BaseModel):
 class Routes(Generic[S]):
     """Adds routes to an application. The daemon judges each request's token.
 
-    It is a bearer token, the password of basic authentication, the header `x-paas-secret-token`, or a prefix of the
-    path, `/token/TOKEN/...`, for clients that can only be given an address.
+    It is a bearer token, the password of basic authentication, one of the headers `x-paas-secret-token` and
+    `x-api-key`, or a prefix of the path, `/token/TOKEN/...`, for clients that can only be given an address.
     """
 
     def __init__(self, app: web.Application, callers: Callers[S]) -> None:
         self._app = app
         self.callers = callers
+        self.describe_error: Callable[[int, str, str], dict[str, Any]] = _description
+        """Returns the body of an error, from its status, text and reason."""
 
     def add(self, http_method: str, path: str, handler: Handler[S], *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         """Add a route; a larger body than `max_body_bytes` is refused."""
@@ -66,14 +69,14 @@ class Routes(Generic[S]):
             try:
                 return await self._handle(request.clone(client_max_size=max_body_bytes), handler)
             except EnvError as error:
-                return _error(request, error)
+                return self._error(request, error)
             except web.HTTPException as error:
                 # Such as a body that is too large.
-                return json_response({"error": error.text or error.reason, "reason": "BAD_FIELD"}, status=error.status)
+                return self._failure(error.status, error.text or error.reason, "BAD_FIELD")
             except Exception as error:
                 logger.exception("%s %s failed", request.method, _name_of(request))
                 text = f"a bug in envd ({type(error).__name__}); the log of this server has the traceback"
-                return json_response({"error": text, "reason": "BUG"}, status=500)
+                return self._failure(500, text, "BUG")
 
         self._add(http_method, path, answer)
 
@@ -97,11 +100,26 @@ class Routes(Generic[S]):
         """Answer 404 to all other paths. Call after all other routes were added."""
 
         async def answer(request: web.Request) -> web.Response:
-            return json_response(
-                {"error": f"no route {request.method} of this name", "reason": "NOT_FOUND"}, status=404
-            )
+            return self._failure(404, f"no route {request.method} of this name", "NOT_FOUND")
 
         self._app.router.add_route("*", "/{path:.*}", answer)
+
+    def intercept(self, middleware: Middleware) -> None:
+        """Have a middleware answer requests before the routes."""
+        self._app.middlewares.append(middleware)
+
+    def _error(self, request: web.Request, error: EnvError) -> web.Response:
+        status = _STATUSES.get(error.code, 500)
+        reason = error.reason or error.code
+        if status >= 500:
+            logger.warning("%s: %s: %s", _name_of(request), reason, error)
+        response = self._failure(status, str(error), reason)
+        if error.retry_after is not None:
+            response.headers["Retry-After"] = str(max(1, round(error.retry_after.total_seconds())))
+        return response
+
+    def _failure(self, status: int, text: str, reason: str) -> web.Response:
+        return json_response(self.describe_error(status, text, reason), status=status)
 
     def _add(self, http_method: str, path: str, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> None:
         for prefix in ("", f"/token/{{{_TOKEN}}}"):
@@ -155,15 +173,8 @@ def base64_png(observation: Observation) -> str:
     return b64encode(observation.png).decode("ascii")
 
 
-def _error(request: web.Request, error: EnvError) -> web.Response:
-    status = _STATUSES.get(error.code, 500)
-    reason = error.reason or error.code
-    if status >= 500:
-        logger.warning("%s: %s: %s", _name_of(request), reason, error)
-    response = json_response({"error": str(error), "reason": reason}, status=status)
-    if error.retry_after is not None:
-        response.headers["Retry-After"] = str(max(1, round(error.retry_after.total_seconds())))
-    return response
+def _description(_status: int, text: str, reason: str) -> dict[str, Any]:
+    return {"error": text, "reason": reason}
 
 
 def _name_of(request: web.Request) -> str:
@@ -174,7 +185,8 @@ def _name_of(request: web.Request) -> str:
 def _tokens(request: web.Request) -> list[str]:
     """Return every token that a request gives."""
     found = [request.match_info[_TOKEN]] if _TOKEN in request.match_info else []
-    found += request.headers.getall("x-paas-secret-token", [])
+    for name in ("x-paas-secret-token", "x-api-key"):
+        found += request.headers.getall(name, [])
     for value in request.headers.getall("Authorization", []):
         scheme, _, rest = value.partition(" ")
         if scheme.lower() == "basic":

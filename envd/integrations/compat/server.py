@@ -13,6 +13,7 @@ from envd.base.telemetry.endpoint import serve_app
 from envd.integrations.compat.areal import Areal
 from envd.integrations.compat.areal_sandbox import ArealSandbox
 from envd.integrations.compat.callers import Callers
+from envd.integrations.compat.e2b.control import E2b
 from envd.integrations.compat.routes import MAX_BODY_BYTES, Routes
 from envd.integrations.compat.slime_osworld import SlimeOsworld
 from envd.integrations.compat.windows_vm import WindowsVm
@@ -23,6 +24,7 @@ PROTOCOLS: Mapping[str, Callable[[Routes[Any]], object]] = {
     "areal": Areal,
     "areal-sandbox": ArealSandbox,
     "windows-vm": WindowsVm,
+    "e2b": E2b,
 }
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
+from cuaenv.results import CommandResult
 from envd.base.errors import GuestError
-from envd.desktop.agent import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.archives import archive
 from envd.tasks.checkers.base import GuestInspector, LeafChecker

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from envd.base.config_values import CUA_GYM
 from envd.integrations.cua_gym.bundle import CHECK_PARTS, SETUP_COMMANDS
 from envd.tasks.archives import entries
 from envd.tasks.formats.entries import (
@@ -17,8 +18,6 @@ from envd.tasks.formats.entries import (
     make_task,
     task_name,
 )
-
-SUITE = "cua-gym"
 
 _DRIVER = "uda-gym"
 _REQUIRED = ("meta.json", "instruction.md", "setup.sh", "check.sh")
@@ -56,7 +55,7 @@ def read_bundles(directory: Path) -> Found:
 
 
 def _read_bundle(bundle: Path) -> Found:
-    source = Source(file=str(bundle), directory=None, suite=SUITE, makes_bundles=True)
+    source = Source(file=str(bundle), directory=None, suite=CUA_GYM, makes_bundles=True)
     named = NamedFields(name=task_name(bundle.name), fields=lambda: _fields(bundle))
     yield from make_task(source, lambda: named, locate=lambda _: source.file)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from envd.base.config_values import CUA_GYM
 from envd.integrations.cua_gym.bundle import CuaGymCheck, CuaGymSetup
 from envd.tasks.systems import TaskSystem
 
@@ -15,4 +16,4 @@ def _read(directory: Path) -> Iterator[Any]:
     return read_bundles(directory)
 
 
-SYSTEM = TaskSystem(verb=CuaGymSetup, checker=CuaGymCheck, suite="cua-gym", read_directory=_read)
+SYSTEM = TaskSystem(verb=CuaGymSetup, checker=CuaGymCheck, suite=CUA_GYM, read_directory=_read)

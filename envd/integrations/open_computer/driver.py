@@ -33,7 +33,7 @@ exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
-class Commands:
+class SandboxCommands:
     """Runs shell commands."""
 
     def run(self, command: str, timeout: float | None = None, background: bool = False) -> object:
@@ -50,7 +50,7 @@ class Commands:
         return base.CommandResult(command, stdout, stderr, 0)
 
 
-class Files:
+class SandboxFiles:
     """Writes files."""
 
     def write(self, path: str, data: str | bytes) -> None:
@@ -61,8 +61,8 @@ class Files:
 class Sandbox:
     """What OpenComputer's hooks call."""
 
-    commands = Commands()
-    files = Files()
+    commands = SandboxCommands()
+    files = SandboxFiles()
 
 
 def run(argv: Sequence[str], timeout_s: float) -> tuple[int, str, str]:

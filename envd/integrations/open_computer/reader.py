@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from envd.base.config_values import OPENCOMPUTER
 from envd.integrations.open_computer.verifiers import COMMON, TASKS, VERIFIERS, parts
 from envd.tasks.archives import entries
 from envd.tasks.fields import checked_path
@@ -20,8 +21,6 @@ from envd.tasks.formats.entries import (
     make_task,
     task_name,
 )
-
-SUITE = "opencomputer"
 
 _MAX_TEXT_BYTES = 1 << 20
 #: As in OpenComputer.
@@ -49,7 +48,7 @@ def read_repository(root: Path) -> Found:
 
 
 def _read_task(file: Path, root: Path) -> Found:
-    source = Source(file=str(file), directory=None, suite=SUITE, makes_bundles=True)
+    source = Source(file=str(file), directory=None, suite=OPENCOMPUTER, makes_bundles=True)
     named = NamedFields(name=task_name(file.parent.name), fields=lambda: _fields(file, root))
     yield from make_task(source, lambda: named, locate=lambda _: source.file)
 
@@ -79,9 +78,9 @@ def _fields(file: Path, root: Path) -> Fields:
         "max_steps": _MAX_STEPS,
         "needs": (app, *_needs(app, text, checks, inputs, file.parent / "env")),
         "freeze_setup": True,
-        "setup": [{"kind": SUITE, "root": str(root), "task": name, "timeout_s": _SETUP_TIMEOUT_S}],
+        "setup": [{"kind": OPENCOMPUTER, "root": str(root), "task": name, "timeout_s": _SETUP_TIMEOUT_S}],
         "checker": {
-            "kind": SUITE,
+            "kind": OPENCOMPUTER,
             "root": str(root),
             "task": name,
             "app": app,

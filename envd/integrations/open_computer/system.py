@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from envd.base.config_values import OPENCOMPUTER
 from envd.integrations.open_computer.verifiers import OpenComputerCheck, OpenComputerSetup
 from envd.tasks.systems import TaskSystem
 
@@ -15,4 +16,4 @@ def _read(directory: Path) -> Iterator[Any]:
     return read_repository(directory)
 
 
-SYSTEM = TaskSystem(verb=OpenComputerSetup, checker=OpenComputerCheck, suite="opencomputer", read_directory=_read)
+SYSTEM = TaskSystem(verb=OpenComputerSetup, checker=OpenComputerCheck, suite=OPENCOMPUTER, read_directory=_read)

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from cuaenv.results import CommandResult
 from envd.base.errors import GuestError
-from envd.desktop.agent import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.archives import archive
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
 from envd.tasks.fields import Model, Timeout
-from envd.tasks.text import CheckOutcome, CheckPart, quote
+from envd.tasks.text import CheckOutcome, CheckResult, quote
 from envd.tasks.verb_base import SetupBase
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def judge_checks(result: CommandResult, checks: Sequence[VerifierCheck]) -> Chec
     return CheckOutcome(passed / len(judged), f"{passed:g} of {len(judged)} checks passed", tuple(judged))
 
 
-def _judge(check: VerifierCheck, output: Mapping[str, Any]) -> CheckPart:
+def _judge(check: VerifierCheck, output: Mapping[str, Any]) -> CheckResult:
     if output["exit_code"] is None:
         raise GuestError(f"verifier {check.command}: did not end in time")
     try:
@@ -153,7 +153,8 @@ def _judge(check: VerifierCheck, output: Mapping[str, Any]) -> CheckPart:
     else:
         raise GuestError(f"verifier {check.command}: printed no object: {quote(output['stdout'])}")
     name = check.description or check.command
-    return CheckPart(name, float(passed), f"{problem}{check.command}: {quote(json.dumps(found))}")
+    evidence = f"{problem}{check.command}: {quote(json.dumps(found))}"
+    return CheckResult(name=name, score=float(passed), evidence=evidence)
 
 
 def _evaluates(expression: str, found: object) -> tuple[bool, str]:

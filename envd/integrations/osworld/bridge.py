@@ -10,7 +10,7 @@ from envd.base.errors import GuestError
 from envd.desktop.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.downloads import asset_urls, getter_configs
-from envd.integrations.osworld.workers import Job, OsworldWorkers
+from envd.integrations.osworld.workers import OsworldWorkers, WorkerJob
 from envd.tasks.assets import AssetCache, AssetMissing
 from envd.tasks.fields import AssetRef
 from envd.tasks.text import CheckOutcome
@@ -84,7 +84,7 @@ class WorkerBridge:
         files = self._files_of(steps, evaluator)
 
         async def work(guest_url: str) -> Mapping[str, Any]:
-            job = Job(
+            job = WorkerJob(
                 kind=kind,
                 guest_url=guest_url,
                 platform=_PLATFORMS[os],

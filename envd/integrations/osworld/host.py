@@ -8,16 +8,16 @@ from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 from envd.integrations.osworld.catalogue import IMAGE
 from envd.integrations.osworld.files import OsworldFile
-from envd.integrations.osworld.lint import Host, findings, missing_files
+from envd.integrations.osworld.lint import HostSupplies, findings, missing_files
 from envd.integrations.osworld.workers import KnownNames
 from envd.tasks.assets import AssetCache
 from envd.tasks.fields import AssetRef
 
 
-def host_of(config: Config, *, known: KnownNames | None) -> Host:
+def host_of(config: Config, *, known: KnownNames | None) -> HostSupplies:
     """Describe this host for `envd.integrations.osworld.lint`; `known` are the names in the installed package."""
     assets = AssetCache(config.asset_dir)
-    return Host(
+    return HostSupplies(
         known=known,
         has_asset=lambda url: assets.has(AssetRef(url)),
         packages=_packages(ImageCatalogue(config.cache_dir)),
@@ -28,7 +28,7 @@ def host_of(config: Config, *, known: KnownNames | None) -> Host:
 class TaskObstacles:
     """The obstacles of OSWorld's tasks. All but missing files are found once: files may be fetched while envd runs."""
 
-    def __init__(self, files: Sequence[OsworldFile], host: Host) -> None:
+    def __init__(self, files: Sequence[OsworldFile], host: HostSupplies) -> None:
         self._has_asset = host.has_asset
         self._files = {file.task_id: file for file in files}
         without_files = replace(host, has_asset=lambda _: True)

@@ -39,7 +39,7 @@ class Obstacle(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class FoundObstacle:
     """One reason, with its detail."""
 
     obstacle: Obstacle
@@ -50,7 +50,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class HostSupplies:
     """What this host provides for OSWorld's tasks."""
 
     known: KnownNames | None
@@ -75,23 +75,23 @@ _DOWNLOADS = re.compile(r"\b(pip3? install|apt(-get)? install|wget|curl)\b")
 _WEB_PAGE = re.compile(r"https?://(?!localhost|127\.)")
 
 
-def findings(file: OsworldFile, host: Host) -> tuple[Finding, ...]:
+def findings(file: OsworldFile, host: HostSupplies) -> tuple[FoundObstacle, ...]:
     """Return the reasons why a task cannot run here, without duplicates; empty if it can."""
     try:
-        found = [Finding(obstacle=obstacle, detail=detail) for obstacle, detail in _find(file, host)]
+        found = [FoundObstacle(obstacle=obstacle, detail=detail) for obstacle, detail in _find(file, host)]
     except (AttributeError, KeyError, TypeError) as error:
-        found = [Finding(obstacle=Obstacle.MALFORMED, detail=repr(error))]
+        found = [FoundObstacle(obstacle=Obstacle.MALFORMED, detail=repr(error))]
     return tuple(dict.fromkeys([*found, *missing_files(file, host.has_asset)]))
 
 
-def missing_files(file: OsworldFile, has_asset: Callable[[str], bool]) -> tuple[Finding, ...]:
+def missing_files(file: OsworldFile, has_asset: Callable[[str], bool]) -> tuple[FoundObstacle, ...]:
     """Return the finding that files of a task are not in the cache; empty if they are."""
     missing = [url for url in asset_urls(file.setup, file.evaluator).values() if not has_asset(url)]
     detail = f"{len(missing)} files are not fetched, such as {missing[0]}" if missing else ""
-    return (Finding(obstacle=Obstacle.ASSETS, detail=detail),) if missing else ()
+    return (FoundObstacle(obstacle=Obstacle.ASSETS, detail=detail),) if missing else ()
 
 
-def _find(file: OsworldFile, host: Host) -> Iterator[tuple[Obstacle, str]]:
+def _find(file: OsworldFile, host: HostSupplies) -> Iterator[tuple[Obstacle, str]]:
     verbs = [str(step["type"]) for step in (*file.setup, *(file.evaluator.get("postconfig") or ()))]
     getters = [
         str(part["type"])
@@ -135,7 +135,7 @@ def _web_pages(file: OsworldFile, getters: Sequence[str]) -> Iterator[tuple[Obst
             yield Obstacle.RECORDING, "it opens web pages"
 
 
-def _missing_programs(file: OsworldFile, host: Host) -> Iterator[tuple[Obstacle, str]]:
+def _missing_programs(file: OsworldFile, host: HostSupplies) -> Iterator[tuple[Obstacle, str]]:
     if file.os not in host.packages:
         yield Obstacle.IMAGE, f"no image has {file.os.value}"
         return
@@ -176,7 +176,7 @@ class Coverage:
     """Number of tasks with each obstacle; a task may have several."""
 
 
-def cover(files: Sequence[OsworldFile], found: Mapping[str, Sequence[Finding]]) -> list[Coverage]:
+def cover(files: Sequence[OsworldFile], found: Mapping[str, Sequence[FoundObstacle]]) -> list[Coverage]:
     """Return a row for each domain.
 
     Args:

@@ -55,7 +55,7 @@ class KnownNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class WorkerJob:
     """One setup or evaluation of one guest."""
 
     kind: str
@@ -128,7 +128,7 @@ class OsworldWorkers:
         """Stop the worker and all running jobs."""
         await self._server.aclose()
 
-    async def run(self, job: Job) -> Mapping[str, Any]:
+    async def run(self, job: WorkerJob) -> Mapping[str, Any]:
         """Run a job as soon as fewer than `limit` are running.
 
         Raises:
@@ -148,7 +148,7 @@ class OsworldWorkers:
             except (OSError, SandboxError) as error:
                 raise WorkerFailed(f"the worker is gone: {error}") from error
 
-    async def _follow(self, channel: socket.socket, job: Job) -> Mapping[str, Any]:
+    async def _follow(self, channel: socket.socket, job: WorkerJob) -> Mapping[str, Any]:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(channel, self._line(job))
         data, listener = await receive_descriptor(channel, 1 << 16)
@@ -159,7 +159,7 @@ class OsworldWorkers:
         async with relayed(listener, url.host or "", url.port or 0, limit=_MAX_CONNECTIONS):
             return parse_result(await _read_all(channel, data, job))
 
-    def _line(self, job: Job) -> bytes:
+    def _line(self, job: WorkerJob) -> bytes:
         value = {
             "kind": job.kind,
             "platform": job.platform,
@@ -193,7 +193,7 @@ def parse_result(data: bytes) -> Mapping[str, Any]:
     return result
 
 
-async def _read_all(channel: socket.socket, data: bytes, job: Job) -> bytes:
+async def _read_all(channel: socket.socket, data: bytes, job: WorkerJob) -> bytes:
     """Return the output of a job until its end, after `data`. Raises: WorkerFailed: It is too large."""
     loop = asyncio.get_running_loop()
     while part := await loop.sock_recv(channel, 1 << 16):

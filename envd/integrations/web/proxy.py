@@ -16,9 +16,10 @@ from fcntl import LOCK_UN, flock
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from cuaenv.results import UnrecordedRequest
 from envd.base.errors import ConfigError
 from envd.base.streams import close, copy, receive_descriptor
-from envd.desktop.gateway import HostExit, UnrecordedRequest, send_error
+from envd.desktop.gateway import HostExit, send_error
 from envd.integrations.web.environment import AUTHORITY_KEY, PROGRAM, ROOT, WebEnvironment
 from envd.integrations.web.recordings import WebRecordings
 

@@ -12,8 +12,8 @@ from inspect import isabstract
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from cuaenv.actions import Done
+from cuaenv.results import CommandResult
 from envd.base.errors import GuestError
-from envd.desktop.agent import CommandResult
 from envd.guests.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.bridge import TaskBridge

@@ -4,8 +4,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from cuaenv.results import CommandResult
 from envd.base.errors import GuestError
-from envd.desktop.agent import CommandResult
 from envd.desktop.freezing import as_user
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import QUERY_TIMEOUT_S, GuestInspector, LeafChecker

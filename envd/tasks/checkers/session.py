@@ -7,9 +7,9 @@ from typing import ClassVar, Literal, Self
 from pydantic import model_validator
 
 from cuaenv.actions import Done
+from cuaenv.results import CommandResult
 from envd.base.errors import GuestError
 from envd.desktop.a11y import MAX_NAME_CHARS, MAX_VALUE_CHARS, is_cut
-from envd.desktop.agent import CommandResult
 from envd.desktop.observation import Element, Elements, Encoding, ObservationOptions
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import QUERY_TIMEOUT_S, GuestInspector, LeafChecker

@@ -22,7 +22,7 @@ Location = Sequence[int | str]
 
 
 @dataclass(frozen=True)
-class Document:
+class ParsedFile:
     """The content of a file."""
 
     content: object
@@ -50,7 +50,7 @@ class Document:
             return None
 
 
-def read_document(source: Traversable) -> Document:
+def read_document(source: Traversable) -> ParsedFile:
     """Read a file: JSON if its name ends in .json, otherwise YAML.
 
     Raises:
@@ -58,9 +58,9 @@ def read_document(source: Traversable) -> Document:
     """
     text = read_text(source)
     if source.name.endswith(".json"):
-        return Document(parse_json(text), text)
+        return ParsedFile(parse_json(text), text)
     try:
-        return Document(yaml.load(text, Loader=_StrictLoader), text)  # noqa: S506 - a SafeLoader
+        return ParsedFile(yaml.load(text, Loader=_StrictLoader), text)  # noqa: S506 - a SafeLoader
     # Not only YAMLError: the loader passes on other errors, for `2001-99-99`, `!!timestamp x` or "[" * 9999.
     except Exception as error:
         raise ValueError(f"cannot be read: {without_path(error)}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from cuaenv.problems import problem_of
+from envd.base.config_values import DIRECTORY_SUITES
 from envd.tasks.checker_union import leaves
 from envd.tasks.formats.documents import Location
 from envd.tasks.model import Task
@@ -88,9 +89,8 @@ def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callab
         task = Task.model_validate({**named.fields(), "task_id": task_id})
         parts = (*task.setup, *(leaves(task.checker) if task.checker else ()))
         if not source.makes_bundles and (kinds := kinds_of_loaders() & {part.kind for part in parts}):
-            message = (
-                f"{min(kinds)} is for a loader alone; load its tasks by `--tasks cua-gym:DIR` or `opencomputer:DIR`"
-            )
+            directories = " or ".join(f"`--tasks {suite}:DIR`" for suite in DIRECTORY_SUITES)
+            message = f"{min(kinds)} is for a loader alone; load its tasks by {directories}"
             raise TaskFormatError(message)  # noqa: TRY301
         yield _with_host_files(task, source.directory)
     except RecursionError:

@@ -6,7 +6,7 @@ from functools import partial
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from envd.tasks.formats.documents import Document, Location, parse_json, read_document, read_text
+from envd.tasks.formats.documents import Location, ParsedFile, parse_json, read_document, read_text
 from envd.tasks.formats.entries import Found, NamedFields, Problem, Source, TaskFormatError, make_task
 from envd.tasks.formats.parameters import variants
 from envd.tasks.formats.rows import read_row
@@ -82,7 +82,7 @@ def _read_file(path: Traversable, source: Source) -> Found:
         )
 
 
-def _read_suite(document: Document, source: Source) -> Found:
+def _read_suite(document: ParsedFile, source: Source) -> Found:
     """Read a suite: `suite`, `tasks` (each with a `name`), and optionally `version`."""
     content, file = document.content, source.file
     if not isinstance(content, Mapping) or not {"suite", "tasks"} <= set(content) <= {"version", "suite", "tasks"}:
@@ -98,7 +98,7 @@ def _read_suite(document: Document, source: Source) -> Found:
             yield from _read_task(document, replace(source, suite=suite), index, task)
 
 
-def _read_task(document: Document, source: Source, index: int, task: object) -> Found:
+def _read_task(document: ParsedFile, source: Source, index: int, task: object) -> Found:
     def locate(location: Location) -> str:
         return document.locate(source.file, ("tasks", index, *location))
 
@@ -171,7 +171,7 @@ def _index(content: object) -> dict[str, list[str]] | None:
     return content if is_index else None
 
 
-def _read_index(index: Mapping[str, list[str]], path: Path, document: Document, source: Source) -> Found:
+def _read_index(index: Mapping[str, list[str]], path: Path, document: ParsedFile, source: Source) -> Found:
     examples = path.parent / _EXAMPLES
     for domain, ids in index.items():
         for number, example_id in enumerate(ids):

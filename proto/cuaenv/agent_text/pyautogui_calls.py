@@ -221,17 +221,22 @@ def _actions(name: str, given: Mapping[str, object], pointer: tuple[int, int] | 
         case "move":
             return [Move(*_relative(pointer, given, name))]
         case "dragTo":
-            return [Drag(*values.point([given.get("x"), given.get("y")], "the point"), button=_button(given))]
+            end = values.point([given.get("x"), given.get("y")], "the point")
+            return [Drag(None, None, *end, _button(given))]
         case "drag":
-            return [Drag(*_relative(pointer, given, name), button=_button(given))]
+            return [Drag(None, None, *_relative(pointer, given, name), _button(given))]
         case "mouseDown":
-            return [MouseDown(_button(given), *_point(given))]
+            x, y = _point(given)
+            return [MouseDown(x, y, _button(given))]
         case "mouseUp":
-            return [MouseUp(_button(given), *_point(given))]
+            x, y = _point(given)
+            return [MouseUp(x, y, _button(given))]
         case "scroll":
-            return [Scroll(-values.wheel_clicks(given.get("clicks"), "clicks"), 0, *_point(given))]
+            x, y = _point(given)
+            return [Scroll(x, y, dy=-values.wheel_clicks(given.get("clicks"), "clicks"))]
         case "hscroll":
-            return [Scroll(0, values.wheel_clicks(given.get("clicks"), "clicks"), *_point(given))]
+            x, y = _point(given)
+            return [Scroll(x, y, dx=values.wheel_clicks(given.get("clicks"), "clicks"))]
         case "write":
             message = given.get("message")
             if isinstance(message, list):

@@ -55,7 +55,7 @@ def _tidied(command: Any) -> Any:
 def lazy_group(commands: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
     """Return a class for `typer.Typer(cls=...)` with these commands: name -> (target, summary), see `LazyCommand`."""
 
-    class Group(TyperGroup):
+    class LazyGroup(TyperGroup):
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes)
             for name, (target, summary) in commands.items():
@@ -74,4 +74,4 @@ def lazy_group(commands: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
                 error.message = plain(error.message)
                 raise
 
-    return Group
+    return LazyGroup

@@ -1,11 +1,13 @@
 """Text of a command's failures, with the remedy at the command line."""
 
-from cuaenv.client import EnvError, Unauthenticated, Unavailable
+from cuaenv.client import DeadlineExceeded, EnvError, Unauthenticated, Unavailable
 
 
 def message_of(error: Exception) -> str:
     """Return what to print for an error."""
     match error:
+        case DeadlineExceeded():
+            return str(error.args[0])
         case Unavailable(reason="", host=host) if host and not host.startswith("ray://"):
             return f"daemon {host}: {error.args[0]}; start it, or correct --envd; a daemon with TLS needs --tls-ca"
         case Unauthenticated():

@@ -2,7 +2,7 @@
 """The client of `CUAEnv`: act on desktops, with deadlines, exactly-once steps and typed errors.
 
 ```python
-from trainer.client import Click, Done, EnvClient, PressKeys, TypeText
+from cuaenv.client import Click, Done, EnvClient, PressKeys, TypeText
 
 with EnvClient("127.0.0.1:50051") as client, client.reset("desktop/type-greeting") as episode:
     print(episode.instruction)
@@ -35,36 +35,32 @@ The agent's mistakes are in `StepResult.errors`, which is empty if all actions s
 
 ```text
 EnvError
-├── BadRequest            a field is wrong; fix the caller
-├── NotFound              EpisodeNotFound, TaskNotFound, PoolNotFound, CheckpointNotFound
-├── CheckpointUnusable    it is damaged, or its host has another template or task version now
-├── CheckpointStoreFull   no space for a checkpoint; the episode is unharmed
-├── EpisodeEnded          the episode takes no more steps
+├── BadRequest            fix the caller; `field` names what is wrong
+├── NotFound              fix the name, or reset another episode
+│   └── EpisodeNotFound, TaskNotFound, CheckpointNotFound
+├── EpisodeEnded          stop, and evaluate
 │   └── GuestEnded        the guest ended itself (power-off, panic, killed session); the episode is scored
-├── GroupTooLarge         the pool or the run's quota can never hold that many
-├── GuestRefused          the guest rejected the request; the episode is unharmed
-├── NotForkable           the episode's machine cannot be copied now; the episode is unharmed
-├── HumanInControl        a person controls the episode in the console; call handed_back()
-├── StepIndexMismatch     someone else stepped; abandon the episode
-├── StaleEpoch            someone else rolled the episode back; abandon it
-├── Unauthenticated       the daemon requires a valid token
-├── AccessDenied          not allowed in this pool
-│   └── ScopeTooSmall     the token's scope does not cover this call
-├── NotSupported          the daemon's release or its settings do not have this call
-├── MessageTooLarge       more than 64 MiB in one message
+├── Refused               not possible in the present state; nothing was done
+│   ├── GroupTooLarge     the pool or the run's quota can never hold that many
+│   ├── GuestRefused, NotForkable, CheckpointUnusable, CheckpointStoreFull
+│   └── NotSupported      the daemon's release or its settings do not have this call
+├── Conflict              someone else stepped the episode or rolled it back; abandon it
+│   └── HumanInControl    a person controls the episode in the console; call handed_back()
+├── AccessDenied          ask the operator
+│   └── Unauthenticated   the daemon requires a valid token
+├── Exhausted             try again later
+│   └── PoolExhausted, RateLimited
+├── Unavailable           use another host, or try again later
+│   ├── Unreachable       it never was reached: not started, a wrong target, or only one side uses TLS
+│   ├── Draining          it is stopping
+│   └── DeadlineExceeded  no response before the deadline; what the call did is unknown
 ├── ClientClosed          the client, or the episode during a call, was closed; or the process was forked
-├── PoolExhausted         no machine became free before the deadline
-├── RateLimited           the token exceeded its call rate until the deadline
-├── Unavailable           the daemon could not be reached before the deadline
-│   ├── Unreachable        it never was: not started, a wrong target, or only one side uses TLS
-│   ├── Draining          it is stopping; try another host
-│   └── PoolFailing       the pool's machines fail to start; the message has the reason
-├── DeadlineExceeded      no response before the deadline
 └── SampleVoid            a fault of the service: never train on the episode
-    ├── MachineLost, LossUndecided, GuestUnresponsive, GuestFailed, UserUnavailable, SetupFailed, EvaluatorFailed
-    └── ServiceFault      any other fault; report it
+    └── MachineLost, LossUndecided, GuestFailed, SetupFailed, EvaluatorFailed
 ```
 """
+
+from types import FunctionType
 
 from cuaenv.actions import *
 from cuaenv.client.async_client import AsyncEnvClient
@@ -101,6 +97,7 @@ __all__ = [
     "ClientSettings",
     "ClientStatistics",
     "CommandResult",
+    "Conflict",
     "DeadlineExceeded",
     "Done",
     "Drag",
@@ -115,12 +112,12 @@ __all__ = [
     "EpisodeNotFound",
     "Evaluation",
     "EvaluatorFailed",
+    "Exhausted",
     "Fail",
     "GroupTooLarge",
     "GuestEnded",
     "GuestFailed",
     "GuestRefused",
-    "GuestUnresponsive",
     "Handover",
     "HostState",
     "HostStatistics",
@@ -130,7 +127,6 @@ __all__ = [
     "ListDirectory",
     "LossUndecided",
     "MachineLost",
-    "MessageTooLarge",
     "MouseDown",
     "MouseUp",
     "Move",
@@ -142,25 +138,21 @@ __all__ = [
     "Perturb",
     "Pool",
     "PoolExhausted",
-    "PoolFailing",
-    "PoolNotFound",
     "PortForward",
     "PressKeys",
     "QueuedGroup",
     "RateLimited",
     "ReadFile",
+    "Refused",
     "RetryPolicy",
     "RunShell",
     "SampleVoid",
-    "ScopeTooSmall",
     "ScreenChange",
     "Scroll",
-    "ServiceFault",
+    "Server",
     "Settle",
     "SetupFailed",
-    "StaleEpoch",
     "State",
-    "StepIndexMismatch",
     "StepResult",
     "Task",
     "TaskNotFound",
@@ -171,10 +163,14 @@ __all__ = [
     "Unavailable",
     "Unreachable",
     "UnrecordedRequest",
-    "UserUnavailable",
     "View",
     "Wait",
     "WriteFile",
     "close_shared_clients",
     "shared_client",
 ]
+
+# Tracebacks, `help` and pickles name the path that all import from.
+for _name in __all__:
+    if isinstance(globals()[_name], type | FunctionType):
+        globals()[_name].__module__ = __name__

@@ -10,13 +10,13 @@ from typing import Any, Final
 
 import grpc
 
-from cuaenv.client.connection import Connection, sent_status
+from cuaenv.client.connection import DaemonConnection, sent_status
 from cuaenv.v1 import env_pb2
 
 _CHUNK_BYTES: Final = 1 << 20
 
 
-async def export_to(connection: Connection, checkpoint_id: str, path: Path, *, timeout: timedelta) -> int:
+async def export_to(connection: DaemonConnection, checkpoint_id: str, path: Path, *, timeout: timedelta) -> int:
     """Write the archive of a checkpoint to `path` when it is complete; returns its bytes. Raises: EnvError, OSError."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     request = env_pb2.ExportCheckpointRequest(checkpoint_id=checkpoint_id)
@@ -35,7 +35,7 @@ async def export_to(connection: Connection, checkpoint_id: str, path: Path, *, t
     return size_bytes
 
 
-async def import_from(connection: Connection, path: Path, *, timeout: timedelta) -> env_pb2.Checkpoint:
+async def import_from(connection: DaemonConnection, path: Path, *, timeout: timedelta) -> env_pb2.Checkpoint:
     """Send an archive, and return the checkpoint that the host stored. Raises: EnvError, OSError."""
 
     async def pieces() -> AsyncIterator[env_pb2.ImportCheckpointRequest]:

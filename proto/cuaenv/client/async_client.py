@@ -1,13 +1,12 @@
 """The asyncio client: opens episodes, renews their leases and closes them."""
 
 import asyncio
-import itertools
 import random
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, Self, Unpack
+from typing import Self, Unpack
 
 from cuaenv.argument_types import checks_arguments
 from cuaenv.client.archives import export_to, import_from
@@ -16,21 +15,11 @@ from cuaenv.client.drawn_placement import OpenRequest
 from cuaenv.client.episode import AsyncEpisode, Opening, close_all, finish
 from cuaenv.client.errors import NotSupported
 from cuaenv.client.forwarding import PortForward, forwarded
-from cuaenv.client.host import Host
 from cuaenv.client.host_pool import ClientStatistics, HostPool
 from cuaenv.client.limiter import EpisodeLimiter
+from cuaenv.client.listings import Listings
 from cuaenv.client.placement import RetryPolicy
-from cuaenv.client.results import (
-    Checkpoint,
-    EpisodeInfo,
-    Evaluation,
-    Pool,
-    Task,
-    read_checkpoint,
-    read_episode,
-    read_evaluation,
-    read_pool,
-)
+from cuaenv.client.results import Checkpoint, EpisodeInfo, Evaluation, read_checkpoint, read_evaluation
 from cuaenv.client.signatures import takes_options_of
 from cuaenv.client.targets import is_ray, parse_targets
 from cuaenv.client.view import (
@@ -45,17 +34,11 @@ from cuaenv.client.view import (
     wire_triggers,
     wire_view,
 )
-from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, wire_duration
 
-#: Most items per page, and most ids per request.
-_PAGE_SIZE: Final = 1000
-#: The daemon accepts as many variants in a call.
-_TASK_IDS_PER_CALL: Final = 50
 
-
-class AsyncEnvClient:
+class AsyncEnvClient(Listings):
     """A client of one daemon or several. Tasks and event loops may share it; each loop has its own connections.
 
     New episodes are opened on the host with the larger share of free machines, and all their later calls go there.
@@ -335,6 +318,7 @@ class AsyncEnvClient:
         episode_id: str,
         *,
         lease_ttl: timedelta = timedelta(minutes=5),
+        keep_open: bool = False,
         settle: Settle | None = None,
         view: View | None = None,
         coordinate_space: tuple[int, int] | None = None,
@@ -342,12 +326,13 @@ class AsyncEnvClient:
     ) -> Opening[AsyncEpisode]:
         """Take over an open episode of an earlier process with the same token, as `reset` opens a new one.
 
-        Two processes must not act on one episode: a step of the one fails with `StepIndexMismatch` after one of the
+        Two processes must not act on one episode: a step of the one fails with `Conflict` after one of the
         other. It does not count towards `max_episodes`.
 
         Args:
             episode_id: Id of the episode, on any of the hosts.
             lease_ttl: How long its machine outlives this process, 10 s to 1 h.
+            keep_open: Whether closing it here leaves it open for the process that opened it, which scores it.
             settle: See `reset_group`.
             view: See `reset_group`.
             coordinate_space: See `reset_group`.
@@ -360,124 +345,12 @@ class AsyncEnvClient:
         defaults = StepOptions(settle=settle, view=view, coordinate_space=coordinate_space)
 
         async def attach_to() -> Sequence[AsyncEpisode]:
-            return [await self._host_pool.attach(episode_id, lease_ttl=lease_ttl, defaults=defaults, timeout=timeout)]
+            found = await self._host_pool.attach(
+                episode_id, lease_ttl=lease_ttl, keep_open=keep_open, defaults=defaults, timeout=timeout
+            )
+            return [found]
 
         return Opening(attach_to, lambda episodes: episodes[0])
-
-    @checks_arguments
-    async def list_tasks(
-        self, *, suite: str = "", task_ids: Sequence[str] = (), timeout: timedelta = timedelta(seconds=30)
-    ) -> list[Task]:
-        """Return the tasks available on any host, in id order.
-
-        Args:
-            suite: Only those of this suite; empty for all.
-            task_ids: Only these, including variants such as `desktop/sort-invoices?seed=1`; unknown ids are skipped.
-                Empty for all tasks; of tasks with variants, the plain one.
-            timeout: Timeout of each call.
-
-        Raises:
-            EnvError: See the module's tree.
-        """
-        starts = range(0, len(task_ids), _TASK_IDS_PER_CALL)
-        parts = [task_ids[first : first + _TASK_IDS_PER_CALL] for first in starts] or [()]
-
-        async def list_on(host: Host) -> list[Task]:
-            return [task for part in parts for task in await list_part(host, part)]
-
-        async def list_part(host: Host, part: Sequence[str]) -> list[Task]:
-            tasks: list[Task] = []
-            token = ""
-            while True:
-                request = env_pb2.ListTasksRequest(suite=suite, page_size=_PAGE_SIZE, page_token=token, task_ids=part)
-                response = await host.connection.call("ListTasks", request, timeout)
-                tasks += [copied(Task, task) for task in response.tasks]
-                token = response.next_page_token
-                if not token:
-                    return tasks
-
-        lists = await self._host_pool.call_all(list_on, timeout=timeout)
-        # The first host wins, except that a host that can run a task goes before one that cannot.
-        tasks = sorted((task for each in lists for task in each), key=lambda task: task.runnable is False)
-        by_id = {task.task_id: task for task in reversed(tasks)}
-        return [by_id[task_id] for task_id in sorted(by_id)]
-
-    @checks_arguments
-    async def list_pools(self, *, queues: bool = False, timeout: timedelta = timedelta(seconds=30)) -> list[Pool]:
-        """Return the current pools of every host that responds, and with `queues` who waits there. Raises: EnvError."""
-
-        async def list_on(host: Host) -> list[Pool]:
-            response = await host.connection.call("ListPools", env_pb2.ListPoolsRequest(include_queue=queues), timeout)
-            return [read_pool(pool, host.target) for pool in response.pools]
-
-        return list(itertools.chain.from_iterable(await self._host_pool.call_all(list_on, timeout=timeout)))
-
-    @checks_arguments
-    async def capabilities(self, *, timeout: timedelta = timedelta(seconds=30)) -> frozenset[str]:
-        """Return the names of `cuaenv.capabilities` that every host that responds has. Raises: EnvError."""
-
-        async def list_on(host: Host) -> frozenset[str]:
-            response = await host.connection.call("ListPools", env_pb2.ListPoolsRequest(), timeout)
-            return frozenset(response.capabilities)
-
-        first, *others = await self._host_pool.call_all(list_on, timeout=timeout)
-        return first.intersection(*others)
-
-    @checks_arguments
-    async def list_episodes(self, *, timeout: timedelta = timedelta(seconds=30)) -> list[EpisodeInfo]:
-        """Return the open episodes of every host that responds, oldest first; of all clients that the token may list.
-
-        Args:
-            timeout: Timeout of each call.
-
-        Raises:
-            EnvError: See the module's tree.
-        """
-
-        async def list_on(host: Host) -> list[EpisodeInfo]:
-            episodes: list[EpisodeInfo] = []
-            token = ""
-            while True:
-                request = env_pb2.ListEpisodesRequest(page_size=_PAGE_SIZE, page_token=token)
-                response = await host.connection.call("ListEpisodes", request, timeout)
-                episodes += [read_episode(message, host.target) for message in response.episodes]
-                token = response.next_page_token
-                if not token:
-                    return episodes
-
-        lists = await self._host_pool.call_all(list_on, timeout=timeout)
-        return sorted(itertools.chain.from_iterable(lists), key=lambda episode: episode.create_time)
-
-    @checks_arguments
-    async def list_checkpoints(
-        self, *, run: str = "", task: str = "", episode_id: str = "", timeout: timedelta = timedelta(seconds=30)
-    ) -> list[Checkpoint]:
-        """Return the checkpoints of every host that responds, oldest first.
-
-        Args:
-            run: Only those of this run; empty for all.
-            task: Only those of this task; empty for all.
-            episode_id: Only those of this episode, which may have ended; empty for all.
-            timeout: Timeout of each call.
-
-        Raises:
-            EnvError: See the module's tree.
-        """
-
-        async def list_on(host: Host) -> list[Checkpoint]:
-            checkpoints: list[Checkpoint] = []
-            request = env_pb2.ListCheckpointsRequest(
-                page_size=_PAGE_SIZE, run=run, task_id=task, source_episode_id=episode_id
-            )
-            while True:
-                response = await host.connection.call("ListCheckpoints", request, timeout)
-                checkpoints += [read_checkpoint(message, host.target) for message in response.checkpoints]
-                request.page_token = response.next_page_token
-                if not request.page_token:
-                    return checkpoints
-
-        lists = await self._host_pool.call_all(list_on, timeout=timeout)
-        return sorted(itertools.chain.from_iterable(lists), key=lambda checkpoint: checkpoint.create_time)
 
     @checks_arguments
     async def evaluate(self, checkpoint: Checkpoint, *, timeout: timedelta = timedelta(minutes=10)) -> Evaluation:

@@ -78,7 +78,7 @@ def require_own_process(targets: str, made_by: int | None = None) -> None:
         )
 
 
-class Connection:
+class DaemonConnection:
     """The channel to one daemon, bound to the event loop it was created in."""
 
     def __init__(self, address: Address, *, access: Access, retry: RetryPolicy) -> None:

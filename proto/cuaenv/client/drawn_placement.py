@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import DaemonConnection
 from cuaenv.client.credentials import Access
 from cuaenv.client.errors import Draining, EnvError, PoolExhausted, RateLimited, SampleVoid, Unavailable, Unreachable
 from cuaenv.client.host import Host, HostState
@@ -268,7 +268,7 @@ class DrawnPlacement:
     def _host(self, address: Address) -> Host:
         """Return the host at an address; a new one is not connected yet. Raises: ValueError, OSError."""
         if address not in self._known:
-            connection = Connection(address, access=self._access, retry=self._retry)
+            connection = DaemonConnection(address, access=self._access, retry=self._retry)
             self._known[address] = Host(
                 connection, keep_alive_interval=self._keep_alive_interval, changed=self._note_change
             )

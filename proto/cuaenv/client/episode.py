@@ -21,21 +21,18 @@ from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.host import Host
 from cuaenv.client.observation import Observation, read_frame
 from cuaenv.client.results import (
-    STATES,
     Checkpoint,
     CommandResult,
     Evaluation,
     Handover,
-    Origin,
     StepResult,
     read_checkpoint,
     read_evaluation,
-    read_screen_change,
-    read_tool_result,
-    read_unrecorded,
+    read_origin,
+    read_step,
+    state_of,
 )
 from cuaenv.client.view import Settle, StepOptions, View, wire_settle, wire_view
-from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, wire_duration
 
@@ -60,9 +57,11 @@ class AsyncEpisode:
         instruction: str,
         defaults: StepOptions,
         opening_timings_ms: Mapping[str, float] | None = None,
+        keep_open: bool = False,
     ) -> None:
         self.host = host
         """Its host; all its calls go there."""
+        self._keep_open = keep_open
         self._closing: asyncio.Future[Any] | None = None
         self._when_closed: list[Callable[[], None]] = []
         self.defaults = defaults
@@ -73,7 +72,7 @@ class AsyncEpisode:
         """The episode that it was forked from; empty if none."""
         self.checkpoint_id = info.checkpoint_id
         """The checkpoint that it was opened from; empty if none."""
-        self.origin = copied(Origin, info.origin)
+        self.origin = read_origin(info.origin)
         """Origin of its first state; its texts are empty if the episode was attached."""
         self.task_id = info.task_id
         self.pool = info.pool
@@ -102,7 +101,7 @@ class AsyncEpisode:
         await self.close()
 
     def _note(self, info: env_pb2.Episode) -> None:
-        self.state = STATES[info.state]
+        self.state = state_of(info)
         self.end_reason = info.end_reason
         """Why it ended, such as AGENT_DONE; empty while it is active."""
         self.guest_end_cause = info.guest_end_cause
@@ -129,7 +128,7 @@ class AsyncEpisode:
         `action_errors`.
 
         After `DeadlineExceeded` or `Unavailable` the actions may or may not have been performed. Abandon the episode
-        or roll it back: another step may raise `StepIndexMismatch`.
+        or roll it back: another step may raise `Conflict`.
 
         Args:
             actions: At least one. `Done` and `Fail` end the episode.
@@ -157,15 +156,7 @@ class AsyncEpisode:
         async with self._reading:
             self._note(response.episode)
             self.observation = await self.host.decode(response.observation, base)
-            return copied(
-                StepResult,
-                self,
-                response,
-                action_errors=tuple(result.error for result in response.action_results),
-                screen_change=read_screen_change(response),
-                tool_results=tuple(map(read_tool_result, response.action_results)),
-                unrecorded_requests=tuple(map(read_unrecorded, response.unrecorded_requests)),
-            )
+            return read_step(response, self.observation)
 
     @checks_arguments
     async def observe(
@@ -279,7 +270,7 @@ class AsyncEpisode:
         """Start to release the machine, for callers that cannot wait; return what `close` waits for. Idempotent."""
         closing = self._closing
         if closing is None:
-            released = self.host.leases.begin_close(self.episode_id)
+            released = self.host.leases.begin_close(self.episode_id, keep_open=self._keep_open)
             closing = self._closing = asyncio.ensure_future(asyncio.wait({released}, timeout=_CLOSE_WAIT_S))
             # Emptied, because callbacks refer to the episode: its pixels would wait for the garbage collector.
             callbacks, self._when_closed = self._when_closed, []
@@ -347,7 +338,7 @@ class AsyncEpisode:
         Raises:
             CheckpointNotFound, CheckpointUnusable: The host has it not, or it is damaged or of another template.
             BadRequest: It is of another task or pool.
-            StaleEpoch: Someone else rolled the episode back.
+            Conflict: Someone else rolled the episode back.
             EnvError: See the module's tree.
         """
         request = env_pb2.RollbackRequest(

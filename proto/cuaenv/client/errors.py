@@ -1,7 +1,8 @@
-"""Errors of calls, one class for each thing that a caller can do about them. `cuaenv.client` shows the tree.
+"""Errors of calls: families by what a caller does about them, and classes of their own for what needs another reaction.
+`cuaenv.client` shows the tree.
 
-A class lists the causes that it stands for: reasons of `cuaenv.reasons`, and gRPC codes for reasons newer than this
-client and for failures of gRPC itself, which have none.
+A class lists the reasons of `cuaenv.reasons` that it stands for. A reason that is newer than this client becomes the
+class of its gRPC code, which says no more than the code does.
 """
 
 import re
@@ -19,42 +20,37 @@ __all__ = [
     "CheckpointStoreFull",
     "CheckpointUnusable",
     "ClientClosed",
+    "Conflict",
     "DeadlineExceeded",
     "Draining",
     "EnvError",
     "EpisodeEnded",
     "EpisodeNotFound",
     "EvaluatorFailed",
+    "Exhausted",
     "GroupTooLarge",
     "GuestEnded",
     "GuestFailed",
     "GuestRefused",
-    "GuestUnresponsive",
     "HumanInControl",
     "LossUndecided",
     "MachineLost",
-    "MessageTooLarge",
     "NotForkable",
     "NotFound",
     "NotSupported",
     "PoolExhausted",
-    "PoolFailing",
-    "PoolNotFound",
     "RateLimited",
+    "Refused",
     "SampleVoid",
-    "ScopeTooSmall",
-    "ServiceFault",
     "SetupFailed",
-    "StaleEpoch",
-    "StepIndexMismatch",
     "TaskNotFound",
     "Unauthenticated",
     "Unavailable",
     "Unreachable",
-    "UserUnavailable",
 ]
 
-_BY_CAUSE: dict[str, type["EnvError"]] = {}
+_BY_REASON: dict[str, type["EnvError"]] = {}
+_BY_CODE: dict[str, type["EnvError"]] = {}
 
 
 class EnvError(Exception):
@@ -63,9 +59,10 @@ class EnvError(Exception):
     remedy = ""
     """What the caller can do, as the end of the error's text."""
 
-    def __init_subclass__(cls, *, causes: Collection[str] = ()) -> None:
+    def __init_subclass__(cls, *, reasons: Collection[str] = (), codes: Collection[str] = ()) -> None:
         super().__init_subclass__()
-        _BY_CAUSE.update(dict.fromkeys(causes, cls))
+        _BY_REASON.update(dict.fromkeys(reasons, cls))
+        _BY_CODE.update(dict.fromkeys(codes, cls))
 
     def __init__(
         self,
@@ -96,81 +93,59 @@ class EnvError(Exception):
         return "; ".join(filter(None, (self.args[0], self.remedy)))
 
 
-class BadRequest(EnvError, causes=["INVALID_ARGUMENT"]):
-    """A request's field is missing, malformed or out of range; the episode is unharmed."""
+class BadRequest(EnvError, codes=["INVALID_ARGUMENT", "OUT_OF_RANGE"]):
+    """A field is missing, malformed or out of range, or a message has more than 64 MiB; the episode is unharmed."""
 
 
-class NotFound(EnvError, causes=["NOT_FOUND"]):
+class NotFound(EnvError, codes=["NOT_FOUND"]):
     """The named thing does not exist."""
 
 
-class EpisodeNotFound(NotFound, causes=["EPISODE_NOT_FOUND"]):
+class EpisodeNotFound(NotFound, reasons=["EPISODE_NOT_FOUND"]):
     """The episode was closed, or its lease expired."""
 
 
-class TaskNotFound(NotFound, causes=["TASK_NOT_FOUND"]):
+class TaskNotFound(NotFound, reasons=["TASK_NOT_FOUND"]):
     """The task does not exist."""
 
 
-class PoolNotFound(NotFound, causes=["POOL_NOT_FOUND"]):
-    """The pool does not exist."""
-
-
-class CheckpointNotFound(NotFound, causes=["CHECKPOINT_NOT_FOUND"]):
+class CheckpointNotFound(NotFound, reasons=["CHECKPOINT_NOT_FOUND"]):
     """The checkpoint was deleted, has expired, or is on another host."""
 
 
-class CheckpointUnusable(EnvError, causes=["CHECKPOINT_UNUSABLE", "CHECKPOINT_CORRUPT"]):
-    """The checkpoint is damaged, or the host has another template or version of the task than it needs."""
-
-
-class CheckpointStoreFull(EnvError, causes=["CHECKPOINT_STORE_FULL"]):
-    """No space for another checkpoint, and none that may be removed. The episode continues."""
-
-
-class EpisodeEnded(EnvError, causes=["EPISODE_ENDED"]):
+class EpisodeEnded(EnvError, reasons=["EPISODE_ENDED"]):
     """The episode takes no more steps; it may still be evaluated."""
 
 
-class GuestEnded(EpisodeEnded, causes=["GUEST_ENDED"]):
+class GuestEnded(EpisodeEnded, reasons=["GUEST_ENDED"]):
     """The guest ended itself, by power-off, panic or a killed session; the episode is scored."""
 
 
-class GroupTooLarge(EnvError, causes=["GROUP_TOO_LARGE"]):
+class Refused(EnvError, codes=["FAILED_PRECONDITION", "ALREADY_EXISTS"]):
+    """Not possible in the present state of the episode, the pool or the host; nothing was done."""
+
+
+class GroupTooLarge(Refused, reasons=["GROUP_TOO_LARGE"]):
     """The pool can never hold a group of this size."""
 
 
-class GuestRefused(EnvError, causes=["GUEST_REFUSED"]):
+class GuestRefused(Refused, reasons=["GUEST_REFUSED"]):
     """The guest rejected the request; the episode is unharmed."""
 
 
-class NotForkable(EnvError, causes=["NOT_FORKABLE"]):
+class NotForkable(Refused, reasons=["NOT_FORKABLE"]):
     """The episode's machine has state that cannot be copied; the episode continues."""
 
 
-class StepIndexMismatch(EnvError, causes=["STEP_INDEX_MISMATCH"]):
-    """The episode is at another step than this client assumes; abandon it."""
+class CheckpointUnusable(Refused, reasons=["CHECKPOINT_UNUSABLE", "CHECKPOINT_CORRUPT"]):
+    """The checkpoint is damaged, or the host has another template or version of the task than it needs."""
 
 
-class StaleEpoch(EnvError, causes=["STALE_EPOCH"]):
-    """The episode was rolled back by someone else; the call did nothing to its present state."""
+class CheckpointStoreFull(Refused, reasons=["CHECKPOINT_STORE_FULL"]):
+    """No space for another checkpoint, and none that may be removed. The episode continues."""
 
 
-class Unauthenticated(EnvError, causes=["UNAUTHENTICATED"]):
-    """The daemon requires a token and got none, or an unknown one."""
-
-    remedy = "pass token= or set ENVD_TOKEN"
-
-
-class AccessDenied(EnvError, causes=["PERMISSION_DENIED"]):
-    """The pool does not allow this call."""
-
-
-class ScopeTooSmall(AccessDenied, causes=["SCOPE_TOO_SMALL"]):
-    """The token's scope does not cover this call."""
-
-
-class NotSupported(EnvError, causes=["UNIMPLEMENTED"]):
+class NotSupported(Refused, codes=["UNIMPLEMENTED"]):
     """The daemon's release or its settings do not have this call; `capabilities()` lists what the release has."""
 
     @classmethod
@@ -179,85 +154,83 @@ class NotSupported(EnvError, causes=["UNIMPLEMENTED"]):
         return cls(f"{host}: its release does not know {what}; update envd there", code="UNIMPLEMENTED", host=host)
 
 
-class MessageTooLarge(EnvError):
-    """A message of more than 64 MiB."""
+class Conflict(EnvError, codes=["ABORTED"]):
+    """Someone else stepped the episode or rolled it back, so this call did nothing; abandon the episode."""
 
 
-class PoolExhausted(EnvError, causes=["POOL_EXHAUSTED", "TOKEN_QUOTA"]):
-    """No machine became free before the deadline, or the token holds as many as it may."""
-
-    remedy = "raise timeout=, limit this client's episodes with max_episodes=, or close some"
-
-
-class HumanInControl(EnvError, causes=["HUMAN_IN_CONTROL"]):
+class HumanInControl(Conflict, reasons=["HUMAN_IN_CONTROL"]):
     """A person controls the episode in the console, or has acted since it was observed. This call had no effect."""
 
     remedy = "call handed_back(), then decide again"
 
 
-class RateLimited(EnvError, causes=["RATE_LIMITED"]):
-    """The token exceeded its call rate. This call had no effect."""
+class AccessDenied(EnvError, codes=["PERMISSION_DENIED"]):
+    """The pool or the token's scope does not allow this call."""
+
+
+class Unauthenticated(AccessDenied, codes=["UNAUTHENTICATED"]):
+    """The daemon requires a token and got none, or an unknown one."""
+
+    remedy = "pass token= or set ENVD_TOKEN"
+
+
+class Exhausted(EnvError, codes=["RESOURCE_EXHAUSTED"]):
+    """Too few machines, or too many calls, until the deadline; the call did nothing. Try again later."""
+
+
+class PoolExhausted(Exhausted, reasons=["POOL_EXHAUSTED", "TOKEN_QUOTA"]):
+    """No machine became free before the deadline, or the token holds as many as it may."""
+
+    remedy = "raise timeout=, limit this client's episodes with max_episodes=, or close some"
+
+
+class RateLimited(Exhausted, reasons=["RATE_LIMITED"]):
+    """The token exceeded its call rate."""
 
 
 # A killed server sends CANCELLED for the calls that it cuts off; a caller's own cancellation raises no error here.
-class Unavailable(EnvError, causes=["CANCELLED", "UNAVAILABLE"]):
-    """The daemon could not be reached before the deadline."""
+class Unavailable(EnvError, codes=["CANCELLED", "UNAVAILABLE"]):
+    """The daemon could not be reached, or its pool started no machines, until the deadline; use another host."""
 
 
 class Unreachable(Unavailable):
     """The daemon has never been reached: it is not started, the target is wrong, or only one side uses TLS."""
 
 
-class Draining(Unavailable, causes=["DRAINING"]):
+class Draining(Unavailable, reasons=["DRAINING"]):
     """The daemon is stopping; use another host."""
 
 
-class PoolFailing(Unavailable, causes=["POOL_FAILING"]):
-    """The pool's machines failed to start until the deadline, or its host's disk is full; use another pool or host."""
+class DeadlineExceeded(Unavailable, codes=["DEADLINE_EXCEEDED"]):
+    """No response before the deadline. The call continues at the service; a reset or fork is ended there."""
 
 
 class ClientClosed(EnvError):
     """The client, or the episode during a call, was closed here; or this process was forked from one with a client."""
 
 
-class DeadlineExceeded(EnvError, causes=["DEADLINE_EXCEEDED"]):
-    """No response before the deadline. The call continues at the service; a reset or fork is ended there."""
-
-
-class SampleVoid(EnvError, causes=["DATA_LOSS"]):
+class SampleVoid(EnvError, codes=["DATA_LOSS", "INTERNAL", "UNKNOWN"]):
     """A fault of the service, not the agent: never train on the episode."""
 
 
-class MachineLost(SampleVoid, causes=["MACHINE_LOST"]):
+class MachineLost(SampleVoid, reasons=["MACHINE_LOST"]):
     """The host lost the episode's machine."""
 
 
-class LossUndecided(SampleVoid, causes=["LOSS_UNDECIDED"]):
+class LossUndecided(SampleVoid, reasons=["LOSS_UNDECIDED"]):
     """The machine is lost and the agent may have caused it; do not repeat the episode."""
 
 
-class GuestUnresponsive(SampleVoid, causes=["GUEST_UNRESPONSIVE"]):
-    """The episode's guest hangs."""
+class GuestFailed(SampleVoid, reasons=["GUEST_UNRESPONSIVE", "GUEST_ERROR"]):
+    """The episode's guest hangs, or failed an operation of the service."""
 
 
-class GuestFailed(SampleVoid, causes=["GUEST_ERROR"]):
-    """The episode's guest failed an operation of the service."""
-
-
-class UserUnavailable(SampleVoid, causes=["USER_UNAVAILABLE"]):
-    """The user whom the agent asked could not answer."""
-
-
-class SetupFailed(SampleVoid, causes=["SETUP_FAILED"]):
+class SetupFailed(SampleVoid, reasons=["SETUP_FAILED"]):
     """The task's setup failed, so no episode was opened."""
 
 
-class EvaluatorFailed(SampleVoid, causes=["EVALUATOR_FAILED"]):
+class EvaluatorFailed(SampleVoid, reasons=["EVALUATOR_FAILED"]):
     """A checker failed and gave no score."""
-
-
-class ServiceFault(SampleVoid, causes=["INTERNAL", "UNKNOWN"]):
-    """Any other fault of the service."""
 
 
 _GRPC_PREFIX = re.compile(r"failed to connect to all addresses; last error: [A-Z_]+: (\S+: )?")
@@ -279,9 +252,9 @@ def error_of(failure: grpc.aio.AioRpcError, *, host: str) -> EnvError:
             invalid_field = bad.field_violations[0].field
     if code is grpc.StatusCode.UNIMPLEMENTED and not reason:
         return NotSupported.by_release("this call", host=host)
-    kind = _BY_CAUSE.get(reason) or _BY_CAUSE.get(code.name, EnvError)
+    kind = _BY_REASON.get(reason) or _BY_CODE.get(code.name, EnvError)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not reason:
-        kind = MessageTooLarge  # gRPC's own limit
+        kind = BadRequest  # gRPC's own limit of messages
     return kind(
         # Its remedy is for callers of the contract; this client retries by itself.
         _GRPC_PREFIX.sub("", failure.details() or code.name).removesuffix("; retry with the same request_id"),

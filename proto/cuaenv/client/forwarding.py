@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import grpc
 
-from cuaenv.client.connection import Connection, sent_status
+from cuaenv.client.connection import DaemonConnection, sent_status
 from cuaenv.client.errors import (
     AccessDenied,
     BadRequest,
@@ -20,7 +20,6 @@ from cuaenv.client.errors import (
     NotFound,
     NotSupported,
     SampleVoid,
-    Unauthenticated,
     error_of,
 )
 from cuaenv.v1 import env_pb2
@@ -30,13 +29,13 @@ logger = logging.getLogger(__name__)
 _HOST: Final = "127.0.0.1"
 _CHUNK_BYTES: Final = 64 << 10
 #: Errors that every later connection would meet too.
-_FINAL: Final = (NotFound, AccessDenied, Unauthenticated, NotSupported, BadRequest, SampleVoid, ClientClosed)
+_FINAL: Final = (NotFound, AccessDenied, NotSupported, BadRequest, SampleVoid, ClientClosed)
 
 
 class PortForward:
     """A listener on 127.0.0.1 whose connections lead to one port of a guest, until its context ends."""
 
-    def __init__(self, connection: Connection, episode_id: str, port: int) -> None:
+    def __init__(self, connection: DaemonConnection, episode_id: str, port: int) -> None:
         self._connection = connection
         self._episode_id = episode_id
         self._port = port
@@ -123,7 +122,8 @@ class PortForward:
 
 def _reset(writer: asyncio.StreamWriter) -> None:
     """Reset a connection: the program that opened it must not take this for a regular end."""
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if (own := writer.get_extra_info("socket")) is not None:  # None if the program closed it
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
 
@@ -140,7 +140,7 @@ async def _send(reader: asyncio.StreamReader, call: Any) -> None:
 
 @asynccontextmanager
 async def forwarded(
-    connection: Connection, episode_id: str, port: int, *, local_port: int = 0
+    connection: DaemonConnection, episode_id: str, port: int, *, local_port: int = 0
 ) -> AsyncIterator[PortForward]:
     """Listen on a port of 127.0.0.1 during the block, and forward its connections to a port of an episode's guest.
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import grpc
 
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import DaemonConnection
 from cuaenv.client.errors import EnvError, Unavailable
 from cuaenv.client.leases import LeaseKeeper
 from cuaenv.client.observation import Observation, read_observation
@@ -67,7 +67,7 @@ class Host:
     """One daemon, for one event loop."""
 
     def __init__(
-        self, connection: Connection, *, keep_alive_interval: timedelta | None, changed: Callable[[], None]
+        self, connection: DaemonConnection, *, keep_alive_interval: timedelta | None, changed: Callable[[], None]
     ) -> None:
         """Prepare; no call is made yet.
 

@@ -5,7 +5,6 @@ Counts need no lock: code between two awaits is atomic.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Final, TypeVar
 from cuaenv.client.credentials import Access
 from cuaenv.client.drawn_placement import DrawnPlacement, OpenRequest
 from cuaenv.client.episode import AsyncEpisode, close_all
-from cuaenv.client.errors import DeadlineExceeded, EnvError, EpisodeNotFound, Unavailable
+from cuaenv.client.errors import DeadlineExceeded, EnvError, EpisodeNotFound, NotFound, Unavailable
 from cuaenv.client.host import Host, HostStatistics
 from cuaenv.client.limiter import EpisodeLimiter
 from cuaenv.client.observation import Observation
@@ -149,22 +148,21 @@ class HostPool:
         ]
 
     async def attach(
-        self, episode_id: str, *, lease_ttl: timedelta, defaults: StepOptions, timeout: timedelta
+        self, episode_id: str, *, lease_ttl: timedelta, keep_open: bool, defaults: StepOptions, timeout: timedelta
     ) -> AsyncEpisode:
         """Renew the lease of an open episode, and observe it. Raises: EnvError."""
         renewal = env_pb2.KeepAliveRequest(episode_ids=[episode_id], lease_ttl=wire_duration(lease_ttl))
 
-        async def find(host: Host) -> list[tuple[Host, env_pb2.Episode]]:
+        async def find(host: Host) -> tuple[Host, env_pb2.Episode]:
             response = await host.connection.call("KeepAlive", renewal, timeout)
-            return [(host, info) for info in response.episodes]
-
-        found = list(itertools.chain.from_iterable(await self.call_all(find, timeout=timeout)))
-        if not found:
+            for info in response.episodes:
+                return host, info
             raise EpisodeNotFound(
                 f"episode {episode_id}: not open, with this token, on a host that responds; reset a new one",
                 code="NOT_FOUND",
             )
-        host, info = found[0]
+
+        host, info = (await self.find_all(find, timeout=timeout))[0]
         request = env_pb2.ObserveRequest(
             episode_id=episode_id,
             observation=wire_view(defaults["view"] or View()),
@@ -175,7 +173,9 @@ class HostPool:
         tasks = (await host.connection.call("ListTasks", listing, timeout)).tasks
         host.leases.take(episode_id, lease_ttl)
         instruction = tasks[0].instruction if tasks else ""
-        return self._hold(AsyncEpisode(host, info, observation, instruction=instruction, defaults=defaults))
+        return self._hold(
+            AsyncEpisode(host, info, observation, instruction=instruction, defaults=defaults, keep_open=keep_open)
+        )
 
     def _hold(self, episode: AsyncEpisode) -> AsyncEpisode:
         """Close an episode with the client unless it is closed before; return it."""
@@ -256,9 +256,29 @@ class HostPool:
             raise failed[0]
         return succeeded
 
+    async def find_all(self, call: Callable[[Host], Awaitable[Result]], *, timeout: timedelta) -> list[Result]:
+        """Return the results of the hosts that have something.
+
+        Raises:
+            EnvError: `NotFound` if no host that responds has it.
+        """
+        missing: list[NotFound] = []
+
+        async def found_on(host: Host) -> list[Result]:
+            try:
+                return [await call(host)]
+            except NotFound as error:
+                missing.append(error)
+                return []
+
+        found = [result for results in await self.call_all(found_on, timeout=timeout) for result in results]
+        if not found:
+            raise missing[0].with_traceback(None)
+        return found
+
 
 async def _observations_of(response: Any, host: Host, seen: Observation | None) -> Sequence[Observation]:
-    """Return the observations of a response, which has each image once. Raises: ServiceFault."""
+    """Return the observations of a response, which has each image once. Raises: SampleVoid."""
     shown = {seen.image_id: seen} if seen else {}
     observations: list[Observation] = []
     for message in response.observations:

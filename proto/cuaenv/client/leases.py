@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import DaemonConnection
 from cuaenv.client.errors import EnvError
 from cuaenv.v1 import env_pb2
 
@@ -21,7 +21,9 @@ _BATCH_COUNT: Final = 1000
 class LeaseKeeper:
     """Renews the leases taken here until they are closed."""
 
-    def __init__(self, connection: Connection, *, interval: timedelta | None, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, connection: DaemonConnection, *, interval: timedelta | None, changed: Callable[[], None]
+    ) -> None:
         """Start without leases.
 
         Args:
@@ -46,10 +48,11 @@ class LeaseKeeper:
         if self._task is None:
             self._task = asyncio.create_task(self._keep(), name=f"keep-leases:{self._connection.target}")
 
-    def begin_close(self, episode_id: str) -> asyncio.Task[None]:
-        """Stop renewing, and return the task that closes the episode; it is owned here."""
+    def begin_close(self, episode_id: str, *, keep_open: bool = False) -> asyncio.Task[None]:
+        """Stop renewing, and return the task that closes the episode unless it is kept open; it is owned here."""
         self._drop(episode_id)
-        task = asyncio.create_task(self._close(episode_id), name=f"close:{episode_id}")
+        closing = asyncio.sleep(0) if keep_open else self._close(episode_id)
+        task = asyncio.create_task(closing, name=f"close:{episode_id}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         return task

@@ -7,8 +7,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from cuaenv.client.errors import ServiceFault
-from cuaenv.copying import copied
+from cuaenv.client.errors import SampleVoid
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import box, region
 
@@ -128,7 +127,7 @@ def read_observation(message: env_pb2.Observation, base: Observation | None = No
     """Decode an observation; `base` has the image that the message may refer to.
 
     Raises:
-        ServiceFault: The pixels do not match the image id, or a field is invalid.
+        SampleVoid: The pixels do not match the image id, or a field is invalid.
     """
     settle = message.settle
     return read_frame(
@@ -151,15 +150,17 @@ def read_frame(frame: env_pb2.Frame, base: Observation | None, **more: Any) -> O
     try:
         capture_time = frame.capture_time.ToDatetime(tzinfo=UTC)
     except (ValueError, OverflowError) as error:
-        raise ServiceFault(
+        raise SampleVoid(
             f"image {frame.image_id}: invalid capture time: {error}", code="DATA_LOSS", reason="FRAME_MISMATCH"
         ) from error
-    return copied(
-        Observation,
-        frame,
+    return Observation(
+        frame_id=frame.frame_id,
+        width_px=frame.width_px,
+        height_px=frame.height_px,
         screen_width_px=frame.screen.width_px,
         screen_height_px=frame.screen.height_px,
         capture_time=capture_time,
+        image_id=frame.image_id,
         data=data,
         tiles=tiles,
         cursor=(frame.cursor.x, frame.cursor.y) if frame.HasField("cursor") else None,
@@ -207,7 +208,7 @@ def _pixels(frame: env_pb2.Frame, base: Observation | None) -> tuple[bytes, "Til
             regions = [region(rect) for rect in frame.tiles.tiles]
             return b"", base.tiles.patched(regions, frame.tiles.data, image_id=frame.image_id)
     except FrameMismatch as error:
-        raise ServiceFault(str(error), code="DATA_LOSS", reason="FRAME_MISMATCH") from error
-    raise ServiceFault(
+        raise SampleVoid(str(error), code="DATA_LOSS", reason="FRAME_MISMATCH") from error
+    raise SampleVoid(
         f"image {frame.image_id}: sent as {kind} of a base that is not held", code="DATA_LOSS", reason="FRAME_MISMATCH"
     )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final, Literal
 
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import DaemonConnection
 from cuaenv.client.errors import DeadlineExceeded, EnvError
 from cuaenv.client.leases import LeaseKeeper
 from cuaenv.client.placement import NextAttempt, next_attempt, retry_pause_s
@@ -30,7 +30,7 @@ OpeningRequest = env_pb2.ResetRequest | env_pb2.ForkRequest
 class Opener:
     """Opens episodes at one host."""
 
-    def __init__(self, connection: Connection, *, leases: LeaseKeeper, changed: Callable[[], None]) -> None:
+    def __init__(self, connection: DaemonConnection, *, leases: LeaseKeeper, changed: Callable[[], None]) -> None:
         """Prepare; `changed` is called whenever an opening ends."""
         self._connection = connection
         self._leases = leases
@@ -145,7 +145,7 @@ _INTERVAL_S: Final = 5.0
 _REPEATED_AFTER: Final = 6
 
 
-async def log_waits(connection: Connection) -> None:
+async def log_waits(connection: DaemonConnection) -> None:
     """Log every 5 s which of a host's pools have no machine to give, and why, until cancelled; the same every 30 s.
 
     A pool without machines is a warning, and so is every 30 s the first report of a busy pool: both are visible without

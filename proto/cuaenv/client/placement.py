@@ -14,16 +14,13 @@ from typing import TypeVar
 
 from cuaenv.argument_types import Checked
 from cuaenv.client.errors import (
-    DeadlineExceeded,
     EnvError,
+    Exhausted,
     GroupTooLarge,
     HumanInControl,
-    PoolExhausted,
-    PoolNotFound,
-    RateLimited,
+    NotFound,
     SampleVoid,
     SetupFailed,
-    TaskNotFound,
     Unavailable,
 )
 from cuaenv.client.results import Pool
@@ -96,13 +93,13 @@ class NextAttempt(Enum):
 
 def next_attempt(error: EnvError) -> NextAttempt:
     """Return where episodes may be opened after an error of `Reset` or `Fork`."""
-    if isinstance(error, GroupTooLarge | TaskNotFound | PoolNotFound):
+    if isinstance(error, GroupTooLarge | NotFound):
         return NextAttempt.ELSEWHERE
     if isinstance(error, SampleVoid) and error.reason and not isinstance(error, SetupFailed):
         return NextAttempt.ELSEWHERE  # a fault of this host; a failing setup is the task's fault, on every host
-    if isinstance(error, PoolExhausted | RateLimited):
+    if isinstance(error, Exhausted):
         return NextAttempt.LATER
-    if isinstance(error, Unavailable | DeadlineExceeded):
+    if isinstance(error, Unavailable):
         # With a reason the error comes from the service, and then nothing was opened.
         return NextAttempt.LATER if error.reason else NextAttempt.UNKNOWN
     return NextAttempt.FINAL
@@ -137,7 +134,7 @@ def retry_pause_s(error: EnvError, *, attempt: int, policy: RetryPolicy, jitter:
         return None  # the same action on another screen would be another action
     if error.retry_after is not None:
         return error.retry_after.total_seconds() + jitter * policy.first_pause.total_seconds()
-    if isinstance(error, Unavailable | DeadlineExceeded):
+    if isinstance(error, Unavailable):
         # Larger exponents change nothing, and would overflow.
         bound_s = policy.first_pause.total_seconds() * 2.0 ** min(attempt, 30)
         return jitter * min(bound_s, policy.max_pause.total_seconds())

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import NamedTuple
 
 from cuaenv.actions import Action
 from cuaenv.client.observation import Observation
-from cuaenv.copying import copied
+from cuaenv.results import CommandResult, UnrecordedRequest
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import box
 
@@ -23,6 +23,7 @@ __all__ = [
     "Pool",
     "QueuedGroup",
     "ScreenChange",
+    "Server",
     "State",
     "StepResult",
     "Task",
@@ -44,7 +45,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-STATES: Mapping["env_pb2.Episode.State.ValueType", State] = {
+_STATES: Mapping["env_pb2.Episode.State.ValueType", State] = {
     env_pb2.Episode.STATE_ACTIVE: State.ACTIVE,
     env_pb2.Episode.STATE_TERMINATED: State.TERMINATED,
     env_pb2.Episode.STATE_TRUNCATED: State.TRUNCATED,
@@ -86,16 +87,6 @@ class ToolResult:
     """Whether a shell's command did not end in time."""
     left_out_bytes: int = 0
     """Bytes of the result that `output` leaves out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnrecordedRequest:
-    """A request of a guest's program that the pool's web recording does not have."""
-
-    kind: str
-    """`not_recorded`; or `websocket`, which no recording has."""
-    method: str
-    url: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,12 +146,21 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandResult:
-    """Result of a command in a guest."""
+class Server:
+    """A daemon's release, what it adds to the contract, and its limits."""
 
-    exit_code: int
-    stdout: bytes
-    stderr: bytes
+    host: str
+    """Its host."""
+    release: str
+    """Version of envd, such as `0.3.0`."""
+    capabilities: frozenset[str]
+    """Names of `cuaenv.capabilities`."""
+    default_lease_ttl: timedelta
+    max_lease_ttl: timedelta
+    max_steps: int
+    """Most steps of an episode."""
+    max_machine_count: int | None
+    """Most machines that the token's episodes may hold; None if it has no limit of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,49 +327,177 @@ _TRIGGERS = {
 }
 
 
+def state_of(episode: env_pb2.Episode) -> State:
+    """Return an episode's state. One newer than this client counts as FAILED."""
+    return _STATES.get(episode.state, State.FAILED)
+
+
+def read_server(message: env_pb2.Server, host: str) -> Server:
+    return Server(
+        host=host,
+        release=message.release,
+        capabilities=frozenset(message.capabilities),
+        default_lease_ttl=message.default_lease_ttl.ToTimedelta(),
+        max_lease_ttl=message.max_lease_ttl.ToTimedelta(),
+        max_steps=message.max_steps,
+        max_machine_count=message.max_machine_count if message.HasField("max_machine_count") else None,
+    )
+
+
+def read_task(message: env_pb2.Task) -> Task:
+    return Task(
+        task_id=message.task_id,
+        instruction=message.instruction,
+        level=message.level,
+        suite=message.suite,
+        version=message.version,
+        tags=tuple(message.tags),
+        max_steps=message.max_steps,
+        os=message.os,
+        domain=message.domain,
+        split=message.split,
+        variant_count=message.variant_count,
+        runnable=message.runnable if message.HasField("runnable") else None,
+        obstacles=tuple(message.obstacles),
+        tools=tuple(message.tools),
+    )
+
+
 def read_evaluation(response: env_pb2.EvaluateResponse) -> Evaluation:
     """Return a score from a host's message."""
-    checks = tuple(copied(Check, check) for check in response.checks)
-    return copied(Evaluation, response, checks=checks, guest_end_cause=response.episode.guest_end_cause)
+    return Evaluation(
+        score=response.score,
+        checks=tuple(Check(name=check.name, score=check.score, evidence=check.evidence) for check in response.checks),
+        timings_ms=dict(response.timings_ms),
+        guest_end_cause=response.episode.guest_end_cause,
+        basis_digest=response.basis_digest,
+    )
 
 
 def read_episode(message: env_pb2.Episode, host: str) -> EpisodeInfo:
-    """Return an episode from a host's message. A state newer than this client counts as FAILED."""
-    return copied(EpisodeInfo, message, state=STATES.get(message.state, State.FAILED), host=host)
+    """Return an episode from a host's message."""
+    return EpisodeInfo(
+        episode_id=message.episode_id,
+        group_id=message.group_id,
+        parent_episode_id=message.parent_episode_id,
+        task_id=message.task_id,
+        pool=message.pool,
+        run=message.run,
+        state=state_of(message),
+        end_reason=message.end_reason,
+        step_count=message.step_count,
+        max_steps=message.max_steps,
+        create_time=message.create_time.ToDatetime(UTC),
+        expire_time=message.expire_time.ToDatetime(UTC),
+        host=host,
+        epoch=message.epoch,
+    )
+
+
+def read_origin(message: env_pb2.Origin) -> Origin:
+    return Origin(
+        template_digest=message.template_digest,
+        overlay_parent=message.overlay_parent,
+        first_frame_id=message.first_frame_id,
+        is_new_session=message.is_new_session,
+    )
 
 
 def read_checkpoint(
     message: env_pb2.Checkpoint, host: str, timings_ms: Mapping[str, float] | None = None
 ) -> Checkpoint:
-    trigger = _TRIGGERS.get(message.trigger, "")
-    return copied(Checkpoint, message, host=host, trigger=trigger, timings_ms=dict(timings_ms or {}))
-
-
-def read_pool(message: env_pb2.Pool, host: str) -> Pool:
-    return copied(
-        Pool,
-        message,
-        capacity=message.capacity_count,
-        is_failing=message.health == env_pb2.Pool.HEALTH_FAILING,
+    return Checkpoint(
+        checkpoint_id=message.checkpoint_id,
+        label=message.label,
+        episode_id=message.episode_id,
+        parent_checkpoint_id=message.parent_checkpoint_id,
+        task_id=message.task_id,
+        pool=message.pool,
+        run=message.run,
+        step_count=message.step_count,
+        max_steps=message.max_steps,
+        frame_id=message.frame_id,
+        size_bytes=message.size_bytes,
+        create_time=message.create_time.ToDatetime(UTC),
+        expire_time=message.expire_time.ToDatetime(UTC),
+        pinned=message.pinned,
         host=host,
-        queue=tuple(copied(QueuedGroup, group) for group in message.queue),
+        trigger=_TRIGGERS.get(message.trigger, ""),
+        epoch=message.epoch,
+        timings_ms=dict(timings_ms or {}),
     )
 
 
-def read_screen_change(response: env_pb2.StepResponse) -> ScreenChange | None:
-    """Return what a step changed, or None if that was not requested."""
-    if not response.HasField("screen_change"):
-        return None
-    change = response.screen_change
-    return copied(ScreenChange, change, changed_regions=tuple(box(rect) for rect in change.changed_regions))
+def read_pool(message: env_pb2.Pool, host: str) -> Pool:
+    return Pool(
+        name=message.name,
+        image=message.image,
+        accelerator=message.accelerator,
+        capacity=message.capacity_count,
+        idle_count=message.idle_count,
+        leased_count=message.leased_count,
+        dying_count=message.dying_count,
+        waiting_count=message.waiting_count,
+        is_failing=message.health == env_pb2.Pool.HEALTH_FAILING,
+        problem=message.problem,
+        host=host,
+        os=message.os,
+        starting_count=message.starting_count,
+        memory_bytes=message.memory_bytes,
+        always_running=message.always_running,
+        queue=tuple(
+            QueuedGroup(
+                run=group.run,
+                machine_count=group.machine_count,
+                position=group.position,
+                waited=group.waited.ToTimedelta(),
+                left=group.left.ToTimedelta(),
+                reason=group.reason,
+            )
+            for group in message.queue
+        ),
+        tools=tuple(message.tools),
+        not_forkable=message.not_forkable,
+    )
+
+
+def read_step(response: env_pb2.StepResponse, observation: Observation) -> StepResult:
+    """Return a step's result from a host's message, with its decoded observation."""
+    episode, results = response.episode, response.action_results
+    return StepResult(
+        observation=observation,
+        action_errors=tuple(result.error for result in results),
+        state=state_of(episode),
+        end_reason=episode.end_reason,
+        step_count=episode.step_count,
+        timings_ms=dict(response.timings_ms),
+        screen_change=_screen_change(response.screen_change) if response.HasField("screen_change") else None,
+        replayed=response.replayed,
+        guest_end_cause=episode.guest_end_cause,
+        # A tool that failed has no output.
+        tool_results=tuple(_tool_result(result) if result.HasField("output") else None for result in results),
+        unrecorded_requests=tuple(map(read_unrecorded, response.unrecorded_requests)),
+    )
 
 
 def read_unrecorded(message: env_pb2.UnrecordedRequest) -> UnrecordedRequest:
-    """Return a request that was not recorded."""
     kind = env_pb2.UnrecordedRequest.Kind.Name(message.kind).removeprefix("KIND_").lower()
     return UnrecordedRequest(kind=kind, method=message.method, url=message.url)
 
 
-def read_tool_result(message: env_pb2.ActionResult) -> ToolResult | None:
-    """Return the result of a tool; None for other actions, and for a tool that failed without one."""
-    return copied(ToolResult, message) if message.HasField("output") else None
+def _screen_change(message: env_pb2.ScreenChange) -> ScreenChange:
+    return ScreenChange(
+        base_frame_id=message.base_frame_id,
+        changed_fraction=message.changed_fraction,
+        changed_regions=tuple(map(box, message.changed_regions)),
+        grey_difference=message.grey_difference if message.HasField("grey_difference") else None,
+    )
+
+
+def _tool_result(message: env_pb2.ActionResult) -> ToolResult:
+    return ToolResult(
+        output=message.output,
+        exit_code=message.exit_code if message.HasField("exit_code") else None,
+        timed_out=message.timed_out,
+        left_out_bytes=message.left_out_bytes,
+    )

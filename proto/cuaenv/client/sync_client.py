@@ -26,15 +26,15 @@ from cuaenv.client.results import Checkpoint, EpisodeInfo, Origin, State
 from cuaenv.client.signatures import takes_options_of
 from cuaenv.client.view import AttachOptions, ForkOptions, ResetOptions
 
-Inner = TypeVar("Inner")
+Inner_co = TypeVar("Inner_co", covariant=True)
 Result = TypeVar("Result")
 P = ParamSpec("P")
 
 
-class _Blocking(Generic[Inner]):
+class _Blocking(Generic[Inner_co]):
     """Runs methods of an asyncio object on its client's loop."""
 
-    _inner: Inner
+    _inner: Inner_co
     _client: "EnvClient"
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -59,12 +59,12 @@ class _Blocking(Generic[Inner]):
 
 
 def _blocking(
-    method: Callable[Concatenate[Inner, P], Coroutine[Any, Any, Result]],
-) -> Callable[Concatenate[_Blocking[Inner], P], Result]:
+    method: Callable[Concatenate[Inner_co, P], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[_Blocking[Inner_co], P], Result]:
     """Return a method that runs an asyncio one to its end, with the same arguments, result and errors."""
 
     @wraps(method)
-    def call(self: _Blocking[Inner], /, *args: P.args, **options: P.kwargs) -> Result:
+    def call(self: _Blocking[Inner_co], /, *args: P.args, **options: P.kwargs) -> Result:
         return self._wait(method(self._inner, *args, **options))
 
     return call
@@ -145,10 +145,14 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         """Take over an open episode of an earlier process with the same token, as `reset` opens a new one."""
         return Episode(self._wait(_opened(self._inner.attach(episode_id, **options))), self)
 
+    list_servers = _blocking(AsyncEnvClient.list_servers)
+    get_task = _blocking(AsyncEnvClient.get_task)
     list_tasks = _blocking(AsyncEnvClient.list_tasks)
     list_pools = _blocking(AsyncEnvClient.list_pools)
     capabilities = _blocking(AsyncEnvClient.capabilities)
+    get_episode = _blocking(AsyncEnvClient.get_episode)
     list_episodes = _blocking(AsyncEnvClient.list_episodes)
+    get_checkpoint = _blocking(AsyncEnvClient.get_checkpoint)
     list_checkpoints = _blocking(AsyncEnvClient.list_checkpoints)
     evaluate = _blocking(AsyncEnvClient.evaluate)
     delete_checkpoint = _blocking(AsyncEnvClient.delete_checkpoint)

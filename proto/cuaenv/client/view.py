@@ -7,7 +7,6 @@ from typing import Literal, TypedDict
 
 from cuaenv.argument_types import Checked
 from cuaenv.client.observation import Observation
-from cuaenv.copying import copied
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import wire_duration, wire_rect
 
@@ -95,13 +94,17 @@ def wire_settle(settle: Settle | None) -> env_pb2.SettlePolicy | None:
 
 def wire_view(view: View, *, known: Observation | None = None, of_step: bool = False) -> env_pb2.ObservationOptions:
     """Return the message of a view; the daemon may send the image as a change to `known`."""
-    return copied(
-        env_pb2.ObservationOptions,
-        view,
+    return env_pb2.ObservationOptions(
         encoding=_ENCODINGS[view.encoding],
+        quality=view.quality,
         region=None if view.region is None else wire_rect(view.region),
+        max_width_px=view.max_width_px,
+        max_height_px=view.max_height_px,
+        max_pixel_count=view.max_pixel_count,
+        size_multiple_px=view.size_multiple_px,
         cursor=_CURSORS[view.cursor],
         a11y_format=_A11Y_FORMATS[view.a11y_format] if view.a11y_tree else env_pb2.A11Y_FORMAT_UNSPECIFIED,
+        a11y_max_chars=view.a11y_max_chars,
         include_a11y_elements=view.a11y_elements,
         draw_marks=view.marks,
         include_terminal=view.terminal,
@@ -173,6 +176,7 @@ class ForkOptions(TypedDict, total=False):
 
 class AttachOptions(TypedDict, total=False):
     lease_ttl: timedelta
+    keep_open: bool
     settle: Settle | None
     view: View | None
     coordinate_space: tuple[int, int] | None

@@ -16,8 +16,8 @@ import pytest
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
 from harbor.trial.trial import Trial
 
-from envd.drawn.files import GuestFiles
-from envd.drawn.outcome import Outcome
+from envd.drawn.files import DrawnFiles
+from envd.drawn.outcome import ProgramResult
 from envd.drawn.programs import Programs
 from tests.support.desktops import DrawnDesktops
 
@@ -51,7 +51,7 @@ def guest_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run shell commands of drawn desktops on this host, on a copy of the desktop's files."""
     drawn = Programs.run
 
-    def run(self: Programs, argv: Sequence[str], *, stdin: bytes = b"") -> Outcome:
+    def run(self: Programs, argv: Sequence[str], *, stdin: bytes = b"") -> ProgramResult:
         if argv[0] != "timeout":
             return drawn(self, argv, stdin=stdin)
         with tempfile.TemporaryDirectory() as root:
@@ -61,12 +61,12 @@ def guest_shell(monkeypatch: pytest.MonkeyPatch) -> None:
                 on_host, input=stdin, capture_output=True, env={**os.environ, "GUEST": root}, check=False
             )
             copy_back(self._files, root)
-        return Outcome(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+        return ProgramResult(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
     monkeypatch.setattr(Programs, "run", run)
 
 
-def copy_out(files: GuestFiles, root: str) -> None:
+def copy_out(files: DrawnFiles, root: str) -> None:
     for folder in files.directories:
         Path(f"{root}{folder}").mkdir(parents=True, exist_ok=True)
     for path, data in files.items():
@@ -76,7 +76,7 @@ def copy_out(files: GuestFiles, root: str) -> None:
         copy.chmod(0o755)
 
 
-def copy_back(files: GuestFiles, root: str) -> None:
+def copy_back(files: DrawnFiles, root: str) -> None:
     for path in set(files):
         if not Path(f"{root}{path}").exists():
             del files[path]
@@ -288,7 +288,7 @@ async def test_commands_and_files_of_the_guest(task: Path, between: Callable[...
     ("options", "error", "message"),
     [
         ({"task_id": "fake/none"}, "TaskNotFound", "fake/none"),
-        ({"pool": "none"}, "PoolNotFound", "none"),
+        ({"pool": "none"}, "NotFound", "none"),
         ({"max_steps": -1}, "BadRequest", "max_steps"),
     ],
     ids=["task", "pool", "steps"],

@@ -16,11 +16,11 @@ from typing import Any
 from unittest.mock import patch
 
 from trainer.adapters.trl import Blocks, DesktopEnvironment
-from trainer.sight.check import Episode, Patches, Plan, Report, compare, turns_of_row
+from trainer.sight.check import Episode, Patches, Report, SightPlan, compare, turns_of_row
 
 _CALL = '<tool_call>\n{"name": "wait", "arguments": {"seconds": 1}}\n</tool_call>'
 _INSTRUCTION = "The screen shows a code word. Answer with the code word that it shows now."
-_PLAN = Plan.draw(turns=3, size_px=(320, 192))
+_PLAN = SightPlan.draw(turns=3, size_px=(320, 192))
 
 
 class PictureEnvironment(DesktopEnvironment):

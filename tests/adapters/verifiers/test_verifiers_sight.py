@@ -18,7 +18,7 @@ from tests.support.sight import AGENT, FAULTS, SETTINGS, Fault, check, examine, 
 from trainer.adapters.verifiers import DesktopConfig, DesktopEnvConfig
 from trainer.agent.grammars import Picture
 from trainer.learn.checkpoint import write_checkpoint
-from trainer.sight.model import Model
+from trainer.sight.model import SightModel
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
@@ -28,18 +28,18 @@ PIECES = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", 
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tmp_path_factory: pytest.TempPathFactory) -> SightModel:
     directory, instructions = (
         tmp_path_factory.mktemp("model") / "tiny",
         SETTINGS.make_grammar().instructions(Picture(1001, 1001)),
     )
-    return Model(write_checkpoint(directory, vocabulary=[instructions] * 8, pieces=PIECES, seed=1))
+    return SightModel(write_checkpoint(directory, vocabulary=[instructions] * 8, pieces=PIECES, seed=1))
 
 
 class Engine:
     """vLLM's engine, with a model in this process."""
 
-    def __init__(self, model: Model, fault: Fault) -> None:
+    def __init__(self, model: SightModel, fault: Fault) -> None:
         self._model, self._fault = model, fault
         self._turn = asyncio.Lock()
         self.temperatures = set[float]()
@@ -86,7 +86,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-async def test_planted_faults_are_found(fault: Fault, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_planted_faults_are_found(fault: Fault, model: SightModel, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_messages(fault, monkeypatch)
     engine, path = Engine(model, fault), str(Path(model.model.config._name_or_path))
     episodes: list[Any] = []

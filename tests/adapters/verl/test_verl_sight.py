@@ -11,20 +11,20 @@ from tests.adapters.verl.test_verl import Rollout, queue  # noqa: F401 -- a fixt
 from tests.adapters.verl.verl_sight import turns_of
 from tests.support.sight import AGENT, FAULTS, SETTINGS, Fault, check, examine, plant, reply
 from trainer.sight.episode import plan_of
-from trainer.sight.model import Model
+from trainer.sight.model import SightModel
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def eyes(model: Path) -> Model:
-    return Model(model)
+def eyes(model: Path) -> SightModel:
+    return SightModel(model)
 
 
 class Engine:
     """verl's engine, with a model in this process."""
 
-    def __init__(self, model: Model, fault: Fault) -> None:
+    def __init__(self, model: SightModel, fault: Fault) -> None:
         self.tokenizer: Any = None
         self.temperatures = set[float]()
         self._model, self._fault = model, fault
@@ -42,7 +42,7 @@ class Engine:
 @pytest.mark.usefixtures("queue")
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 async def test_planted_faults_are_found(
-    fault: Fault, eyes: Model, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Fault, eyes: SightModel, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(fault, monkeypatch)
     monkeypatch.setattr(test_verl, "TARGET", "tests.adapters.verl.verl_sight.SightAgentLoop")

@@ -84,6 +84,16 @@ async def test_listings_show_own_episodes_unless_the_scope_covers_all(parties: P
     assert await listed(parties.viewer) == await listed(parties.admin) == {alices, bobs}
 
 
+async def test_an_episode_can_be_got_by_those_who_may_list_it(parties: Parties) -> None:
+    theirs = await opened(parties.alice)
+    request = env_pb2.GetEpisodeRequest(episode_id=theirs)
+    for stub in (parties.alice, parties.viewer, parties.admin):
+        assert (await stub.GetEpisode(request, timeout=TIMEOUT_S)).episode.episode_id == theirs
+    assert (await outcome(parties.bob, "GetEpisode", request)).reason == "EPISODE_NOT_FOUND"
+    unknown = await outcome(parties.viewer, "GetEpisode", env_pb2.GetEpisodeRequest(episode_id="ep-none"))
+    assert unknown.reason == "EPISODE_NOT_FOUND"
+
+
 async def test_a_fork_belongs_to_its_parents_owner_even_if_another_caller_requested_it(parties: Parties) -> None:
     parent = await opened(parties.alice)
     own = await parties.alice.Fork(request_for("Fork", parent), timeout=TIMEOUT_S)

@@ -98,7 +98,7 @@ async def test_our_client_raises_scope_too_small(tokens: Tokens) -> None:
         serving(tokens.security()) as (_, address),
         AsyncEnvClient(address, token=tokens.viewer.secret) as client,
     ):
-        with pytest.raises(trainer.ScopeTooSmall, match=r"'viewer': .*read"):
+        with pytest.raises(trainer.AccessDenied, match=r"'viewer': .*read"):
             async with client.reset("desktop/note"):
                 pass
 

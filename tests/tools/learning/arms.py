@@ -20,8 +20,7 @@ from trainer.agent.ownership import GUEST_ENDED
 from trainer.agent.types import Outcome, Trajectory
 from trainer.data.split import template_id
 from trainer.slime.job import job_of
-from trainer.slime.play.environments import SampleEnvironments, WrappedEpisode
-from trainer.slime.play.rollout import Rollout
+from trainer.slime.play.rollout import Rollout, WrappedEpisode
 from trainer.slime.play.samples import facts_of, note
 
 #: A machine is lost before one of so many first steps, or before the evaluation.
@@ -57,13 +56,13 @@ class _ArmRollout(Rollout):
         zero = Evaluation(score=0.0, checks=(), timings_ms={})
         return replace(trajectory, outcome=Outcome.TRUNCATED, reason="injected", error=None, evaluation=zero)
 
-    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:
+    def wrap(self, episode: AgentEpisode) -> AgentEpisode:
         if getattr(self.args, "escapes_as_void", False):
             episode = _VoidableEpisode(episode)
         rng = _rng(self.args, self.sample)
-        if rng.random() >= getattr(self.args, "fault_share", 0.0) or environments.episode is None:
+        if rng.random() >= getattr(self.args, "fault_share", 0.0) or self.episode is None:
             return episode
-        return _LostEpisode(episode, environments.episode, steps=rng.randrange(_STEPS + 1))
+        return _LostEpisode(episode, self.episode, steps=rng.randrange(_STEPS + 1))
 
 
 class _VoidableEpisode(WrappedEpisode):

@@ -14,7 +14,7 @@ from cuaenv.plots import svg_plot
 from trainer.evaluate.statistics import ByTemplate, pooled_gain
 from trainer.learn.report import (
     SHARES,
-    Run,
+    LearnRun,
     before_and_after,
     draw_curves,
     pooled,
@@ -48,9 +48,9 @@ def write_comparison(runs: Sequence[Path], directory: Path) -> dict[str, Any]:
     return results
 
 
-def _compared(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
+def _compared(runs: Sequence[LearnRun]) -> dict[str, dict[str, list[LearnRun]]]:
     """Return the runs of each arm of each comparison; the baseline is an arm of all."""
-    named: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    named: dict[str, dict[str, list[LearnRun]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         if run.ablation not in ("", _BASELINE, _CONTROL):
             named[run.ablation][str(run.record["arm"] or run.ablation)].append(run)
@@ -59,15 +59,15 @@ def _compared(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
     return {name: {**shared, **arms} for name, arms in sorted(named.items())}
 
 
-def _before(run: Run, kind: str) -> ByTemplate:
+def _before(run: LearnRun, kind: str) -> ByTemplate:
     return {} if run.ablation == _CONTROL else run.before(kind)
 
 
-def _after(run: Run, kind: str) -> ByTemplate:
+def _after(run: LearnRun, kind: str) -> ByTemplate:
     return run.before(kind) if run.ablation == _CONTROL else run.after(kind)
 
 
-def _arm(runs: Sequence[Run]) -> dict[str, Any] | None:
+def _arm(runs: Sequence[LearnRun]) -> dict[str, Any] | None:
     if not runs:
         return None
     complete = [run for run in runs if _after(run, "greedy")]
@@ -85,7 +85,7 @@ def _arm(runs: Sequence[Run]) -> dict[str, Any] | None:
     }
 
 
-def _differences(arms: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+def _differences(arms: Mapping[str, Sequence[LearnRun]]) -> dict[str, Any]:
     after = {arm: pooled(run.after("greedy") for run in runs) for arm, runs in arms.items()}
     return {
         f"{second} - {first}": pooled_gain(after[first], after[second]).as_fields("held_out_difference")
@@ -110,7 +110,7 @@ def _draw_arms(directory: Path, ablations: Mapping[str, Any]) -> None:
         set_rows(axes, list(arms), x_max=min(1.0, 0.05 + max(each["held_out_after_ci"][1] for each in arms.values())))
 
 
-def _draw_shares(directory: Path, ablation: str, arms: Mapping[str, Sequence[Run]]) -> None:
+def _draw_shares(directory: Path, ablation: str, arms: Mapping[str, Sequence[LearnRun]]) -> None:
     """Draw the mean curve of each arm's runs, as far as all of them go, if they have such metrics."""
     for name, title in _TITLES.items():
         curves = {}

@@ -20,8 +20,7 @@ from trainer.learn.record import read_evaluations
 from trainer.learn.settings import Settings
 from trainer.learn.slime_job import write_tasks
 from trainer.slime.job import job_of
-from trainer.slime.play.environments import SampleEnvironments, WrappedEpisode
-from trainer.slime.play.rollout import Rollout
+from trainer.slime.play.rollout import Rollout, WrappedEpisode
 
 _DIRECTORY = "played"
 _FILE = "episode.json"
@@ -69,7 +68,7 @@ class _RecordedRollout(Rollout):
             _write(Path(self.args.save) / _DIRECTORY, trajectory, observations)
         return trajectory
 
-    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:
+    def wrap(self, episode: AgentEpisode) -> AgentEpisode:
         self._recorder = _Recorder(episode)
         return self._recorder
 
@@ -126,10 +125,10 @@ def play(
     Raises:
         LearnError: A policy is missing, or an episode is void.
     """
-    from trainer.learn.engine import Engine
+    from trainer.learn.engine import PolicyEngine
     from trainer.learn.policy import Policy
     from trainer.learn.states import load_state
-    from trainer.learn.workers import Workers, WorkerSpec, exchange_directory
+    from trainer.learn.workers import RolloutProcesses, WorkerSpec, exchange_directory
 
     states = []
     for stage, source in (("clone", run / "clone"), ("rl", run / name)):
@@ -146,7 +145,7 @@ def play(
     with ExitStack() as running:
         running.callback(shutil.rmtree, exchange, ignore_errors=True)
         running.callback(shutil.rmtree, directory, ignore_errors=True)
-        engine = running.enter_context(Engine(policy, seed=seed, max_running=1))
+        engine = running.enter_context(PolicyEngine(policy, seed=seed, max_running=1))
         spec = WorkerSpec(
             index=0,
             slime_home=slime_home,
@@ -160,7 +159,7 @@ def play(
             settings=settings,
             seed=seed,
         )
-        workers = running.enter_context(Workers([spec]))
+        workers = running.enter_context(RolloutProcesses([spec]))
         played = []
         for state in states:
             policy.model.load_state_dict(state.model)

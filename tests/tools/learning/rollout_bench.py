@@ -34,8 +34,7 @@ from trainer.learn.settings import Settings
 from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime, write_tasks
 from trainer.slime.job import job_of
 from trainer.slime.play.engine import SlimeEngine
-from trainer.slime.play.environments import SampleEnvironments, WrappedEpisode
-from trainer.slime.play.rollout import Rollout
+from trainer.slime.play.rollout import Rollout, WrappedEpisode
 from trainer.slime.play.samples import facts_of, flatten, is_void
 from trainer.tokens.conversation import Sampled
 from trainer.tokens.rows import Row
@@ -215,7 +214,7 @@ class _MeasuredRollout(Rollout):
         use_slime(Path(os.environ[_HOME]))
         super().__init__(*given, **named)
 
-    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:
+    def wrap(self, episode: AgentEpisode) -> AgentEpisode:
         return _BusyEpisode(episode) if _measured.is_busy else episode
 
 

@@ -55,15 +55,15 @@ NOTATIONS: list[tuple[Action, dict[str, Any], str]] = [
         {"click": {"x": 0, "y": 799, "button": "right", "modifiers": ["ctrl"]}},
         "ctrl+right click 0,799",
     ),
-    (Drag(5, 6), {"drag": {"to_x": 5, "to_y": 6}}, "drag to 5,6"),
-    (Drag(5, 6, 1, 2), {"drag": {"x": 1, "y": 2, "to_x": 5, "to_y": 6}}, "drag 1,2 to 5,6"),
+    (Drag(end_x=5, end_y=6), {"drag": {"to_x": 5, "to_y": 6}}, "drag to 5,6"),
+    (Drag(1, 2, 5, 6), {"drag": {"x": 1, "y": 2, "to_x": 5, "to_y": 6}}, "drag 1,2 to 5,6"),
     (
-        Drag(5, 6, button="middle", modifiers=("alt",)),
+        Drag(end_x=5, end_y=6, button="middle", modifiers=("alt",)),
         {"drag": {"to_x": 5, "to_y": 6, "button": "middle", "modifiers": ["alt"]}},
         "alt+drag to 5,6",
     ),
     (MouseDown(), {"mouse_down": {}}, "hold left button"),
-    (MouseUp("right", 1, 2), {"mouse_up": {"button": "right", "x": 1, "y": 2}}, "release right button 1,2"),
+    (MouseUp(1, 2, "right"), {"mouse_up": {"button": "right", "x": 1, "y": 2}}, "release right button 1,2"),
     (Scroll(dy=-3, x=9, y=8), {"scroll": {"dy": -3, "x": 9, "y": 8}}, "scroll +0,-3 9,8"),
     (Scroll(dx=-100), {"scroll": {"dx": -100}}, "scroll -100,+0"),
     (TypeText("a\nb"), {"type": "a\nb"}, r"type 'a\nb'"),
@@ -165,7 +165,7 @@ def test_an_action_survives_every_form(action: Action) -> None:
 
 
 def test_an_objects_fields_are_those_of_the_one_key_form() -> None:
-    assert to_json(Drag(3, 4, 1, 2)) == {"action": "drag", "x": 1, "y": 2, "to_x": 3, "to_y": 4}
+    assert to_json(Drag(1, 2, 3, 4)) == {"action": "drag", "x": 1, "y": 2, "to_x": 3, "to_y": 4}
     assert to_json(PressKeys(("a",))) == {"action": "press", "keys": ["a"]}
     assert to_json(Wait(timedelta(seconds=1.5))) == {"action": "wait", "seconds": 1.5}
 
@@ -200,8 +200,8 @@ def test_unset_fields_of_a_message_have_their_defaults() -> None:
 @pytest.mark.parametrize("keys", ["enter", ["enter"], ("enter",)])
 def test_one_name_alone_is_one_key(keys: Any) -> None:
     assert PressKeys(keys) == PressKeys(("enter",)) == from_one_key({"press": keys})
-    assert Click(modifiers=keys).modifiers == Scroll(1, modifiers=keys).modifiers == ("enter",)
-    assert Drag(1, 2, modifiers=keys).modifiers == ("enter",)
+    assert Click(modifiers=keys).modifiers == Scroll(dy=1, modifiers=keys).modifiers == ("enter",)
+    assert Drag(end_x=1, end_y=2, modifiers=keys).modifiers == ("enter",)
 
 
 def test_half_a_position_is_rejected() -> None:

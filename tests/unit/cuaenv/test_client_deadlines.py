@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cuaenv.client import DeadlineExceeded, RetryPolicy, Unavailable
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import DaemonConnection
 from cuaenv.client.credentials import Access
 from cuaenv.client.leases import LeaseKeeper
 from cuaenv.client.opening import Opener
@@ -19,7 +19,7 @@ from cuaenv.v1 import env_pb2
 TIMEOUT_S = 0.2
 
 
-class Unreachable(Connection):
+class Unreachable(DaemonConnection):
     """A connection to a daemon that cannot be reached; with `answers`, until the third attempt."""
 
     answers = False

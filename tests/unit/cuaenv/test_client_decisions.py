@@ -2,17 +2,20 @@
 
 import io
 import pickle
+import re
+import traceback
 from datetime import UTC, datetime, timedelta
+from types import FunctionType
 
 import pytest
 from PIL import Image
 
+from cuaenv import client
 from cuaenv.client import (
     BadRequest,
     DeadlineExceeded,
     EnvError,
     MachineLost,
-    MessageTooLarge,
     Observation,
     PoolExhausted,
     RetryPolicy,
@@ -37,9 +40,29 @@ def test_a_retry_waits_at_least_as_long_as_the_service_suggests() -> None:
     assert retry_pause_s(error, attempt=5, policy=POLICY, jitter=0.5) == 7.5
 
 
-@pytest.mark.parametrize("error", [BadRequest("x"), MachineLost("x"), MessageTooLarge("x"), PoolExhausted("x")])
+@pytest.mark.parametrize("error", [BadRequest("x"), MachineLost("x"), PoolExhausted("x")])
 def test_an_error_that_a_retry_cannot_fix_is_not_retried(error: EnvError) -> None:
     assert retry_pause_s(error, attempt=0, policy=POLICY, jitter=0.5) is None
+
+
+def test_the_errors_are_families_and_few_leaves_and_the_documentation_draws_them_all() -> None:
+    errors = [kind for name in client.__all__ if isinstance(kind := getattr(client, name), type)]
+    errors = [kind for kind in errors if issubclass(kind, EnvError)]
+    assert all(len(kind.__mro__) - len(EnvError.__mro__) <= 2 for kind in errors), "at most a family and a leaf"
+    assert len([kind for kind in errors if kind.__base__ is EnvError]) == 10
+    family, drawn = "", {"EnvError": "Exception"}
+    for branch, entry in re.findall(r"^(.*[├└]── )(.*)$", client.__doc__ or "", re.MULTILINE):
+        names = re.split(r", ", re.split(r"  +", entry)[0])
+        family = names[0] if len(branch) == 4 else family
+        drawn |= dict.fromkeys(names, "EnvError" if len(branch) == 4 else family)
+    assert drawn == {kind.__name__: kind.__base__.__name__ for kind in errors if kind.__base__}
+
+
+def test_every_name_of_the_client_is_shown_by_its_path() -> None:
+    named = [thing for name in client.__all__ if isinstance(thing := getattr(client, name), type | FunctionType)]
+    assert len(named) > 80
+    assert {thing.__module__ for thing in named} == {"cuaenv.client"}
+    assert traceback.format_exception_only(MachineLost("x")) == ["cuaenv.client.MachineLost: x\n"]
 
 
 def test_an_error_can_be_pickled() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cuaenv.client import AsyncEnvClient, EnvClient, RetryPolicy, Tls, Unavailable
-from cuaenv.client.connection import Connection
+from cuaenv.client.connection import DaemonConnection
 from cuaenv.client.credentials import Access, is_local
 from cuaenv.client.targets import Address
 
@@ -83,7 +83,7 @@ def test_a_malformed_token_is_rejected_and_not_shown(token: str) -> None:
 async def test_the_token_is_in_no_repr_and_no_log(caplog: pytest.LogCaptureFixture) -> None:
     client = AsyncEnvClient("127.0.0.1:1", token=SECRET)
     access = Access(token=SECRET, tls=None)
-    connection = Connection(Address("127.0.0.1:1"), access=access, retry=RetryPolicy())
+    connection = DaemonConnection(Address("127.0.0.1:1"), access=access, retry=RetryPolicy())
     shown = [
         repr(thing) for thing in (client, access, connection, connection.stub(), connection.stub().Step, vars(client))
     ]

@@ -8,14 +8,14 @@ from PIL import Image, ImageSequence
 
 from tests.tools.learning.replay import Played, PlayedTurn, choose_task, draw
 from trainer.learn import LearnError
-from trainer.learn.record import Evaluation, Score
+from trainer.learn.record import HeldOutEvaluation, HeldOutScore
 
 RED, BLUE = (200, 0, 0), (0, 0, 200)
 
 
 def evaluate(directory: Path, **scores: float | None) -> None:
-    found = [Score(task_id=name, score=score) for name, score in scores.items()]
-    Evaluation(update=0, temperature=0.0, scores=found).add_to(directory)
+    found = [HeldOutScore(task_id=name, score=score) for name, score in scores.items()]
+    HeldOutEvaluation(update=0, temperature=0.0, scores=found).add_to(directory)
 
 
 def test_the_task_is_one_that_was_learnt(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from trainer.agent.training import GroupConfig
 from trainer.agent.tree import Tree
 from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.config import ConfigError
-from trainer.rewards.credit import Member, sibling_credit
+from trainer.rewards.credit import CreditedMember, sibling_credit
 from trainer.tokens.chat import Chat
 from trainer.tokens.conversation import TokenConversation
 
@@ -168,7 +168,7 @@ def values_of(played: Sequence[Played], rewards: Sequence[float | None], config:
     """
     if config.credit == "siblings":
         members = [
-            Member(
+            CreditedMember(
                 name=trajectory.episode_id or f"void {number}",
                 parent=parent,
                 shared_count=trajectory.shared_turn_count,

@@ -32,7 +32,7 @@ from trainer.agent.grammars.grammar import Intent, intent
 COMPUTER, BASH, EDITOR = "computer", "bash", "str_replace_based_edit_tool"
 
 #: Arguments of the computer's actions, without `action`.
-_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "screenshot": (),
     "zoom": ("region",),
     "cursor_position": (),
@@ -48,7 +48,7 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "wait": ("duration",),
 }
 #: Arguments of the editor's commands, without `command`.
-_EDITS: Mapping[str, tuple[str, ...]] = {
+EDITS: Mapping[str, tuple[str, ...]] = {
     "view": ("path", "view_range"),
     "create": ("path", "file_text"),
     "str_replace": ("path", "old_str", "new_str"),
@@ -103,7 +103,7 @@ class Anthropic(Blocks):
             raise ParseError(f"input must be a JSON object, not {values.quoted(given)}")
         if name == BASH:
             return [intent(_shell_action(given), BASH, given)]
-        kind, rest = chosen(given, *((_ARGUMENTS, "action") if name == COMPUTER else (_EDITS, "command")), str(name))
+        kind, rest = chosen(given, *((ARGUMENTS, "action") if name == COMPUTER else (EDITS, "command")), str(name))
         if name == EDITOR:
             return [intent(_edit_action(kind, rest), kind, rest)]
         return [intent(action, kind, rest) for action in computer_actions(kind, rest)]
@@ -136,9 +136,9 @@ def computer_actions(kind: str, given: Mapping[str, object]) -> list[Action]:
         case "screenshot" | "zoom" | "cursor_position":
             return [LOOK]
         case "left_mouse_down":
-            return [MouseDown("left", *optional_point(given, "coordinate"))]
+            return [MouseDown(*optional_point(given, "coordinate"))]
         case "left_mouse_up":
-            return [MouseUp("left", *optional_point(given, "coordinate"))]
+            return [MouseUp(*optional_point(given, "coordinate"))]
         case "scroll":
             return [directed_scroll(given, given.get("scroll_amount"), prefix="scroll_")]
         case "key":
@@ -148,7 +148,7 @@ def computer_actions(kind: str, given: Mapping[str, object]) -> list[Action]:
             return [PressKeys(chord.keys, hold) for chord in _chords(given.get("text"))]
         case "wait":
             return [values.wait_action(given.get("duration"), "duration")]
-    if kind not in _ARGUMENTS:
+    if kind not in ARGUMENTS:
         raise ParseError(f"action {kind} is not available on this desktop; use mouse and keyboard")
     return [action_of(kind, given)]
 

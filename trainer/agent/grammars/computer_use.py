@@ -91,7 +91,7 @@ def action_of(kind: str, given: Mapping[str, object]) -> Action:
         case "left_click_drag":
             end = values.point(given.get("coordinate"))
             start_x, start_y = optional_point(given, "start_coordinate")
-            return Drag(*end, start_x, start_y, modifiers=modifiers(given))
+            return Drag(start_x, start_y, *end, modifiers=modifiers(given))
         case "scroll":
             x, y = optional_point(given, "coordinate")
             return Scroll(dy=-values.wheel_clicks(given.get("pixels"), "pixels"), x=x, y=y, modifiers=modifiers(given))
@@ -131,7 +131,7 @@ def directed_scroll(given: Mapping[str, object], amount: object, *, prefix: str 
         raise ParseError(f"{prefix}amount must be positive; use the direction")
     clicks, (dx, dy) = values.wheel_clicks(amount, f"{prefix}amount"), DIRECTIONS[direction]
     x, y = optional_point(given, "coordinate")
-    return Scroll(dy * clicks, dx * clicks, x, y, modifiers(given))
+    return Scroll(x, y, dy * clicks, dx * clicks, modifiers(given))
 
 
 def direction_and_amount(action: Scroll) -> tuple[str, int]:

@@ -6,28 +6,28 @@ Names, arguments and limits are those of the actions in JSON (`cuaenv.action_cod
 import json
 from collections.abc import Mapping, Sequence
 
-from cuaenv.action_codec import FORMS, TOOL_KINDS, BadAction, Form, to_json
+from cuaenv.action_codec import FORMS, TOOL_KINDS, ActionForms, BadAction, to_json
 from cuaenv.actions import Tool, ToolAction
 from cuaenv.agent_text.values import ParseError, quoted
 from trainer.agent.grammars.grammar import Intent, UnsupportedAction, intent
 
 
-def functions_of(tools: Sequence[Tool]) -> Mapping[str, Form]:
+def functions_of(tools: Sequence[Tool]) -> Mapping[str, ActionForms]:
     """Return the functions of tools by name."""
     return {name: form for name, form in FORMS.items() if name in TOOL_KINDS and _tool(form) in tools}
 
 
-def _tool(form: Form) -> Tool | None:
+def _tool(form: ActionForms) -> Tool | None:
     return form.kind.needs if issubclass(form.kind, ToolAction) else None
 
 
-def schema_of(name: str, form: Form) -> str:
+def schema_of(name: str, form: ActionForms) -> str:
     """Return a function's JSON schema for the prompt."""
     function = {"name": name, "description": form.schema()["description"], "parameters": parameters_of(form)}
     return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
 
 
-def parameters_of(form: Form) -> dict[str, object]:
+def parameters_of(form: ActionForms) -> dict[str, object]:
     """Return the JSON schema of a function's arguments."""
     schema = form.schema()
     return {
@@ -37,7 +37,7 @@ def parameters_of(form: Form) -> dict[str, object]:
     }
 
 
-def function_intent(name: object, arguments: object, functions: Mapping[str, Form], *, tool: str) -> Intent:
+def function_intent(name: object, arguments: object, functions: Mapping[str, ActionForms], *, tool: str) -> Intent:
     """Return the action of a function's call. Nulls count as absent: strict schemas require all of them.
 
     Raises:
@@ -55,7 +55,7 @@ def function_intent(name: object, arguments: object, functions: Mapping[str, For
         raise ParseError(str(error)) from error
 
 
-def function_call(action: ToolAction, functions: Mapping[str, Form]) -> tuple[str, dict[str, object]]:
+def function_call(action: ToolAction, functions: Mapping[str, ActionForms]) -> tuple[str, dict[str, object]]:
     """Return name and arguments of the call of an action. Raises: UnsupportedAction: It is not among the functions."""
     arguments = to_json(action)  # type: ignore[arg-type]
     name = str(arguments.pop("action"))

@@ -140,7 +140,7 @@ def _actions(kind: str, given: Mapping[str, object]) -> Sequence[Action]:
             dy, dx = (_wheel_clicks(given.get(name, 0), name) for name in ("scroll_y", "scroll_x"))
             if not dx and not dy:
                 raise ParseError("scroll_x or scroll_y must be more or less than 0")
-            return [Scroll(dy, dx, x, y, held)]
+            return [Scroll(x, y, dy, dx, held)]
         case "type":
             return [values.type_action(given.get("text"))]
         case "keypress":
@@ -168,11 +168,11 @@ def _drag(path: object, held: Sequence[str]) -> Sequence[Action]:
         raise ParseError(f'path must be a list of points such as {{"x": 3, "y": 4}}, not {values.quoted(path)}')
     points = [values.point([each.get("x"), each.get("y")], "a point of path") for each in path]
     if len(points) == 1:
-        return [Drag(*points[0], modifiers=held)]
+        return [Drag(None, None, *points[0], modifiers=held)]
     if len(points) == 2:
-        return [Drag(*points[1], *points[0], modifiers=held)]
+        return [Drag(*points[0], *points[1], modifiers=held)]
     moves = (Move(*each) for each in points[1:])
-    return _holding(held, MouseDown("left", *points[0]), *moves, MouseUp("left", *points[-1]))
+    return _holding(held, MouseDown(*points[0]), *moves, MouseUp(*points[-1]))
 
 
 def _holding(keys: Sequence[str], *actions: Action) -> Sequence[Action]:

@@ -25,16 +25,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from cuaenv.actions import ToolAction
-from cuaenv.agent_text.values import ParseError, check_arguments, quoted
+from cuaenv.agent_text.values import check_arguments
 from cuaenv.client import Action
 from trainer.agent.coordinates import Picture, Units
 from trainer.agent.grammars.computer_use import TOOL, arguments_of, intent_of, tool_schema
 from trainer.agent.grammars.functions import function_call, function_intent, functions_of, schema_of
 from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction
-from trainer.agent.grammars.tool_calls import CLOSE, OPEN, json_calls, json_value
+from trainer.agent.grammars.tool_calls import (
+    CLOSE,
+    END_FUNCTION,
+    END_PARAMETER,
+    FUNCTION,
+    OPEN,
+    PARAMETER,
+    json_calls,
+    json_value,
+    tagged_calls,
+)
 
-_FUNCTION, _END_FUNCTION = "<function=", "</function>"
-_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _JSON = frozenset(
     {"keys", "coordinate", "start_coordinate", "pixels", "time", "timeout_s", "first_line", "line_count", "arguments"}
 )
@@ -108,59 +116,23 @@ class Qwen35Vl(_QwenVl):
 
     name = "qwen3.5-vl"
     form = (
-        f", with a parameter for each argument:\n{OPEN}\n{_FUNCTION}{TOOL}>\n{_PARAMETER}action>\n...\n"
-        f"{_END_PARAMETER}\n{_END_FUNCTION}\n{CLOSE}"
+        f", with a parameter for each argument:\n{OPEN}\n{FUNCTION}{TOOL}>\n{PARAMETER}action>\n...\n"
+        f"{END_PARAMETER}\n{END_FUNCTION}\n{CLOSE}"
     )
 
     def _intents(self, text: str) -> Iterator[Intent]:
-        start = text.find(OPEN)
-        if start < 0:
-            raise ParseError(f"the reply has no {OPEN}")
-        rest = text[start:]
-        while rest:
-            rest = _skip(rest, OPEN, "a call")
-            rest = _skip(rest, _FUNCTION, OPEN)
-            function, _, rest = rest.partition(">")
-            arguments: dict[str, object] = {}
-            rest = rest.lstrip()
-            while rest.startswith(_PARAMETER):
-                name, _, rest = rest.removeprefix(_PARAMETER).partition(">")
-                if name in arguments:
-                    raise ParseError(f"{quoted(name)} is given twice")
-                value_text, rest = _value(rest)
-                arguments[name] = _parse_value(name, value_text)
-            yield self._intent(function.strip(), arguments)
-            if (_END_FUNCTION + CLOSE).startswith("".join(rest.split())):
-                return
-            rest = _skip(_skip(rest, _END_FUNCTION, "the parameters"), CLOSE, _END_FUNCTION).lstrip()
+        for name, given in tagged_calls(text):
+            yield self._intent(name, {key: _parse_value(key, value_text) for key, value_text in given.items()})
 
     @staticmethod
     def _call(name: str, arguments: Mapping[str, object]) -> str:
-        lines = [OPEN, f"{_FUNCTION}{name}>"]
+        lines = [OPEN, f"{FUNCTION}{name}>"]
         for key, value in arguments.items():
             value_text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            if _END_PARAMETER in value_text:
-                raise UnsupportedAction(f"a parameter cannot contain {_END_PARAMETER}")
-            lines += [f"{_PARAMETER}{key}>", value_text, _END_PARAMETER]
-        return "\n".join([*lines, _END_FUNCTION, CLOSE])
-
-
-def _skip(text: str, tag: str, what: str) -> str:
-    text = text.lstrip()
-    if not text.startswith(tag):
-        raise ParseError(f"{tag} must follow {what}")
-    return text.removeprefix(tag)
-
-
-def _value(text: str) -> tuple[str, str]:
-    """Return a parameter's text and the rest. A closing tag ends it only if another tag follows."""
-    end = text.find(_END_PARAMETER)
-    while end >= 0:
-        rest = text[end + len(_END_PARAMETER) :].lstrip()
-        if rest.startswith((_PARAMETER, _END_FUNCTION)) or _END_FUNCTION.startswith(rest):
-            return text[:end].removeprefix("\n").removesuffix("\n"), rest
-        end = text.find(_END_PARAMETER, end + 1)
-    raise ParseError(f"a parameter has no {_END_PARAMETER}")
+            if END_PARAMETER in value_text:
+                raise UnsupportedAction(f"a parameter cannot contain {END_PARAMETER}")
+            lines += [f"{PARAMETER}{key}>", value_text, END_PARAMETER]
+        return "\n".join([*lines, END_FUNCTION, CLOSE])
 
 
 def _parse_value(name: str, value_text: str) -> object:

@@ -109,9 +109,9 @@ def _action(kind: str, given: Mapping[str, object]) -> Action:
         case "scroll":
             return directed_scroll(given, given.get("amount", _SCROLL_CLICKS))
         case "left_click_drag":
-            end_x, end_y = values.point(given.get("end_coordinate"), "end_coordinate")
+            end = values.point(given.get("end_coordinate"), "end_coordinate")
             x, y = optional_point(given, "coordinate")
-            return Drag(end_x, end_y, x, y)
+            return Drag(x, y, *end)
         case "wait":
             return values.wait_action(given.get("time", _WAIT_S), "time")
         case "terminate":

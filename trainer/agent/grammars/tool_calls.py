@@ -1,6 +1,7 @@
-"""Find the JSON tool calls in a reply. Pure.
+"""Find the tool calls in a reply. Pure.
 
-Parses `<tool_call> JSON </tool_call>`. The JSON is decoded from its start and not cut out at the next tag, because
+Parses `<tool_call> JSON </tool_call>`, and the same tag around `<function=NAME>` with a `<parameter=NAME>` for each
+argument. The JSON is decoded from its start and not cut out at the next tag, because
 typed text may contain tags. The last closing tag may be missing or cut, because engines trim stop strings.
 """
 
@@ -8,9 +9,11 @@ import json
 from collections.abc import Iterator
 from typing import NoReturn
 
-from cuaenv.agent_text.values import ParseError
+from cuaenv.agent_text.values import ParseError, quoted
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -39,6 +42,47 @@ def json_calls(text: str) -> Iterator[dict[str, object]]:
         if not rest.startswith(OPEN):
             raise ParseError(f"nothing but another {OPEN} may follow {CLOSE}")
         start = len(text) - len(rest)
+
+
+def tagged_calls(text: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the name and the arguments' texts of each call in tags. Raises: ParseError: No call, or a malformed one."""
+    start = text.find(OPEN)
+    if start < 0:
+        raise ParseError(f"the reply has no {OPEN}")
+    rest = text[start:]
+    while rest:
+        rest = _skip(rest, OPEN, "a call")
+        rest = _skip(rest, FUNCTION, OPEN)
+        function, _, rest = rest.partition(">")
+        arguments: dict[str, str] = {}
+        rest = rest.lstrip()
+        while rest.startswith(PARAMETER):
+            name, _, rest = rest.removeprefix(PARAMETER).partition(">")
+            if name in arguments:
+                raise ParseError(f"{quoted(name)} is given twice")
+            arguments[name], rest = _value(rest)
+        yield function.strip(), arguments
+        if (END_FUNCTION + CLOSE).startswith("".join(rest.split())):
+            return
+        rest = _skip(_skip(rest, END_FUNCTION, "the parameters"), CLOSE, END_FUNCTION).lstrip()
+
+
+def _skip(text: str, tag: str, what: str) -> str:
+    text = text.lstrip()
+    if not text.startswith(tag):
+        raise ParseError(f"{tag} must follow {what}")
+    return text.removeprefix(tag)
+
+
+def _value(text: str) -> tuple[str, str]:
+    """Return a parameter's text and the rest. A closing tag ends it only if another tag follows."""
+    end = text.find(END_PARAMETER)
+    while end >= 0:
+        rest = text[end + len(END_PARAMETER) :].lstrip()
+        if rest.startswith((PARAMETER, END_FUNCTION)) or END_FUNCTION.startswith(rest):
+            return text[:end].removeprefix("\n").removesuffix("\n"), rest
+        end = text.find(END_PARAMETER, end + 1)
+    raise ParseError(f"a parameter has no {END_PARAMETER}")
 
 
 def object_at(text: str, start: int) -> tuple[dict[str, object], int]:

@@ -6,9 +6,18 @@ episodes for 50 ms; a thread of its own sends them as they were encoded, once pe
 
 import asyncio
 import atexit
+import fcntl
+import itertools
 import logging
+import os
+import re
+import shutil
+import socket
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -17,7 +26,6 @@ import orjson
 from trainer.agent.types import BudgetExhausted, ModelFailed, data_uri
 from trainer.slime import slime_compat
 from trainer.slime.config import SlimeConfig
-from trainer.slime.play.pictures import PictureFiles
 from trainer.slime.slime_compat import Sample
 from trainer.tokens.conversation import Sampled
 from trainer.tokens.rows import Row
@@ -48,7 +56,7 @@ class SlimeEngine:
         *,
         config: SlimeConfig,
         client: "EngineClient",
-        files: PictureFiles | None = None,
+        files: "PictureFiles | None" = None,
     ) -> None:
         """Prepare.
 
@@ -87,7 +95,14 @@ class SlimeEngine:
         try:
             with slime_compat.span(self._sample, "sglang_generate", {"max_new_tokens": limit}) as traced:
                 async with asyncio.timeout(self._config.engine_timeout_s):
-                    sampled = await self._repeated(row, limit)
+                    sampled = await sample_repeatedly(
+                        self._sglang,
+                        row,
+                        limit=limit,
+                        attempts=self._config.engine_retries,
+                        is_aborted=lambda: self._state.aborted,
+                        name=f"sample {self._sample.index}",
+                    )
                 traced.update(slime_compat.engine_attributes(sampled.extra))
         except (BudgetExhausted, ModelFailed):
             raise
@@ -118,30 +133,41 @@ class SlimeEngine:
         answer = await theirs(self.url, request, max_retries=1, headers=self._headers)
         return answer
 
-    async def _repeated(self, row: Row, limit: int) -> Sampled:
-        """Repeat a request that fails or that the engine aborts, as it does at a weight update.
 
-        Raises:
-            BudgetExhausted: The prompt does not fit into the model's context.
-            ModelFailed: The engine refuses the request, or `envd.engine_retries` attempts failed.
-        """
-        name, retries = self._sample.index, self._config.engine_retries
-        for attempt in range(1, retries + 1):
-            try:
-                sampled = await self._sglang.sample(row, limit=limit)
-            except ModelFailed:
+async def sample_repeatedly(
+    engine: SglangEngine, row: Row, *, limit: int, attempts: int, is_aborted: Callable[[], bool], name: str
+) -> Sampled:
+    """Sample a reply; repeat a request that fails or that the engine aborts, as it does at a weight update.
+
+    Args:
+        engine: Sends the requests.
+        row: The prompt.
+        limit: Most tokens of the reply.
+        attempts: Most requests.
+        is_aborted: Whether an aborted reply is returned, because nobody needs another one.
+        name: What the reply is for, in logs.
+
+    Raises:
+        BudgetExhausted: The prompt does not fit into the model's context.
+        ModelFailed: The engine refuses the request, or aborted all attempts.
+        Exception: The error of the last attempt.
+    """
+    for attempt in range(1, attempts + 1):
+        try:
+            sampled = await engine.sample(row, limit=limit)
+        except ModelFailed:
+            raise
+        except Exception as error:
+            _check_worth_retrying(error, attempt)
+            if attempt == attempts:
                 raise
-            except Exception as error:
-                _check_worth_retrying(error, attempt)
-                if attempt == retries:
-                    raise
-                logger.info("[envd] sample %s: attempt %d of a reply failed: %s", name, attempt, error)
-            else:
-                if sampled.finish != "abort" or self._state.aborted:
-                    return sampled
-                logger.info("[envd] sample %s: the engine aborted attempt %d of a reply", name, attempt)
-            await asyncio.sleep(_PAUSE_S)
-        raise ModelFailed(f"the engine aborted the request {retries} times (envd.engine_retries)")
+            logger.info("[envd] %s: attempt %d of a reply failed: %s", name, attempt, error)
+        else:
+            if sampled.finish != "abort" or is_aborted():
+                return sampled
+            logger.info("[envd] %s: the engine aborted attempt %d of a reply", name, attempt)
+        await asyncio.sleep(_PAUSE_S)
+    raise ModelFailed(f"the engine aborted the request {attempts} times (envd.engine_retries)")
 
 
 def engine_url(args: Any) -> str:
@@ -248,3 +274,69 @@ def _parts(payload: Mapping[str, Any]) -> Sequence[bytes]:
 async def _each(parts: Sequence[bytes]) -> AsyncIterator[bytes]:
     for part in parts:
         yield part
+
+
+def _lock(directory: Path, *, wait: bool = True) -> int:
+    """Lock a directory against other processes; return the descriptor that holds the lock until it is closed.
+
+    Raises:
+        OSError: It is locked, and `wait` is false.
+    """
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(held)
+        raise
+    return held
+
+
+@contextmanager
+def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of a directory within the block. Raises: OSError: See `_lock`."""
+    held = _lock(directory, wait=wait)
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+class PictureFiles:
+    """Pictures in files that the engines read too: a request then names the pictures of its row.
+
+    SGLang's `/generate` takes `file://` addresses. Each picture is written once; a request with its pictures repeats
+    all of them at each turn. A process has a directory of its own below `envd.picture_dir`, which it removes when it
+    ends. That of a killed process is removed by the next one on the host.
+    """
+
+    def __init__(self, directory: str) -> None:
+        """Remove what killed processes of this host left, and make a directory. Raises: OSError."""
+        root, host = Path(directory).expanduser().resolve(), socket.gethostname()
+        root.mkdir(parents=True, exist_ok=True)
+        self._directory = root / f"{host}-{uuid.uuid4().hex}"
+        # A lock, not a process id, shows that a directory is in use: containers share hosts' names and have own ids.
+        with _locked(root):
+            for left in root.iterdir():
+                # Host rollout-0 must not touch rollout-0-worker-77, which is another host's.
+                if re.fullmatch(rf"{re.escape(host)}-[0-9a-f]{{32}}", left.name):
+                    with suppress(OSError), _locked(left, wait=False):
+                        shutil.rmtree(left, ignore_errors=True)
+            self._directory.mkdir()
+            # Until the process ends, which closes it.
+            _lock(self._directory)
+        self._numbers = itertools.count()
+        atexit.register(shutil.rmtree, self._directory, ignore_errors=True)
+
+    def add(self, image: "Image.Image") -> bytes:
+        """Write an image as PNG; return its address. Raises: OSError."""
+        from cuaenv.frames.pillow import png_of  # noqa: PLC0415 -- numpy
+
+        path = self._directory / f"{next(self._numbers)}.png"
+        path.write_bytes(png_of(image))
+        return path.as_uri().encode("ascii")
+
+    def remove(self, addresses: Iterable[bytes]) -> None:
+        """Remove files that no request names any more."""
+        for address in addresses:
+            with suppress(OSError):
+                (self._directory / address.decode("ascii").rpartition("/")[2]).unlink()

@@ -20,7 +20,7 @@ from trainer.replay.pool import ReplayPool
 from trainer.replay.reader import read_jsonl
 from trainer.replay.trajectory import StoredTrajectory, TokenRow, image_bytes
 from trainer.slime import slime_compat
-from trainer.slime.config import Replay, SlimeConfig
+from trainer.slime.config import ReplayConfig, SlimeConfig
 from trainer.slime.play.samples import facts_of, flatten, is_void, make_void, note, reset_sample, set_status, spread
 from trainer.slime.slime_compat import Sample
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _PENDING_KEY = "envd_replay"
 
 
-def load_files(pool: ReplayPool, replay: Replay) -> None:
+def load_files(pool: ReplayPool, replay: ReplayConfig) -> None:
     """Add the successes of the configured files to a pool. Raises: OSError."""
     for file in replay.files:
         read = read_jsonl(file, success_at=replay.success_at, max_per_task=replay.max_per_task)

@@ -3,6 +3,9 @@
 Whatever happens to machines, daemons or engines, the sample comes back: filled, ABORTED because slime aborted it, or
 void. Only cancellation and `Halted` are raised. The event loop is never blocked: images are encoded and tensors built
 in threads.
+
+A sample that slime aborts with `--partial-rollout` continues in a later rollout: its metadata keeps a checkpoint of its
+desktop, the agent's state and its row. Without the checkpoint, or its host, the sample starts over.
 """
 
 import asyncio
@@ -11,15 +14,30 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Final, Unpack, cast
 
-from cuaenv.client import AsyncEnvClient, Checkpoint, DeadlineExceeded, EnvError, Unavailable
+from cuaenv.client import (
+    Action,
+    AsyncEnvClient,
+    AsyncEpisode,
+    Checkpoint,
+    CheckpointNotFound,
+    CheckpointUnusable,
+    DeadlineExceeded,
+    EnvError,
+    Evaluation,
+    StepResult,
+    Unavailable,
+    View,
+)
+from cuaenv.client.view import ResetOptions
 from trainer.agent.attempts import run_task
 from trainer.agent.branching import TreeMember
+from trainer.agent.forks import GroupMember
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.ownership import ruling_of, ruling_on
 from trainer.agent.prompts import prompt_hash
-from trainer.agent.starts import start_name
+from trainer.agent.starts import start_name, task_id_of
 from trainer.agent.tree import tree_of_loop
 from trainer.agent.turns import BranchPoint
 from trainer.agent.types import Conversation, Outcome, Trajectory
@@ -27,20 +45,19 @@ from trainer.extensions import ExtensionError
 from trainer.replay.pool import ReplayPool
 from trainer.slime import slime_compat
 from trainer.slime.config import Halted, SlimeConfig
-from trainer.slime.play.engine import EngineClient, SlimeEngine
-from trainer.slime.play.environments import SampleEnvironments
-from trainer.slime.play.partial import Partial, partial_of, replace_partial, stored
-from trainer.slime.play.pictures import PictureFiles
+from trainer.slime.play.engine import EngineClient, PictureFiles, SlimeEngine
 from trainer.slime.play.replay import keep_success
 from trainer.slime.play.samples import fill, note, reset_sample, set_status, spread, void_result
-from trainer.slime.slime_compat import GenerateState, Sample
+from trainer.slime.slime_compat import GenerateState, Sample, span
 from trainer.tokens.conversation import TokenConversation
 from trainer.tokens.rows import Row
 
 logger = logging.getLogger(__name__)
-_ABORT_POLL_S = 0.5
+_ABORT_POLL_S: Final = 0.5
 #: For a step that is running when slime aborts, and the checkpoint after it.
-_KEEP_S = 60.0
+_KEEP_S: Final = 60.0
+_CHECKPOINT_TIMEOUT: Final = timedelta(seconds=30)
+_PARTIAL_KEY: Final = "envd_partial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +74,23 @@ class Resources:
     """Successes to replay; None without replay."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """An aborted sample between two turns. slime saves it with its data source."""
+
+    checkpoint: Checkpoint
+    point: BranchPoint
+    row: Row
+
+
+def partial_of(sample: Sample) -> Partial | None:
+    """Return where an aborted sample is to continue; None for its beginning."""
+    found: Partial | None = (sample.metadata or {}).get(_PARTIAL_KEY)
+    return found
+
+
 class Rollout:
-    """The rollout of one sample."""
+    """The rollout of one sample, which opens its own episodes: see `trainer.agent.attempts.Environments`."""
 
     engine_type = SlimeEngine
 
@@ -67,9 +99,11 @@ class Rollout:
         self.sample = sample
         self.config = here.config
         self.args = args
+        self.here = here
         self.keeps_partial = False
         """Whether the sample continues in a later rollout if slime aborts it."""
-        self.here = here
+        self.episode: AsyncEpisode | None = None
+        """The latest episode."""
         self._sampling_params = dict(sampling_params)  # the samples of an evaluation share one dict
         self._state: GenerateState = slime_compat.generate_state(args)
         self._chat = slime_compat.chat(args)
@@ -77,60 +111,76 @@ class Rollout:
         self._conversation: TokenConversation
         """That of the latest attempt."""
         self._start: str | Checkpoint = ""
-        self._environments: SampleEnvironments | None = None
-        self._partial: Partial | None = None
+        self._tree: TreeMember | None = None
+        """Its place in a tree; None in a group whose members all start together."""
+        self._group: GroupMember | TreeMember
+        """Opens the episodes that begin: the first in the group, others alone."""
+        self._reset_count = 0
+        self._resumed: Partial | None = None
+        """Where the sample continues; None if it begins."""
+        self._interrupted: Partial | None = None
+        """Where a later rollout continues."""
 
     async def run(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
         """Run a task, also from a checkpoint of it. Returns None if slime aborted the rollout.
 
         Raises: Halted: No daemon answers.
         """
-        config, client, self._start = self.config, self.here.client, start
-        environments = self._environments = SampleEnvironments(
-            client,
-            self.sample,
-            group_size=group_size,
-            group_wait_s=config.group_wait_s,
-            lease_ttl=config.lease_ttl,
-            member=self._member(start, group_size) if config.group == "tree" and group_size > 1 else None,
-            partial=partial_of(self.sample) if self.keeps_partial else None,
-        )
+        config, client, group_index = self.config, self.here.client, self.sample.group_index
+        self._start = start
+        self._resumed = partial_of(self.sample) if self.keeps_partial else None
+        self._group = GroupMember(client, group=group_index, size=group_size, wait_s=config.group_wait_s)
+        if config.group == "tree" and group_size > 1:
+            self._group = self._tree = TreeMember(
+                client,
+                tree_of_loop((group_index, start), root_count=config.branch_roots),
+                config=config,
+                size=group_size,
+                lease_ttl=config.lease_ttl,
+                traced=lambda waiting: span(self.sample, "env_branch", {"waiting": waiting}),
+            )
         episode = run_task(
-            environments,
+            self,
             start,
             self.new_conversation,
             settings=config.agent,
             pool=config.pool,
             attempts=config.attempts,
-            run=lambda episode, conversation: self._run_episode(environments, episode, conversation),
+            run=self._run_episode,
         )
-        async with self.here.watch.use(client) as watch:
-            return await _until_aborted(
-                self._state, watch, episode, has_state=lambda: self.keeps_partial and environments.episode is not None
-            )
+        async with self.here.watch.use(client):
+            return await self._until_aborted(episode)
 
-    def _member(self, start: str | Checkpoint, group_size: int) -> TreeMember:
-        return TreeMember(
-            self.here.client,
-            tree_of_loop((self.sample.group_index, start), root_count=self.config.branch_roots),
-            config=self.config,
-            size=group_size,
-            lease_ttl=self.config.lease_ttl,
-            traced=lambda waiting: slime_compat.span(self.sample, "env_branch", {"waiting": waiting}),
-        )
+    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AgentEpisode:
+        """Open the sample's episode: where it continues, in its group the first time, or alone. Raises: EnvError."""
+        self._reset_count += 1
+        options = {**options, "lease_ttl": self.config.lease_ttl}
+        with span(self.sample, "env_reset", {"task": task_id_of(task), "attempt": self._reset_count}):
+            self.episode = await self._continued(options) or await self._group.reset(task, **options)
+        return _Traced(self.episode, self.sample)
 
-    async def _run_episode(
-        self, environments: SampleEnvironments, episode: AgentEpisode, made: Conversation
-    ) -> Trajectory:
+    async def _continued(self, options: ResetOptions) -> AsyncEpisode | None:
+        """Open the episode where the sample continues; None if it has to begin. Raises: EnvError."""
+        if self._resumed is None:
+            return None
+        kept = ResetOptions(view=options["view"], timeout=options["timeout"], lease_ttl=options["lease_ttl"])
+        try:
+            return await self.here.client.reset(self._resumed.checkpoint, **kept)
+        except (CheckpointNotFound, CheckpointUnusable, Unavailable) as error:
+            logger.warning("[envd] sample %s: starts over: %s", self.sample.index, error)
+            self._resumed = None
+            return None
+
+    async def _run_episode(self, episode: AgentEpisode, made: Conversation) -> Trajectory:
         """Run an episode from its start, its branch point, or where it was interrupted."""
-        conversation, resumed, settings = cast(TokenConversation, made), environments.resumed, self.config.agent
-        wrapped = self.wrap(environments, episode)
-        if environments.member is not None:
-            return await environments.member.run(wrapped, conversation, settings=settings)
+        conversation, resumed, settings = cast(TokenConversation, made), self._resumed, self.config.agent
+        wrapped = self.wrap(episode)
+        if self._tree is not None:
+            return await self._tree.run(wrapped, conversation, settings=settings)
 
         async def interrupted(point: BranchPoint) -> None:
-            if environments.episode is not None and (resumed is None or len(point.turns) > len(resumed.point.turns)):
-                self._partial = await stored(self.sample, environments.episode, point, conversation.rows[-1])
+            if len(point.turns) > (len(resumed.point.turns) if resumed else 0):
+                await self._keep_state(point, conversation.rows[-1])
 
         if resumed is not None:
             is_masked = getattr(self.args, "mask_offpolicy_in_partial_rollout", False)
@@ -143,8 +193,19 @@ class Rollout:
             interrupted=interrupted if self.keeps_partial else None,
         )
 
-    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- for subclasses
-        """Return the episode to run in place of a new one that `environments` opened; called once per attempt."""
+    async def _keep_state(self, point: BranchPoint, row: Row) -> None:
+        """Store the episode between two turns, so that a later rollout continues it."""
+        if self.episode is None:
+            return
+        try:
+            checkpoint = await self.episode.checkpoint(f"sample {self.sample.index}", timeout=_CHECKPOINT_TIMEOUT)
+        except EnvError as error:
+            logger.warning("[envd] sample %s: starts over in a later rollout: %s", self.sample.index, error)
+        else:
+            self._interrupted = Partial(checkpoint=checkpoint, point=replace(point, is_resumed=True), row=row.copy())
+
+    def wrap(self, episode: AgentEpisode) -> AgentEpisode:
+        """Return what runs in place of `episode`, for subclasses; called once per attempt."""
         return episode
 
     def new_conversation(self) -> TokenConversation:
@@ -172,9 +233,19 @@ class Rollout:
                 await asyncio.to_thread(engine.close)
 
     async def keep(self, *, is_aborted: bool) -> None:
-        """Note where an aborted sample continues, or delete what an ended one no longer needs."""
-        partial = self._partial or partial_of(self.sample) if is_aborted else None
-        await replace_partial(self.here.client, self.sample, partial)
+        """Note where an aborted sample continues, and delete the checkpoint that it no longer needs."""
+        old = self.sample.metadata.pop(_PARTIAL_KEY, None)
+        new = self._interrupted or old if is_aborted else None
+        if new is not None:
+            self.sample.metadata[_PARTIAL_KEY] = new
+            # slime notes in which rollout a sample with a response began.
+            self.sample.response = "".join(piece.text for piece in new.row.pieces)
+        if old is None or old is new:
+            return
+        try:
+            await self.here.client.delete_checkpoint(old.checkpoint, timeout=_CHECKPOINT_TIMEOUT)
+        except EnvError as error:
+            logger.info("[envd] checkpoint %s: left to expire: %s", old.checkpoint.checkpoint_id, error)
 
     async def write(
         self, trajectory: Trajectory, rows: Sequence[Row], samples: Sequence[Sample], *, evaluation: bool = False
@@ -189,14 +260,16 @@ class Rollout:
         facts = trajectory.facts(max_turns=config.agent.max_turns, metadata=self.sample.metadata)
         breakdown = config.breakdown_of(facts, evaluation=evaluation)
         digest = prompt_hash(config.agent)
-        environments = self._environments
-        perturbations = environments.episode.perturbations if environments and environments.episode else ()
+        perturbations = self.episode.perturbations if self.episode else ()
+        context = self._tree.context if self._tree else None
         basis = trajectory.evaluation.basis_digest if trajectory.evaluation else ""
         record = {
             **summary_of(trajectory, facts.task_score),
             "reward_parts": dict(breakdown.parts),
             "rows": len(rows),
-            **(environments.facts() if environments else {}),
+            "attempts": self._reset_count,
+            "continued_turns": len(self._resumed.point.turns) if self._resumed else 0,
+            "parent_episode_id": context.episode_id if context else "",
             "prompt_hash": digest,
             "start": start_name(self._start, basis_digest=basis, prompt_hash=digest, perturbations=perturbations),
         }
@@ -214,6 +287,28 @@ class Rollout:
             set_status(sample, "TRUNCATED" if facts.truncated else "COMPLETED")
             note(sample, {**record, "first_turn": first_turn}, raw_reward=facts.task_score)
             first_turn += row.reply_count
+
+    async def _until_aborted(self, work: Coroutine[Any, Any, Trajectory]) -> Trajectory | None:
+        """Wait for work; on slime's abort, which waits for its samples, cancel it and return None. Raises: Halted.
+
+        If it has a state to keep, it has some time to end by itself first.
+        """
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                if self._state.aborted:
+                    has_state = self.keeps_partial and self.episode is not None
+                    if not has_state or not (await asyncio.wait({task}, timeout=_KEEP_S))[0]:
+                        return None
+                    break
+                if self.here.watch.failure:
+                    raise Halted(self.here.watch.failure)
+                await asyncio.wait({task}, timeout=_ABORT_POLL_S)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
 
 
 async def play(
@@ -261,9 +356,9 @@ async def play(
     except Exception as error:
         logger.exception("[envd] sample %s is void", sample.index)
         multiple = config.multiple(evaluation=evaluation)
-        result = void_result(sample, multiple, args, status="FAILED", reason=type(error).__name__, error=str(error))
-        note(sample, {"owner": ruling_of(error, acted=True).owner.value})
-        return result
+        owner = ruling_of(error, acted=True).owner.value
+        reason, text = type(error).__name__, str(error)
+        return void_result(sample, multiple, args, status="FAILED", reason=reason, error=text, owner=owner)
 
 
 async def run_rollout(rollout: Rollout, start: str | Checkpoint, *, group_size: int, evaluation: bool) -> Any:
@@ -276,18 +371,73 @@ async def run_rollout(rollout: Rollout, start: str | Checkpoint, *, group_size: 
     if trajectory is None or trajectory.outcome is Outcome.ABORTED:
         return void_result(sample, multiple, args, status="ABORTED", reason="aborted")
     if trajectory.outcome is Outcome.FAILED:
-        error = str(trajectory.error or "")
-        result = void_result(sample, multiple, args, status="FAILED", reason=trajectory.reason, error=error)
-        # They were taken in the environment, although nothing of them is trained.
-        turns = {"turns": len(trajectory.turns), "shared_turns": trajectory.shared_turn_count}
-        note(sample, {**turns, "owner": ruling_on(trajectory).owner.value})
-        return result
+        return void_result(
+            sample,
+            multiple,
+            args,
+            status="FAILED",
+            reason=trajectory.reason,
+            error=str(trajectory.error or ""),
+            owner=ruling_on(trajectory).owner.value,
+            # They were taken in the environment, although nothing of them is trained.
+            turns=len(trajectory.turns),
+            shared_turns=trajectory.shared_turn_count,
+        )
     rows = rollout.rows[-1:] if evaluation else rollout.rows
     samples = spread(sample, len(rows), multiple, args)
     await rollout.write(trajectory, rows, samples, evaluation=evaluation)
     if not evaluation and rollout.here.pool is not None:
         await keep_success(rollout.here.pool, trajectory, rows, samples)
     return samples[0] if multiple is None else samples
+
+
+class WrappedEpisode:
+    """An `AgentEpisode` that passes its calls on, for subclasses that change some."""
+
+    def __init__(self, episode: AgentEpisode) -> None:
+        self._episode = episode
+        self.episode_id = episode.episode_id
+        self.task_id = episode.task_id
+        self.instruction = episode.instruction
+        self.observation = episode.observation
+        self.origin = episode.origin
+        self.tools = episode.tools
+
+    async def step(
+        self, *actions: Action, view: View | None = None, timeout: timedelta = timedelta(minutes=3)
+    ) -> StepResult:
+        """See `AgentEpisode`."""
+        result = await self._episode.step(*actions, view=view, timeout=timeout)
+        self.observation = result.observation
+        return result
+
+    async def evaluate(self, *, timeout: timedelta = timedelta(minutes=5)) -> Evaluation:
+        """See `AgentEpisode`."""
+        return await self._episode.evaluate(timeout=timeout)
+
+    async def close(self) -> None:
+        """See `AgentEpisode`."""
+        await self._episode.close()
+
+
+class _Traced(WrappedEpisode):
+    """An episode whose calls appear in slime's traces."""
+
+    def __init__(self, episode: AsyncEpisode, sample: Sample) -> None:
+        super().__init__(episode)
+        self._sample = sample
+
+    async def step(self, *actions: Action, **options: Any) -> StepResult:
+        with span(self._sample, "env_step", {"actions": len(actions)}) as traced:
+            result = await super().step(*actions, **options)
+            traced.update({f"{name}_ms": value for name, value in result.timings_ms.items()})
+        return result
+
+    async def evaluate(self, **options: Any) -> Evaluation:
+        with span(self._sample, "env_evaluate") as traced:
+            evaluation = await super().evaluate(**options)
+            traced.update({"score": evaluation.score})
+        return evaluation
 
 
 class DaemonWatch:
@@ -353,27 +503,3 @@ def summary_of(trajectory: Trajectory, task_score: float) -> dict[str, Any]:
         "fallbacks": sum(turn.fallback is not None for turn in facts),
         "timings_s": dict(trajectory.timings_s),
     }
-
-
-async def _until_aborted(
-    state: GenerateState, watch: DaemonWatch, work: Coroutine[Any, Any, Trajectory], *, has_state: Callable[[], bool]
-) -> Trajectory | None:
-    """Wait for work; on slime's abort, which waits for its samples, cancel it and return None. Raises: Halted.
-
-    If it has a state to keep, it has some time to end by itself first.
-    """
-    task = asyncio.create_task(work)
-    try:
-        while not task.done():
-            if state.aborted:
-                if not has_state() or not (await asyncio.wait({task}, timeout=_KEEP_S))[0]:
-                    return None
-                break
-            if watch.failure:
-                raise Halted(watch.failure)
-            await asyncio.wait({task}, timeout=_ABORT_POLL_S)
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})

@@ -31,7 +31,9 @@ class SnapshotRef(BaseModel):
     """A template's key, or the name of a capture's directory."""
 
 
-class _Record(BaseModel):
+class ForkRecord(BaseModel):
+    """A fork."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     spec: MachineSpec
@@ -39,26 +41,22 @@ class _Record(BaseModel):
     backing: SnapshotRef = Field(validation_alias="stands_on", serialization_alias="stands_on")
 
 
-class MachineRecord(_Record):
-    """A fork."""
-
-
-class CaptureRecord(_Record):
+class CaptureRecord(ForkRecord):
     """The captured state of a live machine."""
 
     digest: str
     disk_digest: str
 
 
-def write_record(directory: Path, record: MachineRecord | CaptureRecord) -> None:
+def write_record(directory: Path, record: ForkRecord | CaptureRecord) -> None:
     """Write a record into the directory of its machine or capture. Raises: OSError."""
     (directory / FILE_NAME).write_text(record.model_dump_json(by_alias=True))
 
 
-def read_machine(directory: Path) -> MachineRecord:
+def read_machine(directory: Path) -> ForkRecord:
     """Read a machine's record. Raises: HypervisorError: it is missing or invalid."""
     try:
-        return MachineRecord.model_validate_json((directory / FILE_NAME).read_bytes())
+        return ForkRecord.model_validate_json((directory / FILE_NAME).read_bytes())
     except (OSError, ValidationError) as error:
         raise HypervisorError(f"machine record {directory / FILE_NAME}: cannot be read: {error}") from error
 

@@ -44,7 +44,7 @@ class StoredTemplate:
     """Time of its last use, in seconds since 1970."""
 
 
-class TemplateStore:
+class QemuTemplateStore:
     """Templates in one directory, which several daemons may share, each with a `memory_dir` of its own."""
 
     def __init__(self, directory: Path, *, memory_dir: Path | None = None, limit_bytes: int) -> None:

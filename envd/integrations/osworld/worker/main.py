@@ -42,7 +42,7 @@ def _prepare(visible: list[str]) -> tuple[Mapping[str, object], fork_server.Supe
         job = json.loads(_read_line(channel))
         limits = enclosure.Limits(time_s=job["timeout_s"], memory_bytes=job["memory_bytes"])
         # The files in memory and the data of one process have this limit each.
-        group = hierarchy and cgroup.Group(hierarchy, memory_bytes=2 * limits.memory_bytes, cpus=_CPUS)
+        group = hierarchy and cgroup.ControlGroup(hierarchy, memory_bytes=2 * limits.memory_bytes, cpus=_CPUS)
 
         def run(alive: int) -> None:
             if group:

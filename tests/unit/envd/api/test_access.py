@@ -42,10 +42,14 @@ def test_a_scope_covers_the_methods_of_lower_scopes(method: str) -> None:
 
 def test_methods_that_change_an_episode_or_its_guest_need_more_than_read() -> None:
     assert {method for method in METHODS if RULES[method].scope is Scope.READ} == {
+        "GetServer",
         "ListPools",
         "WatchPools",
+        "GetEpisode",
         "ListEpisodes",
+        "GetTask",
         "ListTasks",
+        "GetCheckpoint",
         "ListCheckpoints",
     }
 
@@ -70,6 +74,14 @@ def test_listings_show_own_episodes_to_run_tokens_and_all_to_read_tokens() -> No
     for scope, shown in ((Scope.READ, True), (Scope.RUN, False), (Scope.ADMIN, True)):
         assert Caller(name="a", scope=scope).may_list("b") is shown
     assert Caller(name="a", scope=Scope.RUN).may_list("a")
+    assert not Caller(name="a", scope=Scope.ADMIN).may_list(None), "an unknown episode"
+
+
+def test_a_method_that_only_reads_may_be_called_for_the_episodes_that_are_listed() -> None:
+    reader = Caller(name="a", scope=Scope.READ)
+    assert reader.may_call("GetEpisode", "b")
+    assert not reader.may_call("Observe", "b")
+    assert not Caller(name="a", scope=Scope.RUN).may_call("GetEpisode", "b")
 
 
 def test_code_outside_an_admitted_call_has_no_caller() -> None:

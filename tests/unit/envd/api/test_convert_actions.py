@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cuaenv.action_codec import to_proto
 from cuaenv.actions import MAX_TEXT_BYTES, Action, Click, Done, Drag, MouseDown, MouseUp, Move, Scroll
 from cuaenv.v1 import env_pb2
-from envd.api.convert_actions import Scale, Size, actions_from_proto
+from envd.api.convert_actions import Scale, actions_from_proto
 from envd.base.errors import InvalidRequest
 
 
@@ -62,25 +62,21 @@ def test_a_step_has_between_1_and_64_actions(count: int) -> None:
     assert caught.value.field == "actions"
 
 
-def size(width_px: int, height_px: int) -> Size:
-    return Size(width_px=width_px, height_px=height_px)
-
-
 @pytest.mark.parametrize(
-    ("reference", "point", "expected"),
+    ("reference_px", "point", "expected"),
     [
-        (size(1280, 800), (640, 400), (640, 400)),
-        (size(640, 400), (0, 0), (1, 1)),
-        (size(640, 400), (639, 399), (1279, 799)),
-        (size(1000, 1000), (500, 500), (640, 400)),
-        (size(1000, 1000), (999, 999), (1279, 799)),
-        (size(2560, 1600), (2559, 1), (1279, 0)),
+        ((1280, 800), (640, 400), (640, 400)),
+        ((640, 400), (0, 0), (1, 1)),
+        ((640, 400), (639, 399), (1279, 799)),
+        ((1000, 1000), (500, 500), (640, 400)),
+        ((1000, 1000), (999, 999), (1279, 799)),
+        ((2560, 1600), (2559, 1), (1279, 0)),
     ],
 )
 def test_a_point_maps_to_the_pixel_under_the_centre_of_its_reference_pixel(
-    reference: Size, point: tuple[int, int], expected: tuple[int, int]
+    reference_px: tuple[int, int], point: tuple[int, int], expected: tuple[int, int]
 ) -> None:
-    assert Scale(reference=reference, screen=size(1280, 800)).apply(*point) == expected
+    assert Scale(reference_px=reference_px, screen_px=(1280, 800)).apply(*point) == expected
 
 
 sides = st.integers(min_value=1, max_value=32_767)
@@ -91,23 +87,23 @@ places = st.integers(min_value=-(2**31), max_value=2**31 - 1)
 def test_scaling_keeps_inside_points_inside_and_outside_points_outside(
     reference_px: int, screen_px: int, place: int
 ) -> None:
-    scale = Scale(reference=size(reference_px, reference_px), screen=size(screen_px, screen_px))
+    scale = Scale(reference_px=(reference_px, reference_px), screen_px=(screen_px, screen_px))
     x_px, _ = scale.apply(place, place)
     assert (0 <= place < reference_px) == (0 <= x_px < screen_px)
 
 
 @given(screen_px=sides, place=places)
 def test_scaling_to_the_same_size_changes_nothing(screen_px: int, place: int) -> None:
-    scale = Scale(reference=size(screen_px, screen_px), screen=size(screen_px, screen_px))
+    scale = Scale(reference_px=(screen_px, screen_px), screen_px=(screen_px, screen_px))
     assert scale.apply(place, place) == (place, place)
 
 
 def test_every_point_of_an_action_is_scaled() -> None:
-    scale = Scale(reference=size(100, 100), screen=size(1000, 2000))
+    scale = Scale(reference_px=(100, 100), screen_px=(1000, 2000))
     actions: list[Action] = [
         Move(10, 10),
         Click(10, 10),
-        Drag(20, 20, 10, 10),
+        Drag(10, 10, 20, 20),
         MouseDown(x=10, y=10),
         MouseUp(x=10, y=10),
         Scroll(dy=1, x=10, y=10),
@@ -115,7 +111,7 @@ def test_every_point_of_an_action_is_scaled() -> None:
     assert actions_from_proto([to_proto(action) for action in actions], scale=scale) == (
         Move(105, 210),
         Click(105, 210),
-        Drag(205, 410, 105, 210),
+        Drag(105, 210, 205, 410),
         MouseDown(x=105, y=210),
         MouseUp(x=105, y=210),
         Scroll(dy=1, x=105, y=210),

@@ -10,7 +10,6 @@ from google.protobuf.duration_pb2 import Duration
 from cuaenv.actions import Click, Done
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
-from envd.api.convert_actions import Size
 from envd.api.convert_requests import (
     DEFAULT_READY_TIMEOUT_S,
     argv_of,
@@ -138,7 +137,7 @@ def test_every_field_of_a_fork_is_converted_and_it_times_out_before_its_callers_
 
 
 def convert_step(request: env_pb2.StepRequest) -> object:
-    return step_command(request, screen=Size(width_px=1, height_px=1), prefix="step.")
+    return step_command(request, screen_px=(1, 1), prefix="step.")
 
 
 def convert_fork(request: env_pb2.ForkRequest) -> ForkCommand:
@@ -215,13 +214,13 @@ def test_a_bad_field_is_named(convert: Callable[[Any], object], request_message:
 def test_a_steps_points_are_scaled_from_the_declared_space() -> None:
     click = env_pb2.Action(click=env_pb2.Click(at=env_pb2.Point(x=500, y=500)))
     request = step(actions=[click], coordinate_space=env_pb2.Size(width_px=1000, height_px=1000))
-    result = step_command(request, screen=Size(width_px=1280, height_px=800))
+    result = step_command(request, screen_px=(1280, 800))
     assert result.actions == (Click(640, 400),)
 
 
 def test_a_step_without_a_declared_space_is_in_guest_pixels() -> None:
     request = step()
-    result = step_command(request, screen=None)
+    result = step_command(request, screen_px=None)
     assert (result.actions, result.settle, result.fingerprint) == ((Done(),), None, fingerprint_of(request))
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import cuaenv.client
 from cuaenv.client.results import read_unrecorded
 from cuaenv.region import Region
+from cuaenv.results import UnrecordedRequest
 from cuaenv.v1 import env_pb2
 from envd.api.convert_results import (
     episode_message,
@@ -25,7 +26,6 @@ from envd.api.convert_results import (
 )
 from envd.api.pages import page_of
 from envd.base.errors import InvalidRequest
-from envd.desktop.gateway import UnrecordedRequest
 from envd.desktop.observation import (
     ActionOutcome,
     EncodedFrame,
@@ -36,14 +36,14 @@ from envd.desktop.observation import (
     ScreenChange,
     SettleResult,
     TileDelta,
-    Unchanged,
+    UnchangedImage,
 )
 from envd.episodes.progress import EpisodeState, Origin, Progress
-from envd.episodes.types import EpisodeInfo, EvaluateResult, GroupResult, StepResult
+from envd.episodes.types import EpisodeInfo, EvaluateResult, OpenedGroup, StepResult
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
-from envd.tasks.evaluate import CheckResult
 from envd.tasks.model import Task
+from envd.tasks.text import CheckResult
 from tests.support.episode_values import episode_spec
 from tests.support.stub_episodes import pool_info
 
@@ -93,7 +93,7 @@ def observation(frame_id: str = "f1", *, encoding: Encoding = Encoding.PNG, tree
 
 def test_a_reset_response_has_each_episode_and_its_first_observation() -> None:
     response = reset_response(
-        GroupResult(
+        OpenedGroup(
             episodes=(info("ep-1"), info("ep-2")),
             observations=(observation("f1"), observation("f1")),
             instruction="Write a note.",
@@ -109,7 +109,7 @@ def test_a_reset_response_has_each_episode_and_its_first_observation() -> None:
 
 def test_a_fork_response_has_each_copy_and_its_origin() -> None:
     response = fork_response(
-        GroupResult(
+        OpenedGroup(
             episodes=(info("ep-2", parent_episode_id="ep-1"), info("ep-3", parent_episode_id="ep-1")),
             observations=(observation("f1"), observation("f1")),
             timings_ms={"pause": 12.0},
@@ -195,10 +195,10 @@ def test_every_state_has_its_own_value(state: EpisodeState, wire: int) -> None:
                 )
             ),
         ),
-        (Unchanged(base_image_id="i0"), env_pb2.Frame(unchanged=env_pb2.Unchanged(base_image_id="i0"))),
+        (UnchangedImage(base_image_id="i0"), env_pb2.Frame(unchanged=env_pb2.Unchanged(base_image_id="i0"))),
     ],
 )
-def test_a_frame_is_a_keyframe_or_a_delta(content: Keyframe | TileDelta | Unchanged, wire: env_pb2.Frame) -> None:
+def test_a_frame_is_a_keyframe_or_a_delta(content: Keyframe | TileDelta | UnchangedImage, wire: env_pb2.Frame) -> None:
     frame = replace(observation().frame, content=content, cursor=Point(3, 4))
     message = frame_message(frame)
     assert (message.image_id, message.cursor.x, message.cursor.y) == ("i1", 3, 4)

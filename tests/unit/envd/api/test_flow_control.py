@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,18 +9,13 @@ from hypothesis import strategies as st
 from envd.api.flow_control import AckTracker, paced
 
 
-@dataclass(frozen=True)
-class Ack:
-    acknowledged_sequence: int
-
-
 class Mailbox:
     """Acknowledgements in transit."""
 
     def __init__(self) -> None:
-        self.queue: asyncio.Queue[Ack | None] = asyncio.Queue()
+        self.queue: asyncio.Queue[int | None] = asyncio.Queue()
 
-    async def messages(self) -> AsyncGenerator[Ack, None]:
+    async def messages(self) -> AsyncGenerator[int, None]:
         while (message := await self.queue.get()) is not None:
             yield message
 
@@ -45,7 +39,7 @@ async def test_the_next_item_is_produced_only_after_the_last_was_acknowledged() 
     upcoming = asyncio.ensure_future(anext(items))
     await rest()
     assert made == [0], "no item is produced ahead of the reader"
-    mailbox.queue.put_nowait(Ack(1))
+    mailbox.queue.put_nowait(1)
     assert await upcoming == (2, 1)
     await items.aclose()
     tracking.cancel()
@@ -92,7 +86,7 @@ def test_acknowledgements_may_arrive_in_any_order(sequences: list[int]) -> None:
         taking = asyncio.create_task(take())
         highest = 0
         for sequence in sequences:
-            mailbox.queue.put_nowait(Ack(sequence))
+            mailbox.queue.put_nowait(sequence)
             highest = max(highest, sequence)
             await rest()
             await rest()

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from cuaenv.client.errors import _BY_CAUSE
+from cuaenv.client.errors import _BY_CODE, _BY_REASON
 from cuaenv.reasons import CODE_BY_REASON
 from envd.api.status import code_of, status_of
 from envd.base import errors
@@ -96,13 +96,16 @@ def test_the_table_of_reasons_has_exactly_those_of_the_classes() -> None:
     assert {kind.reason for kind in EVERY_ERROR} == set(CODE_BY_REASON)
 
 
-def test_the_client_knows_every_cause_by_its_reason_or_code() -> None:
-    codes = {code.name for code in Code}
-    assert set(_BY_CAUSE) <= codes | set(CODE_BY_REASON)
-    alone = set(CODE_BY_REASON.values()) - set(_BY_CAUSE)
-    assert alone == {"FAILED_PRECONDITION", "ABORTED", "RESOURCE_EXHAUSTED"}
-    unknown = {reason for reason, code in CODE_BY_REASON.items() if code in alone} - set(_BY_CAUSE)
-    assert unknown == set(), "a code of several causes has no class, so each of its reasons has one"
+def test_the_client_has_a_class_for_every_code_and_only_for_reasons_of_the_contract() -> None:
+    assert set(CODE_BY_REASON.values()) <= set(_BY_CODE) <= {code.name for code in Code}
+    assert set(_BY_REASON) <= set(CODE_BY_REASON)
+
+
+@pytest.mark.parametrize(
+    "reason", sorted(set(_BY_REASON) - {"EPISODE_ENDED", "GUEST_ENDED", "HUMAN_IN_CONTROL", "CHECKPOINT_CORRUPT"})
+)
+def test_a_reason_has_a_class_of_the_family_of_its_code(reason: str) -> None:
+    assert issubclass(_BY_REASON[reason], _BY_CODE[CODE_BY_REASON[reason]])
 
 
 @pytest.mark.parametrize(("error", "code", "reason"), TABLE, ids=lambda value: type(value).__name__)

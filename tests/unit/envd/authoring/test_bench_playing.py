@@ -8,8 +8,8 @@ import pytest
 
 from cuaenv.actions import Action, Click, Done, Wait
 from cuaenv.client import AsyncEpisode
+from cuaenv.results import CommandResult
 from envd.authoring.playing import ConditionNotMet, max_steps_of, play
-from envd.desktop.agent import CommandResult
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.oracle import WaitFor
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cuaenv.client import Element
-from envd.authoring.targets import ListedWindow, Screen, locate, parse_boxes, target_at
+from envd.authoring.targets import GuestScreen, ListedWindow, locate, parse_boxes, target_at
 from envd.tasks.oracle import Target
 
 Box = tuple[int, int, int, int]
@@ -31,8 +31,8 @@ def editor(x: int, y: int, *states: str, title: str = "a.txt (1)") -> list[Eleme
 DESKTOP = element("frame", "Desktop", (0, 0, 1280, 800), depth=0)
 
 
-def screen(*elements: Element, windows: Sequence[ListedWindow] = ()) -> Screen:
-    return Screen(elements=elements, windows=tuple(windows), size_px=(1280, 800))
+def screen(*elements: Element, windows: Sequence[ListedWindow] = ()) -> GuestScreen:
+    return GuestScreen(elements=elements, windows=tuple(windows), size_px=(1280, 800))
 
 
 TITLE = r"^a\.txt \(1\)$"
@@ -105,7 +105,7 @@ def test_the_list_of_windows_is_parsed_with_titles_of_blanks_and_lines() -> None
 def test_a_window_that_claims_to_be_elsewhere_is_not_pressed(box: Box) -> None:
     claimed = ListedWindow("term", box)
     assert locate(Target(window="^term$", x=20, y=30), screen(DESKTOP, windows=[claimed])) is None
-    assert locate(Target(window="^term$", x=20, y=30), Screen(windows=(claimed,))) in (None, (920, 4030))
+    assert locate(Target(window="^term$", x=20, y=30), GuestScreen(windows=(claimed,))) in (None, (920, 4030))
 
 
 def test_the_end_of_a_window_whose_corner_is_off_the_screen_is_pressed() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from envd.base.errors import GuestEnded, LossUndecided, MachineLost
-from envd.base.losses import Loss, Owner, Silence, loss_by_shutdown, loss_by_silence
+from envd.base.losses import Loss, LossOwner, Silence, loss_by_shutdown, loss_by_silence
 
 RUNNING = "running"
 
@@ -11,22 +11,22 @@ RUNNING = "running"
 @pytest.mark.parametrize(
     ("silence", "owner", "cause"),
     [
-        (Silence(run_state=""), Owner.UNDECIDED, ""),
-        (Silence(run_state="io-error"), Owner.HOST, ""),
-        (Silence(run_state=RUNNING, free_disk_bytes=0), Owner.HOST, ""),
-        (Silence(run_state="internal-error"), Owner.UNDECIDED, ""),
-        (Silence(run_state="guest-panicked"), Owner.GUEST, "PANIC"),
-        (Silence(run_state=RUNNING, agent_answers=True, free_disk_bytes=1 << 30), Owner.GUEST, "SESSION_ENDED"),
+        (Silence(run_state=""), LossOwner.UNDECIDED, ""),
+        (Silence(run_state="io-error"), LossOwner.HOST, ""),
+        (Silence(run_state=RUNNING, free_disk_bytes=0), LossOwner.HOST, ""),
+        (Silence(run_state="internal-error"), LossOwner.UNDECIDED, ""),
+        (Silence(run_state="guest-panicked"), LossOwner.GUEST, "PANIC"),
+        (Silence(run_state=RUNNING, agent_answers=True, free_disk_bytes=1 << 30), LossOwner.GUEST, "SESSION_ENDED"),
         # Idle: it was not kept from answering.
-        (Silence(run_state=RUNNING), Owner.GUEST, "UNRESPONSIVE"),
+        (Silence(run_state=RUNNING), LossOwner.GUEST, "UNRESPONSIVE"),
         # The same on a busy host: it seldom wanted to run.
-        (Silence(run_state=RUNNING, used_s=0.0, waited_s=0.3), Owner.GUEST, "UNRESPONSIVE"),
+        (Silence(run_state=RUNNING, used_s=0.0, waited_s=0.3), LossOwner.GUEST, "UNRESPONSIVE"),
         # A fork bomb on a loaded host: it waits for processors, and gets enough of them.
-        (Silence(run_state=RUNNING, used_s=5.0, waited_s=20.0), Owner.GUEST, "UNRESPONSIVE"),
-        (Silence(run_state=RUNNING, used_s=0.1, waited_s=20.0), Owner.UNDECIDED, ""),
+        (Silence(run_state=RUNNING, used_s=5.0, waited_s=20.0), LossOwner.GUEST, "UNRESPONSIVE"),
+        (Silence(run_state=RUNNING, used_s=0.1, waited_s=20.0), LossOwner.UNDECIDED, ""),
     ],
 )
-def test_a_silent_guest_has_an_owner(silence: Silence, owner: Owner, cause: str) -> None:
+def test_a_silent_guest_has_an_owner(silence: Silence, owner: LossOwner, cause: str) -> None:
     loss = loss_by_silence(silence)
     assert (loss.owner, loss.cause) == (owner, cause)
 
@@ -37,7 +37,7 @@ def test_a_silent_guest_has_an_owner(silence: Silence, owner: Owner, cause: str)
 def test_a_shutdown_by_the_guest_is_the_guests(reason: str, cause: str) -> None:
     loss = loss_by_shutdown(reason)
     assert loss is not None
-    assert (loss.owner, loss.cause) == (Owner.GUEST, cause)
+    assert (loss.owner, loss.cause) == (LossOwner.GUEST, cause)
 
 
 @pytest.mark.parametrize("reason", ["host-signal", "host-qmp-quit", "host-error", "subsystem-reset", ""])
@@ -46,9 +46,10 @@ def test_a_shutdown_by_the_host_says_nothing_about_the_guest(reason: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("owner", "error"), [(Owner.HOST, MachineLost), (Owner.GUEST, GuestEnded), (Owner.UNDECIDED, LossUndecided)]
+    ("owner", "error"),
+    [(LossOwner.HOST, MachineLost), (LossOwner.GUEST, GuestEnded), (LossOwner.UNDECIDED, LossUndecided)],
 )
-def test_each_owner_has_its_error(owner: Owner, error: type[Exception]) -> None:
-    found = Loss(owner, "it stopped", "PANIC" if owner is Owner.GUEST else "").error("machine m-1")
+def test_each_owner_has_its_error(owner: LossOwner, error: type[Exception]) -> None:
+    found = Loss(owner, "it stopped", "PANIC" if owner is LossOwner.GUEST else "").error("machine m-1")
     assert type(found) is error
     assert str(found).startswith("machine m-1: ")

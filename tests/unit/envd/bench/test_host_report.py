@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 from envd.base.errors import ConfigError
-from envd.bench.host_report import Part, Report, measure_host, write_page
-from envd.bench.report import BenchReport, Check, Figure, Target
+from envd.bench.host_report import Report, ReportPart, measure_host, write_page
+from envd.bench.report import BenchReport, Condition, Figure, FigureTarget
 
-LIMIT = Target.of("<= 20")
+LIMIT = FigureTarget.of("<= 20")
 FIGURES = [
     Figure(name="met_ms", value=12.5, meaning="the time of <all>", target=LIMIT),
     Figure(name="missed_ms", value=25.0, meaning="the same", target=LIMIT),
@@ -21,7 +21,7 @@ REPORT = BenchReport(
     benchmark="fork",
     conditions={"kernel": "6.1", "machines": 4},
     figures=FIGURES,
-    checks=[Check(name="same", passed=False, evidence="1 of 2")],
+    checks=[Condition(name="same", passed=False, evidence="1 of 2")],
 )
 
 
@@ -31,7 +31,7 @@ def rows_of(page: str) -> list[list[str]]:
 
 
 def test_the_page_has_conditions_figures_checks_and_the_targets_that_apply(tmp_path: Path) -> None:
-    parts = [Part(name="fork", outcome=REPORT), Part(name="episodes", outcome="no image")]
+    parts = [ReportPart(name="fork", outcome=REPORT), ReportPart(name="episodes", outcome="no image")]
     page = write_page(parts, tmp_path / "report").read_text()
     _processor, *rows = rows_of(page)
     assert rows == [

@@ -10,7 +10,7 @@ import pytest
 from cuaenv.region import Region
 from envd.base.config import SettlePolicy
 from envd.bench.settle import judge, settle_report
-from envd.bench.settle_recording import Change, RecordedStep, Refresh, replay_settling
+from envd.bench.settle_recording import Change, Refresh, StepRecording, replay_settling
 from tests.support.command import run_envd
 
 MENU = Region(x_px=0, y_px=0, width_px=200, height_px=100)
@@ -18,7 +18,7 @@ QUIET = SettlePolicy(idle_ms=0, quiet_ms=300)
 INPUT_S = 50.0
 
 
-def recorded(*changes_s: float, until_s: float = 6.0, works_until_s: float = 0.0) -> RecordedStep:
+def recorded(*changes_s: float, until_s: float = 6.0, works_until_s: float = 0.0) -> StepRecording:
     """Return a step, refreshed every 10 ms, whose changes are given in seconds after the input."""
     refreshes = [
         Refresh(INPUT_S + n / 100, INPUT_S + n / 100 + 0.005, 7.0 + min(n / 100, works_until_s))
@@ -26,7 +26,7 @@ def recorded(*changes_s: float, until_s: float = 6.0, works_until_s: float = 0.0
     ]
     times_s = [INPUT_S + time_s for time_s in changes_s]
     changes = [Change(time_s, MENU, is_blink=False, pixels=None) for time_s in times_s]
-    return RecordedStep(
+    return StepRecording(
         input_s=INPUT_S,
         may_act_late=False,
         was_clicked=False,

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from envd.cli.image import app
 from envd.images.catalogue import ImageCatalogue
+from tests.support.container_archive import DESKTOP, write_archive
 
 
 class Images:
@@ -54,6 +55,30 @@ def test_an_imported_disk_is_listed_shown_and_removed_and_its_file_is_kept(image
     assert images.run("rm", "windows-11", status=1).endswith("(available: none); `envd image list` lists all\n")
     assert images.run_json("list") == {"images": []}
     assert disk.exists()
+
+
+def test_an_archive_of_a_container_image_is_imported(images: Images, tmp_path: Path) -> None:
+    file = write_archive(tmp_path / "My desktop.tar", [tuple(DESKTOP.values())])
+    imported = images.run_json("import", "--oci", str(file), "--screen", "1024x768", "--provides", "blender")
+    assert (imported["name"], imported["firmware"], imported["provides"]) == ("my-desktop", "none", ["blender"])
+    assert images.run_json("show", "my-desktop") == imported
+    assert "takes --name, --screen and --provides" in images.run("import", "--oci", str(file), "--copy", status=2)
+    file.write_bytes(b"something else")
+    assert images.run("import", "--oci", str(file), status=1).startswith(f"error: {file}: not an archive")
+
+
+def test_the_files_of_a_container_image_are_written(images: Images, tmp_path: Path) -> None:
+    directory = tmp_path / "context"
+    assert CliRunner().invoke(app, ["files", str(directory)]).exit_code == 0
+    assert "COPY desktop/ /" in (directory / "Containerfile").read_text()
+    desktop = directory / "desktop"
+    assert os.access(desktop / "usr/lib/envd/session", os.X_OK)
+    assert (desktop / "usr/lib/envd/guestd/__init__.py").exists()
+    packages = (desktop / "usr/lib/envd/packages.txt").read_text().split()
+    assert {"tigervnc-standalone-server", "qemu-guest-agent", "tint2"} <= set(packages)
+    assert not {"systemd-sysv", "xserver-xorg-core"} & set(packages)
+    again = CliRunner().invoke(app, ["files", str(directory)])
+    assert (again.exit_code, again.stderr) == (2, f"error: {directory}: File exists; choose a new directory\n")
 
 
 def test_an_unreadable_directory_is_a_one_line_error(images: Images, monkeypatch: pytest.MonkeyPatch) -> None:

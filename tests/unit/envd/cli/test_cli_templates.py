@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from envd.cli.image import app
 from envd.daemon.state_lock import locked
 from envd.hypervisor.qemu.snapshots.files import Manifest, digest_file
-from envd.hypervisor.qemu.snapshots.templates import TemplateStore
+from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
 
 MIB = 1 << 20
 
@@ -30,7 +30,7 @@ def run_json(state_dir: Path, *args: str) -> Any:
 def state_dir(tmp_path: Path) -> Path:
     """Two templates of 1 MiB each; `k-old` was used first."""
     state_dir = tmp_path / "state"
-    store = TemplateStore(state_dir / "templates", limit_bytes=1 << 30)
+    store = QemuTemplateStore(state_dir / "templates", limit_bytes=1 << 30)
     for key, use_time_s in (("k-old", 1_000_000_000), ("k-new", 2_000_000_000)):
         files, memory = store.begin(key), store.memory_file(key)
         memory.write_bytes(os.urandom(MIB))

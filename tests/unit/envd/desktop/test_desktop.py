@@ -17,14 +17,14 @@ from pydantic import JsonValue
 from cuaenv.actions import Action, Click, Done, Fail, KeyDown, KeyUp, Move, PressKeys, TypeText, Wait
 from cuaenv.frames import TiledImage
 from cuaenv.region import Region
+from cuaenv.results import CommandResult
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
-from envd.desktop.agent import CommandResult
 from envd.desktop.desktop import Desktop
 from envd.desktop.display import frames
 from envd.desktop.display.screen import Screen
 from envd.desktop.display.settle import settle
-from envd.desktop.guestd import KeyboardState, PointerState, SessionInfo
+from envd.desktop.guestd import KeyboardLayout, PointerState, SessionInfo
 from envd.desktop.observation import (
     A11yFormat,
     Encoding,
@@ -50,7 +50,7 @@ class FakeGuestd:
         self.pointer_at = (0, 0)
         self.on_its_way: list[tuple[int, int]] = []
         self.closed = False
-        self.keyboard_state: KeyboardState | None = None
+        self.keyboard_state: KeyboardLayout | None = None
         self.keyboard_error: Exception | None = None
         self.typing_problem = ""
 
@@ -68,7 +68,7 @@ class FakeGuestd:
             x_px=self.pointer_at[0], y_px=self.pointer_at[1], buttons=frozenset(), modifiers=frozenset()
         )
 
-    async def keyboard(self, *, timeout_s: float) -> KeyboardState | None:
+    async def keyboard(self, *, timeout_s: float) -> KeyboardLayout | None:
         if self.keyboard_error is not None:
             raise self.keyboard_error
         return self.keyboard_state
@@ -395,7 +395,7 @@ async def test_keys_follow_the_layout_that_the_guest_reports(desk: Desktop, chan
     guestd.keyboard_error = GuestError("no X session")
     assert await pressed(TypeText(text="z")) == [44]
     guestd.keyboard_error = None
-    guestd.keyboard_state = KeyboardState(characters={"z": (21, False)}, num_lock=False)
+    guestd.keyboard_state = KeyboardLayout(characters={"z": (21, False)}, num_lock=False)
     assert await pressed(TypeText(text="z")) == [21]
     assert await pressed(PressKeys(keys=("ctrl", "z"))) == [0x1D, 21]
     assert await pressed(PressKeys(keys=("num5",))) == [0x45, 0x4C, 0x45]

@@ -16,7 +16,7 @@ from cuaenv.frames import FrameMismatch, TiledImage
 from cuaenv.region import Region
 from envd.desktop.display import frames
 from envd.desktop.display.encoder import FrameEncoder
-from envd.desktop.display.frames import Frame, PointerImage
+from envd.desktop.display.frames import Frame
 from envd.desktop.display.rfb import CursorShape
 from envd.desktop.observation import (
     CursorMode,
@@ -26,7 +26,7 @@ from envd.desktop.observation import (
     ObservationOptions,
     Point,
     TileDelta,
-    Unchanged,
+    UnchangedImage,
 )
 
 RAW = ObservationOptions(encoding=Encoding.RAW_ZSTD)
@@ -59,7 +59,7 @@ def decoded(sent: EncodedFrame, base: TiledImage | None) -> TiledImage:
             assert base is not None
             assert base.image_id == base_id
             return base.patched(tiles, data, image_id=sent.image_id)
-        case Unchanged(base_image_id=base_id):
+        case UnchangedImage(base_image_id=base_id):
             assert base is not None
             assert base.image_id == base_id == sent.image_id
             return base
@@ -88,7 +88,7 @@ async def test_an_equal_frame_is_sent_as_unchanged_in_every_encoding(encoder: Fr
         options = ObservationOptions(encoding=encoding)
         first = await encoder.encode(shown(noise()), options)
         again = await encoder.encode(shown(noise()), replace(options, known_image_id=first.image_id))
-        assert again.content == Unchanged(base_image_id=first.image_id)
+        assert again.content == UnchangedImage(base_image_id=first.image_id)
 
 
 @pytest.mark.parametrize("known", ["", "f" * 32])
@@ -126,11 +126,11 @@ async def test_a_change_larger_than_the_whole_image_is_not_sent(encoder: FrameEn
 
 
 async def test_a_moved_pointer_changes_few_tiles() -> None:
-    encoder, frame = FrameEncoder(), shown(noise())
-    shape = CursorShape(0, 0, np.full((8, 8, 4), 255, np.uint8))
-    first = await encoder.encode(frame, RAW, pointer=PointerImage(at=Point(10, 10), shape=shape))
+    encoder = FrameEncoder()
+    frame = replace(shown(noise()), cursor=CursorShape(0, 0, np.full((8, 8, 4), 255, np.uint8)), pointer=Point(10, 10))
+    first = await encoder.encode(frame, RAW)
     options = replace(RAW, known_image_id=first.image_id)
-    second = await encoder.encode(frame, options, pointer=PointerImage(at=Point(200, 100), shape=shape))
+    second = await encoder.encode(replace(frame, pointer=Point(200, 100)), options)
     assert first.frame_id == second.frame_id, "the screen is equal"
     assert isinstance(second.content, TileDelta)
     assert len(second.content.tiles) == 2
@@ -141,11 +141,11 @@ async def test_a_moved_pointer_changes_few_tiles() -> None:
 
 async def test_a_reported_pointer_is_not_drawn() -> None:
     shape = CursorShape(0, 0, np.full((8, 8, 4), 255, np.uint8))
-    pointer = PointerImage(at=Point(10, 20), shape=shape)
-    sent = await FrameEncoder().encode(shown(noise()), replace(RAW, cursor=CursorMode.REPORTED), pointer=pointer)
+    frame = replace(shown(noise()), cursor=shape, pointer=Point(10, 20))
+    sent = await FrameEncoder().encode(frame, replace(RAW, cursor=CursorMode.REPORTED))
     assert sent.cursor == Point(10, 20)
     assert sent.image_id == sent.frame_id
-    assert (await FrameEncoder().encode(shown(noise()), RAW, pointer=pointer)).cursor is None
+    assert (await FrameEncoder().encode(frame, RAW)).cursor is None
 
 
 async def test_no_pixels_are_encoded_unless_requested() -> None:
@@ -186,13 +186,13 @@ async def test_equal_concurrent_requests_share_one_computation(monkeypatch: pyte
 async def test_a_small_change_is_cached_for_later_requests() -> None:
     encoder, before, after = FrameEncoder(), noise(), noise()
     after[0, 0] ^= 255
-    shape = np.full((8, 8, 4), 255, np.uint8)
-    pointer = PointerImage(at=Point(20, 20), shape=CursorShape(hot_x_px=0, hot_y_px=0, rgba_HWC=shape))
-    first = await encoder.encode(shown(before), RAW, pointer=pointer)
-    options = replace(RAW, known_image_id=first.image_id)
-    ahead = await encoder.encode(shown(after), options, pointer=pointer)
-    later = replace(shown(after), capture_time=datetime(2026, 1, 3, tzinfo=UTC))
-    again = await encoder.encode(later, options, pointer=pointer)
+    cursor = CursorShape(0, 0, np.full((8, 8, 4), 255, np.uint8))
+    first, second = (replace(shown(pixels), cursor=cursor, pointer=Point(20, 20)) for pixels in (before, after))
+    sent = await encoder.encode(first, RAW)
+    options = replace(RAW, known_image_id=sent.image_id)
+    ahead = await encoder.encode(second, options)
+    later = replace(second, capture_time=datetime(2026, 1, 3, tzinfo=UTC))
+    again = await encoder.encode(later, options)
     assert isinstance(again.content, TileDelta)
     assert again.content is ahead.content
     assert again.capture_time == later.capture_time

@@ -1,6 +1,7 @@
 """Images of frames: cropped, scaled, with the pointer drawn, compressed."""
 
 import io
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -14,7 +15,7 @@ from cuaenv.frames import TiledImage
 from cuaenv.frames.size import fit
 from cuaenv.region import Region
 from envd.base.errors import InvalidRequest
-from envd.desktop.display.frames import Frame, PointerImage, compress, draw, picture_of
+from envd.desktop.display.frames import Frame, compress, draw, picture_of
 from envd.desktop.display.rfb import CursorShape
 from envd.desktop.observation import CursorMode, Encoding, ObservationOptions, Point
 
@@ -39,8 +40,8 @@ def arrow(*, alpha: int = 255, hot: tuple[int, int] = (0, 0)) -> CursorShape:
     return CursorShape(*hot, rgba_HWC)
 
 
-def drawn(frame: Frame, options: ObservationOptions, pointer: PointerImage | None = None) -> Pixels:
-    return draw(frame, picture_of(frame, options, pointer=pointer)).rgb_HWC()
+def drawn(frame: Frame, options: ObservationOptions) -> Pixels:
+    return draw(frame, picture_of(frame, options)).rgb_HWC()
 
 
 def test_a_png_keeps_every_pixel(frame: Frame) -> None:
@@ -137,8 +138,8 @@ def test_a_size_is_within_every_limit_or_rejected(
 
 
 def test_the_pointer_is_drawn_with_its_hot_spot_at_its_position_across_tiles(frame: Frame) -> None:
-    pointer = PointerImage(at=Point(64, 65), shape=arrow(hot=(1, 2)))
-    seen = drawn(frame, ObservationOptions(), pointer).copy()
+    pointed = replace(frame, cursor=arrow(hot=(1, 2)), pointer=Point(64, 65))
+    seen = drawn(pointed, ObservationOptions()).copy()
     assert (seen[63:67, 63:66] == 255).all()
     assert np.array_equal(frame.rgb_HWC, gradient().rgb_HWC), "the frame itself is as it was"
     seen[63:67, 63:66] = frame.rgb_HWC[63:67, 63:66]
@@ -146,32 +147,32 @@ def test_the_pointer_is_drawn_with_its_hot_spot_at_its_position_across_tiles(fra
 
 
 def test_a_translucent_pointer_is_blended_with_the_screen(frame: Frame) -> None:
-    seen = drawn(frame, ObservationOptions(), PointerImage(at=Point(100, 0), shape=arrow(alpha=128)))
+    seen = drawn(replace(frame, cursor=arrow(alpha=128), pointer=Point(100, 0)), ObservationOptions())
     assert seen[0, 100, 2] == pytest.approx(128, abs=1)
     assert seen[0, 100, 0] == pytest.approx(128 + 100 * 127 / 255, abs=1)
 
 
 @pytest.mark.parametrize("at", [Point(0, 0), Point(149, 99), Point(149, 0)])
 def test_a_pointer_at_the_edge_is_clipped(at: Point) -> None:
-    seen = drawn(gradient(), ObservationOptions(), PointerImage(at=at, shape=arrow()))
+    seen = drawn(replace(gradient(), cursor=arrow(), pointer=at), ObservationOptions())
     assert seen[at.y_px, at.x_px].tolist() == [255, 255, 255]
 
 
 def test_a_pointer_off_the_screen_draws_nothing(frame: Frame) -> None:
-    pointer = PointerImage(at=Point(0, 0), shape=arrow(hot=(10, 10)))
-    assert draw(frame, picture_of(frame, ObservationOptions(), pointer=pointer)) is frame.image
+    pointed = replace(frame, cursor=arrow(hot=(10, 10)), pointer=Point(0, 0))
+    assert draw(pointed, picture_of(pointed, ObservationOptions())) is frame.image
 
 
 def test_the_pointer_moves_with_the_crop_and_is_drawn_only_on_request() -> None:
-    frame, pointer = gradient(), PointerImage(at=Point(30, 30), shape=arrow())
+    frame = replace(gradient(), cursor=arrow(), pointer=Point(30, 30))
     region = Region(x_px=28, y_px=28, width_px=10, height_px=10)
-    assert drawn(frame, ObservationOptions(region=region), pointer)[2, 2].tolist() == [255, 255, 255]
+    assert drawn(frame, ObservationOptions(region=region))[2, 2].tolist() == [255, 255, 255]
     for cursor in (CursorMode.HIDDEN, CursorMode.REPORTED):
-        assert np.array_equal(drawn(frame, ObservationOptions(cursor=cursor), pointer), frame.rgb_HWC)
+        assert np.array_equal(drawn(frame, ObservationOptions(cursor=cursor)), frame.rgb_HWC)
 
 
 def test_an_invisible_pointer_draws_nothing() -> None:
     shape = CursorShape(0, 0, np.zeros((0, 0, 4), dtype=np.uint8))
-    frame = gradient()
-    seen = drawn(frame, ObservationOptions(), PointerImage(at=Point(5, 5), shape=shape))
+    frame = replace(gradient(), cursor=shape, pointer=Point(5, 5))
+    seen = drawn(frame, ObservationOptions())
     assert np.array_equal(seen, frame.rgb_HWC)

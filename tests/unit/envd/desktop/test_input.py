@@ -159,7 +159,7 @@ def test_a_modifier_that_the_agent_holds_stays_held() -> None:
 
 
 def test_a_drag_presses_moves_in_small_steps_and_releases_at_the_end() -> None:
-    path = pointers(plan(Drag(400, 300, 100, 100), STATE))
+    path = pointers(plan(Drag(100, 100, 400, 300), STATE))
     assert path[:2] == [(100, 100, 0), (100, 100, 1)]
     assert path[-2:] == [(400, 300, 1), (400, 300, 0)]
     moves = path[1:-1]
@@ -169,7 +169,7 @@ def test_a_drag_presses_moves_in_small_steps_and_releases_at_the_end() -> None:
 
 
 def test_a_drag_to_its_start_still_presses_and_releases() -> None:
-    path = pointers(plan(Drag(10, 20), STATE))
+    path = pointers(plan(Drag(end_x=10, end_y=20), STATE))
     assert path[0] == (10, 20, 1)
     assert path[-1] == (10, 20, 0)
 
@@ -404,7 +404,7 @@ def test_only_actions_with_characters_depend_on_the_keyboard(action: Action, dep
     [
         (Move(640, 0), r"\(640, 0\) is off the screen, which is 640x480"),
         (Click(-1, 5), "off the screen"),
-        (Drag(0, 480, 0, 0), "off the screen"),
+        (Drag(0, 0, 0, 480), "off the screen"),
         (Scroll(dy=1, x=9999, y=0), "off the screen"),
         (Click(count=0), "0 times"),
         (Click(count=11), "11 times"),
@@ -573,7 +573,7 @@ async def test_the_pointer_stays_within_a_screen_that_shrinks(client: RfbClient,
     assert held_input.pointer((320, 200)) == Point(319, 199)
 
 
-@pytest.mark.parametrize("action", [Click(5, 5), Click(count=2), Drag(90, 90, 5, 5), MouseUp()])
+@pytest.mark.parametrize("action", [Click(5, 5), Click(count=2), Drag(5, 5, 90, 90), MouseUp()])
 def test_the_pause_after_a_release_exceeds_the_debounce_time(action: Action) -> None:
     events = plan(action, STATE)
     assert isinstance(events[-1], Pause)

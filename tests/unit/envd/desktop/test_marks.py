@@ -10,7 +10,7 @@ from cuaenv.region import Region
 from envd.desktop.display.encoder import FrameEncoder
 from envd.desktop.display.frames import Frame, draw, picture_of
 from envd.desktop.display.marks import Mark, draw_marks
-from envd.desktop.observation import Encoding, Keyframe, ObservationOptions, Unchanged
+from envd.desktop.observation import Encoding, Keyframe, ObservationOptions, UnchangedImage
 
 WHOLE = Region(x_px=0, y_px=0, width_px=200, height_px=100)
 BLANK_HWC = np.full((100, 200, 3), 255, np.uint8)
@@ -79,5 +79,5 @@ async def test_a_marked_frame_never_shares_a_result_with_an_unmarked_one() -> No
     assert plain.frame_id == one.frame_id == two.frame_id
     known = ObservationOptions(encoding=Encoding.RAW_ZSTD, known_image_id=one.image_id)
     again = await encoder.encode(frame, known, marks=(mark(1, 20, 20, 100, 60),))
-    assert isinstance(again.content, Unchanged)
+    assert isinstance(again.content, UnchangedImage)
     assert isinstance(one.content, Keyframe)

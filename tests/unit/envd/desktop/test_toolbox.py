@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cuaenv.actions import AskUser, CallTool, EditFile, ListDirectory, ReadFile, RunShell, ToolAction, WriteFile
+from cuaenv.results import CommandResult
 from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive
-from envd.desktop.agent import CommandResult
 from envd.desktop.observation import ActionOutcome
 from envd.desktop.toolbox import PROGRAM, Toolbox, cut
 

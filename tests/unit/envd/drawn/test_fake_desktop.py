@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from envd.desktop.input.keysyms import character, named_key
 from envd.drawn.desktop.canvas import Damage, Framebuffer, Rect, SharedPicture
 from envd.drawn.desktop.desktop import DrawnDesktop
-from envd.drawn.desktop.keyboard import Keyboard, scancode_of
+from envd.drawn.desktop.keyboard import DrawnKeyboard, scancode_of
 from envd.drawn.desktop.windows import CHECKBOX_PATH, CLICKS_PATH, NOTE_PATH
-from envd.drawn.files import GuestFiles
+from envd.drawn.files import DrawnFiles
 
 SHIFT = 42
 CONTROL = 29
@@ -21,7 +21,7 @@ class Session:
     """A desktop with helpers for input."""
 
     def __init__(self, *, width_px: int = 640, height_px: int = 400) -> None:
-        self.files = GuestFiles()
+        self.files = DrawnFiles()
         self.changed: list[Rect] = []
         pixels = np.zeros((height_px, width_px, 4), np.uint8)
         self.desktop = DrawnDesktop(Framebuffer(pixels, shared=False), files=self.files, on_change=self.changed.extend)
@@ -237,7 +237,7 @@ def test_a_partial_redraw_gives_the_same_picture_as_a_full_one(events: list[tupl
 
 
 def test_a_keysym_only_selects_a_key_as_in_qemu() -> None:
-    keyboard = Keyboard()
+    keyboard = DrawnKeyboard()
     assert scancode_of(ord("A")) == scancode_of(ord("a")) == 30
     assert scancode_of(ord("€")) is None
     stroke = keyboard.event(30, down=True)
@@ -253,7 +253,7 @@ def test_a_keysym_only_selects_a_key_as_in_qemu() -> None:
 def test_every_key_of_the_layout_types_its_character(char: str) -> None:
     stroke = character(char)
     assert stroke is not None
-    keyboard = Keyboard()
+    keyboard = DrawnKeyboard()
     if stroke.shift:
         keyboard.event(SHIFT, down=True)
     pressed = keyboard.event(stroke.key.scancode, down=True)

@@ -9,7 +9,7 @@ import pytest
 from envd.drawn.desktop.canvas import Framebuffer
 from envd.drawn.desktop.desktop import DrawnDesktop
 from envd.drawn.desktop.forms import InvalidForm
-from envd.drawn.files import GuestFiles
+from envd.drawn.files import DrawnFiles
 
 PATH = "/home/user/order.form"
 FORM: dict[str, Any] = {
@@ -29,7 +29,7 @@ FORM: dict[str, Any] = {
 
 @pytest.fixture
 def desktop() -> DrawnDesktop:
-    files = GuestFiles()
+    files = DrawnFiles()
     files[PATH] = json.dumps(FORM).encode()
     desktop = DrawnDesktop(Framebuffer(np.zeros((320, 512, 4), np.uint8), shared=False), files=files)
     assert desktop.launch("form", PATH)
@@ -120,7 +120,7 @@ IRREVERSIBLE: dict[str, Any] = {
 
 @pytest.fixture
 def irreversible() -> tuple[DrawnDesktop, list[str]]:
-    files, causes = GuestFiles(), list[str]()
+    files, causes = DrawnFiles(), list[str]()
     files[PATH] = json.dumps(IRREVERSIBLE).encode()
     pixels = np.zeros((320, 512, 4), np.uint8)
     desktop = DrawnDesktop(Framebuffer(pixels, shared=False), files=files, on_end=causes.append)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost
-from envd.base.losses import Owner
+from envd.base.losses import LossOwner
 from envd.drawn import fake_image
 from envd.hypervisor.machine import Accelerator, MachineSpec, MachineState
 from tests.support.fake_agent import ask
@@ -160,7 +160,7 @@ async def test_a_guest_that_reboots_is_lost_by_its_own_doing(machine: FaultyMach
     for scancode in (29, 56, 0xD3):
         machine.key_input(scancode, down=True)
     assert machine.loss is not None
-    assert (machine.loss.owner, machine.loss.cause) == (Owner.GUEST, "REBOOT")
+    assert (machine.loss.owner, machine.loss.cause) == (LossOwner.GUEST, "REBOOT")
     assert machine.lost_reason == "its guest rebooted"
 
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from envd.drawn.files import GuestFiles
-from envd.drawn.outcome import Outcome
+from envd.drawn.files import DrawnFiles
+from envd.drawn.outcome import ProgramResult
 from envd.drawn.programs import GuestClock, Programs
 
 
 @pytest.fixture
-def files() -> GuestFiles:
-    files = GuestFiles()
+def files() -> DrawnFiles:
+    files = DrawnFiles()
     files["/home/user/a.txt"] = b"alpha\n"
     files["/home/user/docs/b.txt"] = b"beta"
     return files
@@ -21,15 +21,15 @@ def clock() -> GuestClock:
 
 
 @pytest.fixture
-def programs(files: GuestFiles, clock: GuestClock) -> Programs:
+def programs(files: DrawnFiles, clock: GuestClock) -> Programs:
     return Programs(files, windows=lambda: None, clock=clock)
 
 
-def sh(programs: Programs, script: str, *parameters: str) -> Outcome:
+def sh(programs: Programs, script: str, *parameters: str) -> ProgramResult:
     return programs.run(["sh", "-c", script, *parameters])
 
 
-def test_programs_behave_like_the_real_ones(programs: Programs, files: GuestFiles) -> None:
+def test_programs_behave_like_the_real_ones(programs: Programs, files: DrawnFiles) -> None:
     assert programs.run(["cat", "~/a.txt", "docs/b.txt"]).stdout == b"alpha\nbeta"
     assert programs.run(["/usr/bin/echo", "a", "b"]).stdout == b"a b\n"
     assert programs.run(["false"]).exit_code == 1
@@ -48,7 +48,7 @@ def test_a_missing_file_is_an_exit_code_and_a_missing_program_an_error(programs:
         programs.run(["firefox"])
 
 
-def test_a_created_directory_exists_until_it_is_removed(programs: Programs, files: GuestFiles) -> None:
+def test_a_created_directory_exists_until_it_is_removed(programs: Programs, files: DrawnFiles) -> None:
     programs.run(["mkdir", "-p", "--", "/home/user/new/deep"])
     assert files.is_directory("/home/user/new")
     assert files.list_directory("/home/user") == ["a.txt", "docs", "new"]
@@ -60,7 +60,7 @@ def test_a_created_directory_exists_until_it_is_removed(programs: Programs, file
     ("path", "output"), [("/home/user/a.txt", b"6\n"), ("/home/user/docs", b"other\n"), ("/nowhere", b"absent\n")]
 )
 def test_the_hosts_file_probe_returns_size_other_or_absent(programs: Programs, path: str, output: bytes) -> None:
-    assert sh(programs, "# the host's script", "probe-file", path) == Outcome(stdout=output)
+    assert sh(programs, "# the host's script", "probe-file", path) == ProgramResult(stdout=output)
 
 
 def test_the_hosts_directory_listing_returns_entries_or_exit_code_66(programs: Programs) -> None:
@@ -68,15 +68,15 @@ def test_the_hosts_directory_listing_returns_entries_or_exit_code_66(programs: P
     assert sh(programs, "# the host's script", "list-directory", "/nowhere").exit_code == 66
 
 
-def test_a_single_command_runs_in_the_shell(programs: Programs, files: GuestFiles) -> None:
-    assert sh(programs, "cat '/home/user/a.txt'") == Outcome(stdout=b"alpha\n")
-    assert sh(programs, "exec cat a.txt >/dev/null 2>&1") == Outcome()
+def test_a_single_command_runs_in_the_shell(programs: Programs, files: DrawnFiles) -> None:
+    assert sh(programs, "cat '/home/user/a.txt'") == ProgramResult(stdout=b"alpha\n")
+    assert sh(programs, "exec cat a.txt >/dev/null 2>&1") == ProgramResult()
     assert sh(programs, "exit 3").exit_code == 3
     assert sh(programs, "nonsense").exit_code == 127
 
 
-def test_output_is_appended_to_a_file(programs: Programs, files: GuestFiles) -> None:
-    assert sh(programs, "echo one >>/srv/x") == sh(programs, "echo two >> /srv/x") == Outcome()
+def test_output_is_appended_to_a_file(programs: Programs, files: DrawnFiles) -> None:
+    assert sh(programs, "echo one >>/srv/x") == sh(programs, "echo two >> /srv/x") == ProgramResult()
     assert files["/srv/x"] == b"one\ntwo\n"
 
 

@@ -13,7 +13,7 @@ from envd.daemon.suites import load_tasks
 from envd.drawn.desktop.canvas import Framebuffer
 from envd.drawn.desktop.desktop import DrawnDesktop
 from envd.drawn.desktop.forms import read_form
-from envd.drawn.files import GuestFiles
+from envd.drawn.files import DrawnFiles
 from envd.drawn.suite import DRAWN
 from envd.drawn.suite.desk import WORDS
 from envd.tasks.checker_union import leaves
@@ -30,7 +30,7 @@ each_template = pytest.mark.parametrize("template", TEMPLATES, ids=lambda templa
 
 def opened(task: Task) -> DrawnDesktop:
     """Return a desktop after the task's setup."""
-    desktop = DrawnDesktop(Framebuffer(np.zeros((320, 512, 4), np.uint8), shared=False), files=GuestFiles())
+    desktop = DrawnDesktop(Framebuffer(np.zeros((320, 512, 4), np.uint8), shared=False), files=DrawnFiles())
     for verb in task.setup:
         match verb:
             case WriteFile():
@@ -87,7 +87,7 @@ def test_random_input_solves_less_than_one_task_in_fifty() -> None:
         desktop = opened(task)
         for _ in task.oracle:
             x, y, to_x, to_y = (rng.randrange(limit) for limit in (512, 320, 512, 320))
-            actions: list[Action] = [Click(x, y), Drag(to_x, to_y, x, y), TypeText(rng.choice(WORDS))]
+            actions: list[Action] = [Click(x, y), Drag(x, y, to_x, to_y), TypeText(rng.choice(WORDS))]
             perform(desktop, [rng.choice(actions)])
         solved += is_solved(desktop, task)
     assert solved < trials / 50

@@ -7,14 +7,14 @@ from unittest.mock import AsyncMock
 import pytest
 
 from envd.base.errors import EpisodeNotFound, MachineLost, RequestIdReused, StepIndexMismatch
-from envd.episodes.ledger import Ledger, Request, RequestKind
+from envd.episodes.ledger import Ledger, RequestKey, RequestKind
 from tests.support.clock import ManualClock, begun, run_ready
 
 KIND = RequestKind("step", keep_count=3, without_effect=(StepIndexMismatch,))
 
 
-def request(request_id: str, fingerprint: bytes = b"f", kind: RequestKind = KIND) -> Request:
-    return Request(kind, "ep-1", request_id, fingerprint)
+def request(request_id: str, fingerprint: bytes = b"f", kind: RequestKind = KIND) -> RequestKey:
+    return RequestKey(kind, "ep-1", request_id, fingerprint)
 
 
 class Work:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from envd.base.errors import DisplayError, EnvdError, HypervisorError, MachineLost
-from envd.base.losses import Loss, Owner
+from envd.base.losses import Loss, LossOwner
 from envd.episodes.losing import find_loss
 
 _SILENT = "the guest does not answer although the host lets it run"
@@ -30,17 +30,17 @@ def _episode(found: Loss) -> Any:
 @pytest.mark.parametrize(
     ("error", "explains_display", "owner"),
     [
-        (DisplayError("the display closed its connection"), False, Owner.UNDECIDED),
-        (DisplayError("the display closed its connection"), True, Owner.GUEST),
-        (MachineLost("its display cannot be reached"), True, Owner.GUEST),
-        (HypervisorError("it could not be paused"), True, Owner.UNDECIDED),
+        (DisplayError("the display closed its connection"), False, LossOwner.UNDECIDED),
+        (DisplayError("the display closed its connection"), True, LossOwner.GUEST),
+        (MachineLost("its display cannot be reached"), True, LossOwner.GUEST),
+        (HypervisorError("it could not be paused"), True, LossOwner.UNDECIDED),
     ],
 )
 async def test_a_display_that_fails_is_the_guests_where_the_guest_serves_it(
-    error: EnvdError, *, explains_display: bool, owner: Owner
+    error: EnvdError, *, explains_display: bool, owner: LossOwner
 ) -> None:
     # Otherwise an agent could choose that its episode is undecided: a fork bomb ends a container's X server.
-    silent = Loss(Owner.GUEST, _SILENT, "UNRESPONSIVE", explains_display=explains_display)
+    silent = Loss(LossOwner.GUEST, _SILENT, "UNRESPONSIVE", explains_display=explains_display)
     found = await find_loss(_episode(silent), error)
     assert found is not None
     assert found.owner is owner

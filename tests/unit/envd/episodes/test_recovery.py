@@ -26,9 +26,9 @@ from envd.desktop.view import ConnectionState
 from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, stored_in, without_pixels
 from envd.episodes.progress import AutomaticCheckpoints, EpisodeState, Progress, ScoreResult
 from envd.episodes.recovery import RecoveryOutcome, decide, load_persisted
-from envd.episodes.types import GroupResult, StepResult
+from envd.episodes.types import OpenedGroup, StepResult
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.evaluate import CheckResult
+from envd.tasks.text import CheckResult
 from envd.tasks.user import Exchange
 from tests.support.episode_values import NOON, episode_info, episode_spec
 
@@ -189,11 +189,11 @@ def test_long_text_is_not_persisted() -> None:
 
 
 def test_a_group_is_persisted_without_pixels() -> None:
-    group = GroupResult(episodes=(INFO, INFO), observations=(SEEN, SEEN), instruction="Do it.", timings_ms={})
+    group = OpenedGroup(episodes=(INFO, INFO), observations=(SEEN, SEEN), instruction="Do it.", timings_ms={})
     text = dump(without_pixels(group))
     assert "iVBOR" not in text
     assert len(text) < 4096
-    assert load(GroupResult, text).episodes == (INFO, INFO)
+    assert load(OpenedGroup, text).episodes == (INFO, INFO)
 
 
 def test_a_row_has_everything_that_an_episode_has_done() -> None:

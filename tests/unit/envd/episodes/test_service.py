@@ -10,6 +10,7 @@ import pytest
 
 from cuaenv.actions import Done, PressKeys, TypeText
 from cuaenv.region import Region
+from cuaenv.results import UnrecordedRequest
 from envd.base.clock import LoopLag
 from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import (
@@ -36,8 +37,7 @@ from envd.base.errors import (
     TaskNotFound,
     TokenQuotaReached,
 )
-from envd.base.losses import Loss, Owner, Silence
-from envd.desktop.gateway import UnrecordedRequest
+from envd.base.losses import Loss, LossOwner, Silence
 from envd.desktop.observation import A11yFormat, ObservationOptions
 from envd.episodes.lease import MAX_CALL_S
 from envd.episodes.progress import EpisodeState
@@ -379,7 +379,7 @@ async def test_a_libvirtd_that_is_away_says_nothing_about_the_machine(world: Wor
 
 # -- a guest that ends itself ---------------------------------------------------------------------------------------
 
-POWER_OFF = Loss(Owner.GUEST, "QEMU reports guest-shutdown", "POWER_OFF")
+POWER_OFF = Loss(LossOwner.GUEST, "QEMU reports guest-shutdown", "POWER_OFF")
 
 
 async def test_a_step_in_which_the_guest_powers_off_ends_the_episode_and_scores_0(

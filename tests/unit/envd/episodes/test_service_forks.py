@@ -27,7 +27,7 @@ from envd.base.errors import (
 from envd.desktop.observation import A11yFormat, Encoding, ObservationOptions
 from envd.drawn.backend import CAPABILITIES
 from envd.episodes.progress import EpisodeState
-from envd.episodes.types import GroupResult
+from envd.episodes.types import OpenedGroup
 from envd.hypervisor.machine import MachineState
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import CAPACITY, FROZEN, PLAIN, TASK, World, running_world
@@ -337,8 +337,8 @@ async def test_a_fork_cancelled_at_any_await_keeps_nothing() -> None:
             assert world.hypervisor.machines == {}, f"cut short after {turns} turns of the loop"
             assert world.pool.statistics().reserved_count == 0
             assert all(state.discarded for state in world.captured())
-    assert GroupResult in outcomes
-    assert outcomes - {GroupResult} <= {EpisodeNotFound, Draining}
+    assert OpenedGroup in outcomes
+    assert outcomes - {OpenedGroup} <= {EpisodeNotFound, Draining}
     assert len(outcomes) > 1, "some forks were cancelled, some completed"
 
 

@@ -20,7 +20,7 @@ from envd.base.errors import (
 from envd.desktop.observation import A11yFormat, Encoding, Keyframe, ObservationOptions, SettleResult
 from envd.drawn.backend import CAPABILITIES
 from envd.episodes.progress import AutomaticCheckpoints
-from envd.episodes.types import GroupResult
+from envd.episodes.types import OpenedGroup
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.tasks.perturbations import Perturb
@@ -31,7 +31,7 @@ from tests.support.stubs import StubDesktop
 WITH_TREE = ObservationOptions(encoding=Encoding.NONE, a11y_format=A11yFormat.OSWORLD_XML)
 
 
-def check_that_all_began_alike(result: GroupResult) -> None:
+def check_that_all_began_alike(result: OpenedGroup) -> None:
     origins = {info.spec.origin for info in result.episodes}
     frames = {observation.frame.frame_id for observation in result.observations}
     assert len(origins) == 1
@@ -287,7 +287,7 @@ async def test_a_group_cancelled_at_any_await_keeps_nothing(task_id: str) -> Non
             assert world.hypervisor.machines == {}, f"cut short after {turns} turns of the loop"
             assert world.pool.statistics().reserved_count == 0
             assert len([s for s in world.captured() if not s.discarded]) == len(world.service._opening._states)
-    assert outcomes == {Draining, GroupResult}, "some resets were cancelled, some completed"
+    assert outcomes == {Draining, OpenedGroup}, "some resets were cancelled, some completed"
 
 
 # -- perturbed worlds ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from envd.base.config import RunShare
 from envd.base.errors import GroupTooLarge, HypervisorError, PoolFailing
 from envd.episodes.progress import EpisodeState
-from envd.episodes.types import GroupResult
+from envd.episodes.types import OpenedGroup
 from envd.pool.fairness import RunShares
 from tests.support.clock import begun, run_ready
 from tests.support.episode_world import CAPACITY, NO_PIXELS, PLAIN, World, running_world
@@ -15,7 +15,7 @@ from tests.support.episode_world import CAPACITY, NO_PIXELS, PLAIN, World, runni
 
 async def test_step_evaluate_keep_alive_and_close_never_wait_for_resets_and_forks(world: World) -> None:
     first, second, third = [await world.open(run="a", task_id=PLAIN.task_id) for _ in range(CAPACITY)]
-    parked: list[asyncio.Task[GroupResult] | asyncio.Task[GroupResult]] = [
+    parked: list[asyncio.Task[OpenedGroup] | asyncio.Task[OpenedGroup]] = [
         asyncio.create_task(world.reset(run=f"run-{number % 7}", group_size=number % CAPACITY + 1, timeout_s=600.0))
         for number in range(200)
     ]

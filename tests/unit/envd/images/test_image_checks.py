@@ -1,5 +1,6 @@
 """The checks of `envd doctor` for images, and for what they need of a host."""
 
+import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,6 +11,9 @@ from envd.base.checks import Status
 from envd.base.config import Config
 from envd.base.config_sources import load
 from envd.hypervisor.machine import Firmware, GuestOs, Hardware
+from envd.hypervisor.oci import images as oci_images
+from envd.hypervisor.oci.ids import own_ids
+from envd.hypervisor.oci.images import unpacked_directory
 from envd.hypervisor.qemu.user import Account, QemuUser
 from envd.images import checks
 from envd.images.catalogue import Image, ImageCatalogue, ImportedDisk
@@ -121,3 +125,61 @@ def test_a_user_that_cannot_run_qemu_fails_with_its_name(tmp_path: Path) -> None
     assert check.status is Status.FAIL
     assert "no-such-user" in check.detail
     assert checks.check_qemu_user(config_with(tmp_path, **{"hypervisor.uri": "fake"})).status is Status.OK
+
+
+class TestUnpacking:
+    """The check of what containers need."""
+
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> Config:
+        return config_with(tmp_path, **{"hypervisor.uri": "oci:"})
+
+    @staticmethod
+    def publish(config: Config, packages: str = "tigervnc-standalone-server 1.12\n", **more: object) -> Path:
+        """Publish a desktop; return its directory."""
+        catalogue = ImageCatalogue(config.cache_dir)
+        with catalogue.staging("desktop") as directory:
+            (directory / "disk.qcow2").write_bytes(b"disk")
+            (directory / "packages.txt").write_text(packages)
+            image = Image(name="desktop", digest="0" * 64, disk="disk.qcow2", disk_sha256="", **more)  # type: ignore[arg-type]
+            catalogue.publish(directory, image)
+        return config.cache_dir / "images/desktop" / ("0" * 16)
+
+    def test_a_host_without_containers_needs_nothing(self, tmp_path: Path) -> None:
+        check = checks.check_unpacking(config_with(tmp_path))
+        assert (check.status, check.detail) == (Status.OK, "only containers need it")
+
+    def test_a_missing_image_is_the_finding_of_another_check(self, config: Config) -> None:
+        assert checks.check_unpacking(config).status is Status.OK
+
+    def test_an_image_is_unpacked_or_can_be(self, config: Config) -> None:
+        directory = self.publish(config)
+        assert checks.check_unpacking(config).detail == "desktop: can be unpacked"
+        unpacked_directory(ImageCatalogue(config.cache_dir).disk_image("desktop"), own_ids()).mkdir()
+        assert checks.check_unpacking(config).detail == "desktop: unpacked"
+        assert directory.is_dir()
+
+    def test_an_image_without_its_x_server_fails_with_the_remedy(self, config: Config) -> None:
+        self.publish(config, packages="xterm 1\n")
+        check = checks.check_unpacking(config)
+        assert check.status is Status.FAIL
+        assert "has no tigervnc-standalone-server" in check.detail
+        assert "run `envd image build desktop`" in check.detail
+
+    def test_a_missing_debugfs_fails_with_its_package(self, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.publish(config)
+        monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+        check = checks.check_unpacking(config)
+        assert check.status is Status.FAIL
+        assert check.detail.endswith("unpacking an image needs debugfs; install the package e2fsprogs")
+
+    def test_an_image_of_root_in_a_users_cache_names_the_command_that_helps(
+        self, config: Config, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        directory = self.publish(config)
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        monkeypatch.setattr(oci_images, "name_of", lambda uid: "root" if uid == os.getuid() else str(uid))
+        check = checks.check_unpacking(config)
+        assert check.status is Status.FAIL
+        assert f"{directory} belongs to root" in check.detail
+        assert f"run `sudo chown root {directory}`, or build or import it with a --cache-dir" in check.detail

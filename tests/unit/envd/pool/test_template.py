@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from cuaenv.results import CommandResult
 from envd.base.errors import (
     Draining,
     GuestUnresponsive,
@@ -15,7 +16,6 @@ from envd.base.errors import (
     PoolExhausted,
     PoolFailing,
 )
-from envd.desktop.agent import CommandResult
 from envd.pool.backoff import BreakerState
 from envd.pool.pool import Pool
 from envd.pool.room import HostRoom

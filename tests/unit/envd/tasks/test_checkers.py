@@ -10,16 +10,15 @@ from typing import Any, get_args
 import pytest
 
 from cuaenv.actions import Done, Fail
+from cuaenv.results import CommandResult
 from envd.base.errors import EvaluatorFailed, GuestError, MachineLost, TooLarge
-from envd.desktop.desktop import CommandResult
-from envd.drawn.programs import OpenWindow
+from envd.drawn.programs import WindowEntry
 from envd.tasks.checker_union import AnyLeafChecker
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
 from envd.tasks.checkers.programs import Process, Window, judge_processes, judge_windows
 from envd.tasks.evaluate import Evaluation, evaluate, judge_ended
 from envd.tasks.model import Task
-from envd.tasks.queries import OpenWindow as ListedWindow
-from envd.tasks.queries import parse_windows
+from envd.tasks.queries import OpenWindow, parse_windows
 from envd.tasks.text import CheckOutcome
 from tests.support.memory_desktop import MemoryDesktop
 
@@ -96,7 +95,7 @@ async def test_output_above_its_limit_scores_0_like_a_large_file(checker: dict[s
 
 async def test_a_list_of_windows_above_its_limit_scores_0() -> None:
     desktop = MemoryDesktop()
-    desktop.windows.append(OpenWindow(1, "a.A", "x" * 70_000))
+    desktop.windows.append(WindowEntry(1, "a.A", "x" * 70_000))
     evaluation = await score_of({"kind": "window", "window": {"title": "y"}, "present": False}, desktop)
     assert evaluation.score == 0
     assert "the limit is 65536" in evaluation.checks[0].evidence
@@ -238,7 +237,7 @@ async def test_a_command_that_cannot_be_run_gives_no_score(desktop: MemoryDeskto
 
 
 async def test_windows_are_found_by_title_and_class(desktop: MemoryDesktop) -> None:
-    desktop.windows = [OpenWindow(0x10, "mousepad.Mousepad", "~/a.txt - Mousepad")]
+    desktop.windows = [WindowEntry(0x10, "mousepad.Mousepad", "~/a.txt - Mousepad")]
 
     async def score(present: bool, **match: str) -> float:
         return (await score_of({"kind": "window", "window": match, "present": present}, desktop)).score
@@ -257,9 +256,9 @@ def test_a_window_list_with_unusual_titles_is_parsed() -> None:
         "0x00600004  0 xterm.XTerm           desktop \n"
     )
     assert parse_windows(listing) == (
-        ListedWindow(window_id="0x00200008", wm_class="tint2.Tint2", title="tint2"),
-        ListedWindow(window_id="0x00600003", wm_class="mousepad.Mousepad", title="*~/Docs/é 漢.txt -  Mousepad"),
-        ListedWindow(window_id="0x00600004", wm_class="xterm.XTerm", title=""),
+        OpenWindow(window_id="0x00200008", wm_class="tint2.Tint2", title="tint2"),
+        OpenWindow(window_id="0x00600003", wm_class="mousepad.Mousepad", title="*~/Docs/é 漢.txt -  Mousepad"),
+        OpenWindow(window_id="0x00600004", wm_class="xterm.XTerm", title=""),
     )
 
 
@@ -318,7 +317,7 @@ def test_an_empty_process_list_gives_no_score() -> None:
 
 
 async def test_processes_are_queried_in_the_guest(desktop: MemoryDesktop) -> None:
-    desktop.windows = [OpenWindow(0x10, "galculator.Galculator", "galculator")]
+    desktop.windows = [WindowEntry(0x10, "galculator.Galculator", "galculator")]
     assert (await score_of({"kind": "process", "program": "galculator"}, desktop)).score == 1.0
     assert (await score_of({"kind": "process", "program": "mousepad"}, desktop)).score == 0.0
 

@@ -6,8 +6,8 @@ import pytest
 from PIL import Image
 
 from cuaenv.actions import Done
+from cuaenv.results import CommandResult
 from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive
-from envd.desktop.agent import CommandResult
 from envd.desktop.observation import EncodedFrame, Observation
 from envd.tasks.checkers.images import read_pixels
 from envd.tasks.evaluate import evaluate

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from cuaenv.actions import Done
 from cuaenv.region import Region
+from cuaenv.results import CommandResult
 from envd.base.errors import EvaluatorFailed, GuestError
 from envd.desktop.a11y import MAX_VALUE_CHARS
-from envd.desktop.desktop import CommandResult
 from envd.desktop.observation import Element, Elements
 from envd.tasks.checkers.images import MAX_PIXELS, read_pixels
 from envd.tasks.checkers.session import AgentAnswer, OnScreen, judge_answer, judge_screen

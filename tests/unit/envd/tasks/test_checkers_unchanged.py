@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from cuaenv.results import CommandResult
 from envd.base.errors import EvaluatorFailed, SetupFailed
-from envd.desktop.desktop import CommandResult
 from envd.tasks.checkers import unchanged
 from envd.tasks.evaluate import evaluate, remember_start
 from envd.tasks.model import Task

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from cuaenv.results import CommandResult
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
-from envd.desktop.desktop import CommandResult
-from envd.drawn.programs import OpenWindow
+from envd.drawn.programs import WindowEntry
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.assets import AssetCache
 from envd.tasks.model import Task
@@ -18,8 +18,8 @@ from envd.tasks.setup_resources import SetupResources
 from envd.tasks.text import CheckOutcome
 from tests.support.memory_desktop import MemoryDesktop
 
-EDITOR = OpenWindow(0x60, "mousepad.Mousepad", "~/a.txt - Mousepad")
-CALCULATOR = OpenWindow(0x70, "galculator.Galculator", "galculator")
+EDITOR = WindowEntry(0x60, "mousepad.Mousepad", "~/a.txt - Mousepad")
+CALCULATOR = WindowEntry(0x70, "galculator.Galculator", "galculator")
 PATH = "/home/user/a.txt"
 WRITE = {"kind": "write_file", "path": PATH, "text": "x"}
 WITH_PASSWORD = SetupResources(client_password="s3cret")  # noqa: S106 - of no guest

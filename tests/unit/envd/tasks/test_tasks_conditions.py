@@ -2,7 +2,7 @@
 
 import pytest
 
-from envd.desktop.agent import CommandResult
+from cuaenv.results import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.oracle import WaitFor
 from envd.tasks.replay import query_of, unmet

@@ -1,8 +1,8 @@
 """The desktop suite: complete, consistent, and never solved by doing nothing."""
 
 from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, PressKeys, Scroll, Wait
-from envd.desktop.agent import CommandResult
-from envd.drawn.programs import OpenWindow
+from cuaenv.results import CommandResult
+from envd.drawn.programs import WindowEntry
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checker_union import AnyLeafChecker, leaves
 from envd.tasks.checkers.files import FileText
@@ -153,9 +153,9 @@ def set_up(task: Task) -> MemoryDesktop:
             case WriteFile():
                 desktop.files[verb.path] = verb.data()
             case Launch(argv=argv):
-                desktop.windows.append(OpenWindow(number, f"{argv[0]}.{argv[0].title()}", argv[-1]))
+                desktop.windows.append(WindowEntry(number, f"{argv[0]}.{argv[0].title()}", argv[-1]))
             case Open(path=path):
-                desktop.windows.append(OpenWindow(number, "mousepad.Mousepad", f"{path} - Mousepad"))
+                desktop.windows.append(WindowEntry(number, "mousepad.Mousepad", f"{path} - Mousepad"))
             case _:
                 pass
     return desktop

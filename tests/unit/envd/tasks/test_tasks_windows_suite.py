@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 import envd.cli.app
 from cuaenv.actions import Action, Click, Done, Drag, Move, PressKeys, Scroll, TypeText, Wait
+from cuaenv.results import CommandResult
 from envd.base.config_sources import load
 from envd.base.errors import ConfigError
 from envd.cli.tasks import app
 from envd.daemon.suites import load_tasks, with_suites
-from envd.desktop.desktop import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.graded_text import GradedText
 from envd.tasks.checkers.programs import Command

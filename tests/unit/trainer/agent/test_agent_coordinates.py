@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuaenv.client import Click, Drag, MouseDown, Move, PressKeys, Scroll
-from envd.api.convert_actions import Scale, Size
+from envd.api.convert_actions import Scale
 from trainer.agent.coordinates import CoordinateSpace, PointOutsidePicture, points_of, to_model_points, to_screen_points
 
 NORMALISED = CoordinateSpace.of("normalised", image_px=(1312, 736), screen_px=(1920, 1080))
@@ -37,10 +37,7 @@ def test_points_are_converted_as_by_the_service(
 ) -> None:
     space = CoordinateSpace.of("pixels", image_px=image_px, screen_px=screen_px)
     x, y = data.draw(st.integers(0, image_px[0] - 1)), data.draw(st.integers(0, image_px[1] - 1))
-    there_x_px, there_y_px = Scale(
-        reference=Size(width_px=image_px[0], height_px=image_px[1]),
-        screen=Size(width_px=screen_px[0], height_px=screen_px[1]),
-    ).apply(x, y)
+    there_x_px, there_y_px = Scale(reference_px=image_px, screen_px=screen_px).apply(x, y)
     assert space.to_screen(x, y) == (there_x_px, there_y_px)
     assert 0 <= there_x_px < screen_px[0]
     assert 0 <= there_y_px < screen_px[1]
@@ -55,16 +52,16 @@ def test_a_round_trip_is_exact_to_one_unit(x_px: int, y_px: int) -> None:
 
 
 def test_all_points_of_an_action_are_converted_and_nothing_else() -> None:
-    assert to_screen_points(Drag(1000, 1000, 0, 0, "right"), NORMALISED) == Drag(1919, 1079, 0, 0, "right")
-    assert to_screen_points(Drag(1000, 1000), NORMALISED) == Drag(1919, 1079)
+    assert to_screen_points(Drag(0, 0, 1000, 1000, "right"), NORMALISED) == Drag(0, 0, 1919, 1079, "right")
+    assert to_screen_points(Drag(end_x=1000, end_y=1000), NORMALISED) == Drag(end_x=1919, end_y=1079)
     assert to_screen_points(Scroll(dy=3, x=500, y=500), NORMALISED) == Scroll(dy=3, x=960, y=540)
-    assert to_screen_points(MouseDown("left", 500, 500), NORMALISED) == MouseDown("left", 960, 540)
+    assert to_screen_points(MouseDown(500, 500), NORMALISED) == MouseDown(960, 540)
     assert to_screen_points(Click(), NORMALISED) == Click()
     assert to_screen_points(PressKeys(("a",)), NORMALISED) == PressKeys(("a",))
     assert to_model_points(Move(1919, 1079), NORMALISED) == Move(1000, 1000)
 
 
 def test_the_points_of_a_drag_are_in_the_order_of_its_path() -> None:
-    assert points_of(Drag(3, 4, 1, 2)) == [(1, 2), (3, 4)]
-    assert points_of(Drag(3, 4)) == [(3, 4)]
+    assert points_of(Drag(1, 2, 3, 4)) == [(1, 2), (3, 4)]
+    assert points_of(Drag(end_x=3, end_y=4)) == [(3, 4)]
     assert points_of(Click()) == []

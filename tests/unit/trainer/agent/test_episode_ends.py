@@ -16,7 +16,7 @@ import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from cuaenv.client import DeadlineExceeded, EnvError, MessageTooLarge, Unavailable
+from cuaenv.client import BadRequest, DeadlineExceeded, EnvError, Unavailable
 from cuaenv.client.errors import error_of
 from cuaenv.reasons import CODE_BY_REASON
 from envd.base.config import LimitsConfig, TasksConfig
@@ -342,7 +342,7 @@ ENDS = (
             *("CHECKPOINT_NOT_FOUND", "EPISODE_ENDED", "GROUP_TOO_LARGE", "GUEST_REFUSED", "NOT_FORKABLE"),
             *("UNAUTHENTICATED", "ACCESS_DENIED", "SCOPE_TOO_SMALL", "UNIMPLEMENTED"),
         ),
-        errors=(MessageTooLarge,),
+        errors=(BadRequest,),
     ),
     End(
         way="the trainer's own code has a bug",

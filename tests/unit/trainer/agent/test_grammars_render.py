@@ -101,7 +101,9 @@ def test_every_grammar_can_express_keyboard_waits_and_ends(name: str, action: Ac
 
 
 @pytest.mark.parametrize("name", [name for name in GRAMMARS if name != "verbs"])
-@pytest.mark.parametrize("action", [Click(1, 2), Click(3, 4, "right"), Click(5, 6, count=2), Scroll(dy=3), Drag(7, 8)])
+@pytest.mark.parametrize(
+    "action", [Click(1, 2), Click(3, 4, "right"), Click(5, 6, count=2), Scroll(dy=3), Drag(end_x=7, end_y=8)]
+)
 def test_every_grammar_with_a_mouse_can_express_clicks(name: str, action: Action) -> None:
     assert grammar(name).parse(grammar(name).render([action]), PICTURE).actions == (action,)
 

@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from cuaenv import client
 from cuaenv.client import (
     BadRequest,
+    Conflict,
     DeadlineExceeded,
     EnvError,
     EpisodeEnded,
@@ -20,18 +21,14 @@ from cuaenv.client import (
     EvaluatorFailed,
     GuestEnded,
     GuestFailed,
-    GuestUnresponsive,
     LossUndecided,
     MachineLost,
     PoolExhausted,
-    PoolFailing,
     SampleVoid,
-    ServiceFault,
     SetupFailed,
-    StepIndexMismatch,
     TaskNotFound,
+    Unavailable,
     Unreachable,
-    UserUnavailable,
     Wait,
 )
 from cuaenv.client.errors import error_of
@@ -66,16 +63,14 @@ ONLY_TALKED = (replace(ACTED[0], actions=()),)
         (BudgetExhausted("x", budget="total"), "policy", "policy"),
         (MachineLost("x"), "host, repeat", "host, repeat"),
         (EpisodeNotFound("x"), "host, repeat", "host, repeat"),
-        (StepIndexMismatch("x"), "host, repeat", "host, repeat"),
+        (Conflict("x"), "host, repeat", "host, repeat"),
         (Unreachable("x"), "host, repeat", "host, repeat"),
-        (PoolFailing("x"), "host, repeat", "host, repeat"),
+        (Unavailable("x"), "host, repeat", "host, repeat"),
         (SetupFailed("x"), "host, repeat", "host, repeat"),
-        (GuestUnresponsive("x"), "host, repeat", "undecided"),
         (GuestFailed("x"), "host, repeat", "undecided"),
         (DeadlineExceeded("x"), "host, repeat", "undecided"),
         (EvaluatorFailed("x"), "host", "undecided"),
         (LossUndecided("x"), "undecided", "undecided"),
-        (ServiceFault("x"), "host", "host"),
         (SampleVoid("x"), "host", "host"),
         (PoolExhausted("x"), "host", "host"),
         (EnvError("newer than this client"), "host", "host"),
@@ -142,9 +137,9 @@ def test_only_losses_by_the_host_are_repeated() -> None:
 @pytest.mark.parametrize(
     ("trajectory", "owner", "repeat"),
     [
-        (replace(LOST, error=GuestUnresponsive("x")), Owner.HOST, True),
-        (replace(LOST, error=GuestUnresponsive("x"), turns=ONLY_TALKED), Owner.HOST, True),
-        (replace(LOST, error=GuestUnresponsive("x"), turns=ACTED), Owner.UNDECIDED, False),
+        (replace(LOST, error=GuestFailed("x")), Owner.HOST, True),
+        (replace(LOST, error=GuestFailed("x"), turns=ONLY_TALKED), Owner.HOST, True),
+        (replace(LOST, error=GuestFailed("x"), turns=ACTED), Owner.UNDECIDED, False),
         (replace(LOST, error=MachineLost("x"), turns=ACTED), Owner.HOST, True),
         (replace(LOST, error=MachineLost("x"), turns=ACTED, guest_end_cause="PANIC"), Owner.UNDECIDED, False),
         (replace(LOST, outcome=Outcome.ABORTED), Owner.TRAINER, False),
@@ -162,7 +157,7 @@ def test_an_episode_in_which_the_agent_acted_is_repeated_only_if_the_host_lost_i
 )
 def test_an_end_reason_of_the_service_is_the_error_of_that_reason(reason: str) -> None:
     error = failure_of("e", reason)
-    assert type(error) in {MachineLost, LossUndecided, GuestUnresponsive, GuestFailed, UserUnavailable}
+    assert type(error) in {MachineLost, LossUndecided, GuestFailed, SampleVoid}
     assert error.reason == reason
     assert is_fault(error)
 

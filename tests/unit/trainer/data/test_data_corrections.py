@@ -54,7 +54,7 @@ AGENT = [
     step(1, "agent", RunShell("ls"), outputs=["a.txt"]),
     step(2, "agent", TypeText("wrong")),
 ]
-PERSON = [step(2, "human", Drag(20, 10, 0, 0), TypeText("right"))]
+PERSON = [step(2, "human", Drag(0, 0, 20, 10), TypeText("right"))]
 
 
 def test_a_person_s_half_continues_the_agents_turns_in_the_models_units(tmp_path: Path) -> None:

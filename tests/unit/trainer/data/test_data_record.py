@@ -54,7 +54,7 @@ async def test_an_oracles_replies_are_parsed_as_its_actions(name: str) -> None:
     settings = AgentSettings(grammar=name)
     steps: list[list[Action]] = [[TypeText("a b")], [PressKeys(["ctrl", "s"])], [Done()]]
     if name != "verbs":  # it has no mouse
-        steps = [[Drag(400, 254, 900, 54)], [Click(319, 300, count=2), TypeText("x")], *steps]
+        steps = [[Drag(900, 54, 400, 254)], [Click(319, 300, count=2), TypeText("x")], *steps]
     conversation = conversation_of(*steps, grammar=name)
     space = CoordinateSpace.of(settings.units, image_px=(640, 416), screen_px=SCREEN)
     done: list[Action] = []
@@ -153,7 +153,7 @@ def test_oracles_are_read_as_the_daemon_prints_them(tmp_path: Path) -> None:
     read = {oracle.task_id: oracle.steps for oracle in read_oracles(path)}
     assert set(read) == {task.task_id for task in tasks}
     assert read["fake/move-and-count"] == (
-        (Drag(400, 254, 900, 54),),
+        (Drag(900, 54, 400, 254),),
         (Click(319, 300, count=2),),
         (Click(100, 450), TypeText("moved"), PressKeys(("ctrl", "s"))),
         (Done(),),

@@ -103,7 +103,7 @@ def test_replays_of_different_tasks_are_in_different_directories(ids: list[str])
         ("right 3 4", Click(3, 4, button="right")),
         ("middle 3 4", Click(3, 4, button="middle")),
         ("move 3 4", Move(3, 4)),
-        ("drag 1 2 3 4", Drag(3, 4, 1, 2)),
+        ("drag 1 2 3 4", Drag(1, 2, 3, 4)),
         ("scroll -5", Scroll(dy=-5)),
         ("scroll 5 1 2", Scroll(dy=5, x=1, y=2)),
         ("type two  words; done", TypeText("two  words; done")),

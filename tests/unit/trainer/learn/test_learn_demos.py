@@ -12,7 +12,7 @@ from trainer.learn import LearnError
 from trainer.learn.demos import play, with_habits
 from trainer.learn.settings import Demos, Settings
 
-STEPS: tuple[tuple[Action, ...], ...] = ((Click(1, 2),), (TypeText("kite"),), (Drag(1, 2, 3, 4),), (Done(""),))
+STEPS: tuple[tuple[Action, ...], ...] = ((Click(1, 2),), (TypeText("kite"),), (Drag(3, 4, 1, 2),), (Done(""),))
 ORACLES = [Oracle(task_id=f"drawn/write?seed={seed}", steps=STEPS) for seed in range(200)]
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.support.learn_runs import AFTER, BEFORE, made_up_run, named
 from trainer.cli.app import app
 from trainer.learn import LearnError, report
-from trainer.learn.record import Evaluation, Score, read_record, recorded
+from trainer.learn.record import HeldOutEvaluation, HeldOutScore, read_record, recorded
 from trainer.learn.report import write_report
 from trainer.learn.settings import SMOKE, Settings
 
@@ -84,8 +84,8 @@ def test_a_run_that_failed_is_listed_with_its_error_and_does_not_count(tmp_path:
     made_up_run(tmp_path, "rl-0", BEFORE, AFTER)
     with pytest.raises(LearnError):
         fail(tmp_path / "rl-1", LearnError("engine: device lost"))
-    scores = [Score(task_id="drawn/press?seed=0", score=1.0)]
-    Evaluation(update=0, temperature=0.0, scores=scores).add_to(tmp_path / "rl-1")
+    scores = [HeldOutScore(task_id="drawn/press?seed=0", score=1.0)]
+    HeldOutEvaluation(update=0, temperature=0.0, scores=scores).add_to(tmp_path / "rl-1")
     results = write_report([tmp_path], tmp_path / "report")
     assert (results["grpo"]["seeds"], results["grpo"]["incomplete"]) == (1, 1)
     assert results["grpo"]["held_out_before"] == 0.2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trainer.files import write_atomically
 from trainer.replay import pool as pool_module
 from trainer.replay.injection import inject, replaced_member
-from trainer.replay.pool import PoolMismatch, PoolSettings, ReplayPool
+from trainer.replay.pool import PoolMismatch, ReplayPool, ReplaySettings
 from trainer.replay.trajectory import StoredTrajectory, TokenRow
 
 ROW = TokenRow(tokens=(1, 2, 3), response_length=1, loss_mask=(1,), log_probs=(-0.5,))
@@ -30,7 +30,7 @@ def success(
 
 
 def pool_of(*trajectories: StoredTrajectory, **settings: object) -> ReplayPool:
-    pool = ReplayPool(PoolSettings(**settings))  # type: ignore[arg-type]
+    pool = ReplayPool(ReplaySettings(**settings))  # type: ignore[arg-type]
     pool.load(trajectories)
     return pool
 
@@ -201,7 +201,7 @@ def test_a_success_is_not_loaded_twice() -> None:
 @pytest.mark.parametrize("settings", [{"success_at": 0.0}, {"success_at": 1.5}, {"max_per_task": 0}, {"max_total": 0}])
 def test_invalid_limits_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
-        PoolSettings(**settings)  # type: ignore[arg-type]
+        ReplaySettings(**settings)  # type: ignore[arg-type]
 
 
 # --- resume
@@ -212,7 +212,7 @@ def test_a_resumed_pool_continues_with_the_same_picks(tmp_path: Path) -> None:
     pool.add(success("a", 9))
     picks_of(pool, "a", 7)
     pool.save(tmp_path)
-    resumed = ReplayPool.resume(tmp_path, PoolSettings(seed=5))
+    resumed = ReplayPool.resume(tmp_path, ReplaySettings(seed=5))
     assert resumed == pool
     assert picks_of(resumed, "a", 30) == picks_of(pool, "a", 30)
 
@@ -267,10 +267,10 @@ def test_a_crash_while_saving_leaves_the_previous_state(tmp_path: Path, monkeypa
 def test_a_pool_with_other_settings_or_from_another_release_is_not_resumed(tmp_path: Path) -> None:
     pool_of(success("a"), seed=1).save(tmp_path)
     with pytest.raises(PoolMismatch, match=r"saved with seed 1 \(now 2\)"):
-        ReplayPool.resume(tmp_path, PoolSettings(seed=2))
+        ReplayPool.resume(tmp_path, ReplaySettings(seed=2))
     path = tmp_path / "pool-latest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
     with pytest.raises(PoolMismatch, match="format 99"):
-        ReplayPool.resume(tmp_path, PoolSettings(seed=1))
+        ReplayPool.resume(tmp_path, ReplaySettings(seed=1))
     with pytest.raises(FileNotFoundError):
-        ReplayPool.resume(tmp_path / "nothing", PoolSettings())
+        ReplayPool.resume(tmp_path / "nothing", ReplaySettings())

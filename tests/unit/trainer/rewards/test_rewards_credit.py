@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 
 from tests.support.credit import by_definition, member, random_tree
-from trainer.rewards.credit import Member, sibling_credit
+from trainer.rewards.credit import CreditedMember, sibling_credit
 
 
-def raw(members: list[Member]) -> dict[str, tuple[float, ...]]:
+def raw(members: list[CreditedMember]) -> dict[str, tuple[float, ...]]:
     found = sibling_credit(members, by_deviation=False)
     return {one.name: credit.advantages for one, credit in zip(members, found, strict=True)}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trainer.config import ConfigError
 from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts
 from trainer.rewards.groups import advantages, has_signal
-from trainer.rewards.recipes import NAMES, Recipe, recipe
+from trainer.rewards.recipes import NAMES, Reward, recipe
 from trainer.rewards.shaped import Shaped, hits_a_box, same_action
 
 BOX = (100, 100, 50, 20)
@@ -134,7 +134,7 @@ EXPLOITS = (
 VERSIONS = ("v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12a", "v12b")
 
 
-def all_recipes() -> dict[str, Recipe]:
+def all_recipes() -> dict[str, Reward]:
     """Return the built-in recipes, and those of the examples."""
     return {
         **{name: recipe(name) for name in NAMES},
@@ -143,7 +143,7 @@ def all_recipes() -> dict[str, Recipe]:
     }
 
 
-def not_below(reward: Recipe, reference: EpisodeFacts) -> list[str]:
+def not_below(reward: Reward, reference: EpisodeFacts) -> list[str]:
     """Return the exploits that are rewarded at least as much as the reference episode."""
     minimum = reward(reference).total
     return [exploit.task_id for exploit in EXPLOITS if reward(exploit).total >= minimum]

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from trainer.sight.check import MOST_TURNS, Episode, Patches, Plan, Report, SampledReply, compare, turns_of_row
+from trainer.sight.check import MOST_TURNS, Episode, Patches, Report, SampledReply, SightPlan, compare, turns_of_row
 
 PROMPT, REPLY = [1, 2, 3], [7, 8]
-PLAN = Plan.draw(turns=2, size_px=(64, 32))
+PLAN = SightPlan.draw(turns=2, size_px=(64, 32))
 
 
 def turn(
@@ -68,7 +68,7 @@ def test_an_answer_with_the_word_of_an_earlier_turn_is_found() -> None:
 
 @pytest.mark.parametrize("limit", [3, 6])
 def test_an_engine_that_reads_only_the_first_pictures_of_a_request_is_found(limit: int) -> None:
-    plan = Plan.draw(turns=7, size_px=(64, 32))
+    plan = SightPlan.draw(turns=7, size_px=(64, 32))
     base = [turn([-1.0, -1.0])] * 7
     exchanged = [
         [turn([-5.0, -1.0]) if place == number and place < limit else base[0] for place in range(7)]
@@ -81,7 +81,7 @@ def test_an_engine_that_reads_only_the_first_pictures_of_a_request_is_found(limi
 
 
 def test_the_longest_plan_has_a_word_for_each_turn() -> None:
-    plan = Plan.draw(turns=MOST_TURNS, size_px=(64, 32))
+    plan = SightPlan.draw(turns=MOST_TURNS, size_px=(64, 32))
     assert len({word for words in plan.words for word in words}) == MOST_TURNS + 4
 
 

@@ -11,7 +11,8 @@ from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
 from trainer.data.curriculum import TaskChoice, by_solve_rate
 from trainer.slime.checks import refusals
 from trainer.slime.config import SlimeConfig
-from trainer.slime.play.choice import chosen, task_of
+from trainer.slime.hooks import chosen
+from trainer.slime.play.samples import task_of
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from pydantic import BaseModel, Field
 from cuaenv.client import Pool, Tls
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, ConfigError, parse
-from trainer.slime.checks import refusals, row_unit, warnings
+from trainer.slime.checks import capacity_warning, refusals, row_unit, tree_obstacle, warnings
 from trainer.slime.config import Halt, SlimeConfig
-from trainer.slime.probes import capacity_warning, tree_obstacle
+from trainer.slime.job import job_of
 
 HOSTS = {"hosts": ["127.0.0.1:50051"]}
 
@@ -89,13 +89,11 @@ def test_invalid_values_are_refused_by_name(mapping: dict[str, Any], message: st
 
 def test_args_without_a_mapping_are_refused_with_the_flag() -> None:
     with pytest.raises(ConfigError, match="--custom-config-path"):
-        SlimeConfig.from_args(Namespace())
+        job_of(Namespace())
 
 
 @pytest.mark.parametrize("value", [date(2026, 11, 28), {"a"}])
 def test_values_that_yaml_makes_of_texts_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="write a text in quotes"):
-        SlimeConfig.from_args(Namespace(envd={**HOSTS, "run": value}))
     with pytest.raises(ConfigError, match="write a text in quotes"):
         config(run=value)
 

@@ -9,8 +9,8 @@ from trainer.config import ConfigError
 from trainer.slime.checks import refusals
 from trainer.slime.config import SlimeConfig
 from trainer.slime.hooks import advantages
-from trainer.slime.play.groups import group_credit, token_advantages
-from trainer.slime.records import EpisodeRecord, metrics_of
+from trainer.slime.monitor import EpisodeRecord, metrics_of
+from trainer.slime.play.samples import group_credit, token_advantages
 
 PATH = "trainer.slime.hooks.advantages"
 SIBLINGS = {"hosts": ["127.0.0.1:1"], "group": "tree", "credit": "siblings"}
@@ -67,12 +67,12 @@ def test_arguments_that_contradict_the_credit_are_refused(
     envd: dict[str, Any], given: dict[str, Any], expected: str
 ) -> None:
     args = stand_in_args(envd, **given)
-    assert any(expected in problem for problem in refusals(args, SlimeConfig.from_args(args)))
+    assert any(expected in problem for problem in refusals(args, SlimeConfig.from_mapping(args.envd)))
 
 
 def test_fitting_arguments_pass() -> None:
     args = stand_in_args(SIBLINGS, custom_advantage_function_path=PATH)
-    assert list(refusals(args, SlimeConfig.from_args(args))) == []
+    assert list(refusals(args, SlimeConfig.from_mapping(args.envd))) == []
 
 
 @pytest.mark.parametrize("more", [{"group": "fork"}, {"replay": {"max_total": 4}}])

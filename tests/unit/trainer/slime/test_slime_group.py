@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.slime import Sample, ScriptedEngine, rollout_metrics, stand_in_slime
 from trainer.slime.hooks import keep_informative, log_evaluation, log_rollout, normalize_rewards, reward_func
-from trainer.slime.play.groups import drop_reason
-from trainer.slime.play.samples import make_void, note, set_status
+from trainer.slime.play.samples import drop_reason, make_void, note, set_status
 
 ARGS = SimpleNamespace(
     advantage_estimator="grpo",

@@ -11,9 +11,9 @@ from PIL import Image
 
 from tests.support.slime import Processor, ScriptedEngine, Tokenizer, slime_engine, stand_in_slime
 from trainer.learn.server import file_of, picture_of
+from trainer.slime.checks import require_readable
 from trainer.slime.config import Halted
-from trainer.slime.play.pictures import PictureFiles
-from trainer.slime.probes import require_readable
+from trainer.slime.play.engine import PictureFiles
 from trainer.tokens.chat import Chat
 
 

@@ -7,14 +7,14 @@ from PIL import Image
 
 from tests.support.slime import IMAGE, Processor, Tokenizer
 from trainer.agent.types import ModelFailed
-from trainer.slime import probes
+from trainer.slime import checks
+from trainer.slime.checks import warn_of_engine
 from trainer.slime.play.engine import SlimeEngine
-from trainer.slime.probes import warn_of_engine
 from trainer.tokens.chat import Chat
 from trainer.tokens.conversation import Sampled
 from trainer.tokens.rows import Row
 
-IMAGE_TOKENS = (probes._SIDE_PX // 32) ** 2
+IMAGE_TOKENS = (checks._SIDE_PX // 32) ** 2
 
 
 class MergingTokenizer(Tokenizer):

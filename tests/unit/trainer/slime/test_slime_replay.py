@@ -327,7 +327,7 @@ def test_invalid_replay_settings_are_refused(mapping: dict[str, Any], complaint:
 
 def test_replay_without_importance_weights_is_refused() -> None:
     args = args_of()
-    config = SlimeConfig.from_args(args)
+    config = SlimeConfig.from_mapping(args.envd)
     assert list(refusals(args, config)) == []
     args.use_tis = False
     assert any("--use-tis or --use-rollout-logprobs" in reason for reason in refusals(args, config))
@@ -351,7 +351,7 @@ def test_without_a_filter_the_normaliser_replays_a_success() -> None:
     assert raw[2] == 0.9
     assert normal[2] > 0 > normal[0]
     assert failed[2].multimodal_train_inputs is not None
-    assert list(warnings(args, SlimeConfig.from_args(args))) == []
+    assert list(warnings(args, SlimeConfig.from_mapping(args.envd))) == []
 
 
 def test_another_filter_or_rows_disable_replay_with_a_warning() -> None:
@@ -364,13 +364,13 @@ def test_another_filter_or_rows_disable_replay_with_a_warning() -> None:
         group = [member(index, 0.0) for index in range(2)]
         normalize_rewards(args, group)
         assert not any("replay" in facts_of(sample) for sample in group)
-        assert "nothing is ever replayed" in " ".join(warnings(args, SlimeConfig.from_args(args)))
+        assert "nothing is ever replayed" in " ".join(warnings(args, SlimeConfig.from_mapping(args.envd)))
 
 
 def test_missing_hooks_cause_warnings() -> None:
     args = args_of()
     args.data_source_path = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
     args.dynamic_sampling_filter_path = "mine.keep"
-    text = " ".join(warnings(args, SlimeConfig.from_args(args)))
+    text = " ".join(warnings(args, SlimeConfig.from_mapping(args.envd)))
     assert "the replay pool is lost" in text
     assert "nothing is ever replayed" in text

@@ -8,19 +8,10 @@ import pytest
 
 from tests.support.slime import Sample
 from trainer.config import ConfigError
-from trainer.slime.hooks import record_sample
-from trainer.slime.play.partial import Partial, load_buffer
-from trainer.slime.play.samples import (
-    by_rollout,
-    facts_of,
-    flatten,
-    is_void,
-    make_void,
-    note,
-    reset_sample,
-    row_samples,
-)
-from trainer.slime.probes import start_of_row
+from trainer.slime.checks import start_of_row
+from trainer.slime.hooks import load_buffer, record_sample
+from trainer.slime.play.rollout import Partial
+from trainer.slime.play.samples import by_rollout, facts_of, flatten, is_void, make_void, note, reset_sample, spread
 
 BARE = SimpleNamespace()
 
@@ -47,17 +38,17 @@ def test_a_reset_sample_keeps_only_its_identity() -> None:
 
 
 def test_rows_share_a_rollout_id_and_no_mutable_state() -> None:
-    first, second = row_samples(Sample(index=4, metadata={"task_id": "a/b"}), 2)
+    first, second = spread(Sample(index=4, metadata={"task_id": "a/b"}), 2, 1, BARE)
     note(first, {"turns": 1})
     second.tokens.append(1)
     assert (first.rollout_id, second.rollout_id) == (4, 4)
     assert (first.tokens, dict(facts_of(second))) == ([], {})
     with pytest.raises(ValueError, match="a numbered sample has at least one row"):
-        row_samples(Sample(), 2)
+        spread(Sample(), 2, 1, BARE)
 
 
 def test_rows_are_grouped_by_rollout() -> None:
-    rows = row_samples(Sample(index=4), 2)
+    rows = spread(Sample(index=4), 2, 1, BARE)
     alone = [Sample(index=5), Sample(index=6)]
     assert by_rollout(flatten([rows, *alone])) == [rows, [alone[0]], [alone[1]]]
 

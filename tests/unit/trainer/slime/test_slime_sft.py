@@ -8,8 +8,7 @@ from PIL import Image
 
 from tests.support.slime import IMAGE, Processor, Sample, Tokenizer
 from trainer.slime import hooks, slime_compat
-from trainer.slime.hooks import generate_rollout
-from trainer.slime.play.warmup import CannotTrain, expanded
+from trainer.slime.hooks import CannotTrain, expanded, generate_rollout
 
 IMAGE_ID = Tokenizer().convert_tokens_to_ids(IMAGE)
 

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 from cuaenv.actions import Done, TypeText
 from cuaenv.client import Check
 from envd.authoring.demo.group import members_for
-from envd.authoring.demo.report import DemoDirectory, DemoReport, EpisodeRecord, StepRecord
+from envd.authoring.demo.report import DemoDirectory, DemoEpisode, DemoReport, StepRecord
 from envd.base.config_sources import load
 from envd.bench.default_tasks import DEFAULT_TASKS
 from envd.cli.demo import demo_config
@@ -24,10 +24,8 @@ def png(colour: str) -> bytes:
     return buffer.getvalue()
 
 
-def episode(
-    policy: str, *, expected: float, reward: float, parent: str = "", frame_id: str = "0" * 32
-) -> EpisodeRecord:
-    return EpisodeRecord(
+def episode(policy: str, *, expected: float, reward: float, parent: str = "", frame_id: str = "0" * 32) -> DemoEpisode:
+    return DemoEpisode(
         policy=policy,
         description=f"is {policy}",
         expected_reward=expected,
@@ -45,7 +43,7 @@ def episode(
     )
 
 
-def report(*episodes: EpisodeRecord) -> DemoReport:
+def report(*episodes: DemoEpisode) -> DemoReport:
     return DemoReport(
         task_id="desktop/x",
         instruction="do x",
@@ -65,16 +63,16 @@ NULL = episode("null", expected=0.0, reward=0.0)
 @pytest.mark.parametrize("flags", [{}, {"hypervisor.uri": "fake"}])
 def test_the_default_task_exists_and_its_oracle_types_text(flags: dict[str, object]) -> None:
     task = load_tasks(load(flags=flags)).get(DEFAULT_TASKS["fake" if flags else "desktop"].demo)
-    members = {member.policy.name: member for member in members_for(task)}
-    assert any(isinstance(action, TypeText) for step in members["oracle"].policy.steps for action in step)
-    assert {type(action) for step in members["null"].policy.steps for action in step} == {Done}
+    members = {member.name: member for member in members_for(task)}
+    assert any(isinstance(action, TypeText) for step in members["oracle"].steps for action in step)
+    assert {type(action) for step in members["null"].steps for action in step} == {Done}
     branched = [member for member in members.values() if member.branch is not None]
     assert len(branched) == 2
     for member in branched:
         assert member.branch is not None
         assert 0 < member.branch_at < len(task.oracle)
-        assert member.policy.steps[: member.branch_at] == task.oracle[: member.branch_at]
-        assert {member.policy.expected_reward, member.branch.expected_reward} == {0.0, 1.0}
+        assert member.steps[: member.branch_at] == task.oracle[: member.branch_at]
+        assert {member.expected_reward, member.branch.expected_reward} == {0.0, 1.0}
 
 
 def test_a_demo_has_capacity_for_group_and_branches_free_ports_and_its_own_state(tmp_path: Path) -> None:

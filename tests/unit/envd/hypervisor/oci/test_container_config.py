@@ -8,7 +8,7 @@ import pytest
 
 from envd.base.checks import Status
 from envd.base.errors import ConfigError, HypervisorError
-from envd.base.losses import Owner
+from envd.base.losses import LossOwner
 from envd.hypervisor.machine import DiskImage, Firmware, GuestOs
 from envd.hypervisor.oci import ids, images
 from envd.hypervisor.oci.bundle import ContainerSettings, container_config
@@ -20,7 +20,7 @@ from envd.hypervisor.oci.machine import _loss_by_exit
 IMAGE = DiskImage(name="desktop", digest="d", disk=Path("/d"), packages="tigervnc-standalone-server 1.12\nxterm 1\n")
 
 
-def config(*, has_groups: bool = True) -> dict[str, object]:
+def config(*, has_groups: bool = True, has_sudo: bool = False) -> dict[str, object]:
     groups = PurePosixPath("/groups/m1")
     settings = ContainerSettings(
         name="m1",
@@ -29,6 +29,7 @@ def config(*, has_groups: bool = True) -> dict[str, object]:
         keyboard_layout="de",
         memory_mib=1024,
         max_open_files=4096,
+        has_sudo=has_sudo,
         groups=groups / "guest" if has_groups else None,
         display_group=groups / "display" if has_groups else None,
     )
@@ -72,18 +73,26 @@ def test_no_capability_reaches_the_kernel_and_the_dangerous_calls_are_refused() 
     assert {*named.split(), "unshare", "pivot_root", "open_by_handle_at"} <= refused
 
 
+def test_programs_gain_rights_only_in_an_image_with_sudo() -> None:
+    for has_sudo in (False, True):
+        process = config(has_sudo=has_sudo)["process"]
+        assert isinstance(process, dict)
+        assert process["noNewPrivileges"] is not has_sudo
+        assert ("--no-new-privs" in process["args"]) is not has_sudo
+
+
 @pytest.mark.parametrize(
     ("status", "is_out_of_memory", "owner", "cause"),
     [
-        (0, False, Owner.GUEST, "POWER_OFF"),
-        (1, False, Owner.GUEST, "POWER_OFF"),
-        (-signal.SIGSEGV, False, Owner.GUEST, "PANIC"),
-        (-signal.SIGKILL, True, Owner.GUEST, "PANIC"),
-        (-signal.SIGKILL, False, Owner.HOST, ""),
+        (0, False, LossOwner.GUEST, "POWER_OFF"),
+        (1, False, LossOwner.GUEST, "POWER_OFF"),
+        (-signal.SIGSEGV, False, LossOwner.GUEST, "PANIC"),
+        (-signal.SIGKILL, True, LossOwner.GUEST, "PANIC"),
+        (-signal.SIGKILL, False, LossOwner.HOST, ""),
     ],
 )
 def test_who_ended_a_container_follows_from_how_its_first_process_ended(
-    status: int, is_out_of_memory: bool, owner: Owner, cause: str
+    status: int, is_out_of_memory: bool, owner: LossOwner, cause: str
 ) -> None:
     loss = _loss_by_exit(status, is_out_of_memory=is_out_of_memory)
     assert (loss.owner, loss.cause) == (owner, cause)

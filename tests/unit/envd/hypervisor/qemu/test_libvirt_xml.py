@@ -12,8 +12,8 @@ from lxml import etree
 from envd.hypervisor.machine import Accelerator, DiskImage, Drive, Firmware, GuestOs, Hardware, MachineSpec
 from envd.hypervisor.qemu.domain_xml import (
     Confinement,
+    DomainFiles,
     FirmwareFiles,
-    MachineFiles,
     Memory,
     MemoryFile,
     domain_name,
@@ -23,7 +23,7 @@ from envd.hypervisor.qemu.domain_xml import (
     read_mark,
 )
 
-FILES = MachineFiles(directory=Path("/state/machines/m1"))
+FILES = DomainFiles(directory=Path("/state/machines/m1"))
 LINUX = DiskImage(
     name="desktop",
     digest="d" * 64,
@@ -52,7 +52,7 @@ def xml(
     image: DiskImage = LINUX,
     *,
     machine_id: str = "m1",
-    files: MachineFiles = FILES,
+    files: DomainFiles = FILES,
     accelerator: Accelerator = Accelerator.TCG,
     memory: MemoryFile | None = None,
     template_disks: Sequence[Path] = (),
@@ -210,7 +210,7 @@ def test_the_translation_cache_is_limited_only_under_tcg() -> None:
 
 
 def test_commas_in_paths_do_not_become_options() -> None:
-    root = xml(files=MachineFiles(directory=Path("/state/a,readonly=on/m1")))
+    root = xml(files=DomainFiles(directory=Path("/state/a,readonly=on/m1")))
     assert "path=/state/a,,readonly=on/m1/agent.sock" in qemu_arguments(root)
 
 

@@ -15,21 +15,21 @@ from envd.hypervisor.machine import Accelerator, DiskImage, MachineSpec
 from envd.hypervisor.qemu.capture import Freezer
 from envd.hypervisor.qemu.monitor import parse_memory_blocks
 from envd.hypervisor.qemu.snapshots.files import Manifest, SnapshotFiles, digest_file, read_manifest
-from envd.hypervisor.qemu.snapshots.templates import TemplateStore
+from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
 
 LIMIT = 1 << 30
 
 
-def store_at(directory: Path, *, limit_bytes: int = LIMIT) -> TemplateStore:
-    return TemplateStore(directory / "templates", limit_bytes=limit_bytes)
+def store_at(directory: Path, *, limit_bytes: int = LIMIT) -> QemuTemplateStore:
+    return QemuTemplateStore(directory / "templates", limit_bytes=limit_bytes)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> TemplateStore:
+def store(tmp_path: Path) -> QemuTemplateStore:
     return store_at(tmp_path)
 
 
-def add(store: TemplateStore, key: str, *, size: int = 8192, use_time_s: float = 0.0) -> Manifest:
+def add(store: QemuTemplateStore, key: str, *, size: int = 8192, use_time_s: float = 0.0) -> Manifest:
     """Store a template whose files use about `size` bytes together."""
     files = store.begin(key)
     memory = store.memory_file(key)
@@ -58,7 +58,7 @@ def add(store: TemplateStore, key: str, *, size: int = 8192, use_time_s: float =
     return manifest
 
 
-def add_with_drives(store: TemplateStore, key: str) -> Manifest:
+def add_with_drives(store: QemuTemplateStore, key: str) -> Manifest:
     """Store a template with UEFI variables and an additional disk."""
     plain = add(store, key)
     files = SnapshotFiles(directory=store.directory / key)
@@ -71,7 +71,7 @@ def add_with_drives(store: TemplateStore, key: str) -> Manifest:
 
 
 @pytest.mark.parametrize("name", ["vars.fd", "disk1.qcow2", "overlay1.qcow2"])
-def test_uefi_variables_and_additional_disks_are_verified(name: str, store: TemplateStore) -> None:
+def test_uefi_variables_and_additional_disks_are_verified(name: str, store: QemuTemplateStore) -> None:
     manifest = add_with_drives(store, "k1")
     assert manifest.disk_digest in manifest.disk_digests
     assert len(manifest.disk_digests) == 2
@@ -87,7 +87,7 @@ def test_uefi_variables_and_additional_disks_are_verified(name: str, store: Temp
     assert store.find("k1") is None
 
 
-def keys(store: TemplateStore) -> list[str]:
+def keys(store: QemuTemplateStore) -> list[str]:
     return [template.manifest.key for template in store.all()]
 
 
@@ -100,7 +100,7 @@ def test_another_daemon_finds_a_stored_template_by_its_key(tmp_path: Path) -> No
     assert store_at(tmp_path).find("k2") is None
 
 
-def test_an_incomplete_template_is_not_found_and_is_swept(store: TemplateStore) -> None:
+def test_an_incomplete_template_is_not_found_and_is_swept(store: QemuTemplateStore) -> None:
     add(store, "k1")
     files = store.begin("half")
     files.disk.write_bytes(b"half")
@@ -115,7 +115,7 @@ def test_an_incomplete_template_is_not_found_and_is_swept(store: TemplateStore) 
 
 
 @pytest.mark.parametrize("which", ["memory", "devices", "disk.qcow2"])
-def test_a_damaged_file_is_named_and_the_template_is_removed(which: str, store: TemplateStore) -> None:
+def test_a_damaged_file_is_named_and_the_template_is_removed(which: str, store: QemuTemplateStore) -> None:
     manifest = add(store, "k1")
     path = Path(manifest.memory_path) if which == "memory" else store.directory / "k1" / which
     content = bytearray(path.read_bytes())
@@ -128,7 +128,7 @@ def test_a_damaged_file_is_named_and_the_template_is_removed(which: str, store: 
 
 
 @pytest.mark.parametrize("name", ["devices", "disk.qcow2", "overlay.qcow2"])
-def test_a_template_with_a_missing_file_is_corrupt(name: str, store: TemplateStore) -> None:
+def test_a_template_with_a_missing_file_is_corrupt(name: str, store: QemuTemplateStore) -> None:
     add(store, "k1")
     (store.directory / "k1" / name).unlink()
     with pytest.raises(TemplateCorrupt, match=name):
@@ -137,7 +137,7 @@ def test_a_template_with_a_missing_file_is_corrupt(name: str, store: TemplateSto
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"key": "k1"}', '{"unknown": 1}'])
-def test_a_template_with_an_invalid_manifest_is_corrupt(text: str, store: TemplateStore) -> None:
+def test_a_template_with_an_invalid_manifest_is_corrupt(text: str, store: QemuTemplateStore) -> None:
     add(store, "k1")
     (store.directory / "k1" / "snapshot.json").write_text(text)
     assert keys(store) == []
@@ -147,7 +147,7 @@ def test_a_template_with_an_invalid_manifest_is_corrupt(text: str, store: Templa
 
 
 def test_a_memory_file_lost_in_a_host_restart_is_not_corruption(tmp_path: Path) -> None:
-    store = TemplateStore(tmp_path / "templates", memory_dir=tmp_path / "shm", limit_bytes=LIMIT)
+    store = QemuTemplateStore(tmp_path / "templates", memory_dir=tmp_path / "shm", limit_bytes=LIMIT)
     manifest = add(store, "k1")
     assert Path(manifest.memory_path).parent == tmp_path / "shm"
     Path(manifest.memory_path).unlink()
@@ -172,7 +172,7 @@ def test_pruning_removes_the_least_recently_used_and_keeps_those_in_use(tmp_path
     assert keys(store) == ["used"]
 
 
-def test_a_new_template_with_the_same_key_replaces_the_old_one(store: TemplateStore) -> None:
+def test_a_new_template_with_the_same_key_replaces_the_old_one(store: QemuTemplateStore) -> None:
     first = add(store, "k1")
     second = add(store, "k1")
     assert first.memory_digest != second.memory_digest
@@ -255,7 +255,7 @@ def test_of_two_daemons_one_boots_a_template_and_both_use_its_memory_file(tmp_pa
         assert len(memories) == 1, "two copies would be two in the page cache"
 
 
-def test_a_template_that_another_daemon_uses_is_not_pruned(tmp_path: Path, store: TemplateStore) -> None:
+def test_a_template_that_another_daemon_uses_is_not_pruned(tmp_path: Path, store: QemuTemplateStore) -> None:
     with daemon(tmp_path, "a") as user:
         assert said(user) == "booted"
         store.sweep()
@@ -276,7 +276,7 @@ async def test_a_template_that_another_daemon_is_writing_is_not_swept(tmp_path: 
     assert not files.directory.exists()
 
 
-def test_another_qemu_processor_image_size_or_layout_is_another_template(store: TemplateStore) -> None:
+def test_another_qemu_processor_image_size_or_layout_is_another_template(store: QemuTemplateStore) -> None:
     image = DiskImage(name="desktop", digest="d" * 64, disk=Path("/disk.qcow2"))
     spec = MachineSpec(machine_id="m", image=image, memory_mib=512)
 

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from envd.base.errors import GuestError, GuestUnresponsive, ImageError, MachineLost
 from envd.hypervisor.machine import Accelerator, MachineSpec
-from envd.hypervisor.qemu.domain_xml import MachineFiles
+from envd.hypervisor.qemu.domain_xml import DomainFiles
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.snapshots.files import create_overlay
 from envd.images.catalogue import Image, ImageCatalogue
@@ -65,7 +65,7 @@ class StubMachine:
         self.guest = guest
         self.spec = spec
         self.machine_id = spec.machine_id
-        self.files = MachineFiles(directory=directory)
+        self.files = DomainFiles(directory=directory)
         self.lost = asyncio.Event()
         self.lost_reason = ""
         self.looks = 0

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from envd.base.errors import ImageError
-from envd.images.windows.media import EVALUATIONS, VIRTIO_WIN, Download, Release, download
+from envd.images.windows.media import EVALUATIONS, VIRTIO_WIN, MediaDownload, Release, download
 
 CONTENT = bytes(range(256)) * 20_000
 
@@ -46,18 +46,20 @@ def publisher() -> Publisher:
 
 
 @pytest_asyncio.fixture
-async def wanted(publisher: Publisher) -> AsyncIterator[Download]:
+async def wanted(publisher: Publisher) -> AsyncIterator[MediaDownload]:
     app = web.Application()
     app.router.add_get("/windows.iso", publisher.serve)
     async with TestServer(app) as server:
-        yield Download(
+        yield MediaDownload(
             url=str(server.make_url("/windows.iso")),
             sha256=hashlib.sha256(CONTENT).hexdigest(),
             size_bytes=len(CONTENT),
         )
 
 
-async def test_a_file_is_downloaded_once_with_progress(publisher: Publisher, wanted: Download, tmp_path: Path) -> None:
+async def test_a_file_is_downloaded_once_with_progress(
+    publisher: Publisher, wanted: MediaDownload, tmp_path: Path
+) -> None:
     reported: list[tuple[str, float]] = []
     for _ in range(2):
         file = await download(wanted, tmp_path / "new", progress=lambda stage, done: reported.append((stage, done)))
@@ -71,7 +73,7 @@ async def test_a_file_is_downloaded_once_with_progress(publisher: Publisher, wan
 
 @pytest.mark.parametrize("ignores_ranges", [False, True])
 async def test_an_interrupted_download_continues(
-    publisher: Publisher, wanted: Download, tmp_path: Path, ignores_ranges: bool
+    publisher: Publisher, wanted: MediaDownload, tmp_path: Path, ignores_ranges: bool
 ) -> None:
     publisher.cut_at = 100_000
     with pytest.raises(ImageError, match="again"):
@@ -85,7 +87,7 @@ async def test_an_interrupted_download_continues(
 
 
 async def test_another_file_than_the_pinned_one_is_not_kept(
-    publisher: Publisher, wanted: Download, tmp_path: Path
+    publisher: Publisher, wanted: MediaDownload, tmp_path: Path
 ) -> None:
     publisher.content = CONTENT[:-1] + b"x"
     with pytest.raises(ImageError, match=rf"not {wanted.sha256}; the publisher replaced the file"):
@@ -93,11 +95,11 @@ async def test_another_file_than_the_pinned_one_is_not_kept(
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_server_that_refuses_or_is_absent_is_an_error(wanted: Download, tmp_path: Path) -> None:
-    absent = Download(url=wanted.url.replace("windows", "absent"), sha256=wanted.sha256, size_bytes=1)
+async def test_a_server_that_refuses_or_is_absent_is_an_error(wanted: MediaDownload, tmp_path: Path) -> None:
+    absent = MediaDownload(url=wanted.url.replace("windows", "absent"), sha256=wanted.sha256, size_bytes=1)
     with pytest.raises(ImageError, match="404"):
         await download(absent, tmp_path, progress=lambda *_: None)
-    unreachable = Download(url="http://127.0.0.1:1/windows.iso", sha256=wanted.sha256, size_bytes=1)
+    unreachable = MediaDownload(url="http://127.0.0.1:1/windows.iso", sha256=wanted.sha256, size_bytes=1)
     with pytest.raises(ImageError, match="--iso"):
         await download(unreachable, tmp_path, progress=lambda *_: None)
 

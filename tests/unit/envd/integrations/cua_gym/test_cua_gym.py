@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cuaenv.results import CommandResult
 from envd.base.errors import GuestError
-from envd.desktop.agent import CommandResult
 from envd.integrations.cua_gym.bundle import CHECK_PARTS, SETUP_COMMANDS, CuaGymCheck, CuaGymSetup, judge_check
 from envd.integrations.cua_gym.reader import read_bundles
 from envd.tasks.archives import MAX_ARCHIVE_BYTES, archive

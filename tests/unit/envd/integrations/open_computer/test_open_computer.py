@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from cuaenv.results import CommandResult
 from envd.base.errors import ConfigError, GuestError
 from envd.cli.tasks import images_that_run, unmet_needs
 from envd.daemon.judging.workers import JudgeWorkers
-from envd.desktop.agent import CommandResult
 from envd.images.catalogue import Image
 from envd.integrations.open_computer.reader import read_repository
 from envd.integrations.open_computer.verifiers import OpenComputerCheck, VerifierCheck, judge_checks, parts

@@ -6,10 +6,12 @@ import pytest
 
 from envd.base.errors import GuestError
 from envd.integrations.osworld.bridge import outcome_of
-from envd.integrations.osworld.workers import Job, WorkerFailed, parse_result
+from envd.integrations.osworld.workers import WorkerFailed, WorkerJob, parse_result
 from envd.tasks.text import CheckOutcome
 
-JOB = Job(kind="set_up", guest_url="", platform="Linux", screen_px=(1280, 800), time_s=1.0, steps=[{"type": "open"}])
+JOB = WorkerJob(
+    kind="set_up", guest_url="", platform="Linux", screen_px=(1280, 800), time_s=1.0, steps=[{"type": "open"}]
+)
 
 
 def test_a_step_is_named_by_its_index_and_verb() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.sandbox import seccomp
-from envd.base.sandbox.cgroup import Group, Hierarchy, hierarchies
+from envd.base.sandbox.cgroup import ControlGroup, Hierarchy, hierarchies
 
 V1_MOUNTS = "30 24 0:35 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
 V2_MOUNTS = "26 24 0:24 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -108,9 +108,9 @@ def test_without_a_hierarchy_there_are_no_groups() -> None:
 
 def test_a_group_limits_memory_and_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: dict[str, str] = {}
-    monkeypatch.setattr(Group, "_write", lambda self, file, text: written.update({file: text}))
-    monkeypatch.setattr(Group, "_open", lambda self, file: os.open(os.devnull, os.O_WRONLY))
-    group = Group(Hierarchy(str(tmp_path), "memory.max"), memory_bytes=1 << 30, cpus=2)
+    monkeypatch.setattr(ControlGroup, "_write", lambda self, file, text: written.update({file: text}))
+    monkeypatch.setattr(ControlGroup, "_open", lambda self, file: os.open(os.devnull, os.O_WRONLY))
+    group = ControlGroup(Hierarchy(str(tmp_path), "memory.max"), memory_bytes=1 << 30, cpus=2)
     assert (written["memory.max"], written["cpu.max"]) == (str(1 << 30), "200000 100000")
     group.remove()
     assert not list(tmp_path.iterdir())

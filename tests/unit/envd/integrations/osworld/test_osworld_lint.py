@@ -9,7 +9,7 @@ import pytest
 
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.files import OsworldFile
-from envd.integrations.osworld.lint import Finding, Host, Obstacle, cover, findings
+from envd.integrations.osworld.lint import FoundObstacle, HostSupplies, Obstacle, cover, findings
 from envd.integrations.osworld.workers import KnownNames
 
 KNOWN = KnownNames(
@@ -17,7 +17,7 @@ KNOWN = KnownNames(
     getters=frozenset({"rule", "cloud_file", "vm_file", "active_tab_info", "googledrive_file"}),
     metrics=frozenset({"exact_match", "compare"}),
 )
-HOST = Host(known=KNOWN, has_asset=lambda url: url.endswith("/here"), packages={GuestOs.LINUX: {"gimp"}})
+HOST = HostSupplies(known=KNOWN, has_asset=lambda url: url.endswith("/here"), packages={GuestOs.LINUX: {"gimp"}})
 
 
 def task(
@@ -84,7 +84,7 @@ def test_a_task_without_obstacles_can_run() -> None:
     ],
 )  # fmt: skip
 def test_each_obstacle_is_found(file: OsworldFile, expected: tuple[Obstacle, str]) -> None:
-    assert findings(file, HOST) == (Finding(obstacle=expected[0], detail=expected[1]),)
+    assert findings(file, HOST) == (FoundObstacle(obstacle=expected[0], detail=expected[1]),)
 
 
 def test_fetched_files_are_not_an_obstacle() -> None:
@@ -94,7 +94,7 @@ def test_fetched_files_are_not_an_obstacle() -> None:
 def test_local_pages_need_no_internet_and_in_linux_no_port() -> None:
     steps = step("chrome_open_tabs", urls_to_open=["http://localhost/x", "chrome://settings"])
     assert findings(task(steps), HOST) == ()
-    windows = Host(known=None, has_asset=lambda _: True, packages={GuestOs.WINDOWS: None})
+    windows = HostSupplies(known=None, has_asset=lambda _: True, packages={GuestOs.WINDOWS: None})
     found = findings(task(steps, system=GuestOs.WINDOWS), windows)
     assert [finding.obstacle for finding in found] == [Obstacle.PORT]
 
@@ -110,7 +110,7 @@ def test_a_program_is_found_in_a_command_and_not_in_a_path() -> None:
 
 
 def test_names_and_programs_are_not_checked_if_unknown() -> None:
-    host = Host(known=None, has_asset=lambda _: True, packages={GuestOs.LINUX: None})
+    host = HostSupplies(known=None, has_asset=lambda _: True, packages={GuestOs.LINUX: None})
     assert findings(task(step("levitate"), domain="vlc"), host) == ()
 
 

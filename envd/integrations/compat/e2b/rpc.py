@@ -1,0 +1,150 @@
+"""The Connect protocol, as E2B's SDKs speak it: unary calls and streams with JSON over HTTP.
+
+https://connectrpc.com/docs/protocol: a message of a stream is a byte of flags, four bytes of length, and JSON.
+"""
+
+import json
+import struct
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.alias_generators import to_camel
+
+from cuaenv.client.errors import EnvError, EpisodeNotFound, NotSupported, RateLimited, SampleVoid
+from cuaenv.problems import problem_of
+from envd.base import untrusted_json
+
+#: Statuses of the codes.
+CODES: Final = {
+    "canceled": 499, "unknown": 500, "invalid_argument": 400, "deadline_exceeded": 504, "not_found": 404,
+    "already_exists": 409, "permission_denied": 403, "resource_exhausted": 429, "failed_precondition": 400,
+    "aborted": 409, "out_of_range": 400, "unimplemented": 501, "internal": 500, "unavailable": 503, "data_loss": 500,
+    "unauthenticated": 401,
+}  # fmt: skip
+MAX_MESSAGE_BYTES: Final = 4 << 20
+_UNARY = "application/json"
+_STREAM = "application/connect+json"
+_END = 2
+
+Fields = dict[str, Any]
+M = TypeVar("M", bound="Message")
+
+
+class Message(BaseModel):
+    """Base of requests. Fields may be added to the protocol, so unknown ones are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, alias_generator=to_camel, validate_by_name=True)
+
+
+class RpcError(Exception):
+    """A call that failed, with its code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def fields(self) -> Fields:
+        return {"code": self.code, "message": str(self)}
+
+
+def is_gone(error: EnvError) -> bool:
+    """Return whether an error means that the sandbox has no machine any more."""
+    return isinstance(error, EpisodeNotFound | SampleVoid)
+
+
+def rpc_error(error: EnvError) -> RpcError:
+    """Return an error of the daemon as one of the protocol."""
+    if is_gone(error):
+        return RpcError("unavailable", f"the sandbox was not found: {error}")
+    if isinstance(error, RateLimited):
+        return RpcError("resource_exhausted", str(error))
+    if isinstance(error, NotSupported):
+        return RpcError("unimplemented", str(error))
+    codes = {"INVALID_ARGUMENT": "invalid_argument", "PERMISSION_DENIED": "permission_denied"}
+    return RpcError(codes.get(error.code, "failed_precondition"), str(error))
+
+
+def timeout_s(request: web.Request) -> float:
+    """Return the time that the caller gives a call; 0 for no limit. Raises: RpcError."""
+    value = request.headers.get("Connect-Timeout-Ms", "0")
+    if not value.isascii() or not value.isdecimal() or len(value) > 10:
+        raise RpcError("invalid_argument", f"Connect-Timeout-Ms {value[:20]!r} is not a number of at most 10 digits")
+    return int(value) / 1000
+
+
+async def read_message(request: web.Request, kind: type[M]) -> M:
+    """Return the request of a unary call or of a server's stream. Raises: RpcError."""
+    body = await request.read()
+    if request.content_type == _STREAM:
+        if len(body) < 5 or body[0] != 0 or len(body) != 5 + struct.unpack(">I", body[1:5])[0]:
+            raise RpcError("invalid_argument", "the request is not one uncompressed message")
+        body = body[5:]
+    elif request.content_type != _UNARY:
+        raise unsupported()
+    return await parsed(body, kind)
+
+
+async def parsed(body: bytes, kind: type[M]) -> M:
+    """Return a message. Raises: RpcError."""
+    try:
+        return kind.model_validate(await untrusted_json.parse(body))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise RpcError("invalid_argument", f"{where}: {problem_of(first)}") from None
+    except ValueError as error:
+        raise RpcError("invalid_argument", f"the request is not JSON: {error}") from None
+
+
+async def read_stream(request: web.Request, kind: type[M]) -> AsyncIterator[M]:
+    """Yield the messages of a client's stream. Raises: RpcError."""
+    if request.content_type != _STREAM:
+        raise unsupported()
+    while head := await request.content.read(1):
+        length = struct.unpack(">I", await request.content.readexactly(4))[0]
+        if head[0] not in (0, _END) or length > MAX_MESSAGE_BYTES:
+            raise RpcError("invalid_argument", f"a message is compressed, or has more than {MAX_MESSAGE_BYTES} bytes")
+        body = await request.content.readexactly(length)
+        if head[0] == 0:
+            yield await parsed(body, kind)
+
+
+def unsupported() -> web.HTTPException:
+    """Return the answer to another encoding, such as binary protobuf."""
+    return web.HTTPUnsupportedMediaType(headers={"Accept-Post": f"{_UNARY}, {_STREAM}"})
+
+
+def is_stream(request: web.Request) -> bool:
+    return request.content_type == _STREAM
+
+
+def unary_response(content: Fields) -> web.Response:
+    return web.json_response(content)
+
+
+def error_response(error: RpcError) -> web.Response:
+    return web.json_response(error.fields, status=CODES[error.code])
+
+
+async def begin_stream(request: web.Request) -> web.StreamResponse:
+    """Return a response to which messages are sent."""
+    response = web.StreamResponse(headers={"Content-Type": _STREAM})
+    await response.prepare(request)
+    return response
+
+
+async def send(response: web.StreamResponse, content: Fields, *, flags: int = 0) -> None:
+    body = json.dumps(content).encode()
+    await response.write(struct.pack(">BI", flags, len(body)) + body)
+
+
+async def end_stream(response: web.StreamResponse, error: RpcError | None = None) -> web.StreamResponse:
+    """End a stream, with an error or without. Its caller may have left."""
+    with suppress(ConnectionError):
+        await send(response, {"error": error.fields} if error else {}, flags=_END)
+        await response.write_eof()
+    return response

@@ -1,0 +1,30 @@
+"""Results that are the same for the service and its clients."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandResult:
+    """Result of a command in a guest."""
+
+    exit_code: int
+    """Exit status as in a shell: 128 plus the signal number if a signal ended it. At most 32 bits, as on the wire."""
+    stdout: bytes
+    stderr: bytes
+
+    def __post_init__(self) -> None:
+        """Clamp the exit code: it is a guest's, which may send any integer."""
+        object.__setattr__(self, "exit_code", max(-(1 << 31), min(self.exit_code, (1 << 31) - 1)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecordedRequest:
+    """A request of a guest's program that the pool's web recording does not have."""
+
+    kind: str
+    """`not_recorded`; or `websocket`, which no recording has."""
+    method: str
+    url: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.replace('_', ' ')}: {self.method} {self.url}"

@@ -1,0 +1,342 @@
+"""Sessions: which row a request continues, the turn, and how a session ends.
+
+A turn is made on a copy of its row and recorded after the harness has its response: one whose harness disconnects
+leaves no trace. Requests of one session take turns.
+"""
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainer.agent.grammars.tool_calls import CLOSE
+from trainer.agent.types import BudgetExhausted, ModelFailed, Reply
+from trainer.gateway.calls import parse
+from trainer.gateway.engine import EngineDown
+from trainer.gateway.prompts import Answer, Item, Prompt, Refused, invalid
+from trainer.gateway.settings import GatewaySettings
+from trainer.tokens.chat import Chat
+from trainer.tokens.conversation import Engine, TokenConversation
+from trainer.tokens.rows import Row
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+RowReason = Literal["first", "conversation", "tools", "system", "pictures", "history"]
+#: Why a row began, in the order in which they are checked.
+ROW_REASONS: Sequence[RowReason] = ("first", "conversation", "tools", "system", "pictures", "history")
+#: Limits that a harness cannot get below again by sending less.
+_FINAL = ("turns", "placeholder")
+#: How long a harness should wait while the engine is away.
+_RETRY_AFTER_S = 5.0
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class RecordedRow:
+    """A row, and the messages that it stands for."""
+
+    reason: RowReason
+    """Why it is not the continuation of another row."""
+    tools: tuple[Mapping[str, Any], ...]
+    tools_key: str
+    row: Row
+    """Ends with a reply."""
+    asked: Row
+    """The row without the latest reply."""
+    items: tuple[Item, ...]
+    """The messages, the latest reply included."""
+    parsed: tuple[bool, ...]
+    """Of each reply, whether all its calls could be parsed."""
+
+    def is_continued_by(self, prompt: Prompt) -> bool:
+        """Return whether a request has all messages and more."""
+        count = len(self.items)
+        return self.tools_key == prompt.tools_key and len(prompt.items) > count and _agree(self.items, prompt.items)
+
+    def is_asked_again_by(self, prompt: Prompt) -> bool:
+        """Return whether a request has all messages but the latest reply, and nothing more."""
+        asked = self.items[:-1]
+        return self.tools_key == prompt.tools_key and len(asked) == len(prompt.items) and _agree(asked, prompt.items)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn that is not recorded yet."""
+
+    answer: Answer
+    recorded: RecordedRow
+    replaces: RecordedRow | None
+    problem: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """What a session counted."""
+
+    turns: int = 0
+    replaced: int = 0
+    """Replies that were sampled again for an equal request, and are not trained."""
+    unparsed: int = 0
+    """Replies with a call that could not be parsed."""
+    reply_tokens: int = 0
+    finishes: Counter[str] = field(default_factory=Counter)
+
+
+class Session:
+    """One episode of a harness."""
+
+    def __init__(
+        self, session_id: str, *, chat: Chat, make_engine: Callable[[Sequence[str]], Engine], settings: GatewaySettings
+    ) -> None:
+        """Open it.
+
+        Args:
+            session_id: Its id.
+            chat: The model's chat format.
+            make_engine: Returns an engine of this session whose replies end with one of the given texts, and keep it.
+            settings: Its limits.
+        """
+        self.session_id = session_id
+        self.rows: list[RecordedRow] = []
+        """In the order in which they began."""
+        self.counts = Counts()
+        self.exhausted = ""
+        """The limit that refused its latest request, such as `turns`; empty if none did."""
+        self.void = ""
+        """Why it is void; empty if it is not."""
+        self.is_finished = False
+        self.used_s = time.monotonic()
+        self._chat = chat
+        self._chats: dict[str, Chat] = {}
+        self._make_engine = make_engine
+        self._engines: dict[tuple[str, ...], Engine] = {}
+        self._settings = settings
+        self._turn = asyncio.Lock()
+        # Messages up to each reply, by its id.
+        self._replies: dict[str, tuple[Item, ...]] = {}
+        self._decoded: dict[str, Image.Image] = {}
+
+    def __repr__(self) -> str:
+        return f"<Session {self.session_id} {len(self.rows)} rows | {self.counts.turns} turns>"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a turn is running."""
+        return self._turn.locked()
+
+    @asynccontextmanager
+    async def turn(self, prompt: Prompt) -> AsyncIterator[Answer]:
+        """Sample a reply; record it if the block, which delivers it, ends without an error.
+
+        Raises:
+            Refused: The request is invalid, a limit is reached, the engine is away, or the session is over.
+        """
+        async with self._turn:
+            self.used_s = time.monotonic()
+            self._require_open()
+            made = await self._sampled(self._complete(prompt))
+            yield made.answer
+            self._record(made)
+            self.used_s = time.monotonic()
+
+    async def finish(self, *, void: str = "") -> None:
+        """Close it, after the running turn. Raises: Refused: It is finished already."""
+        async with self._turn:
+            if self.is_finished:
+                raise Refused(409, "session_finished", f"session {self.session_id}: finished already")
+            self.is_finished = True
+            self.void = self.void or void
+
+    def _complete(self, prompt: Prompt) -> Prompt:
+        """Return a request with the messages before it that it only names. Raises: Refused: They are unknown."""
+        if not prompt.follows:
+            return prompt
+        if prompt.follows not in self._replies:
+            raise invalid("the previous response is not of this session", code="previous_response_not_found")
+        # As in OpenAI's API, the instructions are those of the request alone.
+        system = tuple(item for item in prompt.items if item.role == "system")
+        before = tuple(item for item in self._replies[prompt.follows] if item.role != "system")
+        return replace(prompt, items=(*system, *before, *prompt.items[len(system) :]), follows="")
+
+    def _require_open(self) -> None:
+        where = f"session {self.session_id}"
+        if self.is_finished:
+            raise Refused(410, "session_finished", f"{where}: finished; use another id for another episode")
+        if self.void:
+            raise Refused(410, "session_void", f"{where}: void: {self.void}")
+        if self.exhausted in _FINAL:
+            raise Refused(400, f"{self.exhausted}_exhausted", f"{where}: its limit of {self.exhausted} is reached")
+
+    # A turn
+
+    async def _sampled(self, prompt: Prompt) -> _Turn:
+        """Sample a reply on a copy of the row that the request continues. Raises: Refused."""
+        if self.counts.turns >= self._settings.max_turns:
+            raise self._exhaust("turns", f"it had {self.counts.turns} replies of {self._settings.max_turns}")
+        if not prompt.items or prompt.items[-1].role not in ("user", "tool"):
+            raise invalid("the last message must be from the user or a tool; a reply cannot be continued")
+        continued, again = self._found(prompt)
+        conversation = TokenConversation(
+            self._chat_of(prompt), self._engine_for(prompt), budget=self._settings.budget(prompt.max_tokens)
+        )
+        try:
+            if again is not None:
+                await conversation.resume(again.asked.copy())
+            elif continued is not None:
+                await conversation.resume(continued.row.copy())
+                await conversation.append(*await self._messages(prompt.items[len(continued.items) :]))
+            else:
+                await conversation.begin(await self._messages(prompt.items))
+        except BudgetExhausted as error:
+            raise self._exhaust(error.budget, str(error)) from error
+        except ModelFailed as error:
+            raise invalid(f"the model's chat template cannot express the messages: {error}") from error
+        except Refused:
+            raise
+        except Exception as error:  # templates raise what they like
+            raise invalid(f"the model's chat template refuses the messages: {error}") from error
+        asked = conversation.rows[-1].copy()
+        reply = await self._reply(conversation)
+        return self._turn_of(prompt, asked, conversation.rows[-1], reply, continued=continued, again=again)
+
+    async def _reply(self, conversation: TokenConversation) -> Reply:
+        """Sample. Raises: Refused."""
+        try:
+            return await conversation.generate()
+        except BudgetExhausted as error:
+            raise self._exhaust(error.budget, str(error)) from error
+        except EngineDown as error:
+            raise Refused(503, "engine_unavailable", str(error), retry_after_s=_RETRY_AFTER_S) from error
+        except ModelFailed as error:
+            self.void = f"{type(error).__name__}: {error}"
+            raise Refused(502, "session_void", f"session {self.session_id}: void: {self.void}") from error
+
+    def _turn_of(
+        self,
+        prompt: Prompt,
+        asked: Row,
+        row: Row,
+        reply: Reply,
+        *,
+        continued: RecordedRow | None,
+        again: RecordedRow | None,
+    ) -> _Turn:
+        text, stop_text = _without_stop(reply.text, prompt.stop)
+        parsed = parse(text, prompt)
+        answer = Answer(
+            reply_id=uuid.uuid4().hex,
+            model=prompt.model,
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            calls=parsed.calls,
+            finish="stop" if parsed.calls else reply.finish,
+            stop_text=stop_text,
+            prompt_tokens=asked.token_count,
+            reply_tokens=len(reply.token_ids),
+            created_s=int(time.time()),
+        )
+        before = again or continued
+        recorded = RecordedRow(
+            reason=before.reason if before else self._reason_of(prompt),
+            tools=prompt.tools,
+            tools_key=prompt.tools_key,
+            row=row,
+            asked=asked,
+            items=(*prompt.items, answer.item),
+            parsed=(*(before.parsed[: row.reply_count - 1] if before else ()), not parsed.problem),
+        )
+        return _Turn(answer, recorded, before, parsed.problem)
+
+    def _record(self, made: _Turn) -> None:
+        if made.replaces is None:
+            self.rows.append(made.recorded)
+        else:
+            self.rows[self.rows.index(made.replaces)] = made.recorded
+        self._replies[made.answer.reply_id] = made.recorded.items
+        counts, self.exhausted = self.counts, ""
+        counts.turns += 1
+        counts.replaced += made.replaces is not None and len(made.replaces.items) == len(made.recorded.items)
+        counts.unparsed += bool(made.problem)
+        counts.reply_tokens += made.answer.reply_tokens
+        counts.finishes["calls" if made.answer.calls else made.answer.finish] += 1
+
+    # Rows
+
+    def _found(self, prompt: Prompt) -> tuple[RecordedRow | None, RecordedRow | None]:
+        """Return the row that a request continues, and the one whose latest reply it asks for again."""
+        continued = max(
+            (row for row in self.rows if row.is_continued_by(prompt)), key=lambda row: len(row.items), default=None
+        )
+        again = next((row for row in reversed(self.rows) if row.is_asked_again_by(prompt)), None)
+        return (None, again) if again is not None else (continued, None)
+
+    def _reason_of(self, prompt: Prompt) -> RowReason:
+        """Return why no row is continued by a request."""
+        if not self.rows:
+            return "first"
+        latest = max(self.rows, key=lambda row: _agreeing_count(row.items, prompt.items))
+        agreeing = _agreeing_count(latest.items, prompt.items)
+        if agreeing == len(latest.items):
+            return "tools"
+        texts = _texts(latest.items)
+        if any(item.pictures for item in latest.items) and _texts(prompt.items)[: len(texts)] == texts:
+            return "pictures"
+        old, new = (tuple(item for item in items if item.role != "system") for items in (latest.items, prompt.items))
+        if old[:1] and new[:1] and old[0].key != new[0].key:
+            return "conversation"
+        return "system" if _agreeing_count(old, new) == len(old) else "history"
+
+    def _chat_of(self, prompt: Prompt) -> Chat:
+        if not prompt.tools:
+            return self._chat
+        if prompt.tools_key not in self._chats:
+            self._chats[prompt.tools_key] = self._chat.with_tools(prompt.tools)
+        return self._chats[prompt.tools_key]
+
+    def _engine_for(self, prompt: Prompt) -> Engine:
+        # It has encoded the pictures of earlier turns.
+        stop = (*prompt.stop, CLOSE) if prompt.single_call and prompt.tools else prompt.stop
+        if stop not in self._engines:
+            self._engines[stop] = self._make_engine(stop)
+        return self._engines[stop]
+
+    async def _messages(self, items: Sequence[Item]) -> list[Any]:
+        """Return items for the chat template; pictures are decoded once, in a thread. Raises: Refused."""
+        pictures = [picture for item in items for picture in item.pictures]
+        if len(pictures) > self._settings.max_pictures:
+            raise self._exhaust("images", f"the request has {len(pictures)} pictures of {self._settings.max_pictures}")
+        new = {picture.digest: picture for picture in pictures if picture.digest not in self._decoded}
+        for digest, picture in new.items():
+            self._decoded[digest] = await asyncio.to_thread(picture.decode)
+        return [item.to_message(self._decoded) for item in items]
+
+    def _exhaust(self, budget: str, message: str) -> Refused:
+        """Return the refusal of a request beyond a limit; a smaller one may follow."""
+        self.exhausted = budget
+        code = "context_length_exceeded" if budget in ("total", "prompt") else f"{budget}_exhausted"
+        return Refused(400, code, f"session {self.session_id}: {message}")
+
+
+def _agree(some: Sequence[Item], other: Sequence[Item]) -> bool:
+    return _agreeing_count(some, other) == len(some)
+
+
+def _agreeing_count(some: Sequence[Item], other: Sequence[Item]) -> int:
+    """Return how many leading items of two lists agree."""
+    pairs = zip(some, other, strict=False)
+    return next((number for number, (one, two) in enumerate(pairs) if one.key != two.key), min(len(some), len(other)))
+
+
+def _texts(items: Sequence[Item]) -> list[tuple[object, ...]]:
+    """Return what items would be without pictures; items that had only pictures are left out."""
+    return [item.text_key for item in items if not item.pictures or len(item.text_key) > 1]
+
+
+def _without_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Return a text without the stop text that ends it, and that text."""
+    found = next((stop for stop in stops if stop and text.endswith(stop)), "")
+    return text.removesuffix(found), found
