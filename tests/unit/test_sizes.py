@@ -17,7 +17,7 @@ BUDGETS = {
     "envd/daemon": 1400,
     "envd/desktop": 5900,
     "envd/drawn": 5200,
-    "envd/episodes": 7300,
+    "envd/episodes": 7350,
     "envd/guests": 4900,
     "envd/hypervisor": 8100,
     "envd/images": 3100,
