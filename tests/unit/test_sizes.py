@@ -14,7 +14,7 @@ BUDGETS = {
     "envd/bench": 3400,
     "envd/cli": 4650,
     "envd/console": 1400,
-    "envd/daemon": 1450,
+    "envd/daemon": 1400,
     "envd/desktop": 5900,
     "envd/drawn": 5200,
     "envd/episodes": 8000,

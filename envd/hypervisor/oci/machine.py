@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import stat
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ _MAX_LOG_BYTES, _TAIL_BYTES, _TAIL_LINES = 1 << 20, 1000, 5
 #: A new session has used no processor for this long when it waits for input.
 _IDLE_S, _IDLE_SHARE, _POLL_S = 0.12, 0.15, 0.02
 _START_TIMEOUT_S = 120.0
+#: Its owner names its quota for the first time at most this much later; it checks every 2 s.
+_QUOTA_TIMEOUT_S = 4.0
 #: Causes by the signal that the first process of a process id namespace ends with after reboot(2).
 _SHUTDOWNS: Final[Mapping[int, str]] = {signal.SIGINT: "POWER_OFF", signal.SIGHUP: "REBOOT"}
 #: Programs that start with the session and are slow on a busy host may keep it busy for longer than is worth waiting.
@@ -345,6 +348,9 @@ class OciMachine:
 
     async def _end_by_full_disk(self) -> None:
         """Declare it lost, because its programs get errors and continue: by its guest if that is over its quota."""
+        deadline_s = time.monotonic() + _QUOTA_TIMEOUT_S
+        while not self._quota_bytes and time.monotonic() < deadline_s:  # noqa: ASYNC110 -- its owner's next check
+            await asyncio.sleep(_POLL_S)
         if self._quota_bytes:
             self.enforce_disk_quota(self._quota_bytes)
             if self._quota_check is not None:
