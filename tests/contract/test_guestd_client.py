@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from cuaenv.actions import RunShell, WriteFile
-from envd.base.errors import GuestError, GuestUnresponsive
+from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.desktop.guestd import GuestdClient
 from envd.desktop.toolbox import Toolbox
 from envd.guests.guestd import VERSION
@@ -78,6 +78,23 @@ async def test_a_service_that_is_silent_or_absent_is_unresponsive() -> None:
             await client.session(timeout_s=60.0)
     with pytest.raises(GuestUnresponsive, match="closed"):
         await client.session()
+
+
+async def test_a_connection_that_breaks_shortly_before_the_machine_is_lost_is_its_loss() -> None:
+    lost = asyncio.Event()
+
+    async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.close()
+        asyncio.get_running_loop().call_later(0.05, lost.set)
+
+    server = await asyncio.start_server(break_off, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with GuestdClient(url, lost=lost, lost_grace_s=60.0) as client:
+        with pytest.raises(MachineLost):
+            await client.execute(["true"], timeout_s=60.0)
+    server.close()
+    await server.wait_closed()
 
 
 # OSWorld's own service

@@ -38,7 +38,8 @@ class GuestdContract:
         await client.write_file(f"{guest.home}/raw", data)
         shown = await client.execute(["cat", "~/raw"], timeout_s=60.0)
         assert (shown.exit_code, shown.stdout, shown.stderr) == (0, data, b"")
-        assert (await client.execute(["false"], stdin=b"x", timeout_s=60.0)).exit_code == 1
+        assert (await client.execute(["cat"], stdin=data, timeout_s=60.0)).stdout == data
+        assert (await client.execute(["false"], timeout_s=60.0)).exit_code == 1
 
     async def test_a_timeout_is_unresponsive_and_a_program_that_is_missing_is_an_error(
         self, client: GuestdClient
