@@ -132,7 +132,7 @@ BY_TWO := -n 2 --dist loadfile
 # Those without real machines often wait for processes and limits, so more of them run at once; tests/conftest.py orders them.
 BESIDE_VM := -n 4 --dist loadfile --no-loadscope-reorder
 # Collecting all tests takes each process 9 s.
-VM_FILES = $$(grep -rl --include='test_*.py' 'mark\.vm\b' tests)
+VM_FILES = $$(grep -rlE --include='test_*.py' 'mark\.vm\b|real_backend' tests)
 
 # Tests on real machines often wait for guests, so the other tests run at the same time, and their output follows at the
 # end. They run at low priority: without CPU time, emulated guests take minutes instead of seconds. mypy (without its cache

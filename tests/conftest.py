@@ -19,7 +19,8 @@ import envd.api
 import envd.hypervisor
 from envd.base.config_sources import load
 from envd.images.catalogue import Image, ImageCatalogue
-from tests.support import progress
+from tests.support import containers, progress
+from tests.support.real_desktops import QEMU, REAL_BACKENDS, Backend
 from tests.support.soak import SoakProcess, SoakRun
 
 assert envd.api
@@ -102,6 +103,22 @@ def desktop_image(cache_dir: Path) -> Image:
 def template_dir(cache_dir: Path) -> Path:
     """Return the directory of templates kept between test runs, which saves a boot of about 1 min."""
     return cache_dir / "templates"
+
+
+@pytest.fixture(scope="session")
+def qemu(desktop_image: Image, cache_dir: Path, template_dir: Path) -> Backend:
+    """Return QEMU, for tests of what only virtual machines do."""
+    assert desktop_image.name == "desktop"
+    return Backend(uri=QEMU, cache_dir=cache_dir, template_dir=template_dir)
+
+
+@pytest.fixture(scope="module", params=REAL_BACKENDS)
+def real_backend(request: pytest.FixtureRequest, cache_dir: Path, template_dir: Path) -> Backend:
+    """Return a backend for tests that all real desktops pass: containers, and with --long QEMU."""
+    backend = Backend(uri=request.param, cache_dir=cache_dir, template_dir=template_dir)
+    if not backend.is_qemu:
+        containers.desktop_image()
+    return backend
 
 
 @pytest.fixture(scope="session")

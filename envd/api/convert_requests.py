@@ -221,6 +221,7 @@ def step_command(request: env_pb2.StepRequest, *, screen_px: tuple[int, int] | N
         settle=settle_policy(request.settle, f"{prefix}settle") if request.HasField("settle") else None,
         observe=observation_options(request.observation, f"{prefix}observation", of_step=True),
         epoch=epoch_of(request, prefix),
+        expects_idle=request.expects_idle,
         fingerprint=fingerprint_of(request),
     )
 

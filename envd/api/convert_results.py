@@ -164,6 +164,7 @@ def episode_message(info: EpisodeInfo, *, with_origin: bool = False) -> env_pb2.
         perturbations=progress.perturbations,
         tools=info.tools,
         epoch=info.epoch,
+        parked=info.is_parked,
     )
 
 
@@ -288,6 +289,8 @@ def _pool(pool: PoolStatus) -> env_pb2.Pool:
         always_running=pool.always_running,
         tools=pool.tools,
         not_forkable=pool.not_forkable,
+        parked_count=pool.parked_count,
+        resident_count=pool.resident,
     )
 
 

@@ -101,7 +101,10 @@ class PoolConfig(_Section):
     size: int = Field(default=1, ge=0, le=MAX_MACHINES)
     """Machines kept ready ahead of demand."""
     capacity: int = Field(default_factory=lambda data: max(1, data["size"]), ge=1, le=MAX_MACHINES)
-    """Most machines at once: ready, leased, starting and dying together. Default: `size`, at least 1."""
+    """Most open episodes at once. Default: `size`, at least 1."""
+    resident: int = Field(default_factory=lambda data: data["capacity"], ge=1, le=MAX_MACHINES)
+    """Most machines at once: ready, leased, starting and dying together. Below `capacity`, episodes that wait for their
+    model are parked: their state goes to the disk, and comes back at their next call. Default: `capacity`."""
     max_starting: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=1, le=MAX_MACHINES)
     """Most machines forked at the same time. Default: the number of the host's cores, at least 2."""
     memory_mib: int = Field(default=1024, ge=128, le=1_048_576)
@@ -149,6 +152,21 @@ class PoolConfig(_Section):
     def _room_for_the_ready_ones(self) -> Self:
         if self.capacity < self.size:
             raise ValueError(f"capacity {self.capacity} is below size {self.size}; raise capacity, or lower size")
+        return self
+
+    @property
+    def parks(self) -> bool:
+        """Whether more episodes may be open than machines in memory."""
+        return self.resident < self.capacity
+
+    @model_validator(mode="after")
+    def _parks_what_can_be_parked(self) -> Self:
+        if self.resident > self.capacity:
+            raise ValueError(f"resident {self.resident} is above capacity {self.capacity}; raise capacity")
+        if self.resident < self.size:
+            raise ValueError(f"resident {self.resident} is below size {self.size}; raise resident, or lower size")
+        if self.parks and self.always_running:
+            raise ValueError("resident is below capacity, but always_running guests cannot be parked; remove one")
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ import typer
 from cuaenv.cli.terminal import Json, emit_json, out, progress
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
-from envd.bench import branch, checkpoint, episodes, fork, host_report, scale, settle, step
+from envd.bench import branch, checkpoint, episodes, fork, host_report, parked, scale, settle, step
 from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
 from envd.bench.episodes_peer import PeerPauses
@@ -138,6 +138,27 @@ async def bench_checkpoint(
             depth=depth,
             steps=steps,
         )
+
+
+@bench("parked")
+async def bench_parked(
+    settings: Config,
+    report: Report,
+    *,
+    episodes: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="Open episodes.")] = 40,
+    resident: Annotated[int, typer.Option(metavar="N", min=1, max=256, help="Machines in memory.")] = 8,
+    steps: Annotated[int, typer.Option(metavar="N", min=3, max=1000, help="Steps of each episode.")] = 8,
+    think: Annotated[float, typer.Option(metavar="S", min=0, max=600, help="Mean pause before a step.")] = 30.0,
+) -> BenchReport:
+    """Measure the steps of more open episodes than machines; fail unless every document has what was typed."""
+    plan = parked.ParkedPlan(
+        task=_default_tasks(settings).editor,
+        episode_count=episodes,
+        resident_count=resident,
+        step_count=steps,
+        think_s=think,
+    )
+    return await parked.measure_parked(settings, plan, steps=Steps(report, plan.work_count))
 
 
 @bench("scale", is_drawn=True)

@@ -21,7 +21,7 @@ from envd.api.security.secret_files import read_secret
 from envd.api.server import ApiServer, read_token_table
 from envd.base.aio import run_unless
 from envd.base.clock import LoopLag, SystemClock
-from envd.base.config import DEFAULT_RUN, Config, RunShare
+from envd.base.config import DEFAULT_RUN, CheckpointsConfig, Config, RunShare
 from envd.base.config_values import is_local
 from envd.base.errors import ConfigError, OsworldError
 from envd.base.store.store import FILE_NAME, SqliteStore
@@ -55,8 +55,9 @@ from envd.pool.audit import Audit, stray_rows
 from envd.pool.fairness import RunShares
 from envd.pool.leased import LINGER_S
 from envd.pool.machines import unregister_all
-from envd.pool.pool import Pool, PoolHost, PoolParameters
+from envd.pool.pool import Pool
 from envd.pool.room import HostClaims, HostRoom, host_memory_mib, read_available_bytes
+from envd.pool.settings import PoolHost, PoolParameters
 from envd.pool.status import POOL_SERIES
 from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
@@ -245,6 +246,8 @@ def _pools(
     runs = config.limits.runs
     shares = RunShares(named=runs, others=runs.get(DEFAULT_RUN, RunShare()))
     for name, pool in config.pools.items():
+        if pool.parks and (reason := hypervisor.capabilities.not_forkable):
+            raise ConfigError(f"pools.{name}.resident: its episodes cannot be parked: {reason}; remove the setting")
         image, image_screen_px = inputs.images[name]
         screen_px = pool.screen or image_screen_px
         yield Pool(
@@ -310,6 +313,15 @@ async def open_episodes(
                 settings=config.checkpoints,
                 reserve_bytes=config.limits.disk_reserve_mib << 20,
                 owners=lambda: tokens.get().owners if tokens else (),
+            ),
+            parked=CheckpointStore(
+                config.state_dir / "parked",
+                # As long as an episode, and as much as the disk has.
+                settings=CheckpointsConfig(limit_gib=1_048_576, run_limit_gib=1_048_576),
+                reserve_bytes=config.limits.disk_reserve_mib << 20,
+                owners=lambda: tokens.get().owners if tokens else ("",),
+                # Machines do not survive one either.
+                survives_power_failure=False,
             ),
         )
         library, recording = None, config.recording

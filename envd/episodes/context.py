@@ -1,9 +1,9 @@
 """What the calls of an episode service share: its collaborators, and how they resume a guest and report failures."""
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy
@@ -14,7 +14,7 @@ from envd.episodes.episode import Episode
 from envd.episodes.ledger import Answer, Ledger, RequestKey
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.registry import EpisodeRegistry
-from envd.pool.leased import LeasedMachine
+from envd.pool.leased import FrozenDesktop, LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.checkers.base import Judge, judge_directly
 from envd.tasks.user_model import UserModel
@@ -27,6 +27,27 @@ def draining_error() -> Draining:
     return Draining("the daemon is draining and opens no more episodes; try another host", retry_after_s=1.0)
 
 
+class ParkedEpisodes(Protocol):
+    """The episodes without a machine; implemented by `Parking`."""
+
+    async def resume(self, episode: Episode) -> None:
+        """Give an episode a machine, if it is parked. Raises: PoolExhausted, PoolFailing, MachineLost."""
+
+    def call_ended(self, episode: Episode) -> None:
+        """Note that an episode may be idle now."""
+
+    async def copy(
+        self, pool: Pool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
+    ) -> Sequence[LeasedMachine]:
+        """Store copies of a state; return the stand-ins of episodes that begin parked, for `keep`.
+
+        On failure and on cancellation nothing is stored. Raises: CheckpointStoreFull, StoreError, HypervisorError.
+        """
+
+    def keep(self, episode: Episode) -> None:
+        """Own the stored state of a new episode, if it begins parked."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeContext:
     """Collaborators of one episode service."""
@@ -37,6 +58,7 @@ class EpisodeContext:
     limits: LimitsConfig
     clock: Clock
     metrics: Metrics
+    parking: ParkedEpisodes
     requests: Ledger
     """Resets and scores; those to an episode are in its own."""
     user_model: UserModel | None = None
@@ -52,6 +74,24 @@ class EpisodeContext:
         episode = self.registry.get(request.scope)
         episode.lease.renew(self.clock.monotonic())
         return await episode.requests.answer(request, lambda: work(episode))
+
+    @asynccontextmanager
+    async def call(
+        self, episode: Episode, *, renews: bool = True, watch: Stopwatch | None = None
+    ) -> AsyncIterator[None]:
+        """Keep an episode's lease from expiring and its machine in memory during the block; see `EpisodeRegistry.call`.
+
+        Waiting for the machine of a parked episode is the phase `unpark` of `watch`. Raises: as `Parking.resume`.
+        """
+        try:
+            async with self.registry.call(episode, renews=renews):
+                parked = episode.machine
+                await self.parking.resume(episode)
+                if watch is not None and parked is not episode.machine:
+                    watch.lap("unpark")
+                yield
+        finally:
+            self.parking.call_ended(episode)
 
     @asynccontextmanager
     async def awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[LeasedMachine]:

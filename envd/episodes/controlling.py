@@ -87,7 +87,7 @@ class Controlling:
         """
         context = self._context
         episode = context.registry.get(episode_id)
-        async with context.registry.call(episode, renews=True), episode.turn:
+        async with context.call(episode), episode.turn:
             episode.human.require_holder(episode_id, control_id)
             episode.require_machine()
             session = self._sessions[episode_id]
@@ -138,6 +138,9 @@ class Controlling:
         clock = self._context.clock
         try:
             while self._holds(episode, session):
+                # A person's episode is not parked again.
+                async with self._context.call(episode):
+                    pass
                 async with self._context.awake(episode, Stopwatch(clock)) as machine:
                     # After a rollback the episode has another machine.
                     while self._holds(episode, session) and machine is episode.machine:

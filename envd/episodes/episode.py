@@ -13,7 +13,7 @@ from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
 from envd.episodes.progress import EpisodeSpec, EpisodeState, Progress
 from envd.episodes.types import EpisodeInfo
-from envd.pool.leased import LeasedMachine
+from envd.pool.leased import LeasedMachine, ParkedMachine
 from envd.tasks.model import Task, offered_tools
 
 #: Allowed transitions. A machine can be lost at any time, so only FAILED is final.
@@ -153,5 +153,6 @@ class Episode:
             progress=self.progress,
             epoch=self.epoch,
             expire_time=clock.now() + timedelta(seconds=left_s),
+            is_parked=isinstance(self.machine.machine, ParkedMachine),
             tools=self.tools,
         )

@@ -64,7 +64,7 @@ class Evaluating:
     async def _evaluate(self, episode: Episode, request: RequestKey, epoch: int) -> EvaluateResult:
         context, epoch = self._context, epoch or episode.epoch
         watch = Stopwatch(context.clock)
-        async with context.registry.call(episode, renews=True), episode.turn:
+        async with context.call(episode, watch=watch), episode.turn:
             watch.lap("queue")
             episode.require_epoch(epoch)
             if episode.progress.evaluator_error:

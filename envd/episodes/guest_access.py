@@ -80,7 +80,7 @@ class GuestAccess:
         async with AsyncExitStack() as held:
             held.enter_context(self._counted(episode))
             # Only opening it is a call: a call keeps its lease for longer than a connection without bytes may.
-            async with context.registry.call(episode, renews=True):
+            async with context.call(episode):
                 episode.require_machine()
                 machine = await held.enter_async_context(context.awake(episode, Stopwatch(context.clock)))
                 streams = await machine.desktop.open_port(port)
@@ -118,7 +118,7 @@ class GuestAccess:
     async def _desktop(self, episode_id: str) -> AsyncIterator[Desktop]:
         context = self._context
         episode = self._accessible(episode_id)
-        async with context.registry.call(episode, renews=True):
+        async with context.call(episode):
             episode.require_machine()
             async with context.awake(episode, Stopwatch(context.clock)) as machine:
                 yield machine.desktop

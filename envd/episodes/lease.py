@@ -16,6 +16,10 @@ class Lease:
         self.ttl_s = ttl_s
         self.expire_s = now_s + ttl_s
         """When it expires if no call renews it or is running, on the monotonic clock."""
+        self.idle_since_s = now_s
+        """End of the last call, on the monotonic clock."""
+        self.expects_idle = False
+        """Whether its client has said that no call follows soon."""
         self._call_count = 0
 
     @property
@@ -41,10 +45,12 @@ class Lease:
 
     def begin_call(self) -> None:
         self._call_count += 1
+        self.expects_idle = False
 
     def end_call(self, now_s: float, *, renews: bool) -> None:
         """Count a call that ended; with `renews`, restart the lease."""
         self._call_count -= 1
+        self.idle_since_s = now_s
         if renews:
             self.renew(now_s)
 

@@ -21,6 +21,8 @@ from envd.base.errors import (
     EpisodeNotFound,
     HumanInControl,
     InvalidRequest,
+    PoolExhausted,
+    PoolFailing,
     RequestIdReused,
     StaleEpoch,
     StepIndexMismatch,
@@ -57,10 +59,21 @@ SCORE: Final = RequestKind("score", keep_count=128, ends_alone=True)
 FORK: Final = RequestKind("fork", ends_alone=True)
 CHECKPOINT: Final = RequestKind("checkpoint")
 ROLLBACK: Final = RequestKind("rollback")
+#: Of a parked episode that got no machine.
+_NO_MACHINE: Final = (PoolExhausted, PoolFailing)
 STEP: Final = RequestKind(
-    "step", without_effect=(StaleEpoch, StepIndexMismatch, EpisodeEnded, HumanInControl, InvalidRequest, StoreError)
+    "step",
+    without_effect=(
+        StaleEpoch,
+        StepIndexMismatch,
+        EpisodeEnded,
+        HumanInControl,
+        InvalidRequest,
+        StoreError,
+        *_NO_MACHINE,
+    ),
 )
-EVALUATE: Final = RequestKind("evaluate", without_effect=(StaleEpoch, HumanInControl, StoreError))
+EVALUATE: Final = RequestKind("evaluate", without_effect=(StaleEpoch, HumanInControl, StoreError, *_NO_MACHINE))
 
 
 @dataclass(frozen=True, slots=True)

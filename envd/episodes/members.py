@@ -1,7 +1,7 @@
 """The machines of one group: forked from one state, all or none, and each agent's first observation."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,6 +20,9 @@ T = TypeVar("T")
 
 #: The settle result of a machine that has not run since it was forked.
 ALREADY_SETTLED = SettleResult(settled=True, settle_ms=0.0, change_count=0)
+
+
+CopyToDisk = Callable[[FrozenDesktop], Awaitable[Sequence[LeasedMachine]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,7 @@ async def start_from(
     machines: Sequence[LeasedMachine] = (),
     view: DesktopView | None = None,
     settle: SettleResult | None = None,
+    copy: CopyToDisk | None = None,
     options: ObservationOptions,
     subject: str,
     watch: Stopwatch,
@@ -56,12 +60,14 @@ async def start_from(
     """Fork a machine for every reservation from a frozen state, and return each agent's first observation.
 
     All or none: the first failure cancels the rest. The caller keeps the state until this returns, and releases
-    reservations and machines if it fails. Phases of `watch`: `fork` (of the slowest machine), `observe`.
+    reservations and machines if it fails. Phases of `watch`: `fork` (of the slowest machine), `observe`,
+    `park`.
 
     Args:
         machines: Machines that are in this state already; they come first.
         view: What all screens show; the view of the state by default.
         settle: How the screen settled; None if nothing waited for that.
+        copy: Returns stand-ins for the machines of further members, which begin parked; they see what the first sees.
         subject: The request, as `<thing> <id>`, for messages.
 
     Raises:
@@ -87,6 +93,12 @@ async def start_from(
     if options.asks_guest or pool.settings.always_running:
         observations = await gather(_observe(machine, view, shared, options, subject) for machine in started)
     watch.lap("observe")
+    if copy is not None:
+        # Last: the stored states have no owner until there are episodes.
+        parked = await copy(frozen)
+        started += parked
+        observations += observations[:1] * len(parked)
+        watch.lap("park")
     origin = Origin(
         template_digest=frozen.snapshot.digest,
         overlay_parent=frozen.snapshot.disk_digest,

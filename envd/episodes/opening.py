@@ -181,6 +181,7 @@ class Opening:
             run_setup=self._run_setup,
             setup_timeout_s=context.limits.setup_timeout_s,
             states=self._states,
+            parking=context.parking,
             clock=context.clock,
         )
 
@@ -284,7 +285,7 @@ class Opening:
             raise InvalidRequest("fork_count", f"{command.fork_count} is below 1")
         ttl_s = context.limits.lease_ttl_for(command.lease_ttl_s)
         pool = context.pools[episode.spec.pool]
-        async with context.registry.call(episode, renews=True):
+        async with context.call(episode):
             try:
                 with self.quotas.reserve(episode.spec.owner, command.fork_count, max_machines=command.max_machines):
                     group = await fork_group(
@@ -335,6 +336,8 @@ class Opening:
         """
         context = self._context
         episodes = self._factory.create(group, specs, pool=pool, task=task, lease_ttl_s=lease_ttl_s)
+        for episode in episodes:
+            context.parking.keep(episode)
         prefix = "fork_" if request.kind is FORK else ""
         context.metrics.episodes_opened(
             pool=pool.name,

@@ -16,6 +16,7 @@ from envd.base.clock import Clock
 from envd.base.errors import EnvdError, MachineLost
 from envd.base.store.statements import AnswerRow, EpisodeRow, is_well_typed
 from envd.base.store.store import Store
+from envd.episodes.checkpoints.parking import Parking, is_parked
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, Ledger, RequestKey, RequestKind
 from envd.episodes.persistence.journal import Journal
@@ -24,6 +25,7 @@ from envd.episodes.progress import EpisodeSpec, EpisodeState
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepResult
 from envd.hypervisor.machine import Machine
+from envd.pool.leased import lost_machine
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue
 
@@ -137,7 +139,7 @@ def decide(
     if running:
         requests = " and ".join(f"{answer.kind} {answer.request_id}" for answer in running)
         return lost(f"the daemon restarted during {requests}; its effect is unknown")
-    if stored.connection.is_holding:
+    if stored.connection.is_holding and not is_parked(row.machine_id):
         return lost("the daemon restarted while a key or button was held down, and it is no longer held")
     return RecoveryDecision(row=row, stored=stored, outcome=RecoveryOutcome.RESUME, why="")
 
@@ -158,6 +160,7 @@ class Recovery:
     pools: Mapping[str, Pool]
     tasks: TaskCatalogue
     requests: Ledger
+    parking: Parking
     clock: Clock
 
     async def restore(self, state: PersistedState, machines: Mapping[str, Machine]) -> None:
@@ -177,19 +180,21 @@ class Recovery:
         if decision.outcome is RecoveryOutcome.RESUME:
             machine = machines.get(row.machine_id)
             why = "the daemon restarted, and machines on this host do not outlive it"
-            if machine is not None:
-                try:
+            try:
+                leased = await self.parking.find(row.machine_id, pool)
+                if leased is None and machine is not None:
                     leased = await pool.adopt(machine, stored.connection, run=stored.spec.run)
-                except EnvdError as error:
-                    why = f"the daemon restarted and could not adopt the machine: {error}"
+            except EnvdError as error:
+                why = f"the daemon restarted and could not adopt the machine: {error}"
         episode = self.factory.restore(
             row,
             stored,
-            machine=leased or pool.gone(row.machine_id, reason=why),
+            machine=leased or lost_machine(pool.spec_of(row.machine_id), reason=why),
             pool=pool,
             task=self.tasks.get(stored.spec.task_id),
         )
         self.journal.track(episode)
+        self.parking.keep(episode)
         if leased is None:
             # A full lease, at no cost without a machine: a late caller still learns why its episode was lost.
             episode.lease.renew(self.clock.monotonic())

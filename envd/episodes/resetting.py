@@ -23,6 +23,7 @@ from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
 from envd.desktop.observation import SettleResult
 from envd.desktop.view import DesktopView
+from envd.episodes.context import ParkedEpisodes
 from envd.episodes.members import ALREADY_SETTLED, Group, Member, gather, map_errors, start_from
 from envd.episodes.perform import check_region
 from envd.episodes.progress import Progress
@@ -95,6 +96,7 @@ async def reset_group(
     run_setup: RunSetup,
     setup_timeout_s: float,
     states: TaskStates,
+    parking: ParkedEpisodes,
     clock: Clock,
 ) -> Group:
     """Lease machines and bring them all to the start of the task; if one dies, start over once with new ones.
@@ -103,7 +105,7 @@ async def reset_group(
     machine that died: groups that hold some machines while they wait for another would deadlock. Timings: those of
     `acquire`, `setup`, `settle`, `freeze`, `fork` and `observe` that took place, and `total`.
     """
-    reset = _Reset(task, command, pool, run_setup, setup_timeout_s, states, Stopwatch(clock), clock)
+    reset = _Reset(task, command, pool, run_setup, setup_timeout_s, states, parking, Stopwatch(clock), clock)
     deadline_s = clock.monotonic() + command.timeout_s
     for attempt in range(1, _ATTEMPTS + 1):
         key = None if pool.template is None else _state_key(pool, task, pool.template)
@@ -142,18 +144,31 @@ class _Reset:
     run_setup: RunSetup
     setup_timeout_s: float
     states: TaskStates
+    parking: ParkedEpisodes
     watch: Stopwatch
     clock: Clock
 
+    @property
+    def surplus_count(self) -> int:
+        """Members that begin parked, because the pool never has so many machines."""
+        return self.pool.settings.surplus_of(self.command.group_size)
+
+    async def _copy(self, frozen: FrozenDesktop) -> Sequence[LeasedMachine]:
+        command = self.command
+        return await self.parking.copy(
+            self.pool, frozen, count=self.surplus_count, run=command.run, owner=command.owner
+        )
+
     async def attempt(self, state: TaskState | None, *, deadline_s: float) -> Group:
         """Lease machines and bring them to the start of the task, from its cached state if there is one."""
-        count = self.command.group_size
+        count = self.command.group_size - self.surplus_count
         # Ready machines are in the template's state; machines for another state are forked from that.
         is_forked = self.task.has_start and self.pool.copies_running_machines
         ready_count = 0 if state is not None else 1 if is_forked else count
         granted = await self.pool.lease(
             ready_count,
             reserved=count - ready_count,
+            parked=self.surplus_count,
             run=self.command.run,
             owner=self.command.owner,
             timeout_s=min(deadline_s - self.clock.monotonic(), self.command.admission_timeout_s),
@@ -168,8 +183,7 @@ class _Reset:
             elif self.task.has_start:
                 members = await self._set_up_each(granted.machines, deadline_s=deadline_s)
             else:
-                frozen = granted.machines[0].frozen
-                members = await self._start_from(frozen, granted.machines, (), settle=ALREADY_SETTLED)
+                members = await self._start_unused(granted.machines)
         except BaseException:
             await self.pool.release([*granted.machines, *granted.reservations])
             raise
@@ -185,7 +199,7 @@ class _Reset:
         with map_errors(first, f"task {self.task.task_id}"):
             settle = await self._run_setup(first, deadline_s=deadline_s)
             key = _state_key(self.pool, self.task, first.frozen)
-            if not reservations and key is None:
+            if not reservations and key is None and not self.surplus_count:
                 # The guest is paused again, so this view is the state in which the first step starts.
                 view = await first.desktop.view()
                 return await self._start_from(first.frozen, [first], (), settle=settle, view=view)
@@ -202,6 +216,17 @@ class _Reset:
         finally:
             if not cached:
                 self.states.discard(frozen)
+
+    async def _start_unused(self, machines: Sequence[LeasedMachine]) -> tuple[Member, ...]:
+        """Start from the state of the template, in which the machines are."""
+        if not self.surplus_count:
+            return await self._start_from(machines[0].frozen, machines, (), settle=ALREADY_SETTLED)
+        # A template is not stored as a checkpoint, but a machine that has its state is.
+        frozen = await self.pool.freeze(machines[0])
+        try:
+            return await self._start_from(frozen, machines, (), settle=ALREADY_SETTLED)
+        finally:
+            self.states.discard(frozen)
 
     async def _set_up_each(self, machines: Sequence[LeasedMachine], *, deadline_s: float) -> tuple[Member, ...]:
         """Run the setup on every machine, where machines cannot be copied: equal by construction, not copies."""
@@ -249,6 +274,7 @@ class _Reset:
             machines=machines,
             view=view,
             settle=settle,
+            copy=self._copy if self.surplus_count else None,
             options=self.command.observe,
             subject=f"task {self.task.task_id}",
             watch=self.watch,

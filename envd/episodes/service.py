@@ -17,6 +17,7 @@ from envd.base.clock import Clock, LoopLag, SystemClock, wait_until
 from envd.base.config import LimitsConfig
 from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
+from envd.episodes.checkpoints.parking import Parking
 from envd.episodes.checkpoints.rollback import RollingBack
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.context import EpisodeContext, draining_error
@@ -65,6 +66,7 @@ class EpisodeService:
         clock: Clock | None = None,
         store: Store | None = None,
         checkpoints: CheckpointStore | None = None,
+        parked: CheckpointStore | None = None,
         user_model: UserModel | None = None,
         judge: Judge = judge_directly,
         make_id: Callable[[], str] = lambda: secrets.token_hex(8),
@@ -75,6 +77,7 @@ class EpisodeService:
             pools: Pools with different names, not yet started.
             store: Persists episodes and responses, so that they survive the daemon; by default nothing is persisted.
             checkpoints: Where checkpoints are stored; None for nowhere.
+            parked: Where the states of parked episodes are stored, by this daemon alone; None to park none.
             user_model: Answers for users of tasks that have a persona; None for none.
             judge: Matches questions of agents with the facts that other users know; a daemon passes `JudgeWorkers`.
             make_id: Makes the unique part of episode and group ids: at most 32 of [a-z0-9].
@@ -97,8 +100,12 @@ class EpisodeService:
             on_dropped=self.journal.forget_answer,
             close_group=self._registry.close_group,
         )
+        self._parking = Parking(
+            self._registry, parked, pools=self._pools, journal=self.journal, clock=self._clock, metrics=self._metrics
+        )
         context = EpisodeContext(
             registry=self._registry,
+            parking=self._parking,
             journal=self.journal,
             pools=self._pools,
             limits=self.limits,
@@ -152,6 +159,7 @@ class EpisodeService:
             pools=self._pools,
             tasks=self.tasks,
             requests=self._requests,
+            parking=self._parking,
             clock=self._clock,
         )
         await recovery.restore(state, machines)
@@ -165,6 +173,7 @@ class EpisodeService:
         for pool in self._pools.values():
             await pool.start()
         self._registry.start()
+        self._parking.start()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new resets, let running episodes finish for at most `timeout_s`, then close the rest."""
@@ -189,6 +198,7 @@ class EpisodeService:
         await self.drain(0.0)
         await self._controlling.aclose()
         await self._opening.aclose()
+        await self._parking.aclose()
         for pool in self._pools.values():
             await pool.close()
         await self._registry.aclose()

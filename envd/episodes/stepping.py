@@ -66,7 +66,7 @@ class Stepping:
     async def _step(self, episode: Episode, command: StepCommand, request: RequestKey) -> StepResult:
         context = self._context
         watch, timings_ms = Stopwatch(context.clock), dict[str, float]()
-        async with context.registry.call(episode, renews=True), episode.turn:
+        async with context.call(episode, watch=watch), episode.turn:
             watch.lap("queue")
             episode.require_step(command.step_index, epoch=command.epoch)
             check_region(command.observe, episode.machine.desktop.screen_size)
@@ -92,6 +92,7 @@ class Stepping:
                 timings_ms.update(acting.timings_ms)
                 if episode.count_step(_end_of(command.actions)):
                     context.registry.count_end(episode)
+                episode.lease.expects_idle = command.expects_idle
                 began_ms = watch.total_ms
                 if await self._automatic.after_step(episode):
                     timings_ms["checkpoint"] = watch.total_ms - began_ms
@@ -152,12 +153,18 @@ class Stepping:
         """
         context, throttle = self._context, self._throttle
         episode = context.registry.get(episode_id)
-        async with context.registry.call(episode, renews=False):
-            episode.require_machine()
-            desktop, watch = episode.machine.desktop, Stopwatch(context.clock)
-            check_region(options, desktop.screen_size)
-            if settle is None and not refresh and not options.asks_guest:
+        watch = Stopwatch(context.clock)
+        if settle is None and not refresh and not options.asks_guest:
+            # A parked episode shows its last screen.
+            async with context.registry.call(episode, renews=False):
+                episode.require_machine()
+                desktop = episode.machine.desktop
+                check_region(options, desktop.screen_size)
                 return await observe(desktop, settle=None, options=options, watch=watch, throttle=throttle)
+        async with context.call(episode, renews=False, watch=watch):
+            episode.require_machine()
+            desktop = episode.machine.desktop
+            check_region(options, desktop.screen_size)
             async with context.awake(episode, watch):
                 policy = settle and context.settle_policy(episode, settle)
                 return await observe(

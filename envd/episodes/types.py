@@ -21,6 +21,8 @@ class EpisodeInfo:
     epoch: int
     """Increases with each rollback."""
     expire_time: datetime
+    is_parked: bool = False
+    """Whether it has no machine now."""
     tools: tuple[str, ...] = ()
     """Tools that the agent can use: `shell`, `files`, `ask_user`, and `mcp:NAME` for each MCP server."""
 
@@ -165,6 +167,8 @@ class StepCommand:
     observe: ObservationOptions = field(default_factory=ObservationOptions)
     epoch: int = 0
     """The episode's; 0 for any."""
+    expects_idle: bool = False
+    """Whether no call follows soon."""
     fingerprint: bytes = b""
 
 

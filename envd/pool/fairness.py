@@ -33,12 +33,19 @@ class Demand:
     """Idle machines."""
     reserved: int = 0
     """Reservations for machines that the group forks itself."""
+    parked: int = 0
+    """Members without a machine, which begin parked."""
     run: str = ""
     """The run that it belongs to; empty for the run without a label."""
 
     @property
     def machine_count(self) -> int:
         return self.ready + self.reserved
+
+    @property
+    def member_count(self) -> int:
+        """Episodes that it opens."""
+        return self.machine_count + self.parked
 
 
 class Turns:

@@ -91,6 +91,11 @@ class LeasedMachine:
         """Set once the machine is gone; never cleared."""
         return self.machine.lost
 
+    @property
+    def in_use(self) -> bool:
+        """Whether the guest runs for somebody."""
+        return self._user_count > 0
+
     def start_loading(self, tasks: OwnedTasks) -> None:
         """Load its state in a task, unless it has it."""
         if self._load is not None:
@@ -240,14 +245,14 @@ class LostMachine:
 
     guestd_url = None
     reacts_before_answer = False
-    state = MachineState.GONE
+    state: MachineState = MachineState.GONE
 
     def __init__(self, spec: MachineSpec, *, reason: str) -> None:
         self.spec = spec
         self.lost = asyncio.Event()
         self.lost.set()
         self.lost_reason = reason
-        self.loss = Loss(LossOwner.HOST, reason)
+        self.loss: Loss | None = Loss(LossOwner.HOST, reason)
 
     @property
     def machine_id(self) -> str:
@@ -259,7 +264,7 @@ class LostMachine:
 
     async def examine(self) -> Loss:
         """Return its loss."""
-        return self.loss
+        return Loss(LossOwner.HOST, self.lost_reason)
 
     def console_tail(self) -> str:
         """Return an empty string: unknown."""
@@ -276,3 +281,29 @@ class LostMachine:
 
     async def destroy(self) -> None:
         """Do nothing: nothing of it is left."""
+
+
+class ParkedMachine(LostMachine):
+    """Stands in for the machine of a parked episode: it is not lost, and has no guest until the episode gets another.
+
+    `lost` is set when the episode has got it.
+    """
+
+    state: MachineState = MachineState.PAUSED
+
+    def __init__(self, spec: MachineSpec) -> None:
+        super().__init__(spec, reason="its episode is parked")
+        self.lost.clear()
+        self.loss = None
+
+
+def lost_machine(spec: MachineSpec, *, reason: str) -> LeasedMachine:
+    """Return a stand-in for a machine of a previous daemon that is lost."""
+    machine = LostMachine(spec, reason=reason)
+    return LeasedMachine(machine=machine, desktop=Desktop(machine), frozen=None)
+
+
+def parked_machine(spec: MachineSpec, view: DesktopView) -> LeasedMachine:
+    """Return a stand-in for the machine of a parked episode, which shows its last screen."""
+    machine = ParkedMachine(spec)
+    return LeasedMachine(machine=machine, desktop=Desktop(machine, view=view), frozen=None)

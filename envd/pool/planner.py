@@ -78,6 +78,7 @@ def plan(
     host_room: int,
     max_starting: int,
     max_idle_s: float,
+    open_room: int | None = None,
     held: Mapping[str, int] | None = None,
     shares: RunShares | None = None,
     turn: ReservedTurn | None = None,
@@ -92,6 +93,7 @@ def plan(
         host_room: Further machines and reservations that the host's memory and disk allow.
         max_starting: Most machines that may be starting at once; 0 during a pause after a failure.
         max_idle_s: Age in seconds at which a surplus idle machine is destroyed.
+        open_room: Episodes that may be opened; None if only machines bound them.
         held: Machines and reservations held by each run.
         shares: Weights and quotas of runs; by default equal and unbounded.
         turn: The turn that the last plan reserved, if its group still waits.
@@ -104,7 +106,9 @@ def plan(
     room = capacity - len(machines) - reserved_count
     first = None if turn is None else turn.index
     turns = Turns(waiting, held=held or {}, shares=shares, capacity=capacity, first=first)
-    admitted, turn = _admit(waiting, turns, idle_count=len(idle), room=room, host_room=host_room, turn=turn)
+    admitted, turn = _admit(
+        waiting, turns, idle_count=len(idle), room=room, host_room=host_room, open_room=open_room, turn=turn
+    )
     lease: list[tuple[str, ...]] = []
     for index in admitted:
         ready = waiting[index].ready
@@ -150,7 +154,14 @@ def plan(
 
 
 def _admit(
-    waiting: Sequence[Demand], turns: Turns, *, idle_count: int, room: int, host_room: int, turn: ReservedTurn | None
+    waiting: Sequence[Demand],
+    turns: Turns,
+    *,
+    idle_count: int,
+    room: int,
+    host_room: int,
+    open_room: int | None,
+    turn: ReservedTurn | None,
 ) -> tuple[tuple[int, ...], ReservedTurn | None]:
     """Serve every group that fits and whose turn it is, or that may pass the group with the turn.
 
@@ -160,12 +171,14 @@ def _admit(
     while (index := turns.next()) is not None:
         group = waiting[index]
         fits = group.ready <= idle_count and group.reserved <= min(room, host_room)
+        fits = fits and (open_room is None or group.member_count <= open_room)
         if fits and (turn is None or index == turn.index or _may_pass(index, turn, waiting=waiting, turns=turns)):
             turn = _turn_after(index, waiting, turn)
             admitted.append(index)
             idle_count -= group.ready
             room -= group.reserved
             host_room -= group.reserved
+            open_room = None if open_room is None else open_room - group.member_count
             turns.serve(index)
         elif turn is None and (idle_count or room > 0):
             # Reserve the turn only if there is a machine or room to keep; otherwise it stays undecided.
@@ -208,3 +221,20 @@ def _ready_wanted(queue: Sequence[Demand], *, idle_target: int, budget: int) -> 
         wanted += min(group.ready, budget)
         budget -= group.machine_count
     return wanted + min(idle_target, max(0, budget))
+
+
+def missing_count(
+    counts: Mapping[LifecycleState, int], *, wanted_count: int, queued_count: int, spare_count: int, host_is_short: bool
+) -> int:
+    """Return how many leased machines have to be given up for others; not positive if there is room for all.
+
+    Args:
+        counts: The machines by state.
+        wanted_count: Machines for parked episodes with calls, and those that are kept ready.
+        queued_count: Machines that queued groups wait for, as far as these may be opened; negative for none.
+        spare_count: Machines that may be added; negative if there are too many.
+    """
+    coming_count = counts[LifecycleState.IDLE] + counts[LifecycleState.DYING]
+    if not host_is_short:
+        coming_count += counts[LifecycleState.STARTING] + max(0, spare_count)
+    return wanted_count + max(0, queued_count) - coming_count

@@ -16,86 +16,32 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from envd.base.aio import Changes, OwnedTasks, shielded
-from envd.base.clock import Clock, SystemClock, wait_until
-from envd.base.config import PoolConfig
+from envd.base.clock import wait_until
 from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, NotForkable, TemplateCorrupt
-from envd.base.store.store import NullStore, Store
-from envd.base.telemetry.metrics import Metrics
 from envd.desktop.desktop import Desktop
 from envd.desktop.view import ConnectionState
-from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
+from envd.hypervisor.machine import DiskImage, Machine, MachineSpec
 from envd.pool.backoff import Backoff
-from envd.pool.fairness import Demand, RunShares
-from envd.pool.leased import FrozenDesktop, LeasedMachine, LostMachine, MachineLease, Reservation, freeze
+from envd.pool.fairness import Demand
+from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation, freeze
 from envd.pool.machines import MachineFactory, MachineRecord, MachineTable, Work
-from envd.pool.planner import LifecycleState, plan
+from envd.pool.planner import LifecycleState, missing_count, plan
 from envd.pool.queue import AdmissionQueue, QueuedGroup, Refusals, WaitingGroup, queue_report
-from envd.pool.room import HOST_POLL_S, HostRoom, PoolRoom, booted_bytes, forked_bytes
+from envd.pool.room import PoolRoom, booted_bytes, forked_bytes
+from envd.pool.settings import PoolHost, PoolParameters
 from envd.pool.status import PoolStatus
-from envd.pool.template import TemplateCache, TemplateKeeper
+from envd.pool.template import TemplateKeeper
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_SCREEN_PX = (1280, 800)
 #: How often the machines' disk quotas are enforced: a stat of two files per machine.
 _QUOTA_INTERVAL_S = 2.0
 #: Machines that may exceed the capacity, for as long as loading a state takes.
 _MAX_REPLACING = 4
-
-
-class PoolParameters(PoolConfig):
-    """Capacity, machine size and behaviour of one pool."""
-
-    name: str
-    """Unique in the daemon; 1 to 24 of [a-z0-9-], because machine ids begin with it and have at most 32 characters."""
-    shares: RunShares = RunShares()
-    max_idle_s: float = 600.0
-    """Age at which an idle machine beyond `size` is destroyed."""
-    backoff_min_s: float = 1.0
-    """Pause after a machine that failed to start; doubles with each further failure."""
-    backoff_max_s: float = 60.0
-    """Longest such pause."""
-    measure_interval_s: float = 15.0
-    """Time between two measurements of the machines' memory."""
-    trusted_authority: str = ""
-    """See `MachineSpec`."""
-    linger_s: float = 0.0
-    """How long a guest keeps running after each use, unless it always runs."""
-
-    def machine_spec(self, image: DiskImage) -> MachineSpec:
-        """Return the pool's machines, with the pool's name as their id."""
-        width_px, height_px = self.screen or _DEFAULT_SCREEN_PX
-        return MachineSpec(
-            machine_id=self.name,
-            image=image,
-            memory_mib=self.memory_mib,
-            vcpu_count=self.vcpu_count,
-            screen_width_px=width_px,
-            screen_height_px=height_px,
-            keyboard_layout=self.keyboard_layout,
-            trusted_authority=self.trusted_authority,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolHost:
-    """What the pools of one daemon share."""
-
-    hypervisor: Hypervisor
-    """Creates the machines. Its owner closes it, after the pools."""
-    templates: TemplateCache = field(default_factory=TemplateCache)
-    """Their templates."""
-    room: HostRoom = field(default_factory=HostRoom)
-    """The host's memory and disk; by default unbounded."""
-    metrics: Metrics = field(default_factory=Metrics)
-    """Counts admissions and refusals; by default not exported."""
-    clock: Clock = field(default_factory=SystemClock)
-    store: Store = field(default_factory=NullStore)
-    """Database for the machines; by default none."""
 
 
 class Pool:
@@ -126,7 +72,7 @@ class Pool:
         self._tasks = OwnedTasks()
         self._closing = asyncio.Event()
         self._spec = settings.machine_spec(image)
-        self._queue = AdmissionQueue(limit=settings.queue_limit, shares=settings.shares, capacity=settings.capacity)
+        self._queue = AdmissionQueue(limit=settings.queue_limit, shares=settings.shares, capacity=settings.resident)
         self._backoff = Backoff(
             min_s=settings.backoff_min_s, max_s=settings.backoff_max_s, failing_after=settings.failing_after
         )
@@ -157,7 +103,7 @@ class Pool:
             host=host.room,
             claims=partial(self._machines.claims, expected_bytes=expected_bytes, booted_bytes=booted_bytes(settings)),
             expected_bytes=expected_bytes,
-            capacity=settings.capacity,
+            capacity=settings.resident,
             clock=host.clock,
         )
         self._template = TemplateKeeper(
@@ -171,7 +117,7 @@ class Pool:
         )
         self._refusals = Refusals(
             pool=settings.name,
-            capacity=settings.capacity,
+            capacity=settings.resident,
             shares=settings.shares,
             queue=self._queue,
             turnover=self._machines.turnover,
@@ -181,6 +127,7 @@ class Pool:
         """Measures the memory of every machine now, which `statistics` then has."""
         self.list_machine_ids = self._machines.list_ids
         self._replacing = asyncio.Semaphore(_MAX_REPLACING)
+        self._parked_count = self._parked_bytes = 0
         self._is_started = False
         self._draining = False
         self._close_task: asyncio.Task[None] | None = None
@@ -192,7 +139,19 @@ class Pool:
     @property
     def capacity(self) -> int:
         """Most machines and reservations at once."""
-        return self.settings.capacity
+        return self.settings.resident
+
+    @property
+    def _used_count(self) -> int:
+        return len(self._machines) + self._machines.reserved_count
+
+    @property
+    def _open_room(self) -> int | None:
+        """How many episodes may be opened now; None if only machines bound them."""
+        if not self.settings.parks:
+            return None
+        leased_count = self._machines.counts()[LifecycleState.LEASED]
+        return self.settings.capacity - leased_count - self._machines.unfilled_count - self._parked_count
 
     @property
     def copies_running_machines(self) -> bool:
@@ -225,7 +184,10 @@ class Pool:
             image=self.image.name,
             os=self.image.os.value,
             accelerator=self.hypervisor.accelerator.value,
-            capacity=self.capacity,
+            capacity=self.settings.capacity,
+            resident=self.settings.resident,
+            parked_count=self._parked_count,
+            parked_bytes=self._parked_bytes,
             always_running=self.settings.always_running,
             tools=self.settings.tools,
             not_forkable=self.hypervisor.capabilities.not_forkable,
@@ -282,6 +244,7 @@ class Pool:
         count: int = 1,
         *,
         reserved: int = 0,
+        parked: int = 0,
         run: str = "",
         owner: str = "",
         retained_count: int = 0,
@@ -294,6 +257,7 @@ class Pool:
         failure and on cancellation nothing is taken.
 
         Args:
+            parked: Members of the group that begin parked, without a machine.
             run: The run whose share they count for; empty for the run without a label.
             owner: Name of the token that asks, for listings of the queue.
             retained_count: Machines of the run that the caller holds, and returns only after these.
@@ -304,10 +268,10 @@ class Pool:
             PoolFailing: Machines do not start, and none were ready; or the host's disk is full.
             Draining: The pool is draining.
         """
-        demand = Demand(ready=count, reserved=reserved, run=run)
+        demand = Demand(ready=count, reserved=reserved, parked=parked, run=run)
         if demand.machine_count < 1 or min(count, reserved) < 0:
             raise GroupTooLarge(f"a group of {count} machines and {reserved} reservations is empty; ask for at least 1")
-        refusal = self._refusals.never(demand, retained_count=retained_count)
+        refusal = self._refusals.never(demand, retained_count=retained_count, open_limit=self.settings.capacity)
         if refusal is None and self._draining:
             refusal = self._refusals.draining()
         if refusal is not None:
@@ -388,10 +352,34 @@ class Pool:
             raise
         return self._machines.hand_out(record, run=run)
 
-    def gone(self, machine_id: str, *, reason: str) -> LeasedMachine:
-        """Return a stand-in for a machine of a previous daemon that is lost."""
-        machine = LostMachine(replace(self._spec, machine_id=machine_id), reason=reason)
-        return LeasedMachine(machine=machine, desktop=Desktop(machine), frozen=None)
+    def spec_of(self, machine_id: str) -> MachineSpec:
+        return replace(self._spec, machine_id=machine_id)
+
+    def set_parked(self, count: int, *, size_bytes: int) -> None:
+        """Set how many open episodes are parked, which count toward `capacity`, and the size of their states."""
+        self._parked_count, self._parked_bytes = count, size_bytes
+        self._reconcile()
+
+    @property
+    def has_room_for_parked(self) -> bool:
+        """Whether a parked episode can get a machine now: one that is ready, or one more."""
+        if self._machines.counts()[LifecycleState.IDLE]:
+            return True
+        return self._used_count < self.settings.resident and self._room.count() > 0
+
+    def missing_for(self, waiting_count: int) -> int:
+        """Return how many leased machines have to be given up, so that others get theirs.
+
+        Others are `waiting_count` parked episodes with calls, the queued groups as far as they may be opened, and the
+        machines that are kept ready. Not positive if there is room for all.
+        """
+        return missing_count(
+            self._machines.counts(),
+            wanted_count=waiting_count + self.settings.size,
+            queued_count=min(self._queue.machine_count, self._open_room or 0),
+            spare_count=self.settings.resident - self._used_count,
+            host_is_short=bool(self._room.shortage),
+        )
 
     async def freeze(self, leased: LeasedMachine) -> FrozenDesktop:
         """Freeze a leased machine's state, to fork from; see `leased.freeze`."""
@@ -457,7 +445,8 @@ class Pool:
             self._follow_plan()
             self._refuse_if_failing()
             # A group that times out may have blocked those behind it. No group times out that could be served now.
-            if self._refuse_late():
+            now_s, held = self._clock.monotonic(), self._machines.held()
+            if self._refusals.refuse_late(now_s=now_s, status=self.statistics(), held=held):
                 self._follow_plan()
         self.changes.notify()
 
@@ -472,14 +461,6 @@ class Pool:
         self._refusals.refuse_failing(too_large, self._backoff, now_s=now_s, status=status)
         self._follow_plan()
         self._refusals.refuse_failing(self._queue, self._backoff, now_s=now_s, status=self.statistics())
-
-    def _refuse_late(self) -> bool:
-        """Refuse every group whose deadline has passed; return whether there was one."""
-        now_s = self._clock.monotonic()
-        late = [group for group in self._queue if group.deadline_s <= now_s]
-        if late:
-            self._refusals.refuse_late(late, now_s=now_s, status=self.statistics(), held=self._machines.held())
-        return bool(late)
 
     def _follow_plan(self) -> None:
         template = self.template
@@ -497,6 +478,7 @@ class Pool:
             host_room=self._room.count(),
             max_starting=self._starting_limit(now_s, is_queued=bool(groups)),
             max_idle_s=self.settings.max_idle_s,
+            open_room=self._open_room,
             held=self._machines.held(),
             shares=self.settings.shares,
             turn=self._queue.turn(groups),
@@ -584,16 +566,7 @@ class Pool:
             raise
 
     async def _wait_for_room(self) -> None:
-        """Return when there is room for a machine, in the pool and on the host."""
-        while True:
-            if len(self._machines) + self._machines.reserved_count >= self.capacity:
-                await self.changes.next.wait()
-                continue
-            self._room.note(is_short=not self._room.count())
-            if not self._room.shortage:
-                return
-            self.changes.notify()
-            await self._clock.sleep(HOST_POLL_S)
+        await self._room.wait(lambda: self._used_count < self.capacity, changes=self.changes)
 
     def _measured(self) -> None:
         self._room.host.publish()

@@ -292,16 +292,25 @@ class Refusals:
             )
             self.refuse(group, Refusal(reason=RefusalReason.POOL_FAILING, error=error))
 
-    def refuse_late(
-        self, groups: Iterable[WaitingGroup], *, now_s: float, status: PoolStatus, held: Mapping[str, int]
-    ) -> None:
-        """Refuse queued groups whose deadline has passed; each error names the position before any was removed."""
-        refused = [(group, self.too_late(group, now_s=now_s, status=status, held=held)) for group in groups]
+    def refuse_late(self, *, now_s: float, status: PoolStatus, held: Mapping[str, int]) -> bool:
+        """Refuse every queued group whose deadline has passed; return whether there was one.
+
+        Each error names the position before any was removed.
+        """
+        late = [group for group in self.queue if group.deadline_s <= now_s]
+        refused = [(group, self.too_late(group, now_s=now_s, status=status, held=held)) for group in late]
         for group, refusal in refused:
             self.refuse(group, refusal)
+        return bool(late)
 
-    def never(self, demand: Demand, *, retained_count: int) -> Refusal | None:
+    def never(self, demand: Demand, *, retained_count: int, open_limit: int) -> Refusal | None:
         """Refuse a group that can never be admitted while its run retains `retained_count` machines; else None."""
+        if demand.member_count > open_limit:
+            error = GroupTooLarge(
+                f"pool {self.pool!r} has at most {open_limit} open episodes, so never a group of"
+                f" {demand.member_count}; ask for fewer, or raise the pool's capacity"
+            )
+            return Refusal(reason=RefusalReason.TOO_LARGE, error=error)
         if demand.machine_count > self.capacity:
             error = GroupTooLarge(
                 f"pool {self.pool!r} holds at most {self.capacity} machines, so never a group of"

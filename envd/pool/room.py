@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from envd.base.aio import Changes
 from envd.base.checks import Check, ok, warn
 from envd.base.clock import Clock
 from envd.base.config import Config, PoolConfig
@@ -105,12 +106,16 @@ def check_memory(config: Config, *, available_bytes: int, daemon_pid: int | None
         return ok("memory", f"{detail} to what process {daemon_pid} has; see its pools below")
     # One machine is booted for the template of each pool; the others are forked from it.
     wanted_bytes = (config.limits.memory_reserve_mib << 20) + sum(
-        booted_bytes(pool) + pool.capacity * forked_bytes(pool) for pool in config.pools.values() or [PoolConfig()]
+        booted_bytes(pool) + pool.resident * forked_bytes(pool) for pool in config.pools.values() or [PoolConfig()]
     )
     users = f"{len(config.pools)} pools" if config.pools else "a pool of one machine"
     detail += f"; {users} may take {wanted_bytes / (1 << 30):.1f} GiB, limits.memory_reserve_mib included"
     if wanted_bytes > available_bytes:
-        return warn("memory", detail, fix="lower the pools' capacity, or expected_memory_mib if machines stay smaller")
+        return warn(
+            "memory",
+            detail,
+            fix="lower the pools' resident (default: capacity), or expected_memory_mib if machines stay smaller",
+        )
     return ok("memory", detail)
 
 
@@ -319,6 +324,18 @@ class PoolRoom:
         if is_short:
             self.shortage = self.host.shortage(self.expected_bytes)
             self._shortage_seen_s = self.clock.monotonic()
+
+    async def wait(self, pool_has_room: Callable[[], bool], *, changes: Changes) -> None:
+        """Return when there is room for a machine, in the pool and on the host; notify `changes` until then."""
+        while True:
+            if not pool_has_room():
+                await changes.next.wait()
+                continue
+            self.note(is_short=not self.count())
+            if not self.shortage:
+                return
+            changes.notify()
+            await self.clock.sleep(HOST_POLL_S)
 
     @property
     def poll_at_s(self) -> float | None:

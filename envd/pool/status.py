@@ -18,7 +18,7 @@ class PoolStatus:
     accelerator: str
     """kvm, tcg or fake."""
     capacity: int
-    """Most machines and reservations at once."""
+    """Most open episodes and reservations at once."""
     idle_count: int
     leased_count: int
     starting_count: int
@@ -43,6 +43,12 @@ class PoolStatus:
     """Why its machines cannot be copied while they run; see `Capabilities`."""
     reserved_count: int = field(default=0, compare=False)
     """Reservations without a machine."""
+    resident: int = 0
+    """Most machines and reservations at once."""
+    parked_count: int = 0
+    """Open episodes without a machine, whose state is on the disk."""
+    parked_bytes: int = field(default=0, compare=False)
+    """Disk space of their states."""
     waiting_by_run: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Queued groups of each run that has any."""
     held_by_run: Mapping[str, int] = field(default_factory=dict, compare=False)
@@ -86,6 +92,8 @@ POOL_SERIES: tuple[PoolSeries[PoolStatus], ...] = (
         },
         label="state",
     ),
+    PoolSeries("envd_parked_episodes", "Open episodes without a machine.", lambda s: s.parked_count),
+    PoolSeries("envd_parked_bytes", "Disk space of the states of parked episodes.", lambda s: s.parked_bytes),
     PoolSeries("envd_leases", "Machines leased to episodes.", lambda s: s.leased_count),
     PoolSeries("envd_queue_waiting", "Machines that queued groups wait for.", lambda s: s.waiting_count),
     PoolSeries("envd_queue_groups", "Queued resets and forks, by run.", lambda s: s.waiting_by_run, label="run"),

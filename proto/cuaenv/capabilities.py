@@ -70,4 +70,8 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
         ("GetServer", "GetEpisode", "GetCheckpoint", "GetTask"),
         "Returns one server, episode, checkpoint or task, and a server's release and limits.",
     ),
+    "parking": Capability(
+        ("StepRequest.expects_idle", "Episode.parked", "Pool.parked_count", "Pool.resident_count"),
+        "Parks idle episodes, so that more may be open than machines; says which are.",
+    ),
 }

@@ -32,8 +32,9 @@ from envd.cli.own_daemon import run_until_signal
 from envd.drawn import fake_image
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
-from envd.pool.pool import Pool, PoolHost, PoolParameters
+from envd.pool.pool import Pool
 from envd.pool.room import HostRoom
+from envd.pool.settings import PoolHost, PoolParameters
 from tests.support.command import CommandOutput, run_envd
 from tests.support.faulty import FaultyHypervisor
 

@@ -23,7 +23,7 @@ from envd.hypervisor.machine import DiskImage, MachineSpec
 from envd.hypervisor.oci.control_groups import ControlGroups, Hierarchies
 from envd.hypervisor.oci.hypervisor import OciHypervisor
 from envd.hypervisor.oci.machine import OciMachine
-from tests.support.containers import desktop_image, settings
+from tests.support.containers import desktop_image, first_process, settings
 from tests.support.machine_contract.fixtures import read_screen
 from tests.support.program import Program
 
@@ -368,7 +368,7 @@ async def test_a_machine_whose_first_process_the_host_kills_is_lost_by_the_host(
 ) -> None:
     async with started(state_dir, image) as (_, machine):
         assert machine.groups is not None
-        os.kill(min(machine.groups.process_ids()), signal.SIGKILL)
+        os.kill(first_process(machine.groups.process_ids()), signal.SIGKILL)
         async with asyncio.timeout(30):
             await machine.lost.wait()
         assert machine.loss is not None
@@ -415,6 +415,33 @@ async def test_control_groups_of_each_version_limit_freeze_and_measure(
                 await asyncio.sleep(0.05)
         assert groups.run_delay_s() > waited_s
         assert (await machine.usage()).pss_bytes > 0
+
+
+@pytest.mark.parametrize("answer", [None, b'{"event": "ex\n'], ids=["ended", "unreadable"])
+async def test_machines_are_lost_by_the_host_when_their_namespaces_end(
+    state_dir: Path, image: DiskImage, answer: bytes | None
+) -> None:
+    async with started(state_dir, image) as (hypervisor, machine):
+        process = hypervisor._namespace._process
+        if answer is None:
+            process.kill()
+        else:
+            assert process.stdout is not None
+            process.stdout.feed_data(answer)
+        async with asyncio.timeout(30):
+            await machine.lost.wait()
+        assert machine.loss is not None
+        assert (machine.loss.owner, hypervisor.problem) == (LossOwner.HOST, machine.loss.reason)
+        assert "restart envd" in machine.loss.reason
+        with pytest.raises(HypervisorError, match="restart envd"):
+            await hypervisor.create(MachineSpec(machine_id="another", image=image))
+
+
+async def test_an_error_of_any_characters_is_reported_whole(state_dir: Path, image: DiskImage) -> None:
+    async with started(state_dir, image) as (hypervisor, _):
+        for text in ("\x01" * 5000, "\U0001f600" * 5000):
+            with pytest.raises(HypervisorError, match=text[:9]):
+                await hypervisor._namespace.call("run", argv=["sh", "-c", f"printf %s '{text}'; exit 1"], timeout_s=20)
 
 
 async def test_without_control_groups_signals_stop_all_but_the_x_server(

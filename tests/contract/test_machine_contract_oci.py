@@ -22,27 +22,17 @@ from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec,
 from envd.hypervisor.oci.hypervisor import OciHypervisor
 from envd.hypervisor.oci.machine import OciMachine
 from envd.hypervisor.oci.templates import OciSnapshot
-from tests.support.containers import desktop_image, settings
+from tests.support.containers import desktop_image, first_process, settings
 from tests.support.machine_contract.machine import ContainerContract
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
 
-def first_process(machine: Machine) -> int:
+def process_of(machine: Machine) -> int:
     """Return the host's number of a container's first process."""
     assert isinstance(machine, OciMachine)
     assert machine.groups is not None
-    pids = [pid for pid in machine.groups.process_ids() if _is_first(pid)]
-    assert len(pids) == 1, pids
-    return pids[0]
-
-
-def _is_first(pid: int) -> bool:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
-    return next(line for line in lines if line.startswith("NSpid:")).split()[-1] == "1"
+    return first_process(machine.groups.process_ids())
 
 
 def read_framebuffer(root: Path) -> npt.NDArray[np.uint8]:
@@ -93,11 +83,11 @@ class TestMachineContractOnContainers(ContainerContract):
 
     @classmethod
     async def kill(cls, machine: Machine) -> None:
-        os.kill(first_process(machine), signal.SIGKILL)
+        os.kill(process_of(machine), signal.SIGKILL)
 
     @classmethod
     async def screendump(cls, machine: Machine) -> npt.NDArray[np.uint8]:
-        return await asyncio.to_thread(read_framebuffer, Path(f"/proc/{first_process(machine)}/root"))
+        return await asyncio.to_thread(read_framebuffer, Path(f"/proc/{process_of(machine)}/root"))
 
     @classmethod
     @contextmanager

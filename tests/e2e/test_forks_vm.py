@@ -20,6 +20,7 @@ from cuaenv.client import (
     Move,
     PoolExhausted,
     PressKeys,
+    RunShell,
     Settle,
     TypeText,
     View,
@@ -43,6 +44,7 @@ image = "desktop"
 size = 2
 capacity = 16
 allow_guest_access = true
+tools = ["shell"]
 
 [pools.small]
 image = "desktop"
@@ -170,6 +172,20 @@ def test_a_branch_within_typed_text_and_a_branch_of_that_branch(client: EnvClien
                 grandchild.step(Done())
                 scores = [episode.evaluate().score for episode in (parent, child, grandchild, other)]
                 assert scores == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_a_fork_copies_the_shell_with_its_variables(client: EnvClient) -> None:
+    def shell(episode: Episode, command: str) -> str:
+        (result,) = episode.step(RunShell(command)).tool_results
+        assert result is not None
+        return result.output
+
+    with client.reset(NO_SETUP, pool="desktop", view=NO_PIXELS, timeout=LONG_TIMEOUT) as parent:
+        assert shell(parent, "cd /tmp; X=5; echo $X") == "5\n"
+        with client.fork(parent, count=1) as (copy,):
+            assert shell(copy, "echo $X; pwd; X=6") == "5\n/tmp\n"
+            assert shell(copy, "echo $X") == "6\n"
+        assert shell(parent, "echo $X") == "5\n"
 
 
 def test_a_fork_with_an_old_step_index_is_rejected_and_the_parent_continues(address: str) -> None:

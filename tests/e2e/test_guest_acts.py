@@ -22,15 +22,12 @@ import pytest_asyncio
 from pydantic import TypeAdapter
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Done, EnvError, GuestEnded, PressKeys, TypeText, View, Wait
-from envd.hypervisor.qemu.processes import machine_pids
-from envd.images.catalogue import ImageCatalogue
-from envd.pool.pool import PoolParameters
+from envd.pool.settings import PoolParameters
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
-from tests.support.containers import desktop_image, machine_processes
-from tests.support.real_desktops import served_machines
+from tests.support.real_desktops import Backend
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
 
 DISK_MIB = 900
 QUOTA_MIB = 400
@@ -247,19 +244,9 @@ class Served:
     is_container: bool
 
 
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    params=[
-        pytest.param("", id="qemu", marks=[pytest.mark.vm, pytest.mark.long]),
-        pytest.param("oci:", id="container", marks=[pytest.mark.native, pytest.mark.long]),
-    ],
-)
-async def served(
-    request: pytest.FixtureRequest, cache_dir: Path, template_dir: Path, vm_state_dir: Path
-) -> AsyncIterator[Served]:
-    uri = request.param
-    if uri and desktop_image() and IS_WINE:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(real_backend: Backend, vm_state_dir: Path) -> AsyncIterator[Served]:
+    if IS_WINE and not real_backend.is_qemu:
         pytest.skip("Wine runs on virtual machines alone")
     tasks = TypeAdapter(list[Task]).validate_python(
         [
@@ -271,20 +258,16 @@ async def served(
     settings = PoolParameters(
         name="desktop", capacity=2, size=0, boot_timeout_s=1200.0, allow_guest_access=True, disk_quota_mib=QUOTA_MIB
     )
-    image = ImageCatalogue(cache_dir).get(IMAGE)
-    directories = {"cache_dir": cache_dir, "template_dir": template_dir, "state_dir": vm_state_dir}
-    with small_disk(vm_state_dir / ("containers" if uri else "machines")) as machines_dir:
+    with small_disk(vm_state_dir / ("machines" if real_backend.is_qemu else "containers")) as machines_dir:
         async with (
-            served_machines(settings, image, TaskCatalogue(tasks), **directories, uri=uri) as address,
+            real_backend.machines(settings, TaskCatalogue(tasks), state_dir=vm_state_dir, image=IMAGE) as address,
             AsyncEnvClient(address) as client,
         ):
             yield Served(
                 client=client,
                 machines_dir=machines_dir,
-                processes=partial(machine_processes, vm_state_dir)
-                if uri
-                else lambda: list(machine_pids(vm_state_dir).values()),
-                is_container=bool(uri),
+                processes=partial(real_backend.machine_processes, vm_state_dir),
+                is_container=not real_backend.is_qemu,
             )
 
 

@@ -21,10 +21,9 @@ from cuaenv.client import (
     Wait,
 )
 from envd.hypervisor.qemu.processes import machine_pids
-from envd.images.catalogue import ImageCatalogue
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
-from tests.support.real_desktops import real_desktops
+from tests.support.real_desktops import Backend
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
@@ -40,11 +39,9 @@ CHORDS = [["alt", "printscreen", "o"], ["alt", "printscreen", "b"], ["ctrl", "al
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(cache_dir: Path, template_dir: Path, vm_state_dir: Path) -> AsyncIterator[AsyncEnvClient]:
+async def client(qemu: Backend, vm_state_dir: Path) -> AsyncIterator[AsyncEnvClient]:
     task = Task(task_id="test/nothing", instruction="Nothing.", level=1, infeasible=True)
-    directories = {"cache_dir": cache_dir, "template_dir": template_dir, "state_dir": vm_state_dir}
-    image = ImageCatalogue(cache_dir).get("desktop")
-    async with real_desktops(image, TaskCatalogue([task]), **directories) as client:
+    async with qemu.desktops(TaskCatalogue([task]), state_dir=vm_state_dir) as client:
         yield client
 
 

@@ -31,7 +31,8 @@ from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task, osworld_tasks
 from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.workers import OsworldWorkers, WorkerJob
-from envd.pool.pool import Pool, PoolHost, PoolParameters
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolHost, PoolParameters
 from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.evaluate import evaluate

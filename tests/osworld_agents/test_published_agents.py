@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.program import run_program
-from tests.support.real_desktops import osworld_machines
+from tests.support.real_desktops import Backend
 
 pytestmark = [pytest.mark.osworld_agents, pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -70,9 +70,8 @@ def model() -> Iterator[tuple[Model, str]]:
 
 
 @pytest.fixture
-async def address(cache_dir: Path, template_dir: Path, vm_state_dir: Path) -> AsyncIterator[str]:
-    directories = {"cache_dir": cache_dir, "template_dir": template_dir, "state_dir": vm_state_dir}
-    async with osworld_machines(1, **directories) as address:
+async def address(qemu: Backend, vm_state_dir: Path) -> AsyncIterator[str]:
+    async with qemu.osworld_machines(1, state_dir=vm_state_dir) as address:
         yield address
 
 

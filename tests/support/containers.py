@@ -1,7 +1,8 @@
-"""A hypervisor of containers for tests: the desktop image of this host, in a state directory of its own."""
+"""Containers for tests: the desktop image of this host, settings, and how to find their processes and leftovers."""
 
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from envd.base.config import Config, HypervisorConfig
 from envd.base.errors import ImageError, ImageNotFound
 from envd.hypervisor.machine import DiskImage
+from envd.hypervisor.oci.control_groups import ControlGroups
 from envd.hypervisor.oci.hypervisor import mark_of
+from envd.hypervisor.oci.ids import own_ids
 from envd.hypervisor.oci.images import obstacle
 from envd.images.catalogue import ImageCatalogue
 
@@ -38,19 +41,39 @@ def settings(state_dir: Path) -> Config:
     return Config(state_dir=state_dir, hypervisor=HypervisorConfig(uri="oci:"))
 
 
-def machine_processes(state_dir: Path) -> list[int]:
-    """Return the processes of all containers of a state directory, by the host's ids, first processes first."""
-    mark = f"/envd-{mark_of(state_dir)}/"
-    found: dict[int, bool] = {}
+def first_process(pids: Iterable[int]) -> int:
+    """Return the host's number of a container's first process, one of its `pids`."""
+    (first,) = [pid for pid in pids if _is_first(pid)]
+    return first
+
+
+def _is_first(pid: int) -> bool:
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next(line for line in lines if line.startswith("NSpid:")).split()[-1] == "1"
+    return False
+
+
+def machine_processes(state_dir: Path) -> dict[int, str]:
+    """Return {process id: machine id} of the processes of a daemon's containers."""
+    mark, found = f"/envd-{mark_of(state_dir)}/", {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if any(mark in line and not line.endswith("/holder") for line in (entry / "cgroup").read_text().split()):
-                numbers = (entry / "status").read_text().partition("NSpid:")[2].partition("\n")[0].split()
-                found[int(entry.name)] = numbers[-1] == "1"
-    return sorted(found, key=lambda pid: (not found[pid], pid))
+            groups = (entry / "cgroup").read_text()
+            # Of one that has ended and waits for its parent, the kernel adds "(deleted)".
+            if (group := groups.partition(mark)[2].split("\n")[0]) and "(deleted)" not in groups:
+                found[int(entry.name)] = group.partition("/")[0]
+    return {pid: machine_id for pid, machine_id in found.items() if machine_id != "holder"}
 
 
-def container_leftovers(state_dir: Path) -> list[str]:
-    """List processes and machine directories of containers of `state_dir`."""
-    left = [f"process {pid}" for pid in machine_processes(state_dir)]
-    return left + [str(path) for path in (state_dir / "containers").glob("*")]
+def container_pids(state_dir: Path) -> dict[str, int]:
+    """Return {machine id: its first process} of a daemon's containers."""
+    return {machine_id: pid for pid, machine_id in machine_processes(state_dir).items() if _is_first(pid)}
+
+
+def container_leftovers(state_dir: Path, machine_id: str = "") -> list[str]:
+    """List processes, directories and control groups of a daemon's containers, or of one of them."""
+    left = [f"process {pid}" for pid, name in machine_processes(state_dir).items() if machine_id in ("", name)]
+    left += [str(path) for path in (state_dir / "containers").glob(f"{machine_id}*")]
+    groups = ControlGroups(mark_of(state_dir), ids=own_ids()).machine_ids()
+    return left + [f"control groups of {name}" for name in groups if machine_id in ("", name)]

@@ -22,7 +22,8 @@ from envd.episodes.progress import EpisodeState
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo, ForkCommand, OpenedGroup, ResetCommand, StepCommand
 from envd.pool.fairness import RunShares
-from envd.pool.pool import Pool, PoolHost, PoolParameters
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolHost, PoolParameters
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.evaluate import Evaluation
 from envd.tasks.fields import TaskPerturb

@@ -3,12 +3,20 @@
 from pathlib import Path
 
 from envd.hypervisor.qemu.processes import machine_pids, owner_of, tpm_processes
+from tests.support.containers import container_leftovers
 
 _UNIX_SOCKETS = Path("/proc/net/unix")
 
 
 def machine_leftovers(state_dir: Path, machine_id: str = "") -> list[str]:
-    """List processes, machine directories and libvirt status files of `state_dir`, or of one of its machines."""
+    """List processes, machine directories and libvirt status files of `state_dir`, or of one of its machines.
+
+    For a daemon of containers, their directories and control groups.
+    """
+    if (state_dir / "containers").exists():
+        left = container_leftovers(state_dir, machine_id)
+        if left or not (state_dir / "owner").exists():
+            return left
     pids = machine_pids(state_dir)
     left = [f"process {pid}" for own_id, pid in pids.items() if machine_id in ("", own_id)]
     tpms = tpm_processes(owner_of(state_dir)) if (state_dir / "owner").exists() else {}

@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from envd.base.telemetry.metrics import Metrics
-from envd.pool.pool import Pool, PoolHost, PoolParameters
+from envd.pool.pool import Pool
 from envd.pool.room import HostRoom
+from envd.pool.settings import PoolHost, PoolParameters
 from envd.pool.template import TemplateCache
 from tests.support.clock import ManualClock, run_ready
 from tests.support.stubs import IMAGE, StubHypervisor

@@ -27,8 +27,9 @@ from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.recovery import load_persisted
 from envd.episodes.service import EpisodeService
 from envd.pool.machines import unregister_all
-from envd.pool.pool import Pool, PoolHost, PoolParameters
+from envd.pool.pool import Pool
 from envd.pool.room import HostRoom
+from envd.pool.settings import PoolHost, PoolParameters
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from envd.tasks.user_model import UserModel
@@ -95,6 +96,10 @@ class FakeOptions:
     """Idle machines to keep."""
     capacity: int | None = None
     """Maximum number of machines; by default twice `size`."""
+    resident: int | None = None
+    """Maximum number of machines in memory; by default the capacity."""
+    parked: CheckpointStore | None = None
+    """Where the states of parked episodes are stored; None to park none."""
     faults: Faults | None = None
     """Faults of the machines; change them later through `FakeServer.hypervisor`."""
     limits: LimitsConfig | None = None
@@ -127,8 +132,9 @@ class FakeOptions:
         return PoolParameters(
             name="fake",
             capacity=self.capacity or 2 * self.size,
+            resident=self.resident or self.capacity or 2 * self.size,
             size=self.size,
-            max_starting=self.size,
+            max_starting=max(1, self.size),
             boot_timeout_s=self.boot_timeout_s,
             backoff_min_s=0.05,
             failing_after=self.failing_after,
@@ -168,6 +174,7 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
             clock=clock,
             store=store,
             checkpoints=chosen.checkpoints,
+            parked=chosen.parked,
             user_model=chosen.user_model,
         )
         stack.push_async_callback(service.aclose)

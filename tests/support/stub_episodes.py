@@ -26,8 +26,9 @@ from envd.desktop.view import DesktopView
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.hypervisor.machine import Machine
-from envd.pool.pool import Pool, PoolHost, PoolParameters
+from envd.pool.pool import Pool
 from envd.pool.queue import QueuedGroup
+from envd.pool.settings import PoolHost, PoolParameters
 from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task

@@ -136,7 +136,9 @@ class SessionSettings:
         """
         targets = (envd or os.environ.get("ENVD_TARGET") or _DEFAULT_TARGET).split(",")
         tls = None if tls_ca is None else Tls(ca=tls_ca)
-        client = ClientSettings(targets=tuple(targets), run=run, token=token, tls=tls, max_episodes=max_episodes)
+        client = ClientSettings(
+            targets=tuple(targets), run=run, token=token, tls=tls, max_episodes=max_episodes, expects_idle=True
+        )
         return cls(client=client, **options)
 
 

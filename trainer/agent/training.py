@@ -72,6 +72,7 @@ class TrainingConfig(BaseModel):
             # A cluster may start the daemons after the trainer.
             retry=RetryPolicy(connect_timeout=self.agent.reset_timeout),
             tls=self.tls,
+            expects_idle=True,
         )
 
     @field_validator("hosts", mode="before")

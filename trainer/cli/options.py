@@ -44,7 +44,7 @@ def make_client(target: str, tls_ca: Path | None, *, run: str = DEFAULT_RUN) -> 
         tls = None if tls_ca is None else Tls(ca=tls_ca)
         if tls is not None:
             tls.credentials()
-        return AsyncEnvClient(target, run=run, tls=tls)
+        return AsyncEnvClient(target, run=run, tls=tls, expects_idle=True)
     except ValueError as error:
         raise UsageError(f"--envd {target}: {error}") from error
     except OSError as error:

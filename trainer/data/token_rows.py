@@ -5,12 +5,13 @@ They are those of a file whose trajectories have `rows`, such as `rows.jsonl` of
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from trainer.adapters.areal.engine import TurnRow
-from trainer.adapters.areal.rows import Rewarded, batch
+from trainer.adapters.areal.rows import batch
 from trainer.replay.trajectory import StoredTrajectory, TokenRow, image_bytes, image_of
 from trainer.tokens.chat import Chat
 
@@ -91,7 +92,7 @@ def slime_samples(trajectories: Sequence[StoredTrajectory], chat: Chat) -> list[
 def areal_batch(trajectories: Sequence[StoredTrajectory], chat: Chat) -> dict[str, Any]:
     """Return AReaL's tensors, one row for each turn, with the episode's reward. Raises: ModelFailed."""
     rewarded = [
-        Rewarded(turn, trajectory.reward)
+        replace(turn, value=trajectory.reward)
         for trajectory, row, versions in _rows(trajectories)
         for turn in turns_of(row, versions, _images(trajectory, row), image_id=chat.image_id)
     ]

@@ -124,6 +124,12 @@ class Metrics:
         self.rollbacks = self._counter(
             "envd_rollbacks_total", "Episodes put back into the state of a checkpoint.", "pool"
         )
+        self.parking = self._histogram(
+            "envd_parking_seconds",
+            "Episodes that were parked, and that got a machine again, without the wait for one.",
+            _WAIT_BUCKETS,
+            "pool to",
+        )
         self.checkpoints = self._gauge("envd_checkpoints", "Checkpoints of this host.")
         self.checkpoint_bytes = self._gauge("envd_checkpoint_bytes", "Disk space of the checkpoints of this host.")
         self.leftovers = self._counter("envd_leftovers_total", "Leftovers found by the audit, by kind.", "kind")

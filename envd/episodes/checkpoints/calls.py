@@ -15,14 +15,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Final
 
-from envd.base.aio import shielded
-from envd.base.clock import Clock, wait_until
+from envd.base.clock import Clock
 from envd.base.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
     CheckpointUnusable,
     EnvdError,
-    HypervisorError,
     InvalidRequest,
     MachineLost,
     RequestIdReused,
@@ -34,13 +32,14 @@ from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.observation import ObservationOptions
 from envd.episodes.checkpoints.archive import ArchiveReader, archived
 from envd.episodes.checkpoints.manifest import Checkpoint, CheckpointResult
-from envd.episodes.checkpoints.store import CheckpointStore, Draft, in_thread, not_found, store_error
-from envd.episodes.checkpoints.views import read_view, write_view
+from envd.episodes.checkpoints.states import describe_state, draft_of, read_state, require_template, write_state
+from envd.episodes.checkpoints.store import CheckpointStore, in_thread, not_found
+from envd.episodes.checkpoints.views import read_view
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.forking import freeze_at
 from envd.episodes.ledger import CHECKPOINT, RequestKey
-from envd.episodes.members import Group, Member, start_from
+from envd.episodes.members import CopyToDisk, Group, Member, start_from
 from envd.episodes.progress import CheckpointTrigger
 from envd.episodes.task_states import TaskStates
 from envd.episodes.types import CheckpointCommand, ResetCommand
@@ -53,8 +52,6 @@ from envd.tasks.model import Task
 logger = logging.getLogger(__name__)
 
 _SWEEP_S = 60.0
-#: How long a checkpoint waits for its pool's template.
-_TEMPLATE_S = 30.0
 #: The longest that a request may ask for.
 _MAX_LIFETIME = timedelta(days=365)
 #: Checkpoints that are written at once, and of one owner. Each holds a copy of its machine's state in memory.
@@ -196,7 +193,7 @@ class Checkpointing:
                 manifest = manifest.model_copy(update={"spec": replace(manifest.spec, owner="")})
             if (same := await in_thread(self._store.same_as, manifest)) is not None:
                 return same
-            async with self._draft(manifest) as draft:
+            async with draft_of(manifest, self._store) as draft:
                 for name, expected in manifest.files.items():
                     await archive.read_file(draft.directory / name, expected)
                 await archive.require_end()
@@ -257,7 +254,7 @@ class Checkpointing:
                 f"checkpoint {found.checkpoint_id}: task {spec.task_id} has changed or is not served; start it over"
             )
         if pool.template is not None:
-            _require_template(found, pool.template)
+            require_template(found, pool.template)
         return task, pool
 
     async def restore(self, checkpoint: Checkpoint, pool: Pool, command: ResetCommand) -> Group:
@@ -267,10 +264,12 @@ class Checkpointing:
         (of the slowest machine), `observe`, `total`.
         """
         watch = Stopwatch(self._context.clock)
+        run, parked_count = command.run or checkpoint.spec.run, pool.settings.surplus_of(command.group_size)
         granted = await pool.lease(
             0,
-            reserved=command.group_size,
-            run=command.run or checkpoint.spec.run,
+            reserved=command.group_size - parked_count,
+            parked=parked_count,
+            run=run,
             owner=command.owner,
             timeout_s=command.timeout_s,
         )
@@ -280,6 +279,11 @@ class Checkpointing:
                 checkpoint,
                 pool,
                 granted.reservations,
+                copy=(
+                    partial(self._context.parking.copy, pool, count=parked_count, run=run, owner=command.owner)
+                    if parked_count
+                    else None
+                ),
                 options=command.observe,
                 subject=f"checkpoint {checkpoint.checkpoint_id}",
                 watch=watch,
@@ -299,6 +303,7 @@ class Checkpointing:
         pool: Pool,
         reservations: Sequence[Reservation],
         *,
+        copy: CopyToDisk | None = None,
         options: ObservationOptions,
         subject: str,
         watch: Stopwatch,
@@ -307,36 +312,17 @@ class Checkpointing:
 
         Phases of `watch`: `restore`, `fork`, `observe`.
         """
-        frozen = await self._read(checkpoint, pool)
+        frozen = await read_state(checkpoint, pool, self._store, clock=self._context.clock)
         watch.lap("restore")
         try:
-            return await start_from(pool, frozen, reservations, options=options, subject=subject, watch=watch)
+            return await start_from(
+                pool, frozen, reservations, copy=copy, options=options, subject=subject, watch=watch
+            )
         except MachineLost as error:
             # The new machine died: do not blame the episode that is rolled back.
             raise SetupFailed(f"{subject}: {error}") from error
         finally:
             self.discard(frozen)
-
-    async def _read(self, checkpoint: Checkpoint, pool: Pool) -> FrozenDesktop:
-        """Return the state of a checkpoint; `discard` it after its last fork."""
-        clock = self._context.clock
-        deadline_s = clock.monotonic() + _TEMPLATE_S
-        while (template := pool.template) is None:
-            # As after the start of the daemon.
-            if clock.monotonic() >= deadline_s:
-                raise CheckpointUnusable(f"checkpoint {checkpoint.checkpoint_id}: pool {pool.name} has no template now")
-            await wait_until(clock, deadline_s, or_event=pool.changes.next)
-        _require_template(checkpoint, template)
-        path = self._store.path(checkpoint.checkpoint_id)
-        try:
-            with self._store.hold(checkpoint):
-                await in_thread(self._store.verify, checkpoint)
-                view = await in_thread(read_view, path, checkpoint.checkpoint_id)
-                return FrozenDesktop(snapshot=await pool.hypervisor.restore(template.snapshot, path), view=view)
-        except HypervisorError:
-            # One that is deleted while it is read looks damaged.
-            await in_thread(self._store.find, checkpoint.checkpoint_id)
-            raise
 
     async def _create(self, episode: Episode, command: CheckpointCommand) -> CheckpointResult:
         context = self._context
@@ -345,7 +331,7 @@ class Checkpointing:
             return CheckpointResult(checkpoint=known, timings_ms={})
         watch = Stopwatch(context.clock)
         pool = context.pools[episode.spec.pool]
-        async with context.registry.call(episode, renews=True):
+        async with context.call(episode):
             try:
                 # Before the copy: callers that wait for the disk hold none.
                 async with self._writer(episode.spec.owner):
@@ -355,9 +341,8 @@ class Checkpointing:
                     )
                     watch.lap("copy")
                     try:
-                        stored = await self._write(
-                            self._describe(episode, command, frozen, checkpoint_id), frozen, pool
-                        )
+                        described = self._describe(episode, command, frozen, checkpoint_id)
+                        stored = await write_state(described, frozen, pool, self._store)
                     finally:
                         self.discard(frozen)
             except EnvdError as error:
@@ -380,7 +365,7 @@ class Checkpointing:
     async def store(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
         """Store a state of an episode that no request asked for."""
         async with self._writer(episode.spec.owner):
-            stored = await self._write(described, frozen, self._context.pools[episode.spec.pool])
+            stored = await write_state(described, frozen, self._context.pools[episode.spec.pool], self._store)
         await self._stored(episode, stored)
 
     def discard(self, frozen: FrozenDesktop) -> None:
@@ -415,19 +400,17 @@ class Checkpointing:
     def _describe(
         self, episode: Episode, command: CheckpointCommand, frozen: FrozenDesktop, checkpoint_id: str
     ) -> Checkpoint:
-        now = self._context.clock.now()
         ttl_s = self._store.settings.ttl_s if command.ttl_s is None else command.ttl_s
-        return Checkpoint(
-            checkpoint_id=checkpoint_id,
-            label=command.label,
-            spec=episode.spec,
-            progress=episode.progress,
+        return describe_state(
+            episode.spec,
+            episode.progress,
+            frozen,
             epoch=episode.epoch,
-            template_digest=frozen.snapshot.template_digest,
-            frame_id=frozen.view.frame.frame_id,
-            create_time=now,
-            expire_time=now + timedelta(seconds=ttl_s),
+            checkpoint_id=checkpoint_id,
+            create_time=self._context.clock.now(),
+            ttl=timedelta(seconds=ttl_s),
             pinned=command.pinned,
+            label=command.label,
             fingerprint=command.fingerprint.hex(),
         )
 
@@ -436,25 +419,6 @@ class Checkpointing:
         """Wait until an owner may write a checkpoint, and let others wait until the end of the block."""
         async with self._own_writing[owner], self._writing:
             yield
-
-    async def _write(self, described: Checkpoint, frozen: FrozenDesktop, pool: Pool) -> Checkpoint:
-        async with self._draft(described) as draft:
-            await in_thread(write_view, frozen.view, draft.directory)
-            await pool.hypervisor.save(frozen.snapshot, draft.directory)
-            return await in_thread(self._store.complete, draft, described)
-
-    @asynccontextmanager
-    async def _draft(self, described: Checkpoint) -> AsyncIterator[Draft]:
-        """Yield a checkpoint to write and complete. On failure it is abandoned."""
-        abandon, begin = self._store.abandon, in_thread(self._store.begin, described)
-        draft = await shielded(begin, undo=lambda draft: in_thread(abandon, draft))
-        try:
-            yield draft
-        except BaseException as error:
-            await in_thread(abandon, draft)
-            if isinstance(error, OSError):
-                raise store_error(described.checkpoint_id, error) from error
-            raise
 
     async def _report(self) -> None:
         usage = await in_thread(self._store.usage)
@@ -465,15 +429,6 @@ class Checkpointing:
 def _id_of(episode: Episode, name: str) -> str:
     """Return the id of an episode's checkpoint, the same for the same request."""
     return f"ckpt-{hashlib.blake2b(f'{episode.episode_id}/{name}'.encode(), digest_size=8).hexdigest()}"
-
-
-def _require_template(checkpoint: Checkpoint, template: FrozenDesktop) -> None:
-    """Raises: CheckpointUnusable: The checkpoint builds on another template."""
-    if template.snapshot.template_digest != checkpoint.template_digest:
-        raise CheckpointUnusable(
-            f"checkpoint {checkpoint.checkpoint_id}: pool {checkpoint.spec.pool} has another template now (image,"
-            " machine size, QEMU or processor changed); use a host that has the old one, or start over"
-        )
 
 
 def _opened_from(checkpoint: Checkpoint, member: Member) -> Member:

@@ -55,7 +55,7 @@ class RollingBack:
 
     async def _rollback(self, episode: Episode, command: RollbackCommand, request: RequestKey) -> RollbackResult:
         context, watch = self._context, Stopwatch(self._context.clock)
-        async with context.registry.call(episode, renews=True):
+        async with context.call(episode, watch=watch):
             try:
                 checkpoint, task, pool = await self._checkpoints.find(
                     command.checkpoint_id, lambda owner: owner == episode.spec.owner

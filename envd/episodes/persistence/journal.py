@@ -76,6 +76,11 @@ class Journal:
         if self.is_tracked(episode.episode_id):
             self._store.write_soon(upsert(row_of(episode, self._clock)))
 
+    async def moved(self, episode: Episode) -> None:
+        """Persist the machine that an open episode has now. Raises: StoreError: the database has the one before."""
+        if self.is_tracked(episode.episode_id):
+            await self._store.commit(upsert(row_of(episode, self._clock)))
+
     def save_lease(self, episode: Episode) -> None:
         """Persist the end of an episode's lease soon."""
         if not self.is_tracked(episode.episode_id):

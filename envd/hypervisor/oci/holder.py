@@ -31,9 +31,9 @@ _MNT_DETACH: Final = 2
 _PR_SET_PDEATHSIG: Final = 1
 #: Where the namespace has the host's directories, which the containers' root may be unable to reach by their paths.
 DIRECTORIES: Final = "/mnt"
-#: Written as a whole: no other process's answer gets between (PIPE_BUF).
-_MAX_ANSWER_BYTES: Final = 4096
-_MAX_MESSAGE_CHARS: Final = 1500
+#: An answer has at most 4096 bytes, which are written as a whole, so that no other process's gets between (PIPE_BUF). A
+#: character takes at most 6 of them.
+_MAX_MESSAGE_CHARS: Final = 600
 #: A killed process needs time to free its memory.
 _KILL_TIMEOUT_S: Final = 5.0
 _REMOVAL_TIMEOUT_S: Final = 600.0
@@ -259,7 +259,7 @@ _REQUESTS: Mapping[str, Callable[..., Any]] = {
 
 
 def answer(message: Mapping[str, Any]) -> None:
-    os.write(1, json.dumps(message).encode()[: _MAX_ANSWER_BYTES - 1] + b"\n")
+    os.write(1, json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n")
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:

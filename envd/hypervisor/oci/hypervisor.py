@@ -114,6 +114,7 @@ class OciHypervisor:
             ids=ids,
             on_start=groups.open,
             on_exit=lambda pid, status: opened[0]._on_exit(pid, status) if opened else None,
+            on_end=lambda reason: opened[0]._on_end(reason) if opened else None,
         )
         try:
             await namespace.call("try_overlay", directory=str(Namespace.inside(_RUNTIME)))
@@ -282,6 +283,10 @@ class OciHypervisor:
             if machine.pid == pid:
                 machine.report_exit(status)
                 machine.pid = None
+
+    def _on_end(self, reason: str) -> None:
+        for machine in self._machines.values():
+            machine.mark_lost(reason)
 
     async def _remove(self, machine: OciMachine) -> None:
         """End a machine's processes and remove its files. Raises: HypervisorError."""

@@ -219,7 +219,7 @@ async def remove_unpacked(root: Path, directory: Path) -> None:
     if not found:
         return
     namespace = await Namespace.open(
-        {IMAGES: root.resolve()}, ids=own_ids(), on_start=lambda _: None, on_exit=lambda *_: None
+        {IMAGES: root.resolve()}, ids=own_ids(), on_start=lambda _: None, on_exit=lambda *_: None, on_end=lambda _: None
     )
     try:
         for path in found:

@@ -29,9 +29,12 @@ _MAX_LINE_BYTES = 1 << 16
 class Namespace:
     """Namespaces of users, mounts and processes, with some directories of the host."""
 
-    def __init__(self, process: asyncio.subprocess.Process, *, on_exit: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, *, on_exit: Callable[[int, int], None], on_end: Callable[[str], None]
+    ) -> None:
         self._process = process
         self._on_exit = on_exit
+        self._on_end = on_end
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[JsonValue]] = {}
         self._reading: asyncio.Task[None] | None = None
@@ -46,6 +49,7 @@ class Namespace:
         ids: IdMap,
         on_start: Callable[[int], None],
         on_exit: Callable[[int, int], None],
+        on_end: Callable[[str], None],
     ) -> "Namespace":
         """Create the namespaces.
 
@@ -53,6 +57,7 @@ class Namespace:
             directories: Directories of the host by the names that `inside` takes.
             on_start: Called with the host's id of the process that owns the namespaces, while it has no children.
             on_exit: Called with the process id there and exit code (negative: signal) of each process that ends.
+            on_end: Called with the reason when they have ended with all their processes, unless `aclose` ended them.
 
         Raises:
             ConfigError: The kernel does not allow it, or a tool is missing.
@@ -69,7 +74,7 @@ class Namespace:
             *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=_MAX_LINE_BYTES,
             start_new_session=True,  # Ctrl-C ends the daemon alone, which then destroys its machines
         )  # fmt: skip
-        namespace = cls(process, on_exit=on_exit)
+        namespace = cls(process, on_exit=on_exit, on_end=on_end)
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 await namespace._expect("unshared")
@@ -132,6 +137,18 @@ class Namespace:
             raise ConfigError(f"hypervisor oci: unexpected answer {line!r}")
 
     async def _read(self) -> None:
+        problem = "the process that owns the containers' namespaces has ended; restart envd"
+        try:
+            await self._read_answers()
+        except Exception as error:
+            problem = f"the process that owns the containers' namespaces could not be read: {error!r}; restart envd"
+            logger.exception("%s", problem)
+            with suppress(ProcessLookupError):
+                self._process.kill()
+        self._fail(problem)
+        self._on_end(self.problem)
+
+    async def _read_answers(self) -> None:
         assert self._process.stdout is not None  # noqa: S101
         while line := await self._process.stdout.readline():
             message = json.loads(line)
@@ -142,7 +159,6 @@ class Namespace:
                     answer.set_exception(HypervisorError(message["error"]))
                 else:
                     answer.set_result(message["result"])
-        self._fail("the process that owns the containers' namespaces has ended; restart envd")
 
     def _fail(self, problem: str) -> None:
         self.problem = self.problem or problem

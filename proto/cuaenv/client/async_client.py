@@ -55,6 +55,7 @@ class AsyncEnvClient(Listings):
         keep_alive_interval: timedelta | None = None,
         token: str | None = None,
         tls: Tls | None = None,
+        expects_idle: bool = False,
         rng: random.Random | None = None,
     ) -> None:
         """Create a client; the first call connects.
@@ -69,6 +70,7 @@ class AsyncEnvClient(Listings):
             keep_alive_interval: Interval of lease renewals; by default a third of the shortest lease.
             token: Sent with every call; by default the variable `ENVD_TOKEN`. Empty for none.
             tls: Files for an encrypted connection; None for clear text.
+            expects_idle: Whether steps say that no call follows soon; for agents whose model thinks after each.
             rng: Draws candidate hosts; by default seeded at random.
 
         Raises:
@@ -86,9 +88,16 @@ class AsyncEnvClient(Listings):
         self._run = run
         self._retry = retry or RetryPolicy()
         self._keep_alive_interval = keep_alive_interval
+        self._expects_idle = expects_idle
         self._rng = rng or random.Random()  # noqa: S311 -- no secret depends on it
         # Each loop touches only its own entry, so threads need no lock.
         self._host_pools: dict[asyncio.AbstractEventLoop, HostPool] = {}
+
+    def _step_options(
+        self, settle: Settle | None, view: View | None, coordinate_space: tuple[int, int] | None
+    ) -> StepOptions:
+        """Return the defaults of the steps of an episode."""
+        return StepOptions(settle=settle, view=view, coordinate_space=coordinate_space, expects_idle=self._expects_idle)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {', '.join(self.targets)} {list(self._host_pools.values())}>"
@@ -222,7 +231,7 @@ class AsyncEnvClient(Listings):
                     size=size,
                     timeout=timeout,
                     lease_ttl=lease_ttl,
-                    defaults=StepOptions(settle=settle, view=view, coordinate_space=coordinate_space),
+                    defaults=self._step_options(settle, view, coordinate_space),
                     task=task_id,
                     pool=pool,
                     branch_count=branches,
@@ -342,7 +351,7 @@ class AsyncEnvClient(Listings):
             EpisodeNotFound: It was closed, its lease expired, or it is another token's.
             EnvError: See the module's tree; the episode stays open.
         """
-        defaults = StepOptions(settle=settle, view=view, coordinate_space=coordinate_space)
+        defaults = self._step_options(settle, view, coordinate_space)
 
         async def attach_to() -> Sequence[AsyncEpisode]:
             found = await self._host_pool.attach(

@@ -120,6 +120,7 @@ class AsyncEpisode:
         coordinate_space: tuple[int, int] | None = None,
         settle: Settle | None = None,
         view: View | None = None,
+        expects_idle: bool | None = None,
         timeout: timedelta = timedelta(minutes=3),
     ) -> StepResult:
         """Perform actions in order, wait for the screen to settle, and observe.
@@ -135,6 +136,8 @@ class AsyncEpisode:
             coordinate_space: (width, height) that positions refer to; by default that of the reset.
             settle: By default that of the reset.
             view: By default that of the reset.
+            expects_idle: No call follows soon, as while a model thinks: a host that is short of machines may park the
+                episode at once. By default as the client says.
             timeout: Of all attempts together, besides the time for which the actions may last.
 
         Raises:
@@ -150,6 +153,7 @@ class AsyncEpisode:
             settle=wire_settle(settle or self.defaults["settle"]),
             observation=wire_view(self.chosen_view(view), known=self.observation, of_step=True),
             epoch=self.epoch,
+            expects_idle=bool(self.defaults.get("expects_idle") if expects_idle is None else expects_idle),
         )
         base = self.observation
         response = await self._call("Step", request, timeout + longest(actions))

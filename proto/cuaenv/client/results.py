@@ -242,6 +242,10 @@ class Pool:
     """Tools that its agents may use in any task."""
     not_forkable: str = ""
     """Why its episodes can be neither forked nor stored as checkpoints, and what can be; empty if they can."""
+    parked_count: int = 0
+    """Open episodes without a machine, which count toward `capacity`."""
+    resident_count: int = 0
+    """Most machines at once; below `capacity` if idle episodes are parked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +273,8 @@ class EpisodeInfo:
     """Its host."""
     epoch: int = 1
     """1 at first; increases with each rollback."""
+    is_parked: bool = False
+    """Whether it has no machine now: its state is on its host's disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,6 +397,7 @@ def read_episode(message: env_pb2.Episode, host: str) -> EpisodeInfo:
         expire_time=message.expire_time.ToDatetime(UTC),
         host=host,
         epoch=message.epoch,
+        is_parked=message.parked,
     )
 
 
@@ -458,6 +465,8 @@ def read_pool(message: env_pb2.Pool, host: str) -> Pool:
         ),
         tools=tuple(message.tools),
         not_forkable=message.not_forkable,
+        parked_count=message.parked_count,
+        resident_count=message.resident_count,
     )
 
 

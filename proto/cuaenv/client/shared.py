@@ -38,6 +38,8 @@ class ClientSettings(Checked):
     token: str | None = field(default=None, repr=False)
     """Token of the caller; by default the variable `ENVD_TOKEN`."""
     tls: Tls | None = None
+    expects_idle: bool = False
+    """Whether steps say that no call follows soon."""
 
 
 def shared_client(settings: ClientSettings) -> AsyncEnvClient:

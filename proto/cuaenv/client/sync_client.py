@@ -83,9 +83,12 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         retry: RetryPolicy | None = None,
         token: str | None = None,
         tls: Tls | None = None,
+        expects_idle: bool = False,
     ) -> None:
         """Create a client; the first call connects."""
-        self._inner = AsyncEnvClient(targets, run=run, max_episodes=max_episodes, retry=retry, token=token, tls=tls)
+        self._inner = AsyncEnvClient(
+            targets, run=run, max_episodes=max_episodes, retry=retry, token=token, tls=tls, expects_idle=expects_idle
+        )
         # Before the thread starts: in a forked process it was seen to hang, on a busy host.
         require_own_process(", ".join(self.targets))
         self._client = self

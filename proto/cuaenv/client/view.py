@@ -151,6 +151,7 @@ class StepOptions(TypedDict, total=False):
     coordinate_space: tuple[int, int] | None
     settle: Settle | None
     view: View | None
+    expects_idle: bool | None
     timeout: timedelta
 
 

@@ -147,10 +147,23 @@ def test_a_pool_name_that_does_not_fit_machine_ids_is_refused() -> None:
         load(flags={"pools": {"My Pool": {"size": 1, "image": "desktop"}}})
 
 
+def test_episodes_are_parked_only_where_machines_are_fewer_and_stop() -> None:
+    assert not PoolConfig(image="a", size=1, capacity=4).parks
+    assert PoolConfig(image="a", size=1, capacity=4, resident=2).parks
+    for settings, message in (
+        ({"capacity": 2, "resident": 3}, r"resident 3 is above capacity 2"),
+        ({"size": 2, "capacity": 4, "resident": 1}, r"resident 1 is below size 2"),
+        ({"capacity": 4, "resident": 1, "always_running": True}, r"always_running guests cannot be parked"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(flags={"pools": {"a": settings}})
+
+
 def test_capacity_defaults_to_the_size_and_is_never_below_it() -> None:
     assert PoolConfig(image="a", size=3).capacity == 3
     assert PoolConfig(image="a", size=0).capacity == 1
     assert PoolConfig(image="a", size=1, capacity=4).capacity == 4
+    assert PoolConfig(image="a", size=1, capacity=4).resident == 4
     with pytest.raises(ConfigError, match=r"capacity 1 .*size 2"):
         load(flags={"pools": {"a": {"size": 2, "capacity": 1}}})
 
@@ -253,7 +266,14 @@ def test_the_page_of_settings_has_exactly_the_settings_with_their_defaults() -> 
     documented = dict(re.findall(r"^\| `([^`]+)` \| *([^|]*?) *\|", page, flags=re.MULTILINE))
     config = load(flags={"pools": {"a": {}}, "limits.runs": {"a": {}}})
     # These depend on the host or on other settings; their descriptions say how.
-    computed = {"state_dir", "cache_dir", "pools.*.image", "pools.*.capacity", "pools.*.max_starting"}
+    computed = {
+        "state_dir",
+        "cache_dir",
+        "pools.*.image",
+        "pools.*.capacity",
+        "pools.*.resident",
+        "pools.*.max_starting",
+    }
     keys = [key.replace("NAME", "*") for key in fields()]
     assert list(documented) == keys
     compared = [key for key in keys if key not in computed]

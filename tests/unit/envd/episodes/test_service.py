@@ -43,7 +43,8 @@ from envd.episodes.lease import MAX_CALL_S
 from envd.episodes.progress import EpisodeState
 from envd.episodes.resetting import choose_pool
 from envd.hypervisor.machine import DiskImage, GuestOs
-from envd.pool.pool import Pool, PoolHost, PoolParameters
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolHost, PoolParameters
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import CAPACITY, TASK, World
 from tests.support.stubs import StubHypervisor

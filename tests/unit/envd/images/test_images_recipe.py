@@ -133,7 +133,7 @@ def test_the_files_of_containers_are_built_as_an_archive_also_without_root(
     image = build_image(for_containers(desktop_recipe()), catalogue)
     assert f"--mode={mode}" in commands[0]
     assert (image.firmware, image.disk_format, image.kernel) == ("none", "tar", "")
-    assert catalogue.packages(image) == {"tint2"}
+    assert catalogue.packages(image) == frozenset({"tint2"})
     assert catalogue.disk_of(image).read_bytes() == b"files"
 
 

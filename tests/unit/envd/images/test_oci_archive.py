@@ -3,6 +3,8 @@
 import errno
 import io
 import os
+import platform
+import shutil
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +17,6 @@ from envd.base.errors import ConfigError, ImageError
 from envd.hypervisor.machine import Firmware
 from envd.hypervisor.oci.images import obstacle
 from envd.hypervisor.qemu.backend import BACKEND as QEMU
-from envd.images import oci_archive
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.images.oci_archive import import_archive
 from tests.support.container_archive import (
@@ -32,7 +33,7 @@ from tests.support.container_archive import (
 
 @pytest.fixture(autouse=True)
 def _x86_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oci_archive.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
 
 
 @pytest.fixture
@@ -315,7 +316,7 @@ def test_files_that_do_not_fit_are_refused_before_they_are_written(
     layers = [[Entry(path=f"zeros{index}", content=bytes(kib << 10))] for index, kib in enumerate(sizes_kib)]
     write_archive(file, [DESKTOP_LAYER, *layers])
     free = type("Usage", (), {"free": 512 << 10})
-    monkeypatch.setattr(oci_archive.shutil, "disk_usage", lambda _: free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     assert refused(catalogue, file).startswith(problem)
 
 
@@ -342,4 +343,4 @@ def test_installed_packages_are_listed(catalogue: ImageCatalogue, file: Path) ->
     image: Image = import_archive(
         catalogue, "mine", write_archive(file, [DESKTOP_LAYER, [Entry(path="var/lib/dpkg/status", content=status)]])
     )
-    assert catalogue.packages(image) == {"a"}
+    assert catalogue.packages(image) == frozenset({"a"})

@@ -1,6 +1,5 @@
 """`envd serve` as a process, with real machines."""
 
-import json
 import os
 import random
 import signal
@@ -29,11 +28,11 @@ from cuaenv.client import (
     View,
     Wait,
 )
-from envd.hypervisor.qemu.processes import machine_pids
 from tests.support.leftovers import machine_leftovers
+from tests.support.real_desktops import REAL_BACKENDS_IN_EVERY_RUN, Backend
 from tests.support.served import ServedDaemon
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(900)]
 
 TASK = "desktop/type-greeting"
 DOCUMENT = "/home/user/Documents/greeting.txt"
@@ -48,10 +47,7 @@ allow_guest_access = true
 
 [limits]
 lease_ttl_s = 30
-
-[hypervisor]
-template_dir = "{template_dir}"
-"""
+{hypervisor}"""
 #: Prints button, x and y of each button press that the guest's X server receives from its devices.
 RECORD_CLICKS = """\
 import struct
@@ -79,8 +75,8 @@ def state_dir(module_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def daemon(state_dir: Path, template_dir: Path) -> Iterator[ServedDaemon]:
-    with ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir)) as served:
+def daemon(state_dir: Path, real_backend: Backend) -> Iterator[ServedDaemon]:
+    with ServedDaemon(state_dir, CONFIG.format(hypervisor=real_backend.toml)) as served:
         yield served
         if served.process.poll() is None:
             assert served.end() == 0
@@ -103,20 +99,6 @@ def file_after_2_s(episode: Episode, path: str) -> bytes:
     """Let the guest run for two seconds, without a step, and return one of its files."""
     episode.observe(settle=Settle(min=timedelta(seconds=2), max=timedelta(seconds=2)))
     return episode.read_file(path)
-
-
-def in_guest(episode: Episode, method: str, path: str) -> dict[str, object]:
-    """Send guestd a request from inside the guest."""
-    script = (
-        "import urllib.request as u;"
-        f"print(u.urlopen(u.Request('http://127.0.0.1:5000{path}', method='{method}', data=b'{{}}' "
-        f"if '{method}' == 'POST' else None, headers={{'Content-Type': 'application/json'}})).read().decode())"
-    )
-    result = episode.run_command(["python3", "-c", script])
-    assert result.exit_code == 0, result.stderr
-    body = json.loads(result.stdout)
-    assert isinstance(body, dict)
-    return body
 
 
 def test_typing_clicking_and_scoring_on_a_real_desktop(address: str) -> None:
@@ -159,11 +141,11 @@ def test_typing_clicking_and_scoring_on_a_real_desktop(address: str) -> None:
             episode.step(Click(5, 5, count=-1))
 
 
-def test_a_guest_killed_during_a_step_is_machine_lost_and_never_a_reward(address: str, state_dir: Path) -> None:
+def test_a_guest_killed_during_a_step_is_machine_lost_and_never_a_reward(
+    address: str, real_backend: Backend, state_dir: Path
+) -> None:
     with EnvClient(address) as client, client.reset(TASK, timeout=LONG_TIMEOUT, view=NO_PIXELS) as episode:
-        pids = machine_pids(state_dir).values()
-        leased = in_guest(episode, "GET", "/envd/session")
-        assert leased["ready"] is True
+        pids = real_backend.machine_pids(state_dir).values()
         failure: list[BaseException] = []
 
         def step() -> None:
@@ -206,16 +188,17 @@ def test_the_machine_of_a_client_killed_during_a_step_is_reclaimed(address: str)
         until(lambda: [pool.leased_count for pool in client.list_pools()] == [0], timeout_s=60)
 
 
+# What is left of a killed daemon depends on the backend.
+@pytest.mark.parametrize("real_backend", REAL_BACKENDS_IN_EVERY_RUN, indirect=True, scope="module")
 def test_the_next_daemon_removes_a_killed_daemons_leftovers_and_forks_the_same_template(
-    daemon: ServedDaemon, state_dir: Path, template_dir: Path
+    daemon: ServedDaemon, state_dir: Path, real_backend: Backend
 ) -> None:
-    until(lambda: bool(machine_pids(state_dir)), timeout_s=60)
+    until(lambda: bool(real_backend.machine_pids(state_dir)), timeout_s=60)
+    left = set(real_backend.machine_pids(state_dir).values())
     daemon.end(signal.SIGKILL)
-    left = set(machine_pids(state_dir).values())
-    assert left
-    with ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir)) as successor:
+    with ServedDaemon(state_dir, CONFIG.format(hypervisor=real_backend.toml)) as successor:
         successor.wait_for(r"removed (\d+) machines? of an earlier daemon")
-        assert not left & set(machine_pids(state_dir).values())
+        assert not left & set(real_backend.machine_pids(state_dir).values())
         with EnvClient(successor.wait_for(r"listening on (\S+)")) as client:
             until(lambda: [pool.idle_count for pool in client.list_pools()] == [1], timeout_s=60)
         with urllib.request.urlopen(successor.wait_for(r"metrics on (\S+)")) as response:  # noqa: S310 - our own

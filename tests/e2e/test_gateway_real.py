@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from cuaenv.client import EnvClient, View
+from tests.support.real_desktops import Backend
 from tests.support.served import ServedDaemon
 
-pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 CONFIG = """\
 [pools.desktop]
@@ -19,10 +20,7 @@ image = "desktop"
 size = 1
 allow_guest_access = true
 allowed_hosts = ["127.0.0.1:{port}"]
-
-[hypervisor]
-template_dir = "{template_dir}"
-"""
+{hypervisor}"""
 #: argv: a URL, and the URL of a proxy or "". Prints the body, the error status, or "unreachable".
 FETCH = """\
 import os, sys, urllib.error, urllib.request
@@ -67,8 +65,10 @@ def state_dir(short_dir: Path) -> Path:
     return short_dir / "s"
 
 
-def test_a_guest_reaches_only_listed_hosts_through_its_proxy(state_dir: Path, template_dir: Path, origin: int) -> None:
-    daemon = ServedDaemon(state_dir, CONFIG.format(port=origin, template_dir=template_dir))
+def test_a_guest_reaches_only_listed_hosts_through_its_proxy(
+    state_dir: Path, real_backend: Backend, origin: int
+) -> None:
+    daemon = ServedDaemon(state_dir, CONFIG.format(port=origin, hypervisor=real_backend.toml))
     try:
         address = daemon.wait_for(r"listening on (\S+)", timeout_s=120)
         with (

@@ -1,4 +1,4 @@
-"""Adapters on a real guest: a task is solved, and a killed QEMU gives no score, which is never a zero."""
+"""Adapters on a real guest: a task is solved, and a killed machine gives no score, which is never a zero."""
 
 import math
 import os
@@ -12,23 +12,20 @@ import gymnasium
 import pytest
 from mcp.client import Client
 
-from envd.hypervisor.qemu.processes import machine_pids
 from tests.support.leftovers import machine_leftovers
+from tests.support.real_desktops import Backend
 from tests.support.served import ServedDaemon
 from trainer.adapters.mcp import make_server
 from trainer.adapters.session import SessionSettings
 
-pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 CONFIG = """\
 [pools.desktop]
 image = "desktop"
 size = 1
 capacity = 1
-
-[hypervisor]
-template_dir = "{template_dir}"
-"""
+{hypervisor}"""
 TASK = "desktop/type-greeting"
 TYPE = {"action": "type", "text": "Hello, desktop!"}
 SAVE = {"action": "press", "keys": ["ctrl", "s"]}
@@ -38,26 +35,26 @@ DONE = {"action": "done"}
 class _Served(ServedDaemon):
     """A daemon with one machine at a time."""
 
-    def __init__(self, state_dir: Path, template_dir: Path) -> None:
-        super().__init__(state_dir, CONFIG.format(template_dir=template_dir))
-        self._state_dir = state_dir
+    def __init__(self, state_dir: Path, backend: Backend) -> None:
+        super().__init__(state_dir, CONFIG.format(hypervisor=backend.toml))
+        self._backend, self._state_dir = backend, state_dir
         self.address = self.wait_for(r"listening on (\S+)")
 
     def kill_machine(self) -> None:
-        """Kill the QEMU of the only machine."""
-        (pid,) = machine_pids(self._state_dir).values()
+        """Kill the only machine."""
+        (pid,) = self._backend.machine_pids(self._state_dir).values()
         os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
-def served(module_dir: Path, template_dir: Path) -> Iterator[_Served]:
-    with _Served(module_dir / "s", template_dir) as served:
+def served(module_dir: Path, real_backend: Backend) -> Iterator[_Served]:
+    with _Served(module_dir / "s", real_backend) as served:
         yield served
         assert served.end() == 0
     assert machine_leftovers(module_dir / "s") == []
 
 
-def test_gymnasium_truncates_an_episode_whose_qemu_was_killed(served: _Served) -> None:
+def test_gymnasium_truncates_an_episode_whose_machine_was_killed(served: _Served) -> None:
     env: Any = gymnasium.make("trainer.adapters.gymnasium:envd/Desktop-v0", task=TASK, envd=served.address)
     env.reset()
     assert env.step(TYPE)[1:4] == (0.0, False, False)
@@ -73,7 +70,7 @@ def test_gymnasium_truncates_an_episode_whose_qemu_was_killed(served: _Served) -
     env.close()
 
 
-async def test_mcp_gives_no_score_for_a_session_whose_qemu_was_killed(served: _Served) -> None:
+async def test_mcp_gives_no_score_for_a_session_whose_machine_was_killed(served: _Served) -> None:
     async with Client(make_server(SessionSettings.connect(served.address), task=TASK)) as client:
 
         async def open_session() -> str:

@@ -7,12 +7,11 @@ import pytest
 import pytest_asyncio
 
 from cuaenv.client import AsyncEnvClient, EvaluatorFailed, View
-from envd.images.catalogue import Image
 from envd.integrations.cua_gym.reader import read_bundles
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
-from tests.support.real_desktops import real_desktops
+from tests.support.real_desktops import Backend
 
-pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 FILES = {
     "meta.json": '{"driver": "uda-gym"}',
@@ -27,17 +26,13 @@ FILES = {
 
 
 @pytest_asyncio.fixture
-async def client(
-    desktop_image: Image, cache_dir: Path, template_dir: Path, vm_state_dir: Path, tmp_path: Path
-) -> AsyncIterator[AsyncEnvClient]:
+async def client(real_backend: Backend, vm_state_dir: Path, tmp_path: Path) -> AsyncIterator[AsyncEnvClient]:
     for name, text in FILES.items():
         file = tmp_path / "report" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     tasks = TaskCatalogue.load([TaskFile(tmp_path, read=read_bundles)], include_builtin=False)
-    async with real_desktops(
-        desktop_image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=vm_state_dir
-    ) as client:
+    async with real_backend.desktops(tasks, state_dir=vm_state_dir) as client:
         yield client
 
 

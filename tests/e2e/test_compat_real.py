@@ -14,9 +14,10 @@ from PIL import Image as Picture
 
 from envd.integrations.compat.server import PROTOCOLS
 from tests.support.leftovers import machine_leftovers
+from tests.support.real_desktops import Backend
 from tests.support.served import ServedDaemon
 
-pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 # `areal-sandbox` and OSWorld's clients expect the guest to run between their calls.
 CONFIG = """\
@@ -28,10 +29,7 @@ size = 1
 capacity = 1
 allow_guest_access = true
 always_running = true
-
-[hypervisor]
-template_dir = "{template_dir}"
-"""
+{hypervisor}"""
 CALCULATOR = {"id": "desktop/open-calculator"}
 OPEN_CALCULATOR = "pyautogui.click(156, 780)"
 DOCUMENT = "/home/user/Documents/greeting.txt"
@@ -61,9 +59,9 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def daemon(module_dir: Path, template_dir: Path) -> Iterator[ServedDaemon]:
+def daemon(module_dir: Path, real_backend: Backend) -> Iterator[ServedDaemon]:
     endpoints = json.dumps([f"{name}=127.0.0.1:0" for name in PROTOCOLS])
-    with ServedDaemon(module_dir / "s", CONFIG.format(compat=endpoints, template_dir=template_dir)) as served:
+    with ServedDaemon(module_dir / "s", CONFIG.format(compat=endpoints, hypervisor=real_backend.toml)) as served:
         served.wait_for(r"(listening on \S+)")
         yield served
         assert served.end() == 0

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from PIL import Image as Picture
 
-from envd.images.catalogue import Image
+from tests.support.real_desktops import Backend
 
-pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 HOME = "/home/user"
 
@@ -123,12 +123,11 @@ def envd(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_verb_and_checker_of_a_linux_desktop_works_on_a_real_one(
-    desktop_image: Image, cache_dir: Path, vm_state_dir: Path, tmp_path: Path, site: str
+    real_backend: Backend, vm_state_dir: Path, tmp_path: Path, site: str
 ) -> None:
-    assert desktop_image.name == "desktop"
     cache = tmp_path / "cache"
     cache.mkdir()
-    (cache / "images").symlink_to(cache_dir / "images")
+    (cache / "images").symlink_to(real_backend.cache_dir / "images")
     (tmp_path / "come-along.txt").write_text("came along\n")
     download = {"kind": "download", "files": [{"url": f"{site}/fetched.txt", "path": f"{HOME}/fetched.txt"}]}
     task = {
@@ -145,7 +144,8 @@ def test_every_verb_and_checker_of_a_linux_desktop_works_on_a_real_one(
     fetched = envd("tasks", "fetch", *places)
     assert fetched.returncode == 0, fetched.stderr
     state = str(vm_state_dir / "verbs")
-    done = envd("tasks", "verify", "verbs/", *places, "--state-dir", state, "--parallel", "1", "--json")
+    places += ["--state-dir", state, "--hypervisor", real_backend.uri]
+    done = envd("tasks", "verify", "verbs/", *places, "--parallel", "1", "--json")
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
     assert [each["detail"] for each in report["failures"]] == []

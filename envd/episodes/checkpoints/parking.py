@@ -1,0 +1,489 @@
+"""Park idle episodes: store the state of their machines, release the machines, and fork new ones for the next calls.
+
+A parked episode is a checkpoint that only its episode uses, in a store of its own. So what holds for checkpoints and
+rollbacks holds here, and the epoch stays the same, because the episode continues where it was.
+
+Always true, whenever the daemon dies: the database names the machine or the stored state, and the one that it names is
+complete. A state is deleted only after the database names a machine, and a guest runs only after that.
+
+No deadlock: a call that waits for a machine holds none. It waits for the end of calls, each of which has a limit, and
+an episode without a call can be parked. `Fork` is the one call that has a machine and waits for others; its wait has a
+deadline.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Final
+
+from envd.base.aio import Changes, OwnedTasks, race, shielded
+from envd.base.clock import Clock, wait_until
+from envd.base.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    CheckpointUnusable,
+    EnvdError,
+    EpisodeNotFound,
+    HypervisorError,
+    MachineLost,
+    NotForkable,
+    PoolExhausted,
+    PoolFailing,
+    StoreError,
+)
+from envd.base.telemetry.metrics import Metrics
+from envd.base.telemetry.traces import Stopwatch
+from envd.desktop.view import DesktopView
+from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.checkpoints.states import describe_state, read_state, write_state
+from envd.episodes.checkpoints.store import CheckpointStore, in_thread
+from envd.episodes.checkpoints.views import read_view
+from envd.episodes.episode import Episode
+from envd.episodes.persistence.journal import Journal
+from envd.episodes.progress import EpisodeSpec, EpisodeState, Origin, Progress
+from envd.episodes.registry import EpisodeRegistry
+from envd.pool.leased import FrozenDesktop, LeasedMachine, parked_machine
+from envd.pool.pool import Pool
+
+logger = logging.getLogger(__name__)
+
+#: Ids of parked states begin with it: the database names one where it otherwise names a machine.
+_PREFIX: Final = "parked-"
+#: An episode without a call for so long may be parked; at once if a call of another waits.
+_MIN_IDLE_S: Final = 1.0
+#: How often to look for idle episodes while machines are needed.
+_POLL_S: Final = 0.1
+#: Longest wait of a call for a machine.
+_WAIT_S: Final = 60.0
+#: States that are written at once. Each holds a copy of its machine's state in memory.
+_WRITING_COUNT: Final = 4
+#: Pause of a pool after a state could not be stored, such as on a full disk.
+_FAILED_S: Final = 10.0
+#: Until a machine that cannot be copied is tried again.
+_REFUSED_S: Final = 60.0
+#: A parked state lives as long as its episode.
+_TTL = timedelta(days=3650)
+
+
+@dataclass(eq=False)
+class _Line:
+    """The calls of one pool that wait for a machine, and the episodes that are being parked for them."""
+
+    pool: Pool
+    waiting_count: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the first of them; the others wait in order of arrival."""
+    parking: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    """By episode, until the episode is parked or the attempt has ended."""
+    changes: Changes = field(default_factory=Changes)
+    """Notified when the pool changes, a call waits, or an attempt has ended."""
+    paused_until_s: float = 0.0
+    """No episode is parked before, because one could not be stored."""
+
+
+class Parking:
+    """Parks episodes, and brings them back for their calls."""
+
+    def __init__(
+        self,
+        registry: EpisodeRegistry,
+        store: CheckpointStore | None,
+        *,
+        pools: Mapping[str, Pool],
+        journal: Journal,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        """Set up; nothing is parked before `start`, or without a store."""
+        self._registry = registry
+        self._store = store
+        self._journal = journal
+        self._clock = clock
+        self._metrics = metrics
+        self._lines = {name: _Line(pool) for name, pool in pools.items() if store and pool.settings.parks}
+        self._tasks = OwnedTasks()
+        self._writing = asyncio.Semaphore(_WRITING_COUNT)
+        self._resuming: dict[str, asyncio.Task[EnvdError | None]] = {}
+        """By episode."""
+        self._kept: dict[str, Checkpoint] = {}
+        """The stored state of each parked episode."""
+        self._unowned: dict[str, Checkpoint] = {}
+        """Stored states of episodes that are being opened or restored, by the id of their stand-in."""
+        self._refused_until_s = dict[str, float]()
+        """Episodes with something that no copy can have, and until when they are not tried again."""
+
+    def start(self) -> None:
+        """Start to park episodes in pools that park."""
+        if self._lines:
+            self._tasks.spawn(self._run(), name="parking")
+
+    async def aclose(self) -> None:
+        """End all tasks. The stored states of open episodes stay, for the next daemon."""
+        await self._tasks.cancel()
+
+    def _is_parked(self, episode: Episode) -> bool:
+        return episode.episode_id in self._kept
+
+    # -- back to a machine ------------------------------------------------------------------------------------------
+
+    async def resume(self, episode: Episode) -> None:
+        """Return once an episode has its machine, in memory. Call it in `EpisodeRegistry.call`, which keeps it there.
+
+        Raises:
+            PoolExhausted: All machines were in calls for a minute. The episode is still parked; retry.
+            PoolFailing: No machine could be started. The episode is still parked; retry.
+            MachineLost: Its state cannot be read. The episode is void.
+        """
+        line = self._lines.get(episode.spec.pool)
+        if line is None:
+            return
+        if (parking := line.parking.get(episode.episode_id)) is not None:
+            parking.cancel()
+            await asyncio.wait({parking})
+        if not self._is_parked(episode):
+            return
+        resuming = self._resuming.get(episode.episode_id)
+        if resuming is None:
+            resuming = self._tasks.spawn(self._try_to_resume(line, episode), name=f"resume:{episode.episode_id}")
+            self._resuming[episode.episode_id] = resuming
+        # Of this caller alone: others may wait for the same machine.
+        if (error := await asyncio.shield(resuming)) is not None:
+            raise error
+
+    def call_ended(self, episode: Episode) -> None:
+        """See `ParkedEpisodes`."""
+        line = self._lines.get(episode.spec.pool)
+        if line is not None and line.waiting_count:
+            line.changes.notify()
+
+    async def _try_to_resume(self, line: _Line, episode: Episode) -> EnvdError | None:
+        """Return the error, for each call that waits."""
+        try:
+            await self._resume(line, episode)
+        except EnvdError as error:
+            return error
+        finally:
+            del self._resuming[episode.episode_id]
+        return None
+
+    async def _resume(self, line: _Line, episode: Episode) -> None:
+        pool, stored, stand_in = line.pool, self._kept[episode.episode_id], episode.machine
+        watch = Stopwatch(self._clock)
+        try:
+            async with AsyncExitStack() as held:
+                with self._waiting(line, episode) as deadline_s:
+                    async with line.turn:
+                        await self._wait_for_room(line, episode, deadline_s=deadline_s)
+                        reservation = await held.enter_async_context(pool.replacing(run=episode.spec.run))
+                watch = Stopwatch(self._clock)
+                frozen = await read_state(stored, pool, self._the_store, clock=self._clock)
+                try:
+                    machine = await pool.fork(reservation, frozen)
+                finally:
+                    await shielded(frozen.snapshot.discard())
+                await self._move(episode, machine)
+        except (CheckpointCorrupt, CheckpointUnusable, CheckpointNotFound) as error:
+            lost = MachineLost(f"episode {episode.episode_id}: its parked state cannot be used: {error}")
+            self._registry.void(episode, lost)
+            self._forget(episode, stored)
+            raise lost from error
+        except (MachineLost, HypervisorError) as error:
+            raise PoolFailing(
+                f"episode {episode.episode_id}: no machine started for it: {error}; it is still parked, retry with the"
+                " same request_id",
+                retry_after_s=1.0,
+            ) from error
+        self._forget(episode, stored)
+        stand_in.machine.lost.set()  # wakes those that watch it
+        self._moved(pool, "machine", watch)
+
+    @contextmanager
+    def _waiting(self, line: _Line, episode: Episode) -> Iterator[float]:
+        """Count a call that waits for a machine; yields its deadline. Raises: PoolExhausted: too many wait."""
+        if line.waiting_count >= line.pool.settings.queue_limit:
+            raise self._exhausted(episode, line.pool, f"{line.waiting_count} calls wait already")
+        line.waiting_count += 1
+        line.changes.notify()
+        try:
+            yield self._clock.monotonic() + _WAIT_S
+        finally:
+            line.waiting_count -= 1
+
+    async def _wait_for_room(self, line: _Line, episode: Episode, *, deadline_s: float) -> None:
+        """Wait until a machine can be had. Raises: PoolExhausted: not until the deadline."""
+        while not line.pool.has_room_for_parked:
+            changed = line.pool.changes.next
+            if self._clock.monotonic() >= deadline_s:
+                raise self._exhausted(episode, line.pool, f"all machines were in calls for {_WAIT_S:g} s")
+            await wait_until(self._clock, deadline_s, or_event=changed)
+
+    def _exhausted(self, episode: Episode, pool: Pool, why: str) -> PoolExhausted:
+        return PoolExhausted(
+            f"episode {episode.episode_id}: parked, and pool {pool.name!r} has no machine for it: {why}; retry with the"
+            " same request_id, or raise the pool's resident",
+            retry_after_s=1.0,
+        )
+
+    async def _move(self, episode: Episode, machine: LeasedMachine) -> None:
+        """Give an episode another machine, or its stand-in, and persist that. On failure nothing has changed.
+
+        Raises:
+            EpisodeNotFound: It was closed meanwhile.
+            StoreError: The database could not be written.
+        """
+        if episode.closed.is_set():
+            raise self._registry.not_found(episode.episode_id)
+        before, episode.machine = episode.machine, machine
+        try:
+            await shielded(self._journal.moved(episode))
+        except StoreError:
+            if episode.machine is machine:
+                episode.machine = before
+            raise
+
+    # -- away from a machine ----------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        await self._sweep()
+        for line in self._lines.values():
+            line.pool.changes.listen(line.changes.notify)
+            self._tasks.spawn(self._park_for(line), name=f"pool:{line.pool.name}:parking")
+
+    async def _park_for(self, line: _Line) -> None:
+        """Park the episodes of a pool that have been idle for longest, while others need their machines."""
+        while True:
+            changed = line.changes.next
+            await wait_until(self._clock, self._park_idle(line), or_event=changed)
+
+    def _park_idle(self, line: _Line) -> float | None:
+        """Start to park as many episodes as needed; return when to look again, None for the next change."""
+        now_s = self._clock.monotonic()
+        missing = line.pool.missing_for(line.waiting_count) - len(line.parking)
+        if missing <= 0:
+            return None
+        if now_s < line.paused_until_s:
+            return line.paused_until_s
+        for episode in sorted(self._candidates(line), key=lambda episode: episode.lease.idle_since_s):
+            if missing <= 0 or len(line.parking) >= _WRITING_COUNT:
+                return None
+            task = self._tasks.spawn(self._park(line, episode), name=f"park:{episode.episode_id}")
+            line.parking[episode.episode_id] = task
+            missing -= 1
+        return now_s + _POLL_S
+
+    def _candidates(self, line: _Line) -> Iterable[Episode]:
+        """Yield the episodes of a pool that can be parked now."""
+        now_s = self._clock.monotonic()
+        min_idle_s = 0.0 if line.waiting_count else _MIN_IDLE_S
+        for episode in self._registry:
+            if (
+                episode.spec.pool == line.pool.name
+                and episode.episode_id not in line.parking
+                and self._refused_until_s.get(episode.episode_id, 0.0) <= now_s
+                and (episode.lease.expects_idle or episode.lease.idle_since_s <= now_s - min_idle_s)
+                and self._can_leave(episode)
+            ):
+                yield episode
+
+    def _can_leave(self, episode: Episode) -> bool:
+        """Return whether nothing uses an episode's machine, and it still has one."""
+        return not (
+            self._is_parked(episode)
+            or episode.lease.in_call
+            or episode.turn.locked()
+            or episode.machine.in_use
+            or episode.human.control_id
+            or episode.closed.is_set()
+            or episode.machine.lost.is_set()
+            or episode.progress.guest_end_cause
+            or episode.progress.state is EpisodeState.FAILED
+        )
+
+    async def _park(self, line: _Line, episode: Episode) -> None:
+        """Park an episode, unless a call comes first, which cancels this."""
+        pool, machine, watch = line.pool, episode.machine, Stopwatch(self._clock)
+        checkpoint_id = _new_id()
+        try:
+            async with self._writing:
+                frozen = await pool.freeze(machine)
+                try:
+                    described = describe_state(
+                        episode.spec,
+                        episode.progress,
+                        frozen,
+                        checkpoint_id=checkpoint_id,
+                        create_time=self._clock.now(),
+                        ttl=_TTL,
+                        pinned=True,
+                    )
+                    stored = await write_state(described, frozen, pool, self._the_store)
+                finally:
+                    await shielded(frozen.snapshot.discard())
+            # Without an await until the episode has its stand-in, or a call could come between.
+            if episode.machine is not machine or not self._can_leave(episode):
+                self._delete_soon(checkpoint_id)
+                return
+            await shielded(self._leave(episode, machine, stored, frozen.view))
+            self._moved(pool, "disk", watch)
+        except asyncio.CancelledError:
+            if not self._is_parked(episode):
+                self._delete_soon(checkpoint_id)
+            raise
+        except NotForkable as error:
+            self._refused_until_s[episode.episode_id] = self._clock.monotonic() + _REFUSED_S
+            logger.info("episode %s: stays in memory: %s", episode.episode_id, error)
+        except EnvdError as error:
+            self._failed(line, episode, error)
+        finally:
+            del line.parking[episode.episode_id]
+            line.changes.notify()
+
+    async def _leave(self, episode: Episode, machine: LeasedMachine, stored: Checkpoint, view: DesktopView) -> None:
+        """Give an episode the stand-in for its machine, which is destroyed. Raises: EnvdError: nothing has changed."""
+        pool = self._lines[episode.spec.pool].pool
+        stand_in = parked_machine(pool.spec_of(_PREFIX + stored.checkpoint_id), view)
+        self._kept[episode.episode_id] = stored
+        try:
+            await self._move(episode, stand_in)
+        except EnvdError:
+            self._forget(episode, stored)
+            raise
+        self._keep(episode, stored)
+        await pool.release([machine])
+        logger.info("episode %s: parked, %.1f MiB", episode.episode_id, stored.size_bytes / (1 << 20))
+
+    def _failed(self, line: _Line, episode: Episode, error: EnvdError) -> None:
+        if isinstance(error, MachineLost | EpisodeNotFound):
+            return  # it ends, or was closed
+        self._metrics.episode_failed(pool=line.pool.name, operation="park", reason=error.reason)
+        line.paused_until_s = self._clock.monotonic() + _FAILED_S
+        logger.warning(
+            "episode %s: not parked: %s; pool %s parks no episode for %g s",
+            episode.episode_id,
+            error,
+            line.pool.name,
+            _FAILED_S,
+        )
+
+    # -- across daemons ---------------------------------------------------------------------------------------------
+
+    async def find(self, machine_id: str, pool: Pool) -> LeasedMachine | None:
+        """Return the stand-in of the state that a previous daemon persisted as an episode's machine, for `keep`.
+
+        None if the id is a machine's. Raises: CheckpointNotFound, CheckpointCorrupt, CheckpointUnusable, StoreError.
+        """
+        if not is_parked(machine_id) or self._store is None:
+            return None
+        checkpoint_id = machine_id.removeprefix(_PREFIX)
+        stored = await in_thread(self._store.find, checkpoint_id)
+        view = await in_thread(read_view, self._store.path(checkpoint_id), checkpoint_id)
+        self._unowned[machine_id] = stored
+        return parked_machine(pool.spec_of(machine_id), view)
+
+    async def copy(
+        self, pool: Pool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
+    ) -> Sequence[LeasedMachine]:
+        """See `ParkedEpisodes.copy`."""
+        now = self._clock.now()
+        spec = EpisodeSpec(
+            # The states are of no episode yet, and are never listed.
+            episode_id="",
+            group_id="",
+            task_id="",
+            task_digest="",
+            pool=pool.name,
+            run=run,
+            owner=owner,
+            max_steps=1,
+            settle=pool.settings.settle,
+            origin=Origin(
+                template_digest=frozen.snapshot.digest,
+                overlay_parent=frozen.snapshot.disk_digest,
+                first_frame_id=frozen.view.frame.frame_id,
+            ),
+            create_time=now,
+        )
+        copies: dict[str, Checkpoint] = {}
+        try:
+            for _ in range(count):
+                described = describe_state(
+                    spec, Progress(), frozen, checkpoint_id=_new_id(), create_time=now, ttl=_TTL, pinned=True
+                )
+                copies[_PREFIX + described.checkpoint_id] = described
+                async with self._writing:
+                    copies[_PREFIX + described.checkpoint_id] = await write_state(
+                        described, frozen, pool, self._the_store
+                    )
+        except BaseException:
+            for described in copies.values():
+                self._delete_soon(described.checkpoint_id)
+            raise
+        self._unowned |= copies
+        return [parked_machine(pool.spec_of(machine_id), frozen.view) for machine_id in copies]
+
+    def keep(self, episode: Episode) -> None:
+        """Own the stored state of an episode that has a stand-in, and delete it when the episode is closed."""
+        stored = self._unowned.pop(episode.machine.machine_id, None)
+        if stored is not None:
+            self._keep(episode, stored)
+
+    def _keep(self, episode: Episode, stored: Checkpoint) -> None:
+        self._kept[episode.episode_id] = stored
+        self._report(episode.spec.pool)
+        self._tasks.spawn(self._watch(episode, stored), name=f"parked:{episode.episode_id}:watch")
+
+    async def _watch(self, episode: Episode, stored: Checkpoint) -> None:
+        await race(episode.closed, episode.machine.lost)
+        if self._kept.get(episode.episode_id) is stored:
+            self._forget(episode, stored)
+
+    async def _sweep(self) -> None:
+        """Delete the states of no episode, which killed daemons left."""
+        kept = {stored.checkpoint_id for stored in self._kept.values()}
+        try:
+            await in_thread(self._the_store.keep_only, kept)
+        except (OSError, StoreError) as error:
+            logger.warning("parked episodes: the states of earlier daemons are not removed: %s", error)
+
+    def _forget(self, episode: Episode, stored: Checkpoint) -> None:
+        if self._kept.pop(episode.episode_id, None) is None:
+            return  # closed meanwhile
+        self._report(episode.spec.pool)
+        self._delete_soon(stored.checkpoint_id)
+
+    def _delete_soon(self, checkpoint_id: str) -> None:
+        async def delete() -> None:
+            with suppress(StoreError):  # the next start removes it
+                await in_thread(self._the_store.delete, checkpoint_id)
+
+        self._tasks.spawn(delete(), name=f"parked:{checkpoint_id}:delete")
+
+    def _report(self, pool: str) -> None:
+        sizes_bytes = [
+            stored.size_bytes
+            for episode_id, stored in self._kept.items()
+            if (episode := self._registry.find(episode_id)) is not None and episode.spec.pool == pool
+        ]
+        self._lines[pool].pool.set_parked(len(sizes_bytes), size_bytes=sum(sizes_bytes))
+
+    def _moved(self, pool: Pool, to: str, watch: Stopwatch) -> None:
+        self._metrics.parking.labels(pool=pool.name, to=to).observe(watch.total_ms / 1000)
+
+    @property
+    def _the_store(self) -> CheckpointStore:
+        if self._store is None:
+            raise RuntimeError("nothing is parked without a store")
+        return self._store
+
+
+def is_parked(machine_id: str) -> bool:
+    """Return whether the id of an episode's machine is that of a stand-in."""
+    return machine_id.startswith(_PREFIX)
+
+
+def _new_id() -> str:
+    return f"ckpt-{secrets.token_hex(8)}"
