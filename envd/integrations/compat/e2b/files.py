@@ -78,13 +78,26 @@ async def _download(request: web.Request, sandbox: Sandbox, user: str) -> web.St
     response.content_length = size
     response.headers["Content-Disposition"] = f"inline; filename*=UTF-8''{quote(name)}"
     await response.prepare(request)
-    async for chunk in chunks:
-        await response.write(chunk)
-    await response.write_eof()
+    try:
+        async with sandbox.tied():
+            async for chunk in chunks:
+                await response.write(chunk)
+            await response.write_eof()
+    except (RpcError, EnvError):
+        return rpc.cut_off(request, response)
     return response
 
 
 async def _upload(request: web.Request, sandbox: Sandbox, user: str) -> web.StreamResponse:
+    # It ends with its sandbox, also if the next byte is late.
+    async with sandbox.tied():
+        written = await _written(request, sandbox, user)
+    infos = [{"name": each["entry"]["name"], "type": "file", "path": each["entry"]["path"]} for each in written]
+    return web.json_response(infos)
+
+
+async def _written(request: web.Request, sandbox: Sandbox, user: str) -> list[Fields]:
+    """Write the files of a request, and return their entries. Raises: RpcError, EnvError."""
     runner = sandbox.runner(user)
     written: list[Fields] = []
     if request.content_type == "multipart/form-data":
@@ -98,8 +111,7 @@ async def _upload(request: web.Request, sandbox: Sandbox, user: str) -> web.Stre
         )
     else:
         raise RpcError("invalid_argument", "send multipart/form-data with parts 'file', or application/octet-stream")
-    infos = [{"name": each["entry"]["name"], "type": "file", "path": each["entry"]["path"]} for each in written]
-    return web.json_response(infos)
+    return written
 
 
 def _file_name(part: BodyPartReader) -> str:

@@ -67,7 +67,7 @@ class GuestServices:
                     return await ports.forward(request, sandbox, port)
                 return await self._serve(request, sandbox)
             except RpcError as error:
-                return rpc.error_response(error)
+                return _gone(sandbox_id) if sandbox.is_paused else rpc.error_response(error)
             except EnvError as error:
                 return await self._failed(caller, sandbox, error)
             except web.HTTPException as error:

@@ -6,6 +6,7 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
+from envd.integrations.compat.e2b import rpc
 from envd.integrations.compat.e2b.rpc import RpcError
 from envd.integrations.compat.e2b.sandboxes import Sandbox
 
@@ -25,6 +26,7 @@ async def forward(request: web.Request, sandbox: Sandbox, port: int) -> web.Stre
     if episode is None or not 1 <= port <= 65_535:
         raise RpcError("unavailable", f"port {port} of the sandbox {sandbox.sandbox_id} was not found")
     headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _HOP]
+    response = web.StreamResponse()
     async with (
         episode.forward(port) as forwarded,
         # No redirects, cookies or proxies: a guest could point us at other services of this host.
@@ -36,7 +38,7 @@ async def forward(request: web.Request, sandbox: Sandbox, port: int) -> web.Stre
                 return await _web_socket(request, http, url, headers)
             body = request.content.iter_chunked(_CHUNK_BYTES) if request.body_exists else None
             async with http.request(request.method, url, headers=headers, data=body, allow_redirects=False) as answer:
-                response = web.StreamResponse(status=answer.status, reason=answer.reason)
+                response.set_status(answer.status, answer.reason)
                 for name, value in answer.headers.items():
                     if name.lower() not in _HOP:
                         response.headers.add(name, value)
@@ -46,6 +48,8 @@ async def forward(request: web.Request, sandbox: Sandbox, port: int) -> web.Stre
                 await response.write_eof()
                 return response
         except (aiohttp.ClientError, ValueError) as error:
+            if response.prepared:
+                return rpc.cut_off(request, response)
             reason = forwarded.error or error
             text = f"The sandbox is running but port is not open: port {port}: {reason}"
             body_of_error = {"sandboxId": sandbox.sandbox_id, "message": text, "port": port, "code": 502}

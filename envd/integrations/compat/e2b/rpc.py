@@ -147,6 +147,13 @@ async def send(response: web.StreamResponse, content: Fields, *, flags: int = 0)
     await response.write(struct.pack(">BI", flags, len(body)) + body)
 
 
+def cut_off(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """Break the connection of a response that began and cannot be completed, so that no caller takes it for whole."""
+    if request.transport is not None:
+        request.transport.abort()
+    return response
+
+
 async def end_stream(response: web.StreamResponse, error: RpcError | None = None) -> web.StreamResponse:
     """End a stream, with an error or without. Its caller may have left."""
     with suppress(ConnectionError):

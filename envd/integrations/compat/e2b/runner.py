@@ -89,12 +89,10 @@ class GuestRunner:
                 async for chunk in chunks:
                     for start in range(0, len(chunk), _CHUNK_BYTES):
                         piece = chunk[start : start + _CHUNK_BYTES]
-                        writer.write(struct.pack(">I", len(piece)) + piece)
-                        await writer.drain()
+                        await _send(writer, struct.pack(">I", len(piece)) + piece)
                     if reader.at_eof():
                         break
-                writer.write(struct.pack(">I", 0))
-                await writer.drain()
+                await _send(writer, struct.pack(">I", 0))
             return await self._answer(reader)
 
     async def start(self) -> None:
@@ -181,6 +179,14 @@ class GuestRunner:
         if not isinstance(found, dict):
             raise RpcError("internal", "the guest's answer is not an object")
         return found
+
+
+async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Send data. Raises: ConnectionError."""
+    if writer.is_closing():  # uvloop raises RuntimeError for a write then
+        raise ConnectionResetError("the connection is closed")
+    writer.write(data)
+    await writer.drain()
 
 
 def _size_of(answer: Fields) -> int:
