@@ -279,7 +279,9 @@ async def test_bad_requests_of_the_control_plane_are_refused(world: CompatWorld,
     for body in [*bodies, {"templateID": "base", "metadata": 3}]:
         status, refused = await e2b.call("POST", "/v2/sandboxes", body)
         assert (status, refused["code"]) == (400, 400), body
-    fields: list[dict[str, object]] = [{"volumeMounts": [{"name": "a", "path": "/a"}]}, {"iam": {"x": {}}}]
+    fields: list[dict[str, object]] = [
+        {"volumeMounts": [{"name": "a", "path": "/a"}]}, {"iam": {"x": {}}}, {"network": {"denyOut": ["0.0.0.0/0"]}},
+    ]  # fmt: skip
     for field in fields:
         assert (await e2b.call("POST", "/v2/sandboxes", {"templateID": "base", **field}))[0] == 501
     assert (await e2b.call("GET", "/nowhere"))[0] == 404
@@ -555,6 +557,40 @@ async def test_an_upload_that_does_not_arrive_whole_changes_nothing(
     status, refused = await sandbox.file("POST", "a", stalled())
     assert (status, json.loads(refused)["code"]) == (504, "deadline_exceeded")
     assert await sandbox.file("GET", "a") == (200, b"before")
+
+
+async def test_transfers_end_when_the_sandbox_does(world: CompatWorld, e2b: E2bWire) -> None:
+    """Without a byte of another response in the file, and without waiting for the caller's next byte."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+        await reader.read()
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"half"
+        await asyncio.sleep(60)
+
+    world.server.hypervisor.services[8080] = serve
+    sandbox = await e2b.create()
+    await sandbox.file("POST", "large", io.BytesIO(bytes(100 << 20)))
+    host = {"Host": f"8080-{sandbox.sandbox_id}.localhost"}
+    url = f"{sandbox.url}/files?path=large"
+    async with (
+        asyncio.timeout(30),
+        e2b.http.get(url, headers=sandbox.headers) as download,
+        e2b.http.get(e2b.url, headers=host) as page,
+    ):
+        assert (download.content_length, await download.content.readexactly(4)) == (100 << 20, bytes(4))
+        assert await page.content.readexactly(4) == b"half"
+        uploading = asyncio.create_task(sandbox.file("POST", "new", endless()))
+        await asyncio.sleep(0.2)
+        await e2b.call("DELETE", f"/sandboxes/{sandbox.sandbox_id}")
+        status, refused = await uploading
+        assert (status, "was not found" in json.loads(refused)["message"]) == (502, True)
+        for response in (download, page):
+            with pytest.raises(aiohttp.ClientError):
+                await response.read()
 
 
 async def test_changes_of_a_directory_are_reported(e2b: E2bWire) -> None:

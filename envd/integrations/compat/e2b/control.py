@@ -50,6 +50,7 @@ class _Create(Message):
     env_vars: _Texts = Field(default_factory=dict, max_length=1024)
     volume_mounts: list[Any] = Field(default_factory=list)
     iam: Any = None
+    network: Any = None
 
 
 class _Timeout(Message):
@@ -105,7 +106,7 @@ class E2b:
 
     async def _create(self, request: web.Request, caller: Caller) -> web.Response:
         body = await read_body(request, _Create)
-        for name, value in (("volumeMounts", body.volume_mounts), ("iam", body.iam)):
+        for name, value in (("volumeMounts", body.volume_mounts), ("iam", body.iam), ("network", body.network)):
             if value:
                 raise _unsupported(f"{name}: is not supported; leave it out")
         key = request.headers.get("Idempotency-Key", "")
