@@ -41,6 +41,6 @@ class GatewaySettings:
 
     def budget(self, reply_tokens: int | None) -> TokenBudget:
         """Return the limits of a row for a request that asks for so many tokens."""
-        reply = self.reply_tokens if reply_tokens is None else min(self.reply_tokens, max(1, reply_tokens))
+        reply = self.reply_tokens if reply_tokens is None else min(self.reply_tokens, reply_tokens)
         total = self.context_tokens
         return TokenBudget(prompt=total, reply=reply, total=total, images=self.max_pictures)

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.gateway.apis import Event
 from trainer.gateway.apis.builtin import anthropic_tool
-from trainer.gateway.apis.fields import objects, one_of, stops, with_system
+from trainer.gateway.apis.fields import objects, stops, token_limit, with_system
 from trainer.gateway.prompts import (
     ApiError,
     ChatItem,
@@ -49,7 +49,7 @@ class Messages:
         return ChatRequest(
             items=with_system("".join(map(str, _parts(system, "system"))), [i for m in messages for i in _items(m)]),
             tools=() if choice.get("type") == "none" else tuple(map(_tool, tools)),
-            max_tokens=one_of(body.get("max_tokens"), int, "max_tokens"),
+            max_tokens=token_limit(body.get("max_tokens"), "max_tokens"),
             stop=stops(body.get("stop_sequences"), "stop_sequences"),
             single_call=choice.get("disable_parallel_tool_use") is True,
             streams=body.get("stream") is True,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.gateway.apis import Event
-from trainer.gateway.apis.fields import objects, one_of, stops, with_system
+from trainer.gateway.apis.fields import objects, stops, token_limit, with_system
 from trainer.gateway.prompts import (
     ApiError,
     ChatItem,
@@ -47,7 +47,7 @@ class ChatCompletions:
         return ChatRequest(
             items=with_system("", [_item(message) for message in messages]),
             tools=() if body.get("tool_choice") == "none" else tuple(map(_tool, functions)),
-            max_tokens=one_of(limit, int, "max_tokens"),
+            max_tokens=token_limit(limit, "max_tokens"),
             stop=stops(body.get("stop"), "stop"),
             single_call=body.get("parallel_tool_calls") is False,
             streams=body.get("stream") is True,

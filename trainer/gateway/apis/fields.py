@@ -25,6 +25,14 @@ def one_of(value: object, kind: type[T], name: str) -> T | None:
     raise invalid(f"{name} is not a {kind.__name__}")
 
 
+def token_limit(value: object, name: str) -> int | None:
+    """Return a limit of a reply's tokens, or None if it is absent or null. Raises: ApiError."""
+    limit = one_of(value, int, name)
+    if limit is not None and limit < 1:
+        raise invalid(f"{name} is {limit}, which is less than 1; leave it out for no limit of the request")
+    return limit
+
+
 def stops(value: object, name: str) -> tuple[str, ...]:
     """Return stop texts: one, a list, or none. Raises: ApiError."""
     given = [value] if isinstance(value, str) else value or []

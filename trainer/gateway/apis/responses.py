@@ -8,7 +8,7 @@ from typing import Any
 from trainer.gateway.apis import Event
 from trainer.gateway.apis.builtin import OPENAI_COMPUTER, checked_actions, complete_actions, openai_tool
 from trainer.gateway.apis.chat import content_parts, openai_error
-from trainer.gateway.apis.fields import objects, one_of, with_system
+from trainer.gateway.apis.fields import objects, one_of, token_limit, with_system
 from trainer.gateway.prompts import (
     ApiError,
     ChatItem,
@@ -45,7 +45,7 @@ class Responses:
         return ChatRequest(
             items=with_system(instructions, _merged([item for each in listed for item in _items(each)])),
             tools=() if body.get("tool_choice") == "none" else tuple(map(_tool, tools)),
-            max_tokens=one_of(body.get("max_output_tokens"), int, "max_output_tokens"),
+            max_tokens=token_limit(body.get("max_output_tokens"), "max_output_tokens"),
             single_call=body.get("parallel_tool_calls") is False,
             streams=body.get("stream") is True,
             model=str(body.get("model") or ""),
