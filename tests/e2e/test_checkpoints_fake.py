@@ -43,7 +43,7 @@ from cuaenv.client import (
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import RequestIdReused, StoreError
 from envd.cli.checkpoints import table
-from envd.episodes.checkpoints import automatic, states
+from envd.episodes.checkpoints import automatic, calls, states
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.types import CheckpointCommand
 from envd.tasks import perturbations
