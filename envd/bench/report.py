@@ -196,19 +196,19 @@ class BenchReport:
 
 
 def compared(report: BenchReport, other: BenchReport) -> BenchReport:
-    """Return a report with the figures of the same benchmark on another hypervisor in the table `beside`. Pure."""
+    """Return a report with the figures of the same benchmark on another hypervisor in the table `against`. Pure."""
     others = {figure.name: figure.value for figure in other.figures}
     rows = [
-        {"result": each.name, "value": each.value, "beside": there, "beside_over_value": there / each.value}
+        {"result": each.name, "value": each.value, "against": there, "against_over_value": there / each.value}
         for each in report.figures
         if isinstance(there := others.get(each.name), float | int) and each.value
     ]
     return replace(
         report,
-        conditions={**report.conditions, **{f"beside_{name}": other.conditions[name] for name in _OF_HYPERVISOR}},
-        checks=[*report.checks, *(replace(each, name=f"{each.name}, beside") for each in other.checks)],
-        samples={**report.samples, **{f"beside_{name}": values for name, values in other.samples.items()}},
-        tables={**report.tables, "beside": rows},
+        conditions={**report.conditions, **{f"against_{name}": other.conditions[name] for name in _OF_HYPERVISOR}},
+        checks=[*report.checks, *(replace(each, name=f"{each.name}, against") for each in other.checks)],
+        samples={**report.samples, **{f"against_{name}": values for name, values in other.samples.items()}},
+        tables={**report.tables, "against": rows},
     )
 
 

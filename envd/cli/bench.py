@@ -39,7 +39,7 @@ Report = Callable[[str, float], None]
 Measure = Callable[..., Coroutine[Any, Any, BenchReport]]
 
 
-Beside = Annotated[
+Against = Annotated[
     str, typer.Option(metavar="URI", help="Measure this hypervisor too, afterwards, such as qemu.", show_default="none")
 ]
 
@@ -65,14 +65,14 @@ def bench(name: str, *, is_drawn: bool = False, needs_copies: bool = False) -> C
             if problem:
                 raise ConfigError(f"bench {name}: {problem}")
             # Before an event loop runs: libvirt must be imported by then.
-            beside = _with_hypervisor(settings, other) if (other := options.pop("beside", "")) else None
+            against = _with_hypervisor(settings, other) if (other := options.pop("against", "")) else None
             if not options.get("image"):
                 ensure_image(settings)
             with progress(f"bench {name}") as report:
                 found = run_until_signal(measure(settings, report, **options))
-            if beside is not None:
-                with progress(f"bench {name} beside") as report:
-                    found = compared(found, run_until_signal(measure(beside, report, **options)))
+            if against is not None:
+                with progress(f"bench {name} against") as report:
+                    found = compared(found, run_until_signal(measure(against, report, **options)))
             print_result(found, as_json=as_json)
 
         return measure
@@ -88,7 +88,7 @@ async def bench_fork(
     n: Annotated[int, typer.Option("--n", min=2, max=_MAX_MACHINES, help="Standby machines.")] = 8,
     repetitions: Repetitions = 20,
     image: OtherImage = "",
-    beside: Beside = "",  # noqa: ARG001 -- the decorator's
+    against: Against = "",  # noqa: ARG001 -- the decorator's
 ) -> BenchReport:
     """Measure new machines: leased, forked, booted, resumed, paused; and the memory of used ones."""
     steps = Steps(report, fork.step_count(repetitions))
@@ -202,7 +202,7 @@ async def bench_episodes(
     oracles: Annotated[
         bool, typer.Option("--oracles", help="Play oracles of the desktop image's tasks instead, without a peer.")
     ] = False,
-    beside: Beside = "",  # noqa: ARG001 -- the decorator's
+    against: Against = "",  # noqa: ARG001 -- the decorator's
 ) -> BenchReport:
     """Measure whole episodes per hour of OSWorld's tasks, and of OSWorld's own DesktopEnv on the same machines."""
     capabilities = backend_of(settings.hypervisor.uri).capabilities
@@ -243,7 +243,7 @@ async def bench_step(
     others: Annotated[
         int, typer.Option(metavar="N", min=0, max=_MAX_MACHINES - 1, help="Idle episodes that are open meanwhile.")
     ] = 0,
-    beside: Beside = "",  # noqa: ARG001 -- the decorator's
+    against: Against = "",  # noqa: ARG001 -- the decorator's
 ) -> BenchReport:
     """Measure the overhead of a step beyond input and settling, and the same actions performed as peers do."""
     task = load_tasks(settings).get(_default_tasks(settings).editor.task_id)
@@ -345,7 +345,7 @@ def _with_hypervisor(settings: Config, uri: str) -> Config:
     try:
         backend_of("" if uri == "qemu" else uri)
     except ValueError as error:
-        raise ConfigError(f"--beside {error}") from error
+        raise ConfigError(f"--against {error}") from error
     uri = "" if uri == "qemu" else uri
     return settings.model_copy(update={"hypervisor": settings.hypervisor.model_copy(update={"uri": uri})})
 

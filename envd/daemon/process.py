@@ -57,7 +57,7 @@ def end_by_force(
 ) -> None:
     """End this process with status 1 if, after `drain_s`, no machine ends for `limit_s` and neither does the process.
 
-    A kernel or a libvirtd that does not answer can keep a machine, a task or a thread from ending for ever. What is
+    A kernel or a libvirtd that does not answer can keep a machine, a task or a thread from ending. What is
     left carries the daemon's mark, and the next start removes it.
     """
 

@@ -284,7 +284,7 @@ class LostMachine:
 
 
 class ParkedMachine(LostMachine):
-    """Stands in for the machine of a parked episode: it is not lost, and has no guest until the episode gets another.
+    """The place of a parked episode's machine: it is not lost, and has no guest until the episode gets another machine.
 
     `lost` is set when the episode has got it.
     """

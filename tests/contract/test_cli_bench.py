@@ -352,7 +352,7 @@ def test_an_unknown_image_is_an_error_before_anything_starts(tmp_path: Path) -> 
 
 
 def test_bench_step_measures_fake_desktops_without_peers(tmp_path: Path) -> None:
-    options = ("--repetitions", "9", "--others", "2", "--beside", "fake", "--json", "--state-dir", str(tmp_path))
+    options = ("--repetitions", "9", "--others", "2", "--against", "fake", "--json", "--state-dir", str(tmp_path))
     done = run("step", *options)
     assert done.status == 0, done.err
     report = json.loads(done.out)
@@ -365,11 +365,11 @@ def test_bench_step_measures_fake_desktops_without_peers(tmp_path: Path) -> None
     assert report["targets"]["overhead_ms_p50"]["met"] is None
     assert len(report["samples"]["other_step_ms"]) == 2
     assert report["results"]["other_pss_mib"] is None, "no guest runs"
-    assert len(report["samples"]["beside_overhead_ms"]) == 9
-    assert report["conditions"]["beside_accelerator"] == "fake"
-    (step,) = [row for row in report["beside"] if row["result"] == "step_ms_p50"]
+    assert len(report["samples"]["against_overhead_ms"]) == 9
+    assert report["conditions"]["against_accelerator"] == "fake"
+    (step,) = [row for row in report["against"] if row["result"] == "step_ms_p50"]
     assert step["value"] == report["results"]["step_ms_p50"]
-    assert step["beside_over_value"] == pytest.approx(step["beside"] / step["value"], rel=0.01)
+    assert step["against_over_value"] == pytest.approx(step["against"] / step["value"], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_bench_step_measures_fake_desktops_without_peers(tmp_path: Path) -> None
         (("branch", "--hypervisor", "oci:"), "bench branch: containers cannot be copied while they run"),
         (("checkpoint", "--hypervisor", "oci:"), "bench checkpoint: containers cannot be copied while they run"),
         (("episodes", "--hypervisor", "oci:"), "boots virtual machines; add --oracles"),
-        (("step", "--hypervisor", "fake", "--beside", "xen:"), "--beside 'xen:' is not supported"),
+        (("step", "--hypervisor", "fake", "--against", "xen:"), "--against 'xen:' is not supported"),
     ],
 )
 def test_a_benchmark_that_a_hypervisor_cannot_run_is_refused(

@@ -43,7 +43,7 @@ from cuaenv.client import (
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import RequestIdReused, StoreError
 from envd.cli.checkpoints import table
-from envd.episodes.checkpoints import automatic, calls
+from envd.episodes.checkpoints import automatic, calls, states
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.types import CheckpointCommand
 from envd.tasks import perturbations
@@ -185,7 +185,7 @@ async def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_found(
     store = store_in(tmp_path)
     async with served(tmp_path, store=store) as (server, client), client.reset(TASK) as episode:
         checkpoint = await episode.checkpoint()
-        reader = {"verify": store, "read_view": calls, "restore": server.hypervisor}[phase]
+        reader = {"verify": store, "read_view": states, "restore": server.hypervisor}[phase]
         read = getattr(reader, phase)
 
         def delete_and_read(*given: Any) -> Any:

@@ -237,7 +237,7 @@ async def test_parked_episodes_outlive_their_daemon(tmp_path: Path, *, outlives:
             assert result.score == 1.0
 
 
-async def test_a_full_disk_parks_nobody_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_parks_no_episode_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_in(tmp_path)
     store.reserve_bytes = 1 << 62
     monkeypatch.setattr(parking, "_FAILED_S", 0.05)

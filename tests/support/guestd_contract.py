@@ -1,4 +1,4 @@
-"""The contract of guestd, whoever implements it: the service of Linux guests, or the one of drawn desktops."""
+"""The contract of guestd, of both implementations: the service of Linux guests, or the one of drawn desktops."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

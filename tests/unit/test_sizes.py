@@ -11,13 +11,13 @@ BUDGETS = {
     "envd/api": 3400,
     "envd/authoring": 2000,
     "envd/base": 4200,
-    "envd/bench": 3400,
-    "envd/cli": 4650,
+    "envd/bench": 3500,
+    "envd/cli": 4700,
     "envd/console": 1400,
-    "envd/daemon": 1400,
+    "envd/daemon": 1450,
     "envd/desktop": 5900,
     "envd/drawn": 5200,
-    "envd/episodes": 8000,
+    "envd/episodes": 8050,
     "envd/guests": 4900,
     "envd/hypervisor": 8350,
     "envd/images": 3250,
@@ -38,7 +38,7 @@ BUDGETS = {
     "trainer/sight": 700,
     "trainer/slime": 3570,
     "trainer/tokens": 900,
-    "proto/cuaenv": 7600,
+    "proto/cuaenv": 7650,
 }
 
 

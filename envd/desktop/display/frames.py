@@ -30,7 +30,7 @@ class Frame:
     frame_id: str
     """Identifies the pixels; the image's id."""
     image: TiledImage
-    """Without the pointer, unless the guest draws it into its screen."""
+    """The screen without the pointer, unless the guest draws it into its screen."""
     capture_time: datetime
     """Timezone-aware host time; the pixels are of this time or later."""
     cursor: CursorShape | None = None

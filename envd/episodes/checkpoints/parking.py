@@ -78,7 +78,7 @@ class _Line:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the first of them; the others wait in order of arrival."""
     parking: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    """By episode, until the episode is parked or the attempt has ended."""
+    """Attempts by episode, until the episode is parked or the attempt has ended."""
     changes: Changes = field(default_factory=Changes)
     """Notified when the pool changes, a call waits, or an attempt has ended."""
     paused_until_s: float = 0.0
@@ -108,7 +108,7 @@ class Parking:
         self._tasks = OwnedTasks()
         self._writing = asyncio.Semaphore(_WRITING_COUNT)
         self._resuming: dict[str, asyncio.Task[EnvdError | None]] = {}
-        """By episode."""
+        """Attempts by episode."""
         self._kept: dict[str, Checkpoint] = {}
         """The stored state of each parked episode."""
         self._unowned: dict[str, Checkpoint] = {}

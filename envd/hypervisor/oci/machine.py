@@ -260,7 +260,7 @@ class OciMachine:
         return replace(loss, explains_display=True)
 
     def _all_processor_times(self) -> tuple[float, float]:
-        """As `_processor_times`, with the waits of each thread where the kernel does not measure those of groups."""
+        """Return `_processor_times` with the waits of each thread where the kernel does not measure those of groups."""
         used_s, waited_s = self._processor_times() or (0.0, 0.0)
         if self.groups is not None and not self._counts_waits:
             with suppress(OSError):
