@@ -367,3 +367,23 @@ async def test_a_group_whose_copies_cannot_be_stored_is_refused_whole(tmp_path: 
             await client.reset_group(TASK, size=8)
         await until(lambda: server.pool.statistics().leased_count == 0)
         assert not server.service.list_episodes()
+
+
+async def test_a_group_is_not_starved_by_steps_that_take_every_machine(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client):
+        episodes, done = await opened(client, 8), asyncio.Event()
+
+        async def step(episode: AsyncEpisode) -> None:
+            for _ in range(20):
+                await episode.step(EDITOR)
+                if done.is_set():
+                    return
+                await asyncio.sleep(0.1)
+            raise AssertionError("the group waited until the steps ended")
+
+        stepping = [asyncio.create_task(step(episode)) for episode in episodes]
+        await asyncio.sleep(0.5)
+        group = await client.reset_group(TASK, size=4, timeout=timedelta(seconds=15))
+        assert len(group) == 4
+        done.set()
+        await asyncio.gather(*stepping)

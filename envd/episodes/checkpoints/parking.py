@@ -47,7 +47,7 @@ from envd.episodes.persistence.journal import Journal
 from envd.episodes.progress import EpisodeSpec, EpisodeState, Origin, Progress
 from envd.episodes.registry import EpisodeRegistry
 from envd.pool.leased import FrozenDesktop, LeasedMachine, parked_machine
-from envd.pool.pool import Pool
+from envd.pool.pool import MAX_YIELD_S, Pool
 
 logger = logging.getLogger(__name__)
 
@@ -215,11 +215,13 @@ class Parking:
 
     async def _wait_for_room(self, line: _Line, episode: Episode, *, deadline_s: float) -> None:
         """Wait until a machine can be had. Raises: PoolExhausted: not until the deadline."""
-        while not line.pool.has_room_for_parked:
-            changed = line.pool.changes.next
-            if self._clock.monotonic() >= deadline_s:
-                raise self._exhausted(episode, line.pool, f"all machines were in calls for {_WAIT_S:g} s")
-            await wait_until(self._clock, deadline_s, or_event=changed)
+        pool, since_s = line.pool, deadline_s - _WAIT_S
+        while not pool.has_room_for_parked(since_s=since_s):
+            changed, now_s = pool.changes.next, self._clock.monotonic()
+            if now_s >= deadline_s:
+                raise self._exhausted(episode, pool, f"all machines were in calls for {_WAIT_S:g} s")
+            yield_s = since_s + MAX_YIELD_S
+            await wait_until(self._clock, yield_s if now_s < yield_s else deadline_s, or_event=changed)
 
     def _exhausted(self, episode: Episode, pool: Pool, why: str) -> PoolExhausted:
         return PoolExhausted(
