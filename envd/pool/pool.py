@@ -369,13 +369,13 @@ class Pool:
         Groups that were queued before `since_s`, when its call came, are served first: else steps that take every
         machine would keep them waiting without end.
         """
-        if self._clock.monotonic() < since_s + MAX_YIELD_S and self._is_queued_before(since_s):
+        if self._clock.monotonic() < since_s + MAX_YIELD_S and self.is_queued_before(since_s):
             return False
         if self._machines.counts()[LifecycleState.IDLE]:
             return True
         return self._used_count < self.settings.resident and self._room.count() > 0
 
-    def _is_queued_before(self, time_s: float) -> bool:
+    def is_queued_before(self, time_s: float) -> bool:
         """Return whether a group that only lacks machines was queued before."""
         held, open_room = self._machines.held(), self._open_room or 0
         return any(

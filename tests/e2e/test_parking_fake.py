@@ -387,3 +387,26 @@ async def test_a_group_is_not_starved_by_steps_that_take_every_machine(tmp_path:
         assert len(group) == 4
         done.set()
         await asyncio.gather(*stepping)
+
+
+async def test_episodes_that_are_never_idle_share_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that comes at once does not keep its episode in memory while others wait, and finds its state."""
+    monkeypatch.setattr(parking, "_PATIENCE_S", 0.2)
+    async with served(tmp_path, size=0, resident=2) as (_, client):
+        episodes, done = await opened(client, 5), asyncio.Event()
+        counts = dict.fromkeys((episode.episode_id for episode in episodes), 0)
+
+        async def step(episode: AsyncEpisode) -> None:
+            await episode.step(EDITOR)
+            while not done.is_set():
+                await episode.step(TypeText("a"))
+                counts[episode.episode_id] += 1
+                if min(counts.values()) >= 2 or max(counts.values()) >= 25:
+                    done.set()
+
+        await asyncio.gather(*(step(episode) for episode in episodes))
+        assert min(counts.values()) >= 1
+        for episode in episodes:
+            await episode.step(SAVE)
+            note = await episode.read_file("/home/user/note.txt")
+            assert note.decode().strip() == "a" * counts[episode.episode_id]
