@@ -371,10 +371,10 @@ async def test_a_group_whose_copies_cannot_be_stored_is_refused_whole(tmp_path: 
 
 async def test_a_group_is_not_starved_by_steps_that_take_every_machine(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, client):
-        episodes, done = await opened(client, 8), asyncio.Event()
+        episodes, done = [await client.open(TASK, max_steps=300) for _ in range(8)], asyncio.Event()
 
         async def step(episode: AsyncEpisode) -> None:
-            for _ in range(20):
+            for _ in range(250):
                 await episode.step(EDITOR)
                 if done.is_set():
                     return
@@ -383,7 +383,7 @@ async def test_a_group_is_not_starved_by_steps_that_take_every_machine(tmp_path:
 
         stepping = [asyncio.create_task(step(episode)) for episode in episodes]
         await asyncio.sleep(0.5)
-        group = await client.reset_group(TASK, size=4, timeout=timedelta(seconds=15))
+        group = await client.reset_group(TASK, size=4, timeout=timedelta(seconds=20))
         assert len(group) == 4
         done.set()
         await asyncio.gather(*stepping)

@@ -17,7 +17,7 @@ BUDGETS = {
     "envd/daemon": 1400,
     "envd/desktop": 5900,
     "envd/drawn": 5200,
-    "envd/episodes": 8000,
+    "envd/episodes": 8050,
     "envd/guests": 4900,
     "envd/hypervisor": 8350,
     "envd/images": 3250,
