@@ -20,7 +20,8 @@ class Lease:
         """End of the last call, on the monotonic clock."""
         self.expects_idle = False
         """Whether its client has said that no call follows soon."""
-        self._call_count = 0
+        self.call_count = 0
+        """Calls that are running."""
 
     @property
     def reclaim_s(self) -> float:
@@ -29,7 +30,7 @@ class Lease:
 
     @property
     def in_call(self) -> bool:
-        return self._call_count > 0
+        return self.call_count > 0
 
     def renew(self, now_s: float, *, ttl_s: float | None = None) -> None:
         if ttl_s is not None:
@@ -44,12 +45,12 @@ class Lease:
             self.expire_s = max(self.expire_s, now_s + _RENEWAL_S)
 
     def begin_call(self) -> None:
-        self._call_count += 1
+        self.call_count += 1
         self.expects_idle = False
 
     def end_call(self, now_s: float, *, renews: bool) -> None:
         """Count a call that ended; with `renews`, restart the lease."""
-        self._call_count -= 1
+        self.call_count -= 1
         self.idle_since_s = now_s
         if renews:
             self.renew(now_s)

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 from envd.base.aio import Changes, OwnedTasks, shielded
 from envd.base.clock import wait_until
@@ -30,7 +31,7 @@ from envd.pool.fairness import Demand
 from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation, freeze
 from envd.pool.machines import MachineFactory, MachineRecord, MachineTable, Work
 from envd.pool.planner import LifecycleState, missing_count, plan
-from envd.pool.queue import AdmissionQueue, QueuedGroup, Refusals, WaitingGroup, queue_report
+from envd.pool.queue import AdmissionQueue, QueuedGroup, Refusals, WaitingGroup, queue_report, quota_note
 from envd.pool.room import PoolRoom, booted_bytes, forked_bytes
 from envd.pool.settings import PoolHost, PoolParameters
 from envd.pool.status import PoolStatus
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 _QUOTA_INTERVAL_S = 2.0
 #: Machines that may exceed the capacity, for as long as loading a state takes.
 _MAX_REPLACING = 4
+MAX_YIELD_S: Final = 10.0
+"""Longest wait of a parked episode's call for groups that came before it: they may wait for much longer."""
 
 
 class Pool:
@@ -360,12 +363,27 @@ class Pool:
         self._parked_count, self._parked_bytes = count, size_bytes
         self._reconcile()
 
-    @property
-    def has_room_for_parked(self) -> bool:
-        """Whether a parked episode can get a machine now: one that is ready, or one more."""
+    def has_room_for_parked(self, *, since_s: float) -> bool:
+        """Whether a parked episode can get a machine now: one that is ready, or one more.
+
+        Groups that were queued before `since_s`, when its call came, are served first: else steps that take every
+        machine would keep them waiting without end.
+        """
+        if self._clock.monotonic() < since_s + MAX_YIELD_S and self.is_queued_before(since_s):
+            return False
         if self._machines.counts()[LifecycleState.IDLE]:
             return True
         return self._used_count < self.settings.resident and self._room.count() > 0
+
+    def is_queued_before(self, time_s: float) -> bool:
+        """Return whether a group that only lacks machines was queued before."""
+        held, open_room = self._machines.held(), self._open_room or 0
+        return any(
+            group.enter_s < time_s
+            and group.demand.member_count <= open_room
+            and not quota_note(group.demand, held=held, shares=self.settings.shares)
+            for group in self._queue
+        )
 
     def missing_for(self, waiting_count: int) -> int:
         """Return how many leased machines have to be given up, so that others get theirs.

@@ -367,3 +367,46 @@ async def test_a_group_whose_copies_cannot_be_stored_is_refused_whole(tmp_path: 
             await client.reset_group(TASK, size=8)
         await until(lambda: server.pool.statistics().leased_count == 0)
         assert not server.service.list_episodes()
+
+
+async def test_a_group_is_not_starved_by_steps_that_take_every_machine(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client):
+        episodes, done = [await client.open(TASK, max_steps=300) for _ in range(8)], asyncio.Event()
+
+        async def step(episode: AsyncEpisode) -> None:
+            for _ in range(250):
+                await episode.step(EDITOR)
+                if done.is_set():
+                    return
+                await asyncio.sleep(0.1)
+            raise AssertionError("the group waited until the steps ended")
+
+        stepping = [asyncio.create_task(step(episode)) for episode in episodes]
+        await asyncio.sleep(0.5)
+        group = await client.reset_group(TASK, size=4, timeout=timedelta(seconds=20))
+        assert len(group) == 4
+        done.set()
+        await asyncio.gather(*stepping)
+
+
+async def test_episodes_that_are_never_idle_share_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that comes at once does not keep its episode in memory while others wait, and finds its state."""
+    monkeypatch.setattr(parking, "_PATIENCE_S", 0.2)
+    async with served(tmp_path, size=0, resident=2) as (_, client):
+        episodes, done = await opened(client, 5), asyncio.Event()
+        counts = dict.fromkeys((episode.episode_id for episode in episodes), 0)
+
+        async def step(episode: AsyncEpisode) -> None:
+            await episode.step(EDITOR)
+            while not done.is_set():
+                await episode.step(TypeText("a"))
+                counts[episode.episode_id] += 1
+                if min(counts.values()) >= 2 or max(counts.values()) >= 25:
+                    done.set()
+
+        await asyncio.gather(*(step(episode) for episode in episodes))
+        assert min(counts.values()) >= 1
+        for episode in episodes:
+            await episode.step(SAVE)
+            note = await episode.read_file("/home/user/note.txt")
+            assert note.decode().strip() == "a" * counts[episode.episode_id]

@@ -14,6 +14,7 @@ deadline.
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ from envd.episodes.persistence.journal import Journal
 from envd.episodes.progress import EpisodeSpec, EpisodeState, Origin, Progress
 from envd.episodes.registry import EpisodeRegistry
 from envd.pool.leased import FrozenDesktop, LeasedMachine, parked_machine
-from envd.pool.pool import Pool
+from envd.pool.pool import MAX_YIELD_S, Pool
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ _PREFIX: Final = "parked-"
 _MIN_IDLE_S: Final = 1.0
 #: How often to look for idle episodes while machines are needed.
 _POLL_S: Final = 0.1
+#: After such a wait of others, an episode is parked even if its own call comes meanwhile.
+_PATIENCE_S: Final = 2.0
 #: Longest wait of a call for a machine.
 _WAIT_S: Final = 60.0
 #: States that are written at once. Each holds a copy of its machine's state in memory.
@@ -74,7 +77,8 @@ class _Line:
     """The calls of one pool that wait for a machine, and the episodes that are being parked for them."""
 
     pool: Pool
-    waiting_count: int = 0
+    waiting_since_s: list[float] = field(default_factory=list)
+    """When each of them came, oldest first."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the first of them; the others wait in order of arrival."""
     parking: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
@@ -83,6 +87,14 @@ class _Line:
     """Notified when the pool changes, a call waits, or an attempt has ended."""
     paused_until_s: float = 0.0
     """No episode is parked before, because one could not be stored."""
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self.waiting_since_s)
+
+    def has_waited_since(self, time_s: float) -> bool:
+        """Return whether a call, or a group that only lacks machines, waits since before."""
+        return any(since_s < time_s for since_s in self.waiting_since_s[:1]) or self.pool.is_queued_before(time_s)
 
 
 class Parking:
@@ -113,6 +125,8 @@ class Parking:
         """The stored state of each parked episode."""
         self._unowned: dict[str, Checkpoint] = {}
         """Stored states of episodes that are being opened or restored, by the id of their stand-in."""
+        self._patient = Counter[str]()
+        """Calls that wait until their episode is parked, by episode."""
         self._refused_until_s = dict[str, float]()
         """Episodes with something that no copy can have, and until when they are not tried again."""
 
@@ -142,8 +156,7 @@ class Parking:
         if line is None:
             return
         if (parking := line.parking.get(episode.episode_id)) is not None:
-            parking.cancel()
-            await asyncio.wait({parking})
+            await self._end_parking(line, episode, parking)
         if not self._is_parked(episode):
             return
         resuming = self._resuming.get(episode.episode_id)
@@ -153,6 +166,21 @@ class Parking:
         # Of this caller alone: others may wait for the same machine.
         if (error := await asyncio.shield(resuming)) is not None:
             raise error
+
+    async def _end_parking(self, line: _Line, episode: Episode, parking: "asyncio.Task[None]") -> None:
+        """End an attempt for a call of its episode: at once, or when it is parked if others have waited for long.
+
+        Otherwise an episode that is never idle for as long as parking takes would keep its machine from all others.
+        """
+        if not line.has_waited_since(self._clock.monotonic() - _PATIENCE_S):
+            parking.cancel()
+        self._patient[episode.episode_id] += 1
+        try:
+            await asyncio.wait({parking})
+        finally:
+            self._patient[episode.episode_id] -= 1
+            if not self._patient[episode.episode_id]:
+                del self._patient[episode.episode_id]
 
     def call_ended(self, episode: Episode) -> None:
         """See `ParkedEpisodes`."""
@@ -206,20 +234,23 @@ class Parking:
         """Count a call that waits for a machine; yields its deadline. Raises: PoolExhausted: too many wait."""
         if line.waiting_count >= line.pool.settings.queue_limit:
             raise self._exhausted(episode, line.pool, f"{line.waiting_count} calls wait already")
-        line.waiting_count += 1
+        now_s = self._clock.monotonic()
+        line.waiting_since_s.append(now_s)
         line.changes.notify()
         try:
-            yield self._clock.monotonic() + _WAIT_S
+            yield now_s + _WAIT_S
         finally:
-            line.waiting_count -= 1
+            line.waiting_since_s.remove(now_s)
 
     async def _wait_for_room(self, line: _Line, episode: Episode, *, deadline_s: float) -> None:
         """Wait until a machine can be had. Raises: PoolExhausted: not until the deadline."""
-        while not line.pool.has_room_for_parked:
-            changed = line.pool.changes.next
-            if self._clock.monotonic() >= deadline_s:
-                raise self._exhausted(episode, line.pool, f"all machines were in calls for {_WAIT_S:g} s")
-            await wait_until(self._clock, deadline_s, or_event=changed)
+        pool, since_s = line.pool, deadline_s - _WAIT_S
+        while not pool.has_room_for_parked(since_s=since_s):
+            changed, now_s = pool.changes.next, self._clock.monotonic()
+            if now_s >= deadline_s:
+                raise self._exhausted(episode, pool, f"all machines were in calls for {_WAIT_S:g} s")
+            yield_s = since_s + MAX_YIELD_S
+            await wait_until(self._clock, yield_s if now_s < yield_s else deadline_s, or_event=changed)
 
     def _exhausted(self, episode: Episode, pool: Pool, why: str) -> PoolExhausted:
         return PoolExhausted(
@@ -285,6 +316,7 @@ class Parking:
                 and episode.episode_id not in line.parking
                 and self._refused_until_s.get(episode.episode_id, 0.0) <= now_s
                 and (episode.lease.expects_idle or episode.lease.idle_since_s <= now_s - min_idle_s)
+                and not episode.lease.in_call
                 and self._can_leave(episode)
             ):
                 yield episode
@@ -293,7 +325,7 @@ class Parking:
         """Return whether nothing uses an episode's machine, and it still has one."""
         return not (
             self._is_parked(episode)
-            or episode.lease.in_call
+            or episode.lease.call_count > self._patient[episode.episode_id]
             or episode.turn.locked()
             or episode.machine.in_use
             or episode.human.control_id
@@ -304,7 +336,7 @@ class Parking:
         )
 
     async def _park(self, line: _Line, episode: Episode) -> None:
-        """Park an episode, unless a call comes first, which cancels this."""
+        """Park an episode; see `_end_parking` for a call that comes first."""
         pool, machine, watch = line.pool, episode.machine, Stopwatch(self._clock)
         checkpoint_id = _new_id()
         try:
