@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -104,8 +105,15 @@ class DisplayConnection:
         self._closed = True
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None  # its exception refers to this object; see `Desktop.close`
+            await asyncio.wait({self._task})
+            # The frames of its error refer to the screen: the pixels would stay in memory until a full collection.
+            try:
+                if (error := self._task.exception()) is not None:
+                    traceback.clear_frames(error.__traceback__)
+                del error
+            except asyncio.CancelledError as cancelled:
+                traceback.clear_frames(cancelled.__traceback__)
+            self._task = None
 
     async def _run(self) -> None:
         """Keep the screen connected; ends with the error that a new connection does not clear."""

@@ -266,6 +266,7 @@ async def test_a_damaged_state_voids_its_episode_alone(tmp_path: Path) -> None:
         with pytest.raises(MachineLost):
             await first.evaluate()
         await until(lambda: server.pool.statistics().parked_count == 0)
+        assert not [info for info in await client.list_episodes() if info.is_parked]
 
 
 async def test_a_machine_that_cannot_be_copied_stays(tmp_path: Path) -> None:

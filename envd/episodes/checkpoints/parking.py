@@ -26,12 +26,12 @@ from envd.base.clock import Clock, wait_until
 from envd.base.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
+    CheckpointStoreFull,
     CheckpointUnusable,
     EnvdError,
     EpisodeNotFound,
     HypervisorError,
     MachineLost,
-    NotForkable,
     PoolExhausted,
     PoolFailing,
     StoreError,
@@ -47,7 +47,7 @@ from envd.episodes.episode import Episode
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.progress import EpisodeSpec, EpisodeState, Origin, Progress
 from envd.episodes.registry import EpisodeRegistry
-from envd.pool.leased import FrozenDesktop, LeasedMachine, parked_machine
+from envd.pool.leased import FrozenDesktop, LeasedMachine, lost_machine, parked_machine
 from envd.pool.pool import MAX_YIELD_S, Pool
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ _WAIT_S: Final = 60.0
 _WRITING_COUNT: Final = 4
 #: Pause of a pool after a state could not be stored, such as on a full disk.
 _FAILED_S: Final = 10.0
-#: Until a machine that cannot be copied is tried again.
+#: Until a machine that could not be copied is tried again.
 _REFUSED_S: Final = 60.0
 #: A parked state lives as long as its episode.
 _TTL = timedelta(days=3650)
@@ -217,6 +217,9 @@ class Parking:
         except (CheckpointCorrupt, CheckpointUnusable, CheckpointNotFound) as error:
             lost = MachineLost(f"episode {episode.episode_id}: its parked state cannot be used: {error}")
             self._registry.void(episode, lost)
+            # An episode that has a score stays open with it.
+            episode.machine = lost_machine(pool.spec_of(stand_in.machine_id), reason=str(error))
+            stand_in.machine.lost.set()
             self._forget(episode, stored)
             raise lost from error
         except (MachineLost, HypervisorError) as error:
@@ -365,9 +368,8 @@ class Parking:
             if not self._is_parked(episode):
                 self._delete_soon(checkpoint_id)
             raise
-        except NotForkable as error:
-            self._refused_until_s[episode.episode_id] = self._clock.monotonic() + _REFUSED_S
-            logger.info("episode %s: stays in memory: %s", episode.episode_id, error)
+        except (MachineLost, EpisodeNotFound):
+            pass  # it ends, or was closed
         except EnvdError as error:
             self._failed(line, episode, error)
         finally:
@@ -389,17 +391,17 @@ class Parking:
         logger.info("episode %s: parked, %.1f MiB", episode.episode_id, stored.size_bytes / (1 << 20))
 
     def _failed(self, line: _Line, episode: Episode, error: EnvdError) -> None:
-        if isinstance(error, MachineLost | EpisodeNotFound):
-            return  # it ends, or was closed
         self._metrics.episode_failed(pool=line.pool.name, operation="park", reason=error.reason)
-        line.paused_until_s = self._clock.monotonic() + _FAILED_S
-        logger.warning(
-            "episode %s: not parked: %s; pool %s parks no episode for %g s",
-            episode.episode_id,
-            error,
-            line.pool.name,
-            _FAILED_S,
-        )
+        now_s = self._clock.monotonic()
+        if isinstance(error, StoreError | CheckpointStoreFull):
+            line.paused_until_s = now_s + _FAILED_S
+            what = f"pool {line.pool.name} parks no episode for {_FAILED_S:g} s"
+        else:
+            # Of this machine: the others are parked meanwhile.
+            is_open = {each: until_s for each, until_s in self._refused_until_s.items() if until_s > now_s}
+            self._refused_until_s = {**is_open, episode.episode_id: now_s + _REFUSED_S}
+            what = f"it stays in memory for {_REFUSED_S:g} s"
+        logger.warning("episode %s: not parked: %s; %s", episode.episode_id, error, what)
 
     # -- across daemons ---------------------------------------------------------------------------------------------
 

@@ -645,7 +645,10 @@ async def test_without_guestd_root_writes_and_home_is_unknown() -> None:
 # Closing
 
 
-async def test_a_closed_desktop_leaves_memory_without_a_garbage_collection(channels: FakeChannels) -> None:
+@pytest.mark.parametrize("drops", [False, True])
+async def test_a_closed_desktop_leaves_memory_without_a_garbage_collection(
+    channels: FakeChannels, *, drops: bool
+) -> None:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -653,10 +656,14 @@ async def test_a_closed_desktop_leaves_memory_without_a_garbage_collection(chann
         await desk.act(Move(x=5, y=5))
         await desk.settle(QUICK, upcoming=ObservationOptions())
         await desk.observe(ObservationOptions())
+        if drops:  # as of a machine that ended
+            channels.lost.set()
+            await channels.display.close()
+            await asyncio.sleep(0.05)
         await desk.close()
-        left = weakref.ref(desk)
+        left = weakref.ref(desk), weakref.ref(desk._screen)
         del desk
-        while left() is not None:
+        while any(each() is not None for each in left):
             await asyncio.sleep(0.01)
     finally:
         if was_enabled:
