@@ -560,7 +560,7 @@ async def test_an_upload_that_does_not_arrive_whole_changes_nothing(
 
 
 async def test_transfers_end_when_the_sandbox_does(world: CompatWorld, e2b: E2bWire) -> None:
-    """Without a byte of another response in the file, and without waiting for the caller's next byte."""
+    """The file has no byte of another response, and the end does not wait for the caller's next byte."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
