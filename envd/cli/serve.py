@@ -21,7 +21,7 @@ from envd.base.version import envd_version
 from envd.cli.command import command
 from envd.cli.options import EVERY_SETTING, config_options
 from envd.daemon.composition import Daemon, open_daemon, read_inputs
-from envd.daemon.process import end_by_force, prepare_process
+from envd.daemon.process import ended_by_force, prepare_process
 from envd.daemon.service_manager import ServiceManager
 from envd.episodes.progress import EpisodeState
 from envd.hypervisor.backends import backend_of
@@ -90,8 +90,9 @@ class _Serving:
         await race(serving, self.stop)
         if self._daemon is None:
             serving.cancel()
-        end_by_force(self._machine_ids, drain_s=self.config.limits.drain_timeout_s, limit_s=_END_LIMIT_S)
-        await asyncio.wait({serving})
+        limit_s = self.config.limits.drain_timeout_s
+        with ended_by_force(self._machine_ids, drain_s=limit_s, limit_s=_END_LIMIT_S):
+            await asyncio.wait({serving})
         if not serving.cancelled():
             serving.result()
         if left := self._machine_ids():

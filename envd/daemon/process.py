@@ -5,7 +5,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 logger = logging.getLogger(__name__)
@@ -52,19 +53,22 @@ def reserve_low_descriptors() -> None:
     os.close(number)
 
 
-def end_by_force(
+@contextmanager
+def ended_by_force(
     machine_ids: Callable[[], Sequence[str]], *, drain_s: float, limit_s: float, end: Callable[[int], object] = os._exit
-) -> None:
-    """End this process with status 1 if, after `drain_s`, no machine ends for `limit_s` and neither does the process.
+) -> Iterator[None]:
+    """End this process with status 1 if, after `drain_s`, no machine ends for `limit_s` and neither does the block.
 
     A kernel or a libvirtd that does not answer can keep a machine, a task or a thread from ending. What is
     left carries the daemon's mark, and the next start removes it.
     """
+    has_ended = threading.Event()
 
     def watch() -> None:
         left, deadline_s = machine_ids(), time.monotonic() + drain_s + limit_s
         while time.monotonic() < deadline_s:
-            time.sleep(min(0.5, limit_s / 4))
+            if has_ended.wait(min(0.5, limit_s / 4)):
+                return
             if (now_left := machine_ids()) != left:
                 left, deadline_s = now_left, max(deadline_s, time.monotonic() + limit_s)
         logger.critical(
@@ -78,3 +82,7 @@ def end_by_force(
         end(1)
 
     threading.Thread(target=watch, name="end", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
