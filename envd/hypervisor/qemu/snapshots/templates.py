@@ -29,6 +29,9 @@ from envd.hypervisor.qemu.snapshots.files import (
 
 logger = logging.getLogger(__name__)
 
+#: Directories of other hypervisors, whose daemons may share the directory of the templates.
+_OF_OTHERS = frozenset({"containers"})
+
 #: How often a daemon looks whether another one has booted the template that both need.
 _BOOT_POLL_S = 0.1
 
@@ -161,7 +164,13 @@ class QemuTemplateStore:
 
     def sweep(self) -> None:
         """Remove incomplete templates left by killed daemons, and this daemon's memory files without a template."""
-        kept = {self.directory / "memory", self._locks_dir, *(template.files.directory for template in self.all())}
+        others = {self.directory / name for name in _OF_OTHERS}
+        kept = {
+            self.directory / "memory",
+            self._locks_dir,
+            *others,
+            *(template.files.directory for template in self.all()),
+        }
         memories = {Path(template.manifest.memory_path) for template in self.all()}
         for directory in self.directory.iterdir():
             if directory not in kept:
