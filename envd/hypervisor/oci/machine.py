@@ -379,7 +379,7 @@ class OciMachine:
 
     def _process_tree(self) -> ProcessTree:
         if self._tree is None:
-            self._tree = ProcessTree.of(self.pid or 0, root_uid=self._root_uid)
+            self._tree = ProcessTree.of(self.pid or 0, machine_id=self.machine_id, root_uid=self._root_uid)
         return self._tree
 
     async def usage(self) -> MachineUsage:

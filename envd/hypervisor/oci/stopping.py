@@ -31,7 +31,7 @@ class ProcessTree:
     """The host's id of the container's root, whose X server is not stopped."""
 
     @classmethod
-    def of(cls, pid: int, *, root_uid: int) -> "ProcessTree":
+    def of(cls, pid: int, *, machine_id: str, root_uid: int) -> "ProcessTree":
         """Find those of the container whose first process has this number in the namespace of containers.
 
         Raises: OSError: It has ended.
@@ -39,7 +39,10 @@ class ProcessTree:
         for status in _statuses():
             numbers = status.fields.get("NSpid", "").split()
             # The first process of a container has number 1 in its own namespace, and `pid` in the one above.
-            if len(numbers) >= 3 and numbers[-1] == "1" and numbers[-2] == str(pid):
+            if not (len(numbers) >= 3 and numbers[-1] == "1" and numbers[-2] == str(pid)):
+                continue
+            # Other daemons number their containers alike. The root file system names the machine.
+            if machine_id in Path(f"/proc/{status.pid}/mountinfo").read_text():
                 return cls(status.pid, os.readlink(f"/proc/{status.pid}/ns/pid"), root_uid)
         raise ProcessLookupError(f"no container has the first process {pid}")
 
