@@ -24,9 +24,10 @@ from trainer.slime.config import Halted
 
 
 class Stage(StrEnum):
-    """The stages; `setup` is not part of `all`."""
+    """The stages; `setup` and `base` are not part of `all`."""
 
     SETUP = "setup"
+    BASE = "base"
     DEMOS = "demos"
     CLONE = "clone"
     RL = "rl"
@@ -41,7 +42,7 @@ _ALL = (Stage.DEMOS, Stage.CLONE, Stage.RL, Stage.REPORT)
 def learn_command(
     *,
     stage: Annotated[
-        Stage, typer.Argument(metavar="STAGE", show_choices=False, help="setup, demos, clone, rl, report, or all.")
+        Stage, typer.Argument(metavar="STAGE", show_choices=False, help="setup, base, demos, clone, rl, report, or all.")
     ],
     run: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("out/learn"),
     config: Annotated[
@@ -92,6 +93,8 @@ def learn_command(
         for each in wanted:
             err.print(f"stage {each.value}", markup=False)
             match each:
+                case Stage.BASE:
+                    work.base()
                 case Stage.DEMOS:
                     work.demos(hosts)
                 case Stage.CLONE:
@@ -128,6 +131,14 @@ class _Work:
     name: str
     resume: bool
 
+    def base(self) -> None:
+        """Learn to read the screen."""
+        from trainer.learn.base import train  # noqa: PLC0415
+        from trainer.learn.record import MetricsLog  # noqa: PLC0415
+
+        with MetricsLog(self.run / "base") as log:
+            train(self.settings, self.run / "base", seed=self.seed, log=log, resume=self.resume)
+
     def demos(self, hosts: list[str]) -> None:
         """Play oracles, unless that is done."""
         from trainer.learn import demos  # noqa: PLC0415 -- each stage imports what it needs
@@ -140,8 +151,21 @@ class _Work:
         oracle_file = directory / "oracles.jsonl"
         wanted = self.settings.demos
         print_oracles(oracle_file, suite=self.settings.suite, seeds=range(wanted.seeds), templates=wanted.tasks)
-        counts = demos.play(self.settings, hosts, oracle_file, directory)
+        counts = demos.play(self.settings, hosts, oracle_file, directory, base=self._base_checkpoint())
         err.print(f"{counts['episodes']:.0f} episodes, {counts['rows']:.0f} rows in {directory}", markup=False)
+
+    def _base_checkpoint(self) -> Path | None:
+        """Return the base to start from. Raises: LearnError: The settings name one that does not exist."""
+        from trainer.learn.checkpoint import is_packed  # noqa: PLC0415
+
+        named = self.settings.base.checkpoint
+        path = Path(named).expanduser().resolve() if named else self.run / "base" / "model"
+        if is_packed(path):
+            err.print(f"cloning will start from {path}", markup=False, soft_wrap=True)
+            return path
+        if named:
+            raise LearnError(f"base.checkpoint {path}: no base is there; name a directory `base/model` of a run")
+        return None
 
     def clone(self) -> None:
         """Clone the demonstrations."""

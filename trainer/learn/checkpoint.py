@@ -4,11 +4,15 @@ The checkpoint loads by `AutoTokenizer`, `AutoProcessor` and `AutoModelForImageT
 are treated as in the large models. Needs torch and transformers.
 """
 
-from collections.abc import Iterable, Sequence
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from trainer.learn import LearnError
 
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
@@ -17,6 +21,13 @@ SPECIAL = (
 _CHAT_TEMPLATE = (files("trainer.learn") / "chat_template.jinja").read_text(encoding="utf-8")
 #: transformers' own class needs a video processor and so torchvision; this one is stored with the weights.
 _PROCESSOR_CODE = (files("trainer.learn") / "processing_tiny.txt").read_text(encoding="utf-8")
+
+
+#: What differs between replies: digits, and typed texts.
+_VARIABLE = re.compile(r'\d|(?<="text": ")[^"]*')
+_SHORTEST_PIECE = 4
+_PACKED = "packed.safetensors"
+_SCALE = ".scale"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +132,86 @@ def write_checkpoint(
     )
     torch.manual_seed(seed)
     Qwen3VLForConditionalGeneration(config).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return directory
+
+
+def constant_pieces(texts: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the constant texts of messages (role, content): system messages, and what replies have in common."""
+    given = list(texts)
+    system = {text for role, text in given if role == "system"}
+    replies = (text for role, text in given if role == "assistant")
+    fragments = {piece for text in replies for piece in _VARIABLE.split(text) if len(piece) >= _SHORTEST_PIECE}
+    return [*sorted(system), *sorted(fragments)]
+
+
+def pack_checkpoint(checkpoint: Path, weights: Mapping[str, Any], directory: Path) -> None:
+    """Write weights of the model of a checkpoint with 8 bits each, next to its tokenizer and processor.
+
+    A matrix is stored as int8, with one scale for each of its rows; vectors are stored as bfloat16.
+    """
+    import torch  # noqa: PLC0415
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    packed: dict[str, Any] = {}
+    for name, value in weights.items():
+        weight = value.detach().float().cpu()
+        if weight.ndim < 2:
+            packed[name] = weight.bfloat16()
+            continue
+        scale = (weight.flatten(1).abs().amax(1) / 127).clamp(min=1e-12)
+        rows = scale.view(-1, *[1] * (weight.ndim - 1))
+        packed[name] = (weight / rows).round().to(torch.int8)
+        packed[name + _SCALE] = scale
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in checkpoint.iterdir():
+        if path.is_file() and path.suffix != ".safetensors":
+            shutil.copy(path, directory / path.name)
+    save_file(packed, directory / f"{_PACKED}.new")
+    (directory / f"{_PACKED}.new").replace(directory / _PACKED)
+
+
+def is_packed(directory: Path) -> bool:
+    return (directory / _PACKED).exists()
+
+
+def unpack_checkpoint(packed: Path, directory: Path, *, pieces: Sequence[str] = ()) -> Path:
+    """Write a packed checkpoint as one that transformers loads.
+
+    Args:
+        packed: Directory of `pack_checkpoint`.
+        pieces: Texts that become one token each, as those of `write_checkpoint`; the new ones have average weights.
+
+    Raises:
+        LearnError: It cannot be read.
+    """
+    import torch  # noqa: PLC0415
+    from safetensors.torch import load_file  # noqa: PLC0415
+    from tokenizers import AddedToken  # noqa: PLC0415
+    from transformers import AutoConfig, AutoProcessor, Qwen3VLForConditionalGeneration  # noqa: PLC0415
+
+    try:
+        stored = load_file(packed / _PACKED)
+        model = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(packed))
+        processor: Any = AutoProcessor.from_pretrained(packed, trust_remote_code=True)
+        scales = {name: stored.pop(name + _SCALE) for name in [*stored] if name + _SCALE in stored}
+        for name, scale in scales.items():
+            rows = scale.view(-1, *[1] * (stored[name].ndim - 1))
+            stored[name] = stored[name].float() * rows
+        model.load_state_dict({name: value.float() for name, value in stored.items()})
+    except (OSError, ValueError, RuntimeError) as error:
+        raise LearnError(f"base {packed}: cannot be read: {error}; train it again by the stage `base`") from error
+    tokenizer = processor.tokenizer
+    missing = [piece for piece in pieces if len(tokenizer.encode(piece, add_special_tokens=False)) > 1]
+    if missing:
+        torch.manual_seed(0)
+        tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in missing])
+        model.resize_token_embeddings(len(tokenizer))
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    for path in packed.iterdir():
+        if path.name != _PACKED and not (directory / path.name).exists():
+            shutil.copy(path, directory / path.name)
     processor.save_pretrained(directory)
     return directory
 

@@ -11,8 +11,6 @@ import io
 import json
 import logging
 import random
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -32,7 +30,7 @@ from trainer.data.oracles import Oracle, read_oracles
 from trainer.data.record import OracleFailed, record
 from trainer.data.split import template_id
 from trainer.learn import LearnError
-from trainer.learn.checkpoint import SIZES, write_checkpoint
+from trainer.learn.checkpoint import SIZES, constant_pieces, unpack_checkpoint, write_checkpoint
 from trainer.learn.settings import Demos, Settings
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER
 from trainer.tokens.chat import Chat
@@ -41,9 +39,6 @@ logger = logging.getLogger(__name__)
 _LIST_TIMEOUT = timedelta(seconds=120)
 #: Share of rows that measure cloning; they belong to whole variants.
 _CHECKED_SHARE = 0.02
-#: What differs between replies: digits, and typed texts.
-_VARIABLE = re.compile(r'\d|(?<="text": ")[^"]*')
-_SHORTEST_PIECE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +63,13 @@ class Rows:
         return self.ids[self.ends[index - 1] if index else 0 : self.ends[index]]
 
 
-def play(settings: Settings, hosts: Sequence[str], oracle_file: Path, directory: Path) -> Mapping[str, float]:
-    """Play oracles and write the rows and an untrained checkpoint to `directory`. Returns counts.
+def play(
+    settings: Settings, hosts: Sequence[str], oracle_file: Path, directory: Path, *, base: Path | None = None
+) -> Mapping[str, float]:
+    """Play oracles and write the rows and the checkpoint to clone from to `directory`. Returns counts.
+
+    Args:
+        base: Checkpoint that the stage `base` trained; None to start from random weights.
 
     Raises:
         LearnError: An oracle failed, or there are no training tasks.
@@ -98,8 +98,12 @@ def play(settings: Settings, hosts: Sequence[str], oracle_file: Path, directory:
             raise LearnError(f"demos: {len(failures)} of {len(played)} oracles failed, first: {failures[0]}")
         files = [path for *_, path in given]
         texts = [text for path in files for text in _texts(path)]
-        words = sorted({text for role, text in texts if role != "system"})
-        write_checkpoint(directory / "model", vocabulary=words, pieces=_pieces(texts), size=SIZES[settings.size])
+        pieces = constant_pieces(texts)
+        if base is None:
+            words = sorted({text for role, text in texts if role != "system"})
+            write_checkpoint(directory / "model", vocabulary=words, pieces=pieces, size=SIZES[settings.size])
+        else:
+            unpack_checkpoint(base, directory / "model", pieces=pieces)
         tokenised = list(
             processes.map(_tokenise_part, [(path, directory / "model", settings.image_px) for path in files])
         )
@@ -199,14 +203,6 @@ def _texts(path: Path) -> Iterator[tuple[str, str]]:
     for line in _lines(path):
         for role, content in line["messages"]:
             yield role, content.replace(IMAGE_PLACEHOLDER, "")
-
-
-def _pieces(texts: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the constant texts: the system message, and what is the same in many replies."""
-    system = {text for role, text in texts if role == "system"}
-    replies = (text for role, text in texts if role == "assistant")
-    fragments = Counter(piece for text in replies for piece in _VARIABLE.split(text) if len(piece) >= _SHORTEST_PIECE)
-    return [*sorted(system), *sorted(fragments)]
 
 
 _Tokenised = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int32], list[str]]

@@ -116,10 +116,14 @@ class Policy:
 
     # Text
 
-    def positions(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Return the three rotary positions of each token, (3, batch, tokens). Each row has one image or none."""
+    def positions(self, ids_BT: torch.Tensor, place_BT: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the three rotary positions of each token, (3, batch, tokens). Each row has one image or none.
+
+        Args:
+            place_BT: Where each token lies in its own row, if rows are joined; see `hidden`.
+        """
         length = ids_BT.shape[1]
-        place = torch.arange(length, device=ids_BT.device)[None]
+        place = torch.arange(length, device=ids_BT.device)[None] if place_BT is None else place_BT
         is_image = ids_BT == self.image_id
         has_image = is_image.any(1, keepdim=True)
         start = torch.where(has_image, is_image.int().argmax(1, keepdim=True), length)
@@ -131,13 +135,23 @@ class Policy:
         return torch.stack([torch.where(is_image, each, text) for each in vision])
 
     def hidden(
-        self, ids_BT: torch.Tensor, patches_IPV: torch.Tensor, *, use_cache: bool, image_B: torch.Tensor | None = None
+        self,
+        ids_BT: torch.Tensor,
+        patches_IPV: torch.Tensor,
+        *,
+        use_cache: bool,
+        image_B: torch.Tensor | None = None,
+        branch_BT: torch.Tensor | None = None,
+        place_BT: torch.Tensor | None = None,
     ) -> Any:
         """Run the model on rows of one image each, padded on their right; returns transformers' output.
 
         Args:
             use_cache: Whether to return keys and values.
             image_B: Index of each row's image, if rows share images; None if there is one for each row.
+            branch_BT: If rows with equal beginnings are joined to one: 0 for the tokens of the beginning, and the
+                number of its own row for each other token. It attends to the beginning and to its own row alone.
+            place_BT: Where each token of joined rows lies in its own row.
 
         Raises:
             LearnError: A row has more or less than one image.
@@ -155,7 +169,8 @@ class Policy:
         embeds = embeds.masked_scatter(is_image[..., None].expand_as(embeds), image_embeds.to(embeds.dtype))
         return self.model.model.language_model(
             inputs_embeds=embeds,
-            position_ids=self.positions(ids_BT),
+            attention_mask=None if branch_BT is None else _visible(branch_BT),
+            position_ids=self.positions(ids_BT, place_BT),
             visual_pos_masks=is_image,
             deepstack_visual_embeds=deep,
             use_cache=use_cache,
@@ -171,12 +186,11 @@ class Policy:
         ids_BT: torch.Tensor,
         patches_IPV: torch.Tensor,
         predicted: tuple[torch.Tensor, torch.Tensor],
-        *,
-        image_B: torch.Tensor | None = None,
+        **joined: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the logits for the tokens at `predicted`, (rows, columns); for the other arguments see `hidden`."""
         with self.arithmetic():
-            hidden = self.hidden(ids_BT, patches_IPV, use_cache=False, image_B=image_B).last_hidden_state
+            hidden = self.hidden(ids_BT, patches_IPV, use_cache=False, **joined).last_hidden_state
             rows, columns = predicted
             return self.next_logits(hidden[rows, columns - 1])
 
@@ -184,3 +198,11 @@ class Policy:
         """Return the logits after positions with these states, (batch, vocabulary)."""
         logits: torch.Tensor = self.model.lm_head(hidden_BC)
         return logits.float().index_fill(-1, self._suppressed, -torch.inf)
+
+
+def _visible(branch_BT: torch.Tensor) -> torch.Tensor:
+    """Return which tokens each token of joined rows attends to: (batch, 1, tokens, tokens)."""
+    query, key = branch_BT[:, :, None], branch_BT[:, None, :]
+    length = branch_BT.shape[1]
+    is_before = torch.ones(length, length, dtype=torch.bool, device=branch_BT.device).tril()
+    return (((key == 0) | (key == query)) & is_before)[:, None]

@@ -41,6 +41,37 @@ class Demos(BaseModel):
     """Chance, before each turn of an unfinished task, that demonstrators press Ctrl+Alt+Del, which ends the guest."""
 
 
+class Base(BaseModel):
+    """Stage `base`."""
+
+    model_config = STRICT
+
+    checkpoint: str = ""
+    """Directory of a trained base, from which `demos` and so `clone` start; empty for `base/model` of the run, if the
+    stage `base` wrote it."""
+    fonts: list[Path] = Field(default_factory=lambda: [Path("/usr/share/fonts")], strict=False)
+    """Directories of fonts that screens show besides the desktop's own."""
+    processes: int = Field(default=0, ge=0)
+    """Processes that draw screens; 0 for all cores but two."""
+    steps: int = Field(default=1_000_000, ge=1)
+    seconds: float = Field(default=480.0, ge=0)
+    """Stop after this time of training, resumed runs together; 0 for never."""
+    screens: int = Field(default=64, ge=1)
+    """Screens of a step, each with several questions."""
+    row_tokens: int = Field(default=640, ge=64)
+    """Tokens of a screen with its questions; those that do not fit are left out."""
+    learning_rate: float = Field(default=6e-4, gt=0)
+    warmup_steps: int = Field(default=200, ge=1)
+    probe_every_s: float = Field(default=60.0, gt=0)
+    save_every_s: float = Field(default=120.0, gt=0)
+    probe_screens: int = Field(default=300, ge=1)
+    """Screens of each set of probes."""
+    probe_questions: int = Field(default=400, ge=1)
+    """Most questions of each kind in a set of probes; a quarter while training."""
+    is_compiled: bool = False
+    """Compile the layers by torch, as in `clone`."""
+
+
 class Clone(BaseModel):
     """Stage `clone`."""
 
@@ -141,6 +172,7 @@ class Settings(BaseModel):
     held_out_template_variants: int = Field(default=24, ge=0)
     """Variants of each held-out template in an evaluation."""
     desktops: Desktops = Field(default_factory=Desktops)
+    base: Base = Field(default_factory=Base)
     demos: Demos = Field(default_factory=Demos)
     clone: Clone = Field(default_factory=Clone)
     rl: Reinforce = Field(default_factory=Reinforce)
@@ -224,6 +256,18 @@ SMOKE = Settings(
     machines=8,
     held_out_variants=1,
     held_out_template_variants=1,
+    base=Base(
+        fonts=[],
+        processes=1,
+        steps=6,
+        seconds=40.0,
+        screens=4,
+        row_tokens=320,
+        warmup_steps=2,
+        learning_rate=3e-3,
+        probe_screens=2,
+        probe_questions=2,
+    ),
     demos=Demos(seeds=2, concurrency=4),
     clone=Clone(steps=6, batch=8, warmup_steps=2, learning_rate=3e-3),
     rl=Reinforce(updates=2, groups=2, members=2, train_seeds=4, steps_per_rollout=1, micro_rows=16, save_every=1),
@@ -238,10 +282,17 @@ def fingerprint(settings: Settings, *, stage: str) -> Mapping[str, Any]:
     for name in ("prompt", "grammar"):
         if mapping[name] == Settings.model_fields[name].default:
             del mapping[name]
-    if stage == "clone":
+    if stage != "base":
+        del mapping["base"]
+    if stage == "base":
+        kept = ("prompt", "grammar", "screen_px", "image_max_pixels", "size", "max_turns", "base")
+        mapping = {key: mapping[key] for key in kept if key in mapping}
+    elif stage == "clone":
         kept = ("suite", "prompt", "grammar", "screen_px", "image_max_pixels", "size", "max_turns", "demos", "clone")
         mapping = {key: mapping[key] for key in kept if key in mapping}
     free = {"": ("device", "workers", "machines"), "clone": ("steps", "seconds", "stop_at", "is_compiled")}
+    free["base"] = ("checkpoint", "fonts", "processes", "steps", "seconds", "is_compiled", "probe_every_s")
+    free["base"] += ("save_every_s", "probe_screens", "probe_questions")
     free["rl"] = ("updates", "seconds", "env_steps", "micro_rows")
     for name, keys in free.items():
         part = mapping.get(name, {}) if name else mapping

@@ -85,10 +85,12 @@ class FormOnDesk:
 class Desk:
     """The forms of one task. Without a seed, everything is where it would be placed first."""
 
-    def __init__(self, rng: Sampler, *, window_count: int = 1, are_pages: bool = False) -> None:
+    def __init__(
+        self, rng: Sampler, *, window_count: int = 1, are_pages: bool = False, words: Sequence[str] = WORDS
+    ) -> None:
         """Open one wide window, two narrow ones side by side, or pages: wide ones, of which the first is on top."""
         self.rng = rng
-        self._words = rng.sample(WORDS, len(WORDS))
+        self._words = rng.sample(words, len(words))
         self.colours = rng.sample(list(COLOURS), len(COLOURS))
         self.clauses: list[str] = []
         self.steps: list[Sequence[object]] = []

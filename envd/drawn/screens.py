@@ -1,0 +1,581 @@
+"""Labelled screens without a daemon: `python -m envd.drawn.screens` samples desktops with forms and asks about them.
+
+The screens have the windows and widgets of the suites' tasks, in random places, states, colours, words and fonts. Each
+is written to standard output as one line of JSON, and its pixels: (height, width, 3) uint8 in the order red, green,
+blue. The line is an object:
+
+```text
+questions: [{kind, text, reply} | {kind, text, point, box}, ...]
+```
+
+`reply` is the answer to read out. `point` is the middle of the widget to point at, and `box` its place [x, y, w, h]. A
+text may contain `{at}`, for which the reader of the line writes `at` in its own units. All are pixels of the screen.
+"""
+
+import argparse
+import functools
+import json
+import re
+import string
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+from envd.drawn.desktop.canvas import (
+    CELL_HEIGHT_PX,
+    CELL_WIDTH_PX,
+    Canvas,
+    Colour,
+    Framebuffer,
+    Rect,
+    Words,
+    picture_of,
+)
+from envd.drawn.desktop.desktop import DrawnDesktop
+from envd.drawn.files import DrawnFiles
+from envd.drawn.suite.desk import COLOURS, WORDS, Desk, FormOnDesk, option_middle
+
+#: Shares of words and of fonts that only unseen screens have. The suite's own words are seen.
+_UNSEEN_WORDS, _UNSEEN_FONTS = 8, 4
+#: Longest texts that a widget of one cell shows whole: twice as large as in other windows.
+_SHOWN = {"box": 5}
+_SHOWN_ELSEWHERE = 6
+_LABELLED = ("field", "menu")
+_WHITE: Colour = (255, 255, 255)
+_BLACK: Colour = (0, 0, 0)
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+_SIDES = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
+#: How often each kind of question is asked, as long as a screen has any of it.
+_WEIGHTS = {
+    "point": 30, "point_kind": 10, "point_colour": 10, "three_colours": 10, "point_order": 8, "point_beside": 10,
+    "point_close": 6, "read": 18, "read_order": 6, "read_at": 10, "ticked": 12,
+}  # fmt: skip
+#: Fonts that show no letters, or letters that are hard to read for people.
+_NO_FONTS = re.compile(r"D050000L|Z003|Symbol|Emoji|Dingbats|STIXSiz|cmsy|cmex|cmmi", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScreenOptions:
+    """What screens show."""
+
+    width_px: int
+    height_px: int
+    fonts: tuple[Path, ...] = ()
+    """Files of fonts besides the desktop's own."""
+    is_unseen: bool = False
+    """Whether they have the words and fonts that other screens never have, and no others."""
+    is_plain: bool = False
+    """Whether they look as those of the suite's tasks: its words, colours and font."""
+    questions: int = 16
+    """Most questions about a screen; 0 for all."""
+
+    @property
+    def chosen_fonts(self) -> tuple[Path, ...]:
+        """The fonts of the screens, by their names, so that hosts with more fonts agree on the others."""
+        return tuple(path for path in self.fonts if (_digest(path.stem) % _UNSEEN_FONTS == 0) == self.is_unseen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A question about a screen; `point` or `reply` is its answer."""
+
+    kind: str
+    text: str
+    reply: str = ""
+    point: tuple[int, int] | None = None
+    box: Rect | None = None
+    at: tuple[int, int] | None = None
+
+    def as_json(self) -> dict[str, object]:
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in values.items() if value is not None and value != ""}
+
+
+@dataclass(slots=True)
+class _Item:
+    """A widget that can be seen."""
+
+    kind: str
+    rect: Rect
+    name: str = ""
+    text: str = ""
+    """What is written in it."""
+    colour: str = ""
+    window: str = ""
+    cell: tuple[int, int] | None = None
+    is_ticked: bool | None = None
+
+
+@dataclass(slots=True)
+class _Screen:
+    """A desktop and its widgets."""
+
+    desktop: DrawnDesktop
+    items: list[_Item] = field(default_factory=list)
+
+
+class _Size(NamedTuple):
+    font: ImageFont.FreeTypeFont
+    top: int
+
+
+class _Blind(Framebuffer):
+    """Draws nothing, while the desktop is arranged."""
+
+    def canvas(self, clip: Rect) -> Canvas:  # noqa: ARG002
+        return Canvas(self._words, Rect(0, 0, 0, 0))
+
+
+class _Lettered(Framebuffer):
+    """Draws its texts in any font."""
+
+    font: Path | None = None
+    """None for the desktop's own."""
+
+    def canvas(self, clip: Rect) -> Canvas:
+        return _LetteredCanvas(self._words, super().canvas(clip).clip, self.font)
+
+
+class _LetteredCanvas(Canvas):
+    def __init__(self, words: Words, clip: Rect, font: Path | None) -> None:
+        super().__init__(words, clip)
+        self._font = font
+
+    def text(self, x: int, y: int, text: str, *, ink: Colour, paper: Colour, scale: int = 1) -> None:
+        if text and self.shows(Rect(x, y, len(text) * CELL_WIDTH_PX * scale, CELL_HEIGHT_PX * scale)):
+            self.paste(x, y, _lettered(self._font, text, ink, paper, scale))
+
+
+def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question], bytes]]:
+    """Yield questions and pixels of screens, for ever; equal seeds give equal screens."""
+    words = WORDS if options.is_plain else _Vocabulary(options.is_unseen, seed)
+    fonts = () if options.is_plain else options.chosen_fonts
+    for index in count():
+        rng = Random(f"{seed} {index} {options.is_unseen} {options.is_plain}")  # noqa: S311 - not a secret
+        while True:
+            try:
+                screen = _screen(options, words, rng)
+                break
+            except (ValueError, IndexError):
+                # More widgets than cells, or than words.
+                continue
+        shown = _Lettered(np.empty((options.height_px, options.width_px, 4), np.uint8), shared=False)
+        if fonts and (options.is_unseen or rng.random() < 0.5):
+            shown.font = rng.choice(fonts)
+        screen.desktop.resize(shown)
+        picture = Image.frombuffer("RGB", (options.width_px, options.height_px), shown.pixels, "raw", "BGRX", 0, 1)
+        yield _questions(screen.items, options.questions, rng), picture.tobytes()
+
+
+# The desktop
+
+
+def _screen(options: ScreenOptions, words: "Sequence[str] | _Vocabulary", rng: Random) -> _Screen:
+    files_of_guest = DrawnFiles()
+    blind = _Blind(np.empty((options.height_px, options.width_px, 4), np.uint8), shared=False)
+    desktop = DrawnDesktop(blind, files=files_of_guest, is_drawn=True)
+    given = words.sample(rng) if isinstance(words, _Vocabulary) else words
+    desk = Desk(rng, window_count=rng.choice((1, 1, 2)), words=given)
+    screen = _Screen(desktop)
+    for form in desk.forms:
+        if not options.is_plain:
+            form.theme = _theme(rng)
+            form.is_alone = form.is_alone and rng.random() < 0.85
+        _fill(desk, form, rng, options)
+    for form in desk.opened:
+        files_of_guest[form.path] = form.as_json().encode()
+        desktop.launch("form", form.path)
+    for form in desk.forms:
+        ticked = [each for each in form.widgets if each["kind"] == "box" and rng.random() < 0.5]
+        for each in ticked:
+            _click(desktop, *_middle(form, each))
+        screen.items += _items_of(form, [str(each["name"]) for each in ticked])
+    _open_menu(screen, desk, rng)
+    screen.items += _plain_items(desktop)
+    _drop_covered(screen, desk)
+    return screen
+
+
+def _fill(desk: Desk, form: FormOnDesk, rng: Random, options: ScreenOptions) -> None:
+    """Add widgets of all kinds."""
+    half = len(form.free) // 10
+    kinds = rng.choices(("button", "box", "chip", "bin", "label"), (8, 6, 1, 1, 1), k=rng.randint(half, 5 * half))
+    for _ in range(rng.choice((0, 0, 1, 2)) if half > 1 else rng.choice((0, 1))):
+        kinds.append(rng.choice(_LABELLED))
+    if desk.colours and rng.random() < 0.45:
+        for name in [desk.colours.pop(0) for _ in range(min(3, len(desk.colours)))]:
+            colour = COLOURS[name]
+            if not options.is_plain:
+                colour = tuple(min(255, max(0, value + rng.randint(-14, 14))) for value in colour)
+            kind = "button" if rng.random() < 0.8 else "item"
+            form.add(kind, name, desk.place(form), fill=colour)
+    if rng.random() < 0.08:
+        form.add("power", "power", desk.place(form))
+    # Those that need two cells one above the other first.
+    for kind in sorted(kinds, key=lambda kind: kind not in _LABELLED):
+        if kind in _LABELLED:
+            _add_labelled(desk, form, kind, rng)
+        else:
+            longest = _SHOWN.get(kind, _SHOWN_ELSEWHERE)
+            form.add(kind, _short(desk, longest), desk.place(form))
+
+
+def _add_labelled(desk: Desk, form: FormOnDesk, kind: str, rng: Random) -> None:
+    name, texts = _short(desk, _SHOWN_ELSEWHERE), [_short(desk, _SHOWN_ELSEWHERE) for _ in range(3)]
+    label = desk.place(form, rows=2, below=3 if kind == "menu" and rng.random() < 0.7 else 0)
+    form.add("label", name, label)
+    entry = Rect(label.x, label.y + label.h + 4, label.w, 40)
+    text = rng.choice((texts[0], texts[0], ""))
+    if kind == "field":
+        form.add(kind, name, entry, text=text, locked=rng.random() < 0.5)
+    else:
+        form.add(kind, name, entry, options=texts, text=text)
+
+
+def _short(desk: Desk, longest: int) -> str:
+    while len(word := desk.word()) > longest:
+        pass
+    return word
+
+
+def _open_menu(screen: _Screen, desk: Desk, rng: Random) -> None:
+    """Open a menu in some screens, and add its options."""
+    form = desk.opened[-1]
+    menus = [each for each in form.widgets if each["kind"] == "menu"]
+    if not menus or rng.random() < 0.6:
+        return
+    menu = rng.choice(menus)
+    place = Rect(*(int(str(menu[side])) for side in "xywh"))
+    names = [str(name) for name in menu["options"]]  # type: ignore[attr-defined]
+    middles = [option_middle(form, place, index) for index in range(len(names))]
+    if form.y + place.bottom + 36 * len(names) > form.y + form.h:
+        return
+    _click(screen.desktop, *_middle(form, menu))
+    boxes = [Rect(each["x"] - place.w // 2, each["y"] - 18, place.w, 36) for each in middles]
+    screen.items = [item for item in screen.items if not any(item.rect.intersect(box).area for box in boxes)]
+    screen.items += [
+        _Item("option", box, name=name, text=name, window=form.title) for name, box in zip(names, boxes, strict=True)
+    ]
+
+
+def _click(desktop: DrawnDesktop, x: int, y: int) -> None:
+    desktop.pointer(x, y, 1)
+    desktop.pointer(x, y, 0)
+
+
+def _middle(form: FormOnDesk, widget: dict[str, object]) -> tuple[int, int]:
+    place = form.middle(Rect(*(int(str(widget[side])) for side in "xywh")))
+    return place["x"], place["y"]
+
+
+def _items_of(form: FormOnDesk, ticked: Sequence[str]) -> list[_Item]:
+    items = [
+        _Item("title", Rect(form.x, form.y, form.w - 28, 28), name=form.title, text=form.title, window=form.title),
+        _Item("close", Rect(form.x + form.w - 24, form.y + 4, 20, 20), window=form.title),
+    ]
+    for each in form.widgets:
+        kind, name = str(each["kind"]), str(each["name"])
+        rect = Rect(*(int(str(each[side])) for side in "xywh"))
+        is_filled = "fill" in each
+        items.append(
+            _Item(
+                kind,
+                Rect(form.x + rect.x, form.y + rect.y, rect.w, rect.h),
+                name="" if is_filled or kind == "power" else name,
+                text=str(each.get("text", "")) if kind in _LABELLED else "" if is_filled or kind == "power" else name,
+                colour=name if is_filled else "",
+                window=form.title,
+                cell=(rect.x // 124, (rect.y - 28) // 48),
+                is_ticked=name in ticked if kind == "box" else None,
+            )
+        )
+    return items
+
+
+def _plain_items(desktop: DrawnDesktop) -> list[_Item]:
+    """Return the buttons of the panel, and of the windows that are not forms."""
+    items: list[_Item] = []
+    window = ""
+    for element in desktop.elements():
+        window = element.name if element.role == "frame" else window
+        if element.role == "push-button" and element.name in ("Editor", "Controls", "Count", "Save"):
+            items.append(_Item("button", element.rect, name=element.name, text=element.name, window=window))
+    return items
+
+
+def _drop_covered(screen: _Screen, desk: Desk) -> None:
+    """Leave out what another window covers, even partly. Forms lie above other windows, the later ones on top."""
+    titles = [form.title for form in desk.opened]
+    rects = {form.title: Rect(form.x, form.y, form.w, form.h) for form in desk.opened}
+
+    def is_seen(item: _Item) -> bool:
+        level = titles.index(item.window) if item.window in titles else -1
+        return not any(item.rect.intersect(rects[title]).area for title in titles[level + 1 :])
+
+    panel = screen.desktop.framebuffer.bounds.h - 32
+    screen.items = [item for item in screen.items if (item.rect.bottom <= panel or not item.window) and is_seen(item)]
+
+
+# Colours, words and letters
+
+
+def _theme(rng: Random) -> dict[str, object]:
+    """Return colours with enough contrast to be read."""
+
+    def colour(low: int, high: int) -> Colour:
+        return rng.randint(low, high), rng.randint(low, high), rng.randint(low, high)
+
+    is_dark = rng.random() < 0.4
+    face, ink = (colour(20, 80), colour(200, 255)) if is_dark else (colour(190, 255), colour(0, 80))
+    return {"face": face, "ink": ink, "accent": colour(20, 165)}
+
+
+class _Vocabulary:
+    """Words of the suites, and invented ones."""
+
+    def __init__(self, is_unseen: bool, seed: int) -> None:
+        rng = Random(f"{seed} words")  # noqa: S311 - not a secret
+        invented = (_invented(rng) for _ in range(40_000 if is_unseen else 20_000))
+        self._suite = () if is_unseen else WORDS
+        self._known = [word for word in _known_words() if _is_unseen(word) == is_unseen]
+        self._invented = [word for word in invented if _is_unseen(word) == is_unseen]
+
+    def sample(self, rng: Random) -> list[str]:
+        """Return different words for one screen."""
+        parts = ((self._suite, 10), (self._known, 30), (self._invented, 40))
+        return list(dict.fromkeys(word for words, count in parts for word in rng.sample(words, min(count, len(words)))))
+
+
+def _digest(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def _is_unseen(word: str) -> bool:
+    return word not in WORDS and _digest(word.lower()) % _UNSEEN_WORDS == 0
+
+
+def _invented(rng: Random) -> str:
+    length = rng.randint(2, 6)
+    match rng.randint(0, 3):
+        case 0:
+            letters = rng.choices(string.ascii_lowercase, k=length)
+        case 1:
+            letters = rng.choices(string.ascii_lowercase + string.ascii_uppercase + string.digits, k=length)
+        case _:
+            letters = [rng.choice("aeiou" if index % 2 else "bcdfghjklmnprstvwz") for index in range(length)]
+    word = "".join(letters)
+    return word.capitalize() if rng.random() < 0.3 else word
+
+
+@functools.cache
+def _known_words() -> list[str]:
+    """Return the words of the instructions of all suites."""
+    texts = [path.read_text(encoding="utf-8") for path in _yaml_files(files("envd.tasks") / "suites")]
+    words = {word for text in texts for word in re.findall(r"(?<![\w/.-])[A-Za-z]{3,6}(?![\w/.-])", text)}
+    return sorted(words)
+
+
+def _yaml_files(folder: object) -> Iterator[Path]:
+    yield from sorted(Path(str(folder)).rglob("*.yaml"))
+
+
+def font_files(folders: Sequence[Path]) -> tuple[Path, ...]:
+    """Return the fonts in some directories that have letters, by name."""
+    found = (path for folder in folders for suffix in ("ttf", "otf") for path in folder.rglob(f"*.{suffix}"))
+    by_name = {path.stem: path for path in found if not _NO_FONTS.search(path.stem)}
+    return tuple(by_name[name] for name in sorted(by_name) if _has_letters(by_name[name]))
+
+
+def _has_letters(path: Path) -> bool:
+    try:
+        font = ImageFont.truetype(str(path), 18)
+    except OSError:
+        return False
+    return len({font.getmask(char).getbbox() for char in "aWi"}) == 3
+
+
+@functools.lru_cache(maxsize=512)
+def _sized(path: Path, height_px: int) -> _Size:
+    size = height_px
+    while size > 6:
+        font = ImageFont.truetype(str(path), size)
+        ascent, descent = font.getmetrics()
+        if ascent + descent <= height_px + 2:
+            break
+        size -= 1
+    return _Size(font, (height_px - ascent - descent) // 2)
+
+
+_Mask = npt.NDArray[np.uint8]
+
+
+@functools.lru_cache(maxsize=4096)
+def _mask(path: Path | None, text: str, scale: int) -> _Mask:
+    """Return how much of each pixel is ink, of 255."""
+    if path is None:
+        line = np.concatenate([_glyph(char) for char in text], axis=1)
+        return line if scale == 1 else line.repeat(scale, axis=0).repeat(scale, axis=1)
+    width, height = len(text) * CELL_WIDTH_PX * scale, CELL_HEIGHT_PX * scale
+    font, top = _sized(path, height)
+    length = int(font.getlength(text)) + 1
+    picture = Image.new("L", (max(width, length), height))
+    ImageDraw.Draw(picture).text(((picture.width - length) // 2, top), text, fill=255, font=font)
+    if picture.width > width:
+        picture = picture.resize((width, height), Image.Resampling.BILINEAR)
+    return np.asarray(picture)
+
+
+@functools.cache
+def _glyph(char: str) -> _Mask:
+    """Return the mask of a character in the desktop's own font."""
+    canvas_px = picture_of(CELL_WIDTH_PX, CELL_HEIGHT_PX, lambda canvas: canvas.text(0, 0, char, ink=_WHITE, paper=_BLACK))
+    return (canvas_px & 255).astype(np.uint8)
+
+
+def _lettered(path: Path | None, text: str, ink: Colour, paper: Colour, scale: int) -> Words:
+    return _inks(ink, paper)[_mask(path, text, scale)]
+
+
+@functools.lru_cache(maxsize=64)
+def _inks(ink: Colour, paper: Colour) -> npt.NDArray[np.uint32]:
+    """Return the colour of a pixel by its share of ink, as Pillow mixes them."""
+    share = np.arange(256)[:, None]
+    mixed = np.array(paper) * (255 - share) + np.array(ink) * share + 128
+    red, green, blue = (((mixed >> 8) + mixed) >> 8).astype(np.uint32).T
+    return red << 16 | green << 8 | blue
+
+
+# Questions
+
+
+def _questions(items: list[_Item], most: int, rng: Random) -> list[Question]:
+    """Return questions in random order, each with one right answer."""
+    found: dict[str, list[Question]] = {kind: [] for kind in _WEIGHTS}
+    for question in [*_by_name(items), *_by_colour(items), *_by_order(items), *_by_side(items), *_by_place(items, rng)]:
+        found[question.kind].append(question)
+    for questions in found.values():
+        rng.shuffle(questions)
+    asked: list[Question] = []
+    while (not most or len(asked) < most) and (kinds := [kind for kind, questions in found.items() if questions]):
+        kind = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
+        asked.append(found[kind].pop())
+    return asked
+
+
+def _point(kind: str, text: str, item: _Item) -> Question:
+    return Question(kind=kind, text=text, point=item.rect.center, box=item.rect)
+
+
+def _by_name(items: list[_Item]) -> Iterator[Question]:
+    names = Counter(item.name for item in items)
+    named = Counter((item.kind, item.name) for item in items)
+    for item in items:
+        if item.kind == "close":
+            yield _point("point_close", f"Point at the close button of {item.window}.", item)
+        if not item.name or named[item.kind, item.name] > 1:
+            continue
+        yield _point("point_kind", f"Point at the {item.kind} {item.name}.", item)
+        if names[item.name] == 1:
+            yield _point("point", f"Point at {item.name}.", item)
+        if item.is_ticked is not None:
+            yield Question(kind="ticked", text=f"Is {item.name} ticked?", reply="yes" if item.is_ticked else "no")
+        if item.kind in _LABELLED and item.text:
+            yield Question(kind="read", text=f"Read the {item.kind} {item.name}.", reply=item.text)
+
+
+def _by_colour(items: list[_Item]) -> Iterator[Question]:
+    coloured = [item for item in items if item.colour]
+    colours = Counter(item.colour for item in coloured)
+    are_three = len(coloured) == 3 and all(item.kind == "button" for item in coloured)
+    for item in coloured:
+        if colours[item.colour] == 1:
+            kind = "three_colours" if are_three else "point_colour"
+            yield _point(kind, f"Point at the {item.colour} {item.kind}.", item)
+
+
+def _by_order(items: list[_Item]) -> Iterator[Question]:
+    """Yield questions by the order of reading: rows from the top, each from the left."""
+    groups: dict[tuple[str, str], list[_Item]] = {}
+    for item in items:
+        if item.cell is not None and item.kind not in ("label", "power"):
+            groups.setdefault((item.kind, item.window), []).append(item)
+    windows = {item.window for item in items if item.cell is not None}
+    for (kind, window), group in groups.items():
+        of = f" of {window}" if len(windows) > 1 else ""
+        group.sort(key=lambda item: (item.cell or (0, 0))[::-1])
+        for ordinal, item in zip(_ORDINALS, group, strict=False):
+            yield _point("point_order", f"Point at the {ordinal} {kind}{of}.", item)
+            if item.text and item.kind not in _LABELLED:
+                yield Question(kind="read_order", text=f"Read the {ordinal} {kind}{of}.", reply=item.text)
+
+
+def _by_side(items: list[_Item]) -> Iterator[Question]:
+    """Yield questions about neighbours in the grid."""
+    at = {(item.window, item.cell): item for item in items if item.cell is not None}
+    names = Counter(item.name for item in items)
+    for item in at.values():
+        if not item.name or names[item.name] > 1 or item.cell is None:
+            continue
+        for side, (right, down) in _SIDES.items():
+            other = at.get((item.window, (item.cell[0] + right, item.cell[1] + down)))
+            if other is None:
+                continue
+            yield _point("point_beside", f"Point at what is {side} {item.name}.", other)
+            if other.text and other.kind not in _LABELLED:
+                yield Question(kind="read", text=f"Read what is {side} {item.name}.", reply=other.text)
+
+
+def _by_place(items: list[_Item], rng: Random) -> Iterator[Question]:
+    """Yield questions about the text at a point, which is anywhere in a widget."""
+    for item in items:
+        if item.text:
+            x, y, w, h = item.rect
+            at = (x + rng.randint(w // 4, 3 * w // 4), y + rng.randint(h // 4, 3 * h // 4))
+            yield Question(kind="read_at", text="Read the text at {at}.", reply=item.text, at=at)
+            if item.is_ticked is not None:
+                yield Question(
+                    kind="ticked", text="Is the box at {at} ticked?", reply="yes" if item.is_ticked else "no", at=at
+                )
+
+
+def main() -> None:
+    """Write screens until nobody reads them."""
+    parser = argparse.ArgumentParser(prog="python -m envd.drawn.screens")
+    parser.add_argument("--width", type=int, required=True)
+    parser.add_argument("--height", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--fonts", type=Path, action="append", default=[], help="Directory of fonts; repeat it.")
+    parser.add_argument("--unseen", action="store_true")
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--questions", type=int, default=16, help="Most of a screen; 0 for all.")
+    given = parser.parse_args()
+    options = ScreenOptions(
+        width_px=given.width,
+        height_px=given.height,
+        fonts=font_files(given.fonts),
+        is_unseen=given.unseen,
+        is_plain=given.plain,
+        questions=given.questions,
+    )
+    stream = sys.stdout.buffer
+    try:
+        for questions, pixels in screens(options, given.seed):
+            line = json.dumps({"questions": [question.as_json() for question in questions]})
+            stream.write(line.encode() + b"\n" + pixels)
+    except BrokenPipeError:
+        sys.stdout = None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""`trainer learn base` on a CPU: rows of several questions, the weights that are kept, and the stage itself."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
+
+POINT = {"kind": "point", "text": "Point at kite.", "point": [100, 50], "box": [60, 30, 80, 40]}
+READ = {"kind": "read_at", "text": "Read the text at {at}.", "reply": "lemon", "at": [256, 160]}
+
+
+@pytest.fixture(scope="module")
+def settings() -> Any:
+    from trainer.learn.settings import SMOKE
+
+    return SMOKE
+
+
+@pytest.fixture(scope="module")
+def policy(settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from trainer.learn.base import write_untrained
+    from trainer.learn.policy import Policy
+
+    directory = tmp_path_factory.mktemp("base") / "untrained"
+    write_untrained(settings, directory, seed=0)
+    return Policy(directory, device="cpu", image_px=settings.image_px)
+
+
+@pytest.fixture(scope="module")
+def questions(settings: Any, policy: Any) -> Any:
+    from trainer.learn.base import Questions
+
+    return Questions(settings, policy.tokenizer, policy.processor)
+
+
+def test_a_question_has_the_tokens_of_a_rollouts_first_turn(questions: Any, policy: Any) -> None:
+    (prompt,) = questions.prompts([POINT])
+    assert [*questions.beginning, *prompt] == questions.whole_prompt("Point at kite.")
+    text = policy.tokenizer.decode(questions.beginning + prompt)
+    assert text.startswith("<|im_start|>system\n")
+    assert text.endswith("Task: Point at kite.<|im_end|>\n<|im_start|>assistant\n")
+    assert questions.text_of(READ) == "Read the text at [500, 501]."
+
+
+def test_replies_are_those_of_the_policys_grammar(questions: Any, policy: Any) -> None:
+    from trainer.learn.sampler import SamplerReply
+
+    replies = [ids[-length:] for ids, length in questions.branches([POINT, READ])]
+    texts = [policy.tokenizer.decode(ids) for ids in replies]
+    assert '"action": "left_click", "coordinate": [196, 157]' in texts[0]
+    assert '"action": "type", "text": "lemon"' in texts[1]
+    assert max(map(len, replies)) < 20, "constant texts are one token each"
+    point, read = (SamplerReply(ids=ids, is_complete=True) for ids in replies)
+    assert questions.is_right(POINT, point)
+    assert questions.is_right(READ, read)
+    assert not questions.is_right(POINT, read)
+    assert not questions.is_right(READ, point)
+    assert not questions.is_right({**POINT, "box": [101, 30, 80, 40]}, point)
+    assert not questions.is_right({**READ, "reply": "lemons"}, read)
+    assert not questions.is_right(READ, SamplerReply(ids=read.ids[:-1]))
+
+
+def test_joined_questions_have_the_logits_of_rows_of_their_own(settings: Any, policy: Any, questions: Any) -> None:
+    import torch
+
+    from trainer.learn.base import packed
+
+    width, height = settings.screen_px
+    frame = torch.randint(0, 256, (height * width * 3,), generator=torch.Generator().manual_seed(0))
+    screen = ([POINT, READ], bytes(frame.tolist()))
+    rows = packed(questions, [screen], settings, pad_id=policy.pad_id)
+    patches = policy.patches(rows.frames)
+    at = rows.is_trained.nonzero(as_tuple=True)
+    joined = policy.logits(
+        rows.ids.long(), patches, at, branch_BT=rows.branch, place_BT=rows.place.long()
+    ).detach()
+    own = []
+    for ids, length in questions.branches([POINT, READ]):
+        row = torch.tensor([[*questions.beginning, *ids]])
+        columns = torch.arange(row.shape[1] - length, row.shape[1])
+        own.append(policy.logits(row, patches, (torch.zeros_like(columns), columns)).detach())
+    assert torch.allclose(joined, torch.cat(own), atol=1e-4)
+
+
+def test_packed_weights_are_read_nearly_as_they_were_with_new_pieces(policy: Any, tmp_path: Path) -> None:
+    import torch
+
+    from trainer.learn.checkpoint import is_packed, pack_checkpoint, unpack_checkpoint
+    from trainer.learn.policy import Policy
+
+    pack_checkpoint(policy.checkpoint, policy.model.state_dict(), tmp_path / "packed")
+    assert is_packed(tmp_path / "packed")
+    size = sum(path.stat().st_size for path in (tmp_path / "packed").glob("*.safetensors"))
+    assert size < 1.2 * sum(each.numel() for each in policy.model.state_dict().values())
+    again = Policy(
+        unpack_checkpoint(tmp_path / "packed", tmp_path / "model", pieces=["Another system message."]),
+        device="cpu",
+        image_px=policy.image_px,
+    )
+    assert len(again.tokenizer.encode("Another system message.")) == 1
+    assert again.tokenizer.encode("Task: Point at kite.") == policy.tokenizer.encode("Task: Point at kite.")
+    for name, weight in policy.model.state_dict().items():
+        found = again.model.state_dict()[name][: len(weight)]
+        assert torch.allclose(found, weight, atol=0.005 * float(weight.abs().max()) + 1e-6), name
+
+
+def test_a_base_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path) -> None:
+    from trainer.learn import LearnError
+    from trainer.learn.checkpoint import unpack_checkpoint
+
+    (tmp_path / "packed.safetensors").write_bytes(b"cut off")
+    with pytest.raises(LearnError, match="cannot be read: .*; train it again by the stage `base`"):
+        unpack_checkpoint(tmp_path, tmp_path / "model")
+
+
+def test_processes_that_end_are_an_error(settings: Any, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.learn import LearnError
+    from trainer.learn.base import RowSource, read_screens
+
+    narrow = settings.model_copy(update={"screen_px": (0, 0)})
+    with pytest.raises(LearnError, match=r"envd.drawn.screens: it ended"):
+        next(read_screens(narrow, 0))
+    with RowSource(settings, policy.checkpoint, policy.device, seed=0) as source:
+        assert len(source.batch().ids) == settings.base.screens
+        source._processes[0].kill()
+        with pytest.raises(LearnError, match="a process that draws ended"):
+            while True:
+                source.batch()
+
+
+@pytest.mark.long
+def test_the_stage_runs_resumes_and_starts_the_demonstrations(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def learn(*words: str) -> "subprocess.CompletedProcess[str]":
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-m", "trainer", "learn", *words, "--smoke", "--run", str(run)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    done = learn("base")
+    assert done.returncode == 0, done.stderr[-3000:]
+    probes = json.loads((run / "base" / "probes.json").read_text())
+    assert probes["step"] == 6
+    assert probes["unseen"]["point"]["count"] == 2
+    again = learn("base")
+    assert (again.returncode, "add --resume" in again.stderr) == (1, True)
+    more = tmp_path / "more.yaml"
+    more.write_text("base: {steps: 7}\n")
+    resumed = learn("base", "--resume", "--config", str(more))
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert json.loads((run / "base" / "probes.json").read_text())["step"] == 7
+    cloned = learn("demos")
+    assert cloned.returncode == 0, cloned.stderr[-3000:]
+    assert "cloning will start from" in cloned.stderr
+    cloned = learn("clone")
+    assert cloned.returncode == 0, cloned.stderr[-3000:]

@@ -1,0 +1,500 @@
+"""Stage `base`: supervised pre-training on labelled screens, after which a policy can read and point.
+
+```text
+process   envd.drawn.screens ──► pictures, questions ──► rows of tokens
+this one  rows ──► training; probes of words and fonts that are never trained
+```
+
+A row is one screen with several questions: each question with its answer is a branch that attends to the screen and to
+itself alone, so it is trained exactly as a row of its own, and the picture is encoded once. Answers are replies of the
+policy's own grammar: a left click, or text that is typed.
+"""
+
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+from cuaenv.client import Click, Done, Drag, PressKeys, TypeText
+from trainer.agent.coordinates import CoordinateSpace, PointOutsidePicture, to_model_points, to_screen_points
+from trainer.agent.prompts import ModelObservation, system_message, task_message
+from trainer.evaluate.statistics import wilson
+from trainer.files import write_atomically
+from trainer.learn import LearnError
+from trainer.learn.checkpoint import SIZES, constant_pieces, pack_checkpoint, write_checkpoint
+from trainer.learn.policy import Policy
+from trainer.learn.record import MetricsLog
+from trainer.learn.sampler import Sampler, SamplerPrompt, SamplerReply
+from trainer.learn.settings import Settings
+from trainer.learn.states import RunState, cosine, load_state, make_optimizer, save_state, train_step
+from trainer.tokens.chat import Chat
+from trainer.workers import WorkerProcess
+
+logger = logging.getLogger(__name__)
+_LOG_EVERY_S = 5.0
+_START_S = 120.0
+#: Screens that a process sends at once.
+_SCREENS_AT_ONCE = 4
+_PROBE_SLOTS = 256
+_PROBE_SEED = 1_000_000
+#: Sets of probes: words and fonts that are never trained; and the look of the suite's tasks.
+_PROBES = {"unseen": ("--unseen",), "plain": ("--plain",)}
+#: Texts that many questions have in common; each is one token.
+_PHRASES = (
+    "system\n", "user\n", "assistant\n", "Task: Point at ", "Task: Point at the ", "Task: Read ", "Task: Read the ",
+    "Task: Point at what is ", "Task: Read what is ", "left of ", "right of ", "above ", "below ", " ticked?",
+    "Task: Point at the close button of ", "Task: Read the text at ", "Task: Is ", "Task: Is the box at ",
+    "first ", "second ", "third ", "fourth ", "fifth ", "button", "label", "field", "title", "option", "Task: ",
+)  # fmt: skip
+
+Screen = tuple[list[dict[str, Any]], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Screens as rows of tokens of one length."""
+
+    ids: torch.Tensor
+    branch: torch.Tensor
+    """0 for the beginning of a row, and the number of its question for each other token."""
+    place: torch.Tensor
+    """Where each token would be if its question were the only one."""
+    is_trained: torch.Tensor
+    frames: torch.Tensor
+    """(screens, height, width, 3) uint8."""
+
+
+class Questions:
+    """Questions as tokens."""
+
+    def __init__(self, settings: Settings, tokenizer: Any, processor: Any) -> None:
+        """Use the tokenizer and the processor of the policy's checkpoint."""
+        agent = settings.agent
+        self._agent, self._tokenizer, self._grammar = agent, tokenizer, agent.make_grammar()
+        self._space = CoordinateSpace.of(agent.units, image_px=settings.image_px, screen_px=settings.screen_px)
+        self._chat = Chat(tokenizer, processor)
+        self._blank = Image.new("RGB", settings.image_px)
+        self._end_id = int(tokenizer.eos_token_id)
+        example = self.whole_prompt("-")
+        self.beginning = example[: _after_last(example, tokenizer.convert_tokens_to_ids("<|vision_end|>"))]
+        """Ids of a row up to its picture, which all questions share."""
+        # Between the picture and the reply.
+        rendered = self._chat.decode(example[len(self.beginning) :])
+        self._before, _, self._after = rendered.partition(agent.make_prompt().task("-"))
+
+    def whole_prompt(self, text: str) -> list[int]:
+        """Return the ids of a row with a question, up to its reply, as a rollout would make them."""
+        observed = ModelObservation(image=self._blank, image_id="", tree=None, terminal=None, boxes_px=())
+        messages = [system_message(self._agent, self._space.picture()), task_message(text, observed, self._agent)]
+        return list(self._chat.opening(messages).train_ids)
+
+    def text_of(self, question: Mapping[str, Any]) -> str:
+        """Return a question with its point in the policy's units."""
+        text = str(question["text"])
+        if "at" in question:
+            x, y = self._space.from_screen(*question["at"])
+            text = text.replace("{at}", f"[{x}, {y}]")
+        return text
+
+    def reply_of(self, question: Mapping[str, Any]) -> str:
+        """Return the right reply."""
+        if "point" not in question:
+            return self._grammar.write([TypeText(str(question["reply"]))])
+        return self._grammar.write([to_model_points(Click(*question["point"]), self._space)])
+
+    def prompts(self, questions: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Return the ids of each question, from the picture up to the reply."""
+        task = self._agent.make_prompt().task
+        return self._encoded([f"{self._before}{task(self.text_of(each))}{self._after}" for each in questions])
+
+    def branches(self, questions: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], int]]:
+        """Return the ids of each question with its reply, and how many of them are the reply."""
+        replies = self._encoded([self.reply_of(each) for each in questions])
+        prompts = self.prompts(questions)
+        return [
+            ([*prompt, *reply, self._end_id], len(reply) + 1) for prompt, reply in zip(prompts, replies, strict=True)
+        ]
+
+    def is_right(self, question: Mapping[str, Any], reply: SamplerReply) -> bool:
+        """Return whether a reply points into the box, or says the text."""
+        if not reply.is_complete:
+            return False
+        text = self._tokenizer.decode(reply.ids[:-1], skip_special_tokens=False)
+        match self._grammar.parse(text, self._space.picture()).actions:
+            case (Click(button="left", count=1) as click,) if "box" in question:
+                try:
+                    point: Any = to_screen_points(click, self._space)
+                except PointOutsidePicture:
+                    return False
+                x, y, w, h = question["box"]
+                return bool(x <= point.x < x + w and y <= point.y < y + h)
+            case (TypeText(text=said),) if "box" not in question:
+                return bool(said == question["reply"])
+        return False
+
+    def _encoded(self, texts: list[str]) -> list[list[int]]:
+        return list(self._tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
+
+
+def _after_last(ids: Sequence[int], wanted: int) -> int:
+    return len(ids) - list(reversed(ids)).index(wanted)
+
+
+def packed(questions: Questions, screens: Sequence[Screen], settings: Settings, *, pad_id: int) -> Rows:
+    """Return screens as rows, each with as many of its questions as fit."""
+    length, beginning = settings.base.row_tokens, questions.beginning
+    ids = np.full((len(screens), length), pad_id, np.int32)
+    branch, place = np.full((len(screens), length), -1, np.int32), np.zeros((len(screens), length), np.int32)
+    is_trained = np.zeros((len(screens), length), np.bool_)
+    width, height = settings.image_px
+    frames = np.empty((len(screens), height, width, 3), np.uint8)
+    for row, (asked, frame) in enumerate(screens):
+        end = len(beginning)
+        ids[row, :end], branch[row, :end], place[row, :end] = beginning, 0, np.arange(end)
+        for number, (tokens, reply_length) in enumerate(questions.branches(asked), start=1):
+            start, end = end, end + len(tokens)
+            if end > length:
+                break
+            ids[row, start:end], branch[row, start:end] = tokens, number
+            place[row, start:end] = len(beginning) + np.arange(len(tokens))
+            is_trained[row, end - reply_length : end] = True
+        frames[row] = _scaled(frame, settings)
+    parts = {"ids": ids, "branch": branch, "place": place, "is_trained": is_trained, "frames": frames}
+    return Rows(**{name: torch.from_numpy(part) for name, part in parts.items()})
+
+
+def _scaled(frame: bytes, settings: Settings) -> npt.NDArray[np.uint8]:
+    width, height = settings.screen_px
+    if settings.image_px == settings.screen_px:
+        return np.frombuffer(frame, np.uint8).reshape(height, width, 3)
+    picture = Image.frombytes("RGB", settings.screen_px, frame)
+    return np.asarray(picture.resize(settings.image_px, Image.Resampling.BICUBIC))
+
+
+# Screens
+
+
+def read_screens(settings: Settings, seed: int, *options: str) -> Iterator[Screen]:
+    """Yield questions and pixels of new screens, for ever; equal seeds give equal screens.
+
+    Raises:
+        LearnError: The program that draws them ended.
+    """
+    width, height = settings.screen_px
+    command = [sys.executable, "-P", "-m", "envd.drawn.screens", "--seed", str(seed), *options]
+    command += ["--width", str(width), "--height", str(height)]
+    for folder in settings.base.fonts:
+        command += ["--fonts", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None  # noqa: S101  (a pipe)
+        try:
+            while line := process.stdout.readline():
+                pixels = process.stdout.read(width * height * 3)
+                yield json.loads(line)["questions"], pixels
+            raise LearnError("envd.drawn.screens: it ended, see above; install envd here")
+        finally:
+            process.kill()
+
+
+def _send_rows(pipe: Connection, settings: Settings, checkpoint: Path, seed: int) -> None:
+    """Send rows as bytes until nobody reads them; a process of its own."""
+    torch.set_num_threads(1)
+    tokenizer, processor = _read_tokenizer(checkpoint)
+    questions = Questions(settings, tokenizer, processor)
+    source = read_screens(settings, seed)
+    with suppress(BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+        while True:
+            screens = [next(source) for _ in range(_SCREENS_AT_ONCE)]
+            rows = packed(questions, screens, settings, pad_id=int(tokenizer.pad_token_id))
+            pipe.send_bytes(b"".join(getattr(rows, name).numpy().tobytes() for name in Rows.__slots__))
+
+
+def _read_tokenizer(checkpoint: Path) -> tuple[Any, Any]:
+    from transformers import AutoProcessor  # noqa: PLC0415 -- seconds
+
+    processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True)
+    return processor.tokenizer, processor
+
+
+class RowSource:
+    """Batches from processes that draw. Use as a context manager."""
+
+    def __init__(self, settings: Settings, checkpoint: Path, device: torch.device, *, seed: int) -> None:
+        """Start the processes."""
+        count = settings.base.processes or max(1, len(os.sched_getaffinity(0)) - 2)
+        self._settings, self._device = settings, device
+        self._processes = [
+            WorkerProcess(_send_rows, settings, checkpoint, seed + index, name=f"screens-{index}")
+            for index in range(count)
+        ]
+        self._batches: queue.Queue[Rows | Exception] = queue.Queue(maxsize=3)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._collect, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "RowSource":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closed = True
+        for process in self._processes:
+            process.kill()
+        with suppress(queue.Empty):
+            while True:
+                self._batches.get_nowait()
+        self._thread.join(_LOG_EVERY_S)
+
+    def batch(self) -> Rows:
+        """Return the next batch, on the device. Raises: LearnError: A process ended, or sends nothing."""
+        try:
+            found = self._batches.get(timeout=_START_S)
+        except queue.Empty:
+            raise LearnError(f"screens: none came for {_START_S:.0f} s; see the messages above") from None
+        if isinstance(found, Exception):
+            raise LearnError(f"screens: a process that draws ended ({found}); see above, then --resume") from found
+        return found
+
+    def _collect(self) -> None:
+        pipes = {process.pipe: process for process in self._processes}
+        parts: list[Rows] = []
+        copying = torch.cuda.Stream() if self._device.type == "cuda" else None
+        try:
+            while not self._is_closed:
+                for pipe in wait([*pipes], timeout=1.0):
+                    parts.append(self._rows_of(bytearray(pipe.recv_bytes())))  # type: ignore[union-attr]
+                    if len(parts) * _SCREENS_AT_ONCE >= self._settings.base.screens:
+                        with torch.cuda.stream(copying):
+                            batch = self._joined(parts)
+                        if copying is not None:
+                            copying.synchronize()
+                        parts = []
+                        self._batches.put(batch)
+        except (EOFError, OSError, RuntimeError) as error:
+            if not self._is_closed:
+                self._batches.put(error)
+
+    def _rows_of(self, data: bytearray) -> Rows:
+        width, height = self._settings.image_px
+        count, length = _SCREENS_AT_ONCE, self._settings.base.row_tokens
+        found, start = {}, 0
+        for name in Rows.__slots__:
+            shape = (count, height, width, 3) if name == "frames" else (count, length)
+            kind = {"frames": torch.uint8, "is_trained": torch.bool}.get(name, torch.int32)
+            size = int(np.prod(shape)) * kind.itemsize
+            found[name] = torch.frombuffer(data, dtype=kind, count=int(np.prod(shape)), offset=start).view(shape)
+            start += size
+        return Rows(**found)
+
+    def _joined(self, parts: Sequence[Rows]) -> Rows:
+        count = self._settings.base.screens
+        joined = {name: torch.cat([getattr(part, name) for part in parts])[:count] for name in Rows.__slots__}
+        if self._device.type == "cuda":
+            joined = {name: each.pin_memory().to(self._device, non_blocking=True) for name, each in joined.items()}
+        return Rows(**joined)
+
+
+# Training
+
+
+def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, resume: bool) -> Policy:
+    """Train from random weights, or from the last saved step; write the weights to `directory/model`.
+
+    `directory/probes.json` has the results of the probes. An interruption (SIGINT, SIGTERM) saves the state.
+
+    Raises:
+        LearnError: The state belongs to other settings, or screens cannot be drawn.
+    """
+    options = settings.base
+    torch.manual_seed(seed)
+    untrained = directory / "untrained"
+    state = load_state(directory, settings, stage="base", resume=resume)
+    if state is None or not untrained.exists():
+        write_untrained(settings, untrained, seed=seed)
+    policy = Policy(untrained, device=settings.torch_device, image_px=settings.image_px)
+    optimizer = make_optimizer(policy.model, learning_rate=options.learning_rate)
+    done, before_s, samples = 0, 0.0, 0
+    if state is not None:
+        policy.model.load_state_dict(state.model)
+        optimizer.load_state_dict(state.optimizer)
+        done, before_s, samples = state.done, float(state.more["seconds"]), int(state.more["samples"])
+    if options.is_compiled:
+        policy.compile()
+    questions = Questions(settings, policy.tokenizer, policy.processor)
+    with ExitStack() as running:
+        # Other screens than before an interruption.
+        first_seed = (seed * 1000 + done) * 1000
+        source = running.enter_context(RowSource(settings, untrained, policy.device, seed=first_seed))
+        threads = running.enter_context(ThreadPoolExecutor())
+        probes = {name: threads.submit(_probe_set, settings, *words) for name, words in _PROBES.items()}
+        started_s = time.monotonic()
+        last = dict.fromkeys(("log", "probe", "save"), started_s)
+        logged = (done, samples, started_s)
+
+        def seconds() -> float:
+            return before_s + time.monotonic() - started_s
+
+        def save() -> None:
+            more = {"seconds": seconds(), "samples": samples}
+            save_state(directory, RunState.of(policy.model, optimizer, settings, stage="base", done=done, **more))
+            pack_checkpoint(untrained, policy.model.state_dict(), directory / "model")
+
+        def probe(limit: int) -> dict[str, float]:
+            results = {
+                name: probed(policy, questions, settings, screens.result(), limit) for name, screens in probes.items()
+            }
+            facts = {"step": done, "samples": samples, "train_s": seconds(), **results}
+            write_atomically(directory / "probes.json", (json.dumps(facts, indent=1) + "\n").encode())
+            return {f"{name}/{kind}": found["rate"] for name, each in results.items() for kind, found in each.items()}
+
+        try:
+            while done < options.steps and (not options.seconds or seconds() < options.seconds):
+                waited_s = time.monotonic()
+                batch = source.batch()
+                waited_s = time.monotonic() - waited_s
+                along = max(done / options.steps, seconds() / options.seconds if options.seconds else 0.0)
+                rate = cosine(done, along, peak=options.learning_rate, warmup=options.warmup_steps)
+                loss, count = _loss(policy, batch)
+                norm = train_step(policy.model, optimizer, loss, learning_rate=rate, what=f"base step {done}")
+                done, samples = done + 1, samples + count
+                now_s = time.monotonic()
+                if now_s - last["log"] > _LOG_EVERY_S or done == options.steps:
+                    speed = (samples - logged[1]) / (now_s - logged[2])
+                    values = {"loss": float(loss.detach()), "grad_norm": norm, "learning_rate": rate}
+                    values |= {"samples": samples, "samples_per_s": speed, "wait_s": waited_s, "s": seconds()}
+                    log.write("base", done, values)
+                    last["log"], logged = now_s, (done, samples, now_s)
+                if now_s - last["probe"] > options.probe_every_s:
+                    log.write("probe", done, probe(max(1, options.probe_questions // 4)))
+                    last["probe"] = time.monotonic()
+                if now_s - last["save"] > options.save_every_s:
+                    save()
+                    last["save"] = time.monotonic()
+        except KeyboardInterrupt:
+            save()
+            raise
+        save()
+        # The weights that are kept have 8 bits.
+        policy.model.load_state_dict(_rounded(policy.model.state_dict()))
+        log.write("probe", done, probe(options.probe_questions))
+    return policy
+
+
+def write_untrained(settings: Settings, directory: Path, *, seed: int) -> None:
+    """Write random weights, with a tokenizer of single letters: a word that was never seen is spelt like any other."""
+    grammar, agent = settings.agent.make_grammar(), settings.agent
+    space = CoordinateSpace.of(agent.units, image_px=settings.image_px, screen_px=settings.screen_px)
+    acts = [
+        Click(100, 100), Click(100, 100, button="right"), Click(100, 100, count=2), TypeText("-"), Done(""),
+        Drag(100, 100, 200, 200), PressKeys(("ctrl", "alt", "delete")),
+    ]  # fmt: skip
+    texts = [("assistant", grammar.write([to_model_points(act, space)])) for act in acts]
+    texts.append(("system", str(system_message(agent, space.picture()).parts[0])))
+    pieces = [*constant_pieces(texts), *_PHRASES]
+    write_checkpoint(directory, pieces=pieces, size=SIZES[settings.size], seed=seed)
+
+
+def _loss(policy: Policy, batch: Rows) -> tuple[torch.Tensor, int]:
+    """Return the mean loss of the replies' tokens, and the number of replies."""
+    if policy.device.type == "cuda":
+        for name in Rows.__slots__:
+            getattr(batch, name).record_stream(torch.cuda.current_stream())
+    ids = batch.ids.long()
+    rows, columns = batch.is_trained.nonzero(as_tuple=True)
+    logits = policy.logits(
+        ids, policy.patches(batch.frames), (rows, columns), branch_BT=batch.branch, place_BT=batch.place.long()
+    )
+    targets = ids[rows, columns]
+    count = int((targets == policy.end_id).sum())
+    return torch.nn.functional.cross_entropy(logits, targets), count
+
+
+def _rounded(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights as they are after `pack_checkpoint` and `unpack_checkpoint`."""
+    rounded = {}
+    for name, weight in weights.items():
+        if weight.ndim < 2:
+            rounded[name] = weight.bfloat16().to(weight.dtype)
+            continue
+        scale = (weight.flatten(1).abs().amax(1) / 127).clamp(min=1e-12).view(-1, *[1] * (weight.ndim - 1))
+        rounded[name] = (weight / scale).round() * scale
+    return rounded
+
+
+# Probes
+
+
+def _probe_set(settings: Settings, *options: str) -> list[Screen]:
+    """Return screens that are never trained, with all their questions."""
+    source = read_screens(settings, _PROBE_SEED, "--questions", "0", *options)
+    screens = [next(source) for _ in range(settings.base.probe_screens)]
+    source.close()  # type: ignore[attr-defined]
+    return screens
+
+
+def probed(
+    policy: Policy, questions: Questions, settings: Settings, screens: Sequence[Screen], limit: int
+) -> dict[str, dict[str, float]]:
+    """Return, by the kind of question, how many greedy replies are right: `right` of `count`, the rate, its interval.
+
+    Args:
+        limit: Most questions of each kind.
+    """
+    asked: dict[SamplerPrompt, Mapping[str, Any]] = {}
+    counts: dict[str, int] = defaultdict(int)
+    for number, (given, frame) in enumerate(screens):
+        chosen = []
+        for question in given:
+            if counts[question["kind"]] < limit:
+                counts[question["kind"]] += 1
+                chosen.append(question)
+        picture = torch.from_numpy(_scaled(frame, settings).copy())
+        for question, prompt in zip(chosen, questions.prompts(chosen), strict=True):
+            ids = [*questions.beginning, *prompt]
+            given_prompt = SamplerPrompt(
+                ids=ids, frame_HW3=picture, limit=settings.reply_tokens, temperature=0.0, picture=number
+            )
+            asked[given_prompt] = question
+    replies = _replies(policy, [*asked])
+    right: dict[str, int] = defaultdict(int)
+    for prompt, question in asked.items():
+        right[question["kind"]] += questions.is_right(question, replies[prompt])
+    found = {}
+    for kind, count in sorted(counts.items()):
+        interval = wilson(right[kind], count)
+        found[kind] = {"right": right[kind], "count": count, "rate": interval.mean}
+        found[kind] |= {"low": interval.low, "high": interval.high}
+    return found
+
+
+def _replies(policy: Policy, prompts: list[SamplerPrompt]) -> dict[SamplerPrompt, SamplerReply]:
+    policy.model.eval()
+    generator = torch.Generator(device=policy.device).manual_seed(0)
+    slots = min(_PROBE_SLOTS, len(prompts))
+    sampler = Sampler(policy, generator=generator, slot_count=slots)
+    waiting, replies = prompts[::-1], {}
+    with torch.compiler.set_stance("force_eager"):
+        while waiting or sampler.running_count:
+            # Many at once: reading one prompt costs a step of all.
+            if waiting and sampler.free_count >= min(slots // 2 or 1, len(waiting)):
+                taken = [waiting.pop() for _ in range(min(sampler.free_count, len(waiting)))]
+                replies |= sampler.add(taken)
+            replies |= sampler.step()
+    policy.model.train()
+    return replies
