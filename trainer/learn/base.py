@@ -246,6 +246,8 @@ class RowSource:
         ]
         self._batches: queue.Queue[Rows | Exception] = queue.Queue(maxsize=3)
         self._is_closed = False
+        self.pause = threading.Lock()
+        """Held to keep the device to oneself: a CUDA graph cannot be captured while another thread copies."""
         self._thread = threading.Thread(target=self._collect, daemon=True)
         self._thread.start()
 
@@ -280,10 +282,10 @@ class RowSource:
                 for pipe in wait([*pipes], timeout=1.0):
                     parts.append(self._rows_of(bytearray(pipe.recv_bytes())))  # type: ignore[union-attr]
                     if len(parts) * _SCREENS_AT_ONCE >= self._settings.base.screens:
-                        with torch.cuda.stream(copying):
+                        with self.pause, torch.cuda.stream(copying):
                             batch = self._joined(parts)
-                        if copying is not None:
-                            copying.synchronize()
+                            if copying is not None:
+                                copying.synchronize()
                         parts = []
                         self._batches.put(batch)
         except (EOFError, OSError, RuntimeError) as error:
@@ -356,9 +358,9 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
             pack_checkpoint(untrained, policy.model.state_dict(), directory / "model")
 
         def probe(limit: int) -> dict[str, float]:
-            results = {
-                name: probed(policy, questions, settings, screens.result(), limit) for name, screens in probes.items()
-            }
+            sets = {name: screens.result() for name, screens in probes.items()}
+            with source.pause:
+                results = {name: probed(policy, questions, settings, each, limit) for name, each in sets.items()}
             facts = {"step": done, "samples": samples, "train_s": seconds(), **results}
             write_atomically(directory / "probes.json", (json.dumps(facts, indent=1) + "\n").encode())
             return {f"{name}/{kind}": found["rate"] for name, each in results.items() for kind, found in each.items()}

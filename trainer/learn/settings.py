@@ -58,7 +58,7 @@ class Base(BaseModel):
     """Stop after this time of training, resumed runs together; 0 for never."""
     screens: int = Field(default=64, ge=1)
     """Screens of a step, each with several questions."""
-    row_tokens: int = Field(default=640, ge=64)
+    row_tokens: int = Field(default=576, ge=64)
     """Tokens of a screen with its questions; those that do not fit are left out."""
     learning_rate: float = Field(default=6e-4, gt=0)
     warmup_steps: int = Field(default=200, ge=1)
