@@ -59,7 +59,7 @@ _SIDES = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0,
 #: How often each kind of question is asked, as long as a screen has any of it.
 _WEIGHTS = {
     "point": 30, "point_kind": 10, "point_colour": 10, "three_colours": 10, "point_order": 8, "point_beside": 10,
-    "point_close": 6, "read": 18, "read_order": 6, "read_at": 10, "ticked": 12,
+    "point_close": 6, "read": 18, "read_order": 6, "read_at": 16, "ticked": 12,
 }  # fmt: skip
 #: Fonts that show no letters, or letters that are hard to read for people.
 _NO_FONTS = re.compile(r"D050000L|Z003|Symbol|Emoji|Dingbats|STIXSiz|cmsy|cmex|cmmi", re.IGNORECASE)
@@ -77,7 +77,7 @@ class ScreenOptions:
     """Whether they have the words and fonts that other screens never have, and no others."""
     is_plain: bool = False
     """Whether they look as those of the suite's tasks: its words, colours and font."""
-    questions: int = 16
+    questions: int = 24
     """Most questions about a screen; 0 for all."""
 
     @property
@@ -160,12 +160,13 @@ class _LetteredCanvas(Canvas):
 def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question], bytes]]:
     """Yield questions and pixels of screens, for ever; equal seeds give equal screens."""
     words = WORDS if options.is_plain else _Vocabulary(options.is_unseen, seed)
+    blind = _Blind(np.empty((options.height_px, options.width_px, 4), np.uint8), shared=False)
     fonts = () if options.is_plain else options.chosen_fonts
     for index in count():
         rng = Random(f"{seed} {index} {options.is_unseen} {options.is_plain}")  # noqa: S311 - not a secret
         while True:
             try:
-                screen = _screen(options, words, rng)
+                screen = _screen(options, blind, words, rng)
                 break
             except (ValueError, IndexError):
                 # More widgets than cells, or than words.
@@ -181,9 +182,8 @@ def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question],
 # The desktop
 
 
-def _screen(options: ScreenOptions, words: "Sequence[str] | _Vocabulary", rng: Random) -> _Screen:
+def _screen(options: ScreenOptions, blind: _Blind, words: "Sequence[str] | _Vocabulary", rng: Random) -> _Screen:
     files_of_guest = DrawnFiles()
-    blind = _Blind(np.empty((options.height_px, options.width_px, 4), np.uint8), shared=False)
     desktop = DrawnDesktop(blind, files=files_of_guest, is_drawn=True)
     given = words.sample(rng) if isinstance(words, _Vocabulary) else words
     desk = Desk(rng, window_count=rng.choice((1, 1, 2)), words=given)
@@ -558,7 +558,7 @@ def main() -> None:
     parser.add_argument("--fonts", type=Path, action="append", default=[], help="Directory of fonts; repeat it.")
     parser.add_argument("--unseen", action="store_true")
     parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--questions", type=int, default=16, help="Most of a screen; 0 for all.")
+    parser.add_argument("--questions", type=int, default=24, help="Most of a screen; 0 for all.")
     given = parser.parse_args()
     options = ScreenOptions(
         width_px=given.width,

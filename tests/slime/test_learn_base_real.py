@@ -45,7 +45,7 @@ def test_a_question_has_the_tokens_of_a_rollouts_first_turn(questions: Any, poli
     text = policy.tokenizer.decode(questions.beginning + prompt)
     assert text.startswith("<|im_start|>system\n")
     assert text.endswith("Task: Point at kite.<|im_end|>\n<|im_start|>assistant\n")
-    assert questions.text_of(READ) == "Read the text at [500, 501]."
+    assert questions.text_of(READ) == "Read the text at [501, 502]."
 
 
 def test_replies_are_those_of_the_policys_grammar(questions: Any, policy: Any) -> None:
@@ -123,9 +123,8 @@ def test_processes_that_end_are_an_error(settings: Any, policy: Any, monkeypatch
     from trainer.learn import LearnError
     from trainer.learn.base import RowSource, read_screens
 
-    narrow = settings.model_copy(update={"screen_px": (0, 0)})
     with pytest.raises(LearnError, match=r"envd.drawn.screens: it ended"):
-        next(read_screens(narrow, 0))
+        next(read_screens(settings, 0, "--unknown"))
     with RowSource(settings, policy.checkpoint, policy.device, seed=0) as source:
         assert len(source.batch().ids) == settings.base.screens
         source._processes[0].kill()

@@ -238,7 +238,7 @@ class RowSource:
 
     def __init__(self, settings: Settings, checkpoint: Path, device: torch.device, *, seed: int) -> None:
         """Start the processes."""
-        count = settings.base.processes or max(1, len(os.sched_getaffinity(0)) - 2)
+        count = settings.base.processes or max(1, len(os.sched_getaffinity(0)) // 2)
         self._settings, self._device = settings, device
         self._processes = [
             WorkerProcess(_send_rows, settings, checkpoint, seed + index, name=f"screens-{index}")

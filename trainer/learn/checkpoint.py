@@ -186,6 +186,7 @@ def unpack_checkpoint(packed: Path, directory: Path, *, pieces: Sequence[str] = 
         LearnError: It cannot be read.
     """
     import torch  # noqa: PLC0415
+    from safetensors import SafetensorError  # noqa: PLC0415
     from safetensors.torch import load_file  # noqa: PLC0415
     from tokenizers import AddedToken  # noqa: PLC0415
     from transformers import AutoConfig, AutoProcessor, Qwen3VLForConditionalGeneration  # noqa: PLC0415
@@ -199,7 +200,7 @@ def unpack_checkpoint(packed: Path, directory: Path, *, pieces: Sequence[str] = 
             rows = scale.view(-1, *[1] * (stored[name].ndim - 1))
             stored[name] = stored[name].float() * rows
         model.load_state_dict({name: value.float() for name, value in stored.items()})
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise LearnError(f"base {packed}: cannot be read: {error}; train it again by the stage `base`") from error
     tokenizer = processor.tokenizer
     missing = [piece for piece in pieces if len(tokenizer.encode(piece, add_special_tokens=False)) > 1]

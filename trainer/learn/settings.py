@@ -52,13 +52,13 @@ class Base(BaseModel):
     fonts: list[Path] = Field(default_factory=lambda: [Path("/usr/share/fonts")], strict=False)
     """Directories of fonts that screens show besides the desktop's own."""
     processes: int = Field(default=0, ge=0)
-    """Processes that draw screens; 0 for all cores but two."""
+    """Pairs of processes that draw screens and make rows of them; 0 for half of the cores."""
     steps: int = Field(default=1_000_000, ge=1)
     seconds: float = Field(default=480.0, ge=0)
     """Stop after this time of training, resumed runs together; 0 for never."""
     screens: int = Field(default=64, ge=1)
     """Screens of a step, each with several questions."""
-    row_tokens: int = Field(default=576, ge=64)
+    row_tokens: int = Field(default=720, ge=64)
     """Tokens of a screen with its questions; those that do not fit are left out."""
     learning_rate: float = Field(default=6e-4, gt=0)
     warmup_steps: int = Field(default=200, ge=1)
