@@ -159,7 +159,7 @@ class _LetteredCanvas(Canvas):
 
 def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question], bytes]]:
     """Yield questions and pixels of screens, for ever; equal seeds give equal screens."""
-    words = WORDS if options.is_plain else _Vocabulary(options.is_unseen, seed)
+    words = WORDS if options.is_plain else Vocabulary(options.is_unseen, seed)
     blind = _Blind(np.empty((options.height_px, options.width_px, 4), np.uint8), shared=False)
     fonts = () if options.is_plain else options.chosen_fonts
     for index in count():
@@ -182,10 +182,10 @@ def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question],
 # The desktop
 
 
-def _screen(options: ScreenOptions, blind: _Blind, words: "Sequence[str] | _Vocabulary", rng: Random) -> _Screen:
+def _screen(options: ScreenOptions, blind: _Blind, words: "Sequence[str] | Vocabulary", rng: Random) -> _Screen:
     files_of_guest = DrawnFiles()
     desktop = DrawnDesktop(blind, files=files_of_guest, is_drawn=True)
-    given = words.sample(rng) if isinstance(words, _Vocabulary) else words
+    given = words.sample(rng) if isinstance(words, Vocabulary) else words
     desk = Desk(rng, window_count=rng.choice((1, 1, 2)), words=given)
     screen = _Screen(desktop)
     for form in desk.forms:
@@ -341,15 +341,15 @@ def _theme(rng: Random) -> dict[str, object]:
     return {"face": face, "ink": ink, "accent": colour(20, 165)}
 
 
-class _Vocabulary:
+class Vocabulary:
     """Words of the suites, and invented ones."""
 
     def __init__(self, is_unseen: bool, seed: int) -> None:
         rng = Random(f"{seed} words")  # noqa: S311 - not a secret
         invented = (_invented(rng) for _ in range(40_000 if is_unseen else 20_000))
         self._suite = () if is_unseen else WORDS
-        self._known = [word for word in _known_words() if _is_unseen(word) == is_unseen]
-        self._invented = [word for word in invented if _is_unseen(word) == is_unseen]
+        self._known = [word for word in _known_words() if is_unseen_word(word) == is_unseen]
+        self._invented = [word for word in invented if is_unseen_word(word) == is_unseen]
 
     def sample(self, rng: Random) -> list[str]:
         """Return different words for one screen."""
@@ -361,7 +361,7 @@ def _digest(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def _is_unseen(word: str) -> bool:
+def is_unseen_word(word: str) -> bool:
     return word not in WORDS and _digest(word.lower()) % _UNSEEN_WORDS == 0
 
 
@@ -439,7 +439,9 @@ def _mask(path: Path | None, text: str, scale: int) -> _Mask:
 @functools.cache
 def _glyph(char: str) -> _Mask:
     """Return the mask of a character in the desktop's own font."""
-    canvas_px = picture_of(CELL_WIDTH_PX, CELL_HEIGHT_PX, lambda canvas: canvas.text(0, 0, char, ink=_WHITE, paper=_BLACK))
+    canvas_px = picture_of(
+        CELL_WIDTH_PX, CELL_HEIGHT_PX, lambda canvas: canvas.text(0, 0, char, ink=_WHITE, paper=_BLACK)
+    )
     return (canvas_px & 255).astype(np.uint8)
 
 

@@ -77,9 +77,7 @@ def test_joined_questions_have_the_logits_of_rows_of_their_own(settings: Any, po
     rows = packed(questions, [screen], settings, pad_id=policy.pad_id)
     patches = policy.patches(rows.frames)
     at = rows.is_trained.nonzero(as_tuple=True)
-    joined = policy.logits(
-        rows.ids.long(), patches, at, branch_BT=rows.branch, place_BT=rows.place.long()
-    ).detach()
+    joined = policy.logits(rows.ids.long(), patches, at, branch_BT=rows.branch, place_BT=rows.place.long()).detach()
     own = []
     for ids, length in questions.branches([POINT, READ]):
         row = torch.tensor([[*questions.beginning, *ids]])
@@ -115,11 +113,16 @@ def test_a_base_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path) -> 
     from trainer.learn.checkpoint import unpack_checkpoint
 
     (tmp_path / "packed.safetensors").write_bytes(b"cut off")
-    with pytest.raises(LearnError, match="cannot be read: .*; train it again by the stage `base`"):
+    with pytest.raises(LearnError, match=r"cannot be read: .*; train it again by the stage `base`"):
         unpack_checkpoint(tmp_path, tmp_path / "model")
 
 
-def test_processes_that_end_are_an_error(settings: Any, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def take_all(source: Any) -> None:
+    while True:
+        source.batch()
+
+
+def test_processes_that_end_are_an_error(settings: Any, policy: Any) -> None:
     from trainer.learn import LearnError
     from trainer.learn.base import RowSource, read_screens
 
@@ -129,8 +132,7 @@ def test_processes_that_end_are_an_error(settings: Any, policy: Any, monkeypatch
         assert len(source.batch().ids) == settings.base.screens
         source._processes[0].kill()
         with pytest.raises(LearnError, match="a process that draws ended"):
-            while True:
-                source.batch()
+            take_all(source)
 
 
 @pytest.mark.long

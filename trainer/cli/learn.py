@@ -42,7 +42,8 @@ _ALL = (Stage.DEMOS, Stage.CLONE, Stage.RL, Stage.REPORT)
 def learn_command(
     *,
     stage: Annotated[
-        Stage, typer.Argument(metavar="STAGE", show_choices=False, help="setup, base, demos, clone, rl, report, or all.")
+        Stage,
+        typer.Argument(metavar="STAGE", show_choices=False, help="setup, base, demos, clone, rl, report, or all."),
     ],
     run: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("out/learn"),
     config: Annotated[

@@ -1,6 +1,7 @@
 """Learn on one GPU from drawn desktops: `trainer learn`.
 
 ```text
+base     screens drawn and asked about in worker processes ──► a Qwen3-VL that reads, where `demos` and `clone` start
 demos    oracles played by daemons ──► frames and token rows, on disk
 clone    rows ──► supervised training of a small Qwen3-VL from random weights
 rl       worker processes: slime's rollout ─► trainer.slime.hooks.generate ─► daemons

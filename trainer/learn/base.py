@@ -38,7 +38,7 @@ from trainer.agent.prompts import ModelObservation, system_message, task_message
 from trainer.evaluate.statistics import wilson
 from trainer.files import write_atomically
 from trainer.learn import LearnError
-from trainer.learn.checkpoint import SIZES, constant_pieces, pack_checkpoint, write_checkpoint
+from trainer.learn.checkpoint import SIZES, constant_pieces, pack_checkpoint, read_packed, write_checkpoint
 from trainer.learn.policy import Policy
 from trainer.learn.record import MetricsLog
 from trainer.learn.sampler import Sampler, SamplerPrompt, SamplerReply
@@ -393,7 +393,7 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
             raise
         save()
         # The weights that are kept have 8 bits.
-        policy.model.load_state_dict(_rounded(policy.model.state_dict()))
+        policy.model.load_state_dict(read_packed(directory / "model"))
         log.write("probe", done, probe(options.probe_questions))
     return policy
 
@@ -425,18 +425,6 @@ def _loss(policy: Policy, batch: Rows) -> tuple[torch.Tensor, int]:
     targets = ids[rows, columns]
     count = int((targets == policy.end_id).sum())
     return torch.nn.functional.cross_entropy(logits, targets), count
-
-
-def _rounded(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights as they are after `pack_checkpoint` and `unpack_checkpoint`."""
-    rounded = {}
-    for name, weight in weights.items():
-        if weight.ndim < 2:
-            rounded[name] = weight.bfloat16().to(weight.dtype)
-            continue
-        scale = (weight.flatten(1).abs().amax(1) / 127).clamp(min=1e-12).view(-1, *[1] * (weight.ndim - 1))
-        rounded[name] = (weight / scale).round() * scale
-    return rounded
 
 
 # Probes

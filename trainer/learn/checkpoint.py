@@ -175,6 +175,22 @@ def is_packed(directory: Path) -> bool:
     return (directory / _PACKED).exists()
 
 
+def read_packed(directory: Path) -> dict[str, Any]:
+    """Return the weights of a packed checkpoint in float32. Raises: LearnError: They cannot be read."""
+    from safetensors import SafetensorError  # noqa: PLC0415
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    try:
+        stored = load_file(directory / _PACKED)
+    except (OSError, SafetensorError) as error:
+        raise LearnError(f"base {directory}: cannot be read: {error}; train it again by the stage `base`") from error
+    scales = {name: stored.pop(name + _SCALE) for name in [*stored] if name + _SCALE in stored}
+    weights = {name: value.float() for name, value in stored.items()}
+    for name, scale in scales.items():
+        weights[name] *= scale.view(-1, *[1] * (weights[name].ndim - 1))
+    return weights
+
+
 def unpack_checkpoint(packed: Path, directory: Path, *, pieces: Sequence[str] = ()) -> Path:
     """Write a packed checkpoint as one that transformers loads.
 
@@ -186,21 +202,15 @@ def unpack_checkpoint(packed: Path, directory: Path, *, pieces: Sequence[str] = 
         LearnError: It cannot be read.
     """
     import torch  # noqa: PLC0415
-    from safetensors import SafetensorError  # noqa: PLC0415
-    from safetensors.torch import load_file  # noqa: PLC0415
     from tokenizers import AddedToken  # noqa: PLC0415
     from transformers import AutoConfig, AutoProcessor, Qwen3VLForConditionalGeneration  # noqa: PLC0415
 
+    weights = read_packed(packed)
     try:
-        stored = load_file(packed / _PACKED)
         model = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(packed))
         processor: Any = AutoProcessor.from_pretrained(packed, trust_remote_code=True)
-        scales = {name: stored.pop(name + _SCALE) for name in [*stored] if name + _SCALE in stored}
-        for name, scale in scales.items():
-            rows = scale.view(-1, *[1] * (stored[name].ndim - 1))
-            stored[name] = stored[name].float() * rows
-        model.load_state_dict({name: value.float() for name, value in stored.items()})
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        model.load_state_dict(weights)
+    except (OSError, ValueError, RuntimeError) as error:
         raise LearnError(f"base {packed}: cannot be read: {error}; train it again by the stage `base`") from error
     tokenizer = processor.tokenizer
     missing = [piece for piece in pieces if len(tokenizer.encode(piece, add_special_tokens=False)) > 1]

@@ -1,0 +1,106 @@
+"""Labelled screens: answers that are right, words and fonts that training never shows, and the program's output."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envd.drawn.desktop.canvas import Rect, picture_of
+from envd.drawn.screens import Question, ScreenOptions, Vocabulary, _LetteredCanvas, is_unseen_word, screens
+from envd.drawn.suite.desk import COLOURS, WORDS
+
+WIDTH, HEIGHT = 512, 320
+
+
+def options(**more: object) -> ScreenOptions:
+    return ScreenOptions(width_px=WIDTH, height_px=HEIGHT, questions=0, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[tuple[list[Question], np.ndarray]]:
+    """Return screens in the look of the suite's tasks, with their pixels."""
+    found: Iterator[tuple[list[Question], bytes]] = islice(screens(options(is_plain=True), 3), 60)
+    return [(asked, np.frombuffer(data, np.uint8).reshape(HEIGHT, WIDTH, 3)) for asked, data in found]
+
+
+def test_equal_seeds_give_equal_screens() -> None:
+    one, same, other = (list(islice(screens(options(), seed), 2)) for seed in (1, 1, 2))
+    assert one == same
+    assert one != other
+
+
+def test_each_kind_of_question_is_asked_and_has_one_answer(drawn: list[tuple[list[Question], np.ndarray]]) -> None:
+    kinds = set()
+    for asked, _ in drawn:
+        answers: dict[str, object] = {}
+        for question in asked:
+            kinds.add(question.kind)
+            assert (question.point is None) != (not question.reply)
+            if question.at is None:
+                answer = question.point or question.reply
+                assert answers.setdefault(question.text, answer) == answer, question
+            if question.box is not None:
+                assert question.box.contains(*question.point)  # type: ignore[misc]
+                assert Rect(0, 0, WIDTH, HEIGHT).covers(question.box)
+    assert kinds >= {"point", "point_kind", "point_colour", "three_colours", "point_order", "point_beside"}
+    assert kinds >= {"point_close", "read", "read_order", "read_at", "ticked"}
+
+
+def test_coloured_widgets_and_ticks_are_where_the_answers_say(drawn: list[tuple[list[Question], np.ndarray]]) -> None:
+    coloured, ticked = 0, {"yes": 0, "no": 0}
+    for asked, pixels in drawn:
+        boxes = {question.text.split()[-1][:-1]: question.box for question in asked if "the box" in question.text}
+        for question in asked:
+            if question.kind in ("three_colours", "point_colour"):
+                x, y = question.point or (0, 0)
+                assert tuple(pixels[y, x]) == COLOURS[question.text.split()[3]]
+                coloured += 1
+            name = question.text.split()[1]
+            if question.kind == "ticked" and (box := boxes.get(name)) is not None:
+                # The middle of the mark.
+                is_dark = pixels[box.y + box.h // 2, box.x + 11].max() < 80
+                assert is_dark == (question.reply == "yes")
+                ticked[question.reply] += 1
+    assert coloured > 20
+    assert min(ticked.values()) > 20
+
+
+def test_unseen_screens_have_words_and_fonts_that_no_other_screen_has() -> None:
+    from random import Random
+
+    seen, unseen = ({*Vocabulary(flag, 1).sample(Random(0))} for flag in (False, True))
+    assert len(seen) > 50
+    assert len(unseen) > 30
+    assert all(map(is_unseen_word, unseen))
+    assert not any(map(is_unseen_word, seen))
+    assert not any(map(is_unseen_word, WORDS))
+    fonts = tuple(Path(f"/fonts/{index}.ttf") for index in range(40))
+    parts = [set(options(fonts=fonts, is_unseen=flag).chosen_fonts) for flag in (False, True)]
+    assert parts[0] | parts[1] == set(fonts)
+    assert not parts[0] & parts[1]
+    assert parts[1]
+
+
+def test_texts_in_the_desktops_own_font_are_those_of_its_canvas() -> None:
+    ink, paper = (10, 200, 30), (240, 3, 99)
+    wanted = picture_of(90, 36, lambda canvas: canvas.text(0, 0, "kite9", ink=ink, paper=paper, scale=2))
+    found = np.zeros_like(wanted)
+    _LetteredCanvas(found, Rect(0, 0, 90, 36), None).text(0, 0, "kite9", ink=ink, paper=paper, scale=2)
+    assert np.array_equal(found, wanted)
+
+
+def test_the_program_writes_a_line_and_pixels_for_each_screen() -> None:
+    command = [sys.executable, "-m", "envd.drawn.screens", "--seed", "1", "--width", "512", "--height", "320"]
+    with subprocess.Popen([*command, "--questions", "5"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            line = json.loads(process.stdout.readline())
+            assert len(line["questions"]) == 5
+            assert len(process.stdout.read(512 * 320 * 3)) == 512 * 320 * 3
+        process.stdout.close()
+        assert process.wait(60) in (0, 1, 120), "it ends once nobody reads"
