@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -49,7 +50,7 @@ from trainer.workers import WorkerProcess
 
 logger = logging.getLogger(__name__)
 _LOG_EVERY_S = 5.0
-_START_S = 120.0
+_START_S = 300.0
 #: Screens that a process sends at once.
 _SCREENS_AT_ONCE = 4
 _PROBE_SLOTS = 256
@@ -389,6 +390,9 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
                     save()
                     last["save"] = time.monotonic()
         except KeyboardInterrupt:
+            # `timeout` sends its signal twice.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                running.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
             save()
             raise
         save()
