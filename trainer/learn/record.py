@@ -22,7 +22,17 @@ logger = logging.getLogger(__name__)
 _FILE = "run.json"
 _EVALUATIONS = "evaluations.jsonl"
 _METRICS = "metrics.jsonl"
-_SHOWN = ("loss", "right_replies", "success_frac", "sampled_entropy", "void_frac", "rollout_s", "s", "steps_per_s")
+_SHOWN = (
+    "loss",
+    "right_replies",
+    "success_frac",
+    "entropy",
+    "sampled_entropy",
+    "void_frac",
+    "rollout_s",
+    "s",
+    "steps_per_s",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
