@@ -889,8 +889,15 @@ def test_every_stage_runs_and_a_second_start_resumes(tmp_path: Path) -> None:
         )
 
     played = tmp_path / "played.yaml"
-    stops = "{steps: 4, check_every: 2, sampled_success: [0.5, 1.0]}"
-    played.write_text(f"validation_variants: 1\nclone: {stops}\nrl: {{validate_every: 1}}")
+    played.write_text(
+        """
+validation_variants: 1
+held_out_variants: 0
+held_out_template_variants: 0
+clone: {steps: 4, check_every: 2, sampled_success: [0.5, 1.0]}
+rl: {tasks: [drawn/press], validate_every: 1}
+"""
+    )
     refused = learn("all", "--config", str(played))
     assert (refused.returncode, "clone: sampled success is 0.00 after 4 steps" in refused.stderr) == (1, True)
     [last] = [line for line in read_metrics(run / "clone") if line["step"] == 4]
