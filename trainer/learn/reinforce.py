@@ -155,9 +155,10 @@ class Learner:
     # Training
 
     def _train(self, rollout: Batch) -> dict[str, float]:
-        options, sums = self._settings.rl, {"loss": 0.0, "clip_frac": 0.0, "kl": 0.0, "mismatch": 0.0, "entropy": 0.0}
+        options, sums = self._settings.rl, {"loss": 0.0, "clip_frac": 0.0, "kl": 0.0, "mismatch": 0.0}
         if not rollout.rows:
             return sums
+        sums["entropy"] = 0.0
         order = list(rollout.rows)
         random.Random(self.done).shuffle(order)  # noqa: S311 - not a secret
         share = -(-len(order) // options.steps_per_rollout)
