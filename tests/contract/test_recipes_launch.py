@@ -114,6 +114,12 @@ def test_training_arguments_equal_those_of_the_public_recipe(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SLIME)
+@pytest.mark.parametrize("stage", _stages("smoke-text", "smoke", "full"))
+def test_all_tokens_of_a_batch_count_equally(name: str, stage: str) -> None:
+    assert slime_flags(name, stage).get("--calculate-per-token-loss") == ""
+
+
+@pytest.mark.parametrize("name", SLIME)
 @pytest.mark.parametrize("stage", _stages("smoke", "full"))
 def test_batch_sizes_divide_evenly(name: str, stage: str) -> None:
     flags = slime_flags(name, stage)

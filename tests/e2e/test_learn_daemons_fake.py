@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from cuaenv.client import AsyncEnvClient, Task
+from envd.cli.options import load_config
 from trainer.data.oracles import read_oracles
 from trainer.learn import LearnError, demos
 from trainer.learn.daemons import print_oracles, started_daemons
@@ -73,11 +74,34 @@ def test_variants_are_played_without_listing_them(tmp_path: Path, monkeypatch: p
     assert listed == [()]
 
 
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_of_held_out_templates_no_variant_is_printed_and_of_the_others_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In two processes, with one seed each.
+    monkeypatch.setattr("trainer.learn.daemons._ORACLES_AT_ONCE", 1)
+    print_oracles(tmp_path / "oracles.jsonl", suite="drawn", seeds=range(2))
+    lines = lines_of(tmp_path / "oracles.jsonl")
+    variants = [line["task_id"] for line in lines if "?" in line["task_id"]]
+    train = {line["task_id"].partition("?")[0] for line in lines if line["split"] == "train"}
+    assert sorted(variants) == sorted(f"{template}?seed={seed}" for template in train for seed in range(2))
+    assert {line["split"] for line in lines if line["task_id"] not in variants} == {"held_out"}
+
+
+def test_own_daemons_do_not_limit_the_rate_of_their_only_client(tmp_path: Path) -> None:
+    with started_daemons(tmp_path, SMOKE) as addresses:
+        assert addresses
+        assert load_config(tmp_path / "envd.toml", {}).security.calls_per_second == 0
+
+
 @pytest.mark.long
 def test_of_other_templates_only_the_split_is_printed(tmp_path: Path) -> None:
     file = tmp_path / "oracles.jsonl"
     print_oracles(file, suite="drawn", seeds=range(3), templates=["drawn/press"])
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = lines_of(file)
     variants = [line["task_id"] for line in lines if "?" in line["task_id"]]
     assert variants == [f"drawn/press?seed={seed}" for seed in range(3)]
     others = {line["task_id"]: line["split"] for line in lines if "?" not in line["task_id"]}

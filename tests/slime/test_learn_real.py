@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -239,22 +240,106 @@ def rows_of_two_rollouts() -> tuple[list[Any], list[Any]]:
     return rows, new
 
 
+CLIPS: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.28}
+
+
+def weights_of(rows: list[Any], *, per_token: bool, count: int) -> Any:
+    import torch
+
+    from trainer.learn.loss import token_weights
+
+    return token_weights(rows, per_token=per_token, count=count, device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "gspo"])
-def test_the_loss_is_slimes_mean_over_rollouts(estimator: str) -> None:
+def test_the_loss_is_slimes_mean_over_tokens_or_over_rollouts(estimator: str) -> None:
     import torch
     from slime.utils import ppo_utils
 
     from trainer.learn.loss import policy_loss
 
     rows, new = rows_of_two_rollouts()
-    options: dict[str, Any] = {"estimator": estimator, "eps_clip": 0.2, "eps_clip_high": 0.28}
-    loss, _ = policy_loss(rows, new, rollout_count=2, **options)
     old = [torch.tensor(row.log_probs) for row in rows]
     masks = [torch.ones_like(each) for each in old]
     kl = ppo_utils.compute_gspo_kl(new, old, new, masks) if estimator == "gspo" else torch.cat(old) - torch.cat(new)
     advantages = torch.tensor([1.5, 1.5, 1.5, -0.5, -0.5, -0.5])
-    per_token, _ = ppo_utils.compute_policy_loss(kl, advantages, 0.2, 0.28)
-    assert float(loss) == pytest.approx(float((per_token[:3].mean() + per_token[3:].mean()) / 2))
+    by_token, _ = ppo_utils.compute_policy_loss(kl, advantages, 0.2, 0.28)
+    for per_token, count, wanted in (
+        (True, 6, by_token.mean()),
+        (False, 2, (by_token[:3].mean() + by_token[3:].mean()) / 2),
+    ):
+        weights = weights_of(rows, per_token=per_token, count=count)
+        loss, _ = policy_loss(rows, new, weights, estimator=estimator, **CLIPS)
+        assert float(loss) == pytest.approx(float(wanted))
+
+
+def rows_of_lengths() -> tuple[list[Any], list[Any]]:
+    """Return rollouts of 1 and 3 trained tokens, with advantages 1 and -1, under the policy that sampled them."""
+    import torch
+
+    from trainer.learn.loss import TrainRow
+
+    masks = [[0, 1], [1, 1, 1]]
+    rows = [
+        TrainRow(
+            tokens=[1, *mask],
+            response_length=len(mask),
+            loss_mask=mask,
+            log_probs=[-0.5] * len(mask),
+            advantages=[advantage] * len(mask),
+            rollout_mask_sum=sum(mask),
+            image=0,
+        )
+        for mask, advantage in zip(masks, (1.0, -1.0), strict=True)
+    ]
+    return rows, [torch.tensor(row.log_probs) for row in rows]
+
+
+def test_by_tokens_a_rollout_of_three_tokens_counts_three_times_as_much_as_one_of_one() -> None:
+    """The ratio is 1 everywhere, so the loss of a token is its negative advantage."""
+    from trainer.learn.loss import policy_loss, trained_tokens
+
+    rows, new = rows_of_lengths()
+    assert trained_tokens(rows) == 4
+    by_token = weights_of(rows, per_token=True, count=4)
+    assert by_token.tolist() == [0.0, 0.25, 0.25, 0.25, 0.25]
+    # (-1 + 1 + 1 + 1) / 4
+    assert float(policy_loss(rows, new, by_token, estimator="grpo", **CLIPS)[0]) == pytest.approx(0.5)
+    by_rollout = weights_of(rows, per_token=False, count=2)
+    assert by_rollout.tolist() == pytest.approx([0.0, 1 / 2, 1 / 6, 1 / 6, 1 / 6])
+    # (-1 + (1 + 1 + 1) / 3) / 2
+    assert float(policy_loss(rows, new, by_rollout, estimator="grpo", **CLIPS)[0]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_learner_weighs_the_tokens_of_a_step_by_its_setting(
+    policy: Any, frames: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward passes of one row each."""
+    from dataclasses import replace
+
+    from trainer.learn import loss, reinforce
+    from trainer.learn.settings import SMOKE
+    from trainer.learn.workers import Batch
+
+    rows = [replace(row, tokens=[*prompts_of(policy)[0], *row.tokens[1:]]) for row in rows_of_lengths()[0]]
+    batch = Batch(rows=rows, rollout_count=2, patches=list(policy.patches(frames)))
+    nothing: Any = Discarded()
+    seen: list[list[float]] = []
+
+    def recorded(rows: Any, log_probs: Any, weights: Any, **options: Any) -> Any:
+        seen.append(weights.tolist())
+        return loss.policy_loss(rows, log_probs, weights, **options)
+
+    monkeypatch.setattr(reinforce, "policy_loss", recorded)
+    # No step: other tests have the same policy.
+    monkeypatch.setattr(reinforce, "train_step", lambda model, *_, **__: model.zero_grad() or 0.0)
+    for per_token, wanted in ((True, [[0, 1 / 4], [1 / 4] * 3]), (False, [[0, 1 / 2], [1 / 6] * 3])):
+        options = {"per_token_loss": per_token, "micro_rows": 1, "steps_per_rollout": 1}
+        settings = SMOKE.model_copy(update={"rl": SMOKE.rl.model_copy(update=options)})
+        learner = reinforce.Learner(policy, nothing, nothing, settings=settings, directory=tmp_path, log=nothing)
+        seen.clear()
+        learner._train(batch)
+        assert sorted(seen, key=len) == [pytest.approx(each) for each in wanted]
 
 
 def test_the_gradient_does_not_depend_on_how_rows_are_split() -> None:
@@ -262,11 +347,14 @@ def test_the_gradient_does_not_depend_on_how_rows_are_split() -> None:
 
     from trainer.learn.loss import policy_loss
 
-    options: dict[str, Any] = {"estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28, "rollout_count": 2}
     rows, new = rows_of_two_rollouts()
-    whole, _ = policy_loss(rows, new, **options)
-    parts = [policy_loss(rows[start:end], new[start:end], **options)[0] for start, end in ((0, 1), (1, 3))]
-    assert float(whole) == pytest.approx(float(torch.stack(parts).sum()))
+
+    def loss(*chosen: int) -> Any:
+        part = [rows[index] for index in chosen]
+        weights = weights_of(part, per_token=True, count=6)
+        return policy_loss(part, [new[index] for index in chosen], weights, estimator="grpo", **CLIPS)[0]
+
+    assert float(loss(0, 1, 2)) == pytest.approx(float(torch.stack([loss(0), loss(1, 2)]).sum()))
 
 
 def test_rows_without_an_advantage_or_a_trained_token_are_left_out() -> None:
@@ -552,13 +640,16 @@ def test_a_state_of_release_0_2_0_is_continued_unless_its_rollouts_were_those_of
     from trainer.learn.states import RunState, load_state, make_optimizer, save_state
 
     now = RunState.of(policy.model, make_optimizer(policy.model, learning_rate=1e-3), SMOKE, stage="rl", done=7)
-    options = {name: value for name, value in now.settings["rl"].items() if name != "slime"}
+    options = {name: value for name, value in now.settings["rl"].items() if name not in ("slime", "per_token_loss")}
     options |= {"group_start": "forked", "fault_share": 0.0, "faults_as_zero": False, "escapes_as_void": False}
     save_state(tmp_path, replace(now, settings={**now.settings, "rl": options}))
-    assert load_state(tmp_path, SMOKE, stage="rl") is not None
+    by_rollout = SMOKE.model_copy(update={"rl": SMOKE.rl.model_copy(update={"per_token_loss": False})})
+    assert load_state(tmp_path, by_rollout, stage="rl") is not None
+    with pytest.raises(LearnError, match=r"rl.per_token_loss was null and is true"):
+        load_state(tmp_path, SMOKE, stage="rl")
     save_state(tmp_path, replace(now, settings={**now.settings, "rl": {**options, "fault_share": 0.1}}))
     with pytest.raises(LearnError, match=r"rl.fault_share was 0.1 and is null"):
-        load_state(tmp_path, SMOKE, stage="rl")
+        load_state(tmp_path, by_rollout, stage="rl")
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight(policy: Any) -> None:
@@ -611,6 +702,89 @@ def test_fixed_tasks_replace_the_training_tasks() -> None:
     for unknown in ("drawn/tick", "drawn/pressed?seed=1"):
         with pytest.raises(LearnError, match="not a training template; choose from drawn/drag, drawn/press"):
             ids([unknown])
+
+
+def test_validation_variants_are_neither_trained_nor_held_out() -> None:
+    from trainer.learn.settings import VALIDATION_SEED, Settings
+    from trainer.learn.workers import task_ids, validation_ids
+
+    rl = {"tasks": ["drawn/press", "drawn/tick?seed=3"], "train_seeds": 50}
+    settings = Settings.model_validate({"held_out_variants": 50, "validation_variants": 2, "rl": rl})
+    splits = {"drawn/press": "train", "drawn/tick": "train", "drawn/drag": "train", "drawn/mix": "held_out"}
+    train, held_out = task_ids(splits, settings=settings)
+    played = validation_ids(train, settings=settings)
+    assert played == [f"drawn/{name}?seed={VALIDATION_SEED + seed}" for name in ("press", "tick") for seed in range(2)]
+    assert not set(played) & {*train, *held_out}
+
+
+# The end of cloning
+
+
+def test_a_policy_is_measured_by_its_chance_to_say_the_reply_and_by_its_entropy() -> None:
+    """Two rows, of one and two tokens, of a vocabulary of two and a suppressed token."""
+    from types import SimpleNamespace
+
+    import numpy as np
+    import torch
+
+    from trainer.learn.clone import check
+
+    chances = torch.tensor([[0.5, 0.5, 0.0], [0.9, 0.1, 0.0], [0.2, 0.8, 0.0]])
+    batch = {"ids": None, "patches": None, "rows": torch.tensor([0, 1, 1]), "columns": None}
+    batch["targets"] = torch.tensor([0, 0, 0])
+    policy: Any = SimpleNamespace(logits=lambda *_: chances.log())
+    found = check(policy, SimpleNamespace(make=lambda _: batch), np.arange(2))
+    # The first reply is said in one of two cases, and the second in 0.9 x 0.2 = 0.18.
+    assert found["sampled_right_replies"] == pytest.approx((0.5 + 0.18) / 2)
+    assert found["right_replies"] == 0.5
+    # ln 2, and -(0.9 ln 0.9 + 0.1 ln 0.1) and -(0.2 ln 0.2 + 0.8 ln 0.8).
+    assert found["entropy"] == pytest.approx((0.6931 + 0.3251 + 0.5004) / 3, abs=1e-4)
+    assert found["checked_loss"] == pytest.approx((0.6931 + 0.1054 + 1.6094) / 3, abs=1e-4)
+
+
+def test_smoothing_spreads_a_share_of_the_target_over_tokens_that_can_be_said() -> None:
+    import torch
+
+    from trainer.learn.clone import reply_loss
+
+    logits = torch.tensor([[0.8, 0.2, 0.0]]).log()
+    target = torch.tensor([0])
+    assert float(reply_loss(logits, target, smoothing=0.0)) == pytest.approx(0.2231, abs=1e-4)
+    # -0.9 ln 0.8 - 0.1 (ln 0.8 + ln 0.2) / 2
+    assert float(reply_loss(logits, target, smoothing=0.1)) == pytest.approx(0.2008 + 0.0916, abs=1e-4)
+
+
+def measured(success: float, *, entropy: float = 0.5, episodes: bool = True) -> dict[str, float]:
+    rows = {"right_replies": 0.3, "sampled_right_replies": 0.01 if episodes else success, "entropy": entropy}
+    return {**rows, "success_frac": success} if episodes else rows
+
+
+def test_cloning_ends_at_the_wanted_success_or_before_the_policy_is_certain() -> None:
+    from trainer.learn.clone import is_enough
+    from trainer.learn.settings import Clone
+
+    options = Clone(sampled_success=(0.1, 0.4), min_entropy=0.3)
+    assert not is_enough(options, {})
+    for episodes in (True, False):
+        assert not is_enough(options, measured(0.05, episodes=episodes))
+        assert is_enough(options, measured(0.1, episodes=episodes))
+    assert is_enough(options, measured(0.05, entropy=0.29))
+    assert not is_enough(Clone(), measured(0.9, entropy=0.0))
+    assert is_enough(Clone(stop_at=0.3), measured(0.0))
+
+
+def test_a_policy_that_succeeds_too_rarely_or_too_often_is_refused_with_the_remedy() -> None:
+    from trainer.learn import LearnError
+    from trainer.learn.clone import require_success
+    from trainer.learn.settings import Clone
+
+    options = Clone(sampled_success=(0.1, 0.4))
+    for success in (0.1, 0.4):
+        require_success(options, measured(success), done=7)
+    with pytest.raises(LearnError, match=r"0.05 after 7 steps.*outside of .*\(0.1 to 0.4\); clone for longer"):
+        require_success(options, measured(0.05), done=7)
+    with pytest.raises(LearnError, match=r"0.41 after 7 steps.*measure more often"):
+        require_success(options, measured(0.41, episodes=False), done=7)
 
 
 # Processes that roll out
@@ -700,6 +874,8 @@ def test_a_failed_engine_is_reported_and_not_the_episodes_that_it_left() -> None
 
 @pytest.mark.long
 def test_every_stage_runs_and_a_second_start_resumes(tmp_path: Path) -> None:
+    from trainer.learn.record import read_metrics
+
     run = tmp_path / "run"
 
     def learn(*words: str, program: Sequence[str] = ("trainer", "learn")) -> "subprocess.CompletedProcess[str]":
@@ -712,7 +888,26 @@ def test_every_stage_runs_and_a_second_start_resumes(tmp_path: Path) -> None:
             check=False,
         )
 
-    done = learn("all")
+    played = tmp_path / "played.yaml"
+    played.write_text(
+        """
+validation_variants: 1
+held_out_variants: 0
+held_out_template_variants: 0
+clone: {steps: 4, check_every: 2, sampled_success: [0.5, 1.0]}
+rl: {tasks: [drawn/press], validate_every: 1}
+"""
+    )
+    refused = learn("all", "--config", str(played))
+    assert (refused.returncode, "clone: sampled success is 0.00 after 4 steps" in refused.stderr) == (1, True)
+    [last] = [line for line in read_metrics(run / "clone") if line["step"] == 4]
+    assert (last["success_frac"], last["void_frac"]) == (0, 0)
+    validated = learn("rl", "--config", str(played), "--name", "validated")
+    assert validated.returncode == 0, validated.stderr[-3000:]
+    played_at = [line["step"] for line in read_metrics(run / "validated") if line["stage"] == "validation"]
+    assert played_at == [0, 1, 2]
+    shutil.rmtree(run / "validated")
+    done = learn("all", "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((run / "report" / "results.json").read_text())
     assert results["runs"]["rl-0"]["updates"] == 2

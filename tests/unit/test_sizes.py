@@ -31,7 +31,7 @@ BUDGETS = {
     "trainer/evaluate": 1800,
     "trainer/gateway": 2550,
     "trainer/hosts": 500,
-    "trainer/learn": 4250,
+    "trainer/learn": 4500,
     "trainer/recipes": 200,
     "trainer/replay": 630,
     "trainer/rewards": 600,

@@ -7,6 +7,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -77,18 +78,18 @@ def learn_command(
     settings.plugin("127.0.0.1:1")
     if envd and settings.desktops.model_fields_set:
         raise UsageError("--envd: `desktops` is for daemons that this command starts; leave out one of them")
-    slime = slime_checkout(slime_home) if stage in (Stage.RL, Stage.ALL) else Path()
+    wanted = _ALL if stage is Stage.ALL else (stage,)
+    plays = {Stage.RL, *({Stage.CLONE} if settings.plays_while_cloning else ())}
+    slime = slime_checkout(slime_home) if plays & set(wanted) else Path()
     # Bars of slime and transformers would hide the lines of progress.
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
     default = f"{'-'.join(filter(None, (settings.ablation, settings.arm))) or 'rl'}-{seed}"
     work = _Work(settings, run.expanduser().resolve(), seed=seed, name=name or default, resume=resume)
-    wanted = _ALL if stage is Stage.ALL else (stage,)
     with ExitStack() as running:
         # As Ctrl-C: a process that is killed at once would leave its daemons.
         running.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-        needs_hosts = any(each in (Stage.DEMOS, Stage.RL) for each in wanted)
         hosts = envd or []
-        if needs_hosts and not hosts:
+        if {Stage.DEMOS, *plays} & set(wanted) and not hosts:
             # Each run has its own, because several may share the demonstrations and the cloned policy.
             hosts = running.enter_context(started_daemons(work.run / "daemons" / work.name, work.settings))
         for each in wanted:
@@ -99,7 +100,7 @@ def learn_command(
                 case Stage.DEMOS:
                     work.demos(hosts)
                 case Stage.CLONE:
-                    work.clone()
+                    work.clone(hosts, slime)
                 case Stage.RL:
                     work.reinforce(hosts, slime)
                 case Stage.REPORT:
@@ -168,11 +169,18 @@ class _Work:
             raise LearnError(f"base.checkpoint {path}: no base is there; name a directory `base/model` of a run")
         return None
 
-    def clone(self) -> None:
+    def clone(self, hosts: list[str], slime_home: Path) -> None:
         """Clone the demonstrations."""
         from trainer.learn.clone import clone  # noqa: PLC0415
         from trainer.learn.record import MetricsLog  # noqa: PLC0415
 
+        played = {}
+        if self.settings.plays_while_cloning:
+            from trainer.learn.reinforce import validation  # noqa: PLC0415
+
+            played["validation"] = partial(
+                validation, settings=self.settings, run=self.run, hosts=hosts, slime_home=slime_home, seed=self.seed
+            )
         with MetricsLog(self.run / "clone") as log, progress("clone") as report:
             clone(
                 self.settings,
@@ -182,6 +190,7 @@ class _Work:
                 log=log,
                 resume=self.resume,
                 report=report,
+                **played,
             )
 
     def reinforce(self, hosts: list[str], slime_home: Path) -> None:

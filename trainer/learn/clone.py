@@ -2,7 +2,9 @@
 
 import logging
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,18 @@ from trainer.learn import LearnError
 from trainer.learn.demos import Rows, read_rows
 from trainer.learn.policy import Policy
 from trainer.learn.record import MetricsLog
-from trainer.learn.settings import Settings
+from trainer.learn.settings import Clone, Settings
 from trainer.learn.states import RunState, cosine, load_state, make_optimizer, save_state, train_step
 
 logger = logging.getLogger(__name__)
 _LOG_EVERY = 50
-_CHECK_EVERY = 100
 _SAVE_EVERY = 500
 _CHECK_ROWS = 512
 _FRAMES_AT_ONCE = 1024
+
+
+#: Plays the validation episodes after that many steps and returns measurements, `success_frac` among them.
+Play = Callable[[int], Mapping[str, float]]
 
 
 class _Batches:
@@ -74,6 +79,10 @@ def _decompressed(data: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(data)
 
 
+def _no_episodes(done: int) -> Mapping[str, float]:  # noqa: ARG001 -- a Play
+    return {}
+
+
 def clone(
     settings: Settings,
     demos: Path,
@@ -83,14 +92,17 @@ def clone(
     log: MetricsLog,
     resume: bool,
     report: ProgressReport,
+    validation: Callable[[Policy], AbstractContextManager[Play]] = lambda _: nullcontext(_no_episodes),
 ) -> Policy:
     """Train from random weights, or from the last saved step, and return the policy.
 
     Args:
         report: Receives the progress of each step: on a CPU the first line of `log` takes minutes.
+        validation: Yields a function that plays the validation episodes by the policy; by default there are none.
 
     Raises:
-        LearnError: There are no rows, the state belongs to other settings, or no GPU memory is left.
+        LearnError: There are no rows, the state belongs to other settings, no GPU memory is left, or the policy ended
+            outside of `clone.sampled_success`; it is saved then.
     """
     options = settings.clone
     policy = Policy(demos / "model", device=settings.torch_device, image_px=settings.image_px)
@@ -108,49 +120,109 @@ def clone(
     rows = read_rows(demos)
     batches = _Batches(rows, policy, settings.image_px)
     trained, checked = np.flatnonzero(~rows.is_checked), np.flatnonzero(rows.is_checked)[:_CHECK_ROWS]
-    started_s, checks = time.monotonic(), {"right_replies": 0.0}
-    while done < options.steps and checks["right_replies"] < options.stop_at:
-        spent = (time.monotonic() - started_s) / options.seconds if options.seconds else 0.0
-        if spent > 1:
-            break
-        report("training", done, options.steps)
-        # Each step's rows depend on its number alone, so a resumed run sees the same ones.
-        chosen = np.random.default_rng((seed, done)).choice(trained, min(options.batch, len(trained)), replace=False)
-        along = max(done / options.steps, spent)
-        rate = cosine(done, along, peak=options.learning_rate, warmup=options.warmup_steps)
-        batch = batches.make(chosen)
-        loss = torch.nn.functional.cross_entropy(
-            policy.logits(batch["ids"], batch["patches"], (batch["rows"], batch["columns"])), batch["targets"]
-        )
-        norm = train_step(policy.model, optimizer, loss, learning_rate=rate, what=f"clone step {done}")
-        done += 1
-        is_last = done == options.steps
-        if done % _CHECK_EVERY == 0 or is_last:
-            checks = check(policy, batches, checked)
-        if done % _LOG_EVERY == 0 or is_last:
-            seconds = time.monotonic() - started_s
-            log.write(
-                "clone",
-                done,
-                {"loss": float(loss.detach()), "grad_norm": norm, "learning_rate": rate, **checks, "s": seconds},
+    started_s, checks, is_measured = time.monotonic(), dict[str, float](), False
+
+    def measure() -> dict[str, float]:
+        # For its own batch size the model would be compiled again.
+        with torch.compiler.set_stance("force_eager"):
+            return {**check(policy, batches, checked), **play(done)}
+
+    with validation(policy) as play:
+        while done < options.steps and not is_enough(options, checks):
+            spent = (time.monotonic() - started_s) / options.seconds if options.seconds else 0.0
+            if spent > 1:
+                break
+            report("training", done, options.steps)
+            # Each step's rows depend on its number alone, so a resumed run sees the same ones.
+            generator = np.random.default_rng((seed, done))
+            batch = batches.make(generator.choice(trained, min(options.batch, len(trained)), replace=False))
+            rate = cosine(
+                done, max(done / options.steps, spent), peak=options.learning_rate, warmup=options.warmup_steps
             )
-        if done % _SAVE_EVERY == 0:
-            save_state(directory, RunState.of(policy.model, optimizer, settings, stage="clone", done=done))
-    save_state(directory, RunState.of(policy.model, optimizer, settings, stage="clone", done=done))
+            logits = policy.logits(batch["ids"], batch["patches"], (batch["rows"], batch["columns"]))
+            loss = reply_loss(logits, batch["targets"], smoothing=options.label_smoothing)
+            norm = train_step(policy.model, optimizer, loss, learning_rate=rate, what=f"clone step {done}")
+            done += 1
+            is_last = done == options.steps
+            if is_measured := done % options.check_every == 0 or is_last:
+                checks = measure()
+            if is_measured or done % _LOG_EVERY == 0:
+                shown = {"loss": float(loss.detach()), "grad_norm": norm, "learning_rate": rate}
+                log.write("clone", done, {**shown, **checks, "s": time.monotonic() - started_s})
+            if done % _SAVE_EVERY == 0:
+                save_state(directory, RunState.of(policy.model, optimizer, settings, stage="clone", done=done))
+        save_state(directory, RunState.of(policy.model, optimizer, settings, stage="clone", done=done))
+        if options.sampled_success is not None:
+            require_success(options, checks if is_measured else measure(), done=done)
     return policy
 
 
+def reply_loss(logits: torch.Tensor, targets: torch.Tensor, *, smoothing: float) -> torch.Tensor:
+    """Return the mean cross entropy of tokens, with a share of each target spread over all tokens that can be said."""
+    loss = torch.nn.functional.cross_entropy(logits, targets)
+    if not smoothing:
+        return loss
+    # torch's own smoothing includes suppressed tokens, whose loss is infinite.
+    table = torch.log_softmax(logits, dim=-1)
+    can_be_said = ~table.isinf()
+    spread = -torch.where(can_be_said, table, 0.0).sum(-1) / can_be_said.sum(-1)
+    return (1 - smoothing) * loss + smoothing * spread.mean()
+
+
+def is_enough(options: Clone, checks: Mapping[str, float]) -> bool:
+    """Return whether a policy with these measurements is cloned no further; without any, it is."""
+    if not checks:
+        return False
+    is_good = options.sampled_success is not None and sampled_success(checks) >= options.sampled_success[0]
+    return is_good or checks["right_replies"] >= options.stop_at or checks["entropy"] < options.min_entropy
+
+
+def sampled_success(checks: Mapping[str, float]) -> float:
+    """Return how often sampled replies succeed: in validation episodes, or without any, in rows."""
+    return checks.get("success_frac", checks["sampled_right_replies"])
+
+
+def require_success(options: Clone, checks: Mapping[str, float], *, done: int) -> None:
+    """Require that a policy can be reinforced. Raises: LearnError: It succeeds too rarely or too often."""
+    assert options.sampled_success is not None  # noqa: S101  (asked for)
+    (low, high), found = options.sampled_success, sampled_success(checks)
+    if low <= found <= high:
+        return
+    remedy = (
+        "clone for longer, or play more demonstrations, or lower clone.min_entropy"
+        if found < low
+        else "start again, and measure more often (clone.check_every)"
+    )
+    raise LearnError(
+        f"clone: sampled success is {found:.2f} after {done} steps, with an entropy of {checks['entropy']:.2f}, outside"
+        f" of clone.sampled_success ({low} to {high}); {remedy}"
+    )
+
+
 def check(policy: Policy, batches: Any, checked: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Return the share of replies of which the model would say every token, and the mean loss of a token."""
-    right, loss, count = 0, 0.0, 0
-    # For its own batch size it would be compiled again.
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    """Return measurements on rows.
+
+    They are the share of replies of which the model would say every token, the mean chance that it samples exactly the
+    reply, and the mean entropy and loss of a reply's token.
+    """
+    right, chances, loss, entropy, count = 0, 0.0, 0.0, 0.0, 0
+    with torch.no_grad():
         for start in range(0, len(checked), 64):
             chosen = checked[start : start + 64]
             batch = batches.make(chosen)
             logits = policy.logits(batch["ids"], batch["patches"], (batch["rows"], batch["columns"]))
+            table = torch.log_softmax(logits, dim=-1)
+            log_probs = table.gather(1, batch["targets"][:, None])[:, 0]
             wrong_rows = batch["rows"][logits.argmax(-1) != batch["targets"]].unique()
             right += len(chosen) - len(wrong_rows)
-            loss += float(torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="sum"))
+            by_row = torch.zeros(len(chosen), device=log_probs.device).index_add_(0, batch["rows"], log_probs)
+            chances += float(by_row.exp().sum())
+            loss -= float(log_probs.sum())
+            entropy -= float((table.exp() * table.clamp_min(-100)).sum())
             count += len(batch["targets"])
-    return {"right_replies": right / len(checked), "checked_loss": loss / count}
+    return {
+        "right_replies": right / len(checked),
+        "sampled_right_replies": chances / len(checked),
+        "entropy": entropy / count,
+        "checked_loss": loss / count,
+    }

@@ -128,7 +128,7 @@ async def _play_all(settings: Settings, host: str, oracles: list[tuple[Oracle, i
     compress = zstandard.ZstdCompressor(level=3).compress
     with path.with_suffix(".jsonl").open("w", encoding="utf-8") as rows, path.with_suffix(".bin").open("wb") as frames:
         async with AsyncEnvClient(host, run="demos") as client:
-            # Not the variants: each would count as a call towards the daemon's rate limit.
+            # Not the variants: each would count as a call towards a daemon's rate limit.
             tasks = {task.task_id: task for task in await client.list_tasks(timeout=_LIST_TIMEOUT)}
 
             async def play_next() -> None:

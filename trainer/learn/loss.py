@@ -1,10 +1,11 @@
 """slime's advantages and policy loss on rows of our own batches.
 
-The arithmetic is `slime.utils.ppo_utils`; here are only its weights: each rollout counts once, its tokens equally, as
-in slime's reducer without `--calculate-per-token-loss`.
+The arithmetic is `slime.utils.ppo_utils`; here are only its weights, those of slime's reducer: with
+`--calculate-per-token-loss` all trained tokens of a step count equally; without it each rollout counts once, and so a
+token of a long rollout for less.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,36 +59,56 @@ def _by_token(reward: Any, count: int) -> list[float]:
     return reward.tolist() if isinstance(reward, torch.Tensor) else [float(reward)] * count
 
 
+def trained_tokens(rows: Iterable[TrainRow]) -> int:
+    """Return the number of tokens of some rows that the loss counts."""
+    return sum(sum(row.loss_mask) for row in rows)
+
+
+def token_weights(rows: Sequence[TrainRow], *, per_token: bool, count: int, device: torch.device) -> torch.Tensor:
+    """Return the weight in the loss of each response token of some rows of a step; 0 for tokens that are not trained.
+
+    The weights of all rows of a step add up to 1.
+
+    Args:
+        per_token: Whether all trained tokens count equally; otherwise all rollouts do.
+        count: Trained tokens of all rows of the step, or their rollouts.
+        device: Where the tensor is.
+    """
+    masks = [torch.tensor(row.loss_mask, device=device, dtype=torch.float32) for row in rows]
+    if not per_token:
+        masks = [mask / row.rollout_mask_sum for mask, row in zip(masks, rows, strict=True)]
+    return torch.cat(masks) / count
+
+
 def policy_loss(
     rows: Sequence[TrainRow],
     log_probs: Sequence[torch.Tensor],
+    weights: torch.Tensor,
     *,
     estimator: str,
     eps_clip: float,
     eps_clip_high: float,
-    rollout_count: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of some rows of a batch of `rollout_count` rollouts, and sums for metrics.
+    """Return the loss of some rows of a step, and sums for metrics.
 
     Args:
         log_probs: The current policy's log-probabilities of each row's response tokens.
+        weights: `token_weights` of the rows.
         estimator: `grpo` or `gspo`.
         eps_clip: Lower clip of the ratio.
         eps_clip_high: Upper clip of the ratio.
-        rollout_count: Rollouts of the whole batch.
     """
     from slime.utils import ppo_utils  # noqa: PLC0415 -- from the user's checkout
 
     device = log_probs[0].device
-    masks = [torch.tensor(row.loss_mask, device=device, dtype=torch.float32) for row in rows]
     old = [torch.tensor(row.log_probs, device=device, dtype=torch.float32) for row in rows]
     advantages = torch.cat([torch.tensor(row.advantages, device=device, dtype=torch.float32) for row in rows])
     if estimator == "gspo":
+        masks = [torch.tensor(row.loss_mask, device=device, dtype=torch.float32) for row in rows]
         kl = ppo_utils.compute_gspo_kl(list(log_probs), old, list(log_probs), masks)
     else:
         kl = torch.cat(old) - torch.cat(list(log_probs))
     losses, clipped = ppo_utils.compute_policy_loss(kl, advantages, eps_clip, eps_clip_high)
-    weights = torch.cat([mask / row.rollout_mask_sum for mask, row in zip(masks, rows, strict=True)]) / rollout_count
     sums = {
         "clip_frac": (clipped * weights).sum().detach(),
         "kl": (kl * weights).sum().detach(),

@@ -23,7 +23,17 @@ _FILE = "run.json"
 _EVALUATIONS = "evaluations.jsonl"
 _METRICS = "metrics.jsonl"
 _SHOWN = (
-    *("loss", "right_replies", "success_frac", "sampled_entropy", "void_frac", "rollout_s", "s", "steps_per_s"),
+    *(
+        "loss",
+        "right_replies",
+        "success_frac",
+        "entropy",
+        "sampled_entropy",
+        "void_frac",
+        "rollout_s",
+        "s",
+        "steps_per_s",
+    ),
     *("samples_per_s", "wait_s", "unseen/point", "unseen/three_colours", "unseen/read", "unseen/ticked"),
     *("plain/point", "plain/three_colours", "plain/read", "plain/ticked"),
 )

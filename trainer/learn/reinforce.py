@@ -5,7 +5,7 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -14,13 +14,23 @@ import torch
 
 from trainer.learn import LearnError
 from trainer.learn.engine import PolicyEngine
-from trainer.learn.loss import TrainRow, policy_loss
+from trainer.learn.loss import TrainRow, policy_loss, token_weights, trained_tokens
 from trainer.learn.policy import Policy
 from trainer.learn.record import HeldOutEvaluation, HeldOutScore, MetricsLog, recorded, shares_of_all
 from trainer.learn.settings import Reinforce, Settings
 from trainer.learn.slime_job import use_slime, write_tasks
 from trainer.learn.states import RunState, load_state, make_optimizer, save_state, train_step
-from trainer.learn.workers import Batch, RolloutProcesses, WorkerSpec, exchange_directory, task_ids
+from trainer.learn.workers import (
+    HELD_OUT,
+    TRAIN,
+    VALIDATION,
+    Batch,
+    RolloutProcesses,
+    WorkerSpec,
+    exchange_directory,
+    task_ids,
+    validation_ids,
+)
 from trainer.slime.config import Halt
 from trainer.slime.monitor import Guard, metrics_of
 
@@ -123,11 +133,16 @@ class Learner:
             update=self.done, env_steps=self.env_steps, temperature=temperature, scores=scores
         )
         evaluation.add_to(self.directory)
-        valid = [score.score for score in scores if score.score is not None]
         kind = "sampled" if temperature else "greedy"
-        values = {"success_frac": fmean(score >= 1 for score in valid) if valid else 0.0}
-        self._log.write(f"held_out_{kind}", self.done, {**values, "void_frac": 1 - len(valid) / len(scores)})
+        self._log.write(f"held_out_{kind}", self.done, success_of(scores))
         return scores
+
+    def validate(self) -> None:
+        """Play the validation episodes, if there are any, and log their success. Raises: LearnError."""
+        with self._engine_checked():
+            scores = self._workers.evaluate(self.done, temperature=1.0, tasks=VALIDATION)
+        if scores:
+            self._log.write(VALIDATION, self.done, success_of(scores))
 
     @contextmanager
     def _engine_checked(self) -> Iterator[None]:
@@ -140,9 +155,10 @@ class Learner:
     # Training
 
     def _train(self, rollout: Batch) -> dict[str, float]:
-        options, sums = self._settings.rl, {"loss": 0.0, "clip_frac": 0.0, "kl": 0.0, "mismatch": 0.0, "entropy": 0.0}
+        options, sums = self._settings.rl, {"loss": 0.0, "clip_frac": 0.0, "kl": 0.0, "mismatch": 0.0}
         if not rollout.rows:
             return sums
+        sums["entropy"] = 0.0
         order = list(rollout.rows)
         random.Random(self.done).shuffle(order)  # noqa: S311 - not a secret
         share = -(-len(order) // options.steps_per_rollout)
@@ -150,23 +166,22 @@ class Learner:
         norms = []
         rate = options.learning_rate * min(1.0, (self.done + 1) / _WARMUP_UPDATES)
         for number, rows in enumerate(parts):
-            count = max(1, round(rollout.rollout_count * len(rows) / len(order)))
-            for name, value in self._gradient(rows, rollout.patches, rollout_count=count).items():
+            rollouts = max(1, round(rollout.rollout_count * len(rows) / len(order)))
+            count = trained_tokens(rows) if options.per_token_loss else rollouts
+            for name, value in self._gradient(rows, rollout.patches, count=count).items():
                 sums[name] += value / len(parts)
             what = f"update {self.done}, step {number}"
             norms.append(train_step(self.policy.model, self._optimizer, None, learning_rate=rate, what=what))
         return {**sums, "grad_norm": fmean(norms), "learning_rate": rate}
 
-    def _gradient(
-        self, rows: Sequence[TrainRow], patches: Sequence[torch.Tensor], *, rollout_count: int
-    ) -> dict[str, float]:
+    def _gradient(self, rows: Sequence[TrainRow], patches: Sequence[torch.Tensor], *, count: int) -> dict[str, float]:
         """Add the gradient of some rows, with smaller batches while no GPU memory is left. Raises: LearnError."""
         while True:
             sums: dict[str, float] = {}
             try:
                 for start in range(0, len(rows), self._micro_rows):
                     micro = rows[start : start + self._micro_rows]
-                    loss, found = self._loss(micro, patches, rollout_count=rollout_count)
+                    loss, found = self._loss(micro, patches, count=count)
                     loss.backward()
                     for name, value in {"loss": loss.detach(), **found}.items():
                         sums[name] = sums.get(name, 0.0) + float(value)
@@ -181,7 +196,7 @@ class Learner:
                 return sums
 
     def _loss(
-        self, rows: Sequence[TrainRow], patches: Sequence[torch.Tensor], *, rollout_count: int
+        self, rows: Sequence[TrainRow], patches: Sequence[torch.Tensor], *, count: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         policy, options = self.policy, self._settings.rl
         longest = max(len(row.tokens) for row in rows)
@@ -202,20 +217,18 @@ class Learner:
         log_probs = table_NV.gather(1, ids[at[0], at[1]][:, None])[:, 0]
         # Tokens that were given, not sampled, may be suppressed ones.
         log_probs = torch.where(log_probs.isinf(), 0.0, log_probs)
+        weights = token_weights(rows, per_token=options.per_token_loss, count=count, device=policy.device)
         loss, sums = policy_loss(
             rows,
             list(log_probs.split(lengths)),
+            weights,
             estimator=options.estimator,
             eps_clip=options.eps_clip,
             eps_clip_high=options.eps_clip_high,
-            rollout_count=rollout_count,
         )
         with torch.no_grad():
             entropy_N = -(table_NV.exp() * table_NV.clamp_min(-100)).sum(-1)
-            weights = torch.cat(
-                [torch.tensor(row.loss_mask, device=policy.device) / row.rollout_mask_sum for row in rows]
-            )
-            sums["entropy"] = (entropy_N * weights).sum() / rollout_count
+            sums["entropy"] = (entropy_N * weights).sum()
         return loss, sums
 
 
@@ -231,9 +244,6 @@ def learner(
     use_slime(slime_home)
     # slime compiles its loss, which needs a C compiler and saves nothing here.
     torch.compiler.set_stance("force_eager")
-    if settings.torch_device != "cpu":
-        # Threads of torch take their cores while they wait, too: 7 of 16, which the rollout processes lacked.
-        torch.set_num_threads(1)
     directory = run / name
     policy = Policy(run / "demos" / "model", device=settings.torch_device, image_px=settings.image_px)
     cloned = load_state(run / "clone", None, stage="clone")
@@ -244,22 +254,81 @@ def learner(
     torch.manual_seed(seed)
     splits = json.loads((run / "demos" / "splits.json").read_text(encoding="utf-8"))
     train, held_out = task_ids(splits, settings=settings)
+    tasks = {TRAIN: train, VALIDATION: validation_ids(train, settings=settings), HELD_OUT: held_out}
+    most = min(_MAX_RUNNING, settings.rl.groups * settings.rl.members)
+    with _players(
+        policy, settings, directory, hosts=hosts, slime_home=slime_home, seed=seed, tasks=tasks, max_running=most
+    ) as (engine, workers):
+        yield Learner(policy, engine, workers, settings=settings, directory=directory, log=log)
+
+
+@contextmanager
+def validation(
+    policy: Policy, settings: Settings, *, run: Path, hosts: Sequence[str], slime_home: Path, seed: int
+) -> Iterator[Callable[[int], dict[str, float]]]:
+    """Yield a function that plays the validation episodes by a policy that is being cloned.
+
+    It takes the number of steps so far and returns `success_of` the episodes.
+
+    Raises:
+        LearnError: Something cannot start; the function raises it if the engine or a process failed.
+    """
+    splits = json.loads((run / "demos" / "splits.json").read_text(encoding="utf-8"))
+    ids = validation_ids(task_ids(splits, settings=settings)[0], settings=settings)
+    # slime requires training tasks in each process, and checks each one; these are not trained.
+    tasks = {TRAIN: ids * settings.workers, VALIDATION: ids}
+    directory, most = run / "clone", min(_MAX_RUNNING, len(ids))
+    with _players(
+        policy, settings, directory, hosts=hosts, slime_home=slime_home, seed=seed, tasks=tasks, max_running=most
+    ) as (engine, workers):
+
+        def play(done: int) -> dict[str, float]:
+            try:
+                return success_of(workers.evaluate(done, temperature=1.0, tasks=VALIDATION))
+            finally:
+                engine.check()
+
+        yield play
+
+
+def success_of(scores: Sequence[HeldOutScore]) -> dict[str, float]:
+    """Return the share of valid episodes that solved their task, and the share of void ones."""
+    valid = [score.score for score in scores if score.score is not None]
+    solved = fmean(score >= 1 for score in valid) if valid else 0.0
+    return {"success_frac": solved, "void_frac": 1 - len(valid) / len(scores)}
+
+
+@contextmanager
+def _players(
+    policy: Policy,
+    settings: Settings,
+    directory: Path,
+    *,
+    hosts: Sequence[str],
+    slime_home: Path,
+    seed: int,
+    tasks: Mapping[str, Sequence[str]],
+    max_running: int,
+) -> Iterator[tuple[PolicyEngine, RolloutProcesses]]:
+    """Start a policy's engine and the processes that roll out, each with its share of every data set."""
+    if settings.torch_device != "cpu":
+        # Threads of torch take their cores while they wait, too: 7 of 16, which the rollout processes lacked.
+        torch.set_num_threads(1)
     count = min(settings.workers, settings.rl.groups)
     exchange = exchange_directory()
     with ExitStack() as running:
         running.callback(shutil.rmtree, exchange, ignore_errors=True)
-        most = min(_MAX_RUNNING, settings.rl.groups * settings.rl.members)
-        engine = running.enter_context(PolicyEngine(policy, seed=seed, port_count=count, max_running=most))
+        engine = running.enter_context(PolicyEngine(policy, seed=seed, port_count=count, max_running=max_running))
         specs = []
         for index in range(count):
             worker_dir = directory / f"worker-{index}"
-            write_tasks(worker_dir / "train.jsonl", train[index::count])
-            write_tasks(worker_dir / "held_out.jsonl", held_out[index::count])
+            for name, ids in tasks.items():
+                write_tasks(worker_dir / f"{name}.jsonl", ids[index::count])
             specs.append(
                 WorkerSpec(
                     index=index,
                     slime_home=slime_home,
-                    checkpoint=run / "demos" / "model",
+                    checkpoint=policy.checkpoint,
                     host=hosts[index % len(hosts)],
                     engine_host=engine.host,
                     engine_port=engine.ports[index],
@@ -270,8 +339,7 @@ def learner(
                     seed=seed,
                 )
             )
-        workers = running.enter_context(RolloutProcesses(specs))
-        yield Learner(policy, engine, workers, settings=settings, directory=directory, log=log)
+        yield engine, running.enter_context(RolloutProcesses(specs))
 
 
 def reinforce(learning: Learner, settings: Settings, *, seed: int, resume: bool) -> None:
@@ -279,6 +347,7 @@ def reinforce(learning: Learner, settings: Settings, *, seed: int, resume: bool)
     learning.restore(resume=resume)
     with recorded(learning.directory, settings, seed=seed):
         if learning.done == 0:
+            learning.validate()
             learning.evaluate(temperature=0.0)
             learning.evaluate(temperature=1.0)
         if settings.rl.updates:
@@ -297,5 +366,7 @@ def _update(learning: Learner, options: Reinforce) -> None:
         learning.update()
         if learning.done % options.save_every == 0:
             learning.save()
+        if learning.done % options.validate_every == 0:
+            learning.validate()
         if learning.done % options.evaluate_every == 0 and learning.done < options.updates:
             learning.evaluate(temperature=0.0)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from cuaenv.frames.size import fit
 from cuaenv.problems import without_path
@@ -18,6 +18,8 @@ from trainer.slime.config import SlimeConfig
 _NAME = r"^[a-z0-9_.-]*$"
 #: First seed of the held-out variants of trained templates; demonstrations and training use seeds from 0.
 HELD_OUT_SEED = 1_000_000_000
+#: First seed of the validation variants, so that no decision of a run depends on a held-out one.
+VALIDATION_SEED = 2_000_000_000
 
 
 class Demos(BaseModel):
@@ -83,10 +85,27 @@ class Clone(BaseModel):
     batch: int = Field(default=128, ge=1)
     learning_rate: float = Field(default=6e-4, gt=0)
     warmup_steps: int = Field(default=100, ge=1)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each target that all tokens of the vocabulary have together, so that the policy keeps some doubt."""
+    check_every: int = Field(default=100, ge=1)
+    """Steps between two measurements, on rows of unseen variants and in validation episodes."""
     stop_at: float = Field(default=1.0, gt=0, le=1)
     """Stop once this share of replies in rows of unseen variants is right: reinforcement needs room and signal."""
+    sampled_success: tuple[float, float] | None = Field(default=None, strict=False)
+    """Stop once sampled replies succeed as often as the first number says. An earlier end is an error, and so is a
+    higher success than the second number. What counts is the share of solved validation episodes if there are any
+    (`validation_variants`), otherwise the chance to sample the right reply in rows of unseen variants."""
+    min_entropy: float = Field(default=0.0, ge=0)
+    """Stop once the entropy of a reply's token, in nats, is less in rows of unseen variants: a policy that is certain
+    explores nothing. 0 for never."""
     is_compiled: bool = False
     """Compile the layers by torch, which needs a C compiler and some minutes; for long runs."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.sampled_success is not None and not 0 < self.sampled_success[0] < self.sampled_success[1] <= 1:
+            raise ValueError("sampled_success must be two increasing numbers up to 1, such as [0.1, 0.4]")
+        return self
 
 
 class Desktops(BaseModel):
@@ -127,6 +146,9 @@ class Reinforce(BaseModel):
     estimator: Literal["grpo", "gspo"] = "grpo"
     learning_rate: float = Field(default=5e-5, gt=0)
     steps_per_rollout: int = Field(default=2, ge=1)
+    per_token_loss: bool = True
+    """All trained tokens of a step count equally, as with slime's `--calculate-per-token-loss`. Without it each rollout
+    counts once, so a token of a long one counts for less."""
     eps_clip: float = 0.2
     eps_clip_high: float = 0.28
     temperature: float = Field(default=1.0, gt=0)
@@ -134,6 +156,9 @@ class Reinforce(BaseModel):
     """Rows of one forward pass; halved while no GPU memory is left."""
     save_every: int = Field(default=25, ge=1)
     evaluate_every: int = Field(default=50, ge=1)
+    """Updates between two evaluations on held-out variants, with greedy replies."""
+    validate_every: int = Field(default=10, ge=1)
+    """Updates between two plays of the validation episodes, if there are any."""
     envd: dict[str, Any] = Field(default_factory=dict)
     """Further keys of `trainer.slime.config.SlimeConfig`, such as `group`, `reward`, `branch` or `curriculum`."""
     slime: dict[str, Any] = Field(default_factory=dict)
@@ -171,6 +196,9 @@ class Settings(BaseModel):
     """Unseen variants of each template that is trained, in an evaluation."""
     held_out_template_variants: int = Field(default=24, ge=0)
     """Variants of each held-out template in an evaluation."""
+    validation_variants: int = Field(default=0, ge=0)
+    """Validation episodes of each template that is trained, one per variant, with sampled replies: they may decide when
+    cloning stops, and are logged during `rl`. Their seeds are neither trained nor held out. 0 for none."""
     desktops: Desktops = Field(default_factory=Desktops)
     base: Base = Field(default_factory=Base)
     demos: Demos = Field(default_factory=Demos)
@@ -240,6 +268,11 @@ class Settings(BaseModel):
         return mapping
 
     @property
+    def plays_while_cloning(self) -> bool:
+        """Whether the stage `clone` plays validation episodes."""
+        return self.clone.sampled_success is not None and self.validation_variants > 0
+
+    @property
     def torch_device(self) -> str:
         """The device. Raises: LearnError: There is no such device."""
         import torch  # noqa: PLC0415 -- seconds
@@ -290,10 +323,15 @@ def fingerprint(settings: Settings, *, stage: str) -> Mapping[str, Any]:
     elif stage == "clone":
         kept = ("suite", "prompt", "grammar", "screen_px", "image_max_pixels", "size", "max_turns", "demos", "clone")
         mapping = {key: mapping[key] for key in kept if key in mapping}
-    free = {"": ("device", "workers", "machines"), "clone": ("steps", "seconds", "stop_at", "is_compiled")}
-    free["base"] = ("checkpoint", "fonts", "processes", "steps", "seconds", "is_compiled", "probe_every_s")
-    free["base"] += ("save_every_s", "probe_screens", "probe_questions")
-    free["rl"] = ("updates", "seconds", "env_steps", "micro_rows")
+    free = {
+        "": ("device", "workers", "machines", "validation_variants"),
+        "base": (
+            *("checkpoint", "fonts", "processes", "steps", "seconds", "is_compiled"),
+            *("probe_every_s", "save_every_s", "probe_screens", "probe_questions"),
+        ),
+        "clone": ("steps", "seconds", "stop_at", "sampled_success", "min_entropy", "check_every", "is_compiled"),
+        "rl": ("updates", "seconds", "env_steps", "micro_rows", "validate_every"),
+    }
     for name, keys in free.items():
         part = mapping.get(name, {}) if name else mapping
         for key in keys:

@@ -21,11 +21,13 @@ from trainer.data.split import template_id
 from trainer.learn import LearnError
 from trainer.learn.loss import TrainRow, rows_of, trained_rows
 from trainer.learn.record import HeldOutScore
-from trainer.learn.settings import HELD_OUT_SEED, Settings
+from trainer.learn.settings import HELD_OUT_SEED, VALIDATION_SEED, Settings
 from trainer.workers import WorkerProcess
 
 logger = logging.getLogger(__name__)
 _STOP_S = 30.0
+#: Data sets of a process, files `NAME.jsonl` in its directory.
+TRAIN, VALIDATION, HELD_OUT = "train", "validation", "held_out"
 
 
 @dataclass(slots=True)
@@ -117,6 +119,14 @@ def task_ids(splits: Mapping[str, str], *, settings: Settings) -> tuple[list[str
     return train, held_out
 
 
+def validation_ids(train: Sequence[str], *, settings: Settings) -> list[str]:
+    """Return the validation variants of the templates of some training tasks."""
+    templates = sorted(set(map(template_id, train)))
+    return [
+        f"{each}?seed={VALIDATION_SEED + seed}" for each in templates for seed in range(settings.validation_variants)
+    ]
+
+
 class RolloutProcesses:
     """All processes. Use as a context manager."""
 
@@ -153,9 +163,9 @@ class RolloutProcesses:
                 found.patches += flat.reshape(answer["shape"]).to(device, copy=True).unbind()
         return found
 
-    def evaluate(self, number: int, *, temperature: float) -> list[HeldOutScore]:
-        """Play the held-out tasks. Raises: LearnError: A process failed."""
-        return [score for scores in self._ask(("evaluate", number, temperature)) for score in scores]
+    def evaluate(self, number: int, *, temperature: float, tasks: str = HELD_OUT) -> list[HeldOutScore]:
+        """Play the tasks of one of the processes' data sets. Raises: LearnError: A process failed."""
+        return [score for scores in self._ask(("evaluate", number, temperature, tasks)) for score in scores]
 
     def save(self, number: int) -> None:
         self._ask(("save", number))
@@ -236,7 +246,7 @@ class _RolloutProcess:
         rl = settings.rl
         given = {
             "hf_checkpoint": str(spec.checkpoint),
-            "prompt_data": str(spec.directory / "train.jsonl"),
+            "prompt_data": str(spec.directory / f"{TRAIN}.jsonl"),
             "sglang_router_ip": spec.engine_host,
             "sglang_router_port": spec.engine_port,
             "rollout_batch_size": spec.groups,
@@ -278,19 +288,19 @@ class _RolloutProcess:
             answer |= {"shape": tuple(patches.shape), "images": images}
         return answer
 
-    def evaluate(self, number: int, temperature: float) -> list[HeldOutScore]:
-        """Play this process's held-out tasks."""
+    def evaluate(self, number: int, temperature: float, tasks: str) -> list[HeldOutScore]:
+        """Play this process's tasks of a data set."""
         from slime.utils.eval_config import EvalDatasetConfig  # noqa: PLC0415 -- from the user's checkout
 
         from trainer.slime.play.samples import facts_of, is_void  # noqa: PLC0415
 
-        path = self._spec.directory / "held_out.jsonl"
+        path = self._spec.directory / f"{tasks}.jsonl"
         if not path.read_text(encoding="utf-8"):
             return []
         args = self._rollouts.args
         args.eval_datasets = [
             EvalDatasetConfig(
-                name="held_out",
+                name=tasks,
                 path=str(path),
                 input_key="prompt",
                 metadata_key="metadata",
@@ -301,7 +311,7 @@ class _RolloutProcess:
                 max_response_len=self._spec.settings.reply_tokens,
             )
         ]
-        samples = self._rollouts.evaluate(number).data["held_out"]["samples"]
+        samples = self._rollouts.evaluate(number).data[tasks]["samples"]
         return [
             HeldOutScore(
                 task_id=sample.metadata["task_id"],

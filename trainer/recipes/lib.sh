@@ -39,6 +39,8 @@ ENV_ARGS=(
    --custom-rollout-log-function-path trainer.slime.hooks.log_rollout
    --custom-eval-rollout-log-function-path trainer.slime.hooks.log_evaluation
 )
+# All tokens of a batch count equally; otherwise a token of a long episode counts for less.
+LOSS_ARGS=(--calculate-per-token-loss)
 CLIP_ARGS=(--eps-clip 0.2 --eps-clip-high 0.28)
 ADAM_ARGS=(--lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98)
 RECOMPUTE_ARGS=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
@@ -125,8 +127,8 @@ batches() {
 train() {
    submit train.py --actor-num-nodes 1 --actor-num-gpus-per-node "$1" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" \
       "${ENV_ARGS[@]}" --prompt-data "$PROMPT_DATA" --custom-config-path "$CONFIG" --rollout-shuffle \
-      "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" --optimizer adam "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" \
-      "${SGLANG_ARGS[@]}" "${PRECISION_ARGS[@]}" "${MISC_ARGS[@]}"
+      "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${LOSS_ARGS[@]}" --optimizer adam "${OPTIMIZER_ARGS[@]}" \
+      "${PERF_ARGS[@]}" "${SGLANG_ARGS[@]}" "${PRECISION_ARGS[@]}" "${MISC_ARGS[@]}"
 }
 
 # submit SCRIPT ARGUMENT...: submit slime's SCRIPT as a Ray job. Starts Ray on this node if none answers; stops nothing.

@@ -17,7 +17,7 @@ FILES = sorted(
 )
 BASELINE = next(path for path in FILES if path.stem == "baseline")
 GENERATE = f"{generate.__module__}.{generate.__name__}"
-OTHER_BASES = [BASELINE.with_name(f"{name}.yaml") for name in ("escape", "pages")]
+OTHER_BASES = [BASELINE.with_name(f"{name}.yaml") for name in ("escape", "pages", "reading")]
 
 
 def changed(**rl: object) -> Settings:
@@ -67,7 +67,7 @@ def test_the_settings_of_an_ablation_name_it_and_are_valid(path: Path, monkeypat
     monkeypatch.syspath_prepend(path.parents[2] / "examples" / "own")
     settings = Settings().changed(path)
     names = [name.replace("_", "-") for name in (settings.ablation, settings.arm) if name]
-    assert path.stem in ("-".join(names), "long", "cpu", "real")
+    assert path.stem in ("-".join(names), "long", "cpu", "real", "reading-control")
     assert settings.plugin("127.0.0.1:1")["hosts"] == ["127.0.0.1:1"]
     assert settings.rl.slime.get("custom_generate_function_path", GENERATE) == GENERATE
 
@@ -84,7 +84,7 @@ def base_of(path: Path) -> Path:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_arms_keep_the_tasks_the_rate_and_the_budget_of_their_base(path: Path) -> None:
-    if path.stem in ("colour", "control", "cpu", "flawless", "long", "overfit", "real"):
+    if path.stem in ("colour", "control", "cpu", "flawless", "long", "overfit", "real", "reading-control"):
         pytest.skip("no arm")
     chosen, arm = Settings().changed(base_of(path)), Settings().changed(base_of(path), path)
     assert {split_of(DRAWN.by_id[template].variant(None)) for template in chosen.rl.tasks} <= {"train"}
@@ -103,7 +103,37 @@ def test_each_comparison_has_its_arms() -> None:
         "escape",
         *(f"escape-{arm}-{share}" for arm in ("void", "zero", "typed") for share in (0, 20)),
     }
+    assert arms["reading"] == {"reading", "reading-rollouts", "reading-control"}
     assert arms["pages"] == {"pages", "pages-flat", "pages-tree", "pages-siblings", "pages-uncertain"}
+
+
+def test_the_control_of_reading_continues_its_cloned_policy_for_as_long_as_reinforcement() -> None:
+    reading = Settings().changed(BASELINE.with_name("reading.yaml"))
+    control = reading.changed(BASELINE.with_name("reading-control.yaml"))
+    assert fingerprint(control, stage="clone") == fingerprint(reading, stage="clone")
+    assert (control.clone.seconds, control.rl.updates) == (reading.rl.seconds, 0)
+    assert (reading.plays_while_cloning, control.plays_while_cloning) == (True, False)
+    assert (control.clone.sampled_success, control.clone.min_entropy) == (None, 0)
+
+
+@pytest.mark.parametrize("given", ["[0.4, 0.1]", "[0, 0.4]", "[0.1, 1.1]", "0.3"])
+def test_a_range_of_success_must_increase_from_above_zero_to_at_most_one(tmp_path: Path, given: str) -> None:
+    path = tmp_path / "learn.yaml"
+    path.write_text(f"clone: {{sampled_success: {given}}}\n")
+    with pytest.raises(ConfigError, match="clone"):
+        Settings().changed(path)
+    path.write_text("clone: {sampled_success: [0.1, 0.4]}\n")
+    assert Settings().changed(path).clone.sampled_success == (0.1, 0.4)
+
+
+def test_validation_and_the_end_of_cloning_may_change_when_a_run_continues() -> None:
+    clone = SMOKE.clone.model_copy(update={"sampled_success": (0.1, 0.4), "min_entropy": 0.3, "check_every": 5})
+    other = SMOKE.model_copy(update={"clone": clone, "validation_variants": 3})
+    for stage in ("clone", "rl"):
+        assert fingerprint(other, stage=stage) == fingerprint(SMOKE, stage=stage)
+    smoothed = SMOKE.model_copy(update={"clone": SMOKE.clone.model_copy(update={"label_smoothing": 0.1})})
+    assert fingerprint(smoothed, stage="clone") != fingerprint(SMOKE, stage="clone")
+    assert fingerprint(changed(per_token_loss=False), stage="rl") != fingerprint(SMOKE, stage="rl")
 
 
 def test_pictures_are_as_large_as_the_agent_is_given_them() -> None:

@@ -123,3 +123,12 @@ def test_missing_packages_come_with_the_command_that_installs_them(
     assert result.exit_code == terminal.EXIT_FAILED
     assert "packages torch, transformers: not installed; run" in output(result)
     assert "-m pip install 'envd-trainer[learn]'" in output(result)
+
+
+def test_a_clone_that_plays_validation_episodes_needs_slimes_code(cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "learn.yaml"
+    file.write_text("validation_variants: 1\nclone: {sampled_success: [0.1, 0.4]}\n")
+    refused = CliRunner().invoke(app, ["learn", "clone", "--config", str(file), "--run", str(tmp_path / "run")])
+    assert refused.exit_code == 2
+    assert f"slime {setup.default_home()}: not a checkout" in output(refused).replace("\n", "")
+    assert not (tmp_path / "run").exists()
