@@ -134,7 +134,7 @@ BESIDE_VM := -n 4 --dist loadfile --no-loadscope-reorder
 # Collecting all tests takes each process 9 s. In a fresh clone one process does it first and caches what pytest makes of
 # the modules: else each of four would, for 25 s more of CPU time.
 CACHE_MODULES = compgen -G 'tests/unit/__pycache__/test_sizes.*.pyc' >/dev/null \
-	|| nice -n 5 $(BIN)/python -m pytest --collect-only -qq tests >/dev/null || true
+	|| nice -n 5 $(BIN)/python -m pytest --collect-only -qq tests | tail -n 20 || exit 2
 VM_FILES = $$(grep -rlE --include='test_*.py' 'mark\.vm\b|real_backend' tests)
 
 # Tests on real machines often wait for guests, so the other tests run at the same time, and their output follows at the
