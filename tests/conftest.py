@@ -1,11 +1,12 @@
 """Shared fixtures: the desktop image, a short state directory for libvirt's embedded driver, and a parallel soak."""
 
+import gc
 import logging
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,6 +58,17 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("thorough")
     if file := config.getoption("--progress"):
         config.pluginmanager.register(progress.of(config, file))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Examine the millions of objects that collection makes for garbage neither now nor later: 9 % of the CPU time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,12 +5,13 @@ import base64
 import json
 import os
 import signal
+import socket
 import ssl
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from envd.api.security.tokens import new_token
 from envd.base.config import Config
 from envd.cli.certs import make_development_certs, write_certs
 from envd.daemon.compat import serve_compat
+from tests.support.command import run_envd
 from tests.support.program import Program
 from tests.support.served import ServedDaemon
 
@@ -57,6 +59,13 @@ def compat(*arguments: str | Path) -> Program:
     return Program(sys.executable, "-m", "envd", "compat", *arguments)
 
 
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the address of a daemon for the tests that neither end nor configure one."""
+    with ServedDaemon(tmp_path_factory.mktemp("daemon") / "s", CONFIG) as daemon:
+        yield daemon.wait_for(r"listening on (\S+)")
+
+
 def episode_count(address: str) -> int:
     with EnvClient(address, token="") as client:
         return len(client.list_episodes())
@@ -84,20 +93,18 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def test_a_process_plays_an_episode_and_closes_the_open_ones_at_its_end(tmp_path: Path) -> None:
-    with ServedDaemon(tmp_path / "s", CONFIG) as daemon:
-        target = daemon.wait_for(r"listening on (\S+)")
-        with compat("slime-osworld=127.0.0.1:0", "--envd", target) as server:
-            url = server.wait_for(r"^protocol slime-osworld on (http://127.0.0.1:\d+)$")
-            status, opened = post(f"{url}/reset", TASK)
-            assert status == 200, opened
-            assert base64.b64decode(opened["screenshot_base64"]).startswith(b"\x89PNG")
-            episode = {"episode_id": opened["episode_id"]}
-            assert post(f"{url}/step", {**episode, "action": COUNT, "pause": 0})[1]["step"] == 1
-            assert post(f"{url}/evaluate", episode) == (200, {"reward": 1.0})
-            assert episode_count(target) == 1
-            assert server.end() == 0
-        assert episode_count(target) == 0
+def test_a_process_plays_an_episode_and_closes_the_open_ones_at_its_end(target: str) -> None:
+    with compat("slime-osworld=127.0.0.1:0", "--envd", target) as server:
+        url = server.wait_for(r"^protocol slime-osworld on (http://127.0.0.1:\d+)$")
+        status, opened = post(f"{url}/reset", TASK)
+        assert status == 200, opened
+        assert base64.b64decode(opened["screenshot_base64"]).startswith(b"\x89PNG")
+        episode = {"episode_id": opened["episode_id"]}
+        assert post(f"{url}/step", {**episode, "action": COUNT, "pause": 0})[1]["step"] == 1
+        assert post(f"{url}/evaluate", episode) == (200, {"reward": 1.0})
+        assert episode_count(target) == 1
+        assert server.end() == 0
+    assert episode_count(target) == 0
 
 
 @pytest.mark.parametrize(
@@ -110,17 +117,15 @@ def test_a_process_plays_an_episode_and_closes_the_open_ones_at_its_end(tmp_path
     ],
 )
 def test_a_process_that_cannot_serve_says_why(arguments: list[str], message: str) -> None:
-    with compat(*arguments) as server:
-        assert server.wait() != 0
-        assert message in " ".join(server.output.split())
+    done = run_envd("compat", *arguments)
+    assert done.status != 0
+    assert message in " ".join(done.err.split())
 
 
-def test_a_process_listens_beyond_loopback_only_with_tls_and_proof_of_identity(tmp_path: Path) -> None:
-    with ServedDaemon(tmp_path / "s", CONFIG) as daemon:
-        target = daemon.wait_for(r"listening on (\S+)")
-        with compat("areal=0.0.0.0:0", "--envd", target) as server:
-            assert server.wait() == 2
-            assert "can be reached from other hosts" in " ".join(server.output.split())
+def test_a_process_listens_beyond_loopback_only_with_tls_and_proof_of_identity(target: str) -> None:
+    done = run_envd("compat", "areal=0.0.0.0:0", "--envd", target)
+    assert done.status == 2
+    assert "can be reached from other hosts" in " ".join(done.err.split())
 
 
 def test_a_daemon_starts_a_protocol_again_that_ended_and_ends_it_with_itself(tmp_path: Path) -> None:
@@ -155,31 +160,29 @@ def test_a_daemon_starts_a_protocol_again_that_ended_and_ends_it_with_itself(tmp
 
 
 async def test_a_protocol_whose_process_is_stopped_is_noticed_and_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("envd.daemon.compat._PROBE_INTERVAL_S", 0.2)
     monkeypatch.setattr("envd.daemon.compat._PROBE_TIMEOUT_S", 2.0)
-    with ServedDaemon(tmp_path / "s", CONFIG) as daemon:
-        target = daemon.wait_for(r"listening on (\S+)")
-        config = Config(state_dir=tmp_path / "c", compat=("areal=127.0.0.1:0",))
-        async with serve_compat(config, target) as addresses:
-            (first,) = children_of(os.getpid())
-            url = f"http://{addresses['areal']}"
-            await asyncio.sleep(1)
-            assert children_of(os.getpid()) == [first], "a process that answers is left alone"
-            os.kill(first, signal.SIGSTOP)
-            while "did not answer for 2 s, 2 times, and was killed" not in caplog.text:
-                await asyncio.sleep(0.05)
-            await asyncio.to_thread(until, lambda: children_of(os.getpid()) not in ([], [first]))
-            assert not is_alive(first)
+    config = Config(state_dir=tmp_path / "c", compat=("areal=127.0.0.1:0",))
+    async with serve_compat(config, target) as addresses:
+        (first,) = children_of(os.getpid())
+        url = f"http://{addresses['areal']}"
+        await asyncio.sleep(1)
+        assert children_of(os.getpid()) == [first], "a process that answers is left alone"
+        os.kill(first, signal.SIGSTOP)
+        while "did not answer for 2 s, 2 times, and was killed" not in caplog.text:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(until, lambda: children_of(os.getpid()) not in ([], [first]))
+        assert not is_alive(first)
 
-            def answers() -> bool:
-                try:
-                    return post(f"{url}/envs", {})[0] == 200
-                except OSError:
-                    return False
+        def answers() -> bool:
+            try:
+                return post(f"{url}/envs", {})[0] == 200
+            except OSError:
+                return False
 
-            await asyncio.to_thread(until, answers)
+        await asyncio.to_thread(until, answers)
 
 
 def test_a_protocol_does_not_outlive_a_killed_daemon_and_the_next_one_serves_it(tmp_path: Path) -> None:
@@ -195,12 +198,12 @@ def test_a_protocol_does_not_outlive_a_killed_daemon_and_the_next_one_serves_it(
 
 
 def test_a_daemon_whose_protocols_address_is_taken_does_not_start(tmp_path: Path) -> None:
-    with ServedDaemon(tmp_path / "s", CONFIG) as first:
-        taken = first.wait_for(r"metrics on http://(\S+)/metrics")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
         config = f'compat = ["slime-osworld=127.0.0.1:0", "areal={taken}"]\n' + CONFIG
-        with ServedDaemon(tmp_path / "t", config) as second:
-            assert second.wait() == 2
-            log = " ".join(second.log_file.read_text(encoding="utf-8").split())
+        with ServedDaemon(tmp_path / "t", config) as daemon:
+            assert daemon.wait() == 2
+            log = " ".join(daemon.log_file.read_text(encoding="utf-8").split())
             assert f"compat areal {taken}: cannot be bound" in log
             assert f"compat areal={taken}: its process did not start (status 2)" in log
 

@@ -83,8 +83,8 @@ async def test_a_state_continues_under_a_later_daemon(
     async with served(cache_dir, template_dir, vm_state_dir, tmp_path) as client:
         kept = [replace(each, host=client.targets[0]) for each in checkpoints]
         assert await client.list_checkpoints() == kept
-        for checkpoint, text in zip(kept, (b"kept\n", b"kept\nmore\n"), strict=True):
-            async with client.reset_group(checkpoint, size=2, timeout=timedelta(minutes=30)) as copies:
+        for checkpoint, size, text in zip(kept, (2, 1), (b"kept\n", b"kept\nmore\n"), strict=True):
+            async with client.reset_group(checkpoint, size=size, timeout=timedelta(minutes=30)) as copies:
                 for copy in copies:
                     assert copy.observation.frame_id == checkpoint.frame_id
                     assert await typed(copy) == frames

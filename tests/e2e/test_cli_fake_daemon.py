@@ -131,11 +131,10 @@ def test_a_second_signal_does_not_wait_for_open_episodes(daemon: ServedDaemon) -
 
 def test_a_second_daemon_on_the_same_state_directory_is_rejected(daemon: ServedDaemon, state_dir: Path) -> None:
     daemon.wait_for(r"listening on (\S+)")
-    second = serve(state_dir, "--pool", "1")
-    assert second.wait() == 2
-    err = second.log_file.read_text()
-    assert f"is in use by envd, process {daemon.process.pid}" in err
-    assert "Traceback" not in err
+    second = run_envd("serve", "--hypervisor", "fake", "--pool", "1", "--state-dir", str(state_dir))
+    assert second.status == 2
+    assert f"is in use by envd, process {daemon.process.pid}" in " ".join(second.err.split())
+    assert "Traceback" not in second.err
 
 
 def started_steps(state_dir: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The `trainer` command as its users run it: a process of its own, signals and exit statuses, on drawn desktops."""
+"""The `trainer` command as its users run it: processes, signals and exit statuses, on drawn desktops."""
 
 import asyncio
 import json
@@ -14,10 +14,12 @@ import pytest
 from lxml import html
 
 from cuaenv.client import AsyncEnvClient, Click, Done
+from tests.support.command import run_app
 from tests.support.program import run_program
 from tests.support.scripted_model import ScriptedModel, say_steps, served
 from tests.support.server import serve_fake
 from trainer.agent.settings import AgentSettings
+from trainer.cli.app import app
 
 GRAMMAR = AgentSettings().make_grammar()
 DO_NOTHING = say_steps([[Done()]], GRAMMAR)
@@ -28,6 +30,12 @@ async def run(*words: str, stdin: str = "", **variables: str) -> tuple[int, str,
     """Return the exit status, standard output and standard error."""
     environment = {**os.environ, "COLUMNS": "200", **variables}
     done = await run_program(sys.executable, "-m", "trainer", *words, stdin=stdin.encode(), env=environment)
+    return done.status, done.out, done.err
+
+
+async def run_here(*words: str, **variables: str) -> tuple[int, str, str]:
+    """Do the same in this process, which saves the start of a program."""
+    done = await asyncio.to_thread(run_app, app, *words, COLUMNS="200", **variables)
     return done.status, done.out, done.err
 
 
@@ -46,8 +54,8 @@ async def test_before_and_after_are_one_command(tmp_path: Path) -> None:
         async with served(lazy) as before, served(able) as after:
             where = ["--envd", address, "--before", before, "--after", after, "--out", str(tmp_path)]
             what = ["--task", "fake/enable", "--task", "fake/save-note"]
-            status, out, err = await run("eval", *where, *what, "--json", TRAINER_API_KEY="canary")
-            again, table, _ = await run("eval", *where, *what)
+            status, out, err = await run_here("eval", *where, *what, "--json", TRAINER_API_KEY="canary")
+            again, table, _ = await run_here("eval", *where, *what)
     assert status == 0, err
     printed = json.loads(out)
     row = printed["comparison"]["rows"][0]
@@ -70,10 +78,10 @@ async def test_the_exit_status_says_whether_attempts_were_lost(tmp_path: Path) -
         knows_none = ScriptedModel({})
         async with served(knows_one) as some_url, served(knows_none) as none_url:
             some = ["eval", "--endpoint", some_url, "--envd", address, "--task", "fake/enable"]
-            complete, _, _ = await run(*some, "--out", str(tmp_path / "complete"))
-            partial, _, _ = await run(*some, "--task", "fake/save-note", "--out", str(tmp_path / "partial"))
+            complete, _, _ = await run_here(*some, "--out", str(tmp_path / "complete"))
+            partial, _, _ = await run_here(*some, "--task", "fake/save-note", "--out", str(tmp_path / "partial"))
             none = ["eval", "--endpoint", none_url, "--envd", address, "--task", "fake/enable"]
-            lost, table, _ = await run(*none, "--task", "fake/save-note", "--out", str(tmp_path / "lost"))
+            lost, table, _ = await run_here(*none, "--task", "fake/save-note", "--out", str(tmp_path / "lost"))
     assert (complete, partial, lost) == (0, 3, 1)
     assert "ModelFailed 2" in table
 
@@ -192,6 +200,6 @@ async def test_a_model_can_be_watched(tmp_path: Path) -> None:
 
 async def test_a_task_that_is_not_served_is_reported_in_one_line() -> None:
     async with desktops() as (address, _, _):
-        status, out, err = await run("play", "fake/enabl", "--by", "null", ENVD_TARGET=address)
+        status, out, err = await run_here("play", "fake/enabl", "--by", "null", ENVD_TARGET=address)
     assert (status, out) == (1, "")
     assert err == "error: the daemon does not serve fake/enabl; did you mean fake/enable?\n"
