@@ -10,8 +10,8 @@ import base64
 import io
 import json
 import time
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -38,6 +38,8 @@ _PEER_WARM_UPS = 3
 _THINK_S = 0.05
 _STEP_TIMEOUT_S = 300.0
 _COMMAND_TIMEOUT_S = 60.0
+#: Other episodes that are set up at once.
+_GROUP_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +123,7 @@ async def measure_step(
         task=task.task_id, repetitions=repetitions, peer_repetitions=peer_repetitions, other_count=other_count
     )
     steps.begin("setting up")
-    opening: AbstractAsyncContextManager[Sequence[AsyncEpisode]] = nullcontext(())
-    if other_count:
-        opening = bench.reset_group(task.task_id, size=other_count)
-    async with opening as others:
+    async with _others(bench, task.task_id, count=other_count, steps=steps) as others:
         times = await _play(bench, task.task_id, script(_WARM_UPS + repetitions), steps=steps)
         steps.begin("stepping the others")
         other_step_ms = [await _other_step(episode) for episode in others]
@@ -140,6 +139,20 @@ async def measure_step(
         other_step_ms=other_step_ms,
         other_bytes=other_bytes if bench.runs_guests else None,
     )
+
+
+@asynccontextmanager
+async def _others(
+    bench: BenchSession, task_id: str, *, count: int, steps: Steps
+) -> AsyncIterator[Sequence[AsyncEpisode]]:
+    """Open the other episodes, in groups, and close them after the block."""
+    async with AsyncExitStack() as groups:
+        episodes: list[AsyncEpisode] = []
+        while len(episodes) < count:
+            group = bench.reset_group(task_id, size=min(_GROUP_SIZE, count - len(episodes)))
+            episodes += await groups.enter_async_context(group)
+            steps.begin(f"{len(episodes)} others are open")
+        yield episodes
 
 
 async def _play(bench: BenchSession, task_id: str, actions: Sequence[Action], *, steps: Steps) -> list[StepTimes]:

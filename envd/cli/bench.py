@@ -30,7 +30,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure forks, branches, checkpoin
 
 #: A parent, a group of children, and the next standby set.
 _BRANCH_CAPACITY = 1 + 2 * branch.TARGET_GROUP_SIZE
-_MAX_MACHINES = 64
+_MAX_MACHINES, _MAX_OTHERS = 64, 255
 Repetitions = Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Repetitions of each measurement.")]
 OtherImage = Annotated[
     str, typer.Option("--image", metavar="NAME", help="Image of the machines.", show_default="the desktop image")
@@ -241,7 +241,7 @@ async def bench_step(
         int, typer.Option(metavar="N", min=1, max=10_000, help="Steps performed as peers do, at least 2 s each.")
     ] = 30,
     others: Annotated[
-        int, typer.Option(metavar="N", min=0, max=_MAX_MACHINES - 1, help="Idle episodes that are open meanwhile.")
+        int, typer.Option(metavar="N", min=0, max=_MAX_OTHERS, help="Idle episodes that are open meanwhile.")
     ] = 0,
     against: Against = "",  # noqa: ARG001 -- the decorator's
 ) -> BenchReport:
@@ -249,7 +249,7 @@ async def bench_step(
     task = load_tasks(settings).get(_default_tasks(settings).editor.task_id)
     steps = Steps(report, step.step_count(repetitions, peer_repetitions))
     # The peers' machine is the one that replaces the leased standby machine.
-    own = bench_config(settings, standby_count=1 + others, capacity=2 + others)
+    own = bench_config(settings, standby_count=1, capacity=2 + others)
     async with open_bench(own, steps=steps) as session:
         return await step.measure_step(
             session,

@@ -1,5 +1,7 @@
 """`envd image templates`: lists and prunes the templates that pools fork machines from."""
 
+import asyncio
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -12,11 +14,14 @@ from envd.cli.command import command
 from envd.cli.options import config_options
 from envd.cli.terminal import columns
 from envd.daemon.state_lock import locked
+from envd.hypervisor.machine import Accelerator
+from envd.hypervisor.oci.templates import SUBDIRECTORY, StoredContainerTemplate, prune_templates, stored_templates
 from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore, StoredTemplate
 
 app = typer.Typer(no_args_is_help=True, help="List and prune the templates that machines are forked from.")
 
 _GIB = 1 << 30
+_Template = StoredTemplate | StoredContainerTemplate
 
 
 @app.command("list")
@@ -24,7 +29,10 @@ _GIB = 1 << 30
 def list_(settings: Config, *, as_json: Json = False) -> None:
     """List the stored templates, the least recently used first."""
     # Listing must not create the directory.
-    templates = list(_store(settings).all()) if settings.template_dir.exists() else []
+    found: list[_Template] = []
+    if settings.template_dir.exists():
+        found = [*_store(settings).all(), *stored_templates(settings.template_dir / SUBDIRECTORY)]
+    templates = sorted(found, key=lambda template: template.use_time_s)
     if as_json:
         emit_json({"directory": str(settings.template_dir), "templates": [_fields(t) for t in templates]})
         return
@@ -49,24 +57,29 @@ def prune(
     everything: Annotated[bool, typer.Option("--all", help="Remove all templates.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove the least recently used templates until the rest fits. Requires that no daemon uses this state."""
+    """Remove the least recently used templates of virtual machines, and of containers, until the rest of each fits.
+
+    Requires that no daemon uses this state.
+    """
     if everything and limit_gib is not None:
         raise ConfigError("--all and --limit-gib exclude each other; use one of them")
     if everything:
         limit_bytes = 0
     else:
         limit_bytes = settings.hypervisor.template_limit_bytes if limit_gib is None else round(limit_gib * _GIB)
-    removed: list[StoredTemplate] = []
+    removed: list[_Template] = []
     if settings.template_dir.exists():
         with locked(settings.state_dir):
             store = _store(settings)
             before = {template.manifest.key: template for template in store.all()}
-            removed = [before[key] for key in store.prune(limit_bytes=limit_bytes)]
+            removed += [before[key] for key in store.prune(limit_bytes=limit_bytes)]
+            containers = settings.template_dir / SUBDIRECTORY
+            removed += asyncio.run(prune_templates(containers, limit_bytes=limit_bytes))
     freed_bytes = sum(template.size_bytes for template in removed)
     if as_json:
         emit_json({"removed": [_fields(template) for template in removed], "freed_bytes": freed_bytes})
     else:
-        names = ", ".join(f"{each.manifest.key} ({each.manifest.image})" for each in removed) or "none"
+        names = ", ".join(f"{each['key']} ({each['image']})" for each in map(_fields, removed)) or "none"
         out.print(f"removed {names}, {freed_bytes / (1 << 20):.0f} MiB", soft_wrap=True)
 
 
@@ -74,7 +87,12 @@ def _store(settings: Config) -> QemuTemplateStore:
     return QemuTemplateStore(settings.template_dir, limit_bytes=settings.hypervisor.template_limit_bytes)
 
 
-def _row(template: StoredTemplate) -> tuple[str, ...]:
+def _row(template: _Template) -> tuple[str, ...]:
+    size, last_use = f"{template.size_bytes / (1 << 20):.0f} MiB", _time(template.use_time_s).replace("T", " ")[:16]
+    if isinstance(template, StoredContainerTemplate):
+        image = f"{template.image}@{template.image_directory[:8]}"
+        # Its machines' memory, processors and screen are only part of its key.
+        return (template.key, image, "", "", "", Accelerator.NATIVE.value, size, last_use)
     manifest = template.manifest
     return (
         manifest.key,
@@ -83,13 +101,17 @@ def _row(template: StoredTemplate) -> tuple[str, ...]:
         str(manifest.vcpu_count),
         manifest.screen,
         manifest.accelerator,
-        f"{template.size_bytes / (1 << 20):.0f} MiB",
-        _time(template.use_time_s).replace("T", " ")[:16],
+        size,
+        last_use,
     )
 
 
-def _fields(template: StoredTemplate) -> dict[str, object]:
-    fields = template.manifest.model_dump(exclude={"notes", "format"})
+def _fields(template: _Template) -> dict[str, object]:
+    if isinstance(template, StoredContainerTemplate):
+        fields = asdict(template) | {"accelerator": Accelerator.NATIVE.value}
+        del fields["use_time_s"]
+    else:
+        fields = template.manifest.model_dump(exclude={"notes", "format"})
     return {**fields, "size_bytes": template.size_bytes, "last_use_time": _time(template.use_time_s)}
 
 

@@ -1,6 +1,7 @@
 """Containers against hosts that lack something, guests that use up what they have, and daemons that are killed."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -11,11 +12,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from envd.base.errors import ConfigError, GuestUnresponsive, HypervisorError, MachineLost
 from envd.base.losses import LossOwner
+from envd.cli.image import app
 from envd.desktop.agent import GuestAgent
 from envd.desktop.desktop import Desktop
 from envd.desktop.display.rfb import RfbClient
@@ -23,6 +27,7 @@ from envd.hypervisor.machine import DiskImage, MachineSpec
 from envd.hypervisor.oci.control_groups import ControlGroups, Hierarchies
 from envd.hypervisor.oci.hypervisor import OciHypervisor
 from envd.hypervisor.oci.machine import OciMachine
+from envd.hypervisor.oci.stopping import ProcessTree
 from tests.support.containers import desktop_image, first_process, settings
 from tests.support.machine_contract.fixtures import read_screen
 from tests.support.program import Program
@@ -466,6 +471,36 @@ async def test_without_control_groups_signals_stop_all_but_the_x_server(
         assert before_s is not None
         await GuestAgent(machine).run(["sh", "-c", "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"], timeout_s=60)
         assert (machine.processor_s() or 0) > before_s
+
+
+async def test_signals_find_the_processes_of_their_machine_among_those_of_other_daemons(
+    state_dir: Path, image: DiskImage
+) -> None:
+    async with started(state_dir, image) as (_, machine):
+        assert machine.pid is not None
+        assert machine.groups is not None
+        tree = ProcessTree.of(machine.pid, machine_id=_MACHINE_ID, root_uid=0)
+        assert tree.first_pid == first_process(machine.groups.process_ids())
+        # Daemons number their containers alike.
+        with pytest.raises(ProcessLookupError):
+            ProcessTree.of(machine.pid, machine_id="another-daemons", root_uid=0)
+
+
+async def test_templates_are_listed_and_pruned_unless_a_daemon_uses_them(state_dir: Path, image: DiskImage) -> None:
+    def templates(*args: str) -> Any:
+        result = CliRunner().invoke(app, ["templates", *args, "--json", "--state-dir", str(state_dir)])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    async with started(state_dir, image) as (hypervisor, machine):
+        template = await hypervisor.freeze(machine, notes={})
+        (listed,) = templates("list")["templates"]
+        assert (listed["key"], listed["image"], listed["accelerator"]) == (template.key, image.name, "native")
+        assert (await asyncio.to_thread(templates, "prune", "--all"))["removed"] == [], "it is in use"
+    (removed,) = (await asyncio.to_thread(templates, "prune", "--all"))["removed"]
+    assert removed["key"] == template.key
+    assert not template.directory.exists()
+    assert templates("list")["templates"] == []
 
 
 _STUCK_DAEMON = """

@@ -1,9 +1,11 @@
 """E2B's interface on a real desktop in a container, through the whole daemon and its process of the protocol."""
 
+import asyncio
 import base64
 import io
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -71,4 +73,25 @@ async def test_commands_files_ports_and_the_desktop(e2b: E2bWire) -> None:
     assert picture.size == (1280, 800)
     status, refused = await e2b.call("POST", f"/sandboxes/{sandbox.sandbox_id}/pause", {})
     assert (status, "cannot be copied" in refused["message"]) == (501, True)
+    status, refused = await e2b.call("POST", "/v2/sandboxes", {"templateID": "desktop", "autoPause": True})
+    assert (status, "autoPause: pool desktop" in refused["message"]) == (501, True)
     assert (await e2b.call("DELETE", f"/sandboxes/{sandbox.sandbox_id}"))[0] == 204
+
+
+async def test_a_sandbox_whose_guest_powers_off_is_missing(e2b: E2bWire) -> None:
+    sandbox = await e2b.create("desktop")
+    root = "Basic " + base64.b64encode(b"root:").decode()
+    async with sandbox.stream("process.Process/Start", bash("poweroff"), Authorization=root) as (_, events):
+        with suppress(aiohttp.ClientPayloadError, asyncio.IncompleteReadError):
+            async for _ in events:
+                pass
+    path = f"/sandboxes/{sandbox.sandbox_id}"
+    async with asyncio.timeout(60):
+        while (await e2b.call("GET", path))[0] == 200:
+            await asyncio.sleep(0.1)
+    for method, call, body in (("GET", path, None), ("POST", f"{path}/timeout", {}), ("POST", f"{path}/connect", {})):
+        assert (await e2b.call(method, call, body))[0] == 404
+    # SDKs take it for a sandbox that is missing.
+    assert (await sandbox.ask("filesystem.Filesystem/Stat", {"path": "."}))[0] == 502
+    assert await e2b.call("POST", f"{path}/evaluate", {}) == (200, {"reward": 0.0})
+    assert (await e2b.call("DELETE", path))[0] == 204

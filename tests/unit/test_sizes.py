@@ -19,7 +19,7 @@ BUDGETS = {
     "envd/drawn": 5650,
     "envd/episodes": 8050,
     "envd/guests": 4900,
-    "envd/hypervisor": 8350,
+    "envd/hypervisor": 8400,
     "envd/images": 3250,
     "envd/integrations": 7100,
     "envd/pool": 3300,

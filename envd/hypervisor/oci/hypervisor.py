@@ -40,7 +40,7 @@ from envd.hypervisor.oci.ids import IdMap, own_ids
 from envd.hypervisor.oci.images import IMAGES, SUDO, ImageFiles, has_package, obstacle
 from envd.hypervisor.oci.machine import DESTROYED, MachineFiles, OciMachine
 from envd.hypervisor.oci.namespace import Namespace, owner_of_files
-from envd.hypervisor.oci.templates import TEMPLATES, OciSnapshot, TemplateStore
+from envd.hypervisor.oci.templates import SUBDIRECTORY, TEMPLATES, OciSnapshot, TemplateStore
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class OciHypervisor:
         directory = config.state_dir / "containers"
         _check_path_length(directory, config.pools)
         ids = own_ids()
-        template_dir = (config.hypervisor.template_dir or config.state_dir / "templates") / "containers"
+        template_dir = config.template_dir / SUBDIRECTORY
         directories = {
             _MACHINES: directory,
             _RUNTIME: config.state_dir / "containers-runtime",
@@ -140,7 +140,7 @@ class OciHypervisor:
         opened.append(hypervisor)
         await hypervisor._images.prune(images)
         await hypervisor._templates.prune(
-            hypervisor._images.kept(images), limit_bytes=config.hypervisor.template_limit_bytes
+            limit_bytes=config.hypervisor.template_limit_bytes, image_directories=hypervisor._images.kept(images)
         )
         return hypervisor
 

@@ -218,9 +218,7 @@ async def remove_unpacked(root: Path, directory: Path) -> None:
     found = {path.resolve() for path in candidates if path.is_dir()}
     if not found:
         return
-    namespace = await Namespace.open(
-        {IMAGES: root.resolve()}, ids=own_ids(), on_start=lambda _: None, on_exit=lambda *_: None, on_end=lambda _: None
-    )
+    namespace = await Namespace.open({IMAGES: root.resolve()}, ids=own_ids())
     try:
         for path in found:
             await namespace.call("empty", path=str(Namespace.inside(IMAGES) / path.relative_to(root.resolve())))

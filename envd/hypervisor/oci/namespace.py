@@ -47,9 +47,9 @@ class Namespace:
         directories: Mapping[str, Path],
         *,
         ids: IdMap,
-        on_start: Callable[[int], None],
-        on_exit: Callable[[int, int], None],
-        on_end: Callable[[str], None],
+        on_start: Callable[[int], None] = lambda _pid: None,
+        on_exit: Callable[[int, int], None] = lambda _pid, _status: None,
+        on_end: Callable[[str], None] = lambda _reason: None,
     ) -> "Namespace":
         """Create the namespaces.
 

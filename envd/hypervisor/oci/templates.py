@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from envd.base.errors import HypervisorError, TemplateCorrupt
 from envd.hypervisor.machine import CaptureReport, MachineSpec
-from envd.hypervisor.oci.ids import IdMap
+from envd.hypervisor.oci.ids import IdMap, own_ids
 from envd.hypervisor.oci.images import lock
 from envd.hypervisor.oci.namespace import Namespace, owner_of_files
 
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Name of the directory of templates in the namespace.
 TEMPLATES: Final = "templates"
+#: Name of the directory in that of the templates of all hypervisors.
+SUBDIRECTORY: Final = "containers"
 _MANIFEST, _UPPER = "template.json", "upper"
 _BOOT_POLL_S: Final = 0.1
 
@@ -53,6 +55,20 @@ class _Manifest(BaseModel):
     create_time: str
     """ISO 8601, UTC."""
     notes: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredContainerTemplate:
+    """One template on disk."""
+
+    key: str
+    image: str
+    image_directory: str
+    """Name of the directory of its image: the beginning of the image's digest."""
+    size_bytes: int
+    create_time: str
+    use_time_s: float
+    """Time of its last use, in seconds since 1970."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -193,20 +209,20 @@ class TemplateStore:
                 raise HypervisorError(f"template {key}: could not be stored: {error}") from error
             raise
 
-    async def prune(self, image_directories: Collection[str], *, limit_bytes: int) -> None:
-        """Remove the templates of other images than those in these directories, and the least recently used ones until
-        the rest fits.
+    async def prune(
+        self, *, limit_bytes: int, image_directories: Collection[str] | None = None
+    ) -> list[StoredContainerTemplate]:
+        """Remove the templates of other images than those in these directories, if given, and the least recently used
+        ones until the rest fits; return those that were removed.
 
         Those that a daemon uses stay. Never raises: what cannot be removed is logged.
         """
-        found = []
-        for manifest in self._directory.glob(f"*/{_MANIFEST}"):
-            with suppress(OSError, ValidationError):  # `find` removes what is damaged
-                stored = _Manifest.model_validate_json(manifest.read_bytes())
-                found.append((manifest.parent.stat().st_mtime_ns, stored))
-        total_bytes = sum(stored.size_bytes for _, stored in found)
-        for _, stored in sorted(found, key=lambda each: each[0]):
-            if stored.image_directory in image_directories and total_bytes <= limit_bytes:
+        found = stored_templates(self._directory)
+        total_bytes = sum(stored.size_bytes for stored in found)
+        removed = []
+        for stored in found:
+            is_needed = image_directories is None or stored.image_directory in image_directories
+            if is_needed and total_bytes <= limit_bytes:
                 continue
             try:
                 used = lock(self._used_file(stored.key), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -220,7 +236,9 @@ class TemplateStore:
                 logger.warning("template %s: could not be removed: %s", stored.key, error)
                 continue
             total_bytes -= stored.size_bytes
+            removed.append(stored)
             logger.info("template %s of image %s: removed", stored.key, stored.image)
+        return removed
 
     def close(self) -> None:
         """Let others remove the templates that this daemon has used."""
@@ -251,6 +269,41 @@ class TemplateStore:
             report=CaptureReport(memory_bytes=max(1, stored.size_bytes), paused_ms=total_ms, total_ms=total_ms),
             notes=stored.notes,
         )
+
+
+def stored_templates(directory: Path) -> list[StoredContainerTemplate]:
+    """Return the complete templates of a directory, the least recently used first."""
+    found = []
+    for manifest in directory.glob(f"*/{_MANIFEST}"):
+        with suppress(OSError, ValidationError):  # `TemplateStore.find` removes what is damaged
+            stored = _Manifest.model_validate_json(manifest.read_bytes())
+            found.append(
+                StoredContainerTemplate(
+                    key=stored.key,
+                    image=stored.image,
+                    image_directory=stored.image_directory,
+                    size_bytes=stored.size_bytes,
+                    create_time=stored.create_time,
+                    use_time_s=manifest.parent.stat().st_mtime,
+                )
+            )
+    return sorted(found, key=lambda stored: stored.use_time_s)
+
+
+async def prune_templates(directory: Path, *, limit_bytes: int) -> list[StoredContainerTemplate]:
+    """Remove the least recently used templates until the rest fits, without a daemon; return those that were removed.
+
+    Raises:
+        ConfigError, HypervisorError: This host does not allow the namespaces in which their files can be removed.
+    """
+    if sum(stored.size_bytes for stored in stored_templates(directory)) <= limit_bytes:
+        return []
+    ids = own_ids()
+    namespace = await Namespace.open({TEMPLATES: directory.resolve()}, ids=ids)
+    try:
+        return await TemplateStore(directory, ids=ids, namespace=namespace).prune(limit_bytes=limit_bytes)
+    finally:
+        await namespace.aclose()
 
 
 def _try_lock(lock: int) -> bool:

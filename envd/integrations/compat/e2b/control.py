@@ -16,7 +16,7 @@ from aiohttp import web
 from pydantic import Field
 
 from cuaenv.client import AsyncEpisode, Checkpoint
-from cuaenv.client.errors import EnvError, EpisodeNotFound, NotForkable, NotSupported, TaskNotFound
+from cuaenv.client.errors import EnvError, EpisodeNotFound, GuestEnded, NotForkable, NotSupported, TaskNotFound
 from envd.base.aio import shielded
 from envd.integrations.compat.callers import TokenHolder, not_found
 from envd.integrations.compat.e2b.guest import GuestServices
@@ -134,6 +134,8 @@ class E2b:
 
     async def _created(self, caller: Caller, body: _Create) -> Sandbox:
         task, pool = await _template(caller, body.template_id)
+        if body.auto_pause:
+            await _require_copies(caller, pool)
         episode = await caller.open(task, view=NO_PIXELS, of_calls=True, pool=pool, timeout=_OPEN_TIMEOUT)
         sandbox = Sandbox(
             template_id=body.template_id, metadata=body.metadata, envs=body.env_vars, pauses_at_end=body.auto_pause
@@ -185,7 +187,7 @@ class E2b:
             return json_response({**content, **_domain(request)})
 
     async def _require_alive(self, caller: Caller, sandbox: Sandbox) -> None:
-        """Check that a running sandbox has its episode. Raises: EpisodeNotFound."""
+        """Check that a running sandbox has its episode, and that its guest did not end it. Raises: EpisodeNotFound."""
         if sandbox.episode is None:
             return
         try:
@@ -193,6 +195,8 @@ class E2b:
         except EpisodeNotFound:
             await caller.close(sandbox.sandbox_id)
             raise not_found(sandbox.sandbox_id) from None
+        except GuestEnded:
+            raise not_found(sandbox.sandbox_id) from None  # its task can still be scored
         except EnvError:
             pass  # such as a machine that was lost: its calls report it
 
@@ -389,6 +393,13 @@ async def _copying(work: Awaitable[Any]) -> Any:
         return await work
     except NotForkable as error:
         raise _unsupported(str(error)) from error
+
+
+async def _require_copies(caller: Caller, pool: str) -> None:
+    """Check that the machines of a pool, or of all pools, can be paused with their state. Raises: NotSupported."""
+    for each in await caller.client.list_pools():
+        if each.not_forkable and pool in ("", each.name):
+            raise _unsupported(f"autoPause: pool {each.name}: {each.not_forkable}")
 
 
 async def _template(caller: Caller, name: str) -> tuple[str | Checkpoint, str]:

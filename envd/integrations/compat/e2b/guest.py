@@ -13,7 +13,7 @@ from typing import Final
 from aiohttp import BasicAuth, web
 from aiohttp.typedefs import Handler, Middleware
 
-from cuaenv.client.errors import EnvError
+from cuaenv.client.errors import EnvError, GuestEnded
 from envd.integrations.compat.callers import Callers, TokenHolder
 from envd.integrations.compat.e2b import files, ports, processes, rpc
 from envd.integrations.compat.e2b.rpc import RpcError
@@ -100,8 +100,9 @@ class GuestServices:
     async def _failed(self, caller: TokenHolder[Sandbox], sandbox: Sandbox, error: EnvError) -> web.StreamResponse:
         if not rpc.is_gone(error):
             return rpc.error_response(rpc.rpc_error(error))
-        logger.warning("sandbox %s: it ended: %s", sandbox.sandbox_id, error)
-        await caller.close(sandbox.sandbox_id)
+        if not isinstance(error, GuestEnded):  # its task can still be scored
+            logger.warning("sandbox %s: it ended: %s", sandbox.sandbox_id, error)
+            await caller.close(sandbox.sandbox_id)
         return _gone(sandbox.sandbox_id)
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
-from cuaenv.client.errors import EnvError, EpisodeNotFound, NotSupported, RateLimited, SampleVoid
+from cuaenv.client.errors import EnvError, EpisodeNotFound, GuestEnded, NotSupported, RateLimited, SampleVoid
 from cuaenv.problems import problem_of
 from envd.base import untrusted_json
 
@@ -53,7 +53,7 @@ class RpcError(Exception):
 
 def is_gone(error: EnvError) -> bool:
     """Return whether an error means that the sandbox has no machine any more."""
-    return isinstance(error, EpisodeNotFound | SampleVoid)
+    return isinstance(error, EpisodeNotFound | GuestEnded | SampleVoid)
 
 
 def ended(why: str) -> RpcError:
