@@ -1,0 +1,115 @@
+"""Feeds states to the verifiers of tasks, in a guest. Imports nothing of envd; `feed.py` stages and calls it.
+
+`python3 feed_guest.py REQUEST` prints a JSON line per state.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import states
+
+HERE = Path(__file__).resolve().parent
+HOME = Path("/home/user")
+#: A verifier of files takes about 0.1 s.
+LIMIT_S = 20
+
+
+def run(argv: list[str], cwd: Path = HOME) -> subprocess.CompletedProcess[str] | None:
+    """Run a program as root, with the user's home; None if it does not end in time."""
+    env = {"HOME": str(HOME), "PATH": "/usr/bin:/bin:/usr/local/bin", "LANG": "C.UTF-8"}
+    try:
+        return subprocess.run(
+            argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def set_up(task: dict[str, Any]) -> None:
+    """Make the files of a task in an empty home."""
+    for each in HOME.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each, ignore_errors=True)
+    for name in ("Documents", "Music", "Pictures", "Videos", "Desktop", "Downloads"):
+        (HOME / name).mkdir(exist_ok=True)
+    env = HERE / "tasks" / task["id"] / "env"
+    missing = False
+    for entry in task["env"].get("files", []):
+        source, target = env / entry["filename"], Path(entry["sandbox_path"])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_file():
+            shutil.copy(source, target)
+        else:
+            missing = True
+    if missing and (env / "create_env.py").is_file():
+        run(["python3", str(env / "create_env.py")])
+    for entry in task["env"].get("files", []):
+        if str(entry["filename"]).startswith("setup_"):
+            run(["python3" if entry["sandbox_path"].endswith(".py") else "bash", entry["sandbox_path"]])
+
+
+def verify(app: str, checks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the score, or why there is none, and the evidence of each check."""
+    outputs: dict[str, Any] = {}
+    passed = []
+    evidence = []
+    for check in checks:
+        command = check["command"]
+        if command not in outputs:
+            outputs[command] = run(
+                ["python3", "-I", str(HERE / "verifiers" / app / f"{app}.py"), *shlex.split(command)]
+            )
+        done = outputs[command]
+        if done is None:
+            return {"score": None, "detail": f"{command}: did not end in {LIMIT_S} s"}
+        try:
+            found = json.loads(done.stdout)
+        except ValueError:
+            return {"score": None, "detail": f"{command}: printed no JSON: {done.stderr[-200:]}"}
+        try:
+            good = bool(eval(check["eval"], {"result": found})) if check.get("eval") else (
+                found.get(check["key"]) == check.get("expected"))  # fmt: skip
+        except Exception:
+            good = False
+        passed.append(good)
+        if not good:
+            evidence.append(f"{command}: {json.dumps(found)[:120]}")
+    return {"score": sum(passed) / len(passed), "detail": "; ".join(evidence)[:400]}
+
+
+def make(task: dict[str, Any], state: dict[str, Any]) -> None:
+    """Make a state of a task."""
+    if state["how"] == "empty":
+        states.empty(task["checks"])
+    elif state["how"] == "checked":
+        states.write(task["app"], state["checks"])
+    for command in state.get("then", ()):
+        run(["bash", "-c", command])
+
+
+def feed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the result of each state."""
+    for state in task["states"]:
+        set_up(task)
+        try:
+            make(task, state)
+        except (OSError, ValueError, KeyError, IndexError, AttributeError) as error:
+            yield {"task": task["id"], "name": state["name"], "kind": state["kind"], "impossible": repr(error)[:200]}
+            continue
+        found = verify(task["app"], task["checks"])
+        yield {"task": task["id"], "name": state["name"], "kind": state["kind"], **found}
+
+
+if __name__ == "__main__":
+    os.environ["HOME"] = str(HOME)
+    for each in json.loads(Path(sys.argv[1]).read_text()):
+        for line in feed(each):
+            print(json.dumps(line), flush=True)
