@@ -28,7 +28,7 @@ from tests.opencomputer.play import settings
 HERE = Path(__file__).parent
 #: Any task whose application starts soon.
 MACHINE = "opencomputer/galculator_compound_arithmetic"
-BATCH = 6
+BATCH = 4
 #: Variations of one kind in each task.
 MOST = 3
 #: Tasks of each application whose files are replaced by ones that cannot be read.
@@ -107,7 +107,8 @@ def staged(root: Path, batch: list[dict[str, Any]]) -> bytes:
         for app in {task["app"] for task in batch}:
             file.add(root / VERIFIERS / app / f"{app}.py", f"verifiers/{app}/{app}.py")
         for task in batch:
-            file.add(root / TASKS / task["id"] / "env", f"tasks/{task['id']}/env")
+            if (env := root / TASKS / task["id"] / "env").is_dir():
+                file.add(env, f"tasks/{task['id']}/env")
         data = json.dumps(batch).encode()
         info = tarfile.TarInfo("request.json")
         info.size = len(data)
@@ -124,7 +125,8 @@ async def run(arguments: argparse.Namespace) -> None:
     for task in left:
         task["states"] = [state for state in task["states"] if (task["id"], state["name"]) not in done]
     left = [task for task in left if task["states"]]
-    stage = "rm -rf /root/feed; mkdir /root/feed; cd /root/feed; tar -xf - --no-same-owner; exec python3 feed_guest.py request.json"
+    stage = "rm -rf /root/feed; mkdir /root/feed; cd /root/feed; tar -xf - --no-same-owner"
+    stage += "; exec python3 feed_guest.py request.json"
     async with open_daemon(settings(arguments)) as daemon, AsyncEnvClient(daemon.address, token="") as client:
         view, hour = View(encoding="none"), timedelta(hours=1)
         async with client.reset(MACHINE, view=view, max_steps=1000, timeout=hour) as episode:
@@ -132,7 +134,7 @@ async def run(arguments: argparse.Namespace) -> None:
                 batch = left[start : start + BATCH]
                 result = await episode.run_command(
                     ["bash", "-c", stage], as_root=True, stdin=staged(arguments.checkout, batch),
-                    timeout=timedelta(minutes=20),
+                    timeout=timedelta(minutes=10),
                 )  # fmt: skip
                 with arguments.out.open("a") as file:
                     file.write(result.stdout.decode())

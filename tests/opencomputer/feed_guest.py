@@ -75,8 +75,10 @@ def verify(app: str, checks: list[dict[str, Any]]) -> dict[str, Any]:
         except ValueError:
             return {"score": None, "detail": f"{command}: printed no JSON: {done.stderr[-200:]}"}
         try:
-            good = bool(eval(check["eval"], {"result": found})) if check.get("eval") else (
-                found.get(check["key"]) == check.get("expected"))  # fmt: skip
+            if check.get("eval"):
+                good = bool(eval(check["eval"], {"result": found}))  # noqa: S307 -- OpenComputer's, in the guest
+            else:
+                good = found.get(check["key"]) == check.get("expected")
         except Exception:
             good = False
         passed.append(good)

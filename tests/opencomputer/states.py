@@ -1,7 +1,7 @@
 """States that have what a task's checks name and nothing else. Runs in guests: imports nothing of envd.
 
-`write(app, checks)` replaces or makes the files that the checks of a task name. A file loses all that no check asks for,
-so a task that changes a document is not solved: the rest of the document is gone.
+`write(app, checks)` replaces or makes the files that the checks of a task name. A file loses all that no check asks
+for, so a task that changes a document is not solved: the rest of the document is gone.
 """
 
 import os
