@@ -1,7 +1,7 @@
 """Count what OpenComputer's verifiers accept: `python -m tests.opencomputer.audit CHECKOUT RESULTS FEED --out FILE`.
 
-RESULTS is `results.jsonl` of `envd tasks attack`, FEED the file of `tests.opencomputer.feed`. Prints tables in Markdown,
-and writes the accepted states as compact JSON lines.
+RESULTS is `results.jsonl` of `envd tasks attack`, FEED the file of `tests.opencomputer.feed`. Prints tables in
+Markdown, and writes the accepted states as compact JSON lines.
 """
 
 import argparse

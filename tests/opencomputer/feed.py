@@ -1,34 +1,25 @@
-"""Feed states that satisfy only the checks of a task, and variations of them, to OpenComputer's verifiers.
+"""States that satisfy only the checks of a task, and variations of them, for OpenComputer's verifiers.
 
-`python -m tests.opencomputer.feed CHECKOUT --out FILE --state-dir DIR` takes the tasks of the applications whose
-verifiers only read files. The states are made and verified in one machine of the image `office`, without the
-application: a state takes about a second, and not a minute. FILE gets a JSON line per state; states that it has are not
-fed again.
+`python -m tests.opencomputer.feed CHECKOUT DIR` fills DIR for the tasks of the applications whose verifiers only read
+files. `python3 DIR/feed_guest.py DIR/request.json`, as root on a machine of the image `office` or in its files, makes
+and verifies the states without the applications, and prints a JSON line for each: a state takes a second, and not a
+minute.
 """
 
 import argparse
-import io
 import json
 import random
 import shlex
-import tarfile
+import shutil
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from cuaenv.client import AsyncEnvClient, View
 from envd.authoring.attack.mutants import changed_values
-from envd.cli.own_daemon import run_until_signal
-from envd.daemon.composition import open_daemon
 from envd.integrations.open_computer.verifiers import TASKS, VERIFIERS
 from tests.opencomputer import states
-from tests.opencomputer.play import settings
 
 HERE = Path(__file__).parent
-#: Any task whose application starts soon.
-MACHINE = "opencomputer/galculator_compound_arithmetic"
-BATCH = 4
 #: Variations of one kind in each task.
 MOST = 3
 #: Tasks of each application whose files are replaced by ones that cannot be read.
@@ -98,62 +89,30 @@ def tasks_of(root: Path) -> Iterator[dict[str, Any]]:
             yield {"id": task["id"], "app": app, "env": task["env"], "checks": task["verification"], "states": own}
 
 
-def staged(root: Path, batch: list[dict[str, Any]]) -> bytes:
-    """Return an archive of what a batch needs."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as file:
-        for name in ("states.py", "feed_guest.py"):
-            file.add(HERE / name, name)
-        for app in {task["app"] for task in batch}:
-            file.add(root / VERIFIERS / app / f"{app}.py", f"verifiers/{app}/{app}.py")
-        for task in batch:
-            if (env := root / TASKS / task["id"] / "env").is_dir():
-                file.add(env, f"tasks/{task['id']}/env")
-        data = json.dumps(batch).encode()
-        info = tarfile.TarInfo("request.json")
-        info.size = len(data)
-        file.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
-async def run(arguments: argparse.Namespace) -> None:
-    """Feed what the file lacks."""
-    lines = arguments.out.read_text().splitlines() if arguments.out.exists() else []
-    done = {(line["task"], line["name"]) for line in map(json.loads, lines)}
-    left = list(tasks_of(arguments.checkout))
-    random.Random(0).shuffle(left)
-    for task in left:
-        task["states"] = [state for state in task["states"] if (task["id"], state["name"]) not in done]
-    left = [task for task in left if task["states"]]
-    stage = "rm -rf /root/feed; mkdir /root/feed; cd /root/feed; tar -xf - --no-same-owner"
-    stage += "; exec python3 feed_guest.py request.json"
-    async with open_daemon(settings(arguments)) as daemon, AsyncEnvClient(daemon.address, token="") as client:
-        view, hour = View(encoding="none"), timedelta(hours=1)
-        async with client.reset(MACHINE, view=view, max_steps=1000, timeout=hour) as episode:
-            for start in range(0, len(left), BATCH):
-                batch = left[start : start + BATCH]
-                result = await episode.run_command(
-                    ["bash", "-c", stage], as_root=True, stdin=staged(arguments.checkout, batch),
-                    timeout=timedelta(minutes=10),
-                )  # fmt: skip
-                with arguments.out.open("a") as file:
-                    file.write(result.stdout.decode())
-                print(
-                    f"{start + len(batch)} of {len(left)} tasks",
-                    result.stderr[-300:].decode(errors="replace"),
-                    flush=True,
-                )
+def stage(root: Path, directory: Path) -> None:
+    """Fill a directory with what the states need."""
+    directory.mkdir(parents=True)
+    tasks = list(tasks_of(root))
+    random.Random(0).shuffle(tasks)
+    for name in ("states.py", "feed_guest.py"):
+        shutil.copy(HERE / name, directory)
+    for app in states.WRITERS:
+        (directory / "verifiers" / app).mkdir(parents=True)
+        shutil.copy(root / VERIFIERS / app / f"{app}.py", directory / "verifiers" / app)
+    for task in tasks:
+        if (env := root / TASKS / task["id"] / "env").is_dir():
+            shutil.copytree(env, directory / "tasks" / task["id"] / "env")
+    (directory / "request.json").write_text(json.dumps(tasks))
+    print(f"{len(tasks)} tasks, {sum(len(task['states']) for task in tasks)} states")
 
 
 def main() -> None:
-    """Parse the arguments and feed."""
+    """Parse the arguments and fill the directory."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--state-dir", type=Path, required=True)
-    parser.add_argument("--hypervisor", default="oci:")
-    parser.set_defaults(accelerator="auto", machines=1, oracles=False)
-    run_until_signal(run(parser.parse_args()))
+    parser.add_argument("directory", type=Path)
+    arguments = parser.parse_args()
+    stage(arguments.checkout, arguments.directory)
 
 
 if __name__ == "__main__":

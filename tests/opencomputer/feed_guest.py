@@ -7,10 +7,14 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import states
@@ -56,6 +60,41 @@ def set_up(task: dict[str, Any]) -> None:
             run(["python3" if entry["sandbox_path"].endswith(".py") else "bash", entry["sandbox_path"]])
 
 
+def run_verifier(path: Path, arguments: list[str]) -> tuple[str, str] | None:
+    """Run a verifier in a fork, without starting Python; return what it printed, or None if it does not end in time."""
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(LIMIT_S)
+            os.chdir(HOME)
+            os.dup2(stdout.fileno(), 1)
+            os.dup2(stderr.fileno(), 2)
+            sys.argv = [str(path), *arguments]
+            code = 0
+            try:
+                exec(compiled(path), {"__name__": "__main__", "__file__": str(path)})  # noqa: S102 -- as a program
+            except SystemExit:
+                pass
+            except BaseException as error:
+                print(repr(error), file=sys.stderr)
+                code = 1
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        status = os.waitpid(child, 0)[1]
+        if os.WIFSIGNALED(status):
+            return None
+        stdout.seek(0)
+        stderr.seek(0)
+        return stdout.read(1 << 20).decode(errors="replace"), stderr.read(1 << 16).decode(errors="replace")
+
+
+@cache
+def compiled(path: Path) -> CodeType:
+    """Return the code of a verifier."""
+    return compile(path.read_bytes(), path, "exec")
+
+
 def verify(app: str, checks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the score, or why there is none, and the evidence of each check."""
     outputs: dict[str, Any] = {}
@@ -64,16 +103,15 @@ def verify(app: str, checks: list[dict[str, Any]]) -> dict[str, Any]:
     for check in checks:
         command = check["command"]
         if command not in outputs:
-            outputs[command] = run(
-                ["python3", "-I", str(HERE / "verifiers" / app / f"{app}.py"), *shlex.split(command)]
-            )
+            verifier = HERE / "verifiers" / app / f"{app}.py"
+            outputs[command] = run_verifier(verifier, shlex.split(command))
         done = outputs[command]
         if done is None:
             return {"score": None, "detail": f"{command}: did not end in {LIMIT_S} s"}
         try:
-            found = json.loads(done.stdout)
+            found = json.loads(done[0])
         except ValueError:
-            return {"score": None, "detail": f"{command}: printed no JSON: {done.stderr[-200:]}"}
+            return {"score": None, "detail": f"{command}: printed no JSON: {done[1][-200:]}"}
         try:
             if check.get("eval"):
                 good = bool(eval(check["eval"], {"result": found}))  # noqa: S307 -- OpenComputer's, in the guest
@@ -99,8 +137,14 @@ def make(task: dict[str, Any], state: dict[str, Any]) -> None:
 
 def feed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the result of each state."""
+    base = HERE / "base"
+    set_up(task)
+    shutil.rmtree(base, ignore_errors=True)
+    shutil.copytree(HOME, base, symlinks=True)
     for state in task["states"]:
-        set_up(task)
+        for each in HOME.iterdir():
+            shutil.rmtree(each, ignore_errors=True) if each.is_dir() and not each.is_symlink() else each.unlink()
+        shutil.copytree(base, HOME, symlinks=True, dirs_exist_ok=True)
         try:
             make(task, state)
         except (OSError, ValueError, KeyError, IndexError, AttributeError) as error:
