@@ -15,14 +15,14 @@ from typing import Any
 from envd.authoring.attack.report import acceptance
 from envd.integrations.open_computer.verifiers import TASKS
 
-#: States in which a part of the task is solved or that solve it; see `docs/audit.md`.
-EQUIVALENT = "settings of the shell changed"
+#: No task asks for it, and it harms none.
+HARMLESS = "settings of the shell changed"
 
 
 def played(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the results on machines."""
     for line in map(json.loads, path.read_text().splitlines()):
-        if not line["expects_success"] and EQUIVALENT not in line["mutant"]:
+        if not line["expects_success"] and HARMLESS not in line["mutant"]:
             yield {
                 "task": line["task_id"].partition("/")[2],
                 "kind": line["family"],
@@ -34,13 +34,22 @@ def played(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def fed(path: Path, root: Path) -> Iterator[dict[str, Any]]:
-    """Yield the results of verifiers alone, of tasks that change a file which their checks name.
+    """Yield the results of verifiers alone, each with whether its task changes a file that its checks name.
 
     A state that has only what is checked lacks the rest of that file, so it is wrong. Where a task makes all its files,
-    such a state may be right.
+    such a state may be right. It is where each line of a text is checked: such tasks are left out.
     """
-    for line in map(json.loads, path.read_text().splitlines()):
+    lines = {(line["task"], line["name"]): line for line in map(json.loads, path.read_text().splitlines())}
+    for line in lines.values():
         task = json.loads((root / TASKS / line["task"] / "task.json").read_text())
+        commands = [check["command"].split() for check in task["verification"]]
+        # Variations of a state that does not score 1 say nothing.
+        base = lines.get((line["task"], "only what is checked"), {})
+        if line["kind"] not in {"knowing", "lazy"} and base.get("score") != 1:
+            continue
+        counts = [words[-1] for words in commands if words[0] == "check-file-line-count"]
+        if counts == [str(sum(words[0] == "check-file-line" for words in commands))]:
+            continue
         named = {shlex.split(check["command"])[1] for check in task["verification"] if " /" in check["command"]}
         inputs = {entry["sandbox_path"] for entry in task["env"].get("files", [])}
         line["edits"] = bool(named & inputs)

@@ -3,14 +3,25 @@
 `python3 feed_guest.py REQUEST` prints a JSON line per state.
 """
 
+# Verifiers import most of these. Their forks have them already.
+import array  # noqa: F401
+import base64  # noqa: F401
+import configparser  # noqa: F401
+import gc
+import hashlib
 import json
 import os
+import re  # noqa: F401
 import shlex
 import shutil
 import signal
+import struct  # noqa: F401
 import subprocess
 import sys
 import tempfile
+import traceback  # noqa: F401
+import wave  # noqa: F401
+import xml.etree.ElementTree  # noqa: F401
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -135,8 +146,19 @@ def make(task: dict[str, Any], state: dict[str, Any]) -> None:
         run(["bash", "-c", command])
 
 
+def digest() -> str:
+    """Return a digest of the user's files."""
+    found = hashlib.sha256()
+    for path in sorted(HOME.rglob("*")):
+        found.update(f"{path} {path.lstat().st_mode} {os.readlink(path) if path.is_symlink() else ''}".encode())
+        if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 24:
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
 def feed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the result of each state."""
+    """Yield the result of each state that differs from those before."""
+    seen: set[str] = set()
     base = HERE / "base"
     set_up(task)
     shutil.rmtree(base, ignore_errors=True)
@@ -150,11 +172,16 @@ def feed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
         except (OSError, ValueError, KeyError, IndexError, AttributeError) as error:
             yield {"task": task["id"], "name": state["name"], "kind": state["kind"], "impossible": repr(error)[:200]}
             continue
+        # A change of a word that the state does not depend on is no other state.
+        if (found_digest := digest()) in seen:
+            continue
+        seen.add(found_digest)
         found = verify(task["app"], task["checks"])
         yield {"task": task["id"], "name": state["name"], "kind": state["kind"], **found}
 
 
 if __name__ == "__main__":
+    gc.freeze()
     os.environ["HOME"] = str(HOME)
     for each in json.loads(Path(sys.argv[1]).read_text()):
         for line in feed(each):
