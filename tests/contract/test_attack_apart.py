@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cuaenv.client import AsyncEnvClient, EnvError
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, GuestEnded
 from envd.authoring.attack.mutants import Mutant, playable
 from envd.authoring.attack.playing import Attack, attack, attack_config
 from envd.base.config import Config
@@ -62,6 +62,19 @@ async def test_a_mutant_whose_machine_cannot_be_set_up_has_no_score_and_is_playe
     monkeypatch.setattr(AsyncEnvClient, "reset", _unreachable)
     found = await played(tmp_path)
     assert {(each.score, each.reason, each.is_unscored) for each in found.values()} == {(None, "NOT_PLAYED", True)}
+
+
+async def test_a_mutant_that_ends_its_guest_has_no_score_and_is_not_played_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def end(*_: object) -> None:
+        raise GuestEnded("powered off", reason="GUEST_ENDED")
+
+    monkeypatch.setattr(AsyncEpisode, "step", end)
+    # Those that take no step of their own are played as they are.
+    found = [each for each in (await played(tmp_path)).values() if each.reason != "NOT_PLAYED"]
+    ended = {(each.score, each.reason, each.is_unscored) for each in found if each.score is None}
+    assert ended == {(None, "GUEST_ENDED", False)}
 
 
 def _unreachable(*_: object, **__: object) -> object:

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-import states  # type: ignore[import-not-found] -- next to it in the guest
+import states  # type: ignore[import-not-found]  # next to it in the guest
 
 HERE = Path(__file__).resolve().parent
 HOME = Path("/home/user")

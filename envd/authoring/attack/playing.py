@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict
 
-from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, EpisodeEnded, View
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, EpisodeEnded, GuestEnded, View
 from envd.authoring.attack.mutants import Mutant, playable
 from envd.authoring.playing import ConditionNotMet, Steps, max_steps_of, play
 from envd.base.config import Config
@@ -231,6 +231,8 @@ class _MutantPlayer:
         problem = ""
         try:
             await self._perform(episode, mutant.steps, is_mutant=not mutant.expects_success)
+        except GuestEnded:
+            raise
         except (ConditionNotMet, EpisodeEnded) as error:
             # The mistake kept a condition of a later step from being met: the state is scored as it is.
             problem = f"{error}; "
