@@ -48,12 +48,12 @@ def _hedged(name: str, *steps: Any, after_oracle: bool = False) -> Wrong:
     return Wrong(name, Family.HEDGED, steps, after_oracle)
 
 
-def _replaced(task: str, old: str, new: str) -> Steps:
+def _replaced(task: str, old: str, new: str) -> Any:
     """Return a task's oracle with another text in its commands or keys."""
     text = json.dumps([[write_action(each) for each in step] for step in ORACLES[task]])
     changed = text.replace(json.dumps(old)[1:-1], json.dumps(new)[1:-1])
     assert changed != text, (task, old)
-    return [tuple(map(parse_action, step)) for step in json.loads(changed)]
+    return [tuple(parse_action(each) for each in step) for step in json.loads(changed)]
 
 
 def _document(lines: str) -> tuple[Any, ...]:

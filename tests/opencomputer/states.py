@@ -119,7 +119,7 @@ def _drawio(path: Path, named: Any) -> None:
         for kind in ("vertex", "edge")
     }
     labels = [" ".join(words) for words in _wanted("check-label-exists", named)]
-    style = defaultdict(dict)
+    style: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for identity, name, *value in _wanted("check-style-property", named):
         style[identity][name] = " ".join(value)
     text = ""
@@ -230,7 +230,7 @@ def _sound(path: Path, named: Any) -> None:
     most = (_wanted("check-export-duration-max", named) or [[str(float(least) + 0.2)]])[0][0]
     seconds = (float(least) + float(most)) / 2
     source = f"anoisesrc=d={seconds}:a=0.05:r={rate}"
-    argv = ["ffmpeg", "-v", "error", "-y", "-f", "lavfi", "-i", source, "-ac", channels, "-ar", rate, path]
+    argv = ["ffmpeg", "-v", "error", "-y", "-f", "lavfi", "-i", source, "-ac", channels, "-ar", rate, str(path)]
     subprocess.run(argv, check=False)
 
 

@@ -267,7 +267,7 @@ def test_expected_values_of_opencomputer_are_changed_in_commands() -> None:
 
 
 def result(name: str, **fields: Any) -> Attack:
-    plain = {"family": "almost", "digest": name, "script": (), "expects_success": False, "detail": ""}
+    plain: dict[str, Any] = {"family": "almost", "digest": name, "script": (), "expects_success": False, "detail": ""}
     return Attack(task_id=f"mine/{name[0]}", mutant=name, **(plain | fields))
 
 
