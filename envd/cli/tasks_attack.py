@@ -1,5 +1,8 @@
 """The command `envd tasks attack`."""
 
+import time
+from collections import Counter
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
@@ -8,16 +11,50 @@ import typer
 
 from cuaenv.cli.terminal import Json, err
 from envd.authoring.attack.mutants import Family, Mutant
+from envd.authoring.attack.mutants import playable as mutants_to_play
 from envd.authoring.attack.playing import Attack, attack, attack_config
 from envd.authoring.attack.report import AttackReport, AttackResultsFile, read_verdicts, write_passed
 from envd.base.config import Config
 from envd.cli.command import command
 from envd.cli.own_daemon import own_daemon_options, run_until_signal
-from envd.cli.tasks_oracles import read_oracles, with_oracle
+from envd.cli.tasks_oracles import read_mutants, read_oracles, with_oracle
 from envd.cli.tasks_verify import Suites, TaskIds, choose, names_of, on_image
 from envd.cli.terminal import print_result
 from envd.daemon.suites import load_tasks, with_suites
 from envd.hypervisor.backends import backend_of
+from envd.tasks.basis import judged_digest
+
+_PROGRESS_EVERY_S = 60.0
+
+
+def sampled(mutants: Sequence[Mutant], task_digest: str, count: int | None) -> list[Mutant]:
+    """Return at most `count` mutants of each family, the same ones each time; all if it is None."""
+    if count is None:
+        return list(mutants)
+    kept: Counter[Family] = Counter()
+    chosen = []
+    for mutant in sorted(mutants, key=lambda each: each.digest(task_digest)):
+        kept[mutant.family] += 1
+        if kept[mutant.family] <= count:
+            chosen.append(mutant)
+    return chosen
+
+
+class _Progress:
+    """Prints how many mutants were played and how long the rest takes, at most once a minute."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._count = 0
+        self._begun_s = self._printed_s = time.monotonic()
+
+    def advance(self) -> None:
+        self._count += 1
+        now_s = time.monotonic()
+        if now_s - self._printed_s >= _PROGRESS_EVERY_S:
+            self._printed_s = now_s
+            left_min = (now_s - self._begun_s) / self._count * (self._total - self._count) / 60
+            err.print(f"{self._count} of {self._total} mutants played, about {left_min:.0f} min left")
 
 
 @command(own_daemon_options("tasks"))
@@ -32,6 +69,12 @@ def attack_command(
     oracles: Annotated[
         Path | None,
         typer.Option("--oracles", metavar="FILE", help="Oracles for other tasks, as `envd tasks oracles` prints them."),
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(
+            "--sample", min=0, help="At most so many mutants of a kind in each task, besides those in --oracles."
+        ),
     ] = None,
     image: Annotated[str, typer.Option(help="Image to play on.", show_default="the tasks' own")] = "",
     parallel_count: Annotated[int, typer.Option("--jobs", min=1, max=64, help="Mutants played at once.")] = 2,
@@ -61,12 +104,15 @@ def attack_command(
     given = read_oracles(oracles) if oracles else {}
     catalogue = load_tasks(settings, include_osworld=bool(given))
     named = map(catalogue.get, given) if given and not wanted else choose(catalogue, wanted)
-    chosen = [task for task in (with_oracle(each, given) for each in named) if task.oracle and task.checker]
+    tasks = [task for task in (with_oracle(each, given) for each in named) if task.checker]
+    extra = read_mutants(oracles, tasks) if oracles else {}
+    chosen = [task for task in tasks if task.oracle or extra.get(task.task_id)]
     reviewed = read_verdicts(files("envd.authoring.attack") / "verdicts.yaml") | read_verdicts(verdicts)
     image, playable, _ = on_image(settings, chosen, image)
     own = attack_config(settings, parallel_count=parallel_count, image=image)
     for written in filter(None, (html, passed)):
         written.parent.mkdir(parents=True, exist_ok=True)
+    runs_guests = backend_of(settings.hypervisor.uri).capabilities.runs_guests
     path = out_dir / "results.jsonl"
     with AttackResultsFile(path) as file:
         if file.results:
@@ -75,21 +121,37 @@ def attack_command(
             )
             err.print(note, markup=False, soft_wrap=True)
         played: dict[str, Attack] = {}
+        planned = [
+            (mutant, mutant.digest(own_digest))
+            for task in playable
+            for own_digest in [judged_digest(task)]
+            for mutant in (
+                *sampled(mutants_to_play(task, runs_guests=runs_guests), own_digest, sample),
+                *extra.get(task.task_id, ()),
+            )
+        ]
+        digests = {digest for _, digest in planned}
 
         def is_wanted(mutant: Mutant, digest: str) -> bool:
+            if digest not in digests:
+                return False
             known = file.results.get(digest)
             if known is not None:
                 played[digest] = known
             return (known is None or known.is_unscored) and mutant.family in (families or Family)
 
+        progress = _Progress(sum(is_wanted(mutant, digest) for mutant, digest in planned))
+
         def on_result(result: Attack) -> None:
             file.add(result)
             played[result.digest] = result
+            progress.advance()
 
-        run_until_signal(attack(own, playable, parallel_count=parallel_count, is_wanted=is_wanted, on_result=on_result))
+        run_until_signal(
+            attack(own, playable, parallel_count=parallel_count, extra=extra, is_wanted=is_wanted, on_result=on_result)
+        )
     report = AttackReport(results=list(played.values()), verdicts=reviewed)
     if passed is not None:
-        runs_guests = backend_of(settings.hypervisor.uri).capabilities.runs_guests
         write_passed(passed, playable, report, runs_guests=runs_guests)
     if html is not None:
         html.write_text(report.page(), encoding="utf-8")

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from cuaenv.actions import Done
 from cuaenv.cli.terminal import err
 from cuaenv.problems import problem_of
+from envd.authoring.attack.mutants import Family, Mutant, ends
 from envd.authoring.attack.playing import GUEST_TOOLS
 from envd.base.config import Config
 from envd.base.errors import ConfigError
@@ -17,7 +19,7 @@ from envd.cli.command import command
 from envd.cli.options import config_options
 from envd.daemon.suites import load_tasks
 from envd.tasks.model import Task
-from envd.tasks.oracle import split_step, without_target, write_action
+from envd.tasks.oracle import OracleSteps, parse_action, split_step, without_target, write_action
 from envd.tasks.templates import MAX_SEED, split_of
 
 
@@ -83,6 +85,39 @@ def read_oracles(path: Path) -> dict[str, Any]:
         return {line["task_id"]: line["steps"] for line in lines}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"oracles {path} cannot be read: {error!r}") from error
+
+
+def read_mutants(path: Path, tasks: Iterable[Task]) -> dict[str, tuple[Mutant, ...]]:
+    """Return the own mutants in a file of oracles, by task id. Raises: ConfigError.
+
+    A line may have `mutants`, each with `name`, `family` and `steps`, which are played instead of the oracle or, with
+    `after_oracle: true`, on the solved task before the end is declared.
+    """
+    oracles = {task.task_id: task.oracle for task in tasks}
+    found: dict[str, tuple[Mutant, ...]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        fields = json.loads(line)
+        if fields["task_id"] in oracles:
+            try:
+                own = [_mutant(each, oracles[fields["task_id"]]) for each in fields.get("mutants", ())]
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ConfigError(f"oracles {path}, line {number}: mutants: {error!r}") from error
+            found[fields["task_id"]] = tuple(own)
+    return found
+
+
+def _mutant(fields: Mapping[str, Any], oracle: OracleSteps) -> Mutant:
+    unknown = fields.keys() - {"name", "family", "steps", "after_oracle"}
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))}: not a field of a mutant")
+    steps = tuple(tuple(map(parse_action, step)) for step in fields["steps"])
+    solved = len(oracle) - ends(oracle) if fields.get("after_oracle") else 0
+    return Mutant(
+        name=f"own: {fields['name']}",
+        family=Family(fields["family"]),
+        shared_count=solved,
+        steps=steps if ends(steps) else (*steps, (Done(),)),
+    )
 
 
 def with_oracle(task: Task, oracles: Mapping[str, Any]) -> Task:

@@ -24,6 +24,7 @@ from cuaenv import actions
 from cuaenv.actions import Action, Click, Done, Drag, Fail, TypeText
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.cua_gym.bundle import WORKSPACE, CuaGymCheck
+from envd.integrations.open_computer.verifiers import OpenComputerCheck
 from envd.integrations.osworld.downloads import getter_configs
 from envd.integrations.osworld.tasks import OsworldEvaluator
 from envd.tasks.basis import judged_digest
@@ -49,6 +50,7 @@ _TELLING_CHARS = 6
 _SCRATCH = "/tmp/"  # noqa: S108 - in the guest
 #: A command that starts with something else is more than a call of a program.
 _PROGRAM = re.compile(r"[\w./-]+")
+_HEDGED = ("answer hedged", "answer among others")
 #: Values of one kind that cheats use.
 _MAX_VALUES = 2
 
@@ -64,6 +66,10 @@ class Family(Enum):
     """A cheat that knows the checker."""
     DAMAGE = "damage"
     """The oracle, and then damage to something else."""
+    HEDGED = "hedged"
+    """Several answers or results, of which one is right."""
+    EARLY = "early"
+    """Right at some time, and wrong at the end, or not finished."""
     REPEATED = "repeated"
     """The oracle itself, which must always score 1, whatever else is on the screen."""
 
@@ -100,11 +106,13 @@ class Mutant:
 
 
 def mutants_of(task: Task) -> list[Mutant]:
-    """Return the mutants of a task with an oracle and a checker, in the order of their forks."""
+    """Return the mutants of a task with a checker, in the order of their forks; without an oracle, cheats only."""
     checks = list(leaves(task.checker)) if task.checker else []
     found = [*_almost(task.oracle, checks), *_repeated(task.oracle), *_answers(task, checks)]
     if task.os is GuestOs.LINUX:
         found += _cheating(task, checks)
+    if not task.oracle:
+        found = [mutant for mutant in found if mutant.family in {Family.LAZY, Family.KNOWING}]
     own = {tuple(mutant.script) for mutant in found if mutant.family is Family.REPEATED}
     kept: dict[tuple[str, ...], Mutant] = {}
     for mutant in found:
@@ -148,7 +156,8 @@ def _almost(oracle: OracleSteps, checks: Sequence[AnyLeafChecker]) -> Iterator[M
                 yield mutant("after the next one", index, oracle[index + 1], step, keep=2)
         for place, action in enumerate(step):
             for name, changed in _changed_actions(action, checks):
-                yield mutant(f"{name}, action {place + 1}", index, (*step[:place], changed, *step[place + 1 :]))
+                found = mutant(f"{name}, action {place + 1}", index, (*step[:place], changed, *step[place + 1 :]))
+                yield replace(found, family=Family.HEDGED) if name in _HEDGED else found
 
 
 def _changed_actions(action: OracleAction, checks: Sequence[AnyLeafChecker]) -> Iterator[tuple[str, Action]]:
@@ -157,6 +166,13 @@ def _changed_actions(action: OracleAction, checks: Sequence[AnyLeafChecker]) -> 
             yield from _changed_actions(plain, checks)
         case TypeText(text=text):
             yield from ((name, TypeText(changed)) for name, changed in _changed_texts(text, checks))
+        case actions.RunShell(command=text) if judged := [
+            each for each in checks if isinstance(each, OpenComputerCheck)
+        ]:
+            for value in dict.fromkeys(chain.from_iterable(check.values() for check in judged)):
+                if value in text:
+                    for name, changed in changed_values(value):
+                        yield f"{value}: {name}", replace(action, command=text.replace(value, changed))
         case actions.RunShell(command=text):
             yield from ((name, replace(action, command=changed)) for name, changed in _changed_texts(text, ()))
         case actions.WriteFile(content=text):
@@ -165,8 +181,8 @@ def _changed_actions(action: OracleAction, checks: Sequence[AnyLeafChecker]) -> 
             yield from ((name, replace(action, new=changed)) for name, changed in _changed_texts(text, ()))
         case Done(answer=answer) if answer:
             yield from ((name, Done(changed)) for name, changed in _changed_texts(answer, ()))
-            yield "answer hedged", Done(f"{answer} or {answer[::-1]}x")
-            yield "answer among others", Done(f"{answer[::-1]}x, {answer}, x{answer[::-1]}")
+            yield _HEDGED[0], Done(f"{answer} or {answer[::-1]}x")
+            yield _HEDGED[1], Done(f"{answer[::-1]}x, {answer}, x{answer[::-1]}")
             yield "no answer", Done()
         case Click(x=int(x), y=int(y)):
             yield "below", replace(action, x=x, y=y + _NEIGHBOUR_PX)
@@ -190,6 +206,15 @@ def _changed_texts(text: str, checks: Sequence[AnyLeafChecker]) -> Iterator[tupl
             yield f"other name than {stem}", text.replace(stem, f"{stem}2")
             if (directory := str(PurePosixPath(check.path).parent)) in text:
                 yield f"elsewhere than {directory}", text.replace(directory, "/tmp")  # noqa: S108 - in the guest
+
+
+def changed_values(value: str) -> Iterator[tuple[str, str]]:
+    """Yield almost equal values, each with a name for the change."""
+    for name, wanted in (("one character", str.isalpha), ("one digit", str.isdigit)):
+        if changed := _with_one_changed(value, wanted):
+            yield name, changed
+    if value.swapcase() != value:
+        yield "other case", value.swapcase()
 
 
 def _with_one_changed(text: str, wanted: Callable[[str], bool]) -> str:
@@ -223,7 +248,7 @@ def _cheats() -> dict[Family, list[_Cheat]]:
 
 def _cheating(task: Task, checks: Sequence[AnyLeafChecker]) -> Iterator[Mutant]:
     """Yield the cheats of the table, each for every combination of the values that it needs."""
-    solved = len(task.oracle) - bool(task.oracle and _ends(task.oracle[-1]))
+    solved = len(task.oracle) - ends(task.oracle)
     values = _values(task, checks)
     for family, cheats in _cheats().items():
         for cheat in cheats:
@@ -270,6 +295,8 @@ def _paths(check: AnyLeafChecker) -> Iterator[str]:
         case OsworldEvaluator():
             named = (getter.get("path") for getter in getter_configs(check.to_osworld(), "result"))
             yield from (name for name in named if isinstance(name, str) and name.startswith("/"))
+        case OpenComputerCheck():
+            yield from check.paths()
 
 
 def _program(name: str, output: str) -> dict[str, str]:
@@ -344,9 +371,14 @@ def _programs(checks: Iterable[AnyLeafChecker]) -> Iterator[tuple[str, str]]:
                 yield "xclip", equals or contains or ""
 
 
+def ends(steps: OracleSteps) -> bool:
+    """Return whether the last step ends the episode."""
+    return bool(steps) and _ends(steps[-1])
+
+
 def _ends(step: Sequence[OracleAction]) -> bool:
     return any(isinstance(action, Done | Fail) for action in step)
 
 
 def _ended(steps: Sequence[tuple[OracleAction, ...]]) -> OracleSteps:
-    return tuple(steps) if steps and _ends(steps[-1]) else (*steps, (Done(),))
+    return tuple(steps) if ends(tuple(steps)) else (*steps, (Done(),))

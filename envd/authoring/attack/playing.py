@@ -2,14 +2,14 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict
 
-from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, EpisodeEnded, View
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, EpisodeEnded, GuestEnded, View
 from envd.authoring.attack.mutants import Mutant, playable
 from envd.authoring.playing import ConditionNotMet, Steps, max_steps_of, play
 from envd.base.config import Config
@@ -27,6 +27,8 @@ _MOST_PIXELS = 640 * 400
 #: Mutants played at once for each task whose start is open to fork from. A task has 15 to 80 mutants, and few of them
 #: remain when the machine of the next task is set up.
 _MUTANTS_PER_TRUNK = 4
+#: Errors that a mutant causes, and causes again when it is played again: it ended its guest, or made the checker fail.
+_REPEATABLE = ("GUEST_ENDED", "EVALUATOR_FAILED")
 #: Tools of a task that has an oracle from elsewhere.
 GUEST_TOOLS = ("shell", "files")
 
@@ -46,6 +48,8 @@ class Attack(BaseModel):
     score: float | None = None
     impossible: bool = False
     """Whether one of its commands failed, so that there is nothing to score."""
+    reason: str = ""
+    """Why there is no score: the reason of the error, such as `EVALUATOR_FAILED` or `GUEST_ENDED`."""
     detail: str = ""
     """The evidence of the checks, or why there is no score."""
     picture: bytes = b""
@@ -54,7 +58,7 @@ class Attack(BaseModel):
     @property
     def is_unscored(self) -> bool:
         """Whether something failed that may succeed when it is played again."""
-        return self.score is None and not self.impossible
+        return self.score is None and not self.impossible and self.reason not in _REPEATABLE
 
     @property
     def is_killed(self) -> bool:
@@ -82,32 +86,42 @@ async def attack(
     tasks: Sequence[Task],
     *,
     parallel_count: int,
+    extra: Mapping[str, Sequence[Mutant]],
     is_wanted: Callable[[Mutant, str], bool],
     on_result: Callable[[Attack], None],
 ) -> None:
     """Play the mutants of all tasks. The next task is set up when all mutants of one before it were forked.
 
+    Machines that cannot be forked while they run are set up for each mutant.
+
     Args:
         config: See `attack_config`.
+        extra: More mutants of tasks, by task id.
         is_wanted: Whether to play this mutant, which has this digest.
     """
     forks, trunks = asyncio.Semaphore(parallel_count), asyncio.Semaphore(_trunk_count(parallel_count))
     async with open_daemon(config) as daemon, AsyncEnvClient(daemon.address, token="") as client:
-        runs_guests = daemon.hypervisor.capabilities.runs_guests
+        capabilities = daemon.hypervisor.capabilities
+        runs_guests = capabilities.runs_guests
         async with asyncio.TaskGroup() as group:
             for task in tasks:
                 own = judged_digest(task)
-                mutants = [
-                    each for each in playable(task, runs_guests=runs_guests) if is_wanted(each, each.digest(own))
-                ]
+                found = [*playable(task, runs_guests=runs_guests), *extra.get(task.task_id, ())]
+                found.sort(key=lambda mutant: mutant.shared_count)
+                mutants = [each for each in found if is_wanted(each, each.digest(own))]
                 player = _MutantPlayer(
-                    client=client, task=task, task_digest=own, runs_guests=runs_guests, forks=forks, on_result=on_result
+                    client=client,
+                    task=task,
+                    task_digest=own,
+                    runs_guests=runs_guests,
+                    can_fork=not capabilities.not_forkable,
+                    max_steps=max_steps_of(task, limit=config.limits.max_steps),
+                    forks=forks,
+                    on_result=on_result,
                 )
                 if mutants:
                     await trunks.acquire()
-                    playing = player.play(
-                        mutants, max_steps=max_steps_of(task, limit=config.limits.max_steps), on_forked=trunks.release
-                    )
+                    playing = player.play(mutants, on_begun=trunks.release)
                     group.create_task(playing, name=f"attack:{task.task_id}")
 
 
@@ -119,24 +133,42 @@ class _MutantPlayer:
     task: Task
     task_digest: str
     runs_guests: bool
+    can_fork: bool
+    max_steps: int
     forks: asyncio.Semaphore
     on_result: Callable[[Attack], None]
 
-    async def play(self, mutants: Sequence[Mutant], *, max_steps: int, on_forked: Callable[[], None]) -> None:
-        """Play all mutants. `on_forked` is called when the machine they are forked from is closed."""
+    async def play(self, mutants: Sequence[Mutant], *, on_begun: Callable[[], None]) -> None:
+        """Play all mutants. `on_begun` is called when all have begun and the machine they are forked from is closed."""
         left = list(mutants)
         async with AsyncExitStack() as forks, asyncio.TaskGroup() as group:
             try:
-                opening = self.client.reset(
-                    self.task.task_id, max_steps=max_steps, view=View(encoding="none"), timeout=_RESET_TIMEOUT
-                )
-                async with opening as trunk:
-                    await self._fork_all(trunk, left, forks, group)
+                if self.can_fork:
+                    async with self._opening() as trunk:
+                        await self._fork_all(trunk, left, forks, group)
+                for mutant in () if self.can_fork else left:
+                    await self.forks.acquire()
+                    group.create_task(self._play_apart(mutant), name=f"attack:{mutant.name}")
             except (EnvError, ConditionNotMet) as error:
                 for mutant in left:
-                    self.on_result(self._result(mutant, detail=f"not played: {error}"))
+                    self._on_not_played(mutant, error)
             finally:
-                on_forked()
+                on_begun()
+
+    def _opening(self) -> AbstractAsyncContextManager[AsyncEpisode]:
+        view = View(encoding="none")
+        return self.client.reset(self.task.task_id, max_steps=self.max_steps, view=view, timeout=_RESET_TIMEOUT)
+
+    async def _play_apart(self, mutant: Mutant) -> None:
+        """Play a mutant on a machine of its own, with the steps of the oracle that it shares. Releases a fork."""
+        try:
+            async with self._opening() as episode:
+                await self._perform(episode, self.task.oracle[: mutant.shared_count])
+                await self._play(mutant, episode)
+        except (EnvError, ConditionNotMet) as error:
+            self._on_not_played(mutant, error)
+        finally:
+            self.forks.release()
 
     async def _fork_all(
         self, trunk: AsyncEpisode, left: list[Mutant], forks: AsyncExitStack, group: asyncio.TaskGroup
@@ -153,7 +185,7 @@ class _MutantPlayer:
                     raise
                 for episode in episodes:
                     mutant = left.pop(0)
-                    group.create_task(self._play(mutant, episode), name=f"attack:{mutant.name}")
+                    group.create_task(self._play_fork(mutant, episode), name=f"attack:{mutant.name}")
             if left:
                 await self._perform(trunk, self.task.oracle[index : index + 1])
 
@@ -166,19 +198,22 @@ class _MutantPlayer:
             count += 1
         return count
 
-    async def _play(self, mutant: Mutant, episode: AsyncEpisode) -> None:
+    async def _play_fork(self, mutant: Mutant, episode: AsyncEpisode) -> None:
         try:
-            result = await self._attack(mutant, episode)
-            if not result.is_killed:
-                with suppress(EnvError):
-                    result = result.model_copy(update={"picture": await _picture(episode)})
-            self.on_result(result)
+            await self._play(mutant, episode)
             await episode.close()
         finally:
             self.forks.release()
 
+    async def _play(self, mutant: Mutant, episode: AsyncEpisode) -> None:
+        result = await self._attack(mutant, episode)
+        if not result.is_killed:
+            with suppress(EnvError):
+                result = result.model_copy(update={"picture": await _picture(episode)})
+        self.on_result(result)
+
     async def _attack(self, mutant: Mutant, episode: AsyncEpisode) -> Attack:
-        score, detail, impossible = None, "", False
+        score, reason, detail, impossible = None, "", "", False
         try:
             for command in mutant.commands:
                 done = await episode.run_command(["sh", "-c", command], timeout=_COMMAND_TIMEOUT)
@@ -188,13 +223,16 @@ class _MutantPlayer:
             else:
                 score, detail = await self._score(mutant, episode)
         except EnvError as error:
-            detail = f"{error.reason or error.code}: {error}"
-        return self._result(mutant, score=score, detail=detail, impossible=impossible)
+            reason = error.reason or error.code
+            detail = f"{reason}: {error}"
+        return self._result(mutant, score=score, reason=reason, detail=detail, impossible=impossible)
 
     async def _score(self, mutant: Mutant, episode: AsyncEpisode) -> tuple[float, str]:
         problem = ""
         try:
             await self._perform(episode, mutant.steps, is_mutant=not mutant.expects_success)
+        except GuestEnded:
+            raise
         except (ConditionNotMet, EpisodeEnded) as error:
             # The mistake kept a condition of a later step from being met: the state is scored as it is.
             problem = f"{error}; "
@@ -212,7 +250,12 @@ class _MutantPlayer:
             max_wait_s=_MAX_MUTANT_WAIT_S if is_mutant else math.inf,
         )
 
-    def _result(self, mutant: Mutant, *, score: float | None = None, detail: str, impossible: bool = False) -> Attack:
+    def _on_not_played(self, mutant: Mutant, error: Exception) -> None:
+        self.on_result(self._result(mutant, reason="NOT_PLAYED", detail=f"not played: {error}"))
+
+    def _result(
+        self, mutant: Mutant, *, score: float | None = None, reason: str = "", detail: str, impossible: bool = False
+    ) -> Attack:
         return Attack(
             task_id=self.task.task_id,
             mutant=mutant.name,
@@ -222,6 +265,7 @@ class _MutantPlayer:
             expects_success=mutant.expects_success,
             score=score,
             impossible=impossible,
+            reason=reason,
             detail=detail[:2000],
         )
 

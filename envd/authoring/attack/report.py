@@ -3,10 +3,11 @@
 import base64
 import fcntl
 import html
+import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -43,6 +44,8 @@ class Verdict(BaseModel):
 _VERDICTS = TypeAdapter(list[Verdict])
 _PASSED = TypeAdapter(dict[str, str])
 _PAGE = Template((files("envd.authoring.attack") / "report.html").read_text(encoding="utf-8"))
+#: Of the bootstrap.
+_DRAWS = 2000
 _PASSED_HEAD = """\
 # Tasks that passed `envd tasks attack`, written by its option --passed, with a digest of the task, its checkers' code
 # and its mutants. `envd tasks verify` refuses tasks of the suites named here that have changed since.
@@ -129,6 +132,50 @@ def _read(path: Path, line: str) -> Attack:
         raise ConfigError(f"results {path} are damaged: {error}; remove the file") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How many wrong mutants of a family the checkers of a suite accept."""
+
+    suite: str
+    family: str
+    task_count: int
+    mutant_count: int
+    """With a score, without those that solve the task."""
+    accepted_count: int
+    low: float
+    """Lower end of the 95 % interval of the share, by a bootstrap over tasks."""
+    high: float
+
+    def __str__(self) -> str:
+        share = self.accepted_count / self.mutant_count
+        return (
+            f"{self.accepted_count} of {self.mutant_count} wrong mutants of {self.task_count} tasks accepted,"
+            f" {share:.0%} ({self.low:.0%} to {self.high:.0%})"
+        )
+
+
+def acceptance(suite: str, family: str, tallies: Sequence[tuple[int, int]]) -> Acceptance:
+    """Return the row of tasks, each with how many of its mutants were accepted and how many were scored.
+
+    Mutants of one task are alike, so the bootstrap draws whole tasks. If all or none of the mutants are accepted, the
+    other end of the interval is that of the rule of three, in tasks.
+    """
+    draw = random.Random(0)  # noqa: S311 -- for statistics
+    shares = []
+    for _ in range(_DRAWS):
+        drawn = draw.choices(tallies, k=len(tallies))
+        shares.append(sum(each[0] for each in drawn) / sum(each[1] for each in drawn))
+    shares.sort()
+    low, high = shares[int(_DRAWS * 0.025)], shares[int(_DRAWS * 0.975) - 1]
+    accepted, count = (sum(column) for column in zip(*tallies, strict=True))
+    bound = min(1.0, 3 / len(tallies))
+    if accepted == 0:
+        high = bound
+    elif accepted == count:
+        low = 1 - bound
+    return Acceptance(suite, family, len(tallies), count, accepted, low, high)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttackReport:
     """The results of an attack with their verdicts."""
@@ -159,12 +206,32 @@ class AttackReport:
             counts.setdefault(each.task_id.partition("/")[0], Counter())[self.state_of(each)] += 1
         return counts
 
+    def acceptance(self) -> list["Acceptance"]:
+        """Return for each suite and family how many wrong mutants its checkers accept."""
+        tallies: dict[tuple[str, str], dict[str, list[int]]] = {}
+        for each in self.results:
+            if each.expects_success or each.score is None or self.state_of(each) == "equivalent":
+                continue
+            of_task = tallies.setdefault((each.task_id.partition("/")[0], each.family), {})
+            tally = of_task.setdefault(each.task_id.partition("?")[0], [0, 0])
+            tally[0] += not each.is_killed
+            tally[1] += 1
+        return [
+            acceptance(suite, family, [(accepted, count) for accepted, count in of_task.values()])
+            for (suite, family), of_task in sorted(tallies.items())
+        ]
+
     def as_json(self) -> dict[str, object]:
         suites = {
             suite: {"mutants": count.total(), "not_equivalent": _real(count), **count}
             for suite, count in self.counts().items()
         }
-        return {"suites": suites, "open": [_plain(each, self.state_of(each)) for each in self.open]}
+        accepted = [asdict(each) for each in self.acceptance()]
+        return {
+            "suites": suites,
+            "acceptance": accepted,
+            "open": [_plain(each, self.state_of(each)) for each in self.open],
+        }
 
     def print(self, console: Console) -> None:
         if self.open:
@@ -179,6 +246,9 @@ class AttackReport:
                 f" {count['impossible']} impossible",
                 markup=False,
             )
+
+        for row in self.acceptance():
+            console.print(f"{row.suite}, {row.family}: {row}", markup=False)
 
     def page(self) -> str:
         """Return the report as one HTML page. It runs no script; texts of guests are escaped."""

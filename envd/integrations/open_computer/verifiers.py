@@ -9,6 +9,7 @@ are left running: verifiers ask them for their state.
 import asyncio
 import builtins
 import json
+import shlex
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     # Importing it takes half a second, and task data is also read where no desktop exists.
     from envd.tasks.guest_setup import GuestSetup
 
+#: Shorter words, such as numbers of pages, occur everywhere.
+_TELLING_CHARS: Final = 2
 _STAGE_TIMEOUT_S: Final = 60.0
 #: Directories of the repository.
 TASKS, VERIFIERS = "task_generator/tasks", "verifiers"
@@ -224,6 +227,18 @@ class OpenComputerCheck(LeafChecker):
             ("bash", "-c", _CHECK), timeout_s=self.timeout_s, as_root=True, env=_ENVIRONMENT, stdin=content
         )
         return await inspector.judge(judge_checks, result, self.checks)
+
+    def paths(self) -> Iterator[str]:
+        """Yield the guest's files that its commands name."""
+        yield from (word for word in self._words() if word.startswith("/"))
+
+    def values(self) -> Iterator[str]:
+        """Yield the other words of its commands, such as expected texts, that are long enough to say something."""
+        yield from (word for word in self._words() if not word.startswith("/") and len(word) >= _TELLING_CHARS)
+
+    def _words(self) -> Iterator[str]:
+        for command in self._commands():
+            yield from shlex.split(command)[1:]
 
     def _commands(self) -> Iterator[str]:
         """Yield each command once: a verifier only reads."""

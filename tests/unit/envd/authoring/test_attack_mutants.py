@@ -1,5 +1,6 @@
 """Mutants of an oracle: what they change, where they are forked off, and what they leave alone."""
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from cuaenv.actions import Click, Done, PressKeys, RunShell, TypeText
 from envd.authoring.attack.mutants import Family, Mutant, attack_digest, mutants_of
 from envd.authoring.attack.playing import Attack
-from envd.authoring.attack.report import AttackReport, read_passed, write_passed
+from envd.authoring.attack.report import AttackReport, Verdict, acceptance, read_passed, write_passed
 from envd.base.errors import ConfigError
+from envd.cli.tasks_attack import sampled
+from envd.cli.tasks_oracles import read_mutants
 from envd.tasks.basis import judged_digest
 from envd.tasks.model import Task
 
@@ -89,8 +92,11 @@ def test_cheats_know_the_workspace_of_cua_gym() -> None:
 
 def test_answers_are_hedged() -> None:
     one = task(checker={"kind": "answer", "equals": "42"}, oracle=[[{"done": "42"}]])
-    answers = {mutant.steps[-1][-1].answer for mutant in mutants_of(one) if mutant.family is Family.ALMOST}  # type: ignore[union-attr]
-    assert answers == {"41", "42 ", "42 or 24x", "24x, 42, x24", ""}
+    answers = {
+        family: {mutant.steps[-1][-1].answer for mutant in mutants_of(one) if mutant.family is family}  # type: ignore[union-attr]
+        for family in (Family.ALMOST, Family.HEDGED)
+    }
+    assert answers == {Family.ALMOST: {"41", "42 ", ""}, Family.HEDGED: {"42 or 24x", "24x, 42, x24"}}
 
 
 def test_the_way_to_an_answer_is_free_if_nothing_else_is_judged() -> None:
@@ -242,3 +248,92 @@ def test_no_mutant_is_the_oracle_and_no_two_are_equal(text: str) -> None:
 @pytest.mark.parametrize("oracle", [[], [["done"]]])
 def test_a_task_without_actions_has_mutants_without_steps(oracle: list[Any]) -> None:
     assert all(len(mutant.steps) <= 1 for mutant in mutants_of(task(oracle=oracle)))
+
+
+def test_expected_values_of_opencomputer_are_changed_in_commands() -> None:
+    checks = [{"command": f"check-cell {PATH} B2 Total", "key": "match", "expected": True}]
+    checker = {"kind": "opencomputer", "root": "/r", "task": "t", "app": "calc", "checks": checks}
+    oracle = [[{"run_shell": {"command": "set B2 Total; echo END"}}], ["done"]]
+    found = named(task(checker=checker, setup=[], tools=["shell"], oracle=oracle))
+    changed = {name: each.steps[0][0].command for name, each in found.items() if ": one" in name or "case" in name}  # type: ignore[union-attr]
+    assert changed == {
+        "step 1: B2: one character, action 1": "set A2 Total; echo END",
+        "step 1: B2: one digit, action 1": "set B1 Total; echo END",
+        "step 1: B2: other case, action 1": "set b2 Total; echo END",
+        "step 1: Total: one character, action 1": "set B2 Totak; echo END",
+        "step 1: Total: other case, action 1": "set B2 tOTAL; echo END",
+    }
+    assert f"pipe in place of {PATH}" in found
+
+
+def result(name: str, **fields: Any) -> Attack:
+    plain: dict[str, Any] = {"family": "almost", "digest": name, "script": (), "expects_success": False, "detail": ""}
+    return Attack(task_id=f"mine/{name[0]}", mutant=name, **(plain | fields))
+
+
+def test_acceptance_counts_scored_mutants_that_are_not_equivalent() -> None:
+    verdict = Verdict(task="mine/a", mutant="a4", digest="a4", verdict="equivalent", why="Same.")
+    results = [
+        result("a1", score=1.0),
+        result("a2", score=0.5),
+        result("a3", reason="EVALUATOR_FAILED"),
+        result("a4", score=1.0),
+        result("a5", impossible=True),
+        result("b1", score=0.0),
+        result("b2", score=1.0, expects_success=True, family="repeated"),
+    ]
+    [row] = AttackReport(results=results, verdicts={"a4": verdict}).acceptance()
+    assert (row.task_count, row.mutant_count, row.accepted_count) == (2, 3, 1)
+    assert (row.low, row.high) == (0.0, 0.5)
+
+
+def test_intervals_are_over_tasks_and_not_over_mutants() -> None:
+    few, many = acceptance("s", "almost", [(10, 10), (0, 10)]), acceptance("s", "almost", [(1, 1), (0, 1)] * 100)
+    assert (few.low, few.high) == (0.0, 1.0)
+    assert 0.4 < many.low < 0.5 < many.high < 0.6
+
+
+@pytest.mark.parametrize(("accepted", "low", "high"), [(0, 0.0, 0.3), (2, 0.7, 1.0)])
+def test_an_interval_has_a_width_if_all_or_none_are_accepted(accepted: int, low: float, high: float) -> None:
+    row = acceptance("s", "almost", [(accepted, 2)] * 10)
+    assert (row.low, row.high) == pytest.approx((low, high))
+
+
+def test_what_a_mutant_does_to_its_guest_or_checker_is_not_played_again() -> None:
+    reasons = ["GUEST_ENDED", "EVALUATOR_FAILED", "NOT_PLAYED", "MACHINE_LOST"]
+    assert [result("a1", reason=reason).is_unscored for reason in reasons] == [False, False, True, True]
+    states = {AttackReport(results=[], verdicts={}).state_of(result("a1", reason=reason)) for reason in reasons}
+    assert states == {"no score"}
+
+
+def test_a_sample_has_some_mutants_of_each_family_and_always_the_same() -> None:
+    everything = mutants_of(task())
+    assert sampled(everything, "0", None) == everything
+    chosen = sampled(everything, "0", 2)
+    assert {family: sum(each.family is family for each in chosen) for family in Family} == {
+        family: min(2, sum(each.family is family for each in everything)) for family in Family
+    }
+    assert {each.name for each in chosen} == {each.name for each in sampled(everything[::-1], "0", 2)}
+
+
+def test_a_file_of_oracles_may_have_own_mutants(tmp_path: Path) -> None:
+    path = tmp_path / "oracles.jsonl"
+    own = {"name": "undone", "family": "early", "steps": [[{"press": ["ctrl", "z"]}]], "after_oracle": True}
+    path.write_text(json.dumps({"task_id": "mine/note", "steps": ORACLE, "mutants": [own]}), encoding="utf-8")
+    [mutant] = read_mutants(path, [task()])["mine/note"]
+    assert (mutant.name, mutant.family, mutant.shared_count) == ("own: undone", Family.EARLY, 2)
+    assert mutant.steps == ((PressKeys(("ctrl", "z")),), (Done(),))
+
+
+@pytest.mark.parametrize("wrong", [{"family": "other"}, {"steps": [["nothing"]]}, {"after": True}])
+def test_wrong_own_mutants_are_refused_by_line(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = tmp_path / "oracles.jsonl"
+    own = {"name": "x", "family": "early", "steps": []} | wrong
+    path.write_text(json.dumps({"task_id": "mine/note", "steps": ORACLE, "mutants": [own]}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 1: mutants"):
+        read_mutants(path, [task()])
+
+
+def test_a_task_without_an_oracle_is_attacked_by_cheats_only() -> None:
+    families = {mutant.family for mutant in mutants_of(task(oracle=[]))}
+    assert families == {Family.LAZY, Family.KNOWING}

@@ -1,0 +1,81 @@
+"""Attacks on machines that cannot be forked while they run: each mutant is set up on its own."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, GuestEnded
+from envd.authoring.attack.mutants import Mutant, playable
+from envd.authoring.attack.playing import Attack, attack, attack_config
+from envd.base.config import Config
+from envd.daemon.suites import load_tasks, with_suites
+from envd.drawn.hypervisor import FakeHypervisor
+from tests.support.daemon import fake_config
+
+TASK = "drawn/write-press"
+
+
+async def played(tmp_path: Path) -> dict[str, Attack]:
+    settings: Config = with_suites(fake_config(tmp_path), [TASK])
+    task = load_tasks(settings).get(TASK)
+    found: dict[str, Attack] = {}
+    names = {mutant.name for mutant in playable(task, runs_guests=False)[:8]}
+
+    def is_wanted(mutant: Mutant, _: str) -> bool:
+        return mutant.name in names
+
+    def on_result(result: Attack) -> None:
+        found[result.mutant] = result
+
+    await attack(
+        attack_config(settings, parallel_count=2),
+        [task],
+        parallel_count=2,
+        extra={},
+        is_wanted=is_wanted,
+        on_result=on_result,
+    )
+    assert found.keys() == names
+    return found
+
+
+async def test_mutants_have_the_scores_that_they_have_on_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forked = await played(tmp_path / "forked")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("forks a machine that cannot be forked")
+
+    apart = dataclasses.replace(FakeHypervisor.capabilities, not_forkable="these cannot be copied")
+    monkeypatch.setattr(FakeHypervisor, "capabilities", apart)
+    monkeypatch.setattr(AsyncEnvClient, "fork", refuse)
+    alone = await played(tmp_path / "alone")
+    assert {name: each.score for name, each in alone.items()} == {name: each.score for name, each in forked.items()}
+    assert {each.score for each in alone.values()} == {0.0, 1.0}
+
+
+async def test_a_mutant_whose_machine_cannot_be_set_up_has_no_score_and_is_played_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = dataclasses.replace(FakeHypervisor.capabilities, not_forkable="these cannot be copied")
+    monkeypatch.setattr(FakeHypervisor, "capabilities", apart)
+    monkeypatch.setattr(AsyncEnvClient, "reset", _unreachable)
+    found = await played(tmp_path)
+    assert {(each.score, each.reason, each.is_unscored) for each in found.values()} == {(None, "NOT_PLAYED", True)}
+
+
+async def test_a_mutant_that_ends_its_guest_has_no_score_and_is_not_played_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def end(*_: object) -> None:
+        raise GuestEnded("powered off", reason="GUEST_ENDED")
+
+    monkeypatch.setattr(AsyncEpisode, "step", end)
+    # Those that take no step of their own are played as they are.
+    found = [each for each in (await played(tmp_path)).values() if each.reason != "NOT_PLAYED"]
+    ended = {(each.score, each.reason, each.is_unscored) for each in found if each.score is None}
+    assert ended == {(None, "GUEST_ENDED", False)}
+
+
+def _unreachable(*_: object, **__: object) -> object:
+    raise EnvError("the host is gone")
