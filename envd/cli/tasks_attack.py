@@ -9,7 +9,8 @@ import typer
 from cuaenv.cli.terminal import Json, err
 from envd.authoring.attack.mutants import Family, Mutant
 from envd.authoring.attack.playing import Attack, attack, attack_config
-from envd.authoring.attack.report import AttackReport, AttackResultsFile, read_verdicts, write_passed
+from envd.authoring.attack.report import AttackReport, read_verdicts, write_passed
+from envd.authoring.results import ResultsFile
 from envd.base.config import Config
 from envd.cli.command import command
 from envd.cli.own_daemon import own_daemon_options, run_until_signal
@@ -68,7 +69,7 @@ def attack_command(
     for written in filter(None, (html, passed)):
         written.parent.mkdir(parents=True, exist_ok=True)
     path = out_dir / "results.jsonl"
-    with AttackResultsFile(path) as file:
+    with ResultsFile(path, Attack) as file:
         if file.results:
             note = (
                 f"{path} has {len(file.results)} results; their mutants are not played again unless they had no score"
