@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from envd.tasks.model import Task
 #: The template may first boot under TCG on a small host, and other tasks may be set up before this one.
 _RESET_TIMEOUT = timedelta(minutes=30)
 _VIEW = View(encoding="png")
+#: A step of an oracle changes the screen. One of a random walk often does not.
+_MAX_BLIND_WAIT_S = 4.0
 _MOST_DETAIL_CHARS = 2000
 
 SideName = Literal["left", "right"]
@@ -187,6 +190,7 @@ class _Player:
                 os=planned.task.os,
                 runs_guests=self.desktops.runs_guests,
                 on_step=on_step,
+                max_wait_s=math.inf if planned.script.steps else _MAX_BLIND_WAIT_S,
                 # A guest that ended itself, or a script longer than an episode may be, is scored.
                 scored_despite=(EpisodeEnded,),
             )

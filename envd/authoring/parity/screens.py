@@ -36,8 +36,7 @@ def compare(left_png: bytes, right_png: bytes) -> list[Difference]:
     if left_HWC.shape != right_HWC.shape:
         return [Difference((0, 0, width_px, height_px), "size")]
     differs_HW = (left_HWC != right_HWC).any(axis=2)
-    boxes = map(tuple, _boxes(differs_HW))
-    return [Difference(box, cause_of(box, width_px)) for box in boxes]
+    return [Difference(box, cause_of(box, width_px)) for box in _boxes(differs_HW)]
 
 
 def cause_of(box: tuple[int, int, int, int], width_px: int) -> str:
