@@ -106,6 +106,7 @@ def test_a_checker_that_differs_in_a_running_daemon_is_found_and_shown(suite: Pa
     assert "last screen, right" in page
 
 
+@pytest.mark.long
 def test_a_daemon_is_compared_with_its_successor_at_the_same_address(suite: Path) -> None:
     with serve(suite, "before", TASKS) as daemon:
         address = daemon.wait_for(r"listening on (\S+)")
