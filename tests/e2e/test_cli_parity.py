@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from envd.drawn import backend
+from envd.hypervisor.machine import Hypervisor
 from tests.support.command import run_envd
+from tests.support.faulty import Faults, FaultyHypervisor
 from tests.support.served import ServedDaemon
 
 TASKS = """
@@ -131,6 +135,24 @@ def test_a_checker_without_a_verdict_is_void_and_no_score(suite: Path) -> None:
     status, found, err = parity(suite, "--left", "fake", "--right", "fake")
     assert (status, found["void"], len(scored)) == (0, 0, 3)
     assert "left: 6 scripts have a score" in err
+
+
+def test_a_lost_machine_is_void_and_the_other_scripts_are_played(suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def open_faulty(*_: object) -> Hypervisor:
+        return FaultyHypervisor(faults=Faults(die_after_inputs=5))
+
+    monkeypatch.setattr(backend, "BACKEND", replace(backend.BACKEND, open=open_faulty))
+    status, found, _ = parity(suite, "--left", "fake", "--walks", "0")
+    assert status == 1
+    scores = {(each["task_id"], each["script"]): each["score"] for each in results(suite)}
+    assert scores == {
+        ("mine/note", "oracle"): None,
+        ("mine/note", "nothing"): 0.0,
+        ("mine/box", "oracle"): 1.0,
+        ("mine/box", "nothing"): 0.0,
+    }
+    [lost] = found["void_scripts"]
+    assert "MACHINE_LOST" in lost["left"]["detail"]
 
 
 @pytest.mark.parametrize(
