@@ -52,7 +52,7 @@ class PlayedEpisode:
     """Duration of each step, without thinking."""
     evaluate_s: float
     screens: Sequence[str] = ()
-    """Of the peer: the first screen, and the last one before the evaluation, as PNG in base64."""
+    """PNG in base64 of the first screen and of the last one before the evaluation; of the peer only."""
 
 
 async def play_as_peer(

@@ -148,7 +148,7 @@ class _Side:
     name: SideName
     target: str
     config: Config | None
-    """Of an own daemon; None for a running one."""
+    """Settings of the daemon that the command starts; None for a running one."""
     desktop_env: DesktopEnvSide | None = None
 
     def digest(self, task: Task, script: Script, *, image: str) -> str:

@@ -25,7 +25,8 @@ from envd.tasks.model import Task
 
 #: The template may first boot under TCG on a small host, and other tasks may be set up before this one.
 _RESET_TIMEOUT = timedelta(minutes=30)
-_VIEW = View(encoding="png")
+#: A container shows no pointer before it moves, and a virtual machine does. Each draws its own.
+_VIEW = View(encoding="png", cursor="hidden")
 #: A step of an oracle changes the screen. One of a random walk often does not.
 _MAX_BLIND_WAIT_S = 4.0
 _MOST_DETAIL_CHARS = 2000

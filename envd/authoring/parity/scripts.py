@@ -35,11 +35,11 @@ class Script:
     name: str
     """Its kind, then a number or a path."""
     steps: Steps = ()
-    """Of an oracle."""
+    """An oracle's steps."""
     calls: Sequence[str] = ()
     """pyautogui calls, WAIT, DONE or FAIL: one text for each step."""
     seed: str = ""
-    """Of a random walk, whose calls depend on the size of the screen."""
+    """The seed of a random walk, whose calls depend on the size of the screen."""
 
     @property
     def kind(self) -> str:
