@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 
 from cuaenv.actions import Action, Wait
-from cuaenv.client import AsyncEpisode, GuestFailed, StepResult
+from cuaenv.client import AsyncEpisode, Evaluation, GuestEnded, GuestFailed, StepResult
 from cuaenv.results import CommandResult
 from envd.authoring.targets import resolved
 from envd.base import errors
@@ -119,6 +119,37 @@ async def play(
     await replay(
         steps, first_frame_id=first_frame_id, step=step, wait_for=wait_for, patience_s=patience_s, is_idle=is_idle
     )
+
+
+async def play_and_evaluate(
+    episode: AsyncEpisode,
+    steps: Steps,
+    *,
+    os: GuestOs,
+    runs_guests: bool,
+    on_step: Callable[[tuple[Action, ...], StepResult], None],
+    max_wait_s: float = math.inf,
+    scored_despite: tuple[type[Exception], ...] = (),
+) -> tuple[Evaluation, str]:
+    """Play steps, then evaluate; see `play`. Return the evaluation and why playing ended early, empty if it did not.
+
+    Args:
+        scored_despite: Errors of `play` after which the state is evaluated as it is. Others are raised, and the end of
+            the guest by its own act always is: it leaves no state to judge.
+    """
+    problem = ""
+    try:
+        await play(episode, steps, os=os, runs_guests=runs_guests, on_step=on_step, max_wait_s=max_wait_s)
+    except GuestEnded:
+        raise
+    except scored_despite as error:
+        problem = str(error)
+    return await episode.evaluate(), problem
+
+
+def evidence_of(evaluation: Evaluation) -> list[str]:
+    """Return what each check found, as text."""
+    return [f"{check.name}: {check.score:g}, {check.evidence}" for check in evaluation.checks]
 
 
 async def wait_until_met(

@@ -17,7 +17,7 @@ from rich.table import Table
 from cuaenv.actions import Action, Done
 from cuaenv.cli.terminal import progress
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, StepResult, View
-from envd.authoring.playing import ConditionNotMet, Steps, max_steps_of, play
+from envd.authoring.playing import ConditionNotMet, Steps, evidence_of, max_steps_of, play_and_evaluate
 from envd.base.config import Config
 from envd.daemon.composition import open_daemon
 from envd.daemon.ephemeral import ephemeral_config
@@ -192,13 +192,14 @@ async def _play_policy(
         problems.extend(f"step {result.step_count - 1}: {error}" for error in result.errors)
 
     try:
-        await play(episode, policy.steps(task), os=task.os, runs_guests=runs_guests, on_step=on_step)
-        evaluation = await episode.evaluate()
+        evaluation, _ = await play_and_evaluate(
+            episode, policy.steps(task), os=task.os, runs_guests=runs_guests, on_step=on_step
+        )
     except ConditionNotMet as error:
         return PolicyResult(task_id=task.task_id, policy=policy, detail=str(error))
     except EnvError as error:
         return PolicyResult(task_id=task.task_id, policy=policy, detail=f"{error.code}: {error}")
-    problems += [f"{check.name}: {check.score:g}, {check.evidence}" for check in evaluation.checks]
+    problems += evidence_of(evaluation)
     return PolicyResult(task_id=task.task_id, policy=policy, score=evaluation.score, detail="; ".join(problems))
 
 

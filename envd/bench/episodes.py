@@ -91,7 +91,7 @@ def require_osworld(cache_dir: Path) -> tuple[Path, Path]:
     """Return OSWorld's Python and its directory of tasks. Raises: ConfigError: one is not installed."""
     environment = Environment(cache_dir)
     if not environment.is_installed or environment.tasks is None:
-        raise ConfigError("bench episodes: OSWorld is not installed; run envd osworld install --tasks DIR")
+        raise ConfigError("OSWorld is not installed; run envd osworld install --tasks DIR")
     return environment.python, environment.tasks
 
 
@@ -199,7 +199,7 @@ async def _play_peer(
 
     async def play(number: int) -> None:
         turns = [names[(number + turn) % len(names)] for turn in range(plan.peer_turn_count)]
-        episodes = [PeerEpisode(task=_task_file(tasks, name), actions=pyautogui_calls(SCRIPTS[name])) for name in turns]
+        episodes = [PeerEpisode(task=task_file(tasks, name), actions=pyautogui_calls(SCRIPTS[name])) for name in turns]
         side.episodes += await play_as_peer(
             bench,
             python,
@@ -214,7 +214,8 @@ async def _play_peer(
             playing.create_task(play(number))
 
 
-def _task_file(tasks: Path, name: str) -> dict[str, object]:
+def task_file(tasks: Path, name: str) -> dict[str, object]:
+    """Return a task of OSWorld as its file has it."""
     [path] = tasks.glob(f"examples/*/{name}.json")
     task: dict[str, object] = json.loads(path.read_text())
     return task
@@ -222,7 +223,12 @@ def _task_file(tasks: Path, name: str) -> dict[str, object]:
 
 def pyautogui_calls(line: str) -> list[str]:
     """Return the peer's form of our script. Pure."""
-    return ["pyautogui.hotkey('win', 't')", f"pyautogui.typewrite({line!r}, interval=0.02)", "pyautogui.press('enter')"]
+    return [
+        "pyautogui.hotkey('win', 't')",
+        f"pyautogui.typewrite({line!r}, interval=0.02)",
+        "pyautogui.press('enter')",
+        "DONE",
+    ]
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
-"""The peer of `envd bench episodes`: OSWorld's own `DesktopEnv`, one process per concurrent episode.
+"""OSWorld's own `DesktopEnv`, the peer of `envd bench episodes`, and a side of `envd tasks parity`.
 
-Its machines are made by the same hypervisor from the same image, and boot for every episode, as with OSWorld's Docker
-provider. `envd.bench.peer_program` has the flow.
+Each concurrent episode has a process. Its machines are made by the same hypervisor from the same image, and boot for
+every episode, as with OSWorld's Docker provider. `envd.bench.peer_program` has the flow.
 """
 
 import json
@@ -37,7 +37,9 @@ class PeerEpisode:
 
     task: dict[str, Any]
     actions: Sequence[str]
-    """Calls of pyautogui."""
+    """Calls of pyautogui, WAIT, DONE or FAIL: one text for each step."""
+    awaits_first_change: bool = True
+    """Whether to wait after the first action until the screen has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class PlayedEpisode:
     steps_s: Sequence[float]
     """Duration of each step, without thinking."""
     evaluate_s: float
+    screens: Sequence[str] = ()
+    """PNG in base64 of the first screen and of the last one before the evaluation; of the peer only."""
 
 
 async def play_as_peer(

@@ -1,12 +1,13 @@
-"""One unmodified `DesktopEnv` of OSWorld, for `envd bench episodes`; run by the Python that has OSWorld's package.
+"""One unmodified `DesktopEnv` of OSWorld, for `envd bench episodes` and `envd tasks parity`.
 
-Standard input has a plan as a JSON object, then one line for each response to a request. Standard output has requests
-and results as JSON objects, one a line. It imports nothing of envd.
+The Python that has OSWorld's package runs it. Standard input has a plan as a JSON object, then one line for each
+response to a request. Standard output has requests and results as JSON objects, one a line. It imports nothing of envd.
 
 The flow is that of OSWorld's own runner (`lib_run_single`): reset, a fixed pause, one model call and one `step` after
 another, a fixed pause, `evaluate`. Its recording of a video is left out.
 """
 
+import base64
 import json
 import os
 import sys
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def play(environment: Any, episode: dict[str, Any], plan: dict[str, Any], *, begin_s: float) -> dict[str, Any]:
-    """Play an episode; return its score and its times in seconds. The first one includes the first boot."""
+    """Play an episode; return its score, times in seconds and screens. The first one includes the first boot."""
     environment.reset(task_config=episode["task"])
     reset_s = time.monotonic() - begin_s
     time.sleep(plan["pause_after_reset_s"])
@@ -109,15 +110,13 @@ def play(environment: Any, episode: dict[str, Any], plan: dict[str, Any], *, beg
         screenshot: bytes = after["screenshot"]
         return screenshot
 
-    before = observation["screenshot"]
-    first, *others = episode["actions"]
-    shown = step(first)
-    for _ in range(_MAX_WAITS):
-        if shown != before:
-            break
-        shown = step("WAIT")
-    for action in (*others, "DONE"):
-        step(action)
+    before = shown = observation["screenshot"]
+    for index, action in enumerate(episode["actions"]):
+        shown = step(action)
+        for _ in range(_MAX_WAITS if index == 0 and episode["awaits_first_change"] else 0):
+            if shown != before:
+                break
+            shown = step("WAIT")
     evaluate_begin_s = time.monotonic()
     time.sleep(plan["pause_before_evaluate_s"])
     score = float(environment.evaluate())
@@ -126,6 +125,7 @@ def play(environment: Any, episode: dict[str, Any], plan: dict[str, Any], *, beg
         "reset_s": reset_s + plan["pause_after_reset_s"],
         "steps_s": steps_s,
         "evaluate_s": time.monotonic() - evaluate_begin_s,
+        "screens": [base64.b64encode(png).decode() for png in (before, shown)],
     }
 
 

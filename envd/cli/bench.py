@@ -18,7 +18,7 @@ from envd.bench.plot import write_plots
 from envd.bench.report import BenchReport, compared
 from envd.bench.session import Steps, bench_config, open_bench
 from envd.cli.command import command
-from envd.cli.own_daemon import ensure_image, own_daemon_options, run_until_signal
+from envd.cli.own_daemon import ensure_image, own_daemon_options, run_until_signal, with_hypervisor
 from envd.cli.tasks_verify import choose
 from envd.cli.terminal import print_result
 from envd.daemon.suites import load_tasks, with_suites
@@ -65,7 +65,8 @@ def bench(name: str, *, is_drawn: bool = False, needs_copies: bool = False) -> C
             if problem:
                 raise ConfigError(f"bench {name}: {problem}")
             # Before an event loop runs: libvirt must be imported by then.
-            against = _with_hypervisor(settings, other) if (other := options.pop("against", "")) else None
+            other = options.pop("against", "")
+            against = with_hypervisor(settings, other, option="--against") if other else None
             if not options.get("image"):
                 ensure_image(settings)
             with progress(f"bench {name}") as report:
@@ -337,17 +338,7 @@ def bench_plot(
 
 
 def _drawn(settings: Config) -> Config:
-    return _with_hypervisor(settings, "fake")
-
-
-def _with_hypervisor(settings: Config, uri: str) -> Config:
-    """Return the settings for another hypervisor; `qemu` is the default one. Raises: ConfigError: unknown."""
-    try:
-        backend_of("" if uri == "qemu" else uri)
-    except ValueError as error:
-        raise ConfigError(f"--against {error}") from error
-    uri = "" if uri == "qemu" else uri
-    return settings.model_copy(update={"hypervisor": settings.hypervisor.model_copy(update={"uri": uri})})
+    return with_hypervisor(settings, "fake", option="--hypervisor")
 
 
 def _task_without_setup(settings: Config, image: str) -> tuple[Config, str]:

@@ -63,6 +63,19 @@ def ensure_image(settings: Config) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def with_hypervisor(settings: Config, uri: str, *, option: str) -> Config:
+    """Return the settings for another hypervisor; `qemu` is the default one. Raises: ConfigError: unknown.
+
+    Call before an event loop runs: the backend is imported, and libvirt must be by then.
+    """
+    own = "" if uri in {"qemu", "qemu:"} else uri
+    try:
+        backend_of(own)
+    except ValueError as error:
+        raise ConfigError(f"{option} {error}") from error
+    return settings.model_copy(update={"hypervisor": settings.hypervisor.model_copy(update={"uri": own})})
+
+
 def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
     """Run a command's work; SIGTERM or Ctrl-C cancels it, and then the process exits with the signal's status."""
     received: list[int] = []

@@ -43,6 +43,10 @@ _PLAYING = {
         "envd.cli.tasks_attack:attack_command",
         "Play almost right solutions and cheats of each task, which a sound checker scores below 1, on forks.",
     ),
+    "parity": (
+        "envd.cli.tasks_parity:parity_command",
+        "Play the same scripts on two kinds of desktops, and compare scores and screens task by task.",
+    ),
 }
 
 app = typer.Typer(cls=lazy_group(_PLAYING), no_args_is_help=True, help="Inspect the tasks that clients can request.")

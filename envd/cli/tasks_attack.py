@@ -13,7 +13,8 @@ from cuaenv.cli.terminal import Json, err
 from envd.authoring.attack.mutants import Family, Mutant
 from envd.authoring.attack.mutants import playable as mutants_to_play
 from envd.authoring.attack.playing import Attack, attack, attack_config
-from envd.authoring.attack.report import AttackReport, AttackResultsFile, read_verdicts, write_passed
+from envd.authoring.attack.report import AttackReport, read_verdicts, write_passed
+from envd.authoring.results import ResultsFile
 from envd.base.config import Config
 from envd.cli.command import command
 from envd.cli.own_daemon import own_daemon_options, run_until_signal
@@ -114,7 +115,7 @@ def attack_command(
         written.parent.mkdir(parents=True, exist_ok=True)
     runs_guests = backend_of(settings.hypervisor.uri).capabilities.runs_guests
     path = out_dir / "results.jsonl"
-    with AttackResultsFile(path) as file:
+    with ResultsFile(path, Attack) as file:
         if file.results:
             note = (
                 f"{path} has {len(file.results)} results; their mutants are not played again unless they had no score"

@@ -7,11 +7,10 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
-from pydantic import BaseModel, ConfigDict
-
-from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, EpisodeEnded, GuestEnded, View
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, EpisodeEnded, View
 from envd.authoring.attack.mutants import Mutant, playable
-from envd.authoring.playing import ConditionNotMet, Steps, max_steps_of, play
+from envd.authoring.playing import ConditionNotMet, Steps, evidence_of, max_steps_of, play, play_and_evaluate
+from envd.authoring.results import Result
 from envd.base.config import Config
 from envd.daemon.composition import open_daemon
 from envd.daemon.ephemeral import ephemeral_config
@@ -33,16 +32,12 @@ _REPEATABLE = ("GUEST_ENDED", "EVALUATOR_FAILED")
 GUEST_TOOLS = ("shell", "files")
 
 
-class Attack(BaseModel):
-    """The result of one mutant."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+class Attack(Result):
+    """The result of one mutant; see `Mutant.digest`."""
 
     task_id: str
     mutant: str
     family: str
-    digest: str
-    """See `Mutant.digest`."""
     script: tuple[str, ...]
     expects_success: bool
     score: float | None = None
@@ -228,27 +223,20 @@ class _MutantPlayer:
         return self._result(mutant, score=score, reason=reason, detail=detail, impossible=impossible)
 
     async def _score(self, mutant: Mutant, episode: AsyncEpisode) -> tuple[float, str]:
-        problem = ""
-        try:
-            await self._perform(episode, mutant.steps, is_mutant=not mutant.expects_success)
-        except GuestEnded:
-            raise
-        except (ConditionNotMet, EpisodeEnded) as error:
-            # The mistake kept a condition of a later step from being met: the state is scored as it is.
-            problem = f"{error}; "
-        evaluation = await episode.evaluate()
-        checks = (f"{check.name}: {check.score:g}, {check.evidence}" for check in evaluation.checks)
-        return evaluation.score, problem + "; ".join(checks)
-
-    async def _perform(self, episode: AsyncEpisode, steps: Steps, *, is_mutant: bool = False) -> None:
-        await play(
+        evaluation, problem = await play_and_evaluate(
             episode,
-            steps,
+            mutant.steps,
             os=self.task.os,
             runs_guests=self.runs_guests,
             on_step=lambda *_: None,
-            max_wait_s=_MAX_MUTANT_WAIT_S if is_mutant else math.inf,
+            max_wait_s=math.inf if mutant.expects_success else _MAX_MUTANT_WAIT_S,
+            # The mistake kept a condition of a later step from being met: the state is scored as it is.
+            scored_despite=(ConditionNotMet, EpisodeEnded),
         )
+        return evaluation.score, "; ".join([*filter(None, [problem]), *evidence_of(evaluation)])
+
+    async def _perform(self, episode: AsyncEpisode, steps: Steps) -> None:
+        await play(episode, steps, os=self.task.os, runs_guests=self.runs_guests, on_step=lambda *_: None)
 
     def _on_not_played(self, mutant: Mutant, error: Exception) -> None:
         self.on_result(self._result(mutant, reason="NOT_PLAYED", detail=f"not played: {error}"))

@@ -1,18 +1,13 @@
-"""Results of attacks as JSON lines, reviewed verdicts, and a page for people."""
+"""Reviewed verdicts on mutants, the tasks that passed, and the report of an attack, also as a page for people."""
 
-import base64
-import fcntl
 import html
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from string import Template
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -22,6 +17,7 @@ from rich.table import Table
 
 from envd.authoring.attack.mutants import attack_digest, playable
 from envd.authoring.attack.playing import Attack
+from envd.authoring.results import embedded_png, page
 from envd.base.errors import ConfigError
 from envd.tasks.basis import judged_digest
 from envd.tasks.model import Task
@@ -43,7 +39,6 @@ class Verdict(BaseModel):
 
 _VERDICTS = TypeAdapter(list[Verdict])
 _PASSED = TypeAdapter(dict[str, str])
-_PAGE = Template((files("envd.authoring.attack") / "report.html").read_text(encoding="utf-8"))
 #: Of the bootstrap.
 _DRAWS = 2000
 _PASSED_HEAD = """\
@@ -85,51 +80,6 @@ def write_passed(path: Path, tasks: Iterable[Task], report: "AttackReport", *, r
         if wanted <= played and task.task_id not in failed:
             passed[task.task_id] = attack_digest(task, runs_guests=runs_guests)
     path.write_text(_PASSED_HEAD + yaml.safe_dump(passed), encoding="utf-8")
-
-
-class AttackResultsFile:
-    """Results so far; a killed attack continues where it stopped. Use as a context manager."""
-
-    def __init__(self, path: Path) -> None:
-        """Open the file.
-
-        Raises:
-            ConfigError: It cannot be written, is damaged, or is in use.
-        """
-        with ExitStack() as stack:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = stack.enter_context(path.open("a+", encoding="utf-8"))
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(f"results {path} are written by another process; wait for it or end it") from error
-            except OSError as error:
-                raise ConfigError(f"results {path} cannot be written: {error.strerror}; use another --out") from error
-            self._file.seek(0)
-            text = self._file.read()
-            # A kill may have cut off the text after the last newline.
-            whole = text[: text.rfind("\n") + 1]
-            self.results = {each.digest: each for each in (_read(path, line) for line in whole.splitlines())}
-            self._file.truncate(len(whole.encode()))
-            stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def add(self, result: Attack) -> None:
-        self._file.write(result.model_dump_json() + "\n")
-        self._file.flush()
-        self.results[result.digest] = result
-
-
-def _read(path: Path, line: str) -> Attack:
-    try:
-        return Attack.model_validate_json(line)
-    except ValidationError as error:
-        raise ConfigError(f"results {path} are damaged: {error}; remove the file") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,16 +206,15 @@ class AttackReport:
             (suite, count["killed"], _real(count), count["equivalent"], count["impossible"])
             for suite, count in self.counts().items()
         )
-        rows = ["<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in counts]
-        return _PAGE.substitute(rows="\n".join(rows), found="\n".join(map(self._section, self._shown())))
+        headings = ("suite", "killed", "of", "equivalent", "impossible")
+        return page("Checkers under attack", headings, counts, map(self._section, self._shown()))
 
     def _shown(self) -> Iterable[Attack]:
         return (each for each in self.results if not each.is_killed)
 
     def _section(self, result: Attack) -> str:
         verdict = self.verdicts.get(result.digest)
-        picture = base64.b64encode(result.picture).decode()
-        image = f'<img alt="final screen" src="data:image/png;base64,{picture}">' if picture else ""
+        image = embedded_png(result.picture, "final screen")
         script = html.escape("\n".join(result.script))
         why = f"<p>{html.escape(verdict.why)}</p>" if verdict else ""
         return (

@@ -1,11 +1,10 @@
 """What two protocols share with OSWorld's `DesktopEnv`: its settings, its task files, and its actions as text."""
 
 import math
-from datetime import timedelta
 from typing import Any, NamedTuple
 
-from cuaenv.actions import Action, Done, Fail, Wait
-from cuaenv.agent_text.pyautogui_calls import parse_calls
+from cuaenv.actions import Action
+from cuaenv.agent_text.pyautogui_calls import parse_action
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import AsyncEpisode, Observation, State, Task, View
 from cuaenv.client.errors import EpisodeEnded, TaskNotFound
@@ -16,7 +15,6 @@ from envd.tasks.formats.entries import task_name
 
 _SYSTEMS = {"ubuntu": "linux", "linux": "linux", "windows": "windows"}
 _MAX_PAUSE_S = 60.0
-_MIN_WAIT_S = 0.1
 _POINTER_ONLY = View(encoding="none", cursor="reported")
 
 
@@ -160,7 +158,7 @@ async def act(episode: AsyncEpisode, text: str, *, pause_s: float) -> Acted:
         raise bad_field("pause", f"{pause_s} is not a number of 0 to {_MAX_PAUSE_S:g} seconds")
     pointer = (await episode.observe(_POINTER_ONLY)).cursor
     try:
-        actions = _actions_of(text, pause_s=pause_s, pointer=pointer)
+        actions = parse_action(text, pause_s=pause_s, pointer=pointer)
     except (ParseError, RecursionError, MemoryError) as mistake:
         if episode.state is not State.ACTIVE:
             raise EpisodeEnded(
@@ -178,18 +176,3 @@ async def perform(episode: AsyncEpisode, actions: list[Action]) -> Acted:
     # To its end, also if the client leaves: its next step must know how many there were.
     result = await shielded(episode.step(*actions))
     return Acted(result.observation, "; ".join(result.errors))
-
-
-def _actions_of(text: str, *, pause_s: float, pointer: tuple[int, int] | None) -> list[Action]:
-    """Return the actions of an agent's text. Raises: ParseError, RecursionError, MemoryError."""
-    match text.strip().upper():
-        case "DONE":
-            return [Done()]
-        case "FAIL":
-            return [Fail()]
-        case "WAIT":
-            return [Wait(timedelta(seconds=max(pause_s, _MIN_WAIT_S)))]
-    actions = [call.action for call in parse_calls(text, pointer=pointer)]
-    if not actions:
-        raise ParseError("there is no call")
-    return actions

@@ -10,9 +10,24 @@ import ast
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Literal, NamedTuple, cast
 
-from cuaenv.actions import MAX_ACTION_COUNT, Action, Click, Drag, KeyDown, KeyUp, MouseDown, MouseUp, Move, Scroll
+from cuaenv.actions import (
+    MAX_ACTION_COUNT,
+    Action,
+    Click,
+    Done,
+    Drag,
+    Fail,
+    KeyDown,
+    KeyUp,
+    MouseDown,
+    MouseUp,
+    Move,
+    Scroll,
+    Wait,
+)
 from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
 
@@ -108,11 +123,30 @@ def parse_calls(source: str, *, pointer: tuple[int, int] | None, max_calls: int 
     for statement in statements:
         for one in _parse_statement(statement, pointer):
             calls.append(one)
-            pointer = _pointer_after(one.action) or pointer
+            pointer = pointer_after(one.action) or pointer
     return calls
 
 
-def _pointer_after(action: Action) -> tuple[int, int] | None:
+def parse_action(text: str, *, pause_s: float, pointer: tuple[int, int] | None) -> list[Action]:
+    """Return the actions of OSWorld's form of an action: calls, or WAIT (for `pause_s`), DONE or FAIL.
+
+    Raises:
+        ParseError, RecursionError, MemoryError: It is something else.
+    """
+    match text.strip().upper():
+        case "DONE":
+            return [Done()]
+        case "FAIL":
+            return [Fail()]
+        case "WAIT":
+            return [Wait(timedelta(seconds=max(pause_s, _LOOK_S)))]
+    actions = [call.action for call in parse_calls(text, pointer=pointer)]
+    if not actions:
+        raise ParseError("there is no call")
+    return actions
+
+
+def pointer_after(action: Action) -> tuple[int, int] | None:
     """Return where an action leaves the pointer; None if it does not move it."""
     match action:
         case Drag():

@@ -1,5 +1,6 @@
 """`envd bench episodes`: its report, and the peer's program with a stand-in for OSWorld's package."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from envd.authoring.parity.playing import PlannedScript, PlayedScript, ScreenDirectory, parity_config
+from envd.authoring.parity.scripts import Script
 from envd.base.config_sources import load
 from envd.base.errors import ConfigError
 from envd.bench.episodes import (
@@ -22,9 +25,11 @@ from envd.bench.episodes import (
     tree_pss_bytes,
 )
 from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
+from envd.bench.parity_peer import DesktopEnvSide
 from envd.bench.report import BenchFailed
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
 from envd.cli.own_daemon import run_until_signal
+from envd.tasks.model import Task
 from tests.support.command import run_envd
 
 NO_PAUSES = PeerPauses(pause_after_reset_s=0, pause_after_step_s=0, pause_before_evaluate_s=0)
@@ -111,7 +116,7 @@ def machine_ids(bench: BenchSession) -> list[str]:
 
 def test_the_peer_plays_each_episode_on_a_new_machine(tmp_path: Path, python: Path) -> None:
     calls = pyautogui_calls("true")
-    tasks: list[dict[str, Any]] = [{"expected": [*calls, "DONE"]}, {"expected": []}]
+    tasks: list[dict[str, Any]] = [{"expected": calls}, {"expected": []}]
     played, reported_count = play(tmp_path, python, [PeerEpisode(task=task, actions=calls) for task in tasks])
     assert [episode.score for episode in played] == [1.0, 0.0]
     assert [len(episode.steps_s) for episode in played] == [4, 4]
@@ -122,6 +127,29 @@ def test_a_peer_that_crashes_fails_the_run_with_its_error(tmp_path: Path, python
     episode = PeerEpisode(task={"expected": []}, actions=["crash"])
     with pytest.raises(BenchFailed, match=r"0 of 1 episodes(?s:.*)the guest is gone"):
         play(tmp_path, python, [episode])
+
+
+def test_osworlds_environment_is_a_side_of_a_comparison(tmp_path: Path, python: Path) -> None:
+    """A script that crashes it is void, and the others are played."""
+    tasks = tmp_path / "examples" / "os"
+    tasks.mkdir(parents=True)
+    (tasks / "one.json").write_text(json.dumps({"expected": ["DONE"]}))
+    task = Task.model_validate({"task_id": "osworld/one", "instruction": "i", "level": 1, "infeasible": True})
+    scripts = [Script(name="trajectory a", calls=["crash"]), Script(name="nothing")]
+    planned = [PlannedScript(task=task, script=each, digest=each.name) for each in scripts]
+    settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
+    config = parity_config(settings, parallel_count=1, script_count=1)
+    screens = ScreenDirectory(tmp_path / "screens")
+    results: list[PlayedScript] = []
+    peer = DesktopEnvSide(python=python, tasks=tmp_path, pauses=NO_PAUSES)
+    run_until_signal(peer.play(config, planned, side="right", screens=screens, on_result=results.append))
+    crashed, nothing = results
+    assert (crashed.side, crashed.score, crashed.screens) == ("right", None, ())
+    assert "the guest is gone" in crashed.detail
+    assert (nothing.score, nothing.script) == (1.0, "nothing")
+    first, last = map(screens.read, nothing.screens)
+    assert first[:-1] == last[:-1]
+    assert first.startswith(b"\x89PNG")
 
 
 def side(score: float, *, elapsed_s: float) -> Side:

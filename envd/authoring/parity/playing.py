@@ -1,0 +1,234 @@
+"""Play scripts on one side: by an own daemon, or by one that runs elsewhere, through the same service as an agent."""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from cuaenv.actions import Action
+from cuaenv.agent_text.values import ParseError
+from cuaenv.cli.terminal import progress
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, EpisodeEnded, StepResult, View
+from envd.authoring.parity.scripts import Script
+from envd.authoring.playing import ConditionNotMet, evidence_of, max_steps_of, play_and_evaluate
+from envd.authoring.results import Result
+from envd.base.config import Config
+from envd.daemon.composition import open_daemon
+from envd.daemon.ephemeral import ephemeral_config
+from envd.hypervisor.machine import Accelerator
+from envd.tasks.model import Task
+
+#: The template may first boot under TCG on a small host, and other tasks may be set up before this one.
+_RESET_TIMEOUT = timedelta(minutes=30)
+#: A container shows no pointer before it moves, and a virtual machine does. Each draws its own.
+_VIEW = View(encoding="png", cursor="hidden")
+#: A step of an oracle changes the screen. One of a random walk often does not.
+_MAX_BLIND_WAIT_S = 4.0
+_MOST_DETAIL_CHARS = 2000
+
+SideName = Literal["left", "right"]
+
+
+class PlayedScript(Result):
+    """The result of one script on one side."""
+
+    side: SideName
+    task_id: str
+    script: str
+    score: float | None = None
+    """None if there is none: the script is void on this side."""
+    detail: str = ""
+    """The evidence of the checks, or why there is no score."""
+    basis_digest: str = ""
+    """See `Evaluation.basis_digest`."""
+    screens: tuple[str, ...] = ()
+    """The first and the last screen before the evaluation, as names in the directory of screens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedScript:
+    """A script to play on one side."""
+
+    task: Task
+    script: Script
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desktops:
+    """Where scripts are played."""
+
+    client: AsyncEnvClient
+    runs_guests: bool
+    max_steps: int
+    """Most steps of an episode."""
+
+
+class ScreenDirectory:
+    """Pictures of screens, each once, by the digest of their content."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, png: bytes) -> str:
+        name = f"{hashlib.sha256(png).hexdigest()[:32]}.png"
+        if not (self._path / name).exists():
+            self._path.mkdir(parents=True, exist_ok=True)
+            # A result names its pictures only after they are written in full.
+            (self._path / f"{name}.part").write_bytes(png)
+            (self._path / f"{name}.part").rename(self._path / name)
+        return name
+
+    def read(self, name: str) -> bytes:
+        """Return a picture; empty if it was removed."""
+        try:
+            return (self._path / name).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+
+def parity_config(settings: Config, *, parallel_count: int, script_count: int, image: str = "") -> Config:
+    """Return settings for an ephemeral daemon that plays the scripts of `parallel_count` tasks at once."""
+    own = {"size": parallel_count, "capacity": parallel_count * (script_count + 1), "allow_guest_access": True}
+    # Both sides use one directory, one after the other: libvirt's embedded driver has one root in a process.
+    return ephemeral_config(settings, name="parity", pool=own, image=image)
+
+
+@asynccontextmanager
+async def own_desktops(config: Config) -> AsyncIterator[Desktops]:
+    """Start a daemon; after the block nothing is left. Raises: see `open_daemon`."""
+    # The daemon asks for no token; one from the environment belongs to another daemon.
+    async with open_daemon(config) as daemon, AsyncEnvClient(daemon.address, token="") as client:
+        runs_guests = daemon.hypervisor.capabilities.runs_guests
+        yield Desktops(client=client, runs_guests=runs_guests, max_steps=config.limits.max_steps)
+
+
+@asynccontextmanager
+async def running_desktops(make_client: Callable[[], AsyncEnvClient]) -> AsyncIterator[Desktops]:
+    """Use a running daemon, or several. Raises: EnvError: it does not respond."""
+    async with make_client() as client:
+        pools, servers = await client.list_pools(), await client.list_servers()
+        runs_guests = any(pool.accelerator != Accelerator.FAKE.value for pool in pools)
+        yield Desktops(client=client, runs_guests=runs_guests, max_steps=min(each.max_steps for each in servers))
+
+
+async def play_side(
+    opening: AbstractAsyncContextManager[Desktops],
+    planned: Sequence[PlannedScript],
+    *,
+    side: SideName,
+    screens: ScreenDirectory,
+    parallel_count: int,
+    on_result: Callable[[PlayedScript], None],
+) -> None:
+    """Play scripts; those of one task start in one state. A task or a script that fails does not stop the others."""
+    by_task: dict[str, list[PlannedScript]] = {}
+    for each in planned:
+        by_task.setdefault(each.task.task_id, []).append(each)
+    slots = asyncio.Semaphore(parallel_count)
+    done_count = 0
+    async with opening as desktops:
+        player = _Player(desktops=desktops, side=side, screens=screens, on_result=on_result)
+
+        async def play_task(scripts: Sequence[PlannedScript]) -> None:
+            nonlocal done_count
+            async with slots:
+                await player.play(scripts)
+            done_count += 1
+            report(scripts[0].task.task_id, done_count / len(by_task))
+
+        with progress(f"parity {side}") as report:
+            async with asyncio.TaskGroup() as group:
+                for task_id, scripts in by_task.items():
+                    group.create_task(play_task(scripts), name=f"parity:{task_id}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Player:
+    """Plays the scripts of tasks on one side."""
+
+    desktops: Desktops
+    side: SideName
+    screens: ScreenDirectory
+    on_result: Callable[[PlayedScript], None]
+
+    async def play(self, scripts: Sequence[PlannedScript]) -> None:
+        """Play scripts of one task, one after another, in episodes of one group."""
+        task, left = scripts[0].task, list(scripts)
+        max_steps = max_steps_of(task, limit=self.desktops.max_steps)
+        opening = self.desktops.client.reset_group(
+            task.task_id, size=len(scripts), max_steps=max_steps, view=_VIEW, timeout=_RESET_TIMEOUT
+        )
+        try:
+            async with opening as episodes:
+                for episode in episodes:
+                    self.on_result(await self._play(left[0], episode))
+                    del left[0]
+        except EnvError as error:
+            for each in left:
+                self.on_result(result_of(each, self.side, detail=f"not played: {_text(error)}"))
+
+    async def _play(self, planned: PlannedScript, episode: AsyncEpisode) -> PlayedScript:
+        first = last = episode.observation
+        problems: list[str] = []
+
+        def on_step(_actions: tuple[Action, ...], result: StepResult) -> None:
+            nonlocal last
+            last = result.observation
+            problems.extend(f"step {result.step_count - 1}: {error}" for error in result.errors)
+
+        score, basis_digest = None, ""
+        try:
+            steps = planned.script.steps_on((first.screen_width_px, first.screen_height_px))
+            evaluation, problem = await play_and_evaluate(
+                episode,
+                steps,
+                os=planned.task.os,
+                runs_guests=self.desktops.runs_guests,
+                on_step=on_step,
+                max_wait_s=math.inf if planned.script.steps else _MAX_BLIND_WAIT_S,
+                # A guest that ended itself, or a script longer than an episode may be, is scored.
+                scored_despite=(EpisodeEnded,),
+            )
+            score, basis_digest = evaluation.score, evaluation.basis_digest
+            problems += [*filter(None, [problem]), *evidence_of(evaluation)]
+        except (ParseError, RecursionError, MemoryError) as error:
+            problems.append(f"not played: the script cannot be parsed: {error}")
+        except ConditionNotMet as error:
+            problems.append(f"not played to its end: {error}")
+        except EnvError as error:
+            problems.append(_text(error))
+        names = tuple(self.screens.add(seen.data) for seen in (first, last) if seen.data)
+        detail = "; ".join(problems)
+        return result_of(planned, self.side, score=score, detail=detail, basis_digest=basis_digest, screens=names)
+
+
+def result_of(
+    planned: PlannedScript,
+    side: SideName,
+    *,
+    score: float | None = None,
+    detail: str = "",
+    basis_digest: str = "",
+    screens: tuple[str, ...] = (),
+) -> PlayedScript:
+    """Return the result of a script; void without a score."""
+    return PlayedScript(
+        digest=planned.digest,
+        side=side,
+        task_id=planned.task.task_id,
+        script=planned.script.name,
+        score=score,
+        detail=detail[:_MOST_DETAIL_CHARS],
+        basis_digest=basis_digest,
+        screens=screens,
+    )
+
+
+def _text(error: EnvError) -> str:
+    return f"{error.reason or error.code}: {error}"

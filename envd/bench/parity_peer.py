@@ -1,0 +1,72 @@
+"""A side of `envd tasks parity`: OSWorld's own `DesktopEnv`, with its own boot, pauses and evaluators.
+
+Its machines boot from the same image as ours, one for each script. `envd.bench.peer_program` has the flow.
+"""
+
+import asyncio
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cuaenv.cli.terminal import progress
+from envd.authoring.parity.playing import PlannedScript, PlayedScript, ScreenDirectory, SideName, result_of
+from envd.base.config import Config
+from envd.base.errors import EnvdError
+from envd.bench.episodes import task_file
+from envd.bench.episodes_peer import PeerEpisode, PeerPauses, play_as_peer
+from envd.bench.session import BenchSession, Steps, open_bench
+
+#: An emulated guest may boot for 15 minutes, and evaluators of OSWorld have no limit of their own.
+_SCRIPT_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesktopEnvSide:
+    """Where OSWorld is installed, and how long its `DesktopEnv` pauses."""
+
+    python: Path
+    tasks: Path
+    pauses: PeerPauses = field(default_factory=PeerPauses)
+
+    async def play(
+        self,
+        config: Config,
+        planned: Sequence[PlannedScript],
+        *,
+        side: SideName,
+        screens: ScreenDirectory,
+        on_result: Callable[[PlayedScript], None],
+    ) -> None:
+        """Play scripts, one after another. One that fails does not stop the others.
+
+        Args:
+            config: Of the daemon that makes the machines; see `parity_config`.
+        """
+        with progress(f"parity {side}") as report:
+            steps = Steps(report, len(planned))
+            async with open_bench(config, steps=steps) as bench:
+                for each in planned:
+                    on_result(await self._play(bench, each, side=side, screens=screens))
+                    steps.done(each.task.task_id)
+
+    async def _play(
+        self, bench: BenchSession, planned: PlannedScript, *, side: SideName, screens: ScreenDirectory
+    ) -> PlayedScript:
+        spec = bench.template.spec
+        episode = PeerEpisode(
+            task=task_file(self.tasks, planned.task.task_id.partition("/")[2]),
+            actions=planned.script.calls_on((spec.screen_width_px, spec.screen_height_px)),
+            awaits_first_change=False,
+        )
+        try:
+            async with asyncio.timeout(_SCRIPT_TIMEOUT_S):
+                [played] = await play_as_peer(
+                    bench, self.python, [episode], think_s=0, pauses=self.pauses, on_episode=lambda: None
+                )
+        except TimeoutError:
+            return result_of(planned, side, detail=f"not finished after {_SCRIPT_TIMEOUT_S:g} s")
+        except EnvdError as error:
+            return result_of(planned, side, detail=str(error))
+        names = tuple(screens.add(base64.b64decode(each)) for each in played.screens)
+        return result_of(planned, side, score=played.score, screens=names)
