@@ -57,7 +57,10 @@ class _Played:
 
 
 async def measure_parked(settings: Config, plan: ParkedPlan, *, steps: Steps) -> BenchReport:
-    """Let clients type into editors, with pauses, and check each document at the end."""
+    """Let clients type into editors, with pauses, and check each document at the end.
+
+    All episodes begin in one checkpoint of an open editor, and each types a text of its own.
+    """
     capacity = max(plan.episode_count, plan.resident_count)
     in_memory, parked = _Played(), _Played()
     for played, episode_count in ((in_memory, plan.resident_count), (parked, plan.episode_count)):
@@ -101,18 +104,22 @@ def _ratio(samples: Sequence[float], base: Sequence[float], percent: int) -> flo
 
 async def _play(bench: BenchSession, plan: ParkedPlan, played: _Played, *, episode_count: int, steps: Steps) -> None:
     opening = asyncio.Semaphore(_OPENING_COUNT)
-    sampling = asyncio.create_task(_sample(bench, played), name="bench:sample")
+    async with bench.client.reset(plan.task.task_id, timeout=_OPEN_TIMEOUT) as editor:
+        text = (await editor.read_file(plan.task.document)).decode()
+        # An emulated guest takes seconds to open an editor, and a tenth of that to continue from there.
+        opened = await editor.checkpoint()
 
     async def play(number: int) -> None:
         try:
             async with opening:
-                episode = await bench.client.open(plan.task.task_id, view=View(), timeout=_OPEN_TIMEOUT)
+                episode = await bench.client.open(opened, view=View(), timeout=_OPEN_TIMEOUT)
                 steps.done("opening episodes")
             async with episode:
-                await _type(episode, plan, played, number=number, steps=steps)
+                await _type(episode, plan, played, number=number, text=text, steps=steps)
         except EnvError as error:
             played.problems.append(f"episode {number}: {error.code}: {error}")
 
+    sampling = asyncio.create_task(_sample(bench, played), name="bench:sample")
     try:
         async with asyncio.TaskGroup() as playing:
             for number in range(episode_count):
@@ -120,11 +127,13 @@ async def _play(bench: BenchSession, plan: ParkedPlan, played: _Played, *, episo
     finally:
         sampling.cancel()
         await asyncio.wait({sampling})
+        await bench.client.delete_checkpoint(opened)
 
 
-async def _type(episode: AsyncEpisode, plan: ParkedPlan, played: _Played, *, number: int, steps: Steps) -> None:
+async def _type(
+    episode: AsyncEpisode, plan: ParkedPlan, played: _Played, *, number: int, text: str, steps: Steps
+) -> None:
     rng = random.Random(number)  # noqa: S311 -- pauses, the same in both runs
-    text = (await episode.read_file(plan.task.document)).decode()
 
     async def step(*actions: Action) -> None:
         await asyncio.sleep(plan.think_s * rng.uniform(2 / 3, 4 / 3))
