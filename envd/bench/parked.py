@@ -1,21 +1,26 @@
 """Measures more open episodes than machines: what a step costs when its episode may have been parked before it.
 
-The same clients play twice on daemons of this process: as many episodes as machines, of which none is parked, then all.
+Clients play twice on daemons of this process: as many episodes as machines, of which none is parked, then all. With fewer
+episodes they think for a shorter time, so that the processors get equally many steps a second.
 """
 
 import asyncio
 import random
 import time
+import urllib.request
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from cuaenv.actions import Action, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEpisode, EnvError, View
 from envd.base.config import Config
 from envd.bench.branch_parents import STEP_TIMEOUT
 from envd.bench.default_tasks import EditorTask
+from envd.bench.episodes import tree_cpu_s
 from envd.bench.report import BenchReport, Condition, exempt_without_guests, figures_of, mib, percentile
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
 
@@ -54,6 +59,16 @@ class _Played:
     parked_counts: list[int] = field(default_factory=list)
     disk_mib: list[float] = field(default_factory=list)
     """Size of the stored states, when sampled, for each parked episode."""
+    elapsed_s: float = 0.0
+    cpu_s: float = 0.0
+    """Processor time of the daemon, its machines and the clients."""
+    series: dict[str, float] = field(default_factory=dict)
+    """The daemon's series of parking."""
+
+    def mean_s(self, to: str) -> float | None:
+        """Return the mean time to park (`disk`) or to resume (`machine`) an episode."""
+        count = self.series.get(f"envd_parking_seconds_count {to}", 0.0)
+        return self.series[f"envd_parking_seconds_sum {to}"] / count if count else None
 
 
 async def measure_parked(settings: Config, plan: ParkedPlan, *, steps: Steps) -> BenchReport:
@@ -63,17 +78,24 @@ async def measure_parked(settings: Config, plan: ParkedPlan, *, steps: Steps) ->
     """
     capacity = max(plan.episode_count, plan.resident_count)
     in_memory, parked = _Played(), _Played()
-    for played, episode_count in ((in_memory, plan.resident_count), (parked, plan.episode_count)):
+    think_s = plan.think_s * plan.resident_count / capacity
+    in_memory_plan = replace(plan, episode_count=plan.resident_count, think_s=think_s)
+    for played, played_plan in ((in_memory, in_memory_plan), (parked, plan)):
         own = bench_config(settings, standby_count=2, capacity=capacity + 2, resident=plan.resident_count + 2)
         async with open_bench(own, steps=steps) as bench:
             conditions = bench.conditions(**{**asdict(plan), "task": plan.task.task_id})
-            await _play(bench, plan, played, episode_count=episode_count, steps=steps)
+            await _play(bench, played_plan, played, steps=steps)
     values = {
         "open_episodes": float(plan.episode_count),
         "episodes_per_machine": plan.episode_count / plan.resident_count,
         "step_ms_p50_over_in_memory": _ratio(parked.step_ms, in_memory.step_ms, 50),
         "step_ms_p95_over_in_memory": _ratio(parked.step_ms, in_memory.step_ms, 95),
         "parked_mib": percentile(parked.disk_mib, 50),
+        "park_ms_mean": _in_ms(parked.mean_s("disk")),
+        "resume_ms_mean": _in_ms(parked.mean_s("machine")),
+        "written_mib_per_step": mib(parked.series.get("envd_parking_bytes_total ", 0.0)) / max(1, len(parked.step_ms)),
+        "steps_per_s": len(parked.step_ms) / parked.elapsed_s,
+        "cpu_s_per_step": parked.cpu_s / max(1, len(parked.step_ms)),
         "parked_episodes": max(parked.parked_counts, default=0),
         "unparked_steps": len(parked.unpark_ms) / max(1, len(parked.step_ms)),
     }
@@ -97,12 +119,16 @@ async def measure_parked(settings: Config, plan: ParkedPlan, *, steps: Steps) ->
     )
 
 
+def _in_ms(time_s: float | None) -> float | None:
+    return None if time_s is None else time_s * 1000
+
+
 def _ratio(samples: Sequence[float], base: Sequence[float], percent: int) -> float | None:
     over, under = percentile(samples, percent), percentile(base, percent)
     return over / under if over and under else None
 
 
-async def _play(bench: BenchSession, plan: ParkedPlan, played: _Played, *, episode_count: int, steps: Steps) -> None:
+async def _play(bench: BenchSession, plan: ParkedPlan, played: _Played, *, steps: Steps) -> None:
     opening = asyncio.Semaphore(_OPENING_COUNT)
     async with bench.client.reset(plan.task.task_id, timeout=_OPEN_TIMEOUT) as editor:
         text = (await editor.read_file(plan.task.document)).decode()
@@ -120,10 +146,13 @@ async def _play(bench: BenchSession, plan: ParkedPlan, played: _Played, *, episo
             played.problems.append(f"episode {number}: {error.code}: {error}")
 
     sampling = asyncio.create_task(_sample(bench, played), name="bench:sample")
+    begin_s, begin_cpu_s = time.monotonic(), tree_cpu_s()
     try:
         async with asyncio.TaskGroup() as playing:
-            for number in range(episode_count):
+            for number in range(plan.episode_count):
                 playing.create_task(play(number))
+        played.elapsed_s, played.cpu_s = time.monotonic() - begin_s, tree_cpu_s() - begin_cpu_s
+        played.series = await asyncio.to_thread(_read_series, bench.daemon.metrics_address)
     finally:
         sampling.cancel()
         await asyncio.wait({sampling})
@@ -166,6 +195,18 @@ async def _sample(bench: BenchSession, played: _Played) -> None:
         if count:
             size_bytes = await asyncio.to_thread(_size_of, bench.state_dir / "parked")
             played.disk_mib.append(mib(size_bytes) / count)
+
+
+def _read_series(address: str) -> dict[str, float]:
+    """Return the values of the series of parking by name and direction."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    return {
+        f"{sample.name} {sample.labels.get('to', '')}": sample.value
+        for family in text_string_to_metric_families(text)
+        if family.name.startswith("envd_parking")
+        for sample in family.samples
+    }
 
 
 def _size_of(directory: Path) -> int:

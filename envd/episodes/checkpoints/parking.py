@@ -356,6 +356,7 @@ class Parking:
                         pinned=True,
                     )
                     stored = await write_state(described, frozen, pool, self._the_store)
+                    self._metrics.parking_bytes.labels(pool=pool.name).inc(stored.size_bytes)
                 finally:
                     await shielded(frozen.snapshot.discard())
             # Without an await until the episode has its stand-in, or a call could come between.
