@@ -1,7 +1,7 @@
 """Measures more open episodes than machines: what a step costs when its episode may have been parked before it.
 
-Clients play twice on daemons of this process: as many episodes as machines, of which none is parked, then all. With fewer
-episodes they think for a shorter time, so that the processors get equally many steps a second.
+Clients play twice on daemons of this process: as many episodes as machines, of which none is parked, then all. With
+fewer episodes they think for a shorter time, so that the processors get equally many steps a second.
 """
 
 import asyncio

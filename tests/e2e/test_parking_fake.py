@@ -16,6 +16,7 @@ from cuaenv.client import (
     AsyncEpisode,
     CheckpointStoreFull,
     Click,
+    Done,
     EpisodeNotFound,
     GroupTooLarge,
     KeyDown,
@@ -337,6 +338,43 @@ async def test_forks_checkpoints_and_rollbacks_of_a_parked_episode(tmp_path: Pat
                 await episode.step(TypeText(LINE))
                 await episode.step(SAVE)
                 assert (await episode.evaluate()).score == 1.0
+
+
+async def test_episodes_that_begin_in_a_checkpoint_are_parked_like_others(tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path / "checkpoints", settings=CheckpointsConfig(), reserve_bytes=0)
+    async with served(tmp_path, checkpoints=checkpoints) as (server, client):
+        async with client.reset(TASK) as first:
+            await first.step(EDITOR)
+            checkpoint = await first.checkpoint()
+        episodes = [await client.open(checkpoint) for _ in range(8)]
+        assert server.pool.statistics().parked_count >= 5
+        lines = [LINE if index % 2 else f"{LINE} Not {index}" for index in range(8)]
+        for line, episode in zip(lines, episodes, strict=True):
+            await episode.step(TypeText(line))
+        for episode in episodes:
+            await episode.step(SAVE)
+        scores = [(await episode.evaluate()).score for episode in episodes]
+        assert scores == [float(line == LINE) for line in lines]
+
+
+async def test_what_is_known_of_a_parked_episode_takes_no_machine(tmp_path: Path) -> None:
+    """A score that was recorded, and the refusal of a step after the end."""
+    async with served(tmp_path) as (server, client):
+        episode = await client.open(TASK)
+        for action in (EDITOR, TypeText(LINE), SAVE):
+            await episode.step(action)
+        assert (await episode.evaluate()).score == 1.0
+        await park(server, client, episode)
+        assert (await episode.evaluate()).score == 1.0
+        with pytest.raises(errors.EpisodeEnded):
+            await server.service.step(command(episode.episode_id, 3, EDITOR))
+        assert is_parked(server, episode)
+        # What is not known needs it.
+        ended = await client.open(TASK)
+        await ended.step(Done())
+        await park(server, client, ended)
+        assert (await ended.evaluate()).score == 0.0
+        assert not is_parked(server, ended)
 
 
 @pytest.mark.parametrize("task_id", ["fake/save-note", "fake/append-line"])
