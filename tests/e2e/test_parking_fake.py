@@ -313,6 +313,31 @@ async def test_all_machines_in_calls_refuse_a_parked_episode_for_now(
         assert (result.replayed, result.episode.progress.step_count) == (False, 1)
 
 
+async def test_a_call_whose_caller_is_gone_gives_up_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parking, "GRACE_S", 0.2)
+    async with served(tmp_path, size=0, resident=1) as (server, client):
+        first, second = await opened(client, 2)
+        await until(lambda: is_parked(server, first))
+        busy = asyncio.create_task(second.step(Wait(timedelta(seconds=3.0))))
+        await asyncio.sleep(0.1)
+        calls = [
+            asyncio.create_task(server.service.step(command(first.episode_id, 0, EDITOR))),
+            asyncio.create_task(first.observe(refresh=True)),
+        ]
+        (line,) = server.service._parking._lines.values()
+        await until(lambda: line.waiting_count == 1)
+        await asyncio.sleep(0.5)
+        assert line.waiting_count == 1
+        for call in calls:
+            call.cancel()
+        await until(lambda: line.waiting_count == 0)
+        assert not busy.done()
+        # The same request: nothing was done.
+        result = await server.service.step(command(first.episode_id, 0, EDITOR))
+        assert (result.replayed, result.episode.progress.step_count) == (False, 1)
+        await busy
+
+
 async def test_capacity_bounds_the_open_episodes(tmp_path: Path) -> None:
     async with served(tmp_path, capacity=5) as (_, client):
         episodes = await opened(client, 5)
