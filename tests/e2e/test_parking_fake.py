@@ -28,6 +28,7 @@ from cuaenv.client import (
 )
 from envd.base import errors
 from envd.base.config import CheckpointsConfig
+from envd.desktop.desktop import Desktop
 from envd.episodes.checkpoints import parking, states
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.types import ResetCommand, StepCommand
@@ -293,6 +294,29 @@ async def test_an_episode_in_the_hands_of_a_person_stays(tmp_path: Path) -> None
         server.service.take_control(episode.episode_id, control_id="c", holder="")
         await server.service.act(episode.episode_id, control_id="c", actions=[EDITOR])
         assert not is_parked(server, episode)
+
+
+async def test_an_episode_with_a_forwarded_port_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readexactly(2))
+        await reader.read()
+        writer.close()
+
+    listening = await asyncio.start_server(echo, "127.0.0.1", 0)
+    monkeypatch.setattr(
+        Desktop, "open_port", lambda *_: asyncio.open_connection(*listening.sockets[0].getsockname()[:2])
+    )
+    async with listening, served(tmp_path, size=0, resident=1) as (server, client):
+        episode = await client.open(TASK)
+        await park(server, client, episode)
+        # Opening one takes a machine.
+        async with server.service.connect_port(episode.episode_id, 80, idle_timeout_s=60.0) as connection:
+            assert not is_parked(server, episode)
+            with pytest.raises(PoolExhausted):
+                await client.open(TASK, timeout=timedelta(seconds=0.5))
+            await connection.write(b"hi")
+            assert await connection.read() == b"hi"
+        await park(server, client, episode)
 
 
 async def test_all_machines_in_calls_refuse_a_parked_episode_for_now(

@@ -26,8 +26,8 @@ class Durations:
     destroy: Spread = Spread(0.15, 0.4)
     reset: Spread = Spread(0.009, 0.03)
     step: Spread = Spread(0.419, 1.2)
-    park: Spread = Spread(0.15, 0.3)
-    resume: Spread = Spread(0.126, 0.25)
+    park: Spread = Spread(0.228, 0.45)
+    resume: Spread = Spread(0.174, 0.35)
     think: Spread = Spread(4.0, 12.0)
     """The model's reply. Not ours to measure: a 7B model at 16 concurrent requests is in this range."""
     evaluate: Spread = Spread(0.5, 3.0)
