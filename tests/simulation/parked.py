@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -108,7 +109,7 @@ class _Simulation:
             self._free_machines -= 1
             episode = self._waiting.popleft()
             episode.in_memory = True
-            self._on_core(self._host.durations.resume.draw(self._rng), lambda episode=episode: self._step(episode))
+            self._on_core(self._host.durations.resume.draw(self._rng), partial(self._step, episode))
         wanted_count = len(self._waiting) + self._host.ready_count
         while wanted_count > self._free_machines + self._parking_count and self._idle:
             self._parking_count += 1
@@ -123,7 +124,7 @@ class _Simulation:
         self._serve()
 
     def _step(self, episode: _Episode) -> None:
-        self._on_core(self._host.durations.step.draw(self._rng), lambda: self._stepped(episode))
+        self._on_core(self._host.durations.step.draw(self._rng), partial(self._stepped, episode))
 
     def _stepped(self, episode: _Episode) -> None:
         if episode.asked_s >= self._measure_from_s:
