@@ -148,7 +148,7 @@ async def test_the_stream_says_which_episodes_are_parked(tmp_path: Path) -> None
             (facts,) = (await until(events, "state"))["episodes"]
             assert facts["parked"] is False
             await served.open(run="second")
-            shown = {}
+            shown: dict[str, bool] = {}
             while shown.get(first) is not True:
                 state = await until(events, "state")
                 shown |= {facts["id"]: facts["parked"] for facts in state["episodes"]}
