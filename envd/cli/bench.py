@@ -35,6 +35,10 @@ Repetitions = Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="
 OtherImage = Annotated[
     str, typer.Option("--image", metavar="NAME", help="Image of the machines.", show_default="the desktop image")
 ]
+Price = Annotated[
+    float,
+    typer.Option(metavar="DOLLARS", min=0, help="Price of the host, for what a desktop costs.", show_default="unknown"),
+]
 Report = Callable[[str, float], None]
 Measure = Callable[..., Coroutine[Any, Any, BenchReport]]
 
@@ -141,7 +145,7 @@ async def bench_checkpoint(
         )
 
 
-@bench("parked")
+@bench("parked", needs_copies=True)
 async def bench_parked(
     settings: Config,
     report: Report,
@@ -150,6 +154,7 @@ async def bench_parked(
     resident: Annotated[int, typer.Option(metavar="N", min=1, max=256, help="Machines in memory.")] = 8,
     steps: Annotated[int, typer.Option(metavar="N", min=3, max=1000, help="Steps of each episode.")] = 8,
     think: Annotated[float, typer.Option(metavar="S", min=0, max=600, help="Mean pause before a step.")] = 30.0,
+    price_per_hour: Price = 0.0,
 ) -> BenchReport:
     """Measure the steps of more open episodes than machines; fail unless every document has what was typed."""
     plan = parked.ParkedPlan(
@@ -158,6 +163,7 @@ async def bench_parked(
         resident_count=resident,
         step_count=steps,
         think_s=think,
+        price_per_hour=price_per_hour,
     )
     return await parked.measure_parked(settings, plan, steps=Steps(report, plan.work_count))
 
@@ -298,6 +304,7 @@ def report(
     *,
     directory: Annotated[Path, typer.Option("--out", metavar="DIR", help="Output directory.")] = Path("out/report"),
     minutes: Annotated[float, typer.Option(metavar="N", min=1, max=600, help="Time for all benchmarks.")] = 30.0,
+    price_per_hour: Price = 0.0,
 ) -> None:
     """Run all benchmarks in short, and write one page about this host that can be published."""
     ensure_image(settings)
@@ -305,6 +312,9 @@ def report(
         "fork": functools.partial(bench_fork, settings, n=4, repetitions=10),
         "branch": functools.partial(bench_branch, settings, repetitions=5),
         "checkpoint": functools.partial(bench_checkpoint, settings, repetitions=5, depth=8),
+        "parked": functools.partial(
+            bench_parked, settings, episodes=16, resident=4, steps=4, think=10.0, price_per_hour=price_per_hour
+        ),
         "step": functools.partial(bench_step, settings, repetitions=50, peer_repetitions=10),
         "settle": functools.partial(bench_settle, settings),
         "episodes": functools.partial(bench_episodes, settings, episode_count=8, peer_episode_count=2),

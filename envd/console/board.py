@@ -177,6 +177,7 @@ def episode_facts(episode: Episode, timeline: Timeline, *, clock: Clock) -> Fact
         "expires": round(info.expire_time.timestamp()),
         "lease_s": episode.lease.ttl_s,
         "in_call": episode.lease.in_call,
+        "parked": info.is_parked,
         "action": last[-1] if last else "",
         "score": None if progress.score is None else progress.score.score,
     }
@@ -233,6 +234,7 @@ def pool_facts(pool: PoolStatus, queue: Iterable[QueuedGroup], *, now_s: float) 
         "starting": pool.starting_count,
         "dying": pool.dying_count,
         "reserved": pool.reserved_count,
+        "parked": pool.parked_count,
         "waiting": pool.waiting_count,
         "held_by_run": dict(pool.held_by_run),
         "healthy": pool.healthy,

@@ -77,16 +77,20 @@ class EpisodeContext:
 
     @asynccontextmanager
     async def call(
-        self, episode: Episode, *, renews: bool = True, watch: Stopwatch | None = None
+        self, episode: Episode, *, renews: bool = True, needs_machine: bool = True, watch: Stopwatch | None = None
     ) -> AsyncIterator[None]:
         """Keep an episode's lease from expiring and its machine in memory during the block; see `EpisodeRegistry.call`.
 
         Waiting for the machine of a parked episode is the phase `unpark` of `watch`. Raises: as `Parking.resume`.
+
+        Args:
+            needs_machine: Whether a parked episode gets one, as far as is known before the block.
         """
         try:
             async with self.registry.call(episode, renews=renews):
                 parked = episode.machine
-                await self.parking.resume(episode)
+                if needs_machine:
+                    await self.parking.resume(episode)
                 if watch is not None and parked is not episode.machine:
                     watch.lap("unpark")
                 yield

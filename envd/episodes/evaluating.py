@@ -64,7 +64,8 @@ class Evaluating:
     async def _evaluate(self, episode: Episode, request: RequestKey, epoch: int) -> EvaluateResult:
         context, epoch = self._context, epoch or episode.epoch
         watch = Stopwatch(context.clock)
-        async with context.call(episode, watch=watch), episode.turn:
+        is_unknown = episode.progress.score is None and not episode.progress.evaluator_error
+        async with context.call(episode, needs_machine=is_unknown, watch=watch), episode.turn:
             watch.lap("queue")
             episode.require_epoch(epoch)
             if episode.progress.evaluator_error:

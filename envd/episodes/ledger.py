@@ -213,8 +213,7 @@ class Ledger:
     def _begin(self, request: RequestKey, start: Callable[[], Coroutine[Any, Any, Any]]) -> _LedgerEntry:
         entry: _LedgerEntry
         context = copy_context()
-        if request.kind.ends_alone:
-            context.run(has_caller.set, lambda: entry.caller_count > 0)
+        context.run(has_caller.set, lambda: entry.caller_count > 0)
         task = asyncio.create_task(start(), name=str(request), context=context)
         entry = self._entries[request.kind, request.request_id] = _LedgerEntry(request, task)
         task.add_done_callback(lambda _: self._on_done(entry))

@@ -20,6 +20,7 @@ from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import STEP, RequestKey
 from envd.episodes.perform import check_region, heartbeat, observe, perform, with_pixels
+from envd.episodes.progress import EpisodeState
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import StepCommand, StepResult
 from envd.tasks.model import allowed_tools
@@ -66,7 +67,9 @@ class Stepping:
     async def _step(self, episode: Episode, command: StepCommand, request: RequestKey) -> StepResult:
         context = self._context
         watch, timings_ms = Stopwatch(context.clock), dict[str, float]()
-        async with context.call(episode, watch=watch), episode.turn:
+        # One that has ended refuses the step without a machine.
+        is_active = episode.progress.state is EpisodeState.ACTIVE
+        async with context.call(episode, needs_machine=is_active, watch=watch), episode.turn:
             watch.lap("queue")
             episode.require_step(command.step_index, epoch=command.epoch)
             check_region(command.observe, episode.machine.desktop.screen_size)

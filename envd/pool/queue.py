@@ -193,7 +193,7 @@ def queue_report(
             left_s=max(0.0, group.deadline_s - now_s),
             reason=_reason(group.demand, ahead=demands[:index], held=held, shares=shares, status=status)
             if group.has_caller()
-            else f"its caller is gone; it leaves the queue after {GRACE_S:g} s unless a retry comes",
+            else f"its caller is gone; a reset or fork leaves the queue after {GRACE_S:g} s unless a retry comes",
         )
         for index, group in enumerate(groups)
     )

@@ -329,6 +329,21 @@ def test_bench_branch_compares_the_files_of_a_guest_whose_programs_are_unknown(t
 
 
 @pytest.mark.long
+def test_bench_parked_begins_all_episodes_in_one_checkpoint_and_checks_each_document(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    options = ("--episodes=5", "--resident=2", "--steps=3", "--think=0", "--price-per-hour=0.5")
+    done = run("parked", *options, "--state-dir", str(tmp_path / "state"), "--cache-dir", str(cache), "--json")
+    assert done.status == 0, done.err
+    report = json.loads(done.out)
+    assert [check["evidence"] for check in report["checks"]] == ["2 of 2; no problem", "5 of 5; no problem"]
+    found = report["results"]
+    assert len(report["samples"]["step_ms"]) == 5 * 3
+    assert found["parked_episodes"] >= 1
+    assert found["written_mib_per_step"] > 0
+    assert found["dollars_per_desktop_day"] == pytest.approx(12 / found["desktops_per_host"], rel=0.01)
+    assert list((cache / "checkpoints").iterdir()) == []
+
+
 def test_bench_checkpoint_measures_and_checks_fake_desktops_and_leaves_none(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     options = ("--repetitions", "2", "--depth", "2", "--state-dir", str(tmp_path / "state"), "--cache-dir", str(cache))

@@ -141,6 +141,23 @@ async def test_a_pool_says_why_a_group_waits(tmp_path: Path) -> None:
         await waiting
 
 
+async def test_the_stream_says_which_episodes_are_parked(tmp_path: Path) -> None:
+    async with console(tmp_path, {"pools": {"desktop": {"size": 0, "capacity": 4, "resident": 1}}}) as served:
+        (first,) = await served.open(run="first")
+        async with aclosing(served.events()) as events:
+            (facts,) = (await until(events, "state"))["episodes"]
+            assert facts["parked"] is False
+            await served.open(run="second")
+            shown: dict[str, bool] = {}
+            while shown.get(first) is not True:
+                state = await until(events, "state")
+                shown |= {facts["id"]: facts["parked"] for facts in state["episodes"]}
+            await served.step(first, 0, Click(379, 311))
+            while shown.get(first) is not False:
+                state = await until(events, "state")
+                shown |= {facts["id"]: facts["parked"] for facts in state["episodes"]}
+
+
 async def test_recordings_are_listed_and_replayed_to_those_who_may_see_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from cuaenv.client import (
     AsyncEpisode,
     CheckpointStoreFull,
     Click,
+    Done,
     EpisodeNotFound,
     GroupTooLarge,
     KeyDown,
@@ -27,6 +28,7 @@ from cuaenv.client import (
 )
 from envd.base import errors
 from envd.base.config import CheckpointsConfig
+from envd.desktop.desktop import Desktop
 from envd.episodes.checkpoints import parking, states
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.types import ResetCommand, StepCommand
@@ -294,6 +296,29 @@ async def test_an_episode_in_the_hands_of_a_person_stays(tmp_path: Path) -> None
         assert not is_parked(server, episode)
 
 
+async def test_an_episode_with_a_forwarded_port_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readexactly(2))
+        await reader.read()
+        writer.close()
+
+    listening = await asyncio.start_server(echo, "127.0.0.1", 0)
+    monkeypatch.setattr(
+        Desktop, "open_port", lambda *_: asyncio.open_connection(*listening.sockets[0].getsockname()[:2])
+    )
+    async with listening, served(tmp_path, size=0, resident=1) as (server, client):
+        episode = await client.open(TASK)
+        await park(server, client, episode)
+        # Opening one takes a machine.
+        async with server.service.connect_port(episode.episode_id, 80, idle_timeout_s=60.0) as connection:
+            assert not is_parked(server, episode)
+            with pytest.raises(PoolExhausted):
+                await client.open(TASK, timeout=timedelta(seconds=0.5))
+            await connection.write(b"hi")
+            assert await connection.read() == b"hi"
+        await park(server, client, episode)
+
+
 async def test_all_machines_in_calls_refuse_a_parked_episode_for_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +335,31 @@ async def test_all_machines_in_calls_refuse_a_parked_episode_for_now(
         # The same request: nothing was done.
         result = await server.service.step(command(first.episode_id, 0, EDITOR))
         assert (result.replayed, result.episode.progress.step_count) == (False, 1)
+
+
+async def test_a_call_whose_caller_is_gone_gives_up_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parking, "GRACE_S", 0.2)
+    async with served(tmp_path, size=0, resident=1) as (server, client):
+        first, second = await opened(client, 2)
+        await until(lambda: is_parked(server, first))
+        busy = asyncio.create_task(second.step(Wait(timedelta(seconds=3.0))))
+        await asyncio.sleep(0.1)
+        calls = [
+            asyncio.create_task(server.service.step(command(first.episode_id, 0, EDITOR))),
+            asyncio.create_task(first.observe(refresh=True)),
+        ]
+        (line,) = server.service._parking._lines.values()
+        await until(lambda: line.waiting_count == 1)
+        await asyncio.sleep(0.5)
+        assert line.waiting_count == 1
+        for call in calls:
+            call.cancel()
+        await until(lambda: line.waiting_count == 0)
+        assert not busy.done()
+        # The same request: nothing was done.
+        result = await server.service.step(command(first.episode_id, 0, EDITOR))
+        assert (result.replayed, result.episode.progress.step_count) == (False, 1)
+        await busy
 
 
 async def test_capacity_bounds_the_open_episodes(tmp_path: Path) -> None:
@@ -337,6 +387,43 @@ async def test_forks_checkpoints_and_rollbacks_of_a_parked_episode(tmp_path: Pat
                 await episode.step(TypeText(LINE))
                 await episode.step(SAVE)
                 assert (await episode.evaluate()).score == 1.0
+
+
+async def test_episodes_that_begin_in_a_checkpoint_are_parked_like_others(tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path / "checkpoints", settings=CheckpointsConfig(), reserve_bytes=0)
+    async with served(tmp_path, checkpoints=checkpoints) as (server, client):
+        async with client.reset(TASK) as first:
+            await first.step(EDITOR)
+            checkpoint = await first.checkpoint()
+        episodes = [await client.open(checkpoint) for _ in range(8)]
+        assert server.pool.statistics().parked_count >= 5
+        lines = [LINE if index % 2 else f"{LINE} Not {index}" for index in range(8)]
+        for line, episode in zip(lines, episodes, strict=True):
+            await episode.step(TypeText(line))
+        for episode in episodes:
+            await episode.step(SAVE)
+        scores = [(await episode.evaluate()).score for episode in episodes]
+        assert scores == [float(line == LINE) for line in lines]
+
+
+async def test_what_is_known_of_a_parked_episode_takes_no_machine(tmp_path: Path) -> None:
+    """A score that was recorded, and the refusal of a step after the end."""
+    async with served(tmp_path) as (server, client):
+        episode = await client.open(TASK)
+        for action in (EDITOR, TypeText(LINE), SAVE):
+            await episode.step(action)
+        assert (await episode.evaluate()).score == 1.0
+        await park(server, client, episode)
+        assert (await episode.evaluate()).score == 1.0
+        with pytest.raises(errors.EpisodeEnded):
+            await server.service.step(command(episode.episode_id, 3, EDITOR))
+        assert is_parked(server, episode)
+        # What is not known needs it.
+        ended = await client.open(TASK)
+        await ended.step(Done())
+        await park(server, client, ended)
+        assert (await ended.evaluate()).score == 0.0
+        assert not is_parked(server, ended)
 
 
 @pytest.mark.parametrize("task_id", ["fake/save-note", "fake/append-line"])

@@ -8,4 +8,6 @@ workload ── groups ──► placement (drawn: the client's code | ideal)
 ```
 
 Not simulated: CPU contention on a host, the network, and the time that Python takes.
+
+`parked` simulates one host whose idle episodes are parked, with its cores.
 """

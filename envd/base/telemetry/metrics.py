@@ -130,6 +130,9 @@ class Metrics:
             _WAIT_BUCKETS,
             "pool to",
         )
+        self.parking_bytes = self._counter(
+            "envd_parking_bytes_total", "Bytes of the states that were written to park episodes.", "pool"
+        )
         self.checkpoints = self._gauge("envd_checkpoints", "Checkpoints of this host.")
         self.checkpoint_bytes = self._gauge("envd_checkpoint_bytes", "Disk space of the checkpoints of this host.")
         self.leftovers = self._counter("envd_leftovers_total", "Leftovers found by the audit, by kind.", "kind")

@@ -57,7 +57,7 @@ function renderFull({ fetches = true } = {}) {
   shownFacts = wanted;
   $("full-id").textContent = facts.id;
   $("full-task").textContent = facts.task;
-  const rows = [["state", facts.state + words(facts.reason)],
+  const rows = [["state", facts.state + words(facts.reason) + (facts.parked ? ", parked" : "")],
     ["step", `${facts.step} of ${facts.max_steps}`], ["lease", leaseText(facts)], ["pool", facts.pool], ["run", facts.run || "—"]];
   if (facts.owner) rows.push(["owner", facts.owner]);
   if (known) {

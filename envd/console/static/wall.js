@@ -156,6 +156,8 @@ function renderTotals(all, shownCount) {
   const items = [[all.length === 1 ? "episode" : "episodes", shownCount === all.length ? all.length : `${shownCount} of ${all.length}`], ["active", count("active")]];
   const ended = count("terminated") + count("truncated");
   if (ended) items.push(["ended", ended]);
+  const parked = all.filter((facts) => facts.parked).length;
+  if (parked) items.push(["parked", parked]);
   if (count("failed")) items.push(["failed", count("failed"), "bad"]);
   if (waiting) items.push(["machines waited for", waiting]);
   $("totals").replaceChildren(...items.map(([label, value, className]) => {
@@ -202,7 +204,7 @@ function fillTile(tile, facts) {
   const ended = facts.state !== "active";
   tile.root.className = `tile${facts.in_call ? " busy" : ""}${facts.state === "failed" ? " failed" : ended ? " ended" : ""}`;
   tile.root.title = `${facts.id}\n${facts.task}\npool ${facts.pool}${facts.run ? `, run ${facts.run}` : ""}`;
-  tile.root.setAttribute("aria-label", `${facts.task}, step ${facts.step} of ${facts.max_steps}, ${facts.state}`);
+  tile.root.setAttribute("aria-label", `${facts.task}, step ${facts.step} of ${facts.max_steps}, ${facts.state}${facts.parked ? ", parked" : ""}`);
   const isBranch = facts.label.includes(".");
   tile.label.textContent = isBranch ? `↳ ${facts.label}` : facts.label;
   tile.label.title = isBranch ? `Branched from ${facts.parent} after step ${facts.first}` : `Member ${facts.label} of its group`;
@@ -222,6 +224,7 @@ function fillTile(tile, facts) {
 
 function badgeOf(facts) {
   if (facts.score !== null) return [facts.score.toFixed(2), scoreShade(facts.score)];
+  if (facts.parked) return ["parked", ""];
   if (facts.state === "active") return ["", "active"];
   return [facts.reason.toLowerCase().replaceAll("_", " "), facts.state === "failed" ? "bad" : ""];
 }
@@ -281,7 +284,7 @@ function renderPools() {
       part.style.width = `${(100 * pool[state]) / pool.capacity}%`;
       if (pool[state]) bar.append(part);
     }
-    const numbers = ["leased", "reserved", "idle", "starting", "dying"].filter((state) => pool[state] || state === "leased" || state === "idle")
+    const numbers = ["leased", "parked", "reserved", "idle", "starting", "dying"].filter((state) => pool[state] || state === "leased" || state === "idle")
       .map((state) => `${pool[state]} ${state}`);
     if (pool.waiting) numbers.push(`${pool.waiting} waited for`);
     const holders = Object.entries(pool.held_by_run).sort((a, b) => b[1] - a[1]).map(([run, count]) => `${run || "no run"}: ${count}`);

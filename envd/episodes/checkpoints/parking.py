@@ -15,7 +15,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -49,6 +49,7 @@ from envd.episodes.progress import EpisodeSpec, EpisodeState, Origin, Progress
 from envd.episodes.registry import EpisodeRegistry
 from envd.pool.leased import FrozenDesktop, LeasedMachine, lost_machine, parked_machine
 from envd.pool.pool import MAX_YIELD_S, Pool
+from envd.pool.queue import GRACE_S, has_caller
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,8 @@ class Parking:
         self._writing = asyncio.Semaphore(_WRITING_COUNT)
         self._resuming: dict[str, asyncio.Task[EnvdError | None]] = {}
         """Attempts by episode."""
+        self._callers: dict[str, list[Callable[[], bool]]] = {}
+        """Of each attempt, its calls: whether their callers still wait."""
         self._kept: dict[str, Checkpoint] = {}
         """The stored state of each parked episode."""
         self._unowned: dict[str, Checkpoint] = {}
@@ -128,7 +131,7 @@ class Parking:
         self._patient = Counter[str]()
         """Calls that wait until their episode is parked, by episode."""
         self._refused_until_s = dict[str, float]()
-        """Episodes with something that no copy can have, and until when they are not tried again."""
+        """Monotonic times before which episodes are not tried again, because their machines could not be copied."""
 
     def start(self) -> None:
         """Start to park episodes in pools that park."""
@@ -161,10 +164,17 @@ class Parking:
             return
         resuming = self._resuming.get(episode.episode_id)
         if resuming is None:
+            self._callers[episode.episode_id] = []
             resuming = self._tasks.spawn(self._try_to_resume(line, episode), name=f"resume:{episode.episode_id}")
             self._resuming[episode.episode_id] = resuming
-        # Of this caller alone: others may wait for the same machine.
-        if (error := await asyncio.shield(resuming)) is not None:
+        callers, caller = self._callers[episode.episode_id], has_caller.get()
+        callers.append(caller)
+        try:
+            # Of this caller alone: others may wait for the same machine.
+            error = await asyncio.shield(resuming)
+        finally:
+            callers.remove(caller)
+        if error is not None:
             raise error
 
     async def _end_parking(self, line: _Line, episode: Episode, parking: "asyncio.Task[None]") -> None:
@@ -195,7 +205,7 @@ class Parking:
         except EnvdError as error:
             return error
         finally:
-            del self._resuming[episode.episode_id]
+            del self._resuming[episode.episode_id], self._callers[episode.episode_id]
         return None
 
     async def _resume(self, line: _Line, episode: Episode) -> None:
@@ -246,14 +256,24 @@ class Parking:
             line.waiting_since_s.remove(now_s)
 
     async def _wait_for_room(self, line: _Line, episode: Episode, *, deadline_s: float) -> None:
-        """Wait until a machine can be had. Raises: PoolExhausted: not until the deadline."""
-        pool, since_s = line.pool, deadline_s - _WAIT_S
+        """Wait until a machine can be had.
+
+        Raises:
+            PoolExhausted: Not until the deadline, or its callers have been gone for 10 s.
+        """
+        pool, callers = line.pool, self._callers[episode.episode_id]
+        since_s = seen_s = deadline_s - _WAIT_S
         while not pool.has_room_for_parked(since_s=since_s):
             changed, now_s = pool.changes.next, self._clock.monotonic()
             if now_s >= deadline_s:
                 raise self._exhausted(episode, pool, f"all machines were in calls for {_WAIT_S:g} s")
+            if any(is_waiting() for is_waiting in callers):
+                seen_s = now_s
+            elif now_s >= seen_s + GRACE_S:
+                raise self._exhausted(episode, pool, f"its caller has been gone for {GRACE_S:g} s")
             yield_s = since_s + MAX_YIELD_S
-            await wait_until(self._clock, yield_s if now_s < yield_s else deadline_s, or_event=changed)
+            until_s = min(seen_s + GRACE_S, yield_s if now_s < yield_s else deadline_s)
+            await wait_until(self._clock, until_s, or_event=changed)
 
     def _exhausted(self, episode: Episode, pool: Pool, why: str) -> PoolExhausted:
         return PoolExhausted(
@@ -356,6 +376,7 @@ class Parking:
                         pinned=True,
                     )
                     stored = await write_state(described, frozen, pool, self._the_store)
+                    self._metrics.parking_bytes.labels(pool=pool.name).inc(stored.size_bytes)
                 finally:
                     await shielded(frozen.snapshot.discard())
             # Without an await until the episode has its stand-in, or a call could come between.

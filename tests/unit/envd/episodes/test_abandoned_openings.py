@@ -43,7 +43,7 @@ async def test_a_waiting_opening_leaves_the_queue_soon_after_its_caller(
 ) -> None:
     await gone(await begun(opening(full_world)))
     (reason,) = queued(full_world)
-    assert reason == "its caller is gone; it leaves the queue after 10 s unless a retry comes"
+    assert reason == "its caller is gone; a reset or fork leaves the queue after 10 s unless a retry comes"
     await full_world.clock.advance(GRACE_S - 0.1)
     assert len(queued(full_world)) == 1
     await full_world.clock.advance(0.1)
