@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: generated text is inserted, and files outside of docs/ that pages link to become files of the site."""
+"""Hooks of mkdocs: insert generated text; make files outside of docs/ that pages link to files of the site."""
 
 import os
 import re
