@@ -82,10 +82,13 @@ deps: ## Install missing Debian packages (needs root or sudo if one is missing)
 	"$${install[@]}" >"$$log" 2>&1 || { "$${as_root[@]}" apt-get update -q >"$$log" 2>&1 && "$${install[@]}" >"$$log" 2>&1; } \
 		|| { tail -n 30 "$$log" >&2; exit 1; }
 
-quickstart: ## Serve drawn desktops and play one episode: no root, no virtual machine; makes .venv unless it exists
+# Real desktops in containers where these are installed; REAL= for drawn ones.
+REAL ?= $(shell type runc newuidmap mmdebstrap >/dev/null 2>&1 && echo --real)
+
+quickstart: ## Serve desktops and play one episode, without root: drawn, or real in containers (REAL= for drawn); makes .venv unless it exists
 	@[[ -x $(BIN)/envd ]] || { $(PYTHON) -m venv $(VENV) && echo "quickstart: installing into $(VENV)" \
 		&& $(BIN)/python -m pip install --quiet '.[fake,trainer]'; }
-	@exec $(BIN)/envd quickstart
+	@exec $(BIN)/envd quickstart $(REAL)
 
 venv: $(STAMP) ## Create .venv with envd, trainer and the tools (compiles libvirt-python: run make deps first)
 
