@@ -41,6 +41,7 @@ PAGES = [
             "agent",
             "rewards",
             "train",
+            "train-faults",
             "data",
             "suite",
             "compat",
