@@ -303,7 +303,7 @@ simulate: $(STAMP) ## Simulate many hosts on a virtual clock (SIMULATE: options)
 vm-test: deps $(STAMP) image ## Run only the tests on real machines
 	@$(BIN)/python -m pytest $(BY_TWO) -m vm $(VM_FILES)
 
-docs: $(STAMP) ## Write the generated pages (API, client, settings, suite, proofs) to out/docs/, and the plots of docs/benchmarks.md
+docs: $(STAMP) ## Write the generated pages (API, client, settings, metrics, suite, proofs) to out/docs/, and the plots of docs/benchmarks.md
 	@$(BIN)/python docs/generate.py out/docs && $(BIN)/envd bench plot docs/benchmarks
 
 VERSION = $$($(BIN)/envd --version | cut -d' ' -f2)

@@ -24,7 +24,7 @@ def complete() -> dict[str, str]:
 
 
 def test_every_page_with_a_place_gets_its_text(complete: dict[str, str]) -> None:
-    assert complete.keys() == {"api", "client-reference", "proofs", "settings", "suite"}
+    assert complete.keys() == {"api", "client-reference", "monitoring", "proofs", "settings", "suite"}
     for name, text in complete.items():
         committed = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
         assert "<!-- generated" not in text
