@@ -74,10 +74,7 @@ class Metrics:
             "envd_build_info", "1, labelled with version and accelerator.", "version accelerator"
         )
         self.reset_duration = self._histogram(
-            "envd_reset_duration_seconds",
-            "Duration of resets that opened episodes, by phase.",
-            _RESET_BUCKETS,
-            "pool phase",
+            "envd_reset_duration_seconds", "Resets that opened episodes, by phase.", _RESET_BUCKETS, "pool phase"
         )
         self.step_duration = self._histogram(
             "envd_step_duration_seconds", "Duration of performed steps, by phase.", _STEP_BUCKETS, "pool phase"
@@ -97,10 +94,7 @@ class Metrics:
             "envd_machines_granted_total", "Machines and reservations that runs received.", "pool run"
         )
         self.admission_wait = self._histogram(
-            "envd_admission_wait_seconds",
-            "Waiting time of resets and forks that got their machines.",
-            _WAIT_BUCKETS,
-            "pool run",
+            "envd_admission_wait_seconds", "Queueing time of admitted resets and forks.", _WAIT_BUCKETS, "pool run"
         )
         self.refusals = self._counter(
             "envd_admission_refusals_total", "Resets and forks that got no machines, by reason.", "pool run reason"
@@ -110,10 +104,7 @@ class Metrics:
             "envd_episodes_ended_total", "Ended episodes, by final state; `failed` ones are void.", "pool run state"
         )
         self.rpc_duration = self._histogram(
-            "envd_rpc_duration_seconds",
-            "Duration of calls, by method and gRPC status code.",
-            _RPC_BUCKETS,
-            "method code",
+            "envd_rpc_duration_seconds", "Calls by method and gRPC status code.", _RPC_BUCKETS, "method code"
         )
         self.loop_lag = self._histogram(
             "envd_event_loop_lag_seconds",
