@@ -37,7 +37,7 @@ AGENTS_STAMP := $(AGENTS_VENV)/.installed
 # The tools that examine .venv have their own environment, so that they do not appear in it.
 AUDIT_VENV := .venv-audit
 AUDIT_STAMP := $(AUDIT_VENV)/.installed
-# Notes that a proof passed on this commit: docs/proofs.md.
+# Notes that a proof passed on this commit, in docs/proofs.json.
 RECORD = $(PYTHON) docs/proofs.py record
 # No prompts and no version checks, for people and .ci/run.
 export DEBIAN_FRONTEND := noninteractive
@@ -82,10 +82,13 @@ deps: ## Install missing Debian packages (needs root or sudo if one is missing)
 	"$${install[@]}" >"$$log" 2>&1 || { "$${as_root[@]}" apt-get update -q >"$$log" 2>&1 && "$${install[@]}" >"$$log" 2>&1; } \
 		|| { tail -n 30 "$$log" >&2; exit 1; }
 
-quickstart: ## Serve drawn desktops and play one episode: no root, no virtual machine; makes .venv unless it exists
+# Real desktops in containers where these are installed; REAL= for drawn ones.
+REAL ?= $(shell type runc newuidmap mmdebstrap >/dev/null 2>&1 && echo --real)
+
+quickstart: ## Serve desktops and play one episode, without root: drawn, or real in containers (REAL= for drawn); makes .venv unless it exists
 	@[[ -x $(BIN)/envd ]] || { $(PYTHON) -m venv $(VENV) && echo "quickstart: installing into $(VENV)" \
 		&& $(BIN)/python -m pip install --quiet '.[fake,trainer]'; }
-	@exec $(BIN)/envd quickstart
+	@exec $(BIN)/envd quickstart $(REAL)
 
 venv: $(STAMP) ## Create .venv with envd, trainer and the tools (compiles libvirt-python: run make deps first)
 
@@ -303,8 +306,8 @@ simulate: $(STAMP) ## Simulate many hosts on a virtual clock (SIMULATE: options)
 vm-test: deps $(STAMP) image ## Run only the tests on real machines
 	@$(BIN)/python -m pytest $(BY_TWO) -m vm $(VM_FILES)
 
-docs: $(STAMP) ## Generate docs/api.md, the table of docs/suite.md and the plots of docs/benchmarks.md
-	@$(BIN)/python docs/generate_api.py && $(BIN)/python docs/generate_client.py && $(BIN)/python docs/generate_suite.py && $(BIN)/envd bench plot docs/benchmarks
+docs: $(STAMP) ## Write the generated pages (API, client, settings, metrics, suite, proofs) to out/docs/, and the plots of docs/benchmarks.md
+	@$(BIN)/python docs/generate.py out/docs && $(BIN)/envd bench plot docs/benchmarks
 
 VERSION = $$($(BIN)/envd --version | cut -d' ' -f2)
 # The bytes of an archive depend on the commit alone: its time is that of every file in it.
@@ -327,7 +330,7 @@ release: $(STAMP) ## Run the tests and proofs that have not passed on this commi
 		|| { echo "release: not passed on this commit: $$left; see what they need by make help" >&2; exit 1; }
 	@$(MAKE) site dist
 	@$(BIN)/buf build --exclude-source-info -o $(RELEASED)
-	@echo "release: commit $(RELEASED), docs/proofs.json and docs/proofs.md, then tag v$(VERSION), push the tag, and begin the next version's .dev0 in pyproject.toml"
+	@echo "release: commit $(RELEASED) and docs/proofs.json, then tag v$(VERSION), push the tag, and begin the next version's .dev0 in pyproject.toml"
 
 site: $(STAMP) ## Build the documentation as a searchable site: out/site/index.html
 	@log=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build 2>&1) || { echo "$$log" >&2; exit 1; }; echo "site: out/site/index.html"

@@ -1,7 +1,4 @@
-"""Write docs/api.md from the comments of the contract: `python docs/generate_api.py`.
-
-The page is checked in, so that it is readable without a build; a test fails if it is stale.
-"""
+"""The text of docs/api.md, from the comments of the contract."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,13 +20,6 @@ from cuaenv.capabilities import CAPABILITIES
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "cuaenv/v1/env.proto"
-PAGE = ROOT / "docs" / "api.md"
-
-_HEADER = f"""# API
-
-<!-- Made by `python docs/generate_api.py` from proto/{SOURCE}. Edit that file, not this one. -->
-
-"""
 
 _CAPABILITIES = (
     "`Server.capabilities` names the additions to the contract that a release of the daemon has. It ignores",
@@ -53,18 +43,13 @@ _SCALARS = {
 }
 
 
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(page(), encoding="utf-8")
-
-
-def page() -> str:
-    """Return the page as Markdown.
+def text() -> str:
+    """Return the text of the page as Markdown.
 
     Raises:
         RuntimeError: protoc rejected the contract; its errors are on stderr.
     """
-    return _HEADER + "\n".join(_Page(_described()).lines()).rstrip() + "\n"
+    return "\n".join(_Page(_described()).lines()).rstrip() + "\n"
 
 
 def _described() -> FileDescriptorProto:
@@ -166,7 +151,3 @@ def _capabilities() -> Iterator[str]:
 
 def _one_line(comment: Sequence[str]) -> str:
     return " ".join(comment).replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    main()

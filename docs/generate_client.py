@@ -1,7 +1,4 @@
-"""Write docs/client-reference.md from the docstrings of the client: `python docs/generate_client.py`.
-
-The page is checked in, so that it is readable without an installation; a test fails if it is out of date.
-"""
+"""The text of docs/client-reference.md, from the docstrings of the client."""
 
 import ast
 import inspect
@@ -18,20 +15,6 @@ from typing import Any, get_args
 from cuaenv import client
 from cuaenv.actions import Action
 
-PAGE = Path(__file__).resolve().parent / "client-reference.md"
-
-_HEADER = """# Reference of the Python client
-
-<!-- Made by `python docs/generate_client.py` from the docstrings of cuaenv.client. Edit those, not this page. -->
-
-All names are in `cuaenv.client`. [client.md](client.md) has examples, and explains placement and retries.
-
-The methods are those of `AsyncEnvClient` and `AsyncEpisode`. `EnvClient` and `Episode` have the same ones without
-`async` and `await`, except that `aclose` is `close`, and `Episode` has no `frames`, `begin_close` and `when_closed`.
-What `reset`, `reset_group`, `fork` and `attach` return is a block, too: `async with client.reset(task) as episode:`.
-Positions and sizes are in pixels of the screen, unless a `coordinate_space` is given.
-
-"""
 _CLASSES = {"Clients": [client.AsyncEnvClient, client.Tls, client.RetryPolicy], "Episodes": [client.AsyncEpisode]}
 _DATA = {
     "Options": [client.View, client.Settle, client.Perturb],
@@ -63,9 +46,9 @@ _DATA = {
 _INTERNAL = {"accept", "chosen_view", "credentials", "defaults"}
 
 
-def page() -> str:
-    """Return the page as Markdown."""
-    return _HEADER + "\n".join(_lines()).rstrip() + "\n"
+def text() -> str:
+    """Return the text of the page as Markdown."""
+    return "\n".join(_lines()).rstrip() + "\n"
 
 
 def _lines() -> Iterator[str]:
@@ -199,7 +182,3 @@ def _minutes(found: re.Match[str]) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

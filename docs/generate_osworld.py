@@ -1,4 +1,4 @@
-"""Write the tables of docs/osworld.md from `envd osworld lint` on this host: `python docs/generate_osworld.py`.
+"""Write the tables of docs/evidence/osworld.md from `envd osworld lint`: `python docs/generate_osworld.py`.
 
 The checked-in page was generated with our image and no fetched files, from the newest available task files.
 """
@@ -12,7 +12,7 @@ from envd.cli.osworld import examine
 from envd.integrations.osworld.files import OsworldFile
 from envd.integrations.osworld.lint import FoundObstacle, Obstacle, cover
 
-PAGE = Path(__file__).resolve().parent / "osworld.md"
+PAGE = Path(__file__).resolve().parent / "evidence" / "osworld.md"
 _BEGIN, _END = "<!-- coverage: made by docs/generate_osworld.py -->", "<!-- coverage ends -->"
 
 

@@ -1,4 +1,4 @@
-"""Record which proofs passed on which commit, and write docs/proofs.md.
+"""Record which proofs passed on which commit; the text of docs/proofs.md.
 
 Standard library only: proofs run in environments of their own.
 """
@@ -14,24 +14,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE, PAGE = "docs/proofs.json", "docs/proofs.md"
+FILE = "docs/proofs.json"
 #: Results of the tests of a proof of hours on one commit; see tests/support/progress.py.
 PROGRESS = "out/progress"
 #: Changed by a release itself, after its tests.
-_OWN = [".", f":!{FILE}", f":!{PAGE}", ":!proto/released.binpb"]
+_OWN = [".", f":!{FILE}", ":!proto/released.binpb"]
 
-_HEADER = """# Proofs
-
-<!-- Made by `python docs/proofs.py page` from docs/proofs.json, which the targets write. Edit neither. -->
-
-When each `make` target that proves something last passed, and on which commit. A pass on a tree with changes is not
-recorded. `make release` runs those that did not pass on the present tree, and refuses to build without them. A proof of
-hours that ended early continues with the tests that have not passed on its commit; those that failed there at first
-are named below the table.
-
-| target | proves | commit | date |
-|---|---|---|---|
-"""
+_HEADER = "| target | proves | commit | date |\n|---|---|---|---|\n"
 
 
 def targets(root: Path) -> dict[str, str]:
@@ -52,13 +41,13 @@ def passes(root: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def page(root: Path) -> str:
-    """Return the page as Markdown."""
+def text(root: Path = ROOT) -> str:
+    """Return the text of the page as Markdown."""
     rows, again = [], []
-    for name, text in sorted(targets(root).items()):
+    for name, proved in sorted(targets(root).items()):
         passed = passes(root).get(name, {"commit": "", "date": "not yet"})
         commit = f"`{passed['commit']}`" if passed["commit"] else ""
-        rows.append(f"| `{name}` | {text.partition(' (')[0]} | {commit} | {passed['date']} |\n")
+        rows.append(f"| `{name}` | {proved.partition(' (')[0]} | {commit} | {passed['date']} |\n")
         again += [f"- `{name}`: `{test}`\n" for test in passed.get("again", [])]
     notes = ["\nFailed once on their commit, and passed when run again:\n\n", *again] if again else []
     return _HEADER + "".join(rows + notes)
@@ -80,7 +69,6 @@ def record(root: Path, name: str, today: datetime.date) -> str:
         passed["again"] = again
     found = passes(root) | {name: passed}
     (root / FILE).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    (root / PAGE).write_text(page(root), encoding="utf-8")
     return f"{name}: passed on {commit}; recorded in {FILE}"
 
 
@@ -112,10 +100,10 @@ def main() -> None:
     """Run a command.
 
     `missing` prints the targets to run, and exits with 1 if the tree has changes. `progress` prints the file for the
-    results of a target's tests, or an empty line then. `record` notes that a target passed, `page` writes the page.
+    results of a target's tests, or an empty line then. `record` notes that a target passed.
     """
     parser = argparse.ArgumentParser(description="Record which proofs passed.")
-    parser.add_argument("command", choices=["record", "missing", "page", "progress"])
+    parser.add_argument("command", choices=["record", "missing", "progress"])
     parser.add_argument("target", nargs="?", default="")
     given = parser.parse_args()
     match given.command:
@@ -127,8 +115,6 @@ def main() -> None:
             print(*dict.fromkeys(name.partition("/")[0] for name in missing(ROOT)))
         case "progress":
             print(progress(ROOT, given.target) or "")
-        case "page":
-            (ROOT / PAGE).write_text(page(ROOT), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Hooks of mkdocs: pages link to files of the repository outside of docs/, which become files of the site."""
+"""Hooks of mkdocs: insert generated text; make files outside of docs/ that pages link to files of the site."""
 
 import os
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+_complete = runpy.run_path(str(DOCS / "generate.py"))["complete"]
 #: Directory of the site for such files.
 _HERE = "repository"
 #: `[text](path#anchor)`, without links to other sites and within a page.
@@ -63,7 +65,10 @@ def _llms(files: Files, config: Any) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
-    """Lead links to where their targets are on the site. Links to directories and excluded files become text."""
+    """Insert generated text, and lead links to their targets on the site.
+
+    Links to directories and excluded files become text.
+    """
     source = page.file.src_uri
 
     def replaced(match: re.Match[str]) -> str:
@@ -77,4 +82,4 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
             return text
         return f"{mark}[{text}]({os.path.relpath(place, Path(source).parent)}{anchor})"
 
-    return _LINK.sub(replaced, markdown)
+    return _LINK.sub(replaced, _complete(markdown))

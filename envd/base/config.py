@@ -67,19 +67,19 @@ class SettlePolicy(_Section):
     """When a screen counts as settled after input. Times in milliseconds."""
 
     quiet_ms: int = Field(default=300, ge=0, le=60_000)
-    """The screen must not have changed for this long."""
+    """Time without a screen change after which the screen counts as settled."""
     idle_ms: int = Field(default=40, ge=0, le=60_000)
-    """Time without a change that suffices if the guest's processors handled the input and were then idle as long; 0 for
-    a fixed quiet time. Not after keys that activate a button, which some programs delay."""
+    """Time without a screen change that suffices if the guest's processors handled the input and were then idle for as
+    long; 0 for a fixed quiet time. Enter, space, and keys with Alt always have the fixed quiet time."""
     min_ms: int = Field(default=0, ge=0, le=60_000)
-    """A step never returns sooner than this after its last input."""
+    """Shortest time from a step's last input to its response."""
     max_ms: int = Field(default=5_000, ge=0, le=300_000)
-    """A step returns after this long even if the screen still changes."""
+    """Longest time from a step's last input to its response, even if the screen still changes."""
     # Databases of earlier releases have `ignored`.
     ignored_regions: Annotated[
         tuple[ScreenRegion, ...], CommaList, Field(validation_alias=AliasChoices("ignored_regions", "ignored"))
     ] = ()
-    """Parts of the screen whose changes do not count, such as a clock: each WIDTHxHEIGHT+X+Y in pixels."""
+    """Regions whose changes do not count, such as a clock: each WIDTHxHEIGHT+X+Y in pixels."""
 
     def ignoring(self, more: tuple[Region, ...]) -> Self:
         """Return this policy with more ignored regions."""
@@ -97,20 +97,21 @@ class PoolConfig(_Section):
     """One pool: equal machines of one image."""
 
     image: Annotated[str, AfterValidator(check_image_name)] = Field(default="", validate_default=False)
-    """Name of an image in the catalogue. Default: the pool's name."""
+    """Name of an image in the catalogue. Default: the pool's own name."""
     size: int = Field(default=1, ge=0, le=MAX_MACHINES)
-    """Machines kept ready ahead of demand."""
+    """Machines kept ready: started ahead of demand, they only load a state for a reset or a branch."""
     capacity: int = Field(default_factory=lambda data: max(1, data["size"]), ge=1, le=MAX_MACHINES)
-    """Most open episodes at once. Default: `size`, at least 1."""
+    """Maximum episodes that are open at once. Default: `size`, at least 1."""
     resident: int = Field(default_factory=lambda data: data["capacity"], ge=1, le=MAX_MACHINES)
     """Most machines at once: ready, leased, starting and dying together. Below `capacity`, episodes that wait for their
     model are parked: their state goes to the disk, and comes back at their next call. Default: `capacity`."""
     max_starting: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=1, le=MAX_MACHINES)
-    """Most machines forked at the same time. Default: the number of the host's cores, at least 2."""
+    """Maximum machines that are forked at the same time. Default: the number of the host's cores, at least 2."""
     memory_mib: int = Field(default=1024, ge=128, le=1_048_576)
-    """Memory of each machine, in MiB. Machines share the memory that they do not change."""
+    """Memory of each machine, in MiB. Unchanged memory is shared between machines."""
     expected_memory_mib: int = Field(default=256, ge=16, le=1_048_576)
-    """Private memory in MiB that a used machine is expected to reach. No machine is forked without room for it."""
+    """Memory in MiB that a used machine is expected to hold for itself; no machine is forked that the host could not
+    give this much."""
     disk_quota_mib: int = Field(default=8192, ge=64, le=1_073_741_824)
     """Disk of the host in MiB that a machine's own files may use. A machine that writes more is lost."""
     vcpu_count: int = Field(default=2, ge=1, le=256)
@@ -121,28 +122,28 @@ class PoolConfig(_Section):
     """Keyboard layout of the session, as XKB names it: `de`, `us(intl)`, `us,ru`. Linux images with guestd only.
     Default: the image's own, such as `us`."""
     always_running: bool = False
-    """Whether a guest keeps running between calls, after its first use. By default it is paused: its screen does not
-    change behind the agent's back, and an idle episode costs no CPU."""
+    """Whether a guest, once used, runs between calls. By default it is paused: a screen does not change while the agent
+    thinks, and an idle episode uses no CPU."""
     task_templates: int = Field(default=8, ge=0, le=1024)
-    """Most tasks whose state after setup is kept frozen, to fork later episodes from; 0 for none."""
+    """Maximum number of tasks whose state after setup is kept frozen, to fork later episodes from; 0 for none."""
     allowed_hosts: tuple[AllowedHost, ...] = ()
-    """Hosts that guests may reach through a proxy: `example.org`, `*.example.org`, `example.org:8443`; ports 80 and 443
-    unless one is given. Private addresses must be listed themselves, not by name. Empty for none."""
+    """Hosts that guests may reach, through a proxy on their loopback: `example.org`, `*.example.org`,
+    `example.org:8443`; ports 80 and 443 if none is given. Private addresses must be listed as addresses. Empty for
+    none."""
     web: Literal["closed", "allow", "record", "replay"] = "closed"
     """What else guests reach: `closed` for nothing; `allow` for ports 80 and 443 of every public host; `record` for the
     same, recorded; `replay` for the pages of a recording alone, without a network."""
     recording: Annotated[str, AfterValidator(check_recording_name)] = ""
     """Name of the web recording of `web = "record"` or `"replay"`."""
     allow_guest_access: bool = False
-    """Whether clients may read and write guest files and run guest commands."""
+    """Whether clients may read and write guest files, run guest commands and connect to guest ports."""
     tools: tuple[Tool, ...] = ()
-    """Tools that agents may use besides screen, mouse and keyboard, in any task: `shell`, `files`, `mcp`, `ask_user`. A
-    task may allow more."""
+    """Tools that agents may use in any task: `shell`, `files`, `mcp`, `ask_user`. A task may allow more."""
     queue_limit: int = Field(default=256, ge=0, le=1_000_000)
-    """Most reset and fork requests that may wait for machines; further ones are refused with a retry hint."""
+    """Maximum reset and fork requests that may wait for machines; further ones are refused with a retry time."""
     failing_after: int = Field(default=6, ge=1, le=1000)
-    """Failed starts in a row after which resets are refused until a machine starts. One machine tries at a time, with
-    pauses that double from 1 s to 60 s."""
+    """Consecutive failed machine starts before resets are refused until one succeeds. Pauses between attempts double
+    from 1 s to 60 s, one machine at a time."""
     boot_timeout_s: float = Field(default=600.0, gt=0, le=7200)
     """Longest time in seconds from starting a machine to a settled desktop, when the pool's template is booted."""
     settle: SettlePolicy = SettlePolicy()
@@ -184,24 +185,24 @@ class HypervisorConfig(_Section):
     """The hypervisor."""
 
     uri: HypervisorUri = ""
-    """`qemu:///embed?root=/DIR` (QEMU driver inside the daemon), `qemu:///system` (a libvirtd; one with another socket
-    is `qemu+unix:///system?socket=/PATH`), `oci:` (containers by runc; `oci:RUNTIME` for another OCI runtime), or
-    `fake` (a drawn desktop, no guest). Default: embed under `state_dir`."""
+    """`qemu:///embed?root=/DIR` (QEMU driver inside the daemon), `qemu:///system` (a libvirtd; another socket:
+    `qemu+unix:///system?socket=/PATH`), `oci:` (containers by runc; `oci:RUNTIME` for another OCI runtime), or `fake`
+    (drawn desktops, no guest). Default: embed under `state_dir`."""
     accelerator: Literal["auto", "kvm", "tcg"] = "auto"
-    """`kvm`, `tcg`, or `auto`: KVM if a probe succeeds in running guest code, else TCG."""
+    """`kvm`, `tcg`, or `auto`: KVM where a probe shows that it runs guest code, else TCG."""
     qemu_user: str = ""
-    """User that runs QEMU if root runs envd with the embedded driver. Default: `libvirt-qemu` or `qemu` if that user
-    can reach all files of the machines, else root; `envd doctor` shows which, and why."""
+    """User that runs QEMU when root runs envd with the embedded driver. Default: `libvirt-qemu` or `qemu` if that user
+    can access all that machines need, else root; `envd doctor` reports which, and why."""
     template_dir: Directory | None = None
-    """Directory of the stored templates, which outlive the daemon and which the daemons of a host may share. Default:
+    """Directory of stored templates, kept when the daemon ends; the daemons of a host may share it. Default:
     `templates` under `state_dir`."""
     template_memory_dir: Directory | None = None
     """Directory of the templates' memory files; a tmpfs such as /dev/shm keeps them in memory. Default: with the other
-    files of the templates."""
+    template files."""
     template_limit_gib: float = Field(default=40.0, gt=0, le=1_048_576)
-    """Most disk space in GiB for stored templates; the least recently used are removed first."""
+    """Maximum disk space in GiB for stored templates; the least recently used are removed first."""
     tcg_cache_mib: int = Field(default=64, ge=1, le=4096)
-    """Most memory in MiB for each machine's translated code, if guests run without KVM."""
+    """Maximum memory in MiB of each machine's translated code, without KVM."""
     reaction_ms: int = Field(default=0, ge=0, le=10_000)
     """Drawn desktops only: their programs react to each input after up to this many milliseconds, as slow programs
     do."""
@@ -215,9 +216,9 @@ class RunShare(_Section):
     """The share of one run in each pool: of resets and forks with its label. `default` applies to every other run."""
 
     weight: float = Field(default=1.0, ge=0.001, le=1000)
-    """The run's part of a pool's machines while several runs wait, relative to the weights of the others."""
+    """The run's share of a pool's machines, relative to the weights of other runs that wait."""
     quota: int | None = Field(default=None, ge=1, le=MAX_MACHINES)
-    """Most machines of a pool that the run may hold. Default: the pool's capacity."""
+    """Maximum machines of a pool that the run may hold. Default: the pool's capacity."""
 
     def most(self, capacity: int) -> int:
         """Return the most machines that the run may hold out of `capacity`."""
@@ -228,29 +229,30 @@ class LimitsConfig(_Section):
     """Defaults and bounds of episodes, and bounds on the use of the host."""
 
     memory_reserve_mib: int = Field(default=1024, ge=0, le=1_048_576)
-    """Memory in MiB that must stay available on the host when all machines have grown as expected."""
+    """Memory in MiB that stays available on the host, also when all machines have grown as expected: no machine is
+    forked beyond that."""
     disk_reserve_mib: int = Field(default=2048, ge=0, le=1_073_741_824)
-    """Space in MiB that must stay free on the disk of `state_dir`: no machine is forked while less is free, and none is
-    leased while less than 64 MiB of it is. 0 for neither."""
+    """Space in MiB that stays free on the disk of `state_dir`: no machine is forked while less is free, and none leased
+    below 64 MiB; 0 for neither."""
     lease_ttl_s: float = Field(default=300.0, ge=LEASE_TTL_MIN_S, le=3600)
-    """Default lease in seconds: without a call for that long, an episode's machine is reclaimed."""
+    """Seconds without a call after which an episode's machine is reclaimed, if the client sets none."""
     lease_ttl_max_s: float = Field(default=3600.0, ge=LEASE_TTL_MIN_S, le=3600)
     """Longest lease in seconds that a client may request."""
     max_steps: int = Field(default=1000, ge=1, le=100_000)
-    """Most steps of an episode; bounds the values of tasks and clients."""
+    """Maximum steps of an episode, regardless of its task or client."""
     setup_timeout_s: float = Field(default=300.0, gt=0)
     """Longest time in seconds for a task's setup."""
     evaluate_timeout_s: float = Field(default=120.0, gt=0)
-    """Longest time in seconds for a task's checkers together."""
+    """Longest time in seconds for all of a task's checkers together."""
     heartbeat_interval_s: float = Field(default=60.0, ge=0)
-    """Seconds without a response of the guest after which its next step checks that it is alive."""
+    """Seconds without a response after which a guest is pinged during its next step."""
     hang_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds that the guest has to respond to that check; after that its episode is void."""
+    """Seconds that a guest has to answer that ping; then it counts as hung, and its episode is void."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
-    """Seconds after SIGTERM in which live episodes may end."""
+    """Seconds that live episodes have to end after SIGTERM."""
     audit_interval_s: float = Field(default=60.0, gt=0, le=86_400)
-    """Seconds between two checks for leftovers: domains, processes, overlays, sockets, memory files, database rows.
-    A leftover is removed after five minutes."""
+    """Seconds between two audits for leftovers: domains, processes, overlays, sockets, memory files, database rows.
+    Leftovers of five minutes are removed."""
     runs: dict[str, RunShare] = {}
     """Weights and quotas of runs by name; `default` applies to every run that is not named."""
 
@@ -293,71 +295,75 @@ class TasksConfig(_Section):
 
     suites: Annotated[tuple[TaskFile, ...], PathList] = ()
     """Task files to load in addition to the built-in suite, each `PATH`, or `SUITE=PATH` if the file's format has no
-    suites; or `builtin:windows`, a suite for Windows; or `builtin:tools`, a suite with tools; or `cua-gym:DIR`, a
-    directory of CUA-Gym bundles; or `opencomputer:DIR`, a checkout of OpenComputer. In the environment, separated by
+    suites; or `builtin:windows`, a suite for Windows; or `builtin:tools`, a suite with tools. `cua-gym:DIR` is a
+    directory of CUA-Gym bundles, `opencomputer:DIR` a checkout of OpenComputer. In the environment, separated by
     `:`."""
     allow_download: bool = False
-    """Whether files of tasks that `envd tasks fetch` did not fetch are fetched while an episode waits."""
+    """Whether files that tasks need, and that `envd tasks fetch` did not fetch, are downloaded while an episode
+    waits."""
     check_obstacles: bool = True
     """Whether OSWorld tasks that cannot run on this host, by `envd osworld lint`, are listed as such and refused."""
     client_password_file: Directory | None = None
-    """File with the password of the guests' user, for setups with `{CLIENT_PASSWORD}`; only its owner may have read
-    access."""
+    """File with the password of the guests' user, for setups that name `{CLIENT_PASSWORD}`; it must not be readable by
+    others."""
     user_url: Annotated[str, Field(pattern=r"^$|^https?://[^\s@?#]+$")] = ""
     """Base URL of OpenAI-compatible chat completions, such as `http://127.0.0.1:8000/v1`, that play the users of tasks
     with a `persona`."""
     user_model: str = ""
-    """Name of the model at `user_url`."""
+    """Name of the model at `tasks.user_url`."""
     user_key_file: Directory | None = None
-    """File with the key of `user_url`."""
+    """File with the key of `tasks.user_url`."""
     user_timeout_s: Annotated[float, Field(gt=0, le=60)] = 60.0
-    """How long an answer may take, attempts included: clients wait no longer. After that the user does not know, or the
-    episode is void if a question of envd's own gets no answer either."""
+    """Seconds that an answer may take, attempts included; at most 60. After that the user does not know, or the episode
+    is void if envd's own question gets no answer either."""
 
 
 class RecordingConfig(_Section):
     """Recordings of episodes: screens and steps, for replays. Typed secrets are recorded like everything else."""
 
     directory: Directory | None = None
-    """Directory of recordings. Default: none, and episodes are not recorded."""
+    """Directory of recordings of all episodes. Default: none, and nothing is recorded."""
     limit_gib: float = Field(default=20.0, gt=0, le=1_048_576)
-    """Most disk space in GiB for recordings; the oldest are dropped first."""
+    """Maximum disk space in GiB for recordings; the oldest are dropped first."""
     min_free_gib: float = Field(default=5.0, ge=0, le=1_048_576)
-    """Space in GiB that recordings leave free on their disk; with less, recording stops and episodes continue."""
+    """Space in GiB that recordings leave free on their disk. With less, recording stops with an alert, and episodes
+    continue."""
     max_rate_hz: float = Field(default=5.0, gt=0, le=60)
-    """Most frames per second between steps. The screen after each step is always recorded."""
+    """Maximum frames per second between steps. The screen after each step is always recorded."""
 
 
 class CheckpointsConfig(_Section):
     """Stored states of episodes, in `cache_dir`, which several daemons of a host may share."""
 
     limit_gib: float = Field(default=20.0, gt=0, le=1_048_576)
-    """Most disk space in GiB for all checkpoints, in equal shares of the tokens. Of the token that holds most,
-    those that were not used for longest are removed first."""
+    """Maximum disk space in GiB for checkpoints of all daemons of the host, in equal shares of the tokens; of the token
+    that holds most, those not used for longest are removed first."""
     run_limit_gib: float = Field(default=10.0, gt=0, le=1_048_576)
-    """Most disk space in GiB for the checkpoints of one run of a token."""
+    """Maximum disk space in GiB for the checkpoints of one run of a token."""
     ttl_s: float = Field(default=86_400.0, ge=10, le=31_536_000)
-    """How long a checkpoint is kept, in seconds, unless its request says otherwise."""
+    """Seconds for which a checkpoint is kept, unless its request says otherwise."""
 
 
 class SecurityConfig(_Section):
     """Authentication and rate limits. By default every process on this host may call."""
 
     tls_cert: Directory | None = None
-    """File of the server's certificate chain, PEM. A new version of the file applies from the next connection on."""
+    """PEM file of the server's certificate chain. If replaced while envd runs, it is used from the next connection
+    on."""
     tls_key: Directory | None = None
-    """File of the certificate's private key, PEM, without a passphrase; only its owner may have read access."""
+    """PEM file of the certificate's private key, without a passphrase; it must not be readable by others."""
     client_ca: Directory | None = None
-    """File of the authority for client certificates, PEM. If set, every client needs a certificate."""
+    """PEM file of the authority whose client certificates are accepted; connections without one are then refused."""
     tokens_file: Directory | None = None
-    """File of the accepted tokens, with lines as `envd tokens new` prints them; only its owner may have read access. A
-    new version of the file applies from the next call on."""
+    """File of the accepted tokens, as `envd tokens new` prints its lines; it must not be readable by others. If
+    replaced while envd runs, it applies from the next call on."""
     calls_per_second: float = Field(default=500.0, ge=0, le=1_000_000)
-    """Most calls per second of each token, or of each host without tokens; 0 for no bound."""
+    """Calls per second that each token may make, or each host without tokens; 0 for no limit."""
     call_burst: int = Field(default=1000, ge=1, le=1_000_000)
-    """Most calls at once, after a pause."""
+    """Calls that may come at once, after a pause."""
     max_calls_in_flight: int = Field(default=1024, ge=1, le=1_000_000)
-    """Most running calls of each token, or of each host without tokens; `KeepAlive` and `Close` count separately."""
+    """Calls of each token, or of each host without tokens, that may run at once. `KeepAlive` and `Close` count
+    separately."""
 
     @model_validator(mode="after")
     def _belong_together(self) -> Self:
@@ -385,24 +391,24 @@ class Config(_Section):
     """All settings of an operator."""
 
     listen: Listen = "127.0.0.1:50051"
-    """HOST:PORT of the gRPC service, port 0 for a free one, or `unix:PATH`. Only loopback, unless `security` has TLS
+    """HOST:PORT of the gRPC service, port 0 for a free one, or `unix:PATH`. Loopback only, unless `security` has TLS,
     and tokens or client certificates."""
     metrics_listen: HostPort = "127.0.0.1:9464"
     """HOST:PORT of the Prometheus metrics, port 0 for a free one. Loopback is served in clear text without tokens;
     other addresses only over TLS, to tokens of any scope or client certificates."""
     console_listen: ConsoleListen = ""
-    """HOST:PORT of the console, a page that shows every episode live; empty for none, port 0 for a free one. It uses
+    """HOST:PORT of the console, a page that shows every episode live; port 0 for a free one, empty for none. It uses
     the certificate and the tokens of `security`; a token of scope `read` sees the screens of all episodes."""
     compat: Annotated[tuple[CompatEndpoint, ...], CommaList] = ()
     """Protocols of other systems to serve, each `NAME` or `NAME=HOST:PORT`: `slime-osworld`, `areal`, `areal-sandbox`,
     `windows-vm`, `e2b`. Each is a process of its own, `envd compat`, with the certificate and the tokens of `security`.
     In the environment, separated by commas."""
     state_dir: Directory = Field(default_factory=default_state_dir)
-    """Directory of one daemon's state: machines, overlays, sockets, logs of QEMU."""
+    """Directory of one daemon's state: machines, overlays, sockets, QEMU logs."""
     cache_dir: Directory = Field(default_factory=default_cache_dir)
     """Directory of images; several daemons may share it."""
     log_format: Literal["text", "json"] = "text"
-    """Format of the logs on standard error."""
+    """Log format on standard error: `text` or `json`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
     hypervisor: HypervisorConfig = HypervisorConfig()

@@ -231,7 +231,7 @@ async def renew_identity(agent: GuestAgent, *, machine_id: str, windows: bool) -
     A fork wakes with its template's time and secrets. The kernel's random numbers are renewed by the virtual generation
     id, which QEMU changes for each fork (drivers/virt/vmgenid.c: the guest is interrupted and reseeds); entropy is
     written here too, for kernels without that driver. The host name stays: it appears in prompts, and the members of a
-    group must look alike. docs/fork-correctness.md lists every hazard.
+    group must look alike. docs/evidence/fork-correctness.md lists every hazard.
 
     Raises:
         GuestError: A step failed; the fork must not be used.

@@ -352,7 +352,7 @@ class Hypervisor(Protocol):
         """Make a machine at a snapshot's state: PAUSED, at the instruction where the snapshot was taken.
 
         It shares memory and disk with the snapshot copy-on-write. Nothing in it has run since, so its clock,
-        its random numbers and its machine id are the snapshot's: see `docs/fork-correctness.md`.
+        its random numbers and its machine id are the snapshot's: see `docs/evidence/fork-correctness.md`.
         On failure or cancellation nothing is left behind. The same as `prepare` and then `load`.
 
         Raises:

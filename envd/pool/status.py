@@ -92,33 +92,41 @@ POOL_SERIES: tuple[PoolSeries[PoolStatus], ...] = (
         },
         label="state",
     ),
-    PoolSeries("envd_parked_episodes", "Open episodes without a machine.", lambda s: s.parked_count),
+    PoolSeries(
+        "envd_parked_episodes", "Open episodes without a machine: their state is on the disk.", lambda s: s.parked_count
+    ),
     PoolSeries("envd_parked_bytes", "Disk space of the states of parked episodes.", lambda s: s.parked_bytes),
     PoolSeries("envd_leases", "Machines leased to episodes.", lambda s: s.leased_count),
     PoolSeries("envd_queue_waiting", "Machines that queued groups wait for.", lambda s: s.waiting_count),
-    PoolSeries("envd_queue_groups", "Queued resets and forks, by run.", lambda s: s.waiting_by_run, label="run"),
+    PoolSeries("envd_queue_groups", "Resets and forks in the queue, by run.", lambda s: s.waiting_by_run, label="run"),
     PoolSeries("envd_run_machines", "Machines held by each run.", lambda s: s.held_by_run, label="run"),
     PoolSeries(
         "envd_pool_breaker",
-        "1 for the present state of a pool's circuit breaker, else 0.",
+        "1 for the state of the pool's circuit breaker: closed, open, half_open.",
         lambda s: {state.value: s.breaker is state for state in BreakerState},
         label="state",
     ),
-    PoolSeries("envd_machine_memory_bytes", "Private dirty memory of all machines.", lambda s: s.memory_bytes),
-    PoolSeries("envd_machine_pss_bytes", "Proportional set size of all machines.", lambda s: s.pss_bytes),
+    PoolSeries(
+        "envd_machine_memory_bytes", "Private dirty memory of all machines of a pool.", lambda s: s.memory_bytes
+    ),
+    PoolSeries(
+        "envd_machine_pss_bytes",
+        "Proportional set size of all machines of a pool, shared memory included.",
+        lambda s: s.pss_bytes,
+    ),
     PoolSeries("envd_pool_healthy", "1 while the pool's machines start, else 0.", lambda s: s.healthy),
     PoolSeries(
         "envd_machine_starts_total",
-        "Forked machines, by outcome.",
+        "Machine forks, by outcome.",
         lambda s: {"ready": s.booted_total, "failed": s.boot_failure_total},
         label="outcome",
     ),
     PoolSeries("envd_template_boots_total", "Templates that were booted.", lambda s: s.template_boot_total),
-    PoolSeries("envd_last_fork_seconds", "Start time of the newest fork.", lambda s: s.last_start_s),
+    PoolSeries("envd_last_fork_seconds", "Duration of the most recent fork.", lambda s: s.last_start_s),
     PoolSeries(
         "envd_image_expiry_timestamp_seconds",
-        "When the evaluation in a pool's image ends, as Unix time.",
+        "When the evaluation in a pool's image ends, as Unix time; only for evaluations.",
         lambda s: s.image_expire_unix_s,
     ),
-    PoolSeries("envd_machines_lost_total", "Machines that died on their own.", lambda s: s.lost_total),
+    PoolSeries("envd_machines_lost_total", "Machines that died unexpectedly.", lambda s: s.lost_total),
 )

@@ -166,7 +166,7 @@ async def test_the_actors_that_are_killed_start_again_and_keep_their_daemons(hos
 
 
 def test_the_time_to_ask_all_hosts_is_measured(hosts: "RayHosts") -> None:
-    """Print the figures; docs/scale.md quotes them."""
+    """Print the figures; docs/evidence/scale.md quotes them."""
     asking_ms, reset_ms = [], []
     hosts.status()
     for _ in range(100):

@@ -56,7 +56,7 @@ def simulate_command(
 ) -> None:
     """Simulate many hosts through the planner, the fair share and the choice of hosts that production uses.
 
-    Durations are the measured ones of docs/benchmarks.md. docs/scale.md has results and method.
+    Durations are the measured ones of docs/benchmarks.md. docs/evidence/scale.md has results and method.
     """
     base = Scenario(
         placement="ideal",

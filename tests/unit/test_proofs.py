@@ -1,4 +1,4 @@
-"""docs/proofs.py: what passed where, and the page that says so."""
+"""docs/proofs.py: what passed where, and the table that says so."""
 
 import datetime
 import json
@@ -51,8 +51,7 @@ def commit(root: Path) -> None:
     git(root, "-c", "user.name=n", "-c", "user.email=n@localhost", "commit", "--quiet", "-m", "m")
 
 
-def test_the_page_is_generated_from_what_the_targets_recorded(proofs: ModuleType) -> None:
-    assert (ROOT / proofs.PAGE).read_text(encoding="utf-8") == proofs.page(ROOT), "run python docs/proofs.py page"
+def test_the_recorded_targets_are_those_of_the_makefile(proofs: ModuleType) -> None:
     assert proofs.passes(ROOT).keys() <= proofs.targets(ROOT).keys()
 
 
@@ -68,7 +67,7 @@ def test_a_pass_counts_until_the_tree_changes(proofs: ModuleType, root: Path) ->
     assert proofs.missing(root) == ["adapters-proof/harbor", "one-proof"]
     assert proofs.record(root, "one-proof", TODAY).endswith("recorded in docs/proofs.json")
     assert json.loads((root / "docs/proofs.json").read_text())["one-proof"]["date"] == "2026-01-02"
-    assert "| `one-proof` | Prove one | `" in (root / "docs/proofs.md").read_text()
+    assert "| `one-proof` | Prove one | `" in proofs.text(root)
     assert proofs.missing(root) == ["adapters-proof/harbor"]
     proofs.record(root, "adapters-proof/harbor", TODAY)
     commit(root)
@@ -92,8 +91,9 @@ def test_tests_that_failed_first_on_the_commit_are_named(proofs: ModuleType, roo
     file.write_text("passed t::a\nfailed t::b\npassed t::b\n")
     proofs.record(root, "one-proof", TODAY)
     assert json.loads((root / "docs/proofs.json").read_text())["one-proof"]["again"] == ["t::b"]
-    page = (root / "docs/proofs.md").read_text()
-    assert page.endswith("Failed once on their commit, and passed when run again:\n\n- `one-proof`: `t::b`\n")
+    assert proofs.text(root).endswith(
+        "Failed once on their commit, and passed when run again:\n\n- `one-proof`: `t::b`\n"
+    )
     (root / "code.py").write_text("changed\n")
     assert proofs.progress(root, "one-proof") is None
     commit(root)

@@ -38,7 +38,7 @@ _DATA_SOURCE = "trainer.slime.hooks.data_source"
 _LOG = "trainer.slime.hooks.log_rollout"
 _EVALUATION_LOG = "trainer.slime.hooks.log_evaluation"
 #: For hooks of users.
-_IS_VOID = "leave them out by trainer.slime.hooks.is_void, see docs/train.md, section Own hooks"
+_IS_VOID = "leave them out by trainer.slime.hooks.is_void, see docs/train-faults.md, section Own hooks"
 _LIST_TIMEOUT = timedelta(seconds=10)
 #: Quoted problems of a file.
 _QUOTED = 5
@@ -427,7 +427,7 @@ async def warn_of_engine(engine: SlimeEngine, chat: Chat) -> bool:
     if read != row.token_count:
         logger.warning(
             "[envd] engine %s: it tokenises prompts with images again (%s tokens instead of %d); samples with other ids"
-            " are void (envd/void/PromptMismatch). Patch the engine: docs/train.md, section The engine",
+            " are void (envd/void/PromptMismatch). Patch the engine: docs/train-faults.md, section The engine",
             engine.url,
             read,
             row.token_count,

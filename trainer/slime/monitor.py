@@ -2,7 +2,7 @@
 
 slime shows its log function only the samples that its filter kept, and calls it only after a rollout has ended. A
 rollout whose groups are all dropped never ends. Therefore `generate` reports to the monitor of the run. The `envd/*`
-metrics over the records are explained in `docs/train.md`.
+metrics over the records are explained in `docs/train-watch.md`.
 """
 
 import threading

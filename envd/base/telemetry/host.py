@@ -31,7 +31,9 @@ class HostCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the series. Left out are disks and files that cannot be read."""
         free = GaugeMetricFamily(
-            "envd_disk_free_bytes", "Free space on the disk of a directory.", labels=("directory",)
+            "envd_disk_free_bytes",
+            "Free space on the disk of a directory: state, cache, templates, template_memory.",
+            labels=("directory",),
         )
         size = GaugeMetricFamily("envd_disk_size_bytes", "Size of the disk of a directory.", labels=("directory",))
         for name, directory in self._directories.items():
@@ -45,7 +47,7 @@ class HostCollector(Collector):
             size.add_metric((name,), usage.total)
         expiry = GaugeMetricFamily(
             "envd_certificate_expiry_timestamp_seconds",
-            "When the first certificate of a file expires, as a Unix time.",
+            "When the first certificate of the file expires, as a Unix time.",
             labels=("setting",),
         )
         for setting, path in self._certificates.items():

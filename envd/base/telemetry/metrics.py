@@ -71,73 +71,87 @@ class Metrics:
         if process:
             ProcessCollector(registry=self.registry)
         self.build_info = self._gauge(
-            "envd_build_info", "1, with version and accelerator as labels.", "version accelerator"
+            "envd_build_info", "1, labelled with version and accelerator.", "version accelerator"
         )
         self.reset_duration = self._histogram(
             "envd_reset_duration_seconds", "Resets that opened episodes, by phase.", _RESET_BUCKETS, "pool phase"
         )
         self.step_duration = self._histogram(
-            "envd_step_duration_seconds", "Steps that were performed, by phase.", _STEP_BUCKETS, "pool phase"
+            "envd_step_duration_seconds", "Duration of performed steps, by phase.", _STEP_BUCKETS, "pool phase"
         )
         self.evaluate_duration = self._histogram(
             "envd_evaluate_duration_seconds",
-            "Evaluations that gave a score, by phase.",
+            "Duration of evaluations that gave a score, by phase.",
             _EVALUATE_BUCKETS,
             "pool phase",
         )
         self.scores = self._histogram("envd_score_ratio", "Scores of episodes.", _SCORE_BUCKETS, "pool")
         self.failures = self._counter("envd_failures_total", "Failed calls, by reason.", "reason")
         self.admissions = self._counter(
-            "envd_admissions_total", "Resets and forks that were admitted, by run.", "pool run"
+            "envd_admissions_total", "Resets and forks that got their machines, by run.", "pool run"
         )
         self.machines_granted = self._counter(
-            "envd_machines_granted_total", "Machines and reservations granted, by run.", "pool run"
+            "envd_machines_granted_total", "Machines and reservations that runs received.", "pool run"
         )
         self.admission_wait = self._histogram(
             "envd_admission_wait_seconds", "Queueing time of admitted resets and forks.", _WAIT_BUCKETS, "pool run"
         )
         self.refusals = self._counter(
-            "envd_admission_refusals_total", "Resets and forks that were refused, by reason.", "pool run reason"
+            "envd_admission_refusals_total", "Resets and forks that got no machines, by reason.", "pool run reason"
         )
-        self.episodes_started = self._counter("envd_episodes_started_total", "Episodes opened.", "pool run")
+        self.episodes_started = self._counter("envd_episodes_started_total", "Opened episodes.", "pool run")
         self.episodes_ended = self._counter(
-            "envd_episodes_ended_total", "Episodes that ended, by final state.", "pool run state"
+            "envd_episodes_ended_total", "Ended episodes, by final state; `failed` ones are void.", "pool run state"
         )
         self.rpc_duration = self._histogram(
             "envd_rpc_duration_seconds", "Calls by method and gRPC status code.", _RPC_BUCKETS, "method code"
         )
         self.loop_lag = self._histogram(
-            "envd_event_loop_lag_seconds", "Delay between a timer of the event loop and its callback.", _LAG_BUCKETS
+            "envd_event_loop_lag_seconds",
+            "Delay between the requested and the actual wake-up of a sleeping task.",
+            _LAG_BUCKETS,
         )
         self.episode_failures = self._counter(
-            "envd_episode_failures_total", "Internal failures of resets and episodes.", "pool operation reason"
+            "envd_episode_failures_total",
+            "Failures of the service that cost a reset or an episode.",
+            "pool operation reason",
         )
         self.ended_by_guest = self._counter(
-            "envd_episodes_ended_by_guest_total", "Episodes whose guest ended itself, by cause.", "pool cause"
+            "envd_episodes_ended_by_guest_total",
+            "Episodes whose guest ended itself: POWER_OFF, REBOOT, PANIC, SESSION_ENDED, DISK_FULL, "
+            "UNRESPONSIVE or UNCHECKABLE (the checkers work at the start of the task, but not on what the "
+            "agent left). They are scored.",
+            "pool cause",
         )
         self.losses = self._counter(
-            "envd_losses_total", "Machines of episodes that the host lost, or that it is undecided.", "pool owner"
+            "envd_losses_total",
+            "Machines of episodes that were lost by the host (`host`), or without evidence of who caused it "
+            "(`undecided`). Their episodes are void.",
+            "pool owner",
         )
         self.checkpoints_created = self._counter(
-            "envd_checkpoints_created_total", "Checkpoints stored by this daemon.", "pool"
+            "envd_checkpoints_created_total", "Checkpoints that this daemon stored.", "pool"
         )
         self.rollbacks = self._counter(
-            "envd_rollbacks_total", "Episodes put back into the state of a checkpoint.", "pool"
+            "envd_rollbacks_total", "Episodes that were put back into the state of a checkpoint.", "pool"
         )
         self.parking = self._histogram(
             "envd_parking_seconds",
-            "Episodes that were parked, and that got a machine again, without the wait for one.",
+            "Time to park an episode (`to='disk'`), and to give it a machine again (`to='machine'`), without "
+            "the wait for one.",
             _WAIT_BUCKETS,
             "pool to",
         )
         self.parking_bytes = self._counter(
-            "envd_parking_bytes_total", "Bytes of the states that were written to park episodes.", "pool"
+            "envd_parking_bytes_total",
+            "Bytes of the states that were written to park episodes, also of attempts that a call ended.",
+            "pool",
         )
-        self.checkpoints = self._gauge("envd_checkpoints", "Checkpoints of this host.")
-        self.checkpoint_bytes = self._gauge("envd_checkpoint_bytes", "Disk space of the checkpoints of this host.")
-        self.leftovers = self._counter("envd_leftovers_total", "Leftovers found by the audit, by kind.", "kind")
+        self.checkpoints = self._gauge("envd_checkpoints", "Checkpoints of the host.")
+        self.checkpoint_bytes = self._gauge("envd_checkpoint_bytes", "Disk space of all checkpoints of the host.")
+        self.leftovers = self._counter("envd_leftovers_total", "Leftovers that the audit found, by kind.", "kind")
         self.hypervisor_up = self._gauge(
-            "envd_hypervisor_up", "1 while the hypervisor works, 0 while libvirt is unreachable."
+            "envd_hypervisor_up", "1 while machines can be created, 0 while libvirt cannot be reached."
         )
         self.port_connections = self._gauge(
             "envd_port_connections", "Open connections of clients to ports of guests.", "pool"
@@ -147,15 +161,16 @@ class Metrics:
         )
         self.web_requests = self._counter(
             "envd_web_requests_total",
-            "Requests of guests to the web, of pools that record or replay it.",
+            "Requests of guests to the web, of pools that record or replay it: `recorded`, `replayed`, "
+            "`not_recorded`, `websocket` or `failed`.",
             "pool outcome",
         )
         self.recording_failed = self._gauge(
-            "envd_recording_failed", "1 after an episode's recording ended early, until one works again; else 0."
+            "envd_recording_failed", "1 after the recording of an episode ended early, until one works again; else 0."
         )
         self.security_files_stale = self._gauge(
             "envd_security_files_stale",
-            "1 while an invalid tokens or certificate file is ignored and its last valid content applies, else 0.",
+            "1 while a token or certificate file is invalid and its previous content is in force, else 0.",
             "setting",
         )
 

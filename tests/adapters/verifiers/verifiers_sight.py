@@ -1,4 +1,4 @@
-"""Does verifiers' trainer see the pixels of every turn? May be copied; see docs/train.md."""
+"""Does verifiers' trainer see the pixels of every turn? May be copied; see docs/train-watch.md."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Do verl's engine and learner see the pixels of every turn? May be copied; see docs/train.md."""
+"""Do verl's engine and learner see the pixels of every turn? May be copied; see docs/train-watch.md."""
 
 from collections.abc import Mapping
 from typing import Any

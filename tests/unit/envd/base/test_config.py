@@ -6,7 +6,6 @@ import os
 import pwd
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -259,48 +258,6 @@ def is_sentence(node: ast.stmt | None) -> bool:
     """Return whether a node is the description of the field before it."""
     text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else ""
     return isinstance(text, str) and text.endswith(".")
-
-
-def test_the_page_of_settings_has_exactly_the_settings_with_their_defaults() -> None:
-    page = (Path(__file__).parents[4] / "docs" / "settings.md").read_text(encoding="utf-8")
-    documented = dict(re.findall(r"^\| `([^`]+)` \| *([^|]*?) *\|", page, flags=re.MULTILINE))
-    config = load(flags={"pools": {"a": {}}, "limits.runs": {"a": {}}})
-    # These depend on the host or on other settings; their descriptions say how.
-    computed = {
-        "state_dir",
-        "cache_dir",
-        "pools.*.image",
-        "pools.*.capacity",
-        "pools.*.resident",
-        "pools.*.max_starting",
-    }
-    keys = [key.replace("NAME", "*") for key in fields()]
-    assert list(documented) == keys
-    compared = [key for key in keys if key not in computed]
-    assert {key: documented[key] for key in compared} == {key: cell_of(value_of(config, key)) for key in compared}
-
-
-def cell_of(default: object) -> str:
-    """Return a default as the page shows it, in TOML."""
-    match default:
-        case None | "":
-            return ""
-        case ():
-            return "`[]`"
-        case bool():
-            return f"`{str(default).lower()}`"
-        case float():
-            return f"`{default:g}`"
-        case _:
-            return f"`{default}`"
-
-
-def value_of(config: Config, key: str) -> object:
-    """Return a setting by its dotted key."""
-    value: Any = config
-    for part in key.replace("*", "a").split("."):
-        value = value[part] if isinstance(value, dict) else getattr(value, part)
-    return value
 
 
 TLS = {"tls_cert": "/c/server.pem", "tls_key": "/c/server.key"}
