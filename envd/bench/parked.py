@@ -150,11 +150,11 @@ class HostCosts:
     plan: ParkedPlan
     core_count: int
     memory_mib: float
-    """For machines."""
+    """Memory for machines."""
     machine_mib: float
     """Memory of each machine."""
     disk_mib: float
-    """For parked states."""
+    """Disk space for parked states."""
     parked_mib: float
     """Disk space of each parked state; 0 if none was seen."""
     step_s: float

@@ -58,7 +58,7 @@ _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 _SIDES = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 #: How often each kind of question is asked, as long as a screen has any of it.
 _WEIGHTS = {
-    "point": 30, "point_kind": 10, "point_colour": 10, "three_colours": 10, "point_order": 8, "point_beside": 10,
+    "point": 30, "point_kind": 10, "point_colour": 10, "three_colours": 10, "point_order": 8, "point_next": 10,
     "point_close": 6, "read": 18, "read_order": 6, "read_at": 16, "ticked": 12,
 }  # fmt: skip
 #: Fonts that show no letters, or letters that are hard to read for people.
@@ -158,7 +158,7 @@ class _LetteredCanvas(Canvas):
 
 
 def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question], bytes]]:
-    """Yield questions and pixels of screens, for ever; equal seeds give equal screens."""
+    """Yield questions and pixels of screens, without end; equal seeds give equal screens."""
     words = WORDS if options.is_plain else Vocabulary(options.is_unseen, seed)
     blind = _Blind(np.empty((options.height_px, options.width_px, 4), np.uint8), shared=False)
     fonts = () if options.is_plain else options.chosen_fonts
@@ -215,9 +215,10 @@ def _fill(desk: Desk, form: FormOnDesk, rng: Random, options: ScreenOptions) -> 
         kinds.append(rng.choice(_LABELLED))
     if desk.colours and rng.random() < 0.45:
         for name in [desk.colours.pop(0) for _ in range(min(3, len(desk.colours)))]:
-            colour = COLOURS[name]
+            red, green, blue = COLOURS[name]
             if not options.is_plain:
-                colour = tuple(min(255, max(0, value + rng.randint(-14, 14))) for value in colour)
+                red, green, blue = (min(255, max(0, value + rng.randint(-14, 14))) for value in (red, green, blue))
+            colour = (red, green, blue)
             kind = "button" if rng.random() < 0.8 else "item"
             form.add(kind, name, desk.place(form), fill=colour)
     if rng.random() < 0.08:
@@ -452,10 +453,10 @@ def _lettered(path: Path | None, text: str, ink: Colour, paper: Colour, scale: i
 @functools.lru_cache(maxsize=64)
 def _inks(ink: Colour, paper: Colour) -> npt.NDArray[np.uint32]:
     """Return the colour of a pixel by its share of ink, as Pillow mixes them."""
-    share = np.arange(256)[:, None]
-    mixed = np.array(paper) * (255 - share) + np.array(ink) * share + 128
-    red, green, blue = (((mixed >> 8) + mixed) >> 8).astype(np.uint32).T
-    return red << 16 | green << 8 | blue
+    share = np.arange(256, dtype=np.uint32)[:, None]
+    mixed: npt.NDArray[np.uint32] = np.array(paper, np.uint32) * (255 - share) + np.array(ink, np.uint32) * share + 128
+    channels = ((mixed >> 8) + mixed) >> 8
+    return channels[:, 0] << 16 | channels[:, 1] << 8 | channels[:, 2]
 
 
 # Questions
@@ -533,7 +534,7 @@ def _by_side(items: list[_Item]) -> Iterator[Question]:
             other = at.get((item.window, (item.cell[0] + right, item.cell[1] + down)))
             if other is None:
                 continue
-            yield _point("point_beside", f"Point at what is {side} {item.name}.", other)
+            yield _point("point_next", f"Point at what is {side} {item.name}.", other)
             if other.text and other.kind not in _LABELLED:
                 yield Question(kind="read", text=f"Read what is {side} {item.name}.", reply=other.text)
 
@@ -552,7 +553,7 @@ def _by_place(items: list[_Item], rng: Random) -> Iterator[Question]:
 
 
 def main() -> None:
-    """Write screens until nobody reads them."""
+    """Write screens until the reader is gone."""
     parser = argparse.ArgumentParser(prog="python -m envd.drawn.screens")
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--height", type=int, required=True)

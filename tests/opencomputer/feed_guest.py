@@ -172,7 +172,7 @@ def feed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
         except (OSError, ValueError, KeyError, IndexError, AttributeError) as error:
             yield {"task": task["id"], "name": state["name"], "kind": state["kind"], "impossible": repr(error)[:200]}
             continue
-        # A change of a word that the state does not depend on is no other state.
+        # The state does not depend on this word: its change gives the same state.
         if (found_digest := digest()) in seen:
             continue
         seen.add(found_digest)

@@ -38,7 +38,7 @@ class ParkingHost:
     episode_count: int
     machine_count: int = 48
     ready_count: int = 4
-    """Of these, kept ready while episodes can be parked for it."""
+    """How many of these are kept ready while episodes can be parked for it."""
     core_count: int = 16
     think_s: float = 30.0
     """Mean pause before a step, uniform from two thirds to four thirds of it."""

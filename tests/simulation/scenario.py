@@ -28,7 +28,7 @@ class Durations:
     step: Spread = Spread(0.419, 1.2)
     park: Spread = Spread(0.228, 0.45)
     resume: Spread = Spread(0.174, 0.35)
-    """To park an episode and to resume one, with an editor: medians measured, the 95th percentiles assumed."""
+    """Times of parking and resuming an episode with an editor: medians measured, the 95th percentiles assumed."""
     think: Spread = Spread(4.0, 12.0)
     """The model's reply. Not ours to measure: a 7B model at 16 concurrent requests is in this range."""
     evaluate: Spread = Spread(0.5, 3.0)

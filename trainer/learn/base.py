@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from cuaenv.client import Click, Done, Drag, PressKeys, TypeText
+from cuaenv.client import Action, Click, Done, Drag, PressKeys, TypeText
 from trainer.agent.coordinates import CoordinateSpace, PointOutsidePicture, to_model_points, to_screen_points
 from trainer.agent.prompts import ModelObservation, system_message, task_message
 from trainer.evaluate.statistics import wilson
@@ -193,7 +193,7 @@ def _scaled(frame: bytes, settings: Settings) -> npt.NDArray[np.uint8]:
 
 
 def read_screens(settings: Settings, seed: int, *options: str) -> Iterator[Screen]:
-    """Yield questions and pixels of new screens, for ever; equal seeds give equal screens.
+    """Yield questions and pixels of new screens, without end; equal seeds give equal screens.
 
     Raises:
         LearnError: The program that draws them ended.
@@ -215,7 +215,7 @@ def read_screens(settings: Settings, seed: int, *options: str) -> Iterator[Scree
 
 
 def _send_rows(pipe: Connection, settings: Settings, checkpoint: Path, seed: int) -> None:
-    """Send rows as bytes until nobody reads them; a process of its own."""
+    """Send rows as bytes until the reader is gone; a process of its own."""
     torch.set_num_threads(1)
     tokenizer, processor = _read_tokenizer(checkpoint)
     questions = Questions(settings, tokenizer, processor)
@@ -406,7 +406,7 @@ def write_untrained(settings: Settings, directory: Path, *, seed: int) -> None:
     """Write random weights, with a tokenizer of single letters: a word that was never seen is spelt like any other."""
     grammar, agent = settings.agent.make_grammar(), settings.agent
     space = CoordinateSpace.of(agent.units, image_px=settings.image_px, screen_px=settings.screen_px)
-    acts = [
+    acts: list[Action] = [
         Click(100, 100), Click(100, 100, button="right"), Click(100, 100, count=2), TypeText("-"), Done(""),
         Drag(100, 100, 200, 200), PressKeys(("ctrl", "alt", "delete")),
     ]  # fmt: skip
@@ -467,8 +467,8 @@ def probed(
             asked[given_prompt] = question
     replies = _replies(policy, [*asked])
     right: dict[str, int] = defaultdict(int)
-    for prompt, question in asked.items():
-        right[question["kind"]] += questions.is_right(question, replies[prompt])
+    for asking, asked_question in asked.items():
+        right[asked_question["kind"]] += questions.is_right(asked_question, replies[asking])
     found = {}
     for kind, count in sorted(counts.items()):
         interval = wilson(right[kind], count)
@@ -482,7 +482,8 @@ def _replies(policy: Policy, prompts: list[SamplerPrompt]) -> dict[SamplerPrompt
     generator = torch.Generator(device=policy.device).manual_seed(0)
     slots = min(_PROBE_SLOTS, len(prompts))
     sampler = Sampler(policy, generator=generator, slot_count=slots)
-    waiting, replies = prompts[::-1], {}
+    waiting = prompts[::-1]
+    replies: dict[SamplerPrompt, SamplerReply] = {}
     with torch.compiler.set_stance("force_eager"):
         while waiting or sampler.running_count:
             # Many at once: reading one prompt costs a step of all.

@@ -317,13 +317,11 @@ def fingerprint(settings: Settings, *, stage: str) -> Mapping[str, Any]:
             del mapping[name]
     if stage != "base":
         del mapping["base"]
-    if stage == "base":
-        kept = ("prompt", "grammar", "screen_px", "image_max_pixels", "size", "max_turns", "base")
+    parts = {"base": ("base",), "clone": ("suite", "demos", "clone")}
+    if stage in parts:
+        kept = ("prompt", "grammar", "screen_px", "image_max_pixels", "size", "max_turns", *parts[stage])
         mapping = {key: mapping[key] for key in kept if key in mapping}
-    elif stage == "clone":
-        kept = ("suite", "prompt", "grammar", "screen_px", "image_max_pixels", "size", "max_turns", "demos", "clone")
-        mapping = {key: mapping[key] for key in kept if key in mapping}
-    free = {
+    free: dict[str, tuple[str, ...]] = {
         "": ("device", "workers", "machines", "validation_variants"),
         "base": (
             *("checkpoint", "fonts", "processes", "steps", "seconds", "is_compiled"),

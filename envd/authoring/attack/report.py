@@ -90,7 +90,7 @@ class Acceptance:
     family: str
     task_count: int
     mutant_count: int
-    """With a score, without those that solve the task."""
+    """How many have a score; those that solve the task are left out."""
     accepted_count: int
     low: float
     """Lower end of the 95 % interval of the share, by a bootstrap over tasks."""

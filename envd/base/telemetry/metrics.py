@@ -143,9 +143,7 @@ class Metrics:
             "pool to",
         )
         self.parking_bytes = self._counter(
-            "envd_parking_bytes_total",
-            "Bytes of the states that were written to park episodes, also of attempts that a call ended.",
-            "pool",
+            "envd_parking_bytes_total", "Bytes of states written to park episodes, also of ended attempts.", "pool"
         )
         self.checkpoints = self._gauge("envd_checkpoints", "Checkpoints of the host.")
         self.checkpoint_bytes = self._gauge("envd_checkpoint_bytes", "Disk space of all checkpoints of the host.")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from envd.drawn.desktop.canvas import Rect
 from envd.tasks.templates import Entry, Sampler, Templates
@@ -86,7 +87,7 @@ class Desk:
     """The forms of one task. Without a seed, everything is where it would be placed first."""
 
     def __init__(
-        self, rng: Sampler, *, window_count: int = 1, are_pages: bool = False, words: Sequence[str] = WORDS
+        self, rng: Sampler | Random, *, window_count: int = 1, are_pages: bool = False, words: Sequence[str] = WORDS
     ) -> None:
         """Open one wide window, two narrow ones side by side, or pages: wide ones, of which the first is on top."""
         self.rng = rng

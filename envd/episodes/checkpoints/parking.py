@@ -123,7 +123,7 @@ class Parking:
         self._resuming: dict[str, asyncio.Task[EnvdError | None]] = {}
         """Attempts by episode."""
         self._callers: dict[str, list[Callable[[], bool]]] = {}
-        """Of each attempt, its calls: whether their callers still wait."""
+        """The calls of each attempt: whether their callers still wait."""
         self._kept: dict[str, Checkpoint] = {}
         """The stored state of each parked episode."""
         self._unowned: dict[str, Checkpoint] = {}

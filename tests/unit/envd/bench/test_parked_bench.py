@@ -44,7 +44,7 @@ def test_costs_follow_from_the_price_of_the_host() -> None:
     assert found["dollars_per_1000_steps"] == pytest.approx(2 / 72)
 
 
-def test_without_a_price_nothing_costs_anything_and_what_was_not_measured_is_no_limit() -> None:
+def test_costs_need_a_price_and_unmeasured_figures_do_not_limit() -> None:
     unpriced = replace(HOST, plan=replace(PLAN, price_per_hour=0.0), parked_mib=0.0, cpu_s_per_step=0.0).figures()
     assert unpriced["dollars_per_desktop_day"] is unpriced["dollars_per_1000_steps"] is None
     assert unpriced["desktops_by_disk"] is unpriced["desktops_by_processors"] is None

@@ -47,7 +47,7 @@ def test_each_kind_of_question_is_asked_and_has_one_answer(drawn: list[tuple[lis
             if question.box is not None:
                 assert question.box.contains(*question.point)  # type: ignore[misc]
                 assert Rect(0, 0, WIDTH, HEIGHT).covers(question.box)
-    assert kinds >= {"point", "point_kind", "point_colour", "three_colours", "point_order", "point_beside"}
+    assert kinds >= {"point", "point_kind", "point_colour", "three_colours", "point_order", "point_next"}
     assert kinds >= {"point_close", "read", "read_order", "read_at", "ticked"}
 
 
@@ -103,4 +103,4 @@ def test_the_program_writes_a_line_and_pixels_for_each_screen() -> None:
             assert len(line["questions"]) == 5
             assert len(process.stdout.read(512 * 320 * 3)) == 512 * 320 * 3
         process.stdout.close()
-        assert process.wait(60) in (0, 1, 120), "it ends once nobody reads"
+        assert process.wait(60) in (0, 1, 120), "it ends once its reader is gone"
