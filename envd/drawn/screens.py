@@ -456,7 +456,8 @@ def _inks(ink: Colour, paper: Colour) -> npt.NDArray[np.uint32]:
     share = np.arange(256, dtype=np.uint32)[:, None]
     mixed: npt.NDArray[np.uint32] = np.array(paper, np.uint32) * (255 - share) + np.array(ink, np.uint32) * share + 128
     channels = ((mixed >> 8) + mixed) >> 8
-    return channels[:, 0] << 16 | channels[:, 1] << 8 | channels[:, 2]
+    colours: npt.NDArray[np.uint32] = (channels @ np.array((1 << 16, 1 << 8, 1))).astype(np.uint32)
+    return colours
 
 
 # Questions
