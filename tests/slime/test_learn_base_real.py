@@ -108,6 +108,21 @@ def test_packed_weights_are_read_nearly_as_they_were_with_new_pieces(policy: Any
         assert torch.allclose(found, weight, atol=0.005 * float(weight.abs().max()) + 1e-6), name
 
 
+def test_kept_weights_are_probed_without_training(settings: Any, policy: Any, tmp_path: Path) -> None:
+    from trainer.learn.base import probe_checkpoint
+    from trainer.learn.checkpoint import pack_checkpoint
+    from trainer.learn.record import MetricsLog
+
+    pack_checkpoint(policy.checkpoint, policy.model.state_dict(), tmp_path / "packed")
+    with MetricsLog(tmp_path) as log:
+        probe_checkpoint(settings, tmp_path / "packed", tmp_path, seed=3, log=log)
+    found = json.loads((tmp_path / "probes.json").read_text())
+    assert (found["checkpoint"], found["seed"]) == (str(tmp_path / "packed"), 3)
+    counts = [each["count"] for name in ("unseen", "plain") for each in found[name].values()]
+    assert counts
+    assert max(counts) <= settings.base.probe_questions
+
+
 def test_a_base_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path) -> None:
     from trainer.learn import LearnError
     from trainer.learn.checkpoint import unpack_checkpoint

@@ -134,11 +134,14 @@ class _Work:
     resume: bool
 
     def base(self) -> None:
-        """Learn to read the screen."""
-        from trainer.learn.base import train  # noqa: PLC0415
+        """Learn to read the screen, or probe the base that the settings name."""
+        from trainer.learn.base import probe_checkpoint, train  # noqa: PLC0415
         from trainer.learn.record import MetricsLog  # noqa: PLC0415
 
         with MetricsLog(self.run / "base") as log:
+            if named := self._named_base():
+                probe_checkpoint(self.settings, named, self.run / "base", seed=self.seed, log=log)
+                return
             train(self.settings, self.run / "base", seed=self.seed, log=log, resume=self.resume)
 
     def demos(self, hosts: list[str]) -> None:
@@ -160,14 +163,23 @@ class _Work:
         """Return the base to start from. Raises: LearnError: The settings name one that does not exist."""
         from trainer.learn.checkpoint import is_packed  # noqa: PLC0415
 
+        path = self._named_base() or self.run / "base" / "model"
+        if not is_packed(path):
+            return None
+        err.print(f"cloning will start from {path}", markup=False, soft_wrap=True)
+        return path
+
+    def _named_base(self) -> Path | None:
+        """Return the base that the settings name. Raises: LearnError: It does not exist."""
+        from trainer.learn.checkpoint import is_packed  # noqa: PLC0415
+
         named = self.settings.base.checkpoint
-        path = Path(named).expanduser().resolve() if named else self.run / "base" / "model"
-        if is_packed(path):
-            err.print(f"cloning will start from {path}", markup=False, soft_wrap=True)
-            return path
-        if named:
+        if not named:
+            return None
+        path = Path(named).expanduser().resolve()
+        if not is_packed(path):
             raise LearnError(f"base.checkpoint {path}: no base is there; name a directory `base/model` of a run")
-        return None
+        return path
 
     def clone(self, hosts: list[str], slime_home: Path) -> None:
         """Clone the demonstrations."""

@@ -39,7 +39,14 @@ from trainer.agent.prompts import ModelObservation, system_message, task_message
 from trainer.evaluate.statistics import wilson
 from trainer.files import write_atomically
 from trainer.learn import LearnError
-from trainer.learn.checkpoint import SIZES, constant_pieces, pack_checkpoint, read_packed, write_checkpoint
+from trainer.learn.checkpoint import (
+    SIZES,
+    constant_pieces,
+    pack_checkpoint,
+    read_packed,
+    unpack_checkpoint,
+    write_checkpoint,
+)
 from trainer.learn.policy import Policy
 from trainer.learn.record import MetricsLog
 from trainer.learn.sampler import Sampler, SamplerPrompt, SamplerReply
@@ -345,7 +352,7 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
         first_seed = (seed * 1000 + done) * 1000
         source = running.enter_context(RowSource(settings, untrained, policy.device, seed=first_seed))
         threads = running.enter_context(ThreadPoolExecutor())
-        probes = {name: threads.submit(_probe_set, settings, *words) for name, words in _PROBES.items()}
+        probes = {name: threads.submit(_probe_set, settings, 0, *words) for name, words in _PROBES.items()}
         started_s = time.monotonic()
         last = dict.fromkeys(("log", "probe", "save"), started_s)
         logged = (done, samples, started_s)
@@ -362,9 +369,7 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
             sets = {name: screens.result() for name, screens in probes.items()}
             with source.pause:
                 results = {name: probed(policy, questions, settings, each, limit) for name, each in sets.items()}
-            facts = {"step": done, "samples": samples, "train_s": seconds(), **results}
-            write_atomically(directory / "probes.json", (json.dumps(facts, indent=1) + "\n").encode())
-            return {f"{name}/{kind}": found["rate"] for name, each in results.items() for kind, found in each.items()}
+            return _written(directory, {"step": done, "samples": samples, "train_s": seconds()}, results)
 
         try:
             while done < options.steps and (not options.seconds or seconds() < options.seconds):
@@ -434,9 +439,34 @@ def _loss(policy: Policy, batch: Rows) -> tuple[torch.Tensor, int]:
 # Probes
 
 
-def _probe_set(settings: Settings, *options: str) -> list[Screen]:
+def probe_checkpoint(settings: Settings, packed: Path, directory: Path, *, seed: int, log: MetricsLog) -> None:
+    """Probe kept weights without training, on the screens of a seed; write `directory/probes.json`.
+
+    Raises:
+        LearnError: The weights cannot be read, or screens cannot be drawn.
+    """
+    policy = Policy(
+        unpack_checkpoint(packed, directory / "unpacked"), device=settings.torch_device, image_px=settings.image_px
+    )
+    questions = Questions(settings, policy.tokenizer, policy.processor)
+    results = {
+        name: probed(policy, questions, settings, _probe_set(settings, seed, *words), settings.base.probe_questions)
+        for name, words in _PROBES.items()
+    }
+    log.write("probe", 0, _written(directory, {"checkpoint": str(packed), "seed": seed}, results))
+
+
+def _written(
+    directory: Path, facts: Mapping[str, Any], results: Mapping[str, Mapping[str, Mapping[str, float]]]
+) -> dict[str, float]:
+    """Write the results of all probes, and return their rates."""
+    write_atomically(directory / "probes.json", (json.dumps({**facts, **results}, indent=1) + "\n").encode())
+    return {f"{name}/{kind}": found["rate"] for name, each in results.items() for kind, found in each.items()}
+
+
+def _probe_set(settings: Settings, seed: int, *options: str) -> list[Screen]:
     """Return screens that are never trained, with all their questions."""
-    source = read_screens(settings, _PROBE_SEED, "--questions", "0", *options)
+    source = read_screens(settings, _PROBE_SEED + seed, "--questions", "0", *options)
     screens = [next(source) for _ in range(settings.base.probe_screens)]
     source.close()  # type: ignore[attr-defined]
     return screens

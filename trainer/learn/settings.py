@@ -49,14 +49,14 @@ class Base(BaseModel):
     model_config = STRICT
 
     checkpoint: str = ""
-    """Directory of a trained base, from which `demos` and so `clone` start; empty for `base/model` of the run, if the
-    stage `base` wrote it."""
+    """Directory of a trained base, from which `demos` and so `clone` start, and which the stage `base` then probes and
+    does not train; empty for `base/model` of the run, if the stage `base` wrote it."""
     fonts: list[Path] = Field(default_factory=lambda: [Path("/usr/share/fonts")], strict=False)
     """Directories of fonts that screens show besides the desktop's own."""
     processes: int = Field(default=0, ge=0)
     """Pairs of processes that draw screens and make rows of them; 0 for half of the cores."""
     steps: int = Field(default=1_000_000, ge=1)
-    seconds: float = Field(default=480.0, ge=0)
+    seconds: float = Field(default=1000.0, ge=0)
     """Stop after this time of training, resumed runs together; 0 for never."""
     screens: int = Field(default=64, ge=1)
     """Screens of a step, each with several questions."""
