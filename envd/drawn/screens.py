@@ -202,7 +202,9 @@ def _screen(options: ScreenOptions, blind: _Blind, words: "Sequence[str] | Vocab
             _click(desktop, *_middle(form, each))
         screen.items += _items_of(form, [str(each["name"]) for each in ticked])
     _open_menu(screen, desk, rng)
-    screen.items += _plain_items(desktop)
+    if not options.is_unseen:
+        # Their names are the same on all screens.
+        screen.items += _plain_items(desktop)
     _drop_covered(screen, desk)
     return screen
 
@@ -257,10 +259,10 @@ def _open_menu(screen: _Screen, desk: Desk, rng: Random) -> None:
     if not menus or rng.random() < 0.6:
         return
     menu = rng.choice(menus)
-    place = Rect(*(int(str(menu[side])) for side in "xywh"))
+    place = _place(menu)
     names = [str(name) for name in menu["options"]]  # type: ignore[attr-defined]
     middles = [option_middle(form, place, index) for index in range(len(names))]
-    if form.y + place.bottom + 36 * len(names) > form.y + form.h:
+    if place.bottom + 36 * len(names) > form.h:
         return
     _click(screen.desktop, *_middle(form, menu))
     boxes = [Rect(each["x"] - place.w // 2, each["y"] - 18, place.w, 36) for each in middles]
@@ -276,8 +278,13 @@ def _click(desktop: DrawnDesktop, x: int, y: int) -> None:
 
 
 def _middle(form: FormOnDesk, widget: dict[str, object]) -> tuple[int, int]:
-    place = form.middle(Rect(*(int(str(widget[side])) for side in "xywh")))
+    place = form.middle(_place(widget))
     return place["x"], place["y"]
+
+
+def _place(widget: dict[str, object]) -> Rect:
+    """Return where a widget is in its form."""
+    return Rect(*(int(str(widget[side])) for side in "xywh"))
 
 
 def _items_of(form: FormOnDesk, ticked: Sequence[str]) -> list[_Item]:
@@ -287,14 +294,16 @@ def _items_of(form: FormOnDesk, ticked: Sequence[str]) -> list[_Item]:
     ]
     for each in form.widgets:
         kind, name = str(each["kind"]), str(each["name"])
-        rect = Rect(*(int(str(each[side])) for side in "xywh"))
+        rect = _place(each)
         is_filled = "fill" in each
+        # Nothing is written on those.
+        written = "" if is_filled or kind == "power" else name
         items.append(
             _Item(
                 kind,
                 Rect(form.x + rect.x, form.y + rect.y, rect.w, rect.h),
-                name="" if is_filled or kind == "power" else name,
-                text=str(each.get("text", "")) if kind in _LABELLED else "" if is_filled or kind == "power" else name,
+                name=written,
+                text=str(each.get("text", "")) if kind in _LABELLED else written,
                 colour=name if is_filled else "",
                 window=form.title,
                 cell=(rect.x // 124, (rect.y - 28) // 48),
@@ -382,13 +391,10 @@ def _invented(rng: Random) -> str:
 @functools.cache
 def _known_words() -> list[str]:
     """Return the words of the instructions of all suites."""
-    texts = [path.read_text(encoding="utf-8") for path in _yaml_files(files("envd.tasks") / "suites")]
+    folder = Path(str(files("envd.tasks") / "suites"))
+    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.yaml"))]
     words = {word for text in texts for word in re.findall(r"(?<![\w/.-])[A-Za-z]{3,6}(?![\w/.-])", text)}
     return sorted(words)
-
-
-def _yaml_files(folder: object) -> Iterator[Path]:
-    yield from sorted(Path(str(folder)).rglob("*.yaml"))
 
 
 def font_files(folders: Sequence[Path]) -> tuple[Path, ...]:

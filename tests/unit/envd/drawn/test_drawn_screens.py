@@ -51,6 +51,18 @@ def test_each_kind_of_question_is_asked_and_has_one_answer(drawn: list[tuple[lis
     assert kinds >= {"point_close", "read", "read_order", "read_at", "ticked"}
 
 
+def test_unseen_screens_ask_about_unseen_words_alone() -> None:
+    """A name that all screens have, such as a button of the panel, would be counted as read."""
+    named = [
+        question.reply if question.kind == "read_at" else question.text.removesuffix(".").split()[-1]
+        for asked, _ in islice(screens(options(is_unseen=True), 4), 20)
+        for question in asked
+        if question.kind in ("point", "point_kind", "read_at")
+    ]
+    assert len(named) > 100
+    assert [word for word in named if not is_unseen_word(word) and word != "power"] == []
+
+
 def test_coloured_widgets_and_ticks_are_where_the_answers_say(drawn: list[tuple[list[Question], np.ndarray]]) -> None:
     coloured, ticked = 0, {"yes": 0, "no": 0}
     for asked, pixels in drawn:
