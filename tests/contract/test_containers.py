@@ -580,3 +580,19 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+async def test_a_machine_takes_no_key_of_the_kernel(state_dir: Path, image: DiskImage) -> None:
+    """The kernel allows a user 200 keys (kernel.keys.maxkeys), so each key bounds the machines of a host."""
+
+    def counted() -> dict[str, int]:
+        lines = (line.split() for line in Path("/proc/key-users").read_text().splitlines())
+        return {user: int(keys.split("/")[0]) for user, _, keys, *_ in lines}
+
+    before = counted()
+    async with started(state_dir, image):
+        # Users of the guest are those of the subordinate range; others may come and go.
+        taken = {
+            user: keys - before.get(user, 0) for user, keys in counted().items() if int(user.rstrip(":")) > 100_000
+        }
+    assert {user: keys for user, keys in taken.items() if keys > 0} == {}
