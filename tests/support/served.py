@@ -3,10 +3,13 @@
 Each is a fork of one process that has imported the command: starting Python and importing takes 1.4 s of CPU time.
 """
 
+import atexit
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -94,8 +97,17 @@ class _Fork:
         return status
 
 
+def _end_with_tests() -> None:
+    """End this process when that of the tests has ended, which may have been killed."""
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _run(command: Sequence[str], output: Connection, errors: Connection | None, env: Mapping[str, str]) -> None:
     os.setsid()
+    threading.Thread(target=_end_with_tests, daemon=True).start()
     os.dup2(output.fileno(), 1)
     os.dup2((errors or output).fileno(), 2)
     for each in (output, errors):
@@ -104,4 +116,7 @@ def _run(command: Sequence[str], output: Connection, errors: Connection | None, 
     os.environ.clear()
     os.environ.update(env)
     sys.argv = ["envd", *command]
-    main()
+    try:
+        main()
+    finally:
+        atexit._run_exitfuncs()  # forks of multiprocessing end without them, and leave what a daemon removes there
