@@ -1,69 +1,19 @@
 """Groups that start after given replies: in one state, of which only the policy's own turns are trained."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from cuaenv.client import Click, Done
-from envd.episodes.types import ForkCommand, OpenedGroup
-from tests.support.counting import AGENT, PARAMS, PLAN, SAY, TASK, counting, turn_in
-from tests.support.server import FakeServer, serve_fake
-from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
+from tests.support.branching import world
+from tests.support.counting import PLAN, SAY, TASK, counting, turn_in
 from trainer.agent.training import TrainingConfig
 from trainer.config import ConfigError
-from trainer.slime.hooks import generate
 from trainer.slime.job import job_of
 from trainer.slime.play.samples import by_rollout, facts_of, flatten, is_void
 
 FAR_CLICK = SAY([Click(500, 500)]).replace("500, 500", "5000, 500")
 REPLIES = [SAY(actions) for actions in PLAN]
-
-
-class World:
-    def __init__(self, server: FakeServer, engine: ScriptedEngine) -> None:
-        self.server, self.engine = server, engine
-        self.forks: list[int] = []
-        perform = server.service.fork
-
-        async def fork(command: ForkCommand) -> OpenedGroup:
-            result = await perform(command)
-            self.forks.append(command.fork_count)
-            return result
-
-        server.service.fork = fork
-
-    async def rolled_out(
-        self, count: int, replies: Any, *, agent: dict[str, Any] | None = None, evaluation: bool = False, **envd: Any
-    ) -> list[Any]:
-        mapping = {"hosts": [self.server.address], "engine_timeout_s": 60.0, **envd}
-        self.args = stand_in_args({**mapping, "agent": {**AGENT, **(agent or {})}}, n_samples_per_prompt=count)
-        metadata = {"task_id": TASK, "given_replies": replies}
-        group = [Sample(group_index=0, index=index, metadata=dict(metadata)) for index in range(count)]
-        found = await asyncio.gather(*(generate(self.args, each, dict(PARAMS), evaluation) for each in group))
-        async with asyncio.timeout(60):
-            while self.server.pool.statistics().leased_count:
-                await asyncio.sleep(0.01)
-        return found
-
-    @property
-    def prompts(self) -> list[str]:
-        return [Tokenizer().decode(request["input_ids"]) for request in self.engine.requests]
-
-    @property
-    def pictures(self) -> list[str]:
-        """The latest picture of each request."""
-        return [request["image_data"][-1] for request in self.engine.requests]
-
-
-@asynccontextmanager
-async def world(say: Any = counting, **options: Any) -> AsyncIterator[World]:
-    engine = ScriptedEngine(say)
-    async with serve_fake(**{"size": 2, "capacity": 8, **options}) as server:
-        with stand_in_slime(engine):
-            yield World(server, engine)
 
 
 @pytest.mark.parametrize("agent", [{}, {"images_per_row": 1, "images_kept": 1}])
