@@ -57,9 +57,7 @@ def make_batch(
 ) -> dict[str, torch.Tensor]:
     """Return ids, patches, and the places and values of the tokens to predict, of chosen rows."""
     ids = [rows.row(index) for index in chosen]
-    # One length for all batches, so that a compiled model is compiled once.
-    longest = int(np.diff(rows.ends, prepend=0).max())
-    table = np.full((len(ids), longest), policy.pad_id, np.int64)
+    table = np.full((len(ids), rows.longest), policy.pad_id, np.int64)
     at_rows, at_columns = [], []
     for index, (row, reply_length) in enumerate(zip(ids, rows.reply_lengths[chosen], strict=True)):
         table[index, : len(row)] = row

@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ _LIST_TIMEOUT = timedelta(seconds=120)
 _CHECKED_SHARE = 0.02
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rows:
     """Demonstrated replies."""
 
@@ -61,6 +62,11 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.ends)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest row: the length of all batches, so that a compiled model is compiled once."""
+        return int(np.diff(self.ends, prepend=0).max())
 
     def row(self, index: int) -> npt.NDArray[np.int32]:
         return self.ids[self.ends[index - 1] if index else 0 : self.ends[index]]
