@@ -22,7 +22,7 @@ from envd.integrations.cua_gym.bundle import WORKSPACE
 
 COUNT = 200
 Record = Mapping[str, str]
-_OWNERS = ("Nadia Kern", "Tomas Vella", "Ines Moreau", "Jonas Lind", "Mira Okafor")
+_OWNERS = ("Nadia Kern", "Tomas Vella", "Elena Moreau", "Jonas Lind", "Mira Okafor")
 _CITIES = ("Bremen", "Porto", "Ghent", "Tartu", "Graz")
 _RESULTS = f"{WORKSPACE}/results"
 _CONTEXT = f"{WORKSPACE}/context"
@@ -235,16 +235,20 @@ def write(directory: Path, count: int = COUNT) -> None:
 
 
 def report(results: Path) -> Iterator[str]:
-    """Yield a row of a table for each kind of solution, then each result that is not as the check is made to score."""
+    """Yield a row of a table for each kind of solution, then each result that is not as the check is made to score.
+
+    A mutant without a score is played again, so its last result counts; one with a score must have no other.
+    """
     solutions = {each.name: each for each in SOLUTIONS}
     tallies: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
     reasons: Counter[str] = Counter()
-    played: Counter[str] = Counter()
-    differing = []
-    for result in map(json.loads, results.read_text(encoding="utf-8").splitlines()):
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    scored = Counter(line["digest"] for line in lines if line["score"] is not None)
+    differing = [f"{digest} was scored {count} times" for digest, count in scored.items() if count > 1]
+    last = {line["digest"]: line for line in lines}
+    for result in last.values():
         bundle, name = Bundle(int(result["task_id"].rpartition("-")[2])), result["mutant"].removeprefix("own: ")
         solution = solutions[name]
-        played[result["digest"]] += 1
         accepted = result["score"] is not None and result["score"] == 1
         expected_reason = bundle.broken[2] if bundle.broken else ""
         if result["reason"] != expected_reason or (not bundle.broken and accepted != bundle.accepts(solution)):
@@ -261,7 +265,7 @@ def report(results: Path) -> Iterator[str]:
             f"| `{family}` | {row.task_count} | {row.mutant_count} | {row.accepted_count} |"
             f" {row.accepted_count / row.mutant_count:.0%} ({row.low:.0%} to {row.high:.0%}) |"
         )
-    yield f"results: {played.total()}, of {len(played)} mutants; without a score: {dict(reasons)}"
+    yield f"mutants: {len(last)}; without a score: {dict(reasons)}"
     yield from (f"differs: {each}" for each in differing)
 
 

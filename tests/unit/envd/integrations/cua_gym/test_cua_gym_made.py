@@ -62,12 +62,17 @@ def test_a_report_names_results_that_differ_from_what_the_check_is_made_to_accep
         line(0, "right", 1.0),
         line(0, "total differs", 0.8),
         line(15, "total differs", 1.0),
+        line(18, "right", None, "UNAVAILABLE"),
         line(18, "right", None, "EVALUATOR_FAILED"),
         line(1, "other case", 1.0),
+        line(2, "nothing in it", 0.0),
+        line(2, "nothing in it", 0.0),
     ]
     (tmp_path / "results.jsonl").write_text("\n".join(lines), encoding="utf-8")
     rows = list(report(tmp_path / "results.jsonl"))
     assert "| `almost` | 3 | 3 | 2 | 67% (0% to 100%) |" in rows
-    assert "results: 5, of 5 mutants; without a score: {'EVALUATOR_FAILED': 1}" in rows
-    assert rows[-1] == "differs: cua-gym/order-001 json exact other case: 1.0"
-    assert sum(row.startswith("differs") for row in rows) == 1
+    assert "mutants: 6; without a score: {'EVALUATOR_FAILED': 1}" in rows
+    assert [row for row in rows if row.startswith("differs")] == [
+        "differs: 2 nothing in it was scored 2 times",
+        "differs: cua-gym/order-001 json exact other case: 1.0",
+    ]
