@@ -91,10 +91,10 @@ class TreeMember:
         self._episode, self.context = await self._tree.member(lambda: self._client.reset(task, **options))
         return self._episode
 
-    async def run(
+    async def play_episode(
         self, episode: AgentEpisode, conversation: BranchingConversation, *, settings: AgentSettings
     ) -> Trajectory:
-        """Run the open episode, and let others branch from it, as `GroupConfig.branch_policy` says."""
+        """Play the open episode, and let others branch from it, as `GroupConfig.branch_policy` says."""
         context, policy, branches = self.context, self._config.branch_policy, self._config.group == "tree"
         branched_at = len(context.point.turns) if context else 0
 

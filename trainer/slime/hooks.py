@@ -78,7 +78,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         ConfigError: The configuration is invalid, or no row of a data file can be played; no episode was opened.
         Halted: The run cannot go well: see `envd.halt`, `envd.max_lost_groups` and `envd.daemon_timeout_s`.
     """
-    return await job_of(args).run(args, sample, sampling_params, evaluation=evaluation)
+    return await job_of(args).play_sample(args, sample, sampling_params, evaluation=evaluation)
 
 
 async def play_sight(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:  # noqa: ARG001 -- slime passes it

@@ -10,10 +10,11 @@ desktop, the agent's state and its row. Without the checkpoint, or its host, the
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Unpack, cast
 
 from cuaenv.client import (
@@ -35,20 +36,19 @@ from trainer.agent.attempts import run_task
 from trainer.agent.branching import TreeMember
 from trainer.agent.forks import Forks, GroupMember, Tree
 from trainer.agent.loop import AgentEpisode, run_episode
-from trainer.agent.ownership import ruling_of, ruling_on
+from trainer.agent.ownership import ruling_on
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.starts import given_replies, start_name, task_id_of
 from trainer.agent.turns import BranchPoint
 from trainer.agent.types import Conversation, Outcome, Trajectory
-from trainer.config import ExtensionError
 from trainer.replay.pool import ReplayPool
 from trainer.slime import slime_compat
 from trainer.slime.config import Halted, SlimeConfig
 from trainer.slime.play.engine import PictureFiles, SlimeEngine
 from trainer.slime.play.replay import keep_success
-from trainer.slime.play.samples import fill, note, reset_sample, set_status, spread, void_result
+from trainer.slime.play.samples import fill, note, set_status, spread, void_result
 from trainer.slime.slime_compat import Sample, span
-from trainer.tokens.conversation import TokenConversation
+from trainer.tokens.conversation import Engine, TokenConversation
 from trainer.tokens.engine_client import EngineClient
 from trainer.tokens.rows import Row
 
@@ -93,15 +93,22 @@ def partial_of(sample: Sample) -> Partial | None:
 class Rollout:
     """The rollout of one sample, which opens its own episodes: see `trainer.agent.attempts.Environments`."""
 
-    engine_type = SlimeEngine
-
-    def __init__(self, args: Any, sample: Sample, sampling_params: Mapping[str, Any], *, here: Resources) -> None:
-        """Prepare; `args`, `sample` and `sampling_params` are those that slime passes to generate."""
+    def __init__(
+        self,
+        args: Any,
+        sample: Sample,
+        sampling_params: Mapping[str, Any],
+        *,
+        here: Resources,
+        evaluation: bool = False,
+    ) -> None:
+        """Prepare; `args`, `sample`, `sampling_params` and `evaluation` are those that slime passes to generate."""
         self.sample = sample
         self.config = here.config
         self.args = args
         self.here = here
-        self.keeps_partial = False
+        self._is_evaluation = evaluation
+        self._keeps_partial = not evaluation and getattr(args, "partial_rollout", False)
         """Whether the sample continues in a later rollout if slime aborts it."""
         self.episode: AsyncEpisode | None = None
         """The latest episode."""
@@ -124,14 +131,14 @@ class Rollout:
         self._interrupted: Partial | None = None
         """Where a later rollout continues."""
 
-    async def run(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
-        """Run a task, also from a checkpoint of it. Returns None if slime aborted the rollout.
+    async def play_attempts(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
+        """Play an episode in the sample's group, again if it is lost. Returns None if slime aborted the rollout.
 
         Raises: Halted: No daemon answers.
         """
         config, client, group_index = self.config, self.here.client, self.sample.group_index
         self._start, self._replies = start, given_replies(self.sample.metadata)
-        self._resumed = partial_of(self.sample) if self.keeps_partial else None
+        self._resumed = partial_of(self.sample) if self._keeps_partial else None
         self._group = GroupMember(
             client, self.here.forks, group=group_index, size=group_size, wait_s=config.group_wait_s
         )
@@ -146,17 +153,17 @@ class Rollout:
                 lease_ttl=config.lease_ttl,
                 traced=lambda waiting: span(self.sample, "env_branch", {"waiting": waiting}),
             )
-        episode = run_task(
+        playing = run_task(
             self,
             start,
             self.new_conversation,
             settings=config.agent,
             pool=config.pool,
             attempts=config.attempts,
-            run=self._run_episode,
+            run=self.play_episode,
         )
         async with self.here.watch.use(client):
-            return await self._until_aborted(episode)
+            return await self._until_aborted(playing)
 
     async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AgentEpisode:
         """Open the sample's episode: where it continues, in its group the first time, or alone. Raises: EnvError."""
@@ -178,12 +185,11 @@ class Rollout:
             self._resumed = None
             return None
 
-    async def _run_episode(self, episode: AgentEpisode, made: Conversation) -> Trajectory:
-        """Run an episode from its start, its branch point, or where it was interrupted."""
+    async def play_episode(self, episode: AgentEpisode, made: Conversation) -> Trajectory:
+        """Play an open episode from its start, its branch point, or where it was interrupted."""
         conversation, resumed, settings = cast(TokenConversation, made), self._resumed, self.config.agent
-        wrapped = self.wrap(episode)
         if self._tree is not None:
-            return await self._tree.run(wrapped, conversation, settings=settings)
+            return await self._tree.play_episode(episode, conversation, settings=settings)
 
         async def interrupted(point: BranchPoint) -> None:
             if len(point.turns) > (len(resumed.point.turns) if resumed else 0):
@@ -193,11 +199,11 @@ class Rollout:
             is_masked = getattr(self.args, "mask_offpolicy_in_partial_rollout", False)
             await conversation.resume(resumed.row.copy(masked=is_masked))
         return await run_episode(
-            wrapped,
+            episode,
             conversation,
             settings=settings,
             branch_point=replace(resumed.point, history=resumed.point.history.copy()) if resumed else None,
-            interrupted=interrupted if self.keeps_partial else None,
+            interrupted=interrupted if self._keeps_partial else None,
         )
 
     async def _keep_state(self, point: BranchPoint, row: Row) -> None:
@@ -211,10 +217,6 @@ class Rollout:
         else:
             self._interrupted = Partial(checkpoint=checkpoint, point=replace(point, is_resumed=True), row=row.copy())
 
-    def wrap(self, episode: AgentEpisode) -> AgentEpisode:
-        """Return what runs in place of `episode`, for subclasses; called once per attempt."""
-        return episode
-
     def new_conversation(self) -> TokenConversation:
         """Return a conversation for an attempt, whose rows `rows` returns from now on."""
         params, budget = self._sampling_params, self.config.agent.token_budget
@@ -224,9 +226,9 @@ class Rollout:
         )
         return self._conversation
 
-    def new_engine(self, params: Mapping[str, Any]) -> SlimeEngine:
+    def new_engine(self, params: Mapping[str, Any]) -> Engine:
         """Return an engine with these parameters of SGLang, which `close` closes."""
-        engine = self.engine_type(
+        engine = SlimeEngine(
             self.args, self.sample, params, config=self.config, client=self.here.http, files=self.here.files
         )
         self._engines.append(engine)
@@ -243,7 +245,35 @@ class Rollout:
             for engine in self._engines:
                 await asyncio.to_thread(engine.close)
 
-    async def keep(self, *, is_aborted: bool) -> None:
+    async def result_of(self, trajectory: Trajectory | None) -> Any:
+        """Return the sample, or its rows, filled with an episode, aborted or void: see `SlimeConfig.multiple`."""
+        multiple = self.config.multiple(evaluation=self._is_evaluation)
+        void = partial(void_result, self.sample, multiple, self.args)
+        is_aborted = trajectory is None or trajectory.outcome is Outcome.ABORTED
+        if trajectory is None or is_aborted:
+            result = void(status="ABORTED", reason="aborted")
+        elif trajectory.outcome is Outcome.FAILED:
+            result = void(
+                status="FAILED",
+                reason=trajectory.reason,
+                error=str(trajectory.error or ""),
+                owner=ruling_on(trajectory).owner.value,
+                # They were taken in the environment, although nothing of them is trained.
+                turns=len(trajectory.turns),
+                shared_turns=trajectory.shared_turn_count,
+            )
+        else:
+            rows = self.rows[-1:] if self._is_evaluation else self.rows
+            samples = spread(self.sample, len(rows), multiple, self.args)
+            await self._write(trajectory, rows, samples)
+            if not self._is_evaluation and self.here.pool is not None:
+                await keep_success(self.here.pool, trajectory, rows, samples)
+            result = samples[0] if multiple is None else samples
+        if self._keeps_partial:
+            await self._keep(is_aborted=is_aborted)
+        return result
+
+    async def _keep(self, *, is_aborted: bool) -> None:
         """Note where an aborted sample continues, and delete the checkpoint that it no longer needs."""
         old = self.sample.metadata.pop(_PARTIAL_KEY, None)
         new = self._interrupted or old if is_aborted else None
@@ -258,9 +288,7 @@ class Rollout:
         except EnvError as error:
             logger.info("[envd] checkpoint %s: left to expire: %s", old.checkpoint.checkpoint_id, error)
 
-    async def write(
-        self, trajectory: Trajectory, rows: Sequence[Row], samples: Sequence[Sample], *, evaluation: bool = False
-    ) -> None:
+    async def _write(self, trajectory: Trajectory, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
         """Fill reset samples, one per row; further samples stay unchanged.
 
         Raises:
@@ -269,7 +297,7 @@ class Rollout:
         """
         config = self.config
         facts = trajectory.facts(max_turns=config.agent.max_turns, metadata=self.sample.metadata)
-        breakdown = config.breakdown_of(facts, evaluation=evaluation)
+        breakdown = config.breakdown_of(facts, evaluation=self._is_evaluation)
         digest = prompt_hash(config.agent)
         perturbations = self.episode.perturbations if self.episode else ()
         context = self._tree.context if self._tree else None
@@ -311,7 +339,7 @@ class Rollout:
         try:
             while not task.done():
                 if self._state.aborted:
-                    has_state = self.keeps_partial and self.episode is not None
+                    has_state = self._keeps_partial and self.episode is not None
                     if not has_state or not (await asyncio.wait({task}, timeout=_KEEP_S))[0]:
                         return None
                     break
@@ -323,86 +351,6 @@ class Rollout:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-
-
-async def play(
-    args: Any,
-    sample: Sample,
-    sampling_params: Mapping[str, Any],
-    *,
-    config: SlimeConfig,
-    here: Callable[[], Resources],
-    start: str | Checkpoint,
-    evaluation: bool,
-    rollout_type: type[Rollout] = Rollout,
-    is_alone: bool = False,
-) -> Any:
-    """Play a sample in this process; return it, or its rows: filled, aborted or void.
-
-    Args:
-        args: slime's, as `sample` and `sampling_params`.
-        config: The job's configuration.
-        here: Returns what its samples share in the running event loop.
-        start: Where the sample starts.
-        evaluation: Whether it only evaluates.
-        rollout_type: Type of its rollout.
-        is_alone: Whether it has machines of its own, not in its group.
-
-    Raises:
-        Halted: No daemon answers, or own code that the configuration names failed.
-    """
-    # A repeated sample was aborted or failed; its group's machines no longer exist.
-    is_alone |= evaluation or sample.status.name != "PENDING" or config.group == "off" or sample.group_index is None
-    group_size = 1 if is_alone else int(args.n_samples_per_prompt)
-    reset_sample(sample)
-    try:
-        async with asyncio.timeout(config.limit_s):
-            rollout = rollout_type(args, sample, sampling_params, here=here())
-            rollout.keeps_partial = not evaluation and getattr(args, "partial_rollout", False)
-            result = await written(rollout, rollout.run(start, group_size=group_size), evaluation=evaluation)
-            if rollout.keeps_partial:
-                await rollout.keep(is_aborted=sample.status.name == "ABORTED")
-            return result
-    except Halted:
-        raise
-    except ExtensionError as error:
-        raise Halted(str(error)) from error
-    except Exception as error:
-        logger.exception("[envd] sample %s is void", sample.index)
-        multiple = config.multiple(evaluation=evaluation)
-        owner = ruling_of(error, acted=True).owner.value
-        reason, text = type(error).__name__, str(error)
-        return void_result(sample, multiple, args, status="FAILED", reason=reason, error=text, owner=owner)
-
-
-async def written(rollout: Rollout, playing: Awaitable[Trajectory | None], *, evaluation: bool) -> Any:
-    """Write the rows of a rollout into its sample, or into a list of samples: see `SlimeConfig.multiple`."""
-    args, sample, multiple = rollout.args, rollout.sample, rollout.config.multiple(evaluation=evaluation)
-    try:
-        trajectory = await playing
-    finally:
-        await rollout.close()
-    if trajectory is None or trajectory.outcome is Outcome.ABORTED:
-        return void_result(sample, multiple, args, status="ABORTED", reason="aborted")
-    if trajectory.outcome is Outcome.FAILED:
-        return void_result(
-            sample,
-            multiple,
-            args,
-            status="FAILED",
-            reason=trajectory.reason,
-            error=str(trajectory.error or ""),
-            owner=ruling_on(trajectory).owner.value,
-            # They were taken in the environment, although nothing of them is trained.
-            turns=len(trajectory.turns),
-            shared_turns=trajectory.shared_turn_count,
-        )
-    rows = rollout.rows[-1:] if evaluation else rollout.rows
-    samples = spread(sample, len(rows), multiple, args)
-    await rollout.write(trajectory, rows, samples, evaluation=evaluation)
-    if not evaluation and rollout.here.pool is not None:
-        await keep_success(rollout.here.pool, trajectory, rows, samples)
-    return samples[0] if multiple is None else samples
 
 
 class _Traced:
