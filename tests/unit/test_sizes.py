@@ -36,9 +36,9 @@ BUDGETS = {
     "trainer/replay": 630,
     "trainer/rewards": 600,
     "trainer/sight": 650,
-    "trainer/slime": 3400,
+    "trainer/slime": 3350,
     "trainer/tokens": 1000,
-    "proto/cuaenv": 7750,
+    "proto/cuaenv": 7790,
 }
 
 
