@@ -1,7 +1,6 @@
 """A member of a group that branches: where its episode starts, and when other members may continue from it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import ceil
@@ -10,7 +9,7 @@ from typing import Any, Protocol, Unpack
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint
 from cuaenv.client.view import ResetOptions
 from trainer.agent.forks import Tree
-from trainer.agent.loop import AgentEpisode, run_episode
+from trainer.agent.loop import AgentEpisode, Traced, run_episode, untraced
 from trainer.agent.settings import AgentSettings
 from trainer.agent.training import GroupConfig
 from trainer.agent.turns import BranchPoint
@@ -53,7 +52,7 @@ class TreeMember:
         size: int,
         replies: Sequence[str] = (),
         lease_ttl: timedelta = timedelta(minutes=5),
-        traced: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
+        traced: Traced = untraced,
     ) -> None:
         """Prepare; opens nothing.
 
@@ -65,7 +64,7 @@ class TreeMember:
             replies: Given replies, with which an episode at the beginning of the task starts. Its shared turns are
                 those. Without `group: tree`, the others branch after them, and only there.
             lease_ttl: How long forks outlive this process.
-            traced: Returns the context of a fork, given the number of waiting members.
+            traced: As `trainer.agent.loop.run_episode` takes; also traces each fork, `env_branch`.
         """
         self.context: BranchContext | None = None
         """The history with which the latest episode started; None at the beginning of its task."""
@@ -112,7 +111,7 @@ class TreeMember:
             await conversation.resume(context.prefix.copy())
             point = replace(context.point, history=context.point.history.copy())
         elif self._replies:
-            point, failed = await perform(episode, conversation, self._replies, settings=settings)
+            point, failed = await perform(episode, conversation, self._replies, settings=settings, traced=self._traced)
             if point is None:
                 return failed
             branched_at = len(point.turns)
@@ -124,14 +123,14 @@ class TreeMember:
                 )
                 await self._branch(self._episode, at, most=self._size - 1)
         trajectory = await run_episode(
-            episode, conversation, settings=settings, branch_point=point, offer_branch=offer_branch
+            episode, conversation, settings=settings, branch_point=point, offer_branch=offer_branch, traced=self._traced
         )
         return replace(trajectory, parent_episode_id=context.episode_id if context else "")
 
     async def _branch(self, episode: AsyncEpisode, context: BranchContext, *, most: int) -> None:
         """Let waiting members continue from an episode."""
         wait = timedelta(seconds=self._config.group_wait_s)
-        with self._traced(self._tree.waiting_count):
+        with self._traced("env_branch", {"waiting": self._tree.waiting_count}):
             await self._tree.branch(
                 lambda count: self._client.fork(episode, count=count, lease_ttl=self._lease_ttl, timeout=wait),
                 most=most,
@@ -140,7 +139,12 @@ class TreeMember:
 
 
 async def perform(
-    episode: AgentEpisode, conversation: BranchingConversation, replies: Sequence[str], *, settings: AgentSettings
+    episode: AgentEpisode,
+    conversation: BranchingConversation,
+    replies: Sequence[str],
+    *,
+    settings: AgentSettings,
+    traced: Traced = untraced,
 ) -> tuple[BranchPoint | None, Trajectory]:
     """Perform given replies in a new episode.
 
@@ -154,7 +158,7 @@ async def perform(
         reached.append(point)
 
     given = _GivenReplies(conversation, replies)
-    trajectory = await run_episode(episode, given, settings=settings, interrupted=interrupted)
+    trajectory = await run_episode(episode, given, settings=settings, interrupted=interrupted, traced=traced)
     mistakes = [error for turn in trajectory.turns for error in turn.facts.errors if error]
     if reached and not mistakes:
         return reached[0], trajectory

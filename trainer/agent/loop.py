@@ -9,11 +9,11 @@ cancellation and `ExtensionError`, of own code, are raised.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import (
@@ -79,6 +79,14 @@ Interrupted = Callable[[BranchPoint], Awaitable[None]]
 """Takes the agent's state between two turns, in which its next reply was aborted."""
 OfferBranch = Callable[[int, Reply, Callable[[], BranchPoint]], Awaitable[None]]
 """Takes the number of turns so far, the next reply, and a function that returns the agent's state before it."""
+Traced = Callable[[str, Mapping[str, Any]], AbstractContextManager[Callable[[dict[str, Any]], object]]]
+"""Traces a block by a name and attributes; the block gets a function that adds attributes."""
+
+
+@contextmanager
+def untraced(_name: str, _attributes: Mapping[str, Any]) -> Iterator[Callable[[dict[str, Any]], object]]:
+    """Trace nothing."""
+    yield lambda _: None
 
 
 async def run_episode(
@@ -89,6 +97,7 @@ async def run_episode(
     branch_point: BranchPoint | None = None,
     offer_branch: OfferBranch | None = None,
     interrupted: Interrupted | None = None,
+    traced: Traced = untraced,
 ) -> Trajectory:
     """Run an episode that was opened with `settings.view`, and evaluate it. The caller closes it.
 
@@ -102,9 +111,16 @@ async def run_episode(
             does not count towards `settings.timeout_s`.
         interrupted: Awaited when a reply is aborted, before the trajectory is returned as ABORTED; the machine is
             between two turns then. `run_episode` continues from the state that it gets.
+        traced: Traces each step, `env_step`, and the evaluation, `env_evaluate`, in a trainer's own traces.
     """
     playing = _PlayedEpisode(
-        episode, conversation, settings, branch_point=branch_point, offer_branch=offer_branch, interrupted=interrupted
+        episode,
+        conversation,
+        settings,
+        branch_point=branch_point,
+        offer_branch=offer_branch,
+        interrupted=interrupted,
+        traced=traced,
     )
     with span("episode", episode_id=episode.episode_id, task_id=episode.task_id):
         try:
@@ -146,11 +162,13 @@ class _PlayedEpisode:
         branch_point: BranchPoint | None,
         offer_branch: OfferBranch | None,
         interrupted: Interrupted | None,
+        traced: Traced,
     ) -> None:
         self._branch_point = branch_point
         self._shared_count = branch_point.shared_turn_count if branch_point else 0
         self._interrupted = interrupted
         self._offer_branch = offer_branch
+        self._traced = traced
         self._episode = episode
         self._conversation = conversation
         self._settings = settings
@@ -222,8 +240,10 @@ class _PlayedEpisode:
             return Outcome.TRUNCATED, end.budget
 
     async def evaluate(self) -> Evaluation:
-        with self._timed("evaluate"):
-            return await self._episode.evaluate(timeout=self._settings.evaluate_timeout)
+        with self._timed("evaluate"), self._traced("env_evaluate", {}) as add:
+            evaluation = await self._episode.evaluate(timeout=self._settings.evaluate_timeout)
+            add({"score": evaluation.score})
+        return evaluation
 
     async def _begin(self) -> None:
         """Give the model the task and the first observation."""
@@ -314,10 +334,12 @@ class _PlayedEpisode:
 
     async def _act(self, parsed: Parsed, actions: tuple[Action, ...]) -> tuple[str, StepResult | None, float]:
         """Perform all actions of a reply, or none. Returns the agent's mistake, the step's result and its seconds."""
-        started_s = time.monotonic()
+        settings, started_s = self._settings, time.monotonic()
         with self._timed("step"):
             try:
-                step = await self._episode.step(*actions, view=self._settings.view, timeout=self._settings.step_timeout)
+                with self._traced("env_step", {"actions": len(actions)}) as add:
+                    step = await self._episode.step(*actions, view=settings.view, timeout=settings.step_timeout)
+                    add({f"{name}_ms": value for name, value in step.timings_ms.items()})
             except BadRequest as error:
                 # Nothing was done. What the agent chose is its mistake, also if its grammar should have refused it.
                 if not error.field.startswith("actions"):

@@ -86,8 +86,9 @@ class HarnessRollout(Rollout):
             timings_s["step"] -= session.counts.model_s
             if session.exhausted:
                 outcome, reason = Outcome.TRUNCATED, session.exhausted
-            with _timed(timings_s, "evaluate"):
+            with _timed(timings_s, "evaluate"), self._traced("env_evaluate", {}) as add:
                 evaluation = await episode.evaluate(timeout=self.config.agent.evaluate_timeout)
+                add({"score": evaluation.score})
         except (EnvError, ModelFailed, HarnessFailed) as raised:
             logger.warning("episode %s of %s is void: %s", episode.episode_id, episode.task_id, raised)
             outcome, reason, error = Outcome.FAILED, type(raised).__name__, raised

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, Final, Unpack, cast
 
 from cuaenv.client import (
-    Action,
     AsyncEnvClient,
     AsyncEpisode,
     Checkpoint,
@@ -26,10 +25,7 @@ from cuaenv.client import (
     CheckpointUnusable,
     DeadlineExceeded,
     EnvError,
-    Evaluation,
-    StepResult,
     Unavailable,
-    View,
 )
 from cuaenv.client.view import ResetOptions
 from trainer.agent.attempts import run_task
@@ -108,6 +104,7 @@ class Rollout:
         self.args = args
         self.here = here
         self._is_evaluation = evaluation
+        self._traced = partial(span, sample)
         self._keeps_partial = not evaluation and getattr(args, "partial_rollout", False)
         """Whether the sample continues in a later rollout if slime aborts it."""
         self.episode: AsyncEpisode | None = None
@@ -151,7 +148,7 @@ class Rollout:
                 size=group_size,
                 replies=self._replies,
                 lease_ttl=config.lease_ttl,
-                traced=lambda waiting: span(self.sample, "env_branch", {"waiting": waiting}),
+                traced=self._traced,
             )
         playing = run_task(
             self,
@@ -165,13 +162,13 @@ class Rollout:
         async with self.here.watch.use(client):
             return await self._until_aborted(playing)
 
-    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AgentEpisode:
+    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncEpisode:
         """Open the sample's episode: where it continues, in its group the first time, or alone. Raises: EnvError."""
         self._reset_count += 1
         options = {**options, "lease_ttl": self.config.lease_ttl}
-        with span(self.sample, "env_reset", {"task": task_id_of(task), "attempt": self._reset_count}):
+        with self._traced("env_reset", {"task": task_id_of(task), "attempt": self._reset_count}):
             self.episode = await self._continued(options) or await self._group.reset(task, **options)
-        return _Traced(self.episode, self.sample)
+        return self.episode
 
     async def _continued(self, options: ResetOptions) -> AsyncEpisode | None:
         """Open the episode where the sample continues; None if it has to begin. Raises: EnvError."""
@@ -204,6 +201,7 @@ class Rollout:
             settings=settings,
             branch_point=replace(resumed.point, history=resumed.point.history.copy()) if resumed else None,
             interrupted=interrupted if self._keeps_partial else None,
+            traced=self._traced,
         )
 
     async def _keep_state(self, point: BranchPoint, row: Row) -> None:
@@ -351,38 +349,6 @@ class Rollout:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-
-
-class _Traced:
-    """An `AgentEpisode` whose calls appear in slime's traces."""
-
-    def __init__(self, episode: AsyncEpisode, sample: Sample) -> None:
-        self._episode = episode
-        self._sample = sample
-        self.episode_id = episode.episode_id
-        self.task_id = episode.task_id
-        self.instruction = episode.instruction
-        self.observation = episode.observation
-        self.origin = episode.origin
-        self.tools = episode.tools
-
-    async def step(
-        self, *actions: Action, view: View | None = None, timeout: timedelta = timedelta(minutes=3)
-    ) -> StepResult:
-        with span(self._sample, "env_step", {"actions": len(actions)}) as add:
-            result = await self._episode.step(*actions, view=view, timeout=timeout)
-            self.observation = result.observation
-            add({f"{name}_ms": value for name, value in result.timings_ms.items()})
-        return result
-
-    async def evaluate(self, *, timeout: timedelta = timedelta(minutes=15)) -> Evaluation:
-        with span(self._sample, "env_evaluate") as add:
-            evaluation = await self._episode.evaluate(timeout=timeout)
-            add({"score": evaluation.score})
-        return evaluation
-
-    async def close(self) -> None:
-        await self._episode.close()
 
 
 class DaemonWatch:
