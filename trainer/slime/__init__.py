@@ -21,15 +21,15 @@ and knows no job. The walk of one sample, from slime's call to the service and b
 ```text
 hooks.generate                              slime's call
   Job.play_sample                           checks of the job, once; at the end monitor.record
-    Workers.play_sample                     with envd.workers: the next line happens in another process
+    Workers.play_sample                     with worker processes, the next line happens in one
     Job.play_here                           a time limit; any error makes the sample void
       Rollout.play_attempts                 until slime aborts it
-        agent.attempts.run_task             each attempt on a machine of its own
+        attempts.run_task                   each attempt on a machine of its own
           Rollout.reset                     opens an episode: where an aborted sample continues, or
             GroupMember.reset               Forks.member ──► AsyncEnvClient.open_group ──► Reset
             TreeMember.reset                Tree.member: waits for a branch of another member
           Rollout.play_episode              from the start, a branch point, or where it was interrupted
-            agent.loop.run_episode          turns, and then AsyncEpisode.evaluate ──► Evaluate
+            loop.run_episode                turns, and then AsyncEpisode.evaluate ──► Evaluate
               _PlayedEpisode.play_turns     until the episode or its limit ends
                 _PlayedEpisode._play_turn   TokenConversation.generate ──► SlimeEngine.sample ──► SGLang's /generate
                                             _act ──► AsyncEpisode.step ──► Step

@@ -358,7 +358,7 @@ def capacity_warning(*, concurrency: int, group_size: int, capacity: int, is_for
     if is_forked and concurrency < group_size:
         return (
             f"slime runs {concurrency} concurrent episodes, but a group has {group_size}: machines of members that wait"
-            " for their turn are idle. Raise --sglang-server-concurrency, or set envd.group to off"
+            " to start are idle. Raise --sglang-server-concurrency, or set envd.group to off"
         )
     # Groups are complete: the last one may have started with its first member only.
     needed = -(-concurrency // group_size) * group_size if is_forked else concurrency
