@@ -66,7 +66,7 @@ class TreeMember:
             lease_ttl: How long forks outlive this process.
             traced: As `trainer.agent.loop.run_episode` takes; also traces each fork, `env_branch`.
         """
-        self.context: BranchContext | None = None
+        self._context: BranchContext | None = None
         """The history with which the latest episode started; None at the beginning of its task."""
         self._client = client
         self._tree = tree
@@ -83,18 +83,18 @@ class TreeMember:
     async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncEpisode:
         """Open its episode in the tree the first time, later alone at the beginning of the task. Raises: EnvError."""
         is_new, self._is_new = self._is_new, False
-        self.context = self._episode = None
+        self._context = self._episode = None
         if not is_new:
             return await self._client.reset(task, **options)
         options["branches"] = self._forks_per_root
-        self._episode, self.context = await self._tree.member(lambda: self._client.reset(task, **options))
+        self._episode, self._context = await self._tree.member(lambda: self._client.reset(task, **options))
         return self._episode
 
     async def play_episode(
         self, episode: AgentEpisode, conversation: BranchingConversation, *, settings: AgentSettings
     ) -> Trajectory:
         """Play the open episode, and let others branch from it, as `GroupConfig.branch_policy` says."""
-        context, policy, branches = self.context, self._config.branch_policy, self._config.group == "tree"
+        context, policy, branches = self._context, self._config.branch_policy, self._config.group == "tree"
         branched_at = len(context.point.turns) if context else 0
 
         async def offer_branch(turn_count: int, reply: Reply, branch_point: Callable[[], BranchPoint]) -> None:

@@ -298,7 +298,6 @@ class Rollout:
         breakdown = config.breakdown_of(facts, evaluation=self._is_evaluation)
         digest = prompt_hash(config.agent)
         perturbations = self.episode.perturbations if self.episode else ()
-        context = self._tree.context if self._tree else None
         basis = trajectory.evaluation.basis_digest if trajectory.evaluation else ""
         record = {
             **summary_of(trajectory, facts.task_score),
@@ -306,7 +305,7 @@ class Rollout:
             "rows": len(rows),
             "attempts": self._reset_count,
             "continued_turns": len(self._resumed.point.turns) if self._resumed else 0,
-            "parent_episode_id": context.episode_id if context else "",
+            "parent_episode_id": trajectory.parent_episode_id,
             "prompt_hash": digest,
             # Groups after given replies take no replays, and give none.
             "start": ""
