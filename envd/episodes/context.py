@@ -1,21 +1,24 @@
 """What the calls of an episode service share: its collaborators, and how they resume a guest and report failures."""
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import Draining, EnvdError
 from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import Stopwatch
+from envd.episodes.checkpoints.parking import Parking
 from envd.episodes.episode import Episode
 from envd.episodes.journal import Journal
 from envd.episodes.ledger import Answer, Ledger, RequestKey
 from envd.episodes.registry import EpisodeRegistry
-from envd.pool.leased import FrozenDesktop, LeasedMachine
+from envd.episodes.task_states import TaskStates
+from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
+from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.base import Judge, judge_directly
 from envd.tasks.user_model import UserModel
 
@@ -27,38 +30,20 @@ def draining_error() -> Draining:
     return Draining("the daemon is draining and opens no more episodes; try another host", retry_after_s=1.0)
 
 
-class ParkedEpisodes(Protocol):
-    """The episodes without a machine; implemented by `Parking`."""
-
-    async def resume(self, episode: Episode) -> None:
-        """Give an episode a machine, if it is parked. Raises: PoolExhausted, PoolFailing, MachineLost."""
-
-    def call_ended(self, episode: Episode) -> None:
-        """Note that an episode may be idle now."""
-
-    async def copy(
-        self, pool: Pool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
-    ) -> Sequence[LeasedMachine]:
-        """Store copies of a state; return the stand-ins of episodes that begin parked, for `keep`.
-
-        On failure and on cancellation nothing is stored. Raises: CheckpointStoreFull, StoreError, HypervisorError.
-        """
-
-    def keep(self, episode: Episode) -> None:
-        """Own the stored state of a new episode, if it begins parked."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeContext:
     """Collaborators of one episode service."""
 
     registry: EpisodeRegistry
     journal: Journal
+    tasks: TaskCatalogue
+    states: TaskStates
+    """Frozen starts of tasks, and what discards them."""
     pools: Mapping[str, Pool]
     limits: LimitsConfig
     clock: Clock
     metrics: Metrics
-    parking: ParkedEpisodes
+    parking: Parking
     make_id: Callable[[], str]
     """Makes the unique part of episode and group ids: at most 32 of [a-z0-9]."""
     requests: Ledger

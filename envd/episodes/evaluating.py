@@ -14,6 +14,8 @@ from envd.base.losses import ENDS_MACHINE, Loss, LossOwner
 from envd.base.telemetry import traces
 from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
+from envd.episodes.automatic import AutomaticCheckpointing
+from envd.episodes.checkpointing import Checkpointing
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import EVALUATE, SCORE, RequestKey
@@ -44,6 +46,8 @@ class Evaluating:
 
     _context: EpisodeContext
     _opening: Opening
+    _checkpoints: Checkpointing
+    _automatic: AutomaticCheckpointing
     _run_checkers: RunCheckers
 
     async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes, epoch: int = 0) -> EvaluateResult:
@@ -77,7 +81,7 @@ class Evaluating:
             await context.journal.begin(request)
             if episode.progress.state is EpisodeState.ACTIVE:
                 context.registry.end(episode, EpisodeState.TRUNCATED, "EVALUATED")
-            end_copy, score = await self._opening.automatic.before_evaluation(episode), None
+            end_copy, score = await self._automatic.before_evaluation(episode), None
             try:
                 evaluation = await self._score_or_zero(episode, watch)
                 score = evaluation.score
@@ -192,12 +196,12 @@ class Evaluating:
         return replace(answer.value, cached=True) if answer.replayed else answer.value
 
     async def _score(self, command: ResetCommand) -> ScoreResult:
-        found, task, pool = await self._opening.checkpoints.find(
+        found, task, pool = await self._checkpoints.find(
             command.checkpoint_id, lambda owner: command.sees_all_owners or owner == command.owner
         )
         clock = self._context.clock
         with self._context.registry.reserve(command.owner, 1, max_machines=command.max_machines):
-            group = await self._opening.checkpoints.restore(found, pool, command)
+            group = await self._checkpoints.restore(found, pool, command)
             (member,) = group.members
             began_s = clock.monotonic()
             try:

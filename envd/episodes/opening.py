@@ -18,9 +18,8 @@ from envd.base.errors import (
 )
 from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes import factory
-from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
-from envd.episodes.checkpoints.calls import Checkpointing
-from envd.episodes.checkpoints.store import CheckpointStore
+from envd.episodes.automatic import AutomaticCheckpointing
+from envd.episodes.checkpointing import Checkpointing
 from envd.episodes.context import EpisodeContext, draining_error
 from envd.episodes.episode import Episode
 from envd.episodes.forking import fork_group
@@ -29,12 +28,10 @@ from envd.episodes.members import Group
 from envd.episodes.perform import with_pixels
 from envd.episodes.progress import NO_CHECKPOINTS, CheckpointTrigger, EpisodeSpec, Progress
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
-from envd.episodes.task_states import TaskStates
 from envd.episodes.types import ForkCommand, OpenedGroup, ResetCommand
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.basis import task_digest
-from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from envd.tasks.perturbations import own_perturb, perturb
 
@@ -46,25 +43,21 @@ class Opening:
     """The `reset` and `fork` calls of an episode service."""
 
     def __init__(
-        self, context: EpisodeContext, *, tasks: TaskCatalogue, run_setup: RunSetup, checkpoints: CheckpointStore | None
+        self,
+        context: EpisodeContext,
+        *,
+        run_setup: RunSetup,
+        checkpoints: Checkpointing,
+        automatic: AutomaticCheckpointing,
     ) -> None:
         self._context = context
-        self._tasks = tasks
         self._run_setup = run_setup
-        self._states = TaskStates()
-        self.checkpoints = Checkpointing(context, checkpoints, tasks=tasks, states=self._states)
-        """Creates and lists checkpoints, and brings machines to their states."""
-        self.automatic = AutomaticCheckpointing(context, self.checkpoints)
-        """Stores checkpoints that no request asks for."""
+        self._checkpoints = checkpoints
+        self._automatic = automatic
         self.draining = False
         """Whether new resets and forks are refused."""
         self.resetting_count = 0
         """Resets that are running."""
-
-    async def aclose(self) -> None:
-        """Discard every cached task state. No reset or fork may be running."""
-        await self.automatic.aclose()
-        await self._states.aclose()
 
     async def reset(self, command: ResetCommand) -> OpenedGroup:
         """Open a group of episodes, all or none, all in one state: the start of a task, or a checkpoint's.
@@ -103,7 +96,7 @@ class Opening:
             raise InvalidRequest("group_size", f"{command.group_size} is below 1")
         if command.checkpoint_id:
             return await self._reset_to_checkpoint(command, request, ttl_s=ttl_s)
-        task = self._tasks.get(command.task_id)
+        task = self._context.tasks.get(command.task_id)
         pool = choose_pool(task, command.pool, context.pools)
         if command.automatic != NO_CHECKPOINTS:
             pool.require_copies()
@@ -164,17 +157,7 @@ class Opening:
         )
 
     async def _start(self, pool: Pool, task: Task, command: ResetCommand) -> Group:
-        context = self._context
-        return await reset_group(
-            pool,
-            task,
-            command,
-            run_setup=self._run_setup,
-            setup_timeout_s=context.limits.setup_timeout_s,
-            states=self._states,
-            parking=context.parking,
-            clock=context.clock,
-        )
+        return await reset_group(pool, task, command, context=self._context, run_setup=self._run_setup)
 
     @asynccontextmanager
     async def at_start(self, episode: Episode) -> AsyncIterator[LeasedMachine]:
@@ -203,10 +186,10 @@ class Opening:
                 await pool.release(member.machine for member in group.members)
 
     async def _reset_to_checkpoint(self, command: ResetCommand, request: RequestKey, *, ttl_s: float) -> OpenedGroup:
-        checkpoint, task, pool = await self.checkpoints.find_for(command)
+        checkpoint, task, pool = await self._checkpoints.find_for(command)
         max_steps = self._context.limits.max_steps_for(command.max_steps, task_max_steps=checkpoint.spec.max_steps)
         with self._resetting(command, pool):
-            group = await self.checkpoints.restore(checkpoint, pool, command)
+            group = await self._checkpoints.restore(checkpoint, pool, command)
         return await self._publish_reset(
             request,
             group,
@@ -236,7 +219,7 @@ class Opening:
 
     def _require_runnable(self, task: Task) -> None:
         """Raise SetupFailed if this host cannot run a task: a score would be a fault of the host, not of the agent."""
-        obstacles = self._tasks.obstacles(task)
+        obstacles = self._context.tasks.obstacles(task)
         if obstacles:
             raise SetupFailed(
                 f"task {task.task_id}: cannot run on this host: {'; '.join(obstacles)}; choose a task that ListTasks"
@@ -286,7 +269,7 @@ class Opening:
                         episode,
                         command,
                         registry=context.registry,
-                        last_use=lambda frozen: self.automatic.last_use(
+                        last_use=lambda frozen: self._automatic.last_use(
                             episode, frozen, CheckpointTrigger.BRANCH_POINT
                         ),
                         clock=context.clock,

@@ -16,7 +16,7 @@ from envd.base.errors import EnvdError, MachineLost
 from envd.base.store.statements import AnswerRow, EpisodeRow, is_well_typed
 from envd.base.store.store import Store
 from envd.episodes import factory
-from envd.episodes.checkpoints.parking import Parking, is_parked
+from envd.episodes.checkpoints.parking import is_parked
 from envd.episodes.context import EpisodeContext
 from envd.episodes.journal import StoredEpisode, load, stored_in
 from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, RequestKey, RequestKind
@@ -139,31 +139,16 @@ def _is_in_range(row: EpisodeRow) -> bool:
     return has_lease and 1 <= row.epoch < 1 << 31
 
 
-async def restore(
-    state: PersistedState,
-    machines: Mapping[str, Machine],
-    *,
-    context: EpisodeContext,
-    parking: Parking,
-    tasks: TaskCatalogue,
-) -> None:
+async def restore(state: PersistedState, machines: Mapping[str, Machine], *, context: EpisodeContext) -> None:
     """Restore every episode that has not expired, with its responses, into a service that has none yet."""
-    restoring = (
-        _restore_episode(decision, machines, context=context, parking=parking, tasks=tasks)
-        for decision in state.decisions
-    )
+    restoring = (_restore_episode(decision, machines, context) for decision in state.decisions)
     await asyncio.gather(*restoring)
     for answer in state.answers:
         _restore_answer(answer, context)
 
 
 async def _restore_episode(
-    decision: RecoveryDecision,
-    machines: Mapping[str, Machine],
-    *,
-    context: EpisodeContext,
-    parking: Parking,
-    tasks: TaskCatalogue,
+    decision: RecoveryDecision, machines: Mapping[str, Machine], context: EpisodeContext
 ) -> None:
     row, stored = decision.row, decision.stored
     if stored is None:
@@ -176,7 +161,7 @@ async def _restore_episode(
         machine = machines.get(row.machine_id)
         why = "the daemon restarted, and machines on this host do not outlive it"
         try:
-            leased = await parking.find(row.machine_id, pool)
+            leased = await context.parking.find(row.machine_id, pool)
             if leased is None and machine is not None:
                 leased = await pool.adopt(machine, stored.connection, run=stored.spec.run)
         except EnvdError as error:
@@ -186,11 +171,11 @@ async def _restore_episode(
         stored,
         machine=leased or lost_machine(pool.spec_of(row.machine_id), reason=why),
         pool=pool,
-        task=tasks.get(stored.spec.task_id),
+        task=context.tasks.get(stored.spec.task_id),
         context=context,
     )
     context.journal.track(episode)
-    parking.keep(episode)
+    context.parking.keep(episode)
     if leased is None:
         # A full lease, at no cost without a machine: a late caller still learns why its episode was lost.
         episode.lease.renew(context.clock.monotonic())

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from envd.base.clock import Clock
 from envd.base.errors import (
     HypervisorError,
     HypervisorUnavailable,
@@ -23,11 +22,11 @@ from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
 from envd.desktop.display_connection import DesktopView
 from envd.desktop.observation import SettleResult
-from envd.episodes.context import ParkedEpisodes
+from envd.episodes.context import EpisodeContext
 from envd.episodes.members import ALREADY_SETTLED, Group, Member, gather, map_errors, start_from
 from envd.episodes.perform import check_region
 from envd.episodes.progress import Progress
-from envd.episodes.task_states import StateKey, TaskState, TaskStates
+from envd.episodes.task_states import StateKey, TaskState
 from envd.episodes.types import ResetCommand
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
@@ -89,15 +88,7 @@ def _provided(task: Task, pool: Pool) -> Pool:
 
 
 async def reset_group(
-    pool: Pool,
-    task: Task,
-    command: ResetCommand,
-    *,
-    run_setup: RunSetup,
-    setup_timeout_s: float,
-    states: TaskStates,
-    parking: ParkedEpisodes,
-    clock: Clock,
+    pool: Pool, task: Task, command: ResetCommand, *, context: EpisodeContext, run_setup: RunSetup
 ) -> Group:
     """Lease machines and bring them all to the start of the task; if one dies, start over once with new ones.
 
@@ -105,7 +96,8 @@ async def reset_group(
     machine that died: groups that hold some machines while they wait for another would deadlock. Timings: those of
     `acquire`, `setup`, `settle`, `freeze`, `fork` and `observe` that took place, and `total`.
     """
-    reset = _Reset(task, command, pool, run_setup, setup_timeout_s, states, parking, Stopwatch(clock), clock)
+    clock, states = context.clock, context.states
+    reset = _Reset(task, command, pool, context, run_setup, Stopwatch(clock))
     deadline_s = clock.monotonic() + command.timeout_s
     for attempt in range(1, _ATTEMPTS + 1):
         key = None if pool.template is None else _state_key(pool, task, pool.template)
@@ -141,12 +133,9 @@ class _Reset:
     task: Task
     command: ResetCommand
     pool: Pool
+    context: EpisodeContext
     run_setup: RunSetup
-    setup_timeout_s: float
-    states: TaskStates
-    parking: ParkedEpisodes
     watch: Stopwatch
-    clock: Clock
 
     @property
     def surplus_count(self) -> int:
@@ -155,7 +144,7 @@ class _Reset:
 
     async def _copy(self, frozen: FrozenDesktop) -> Sequence[LeasedMachine]:
         command = self.command
-        return await self.parking.copy(
+        return await self.context.parking.copy(
             self.pool, frozen, count=self.surplus_count, run=command.run, owner=command.owner
         )
 
@@ -171,7 +160,7 @@ class _Reset:
             parked=self.surplus_count,
             run=self.command.run,
             owner=self.command.owner,
-            timeout_s=min(deadline_s - self.clock.monotonic(), self.command.admission_timeout_s),
+            timeout_s=min(deadline_s - self.context.clock.monotonic(), self.command.admission_timeout_s),
         )
         self.watch.lap("acquire")
         async with self.pool.releasing_on_failure([*granted.machines, *granted.reservations]):
@@ -207,12 +196,14 @@ class _Reset:
             members = await self._start_from(frozen, [first], reservations, settle=settle)
             # Do not start later episodes on a screen that was still changing.
             if key is not None and settle.settled:
-                self.states.add(key, TaskState(frozen=frozen, settle=settle), limit=self.pool.settings.task_templates)
+                self.context.states.add(
+                    key, TaskState(frozen=frozen, settle=settle), limit=self.pool.settings.task_templates
+                )
                 cached = True
             return members
         finally:
             if not cached:
-                self.states.discard(frozen)
+                self.context.states.discard(frozen)
 
     async def _start_unused(self, machines: Sequence[LeasedMachine]) -> tuple[Member, ...]:
         """Start from the state of the template, in which the machines are."""
@@ -223,12 +214,12 @@ class _Reset:
         try:
             return await self._start_from(frozen, machines, (), settle=ALREADY_SETTLED)
         finally:
-            self.states.discard(frozen)
+            self.context.states.discard(frozen)
 
     async def _set_up_each(self, machines: Sequence[LeasedMachine], *, deadline_s: float) -> tuple[Member, ...]:
         """Run the setup on every machine, where machines cannot be copied: equal by construction, not copies."""
 
-        resets = [replace(self, watch=Stopwatch(self.clock)) for _ in machines]
+        resets = [replace(self, watch=Stopwatch(self.context.clock)) for _ in machines]
         members = await gather(
             reset._set_up_one(machine, deadline_s=deadline_s) for reset, machine in zip(resets, machines, strict=True)
         )
@@ -246,7 +237,7 @@ class _Reset:
 
     async def _run_setup(self, machine: LeasedMachine, *, deadline_s: float) -> SettleResult:
         """Run the setup on a machine, which is paused again afterwards. Raises: SetupFailed, MachineLost."""
-        timeout_s = max(0.0, min(self.setup_timeout_s, deadline_s - self.clock.monotonic()))
+        timeout_s = max(0.0, min(self.context.limits.setup_timeout_s, deadline_s - self.context.clock.monotonic()))
         async with machine.running():
             await self.run_setup(self.task, machine.desktop, timeout_s=timeout_s)
             self.watch.lap("setup")

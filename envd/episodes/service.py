@@ -17,8 +17,9 @@ from envd.base.clock import Clock, LoopLag, wait_until
 from envd.base.config import LimitsConfig
 from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
+from envd.episodes.automatic import AutomaticCheckpointing
+from envd.episodes.checkpointing import Checkpointing
 from envd.episodes.checkpoints.parking import Parking
-from envd.episodes.checkpoints.rollback import RollingBack
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.context import EpisodeContext, draining_error
 from envd.episodes.controlling import Controlling
@@ -31,7 +32,9 @@ from envd.episodes.opening import Opening
 from envd.episodes.recovery import PersistedState, restore
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.resetting import RunSetup
+from envd.episodes.rollback import RollingBack
 from envd.episodes.stepping import Stepping
+from envd.episodes.task_states import TaskStates
 from envd.episodes.types import EpisodeInfo
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
@@ -106,6 +109,8 @@ class EpisodeService:
             registry=self._registry,
             parking=self._parking,
             journal=self.journal,
+            tasks=tasks,
+            states=TaskStates(),
             pools=self._pools,
             limits=self.limits,
             clock=self._clock,
@@ -115,17 +120,18 @@ class EpisodeService:
             user_model=user_model,
             judge=judge,
         )
-        self._opening = Opening(context, tasks=tasks, run_setup=run_setup, checkpoints=checkpoints)
-        self.checkpoints = self._opening.checkpoints
+        self.checkpoints = Checkpointing(context, checkpoints)
         """Creates, lists and deletes checkpoints."""
-        stepping, guest_access = Stepping(context, self._opening.automatic), GuestAccess(context)
+        self._automatic = AutomaticCheckpointing(context, self.checkpoints)
+        self._opening = Opening(context, run_setup=run_setup, checkpoints=self.checkpoints, automatic=self._automatic)
+        stepping, guest_access = Stepping(context, self._automatic), GuestAccess(context)
         self._controlling = Controlling(context)
         self.rollback = RollingBack(context, self.checkpoints, self._controlling).rollback
         self.reset, self.fork = self._opening.reset, self._opening.fork
         self.close_opening = self._opening.close_opening
         self.step, self.observe = stepping.step, stepping.observe
         self.watch_frames, self.watch_screen = stepping.watch_frames, stepping.watch_screen
-        self._evaluating = Evaluating(context, self._opening, run_checkers)
+        self._evaluating = Evaluating(context, self._opening, self.checkpoints, self._automatic, run_checkers)
         self.evaluate, self.score = self._evaluating.evaluate, self._evaluating.score
         self.read_file, self.write_file = guest_access.read_file, guest_access.write_file
         self.run_command, self.connect_port = guest_access.run_command, guest_access.connect_port
@@ -151,7 +157,7 @@ class EpisodeService:
 
     async def restore(self, state: PersistedState, machines: Mapping[str, Machine]) -> None:
         """Restore the episodes of a previous daemon. Call before `start`."""
-        await restore(state, machines, context=self._context, parking=self._parking, tasks=self.tasks)
+        await restore(state, machines, context=self._context)
 
     def extend_leases_by(self, lag: LoopLag) -> None:
         """Extend all leases by the delays that `lag` measures. Call before `start`."""
@@ -186,7 +192,8 @@ class EpisodeService:
     async def _aclose(self) -> None:
         await self.drain(0.0)
         await self._controlling.aclose()
-        await self._opening.aclose()
+        await self._automatic.aclose()
+        await self._context.states.aclose()
         await self._parking.aclose()
         for pool in self._pools.values():
             await pool.close()

@@ -15,7 +15,7 @@ from envd.base.telemetry import traces
 from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.display.frames import Frame
 from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, UnchangedImage
-from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
+from envd.episodes.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import STEP, RequestKey

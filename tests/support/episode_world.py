@@ -225,7 +225,7 @@ class World:
         ]
         assert (s.leased_count, s.reserved_count) == (len(live), 0)
         assert len(self.hypervisor.machines) == s.idle_count + s.leased_count
-        assert len([state for state in self.captured() if not state.discarded]) == len(self.service._opening._states)
+        assert len([state for state in self.captured() if not state.discarded]) == len(self.service._context.states)
 
 
 @asynccontextmanager

@@ -197,7 +197,7 @@ class Parking:
                 del self._patient[episode.episode_id]
 
     def call_ended(self, episode: Episode) -> None:
-        """See `ParkedEpisodes`."""
+        """Note that an episode may be idle now."""
         line = self._lines.get(episode.spec.pool)
         if line is not None and line.waiting_count:
             line.changes.notify()
@@ -450,7 +450,10 @@ class Parking:
     async def copy(
         self, pool: Pool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
     ) -> Sequence[LeasedMachine]:
-        """See `ParkedEpisodes.copy`."""
+        """Store copies of a state; return the stand-ins of episodes that begin parked, for `keep`.
+
+        On failure and on cancellation nothing is stored. Raises: CheckpointStoreFull, StoreError, HypervisorError.
+        """
         now = self._clock.now()
         spec = EpisodeSpec(
             # The states are of no episode yet, and are never listed.

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from envd.base.errors import EnvdError, InvalidRequest, MachineLost
 from envd.base.telemetry.traces import Stopwatch
-from envd.episodes.checkpoints.calls import Checkpointing
+from envd.episodes.checkpointing import Checkpointing
 from envd.episodes.checkpoints.manifest import Checkpoint
 from envd.episodes.context import EpisodeContext
 from envd.episodes.controlling import Controlling

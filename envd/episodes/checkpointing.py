@@ -41,12 +41,10 @@ from envd.episodes.forking import freeze_at
 from envd.episodes.ledger import CHECKPOINT, RequestKey
 from envd.episodes.members import CopyToDisk, Group, Member, start_from
 from envd.episodes.progress import CheckpointTrigger
-from envd.episodes.task_states import TaskStates
 from envd.episodes.types import CheckpointCommand, ResetCommand
 from envd.pool.leased import FrozenDesktop, Reservation
 from envd.pool.pool import Pool
 from envd.tasks.basis import task_digest
-from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 
 logger = logging.getLogger(__name__)
@@ -66,13 +64,9 @@ _UNREAD_S: Final = 60.0
 class Checkpointing:
     """The calls for checkpoints of an episode service."""
 
-    def __init__(
-        self, context: EpisodeContext, store: CheckpointStore | None, *, tasks: TaskCatalogue, states: TaskStates
-    ) -> None:
+    def __init__(self, context: EpisodeContext, store: CheckpointStore | None) -> None:
         self._context = context
         self._own_store = store
-        self._tasks = tasks
-        self._states = states
         self._writing = asyncio.Semaphore(_WRITING_COUNT)
         self._own_writing = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, _OWN_WRITING_COUNT))
         self._exporting = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, _TRANSFER_COUNT))
@@ -246,7 +240,7 @@ class Checkpointing:
     def _usable(self, found: Checkpoint) -> tuple[Task, Pool]:
         """Return the task and pool of a checkpoint. Raises: CheckpointUnusable: not those that it needs."""
         spec = found.spec
-        pool, task = self._context.pools.get(spec.pool), self._tasks.find(spec.task_id)
+        pool, task = self._context.pools.get(spec.pool), self._context.tasks.find(spec.task_id)
         if pool is None:
             raise CheckpointUnusable(f"checkpoint {found.checkpoint_id}: this daemon has no pool {spec.pool!r}")
         if task is None or task_digest(task) != spec.task_digest:
@@ -319,7 +313,7 @@ class Checkpointing:
             # The new machine died: do not blame the episode that is rolled back.
             raise SetupFailed(f"{subject}: {error}") from error
         finally:
-            self.discard(frozen)
+            self._context.states.discard(frozen)
 
     async def _create(self, episode: Episode, command: CheckpointCommand) -> tuple[Checkpoint, dict[str, float]]:
         context = self._context
@@ -341,7 +335,7 @@ class Checkpointing:
                         described = self._describe(episode, command, frozen, checkpoint_id)
                         stored = await write_state(described, frozen, pool, self._store)
                     finally:
-                        self.discard(frozen)
+                        self._context.states.discard(frozen)
             except EnvdError as error:
                 context.count_failure(episode, "checkpoint", error)
                 raise
@@ -364,10 +358,6 @@ class Checkpointing:
         async with self._writer(episode.spec.owner):
             stored = await write_state(described, frozen, self._context.pools[episode.spec.pool], self._store)
         await self._stored(episode, stored)
-
-    def discard(self, frozen: FrozenDesktop) -> None:
-        """Discard a state that has no more users; returns before that is done."""
-        self._states.discard(frozen)
 
     async def _stored(self, episode: Episode, stored: Checkpoint) -> None:
         """Report a new checkpoint; later ones of the same epoch descend from it."""

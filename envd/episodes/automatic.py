@@ -14,7 +14,7 @@ from typing import Final
 from envd.base.aio import Changes, OwnedTasks
 from envd.base.clock import wait_until
 from envd.base.errors import EnvdError, RateLimited
-from envd.episodes.checkpoints.calls import Checkpointing
+from envd.episodes.checkpointing import Checkpointing
 from envd.episodes.checkpoints.manifest import Checkpoint
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
@@ -79,14 +79,14 @@ class AutomaticCheckpointing:
             if is_failure:
                 self._keep(episode, self._checkpoints.describe(episode, frozen, CheckpointTrigger.FAILURE), frozen)
             else:
-                self._checkpoints.discard(frozen)
+                self._context.states.discard(frozen)
 
         return end
 
     def last_use(self, episode: Episode, frozen: FrozenDesktop, trigger: CheckpointTrigger) -> Callable[[], None]:
         """Return what to call after the last fork of a present state: keeps it at an occasion, else discards it."""
         if trigger not in episode.spec.automatic.on:
-            return partial(self._checkpoints.discard, frozen)
+            return partial(self._context.states.discard, frozen)
         return partial(self._keep, episode, self._checkpoints.describe(episode, frozen, trigger), frozen)
 
     async def aclose(self) -> None:
@@ -140,7 +140,7 @@ class AutomaticCheckpointing:
         if self._counted(episode):
             self._spawn(episode, described, frozen)
         else:
-            self._checkpoints.discard(frozen)
+            self._context.states.discard(frozen)
 
     def _spawn(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
         self._tasks.spawn(self._store(episode, described, frozen), name=f"checkpoint:{described.checkpoint_id}")
@@ -151,7 +151,7 @@ class AutomaticCheckpointing:
         except EnvdError as error:
             self._failed(episode, error)
         finally:
-            self._checkpoints.discard(frozen)
+            self._context.states.discard(frozen)
             self._release(described.spec.owner)
 
     def _failed(self, episode: Episode, error: EnvdError) -> None:
