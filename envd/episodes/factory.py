@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from envd.base.store.statements import EpisodeRow
+from envd.base.store.store import EpisodeRow
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode, HumanControl, Lease
 from envd.episodes.journal import StoredEpisode

@@ -13,8 +13,7 @@ from typing import Any, Final, Literal
 
 from envd.base.clock import Clock
 from envd.base.errors import EnvdError, MachineLost
-from envd.base.store.statements import AnswerRow, EpisodeRow, is_well_typed
-from envd.base.store.store import Store
+from envd.base.store.store import AnswerRow, EpisodeRow, Store, is_well_typed
 from envd.episodes import factory
 from envd.episodes.checkpoints.parking import is_parked
 from envd.episodes.context import EpisodeContext

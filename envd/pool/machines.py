@@ -18,8 +18,7 @@ from typing import Any
 from envd.base.aio import OwnedTasks, race, run_unless
 from envd.base.clock import Clock, wait_until
 from envd.base.errors import EnvdError, MachineLost
-from envd.base.store.statements import MachineRow, delete_machine, upsert
-from envd.base.store.store import Store
+from envd.base.store.store import MachineRow, Store, delete_machine, upsert
 from envd.desktop.desktop import Desktop
 from envd.desktop.display_connection import ConnectionState
 from envd.hypervisor.machine import Hypervisor, Machine, MachineUsage

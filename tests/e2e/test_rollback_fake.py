@@ -38,7 +38,7 @@ from cuaenv.client.observation import read_observation
 from envd.base import errors
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import RequestIdReused
-from envd.base.store.statements import EpisodeRow
+from envd.base.store.store import EpisodeRow
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.progress import EpisodeState, Progress, ScoreResult
 from envd.episodes.recording.library import Library

@@ -1,26 +1,30 @@
 """Keep a copy of one guest's screen, the shadow, with the times of its changes and how fresh it is.
 
-`rfb.py` has the protocol, `settle.py` decides when a screen has settled, `blinking.py` recognizes blinking. Invariants:
-the shadow equals the server's picture at some moment; a change is a pixel that differs, never a mere message; between
-awaits the shadow is never half updated.
+`rfb.py` has the protocol, `settler.py` decides when a screen has settled. Invariants: the shadow equals the server's
+picture at some moment; a change is a pixel that differs, never a mere message; between awaits the shadow is never half
+updated.
+
+Blinking, such as a text caret, is a few pixels that alternate between two states without input. A learned blink is
+recognized anywhere by its size and its two states: a caret looks the same in the next line. Its pixels stay part of the
+picture; only settling does not wait for them.
 """
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Never
+from typing import Never, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from cuaenv.frames import TiledImage
 from cuaenv.frames.grid import TILE_PX, bounds_of, column_count, touched_tiles
 from cuaenv.region import Region
 from envd.base.errors import MachineLost
-from envd.desktop.display.blinking import Blinking
 from envd.desktop.display.change import around, is_within
 from envd.desktop.display.frames import Frame
 from envd.desktop.display.rfb import CursorShape, KeyboardLeds, PixelRect, Rect, Resize, RfbClient
@@ -449,3 +453,54 @@ def _contains(rect: PixelRect, part: Region) -> bool:
         and rect.x_px + rect.width_px >= part.x_px + part.width_px
         and rect.y_px + rect.height_px >= part.y_px + part.height_px
     )
+
+
+#: Larger changes are content.
+MAX_BLINK_PIXELS = 1024
+#: Alternations of one region: 3 are a caret that disappeared, appeared and disappeared.
+_LEARNED_AFTER = 3
+_MAX_KNOWN = 64
+
+K = TypeVar("K")
+V = TypeVar("V")
+BlinkStates = tuple[int, int, frozenset[bytes]]
+
+
+class Blinking:
+    """The known blinks of one screen, at most 64."""
+
+    def __init__(self) -> None:
+        self._candidates: OrderedDict[Region, tuple[bytes, bytes, int]] = OrderedDict()
+        """Regions that changed: both states, and how often each has alternated between them."""
+        self._known: OrderedDict[BlinkStates, None] = OrderedDict()
+
+    def note(self, region: Region, before_HW: npt.NDArray[np.uint32], after_HW: npt.NDArray[np.uint32]) -> bool:
+        """Record that a region changed from one picture to another; return whether that is a known blink."""
+        if region.width_px * region.height_px > MAX_BLINK_PIXELS:
+            return False
+        before, after = _digest(before_HW), _digest(after_HW)
+        states = (region.width_px, region.height_px, frozenset((before, after)))
+        if states in self._known:
+            self._known.move_to_end(states)
+            return True
+        *last_states, count = self._candidates.pop(region, (b"", b"", 0))
+        count = count + 1 if last_states == [after, before] else 1
+        if count < _LEARNED_AFTER:
+            _keep(self._candidates, region, (before, after, count))
+            return False
+        _keep(self._known, states, None)
+        return True
+
+    def interrupted(self) -> None:
+        """Discard candidates after input: the next changes may be its effect."""
+        self._candidates.clear()
+
+
+def _digest(pixels_HW: npt.NDArray[np.uint32]) -> bytes:
+    return xxhash.xxh3_128_digest(np.ascontiguousarray(pixels_HW).data)
+
+
+def _keep(known: OrderedDict[K, V], key: K, value: V) -> None:
+    known[key] = value
+    if len(known) > _MAX_KNOWN:
+        known.popitem(last=False)

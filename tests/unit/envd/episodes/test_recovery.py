@@ -10,8 +10,7 @@ from cuaenv.actions import Click, Done, PressKeys, Scroll
 from cuaenv.region import Region
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
-from envd.base.store.statements import AnswerRow, EpisodeRow, Statement, upsert
-from envd.base.store.store import SqliteStore
+from envd.base.store.store import AnswerRow, EpisodeRow, SqliteStore, Statement, upsert
 from envd.desktop.display_connection import ConnectionState
 from envd.desktop.observation import (
     ActionOutcome,
