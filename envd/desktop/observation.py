@@ -5,6 +5,7 @@ from datetime import datetime
 from enum import Enum
 
 from cuaenv.region import Region
+from envd.base.errors import InvalidRequest
 
 
 class Encoding(Enum):
@@ -110,6 +111,24 @@ class ObservationOptions:
     def asks_guest(self) -> bool:
         """Whether data other than pixels is requested, which needs a running guest."""
         return self.asks_for_tree or self.include_terminal
+
+    def require_region_on(self, size_px: tuple[int, int]) -> None:
+        """Check that the region lies on a screen of (width, height), before any action. Raises: InvalidRequest."""
+        region = self.region
+        if region is None:
+            return
+        width_px, height_px = size_px
+        if (
+            min(region.x_px, region.y_px) < 0
+            or min(region.width_px, region.height_px) < 1
+            or region.x_px + region.width_px > width_px
+            or region.y_px + region.height_px > height_px
+        ):
+            raise InvalidRequest(
+                "observation.region",
+                f"{region.width_px}x{region.height_px} at ({region.x_px}, {region.y_px}) is not within the screen of"
+                f" {width_px}x{height_px}",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,11 @@
-"""Create checkpoints of episodes, and bring machines to the state of one.
+"""Create checkpoints of episodes, bring machines to the state of one, and put episodes back into it.
 
 A checkpoint is a capture, as `Fork` makes it, that is written to disk; an episode opened from it is a fork of the
 capture that is read back. So what holds for forks holds here.
+
+A rollback gives the episode another machine. Always true, whenever the daemon dies: the database has the episode with
+its old machine, which nothing has touched, or with the new one and the response. So a retry repeats a rollback that was
+not done, or gets the recorded response.
 """
 
 import asyncio
@@ -36,12 +40,12 @@ from envd.episodes.checkpoints.states import describe_state, draft_of, read_stat
 from envd.episodes.checkpoints.store import CheckpointStore, in_thread, not_found
 from envd.episodes.checkpoints.views import read_view
 from envd.episodes.context import EpisodeContext
+from envd.episodes.controlling import Controlling
 from envd.episodes.episode import Episode
-from envd.episodes.forking import freeze_at
-from envd.episodes.ledger import CHECKPOINT, RequestKey
+from envd.episodes.ledger import CHECKPOINT, ROLLBACK, RequestKey
 from envd.episodes.members import CopyToDisk, Group, Member, start_from
 from envd.episodes.progress import CheckpointTrigger
-from envd.episodes.types import CheckpointCommand, ResetCommand
+from envd.episodes.types import CheckpointCommand, ResetCommand, RollbackCommand, RollbackResult
 from envd.pool.leased import FrozenDesktop, Reservation
 from envd.pool.pool import Pool
 from envd.tasks.basis import task_digest
@@ -64,8 +68,9 @@ _UNREAD_S: Final = 60.0
 class Checkpointing:
     """The calls for checkpoints of an episode service."""
 
-    def __init__(self, context: EpisodeContext, store: CheckpointStore | None) -> None:
+    def __init__(self, context: EpisodeContext, store: CheckpointStore | None, controlling: Controlling) -> None:
         self._context = context
+        self._controlling = controlling
         self._own_store = store
         self._writing = asyncio.Semaphore(_WRITING_COUNT)
         self._own_writing = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, _OWN_WRITING_COUNT))
@@ -315,6 +320,95 @@ class Checkpointing:
         finally:
             self._context.states.discard(frozen)
 
+    async def rollback(self, command: RollbackCommand) -> RollbackResult:
+        """Put an open episode back into the state of a checkpoint. Idempotent on `request_id`, also after a restart.
+
+        While a person controls the episode, only that person may. It waits for a running step. The episode is active
+        afterwards, also if it had ended, and calls of its earlier epoch fail. On failure it is unchanged.
+        Timings: `queue`, `restore`, `fork`, `observe` and `total`.
+
+        Raises:
+            EpisodeNotFound, RequestIdReused, StaleEpoch, HumanInControl, GuestEnded, MachineLost: See `Stepping.step`.
+            CheckpointNotFound, CheckpointCorrupt, CheckpointUnusable: See `find`.
+            InvalidRequest: It is of another task or pool, or the observation is impossible on this screen.
+            SetupFailed: The new machine did not start, or a requested part of the observation is unavailable.
+            HypervisorError: The state could not be read or forked.
+        """
+        request = RequestKey(ROLLBACK, command.episode_id, command.request_id, command.fingerprint)
+        answer = await self._context.once(request, lambda episode: self._rollback(episode, command, request))
+        result = answer.value
+        if not answer.restored:
+            return result
+        observation = await self._context.with_pixels(result.observation, command.episode_id, command.observe)
+        return replace(result, observation=observation)
+
+    async def _rollback(self, episode: Episode, command: RollbackCommand, request: RequestKey) -> RollbackResult:
+        context, watch = self._context, Stopwatch(self._context.clock)
+        async with context.call(episode, watch=watch):
+            try:
+                checkpoint, task, pool = await self.find(
+                    command.checkpoint_id, lambda owner: owner == episode.spec.owner
+                )
+                if (task.task_id, pool.name) != (episode.task.task_id, episode.spec.pool):
+                    raise InvalidRequest(
+                        "checkpoint_id",
+                        f"{checkpoint.checkpoint_id} is of task {task.task_id} in pool {pool.name}, but episode"
+                        f" {episode.episode_id} is of task {episode.task.task_id} in pool {episode.spec.pool}",
+                    )
+                async with episode.turn:
+                    watch.lap("queue")
+                    episode.require_epoch(command.epoch)
+                    episode.require_machine()
+                    await self._controlling.before_rollback(episode, command.control_id)
+                    member = await self._successor(episode, command, checkpoint, pool, watch)
+                    return await self._swap(episode, request, checkpoint, member, watch)
+            except EnvdError as error:
+                context.count_failure(episode, "rollback", error)
+                raise
+
+    async def _successor(
+        self, episode: Episode, command: RollbackCommand, checkpoint: Checkpoint, pool: Pool, watch: Stopwatch
+    ) -> Member:
+        """Return a machine with the checkpoint's state. On failure and on cancellation there is none."""
+        subject = f"rollback of episode {episode.episode_id}"
+        async with pool.replacing(run=episode.spec.run) as reservation:
+            (member,) = await self.start_from(
+                checkpoint, pool, [reservation], options=command.observe, subject=subject, watch=watch
+            )
+            # Without an await from here on, so that a machine is always released by one of the two.
+            if episode.closed.is_set() or episode.machine.lost.is_set():
+                raise MachineLost(f"{subject}: its machine was lost meanwhile")
+            # A person may have taken or lost control meanwhile.
+            episode.human.require(episode.episode_id, command.control_id)
+            return member
+
+    async def _swap(
+        self, episode: Episode, request: RequestKey, checkpoint: Checkpoint, member: Member, watch: Stopwatch
+    ) -> RollbackResult:
+        context, old = self._context, episode.machine
+        episode.go_back(member.machine, checkpoint.start)
+        context.registry.events.rolled_back(episode, time=checkpoint.create_time)
+        result = RollbackResult(
+            episode=episode.info(context.clock),
+            observation=member.observation,
+            timings_ms={**watch.timings_ms, "total": watch.total_ms},
+        )
+        try:
+            await context.journal.answered(request, episode, result)
+        finally:
+            # Not before: a daemon that was killed by now would continue with it.
+            context.registry.release_soon(episode, old)
+        context.metrics.rollbacks.labels(pool=episode.spec.pool).inc()
+        logger.info(
+            "episode %s: rolled back to checkpoint %s at step %d, epoch %d, machine %s",
+            episode.episode_id,
+            checkpoint.checkpoint_id,
+            episode.progress.step_count,
+            episode.epoch,
+            episode.machine.machine_id,
+        )
+        return result
+
     async def _create(self, episode: Episode, command: CheckpointCommand) -> tuple[Checkpoint, dict[str, float]]:
         context = self._context
         checkpoint_id = _id_of(episode, command.request_id)
@@ -327,9 +421,7 @@ class Checkpointing:
                 # Before the copy: callers that wait for the disk hold none.
                 async with self._writer(episode.spec.owner):
                     watch.lap("queue")
-                    frozen = await freeze_at(
-                        pool, episode, command.step_index, registry=context.registry, epoch=command.epoch
-                    )
+                    frozen = await context.freeze(episode, command.step_index, epoch=command.epoch)
                     watch.lap("copy")
                     try:
                         described = self._describe(episode, command, frozen, checkpoint_id)

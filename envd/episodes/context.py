@@ -2,21 +2,23 @@
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy
-from envd.base.errors import Draining, EnvdError
+from envd.base.errors import Draining, EnvdError, GuestError, GuestUnresponsive
+from envd.base.telemetry import traces
 from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import Stopwatch
+from envd.desktop.observation import Encoding, Observation, ObservationOptions
 from envd.episodes.checkpoints.parking import Parking
 from envd.episodes.episode import Episode
 from envd.episodes.journal import Journal
 from envd.episodes.ledger import Answer, Ledger, RequestKey
+from envd.episodes.members import TaskStates
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.task_states import TaskStates
-from envd.pool.leased import LeasedMachine
+from envd.pool.leased import FrozenDesktop, LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.base import Judge, judge_directly
@@ -58,6 +60,15 @@ class EpisodeContext:
 
     def new_episode_id(self) -> str:
         return f"ep-{self.make_id()}"
+
+    def new_ledger(self, episode_id: str) -> Ledger:
+        """Return an empty ledger for the requests of an episode."""
+        return Ledger(
+            clock=self.clock,
+            abandoned=lambda: self.registry.not_found(episode_id),
+            on_dropped=self.journal.forget_answer,
+            close_group=self.registry.close_group,
+        )
 
     async def once(self, request: RequestKey, work: Callable[[Episode], Coroutine[Any, Any, T]]) -> Answer[T]:
         """Perform a request on an episode once, in a task of its own, and renew the episode's lease; see `Ledger`.
@@ -108,6 +119,37 @@ class EpisodeContext:
             if resume_ms > 0:  # otherwise its time counts toward the next phase
                 watch.lap("resume")
             yield machine
+
+    async def freeze(
+        self, episode: Episode, step_index: int, *, epoch: int = 0, check: Callable[[], None] = lambda: None
+    ) -> FrozenDesktop:
+        """Freeze an episode's machine when no other call uses it, if the episode is at this step; `check` may refuse.
+
+        A guest that fails meanwhile voids the episode. Raises: as `Episode.require_step` and `Pool.freeze`.
+        """
+        async with episode.turn:
+            episode.require_step(step_index, epoch=epoch)
+            check()
+            try:
+                with traces.timed("freeze"):
+                    return await self.pools[episode.spec.pool].freeze(episode.machine)
+            except (GuestUnresponsive, GuestError) as error:
+                raise await self.registry.lose(episode, error) from error
+
+    async def with_pixels(self, observation: Observation, episode_id: str, options: ObservationOptions) -> Observation:
+        """Return a recorded observation, with its pixels if the screen still shows them. Resumes no guest."""
+        episode = self.registry.find(episode_id)
+        if options.encoding is Encoding.NONE or episode is None or episode.machine.lost.is_set():
+            return observation
+        desktop = episode.machine.desktop
+        try:
+            frame = await desktop.frame()
+            if frame.frame_id != observation.frame.frame_id:
+                return observation
+            encoded = await desktop.encode(frame, options)
+        except EnvdError:
+            return observation  # the recorded response is valid even if the machine fails now
+        return replace(observation, frame=replace(encoded, capture_time=observation.frame.capture_time))
 
     def settle_policy(self, episode: Episode, requested: SettlePolicy | None) -> SettlePolicy:
         """Return when the episode's screen counts as settled, with the regions that its pool ignores."""

@@ -19,9 +19,9 @@ from envd.episodes.checkpointing import Checkpointing
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import EVALUATE, SCORE, RequestKey
-from envd.episodes.losing import find_loss
 from envd.episodes.opening import Opening
 from envd.episodes.progress import EpisodeState, ScoreResult
+from envd.episodes.registry import find_loss
 from envd.episodes.types import EvaluateResult, ResetCommand
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis

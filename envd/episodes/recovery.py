@@ -8,23 +8,26 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from envd.base.clock import Clock
 from envd.base.errors import EnvdError, MachineLost
 from envd.base.store.store import AnswerRow, EpisodeRow, Store, is_well_typed
-from envd.episodes import factory
 from envd.episodes.checkpoints.parking import is_parked
 from envd.episodes.context import EpisodeContext
+from envd.episodes.episode import Episode, HumanControl, Lease
 from envd.episodes.journal import StoredEpisode, load, stored_in
 from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, RequestKey, RequestKind
 from envd.episodes.progress import EpisodeSpec, EpisodeState
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepResult
 from envd.hypervisor.machine import Machine
-from envd.pool.leased import lost_machine
+from envd.pool.leased import LeasedMachine, lost_machine
+from envd.pool.pool import Pool
+from envd.tasks.basis import task_digest
 from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.model import Task
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +168,7 @@ async def _restore_episode(
                 leased = await pool.adopt(machine, stored.connection, run=stored.spec.run)
         except EnvdError as error:
             why = f"the daemon restarted and could not adopt the machine: {error}"
-    episode = factory.restore(
+    episode = _recreated(
         row,
         stored,
         machine=leased or lost_machine(pool.spec_of(row.machine_id), reason=why),
@@ -185,6 +188,32 @@ async def _restore_episode(
         episode.progress.step_count,
         "resumed" if leased else why,
     )
+
+
+def _recreated(
+    row: EpisodeRow, stored: StoredEpisode, *, machine: LeasedMachine, pool: Pool, task: Task, context: EpisodeContext
+) -> Episode:
+    """Recreate an episode of a previous daemon in its persisted state, with the rest of its lease.
+
+    The task may have another definition since. An agent that a person interrupted has to observe again.
+    """
+    now_s = context.clock.monotonic()
+    lease = Lease(ttl_s=row.lease_ttl_s, now_s=now_s)
+    left_s = row.expire_time_s - context.clock.now().timestamp()
+    lease.expire_s = now_s + min(left_s, row.lease_ttl_s)
+    episode = Episode(
+        spec=replace(stored.spec, task_digest=task_digest(task)),
+        progress=stored.progress,
+        epoch=row.epoch,
+        task=task,
+        pool_tools=pool.settings.tools,
+        machine=machine,
+        lease=lease,
+        requests=context.new_ledger(row.episode_id),
+        human=HumanControl(was_observed=not stored.progress.people_actions),
+    )
+    context.registry.add(episode, pool)
+    return episode
 
 
 def _restore_answer(row: AnswerRow, context: EpisodeContext) -> None:

@@ -23,10 +23,8 @@ from envd.desktop.desktop import Desktop
 from envd.desktop.display_connection import DesktopView
 from envd.desktop.observation import SettleResult
 from envd.episodes.context import EpisodeContext
-from envd.episodes.members import ALREADY_SETTLED, Group, Member, gather, map_errors, start_from
-from envd.episodes.perform import check_region
+from envd.episodes.members import ALREADY_SETTLED, Group, Member, StateKey, TaskState, gather, map_errors, start_from
 from envd.episodes.progress import Progress
-from envd.episodes.task_states import StateKey, TaskState
 from envd.episodes.types import ResetCommand
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
@@ -181,7 +179,7 @@ class _Reset:
         self, first: LeasedMachine, reservations: Sequence[Reservation], *, deadline_s: float
     ) -> tuple[Member, ...]:
         """Run the setup on the first machine, and fork the others from the resulting state."""
-        check_region(self.command.observe, first.desktop.screen_size)
+        self.command.observe.require_region_on(first.desktop.screen_size)
         with map_errors(first, f"task {self.task.task_id}"):
             settle = await self._run_setup(first, deadline_s=deadline_s)
             key = _state_key(self.pool, self.task, first.frozen)
@@ -228,7 +226,7 @@ class _Reset:
         return tuple(members)
 
     async def _set_up_one(self, machine: LeasedMachine, *, deadline_s: float) -> Member:
-        check_region(self.command.observe, machine.desktop.screen_size)
+        self.command.observe.require_region_on(machine.desktop.screen_size)
         with map_errors(machine, f"task {self.task.task_id}"):
             settle = await self._run_setup(machine, deadline_s=deadline_s)
             view = await machine.desktop.view()

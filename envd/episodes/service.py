@@ -28,13 +28,12 @@ from envd.episodes.evaluating import Evaluating, RunCheckers
 from envd.episodes.guest_access import GuestAccess
 from envd.episodes.journal import Journal
 from envd.episodes.ledger import Ledger
+from envd.episodes.members import TaskStates
 from envd.episodes.opening import Opening
 from envd.episodes.recovery import PersistedState, restore
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.resetting import RunSetup
-from envd.episodes.rollback import RollingBack
 from envd.episodes.stepping import Stepping
-from envd.episodes.task_states import TaskStates
 from envd.episodes.types import EpisodeInfo
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
@@ -50,8 +49,8 @@ from envd.tasks.user_model import UserModel
 class EpisodeService:
     """Opens, steps, scores and closes episodes on machines of its pools; starts and closes the pools.
 
-    Its calls are those of its parts, which document them: `Opening.reset`, `fork` and `close_opening`; `Checkpointing`;
-    `RollingBack.rollback`; `Stepping.step`, `observe`, `watch_frames` and `watch_screen`;
+    Its calls are those of its parts, which document them: `Opening.reset`, `fork` and `close_opening`; `Checkpointing`,
+    with `rollback`; `Stepping.step`, `observe`, `watch_frames` and `watch_screen`;
     `Evaluating.evaluate` and `score`; `GuestAccess.read_file`, `write_file`, `run_command` and `connect_port`;
     `Controlling.take`, `act` and `release`; `EpisodeRegistry.find`, `owner_of` and `close`.
     """
@@ -120,13 +119,13 @@ class EpisodeService:
             user_model=user_model,
             judge=judge,
         )
-        self.checkpoints = Checkpointing(context, checkpoints)
+        self._controlling = Controlling(context)
+        self.checkpoints = Checkpointing(context, checkpoints, self._controlling)
         """Creates, lists and deletes checkpoints."""
         self._automatic = AutomaticCheckpointing(context, self.checkpoints)
         self._opening = Opening(context, run_setup=run_setup, checkpoints=self.checkpoints, automatic=self._automatic)
         stepping, guest_access = Stepping(context, self._automatic), GuestAccess(context)
-        self._controlling = Controlling(context)
-        self.rollback = RollingBack(context, self.checkpoints, self._controlling).rollback
+        self.rollback = self.checkpoints.rollback
         self.reset, self.fork = self._opening.reset, self._opening.fork
         self.close_opening = self._opening.close_opening
         self.step, self.observe = stepping.step, stepping.observe
