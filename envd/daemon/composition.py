@@ -44,7 +44,7 @@ from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.recovery import PersistedState, load_persisted
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import EpisodeInfo
+from envd.episodes.types import EpisodeStatus
 from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor, Machine
 from envd.images.catalogue import ImageCatalogue
@@ -92,7 +92,7 @@ class Daemon:
     """Addresses of other systems' protocols, by name."""
     reaped: tuple[str, ...]
     """Machines of a previous daemon that were removed at the start."""
-    known: tuple[EpisodeInfo, ...]
+    known: tuple[EpisodeStatus, ...]
     """Episodes of a previous daemon."""
 
     @property

@@ -179,7 +179,7 @@ class EncodedFrame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScreenChange:
+class ScreenComparison:
     """Difference of two screens, as facts for rewards."""
 
     base_frame_id: str
@@ -193,7 +193,7 @@ class ScreenChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Element:
+class A11yElement:
     """An element of an accessibility tree that is on the screen."""
 
     role: str
@@ -217,7 +217,7 @@ class Element:
 class Elements:
     """Visible elements: parents before children, the active window first."""
 
-    items: tuple[Element, ...]
+    items: tuple[A11yElement, ...]
     left_out_count: int = 0
     """Elements left out because there were too many."""
     is_cut: bool = False
@@ -233,7 +233,7 @@ class Observation:
     a11y_elements: Elements | None = None
     terminal: str | None = None
     settle: SettleResult | None = None
-    screen_change: ScreenChange | None = None
+    screen_change: ScreenComparison | None = None
     timings_ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds by phase, such as `input`, `settle`, `encode`."""
 

@@ -15,7 +15,7 @@ from envd.base.aio import Changes, OwnedTasks
 from envd.base.clock import wait_until
 from envd.base.errors import EnvdError, RateLimited
 from envd.episodes.checkpointing import Checkpointing
-from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.checkpoints.manifest import Manifest
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.progress import CheckpointTrigger
@@ -135,17 +135,17 @@ class AutomaticCheckpointing:
             del self._copies[owner]
         self._changes.notify()
 
-    def _keep(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
+    def _keep(self, episode: Episode, described: Manifest, frozen: FrozenDesktop) -> None:
         """Store a copy and then discard it."""
         if self._counted(episode):
             self._spawn(episode, described, frozen)
         else:
             self._context.states.discard(frozen)
 
-    def _spawn(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
+    def _spawn(self, episode: Episode, described: Manifest, frozen: FrozenDesktop) -> None:
         self._tasks.spawn(self._store(episode, described, frozen), name=f"checkpoint:{described.checkpoint_id}")
 
-    async def _store(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
+    async def _store(self, episode: Episode, described: Manifest, frozen: FrozenDesktop) -> None:
         try:
             await self._checkpoints.store(episode, described, frozen)
         except EnvdError as error:

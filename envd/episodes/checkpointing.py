@@ -35,7 +35,7 @@ from envd.base.errors import (
 from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.observation import ObservationOptions
 from envd.episodes.checkpoints.archive import ArchiveReader, archived
-from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.checkpoints.manifest import Manifest
 from envd.episodes.checkpoints.states import describe_state, draft_of, read_state, require_template, write_state
 from envd.episodes.checkpoints.store import CheckpointStore, in_thread, not_found
 from envd.episodes.checkpoints.views import read_view
@@ -83,7 +83,7 @@ class Checkpointing:
             raise Unimplemented("this service has no directory for checkpoints")
         return self._own_store
 
-    async def create(self, command: CheckpointCommand) -> tuple[Checkpoint, dict[str, float]]:
+    async def create(self, command: CheckpointCommand) -> tuple[Manifest, dict[str, float]]:
         """Store the present state of an active episode, which continues. Idempotent on `request_id`.
 
         Timings: `queue` (while others of its owner are written), `pause` (of the episode), `copy` (of its state),
@@ -91,7 +91,7 @@ class Checkpointing:
 
         Raises:
             EpisodeNotFound, RequestIdReused, EpisodeEnded, StepIndexMismatch, NotForkable, MachineLost,
-            GuestUnresponsive, GuestError: As for `Opening.fork`.
+            GuestUnresponsive, GuestError: As for `EpisodeOpening.fork`.
             CheckpointStoreFull: No space, and nothing that may be removed. The episode continues.
             HypervisorError, StoreError: The state could not be copied or written. The episode continues.
         """
@@ -99,7 +99,7 @@ class Checkpointing:
         answer = await self._context.once(request, lambda episode: self._create(episode, command))
         return answer.value
 
-    async def get(self, checkpoint_id: str, is_visible: Callable[[str], bool]) -> Checkpoint:
+    async def get(self, checkpoint_id: str, is_visible: Callable[[str], bool]) -> Manifest:
         """Return a checkpoint.
 
         Raises:
@@ -112,7 +112,7 @@ class Checkpointing:
             raise not_found(checkpoint_id)
         return found
 
-    async def list(self, is_visible: Callable[[str], bool]) -> tuple[Checkpoint, ...]:
+    async def list(self, is_visible: Callable[[str], bool]) -> tuple[Manifest, ...]:
         """Return the checkpoints of this host whose owners are visible, oldest first."""
         found = await in_thread(self._store.list)
         return tuple(checkpoint for checkpoint in found if is_visible(checkpoint.spec.owner))
@@ -172,7 +172,7 @@ class Checkpointing:
                 await in_thread(self._store.find, checkpoint_id)
                 raise StoreError(f"checkpoint {checkpoint_id}: cannot be read: {error}") from error
 
-    async def import_archive(self, pieces: AsyncIterator[bytes]) -> Checkpoint:
+    async def import_archive(self, pieces: AsyncIterator[bytes]) -> Manifest:
         """Store the checkpoint of an archive, with its owner and id; it is kept for as long from now as it was to be.
 
         Without tokens it has no owner. Returns the one that is there if it was imported before. On failure nothing is
@@ -215,7 +215,7 @@ class Checkpointing:
                 logger.warning("checkpoints: not swept: %s", error)
             await clock.sleep(_SWEEP_S)
 
-    async def find(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> tuple[Checkpoint, Task, Pool]:
+    async def find(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> tuple[Manifest, Task, Pool]:
         """Return a checkpoint of a caller, with its task and pool.
 
         Raises:
@@ -227,7 +227,7 @@ class Checkpointing:
         task, pool = self._usable(found)
         return found, task, pool
 
-    async def find_for(self, command: ResetCommand) -> tuple[Checkpoint, Task, Pool]:
+    async def find_for(self, command: ResetCommand) -> tuple[Manifest, Task, Pool]:
         """Return the checkpoint that a reset names. Raises: as `find`; InvalidRequest: a field contradicts it."""
         found, task, pool = await self.find(
             command.checkpoint_id, lambda owner: command.sees_all_owners or owner == command.owner
@@ -242,7 +242,7 @@ class Checkpointing:
             )
         return found, task, pool
 
-    def _usable(self, found: Checkpoint) -> tuple[Task, Pool]:
+    def _usable(self, found: Manifest) -> tuple[Task, Pool]:
         """Return the task and pool of a checkpoint. Raises: CheckpointUnusable: not those that it needs."""
         spec = found.spec
         pool, task = self._context.pools.get(spec.pool), self._context.tasks.find(spec.task_id)
@@ -256,7 +256,7 @@ class Checkpointing:
             require_template(found, pool.template)
         return task, pool
 
-    async def restore(self, checkpoint: Checkpoint, pool: Pool, command: ResetCommand) -> Group:
+    async def restore(self, checkpoint: Manifest, pool: Pool, command: ResetCommand) -> Group:
         """Lease machines and bring all of them to the state of a checkpoint, all or none.
 
         On failure and on cancellation no machine, reservation or state is kept. Timings: `acquire`, `restore`, `fork`
@@ -295,7 +295,7 @@ class Checkpointing:
 
     async def start_from(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Manifest,
         pool: Pool,
         reservations: Sequence[Reservation],
         *,
@@ -367,7 +367,7 @@ class Checkpointing:
                 raise
 
     async def _successor(
-        self, episode: Episode, command: RollbackCommand, checkpoint: Checkpoint, pool: Pool, watch: Stopwatch
+        self, episode: Episode, command: RollbackCommand, checkpoint: Manifest, pool: Pool, watch: Stopwatch
     ) -> Member:
         """Return a machine with the checkpoint's state. On failure and on cancellation there is none."""
         subject = f"rollback of episode {episode.episode_id}"
@@ -383,7 +383,7 @@ class Checkpointing:
             return member
 
     async def _swap(
-        self, episode: Episode, request: RequestKey, checkpoint: Checkpoint, member: Member, watch: Stopwatch
+        self, episode: Episode, request: RequestKey, checkpoint: Manifest, member: Member, watch: Stopwatch
     ) -> RollbackResult:
         context, old = self._context, episode.machine
         episode.go_back(member.machine, checkpoint.start)
@@ -409,7 +409,7 @@ class Checkpointing:
         )
         return result
 
-    async def _create(self, episode: Episode, command: CheckpointCommand) -> tuple[Checkpoint, dict[str, float]]:
+    async def _create(self, episode: Episode, command: CheckpointCommand) -> tuple[Manifest, dict[str, float]]:
         context = self._context
         checkpoint_id = _id_of(episode, command.request_id)
         if (known := await self._known(checkpoint_id, command)) is not None:
@@ -436,7 +436,7 @@ class Checkpointing:
         timings_ms = {"pause": frozen.snapshot.report.paused_ms, **watch.timings_ms, "total": watch.total_ms}
         return stored, timings_ms
 
-    def describe(self, episode: Episode, frozen: FrozenDesktop, trigger: CheckpointTrigger) -> Checkpoint:
+    def describe(self, episode: Episode, frozen: FrozenDesktop, trigger: CheckpointTrigger) -> Manifest:
         """Return the description of an episode's present state, for `store`."""
         name = f"{trigger.value}/{episode.epoch}/{episode.progress.step_count}"
         command = CheckpointCommand(
@@ -445,13 +445,13 @@ class Checkpointing:
         described = self._describe(episode, command, frozen, _id_of(episode, name))
         return described.model_copy(update={"trigger": trigger.value})
 
-    async def store(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
+    async def store(self, episode: Episode, described: Manifest, frozen: FrozenDesktop) -> None:
         """Store a state of an episode that no request asked for."""
         async with self._writer(episode.spec.owner):
             stored = await write_state(described, frozen, self._context.pools[episode.spec.pool], self._store)
         await self._stored(episode, stored)
 
-    async def _stored(self, episode: Episode, stored: Checkpoint) -> None:
+    async def _stored(self, episode: Episode, stored: Manifest) -> None:
         """Report a new checkpoint; later ones of the same epoch descend from it."""
         if stored.epoch == episode.epoch:
             episode.progress = replace(episode.progress, last_checkpoint_id=stored.checkpoint_id)
@@ -466,7 +466,7 @@ class Checkpointing:
             stored.size_bytes / (1 << 20),
         )
 
-    async def _known(self, checkpoint_id: str, command: CheckpointCommand) -> Checkpoint | None:
+    async def _known(self, checkpoint_id: str, command: CheckpointCommand) -> Manifest | None:
         """Return what the same request stored under a previous daemon. Raises: RequestIdReused."""
         try:
             known = await in_thread(self._store.find, checkpoint_id)
@@ -478,7 +478,7 @@ class Checkpointing:
 
     def _describe(
         self, episode: Episode, command: CheckpointCommand, frozen: FrozenDesktop, checkpoint_id: str
-    ) -> Checkpoint:
+    ) -> Manifest:
         ttl_s = self._store.settings.ttl_s if command.ttl_s is None else command.ttl_s
         return describe_state(
             episode.spec,
@@ -510,7 +510,7 @@ def _id_of(episode: Episode, name: str) -> str:
     return f"ckpt-{hashlib.blake2b(f'{episode.episode_id}/{name}'.encode(), digest_size=8).hexdigest()}"
 
 
-def _opened_from(checkpoint: Checkpoint, member: Member) -> Member:
+def _opened_from(checkpoint: Manifest, member: Member) -> Member:
     origin = replace(
         member.origin,
         checkpoint_id=checkpoint.checkpoint_id,
@@ -520,7 +520,7 @@ def _opened_from(checkpoint: Checkpoint, member: Member) -> Member:
     return replace(member, origin=origin)
 
 
-def tree_of(episode: Episode, found: Sequence[Checkpoint]) -> list[Checkpoint]:
+def tree_of(episode: Episode, found: Sequence[Manifest]) -> list[Manifest]:
     """Return the checkpoints that are connected with an episode's by their parents, in their order."""
     links = [{each.checkpoint_id, each.progress.last_checkpoint_id} - {""} for each in found]
     connected = {episode.spec.origin.checkpoint_id, episode.progress.last_checkpoint_id}

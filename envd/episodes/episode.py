@@ -19,7 +19,7 @@ from envd.base.errors import (
 )
 from envd.episodes.ledger import Ledger
 from envd.episodes.progress import EpisodeSpec, EpisodeState, Progress
-from envd.episodes.types import EpisodeInfo
+from envd.episodes.types import EpisodeStatus
 from envd.pool.leased import LeasedMachine, StandIn
 from envd.tasks.model import Task, offered_tools
 
@@ -264,10 +264,10 @@ class Episode:
                 " another caller may have acted, so abandon the episode"
             )
 
-    def info(self, clock: Clock) -> EpisodeInfo:
+    def info(self, clock: Clock) -> EpisodeStatus:
         """Return a snapshot."""
         left_s = self.lease.expire_s - clock.monotonic()
-        return EpisodeInfo(
+        return EpisodeStatus(
             spec=self.spec,
             progress=self.progress,
             epoch=self.epoch,

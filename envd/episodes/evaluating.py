@@ -19,7 +19,7 @@ from envd.episodes.checkpointing import Checkpointing
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import EVALUATE, SCORE, RequestKey
-from envd.episodes.opening import Opening
+from envd.episodes.opening import EpisodeOpening
 from envd.episodes.progress import EpisodeState, ScoreResult
 from envd.episodes.registry import find_loss
 from envd.episodes.types import EvaluateResult, ResetCommand
@@ -45,7 +45,7 @@ class Evaluating:
     """The `evaluate` and `score` calls of an episode service."""
 
     _context: EpisodeContext
-    _opening: Opening
+    _opening: EpisodeOpening
     _checkpoints: Checkpointing
     _automatic: AutomaticCheckpointing
     _run_checkers: RunCheckers

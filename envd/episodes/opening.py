@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _COMPARISON_ADMISSION_S = 120.0
 
 
-class Opening:
+class EpisodeOpening:
     """The `reset` and `fork` calls of an episode service."""
 
     def __init__(

@@ -29,15 +29,15 @@ from envd.episodes.guest_access import GuestAccess
 from envd.episodes.journal import Journal
 from envd.episodes.ledger import Ledger
 from envd.episodes.members import TaskStates
-from envd.episodes.opening import Opening
+from envd.episodes.opening import EpisodeOpening
 from envd.episodes.recovery import PersistedState, restore
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.resetting import RunSetup
 from envd.episodes.stepping import Stepping
-from envd.episodes.types import EpisodeInfo
+from envd.episodes.types import EpisodeStatus
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
-from envd.pool.queue import QueuedGroup
+from envd.pool.queue import QueueEntry
 from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.base import Judge, judge_directly
@@ -49,8 +49,8 @@ from envd.tasks.user_model import UserModel
 class EpisodeService:
     """Opens, steps, scores and closes episodes on machines of its pools; starts and closes the pools.
 
-    Its calls are those of its parts, which document them: `Opening.reset`, `fork` and `close_opening`; `Checkpointing`,
-    with `rollback`; `Stepping.step`, `observe`, `watch_frames` and `watch_screen`;
+    Its calls are those of its parts, which document them: `EpisodeOpening.reset`, `fork` and `close_opening`;
+    `Checkpointing`, with `rollback`; `Stepping.step`, `observe`, `watch_frames` and `watch_screen`;
     `Evaluating.evaluate` and `score`; `GuestAccess.read_file`, `write_file`, `run_command` and `connect_port`;
     `Controlling.take`, `act` and `release`; `EpisodeRegistry.find`, `owner_of` and `close`.
     """
@@ -123,7 +123,9 @@ class EpisodeService:
         self.checkpoints = Checkpointing(context, checkpoints, self._controlling)
         """Creates, lists and deletes checkpoints."""
         self._automatic = AutomaticCheckpointing(context, self.checkpoints)
-        self._opening = Opening(context, run_setup=run_setup, checkpoints=self.checkpoints, automatic=self._automatic)
+        self._opening = EpisodeOpening(
+            context, run_setup=run_setup, checkpoints=self.checkpoints, automatic=self._automatic
+        )
         stepping, guest_access = Stepping(context, self._automatic), GuestAccess(context)
         self.rollback = self.checkpoints.rollback
         self.reset, self.fork = self._opening.reset, self._opening.fork
@@ -202,7 +204,7 @@ class EpisodeService:
 
     # -- episodes -----------------------------------------------------------------------------------------------
 
-    async def keep_alive(self, episode_ids: Sequence[str], lease_ttl_s: float | None) -> list[EpisodeInfo]:
+    async def keep_alive(self, episode_ids: Sequence[str], lease_ttl_s: float | None) -> list[EpisodeStatus]:
         """Renew leases, with a new length if one is given; return the episodes that are open, in that order.
 
         Raises:
@@ -216,11 +218,11 @@ class EpisodeService:
         self._registry.changes.notify()
         return [episode.info(self._clock) for episode in episodes]
 
-    def get_episode(self, episode_id: str) -> EpisodeInfo:
+    def get_episode(self, episode_id: str) -> EpisodeStatus:
         """Return an episode that holds a lease. Raises: EpisodeNotFound."""
         return self._registry.get(episode_id).info(self._clock)
 
-    def list_episodes(self) -> list[EpisodeInfo]:
+    def list_episodes(self) -> list[EpisodeStatus]:
         """Return every episode that holds a lease, oldest first."""
         return [episode.info(self._clock) for episode in self._registry]
 
@@ -234,7 +236,7 @@ class EpisodeService:
         """Return every pool's present state, in name order."""
         return [pool.statistics() for pool in self._pools.values()]
 
-    def list_queues(self) -> dict[str, tuple[QueuedGroup, ...]]:
+    def list_queues(self) -> dict[str, tuple[QueueEntry, ...]]:
         """Return the queued groups of every pool, in the order of their turns."""
         return {name: pool.queue() for name, pool in self._pools.items()}
 

@@ -30,7 +30,7 @@ from envd.pool.backoff import Backoff
 from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation, freeze
 from envd.pool.machines import MachineRecord, MachineTable, Work
 from envd.pool.planner import Demand, LifecycleState, missing_count, plan
-from envd.pool.queue import AdmissionQueue, QueuedGroup, WaitingGroup, queue_report, quota_note
+from envd.pool.queue import AdmissionQueue, QueueEntry, WaitingGroup, queue_report, quota_note
 from envd.pool.room import PoolRoom, booted_bytes, forked_bytes
 from envd.pool.settings import PoolHost, PoolParameters
 from envd.pool.status import PoolStatus
@@ -207,7 +207,7 @@ class Pool:
             image_expire_unix_s=self.image.expire_time.timestamp() if self.image.expire_time else None,
         )
 
-    def queue(self) -> tuple[QueuedGroup, ...]:
+    def queue(self) -> tuple[QueueEntry, ...]:
         """Return the queued groups in the order of their turns."""
         held, now_s = self._machines.held(), self._clock.monotonic()
         return queue_report(self._queue, held=held, shares=self.settings.shares, status=self.statistics(), now_s=now_s)

@@ -282,7 +282,7 @@ class AdmissionQueue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedGroup:
+class QueueEntry:
     """A group that waits for machines."""
 
     run: str
@@ -301,12 +301,12 @@ class QueuedGroup:
 
 def queue_report(
     queue: AdmissionQueue, *, held: Mapping[str, int], shares: RunShares, status: PoolStatus, now_s: float
-) -> tuple[QueuedGroup, ...]:
+) -> tuple[QueueEntry, ...]:
     """Return the queued groups in the order of their turns; `held` is machines by run."""
     groups = queue.in_order(held=held)
     demands = [group.demand for group in groups]
     return tuple(
-        QueuedGroup(
+        QueueEntry(
             run=group.demand.run,
             owner=group.owner,
             machine_count=group.demand.machine_count,

@@ -22,19 +22,19 @@ import zstandard
 from cuaenv.client import (
     AsyncEnvClient,
     BadRequest,
-    Checkpoint,
     CheckpointNotFound,
     CheckpointStoreFull,
     CheckpointUnusable,
     Click,
     EnvError,
+    Manifest,
     TypeText,
 )
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import InvalidRequest
 from envd.episodes.checkpoints import archive as module
 from envd.episodes.checkpoints import calls
-from envd.episodes.checkpoints.manifest import Checkpoint as StoredCheckpoint
+from envd.episodes.checkpoints.manifest import Manifest as StoredCheckpoint
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.progress import EpisodeSpec, Progress
 from envd.tasks.basis import task_digest
@@ -57,7 +57,7 @@ async def served(directory: Path, *, limit_gib: float = 1, **options: Any) -> As
 
 
 @asynccontextmanager
-async def exported(directory: Path) -> AsyncIterator[tuple[Checkpoint, Path, list[str]]]:
+async def exported(directory: Path) -> AsyncIterator[tuple[Manifest, Path, list[str]]]:
     """Yield a checkpoint, its file, and the frames of the steps after it."""
     file = directory / "state.ckpt"
     async with served(directory / "first") as (_, client), client.reset(TASK) as episode:

@@ -39,7 +39,7 @@ from envd.base.errors import (
 from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.display_connection import DesktopView
-from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.checkpoints.manifest import Manifest
 from envd.episodes.checkpoints.states import describe_state, read_state, write_state
 from envd.episodes.checkpoints.store import CheckpointStore, in_thread
 from envd.episodes.checkpoints.views import read_view
@@ -128,9 +128,9 @@ class Parking:
         """Attempts by episode."""
         self._callers: dict[str, list[Callable[[], bool]]] = {}
         """The calls of each attempt: whether their callers still wait."""
-        self._kept: dict[str, Checkpoint] = {}
+        self._kept: dict[str, Manifest] = {}
         """The stored state of each parked episode."""
-        self._unowned: dict[str, Checkpoint] = {}
+        self._unowned: dict[str, Manifest] = {}
         """Stored states of episodes that are being opened or restored, by the id of their stand-in."""
         self._patient = Counter[str]()
         """Calls that wait until their episode is parked, by episode."""
@@ -405,7 +405,7 @@ class Parking:
             del line.parking[episode.episode_id]
             line.changes.notify()
 
-    async def _leave(self, episode: Episode, machine: LeasedMachine, stored: Checkpoint, view: DesktopView) -> None:
+    async def _leave(self, episode: Episode, machine: LeasedMachine, stored: Manifest, view: DesktopView) -> None:
         """Give an episode the stand-in for its machine, which is destroyed. Raises: EnvdError: nothing has changed."""
         pool = self._lines[episode.spec.pool].pool
         stand_in = parked_machine(pool.spec_of(_PREFIX + stored.checkpoint_id), view)
@@ -473,7 +473,7 @@ class Parking:
             ),
             create_time=now,
         )
-        copies: dict[str, Checkpoint] = {}
+        copies: dict[str, Manifest] = {}
         try:
             for _ in range(count):
                 described = describe_state(
@@ -497,12 +497,12 @@ class Parking:
         if stored is not None:
             self._keep(episode, stored)
 
-    def _keep(self, episode: Episode, stored: Checkpoint) -> None:
+    def _keep(self, episode: Episode, stored: Manifest) -> None:
         self._kept[episode.episode_id] = stored
         self._report(episode.spec.pool)
         self._tasks.spawn(self._watch(episode, stored), name=f"parked:{episode.episode_id}:watch")
 
-    async def _watch(self, episode: Episode, stored: Checkpoint) -> None:
+    async def _watch(self, episode: Episode, stored: Manifest) -> None:
         await race(episode.closed, episode.machine.lost)
         if self._kept.get(episode.episode_id) is stored:
             self._forget(episode, stored)
@@ -515,7 +515,7 @@ class Parking:
         except (OSError, StoreError) as error:
             logger.warning("parked episodes: the states of earlier daemons are not removed: %s", error)
 
-    def _forget(self, episode: Episode, stored: Checkpoint) -> None:
+    def _forget(self, episode: Episode, stored: Manifest) -> None:
         if self._kept.pop(episode.episode_id, None) is None:
             return  # closed meanwhile
         self._report(episode.spec.pool)

@@ -33,13 +33,13 @@ from envd.desktop.observation import (
     Keyframe,
     Observation,
     Point,
-    ScreenChange,
+    ScreenComparison,
     SettleResult,
     TileDelta,
     UnchangedImage,
 )
 from envd.episodes.progress import EpisodeState, Origin, Progress
-from envd.episodes.types import EpisodeInfo, EvaluateResult, OpenedGroup, StepResult
+from envd.episodes.types import EpisodeStatus, EvaluateResult, OpenedGroup, StepResult
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task
@@ -59,8 +59,8 @@ def info(
     state: EpisodeState = EpisodeState.ACTIVE,
     end_reason: str = "",
     parent_episode_id: str = "",
-) -> EpisodeInfo:
-    return EpisodeInfo(
+) -> EpisodeStatus:
+    return EpisodeStatus(
         spec=episode_spec(
             episode_id=episode_id,
             parent_episode_id=parent_episode_id,
@@ -210,7 +210,7 @@ def test_a_frame_is_a_keyframe_or_a_delta(content: Keyframe | TileDelta | Unchan
 
 def test_a_step_response_has_changed_and_moving_regions() -> None:
     part = Region(x_px=1, y_px=2, width_px=3, height_px=4)
-    change = ScreenChange(base_frame_id="f0", changed_fraction=0.25, changed_regions=(part,))
+    change = ScreenComparison(base_frame_id="f0", changed_fraction=0.25, changed_regions=(part,))
     settle = SettleResult(settled=False, settle_ms=5.0, change_count=2, moving=(part,))
     seen = replace(observation(), screen_change=change, settle=settle)
     response = step_response(StepResult(episode=info(), observation=seen, outcomes=(), timings_ms={}))

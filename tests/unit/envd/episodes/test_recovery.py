@@ -19,7 +19,7 @@ from envd.desktop.observation import (
     Keyframe,
     Observation,
     Point,
-    ScreenChange,
+    ScreenComparison,
     SettleResult,
 )
 from envd.episodes.journal import MAX_TEXT_CHARS, dump, load, stored_in, without_pixels
@@ -52,7 +52,7 @@ SEEN = Observation(
     settle=SettleResult(
         settled=False, settle_ms=5.5, change_count=2, moving=(Region(x_px=1, y_px=2, width_px=3, height_px=4),)
     ),
-    screen_change=ScreenChange(base_frame_id="e", changed_fraction=0.5, changed_regions=(), grey_difference=0.25),
+    screen_change=ScreenComparison(base_frame_id="e", changed_fraction=0.5, changed_regions=(), grey_difference=0.25),
     timings_ms={"observe": 1.0},
 )
 STEP = StepResult(

@@ -13,7 +13,7 @@ from envd.base.telemetry.metrics import Metrics
 from envd.pool.leased import MachineLease
 from envd.pool.planner import Demand
 from envd.pool.pool import Pool
-from envd.pool.queue import AdmissionQueue, QueuedGroup, Turnover, WaitingGroup, queue_report
+from envd.pool.queue import AdmissionQueue, QueueEntry, Turnover, WaitingGroup, queue_report
 from envd.pool.status import PoolStatus
 from tests.support.clock import begun, run_ready
 from tests.support.pool_world import PoolWorld
@@ -281,7 +281,7 @@ STATUS = pool_info(4)
 SHARES = {"small": RunShare(quota=2)}
 
 
-async def report(*groups: tuple[str, int], held: dict[str, int], status: PoolStatus) -> tuple[QueuedGroup, ...]:
+async def report(*groups: tuple[str, int], held: dict[str, int], status: PoolStatus) -> tuple[QueueEntry, ...]:
     queue = AdmissionQueue("desktop", limit=9, shares=SHARES, resident=4, turnover=Turnover(), metrics=Metrics())
     for index, (run, count) in enumerate(groups):
         demand = Demand(ready=count, run=run)
