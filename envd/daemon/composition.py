@@ -260,7 +260,7 @@ def _pools(config: Config, inputs: Inputs, host: PoolHost, *, exits: Mapping[str
 async def open_episodes(
     config: Config, inputs: Inputs, store: SqliteStore, metrics: Metrics, machines: Machines
 ) -> AsyncIterator[EpisodeService]:
-    """Create the episode service, restore persisted episodes, and look for leftovers. Ends all episodes at the end."""
+    """Create the episode service, recover persisted episodes, and look for leftovers. Ends all episodes at the end."""
     async with AsyncExitStack() as stack:
 
         def run(work: Coroutine[Any, Any, None], name: str) -> None:
@@ -317,7 +317,7 @@ async def open_episodes(
         service.extend_leases_by(lag)
         run(lag.run(), "loop-lag")
         run(service.checkpoints.keep_swept(Clock()), "checkpoints")
-        await service.restore(machines.persisted, machines.adopted)
+        await service.recover(machines.persisted, machines.adopted)
         audit = Audit(
             sources=[machines.hypervisor, *stray_rows(store, machines.pools, has_episode=service.journal.is_tracked)],
             interval_s=config.limits.audit_interval_s,

@@ -13,7 +13,7 @@ A busy guest may be about to draw: an editor that opens a dialog, a page that lo
 the guest's processors are idle too. Some guests never are, so this extends the wait by at most `_MAX_BUSY_FACTOR` times
 `quiet_ms`. If the guest was idle before the input and has drawn nothing since, the input probably started a program,
 and the limit is `_MAX_START_FACTOR` times `quiet_ms`: a response without the program's window would cost the agent a
-turn.
+step.
 
 The reverse holds as well: a guest that worked after the input and is idle again has nothing left to draw, unless a
 program sleeps. With `idle_ms` that is evidence enough, and `quiet_ms` is the rule where there is none. An X server

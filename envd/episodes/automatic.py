@@ -49,7 +49,7 @@ class AutomaticCheckpointing:
         """Failures since the last line, by owner."""
 
     async def after_step(self, episode: Episode) -> bool:
-        """Copy and store the state after a step, if it is an occasion; returns whether it is. Hold the turn."""
+        """Copy and store the state after a step, if it is an occasion; returns whether it is. Hold the lock."""
         trigger = episode.spec.automatic.after_step(
             episode.progress.step_count, is_done=episode.progress.last_action is not None
         )
@@ -65,7 +65,7 @@ class AutomaticCheckpointing:
         return trigger is not None
 
     async def before_evaluation(self, episode: Episode) -> Callable[[bool], None]:
-        """Copy the state before checkers change it, if failures are occasions. The caller has the episode's turn.
+        """Copy the state before checkers change it, if failures are occasions. The caller holds the episode's lock.
 
         Call the result with whether the episode failed: only then the copy is stored.
         """
@@ -99,7 +99,7 @@ class AutomaticCheckpointing:
             await self._tasks.cancel()
 
     async def _copy(self, episode: Episode) -> FrozenDesktop | None:
-        """Copy the state of an episode whose turn the caller has; None if that failed, which is logged."""
+        """Copy the state of an episode whose lock the caller holds; None if that failed, which is logged."""
         try:
             return await self._context.pools[episode.spec.pool].freeze(episode.machine)
         except EnvdError as error:

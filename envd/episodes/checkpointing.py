@@ -256,7 +256,7 @@ class Checkpointing:
             require_template(found, pool.template)
         return task, pool
 
-    async def restore(self, checkpoint: Manifest, pool: Pool, command: ResetCommand) -> Group:
+    async def start_group(self, checkpoint: Manifest, pool: Pool, command: ResetCommand) -> Group:
         """Lease machines and bring all of them to the state of a checkpoint, all or none.
 
         On failure and on cancellation no machine, reservation or state is kept. Timings: `acquire`, `restore`, `fork`
@@ -264,7 +264,7 @@ class Checkpointing:
         """
         watch = Stopwatch(self._context.clock)
         run, parked_count = command.run or checkpoint.spec.run, pool.settings.surplus_of(command.group_size)
-        granted = await pool.lease(
+        granted = await pool.acquire(
             0,
             reserved=command.group_size - parked_count,
             parked=parked_count,
@@ -274,7 +274,7 @@ class Checkpointing:
         )
         watch.lap("acquire")
         async with pool.releasing_on_failure(granted.reservations):
-            members = await self.start_from(
+            members = await self._start_members(
                 checkpoint,
                 pool,
                 granted.reservations,
@@ -293,7 +293,7 @@ class Checkpointing:
             timings_ms={**watch.timings_ms, "total": watch.total_ms},
         )
 
-    async def start_from(
+    async def _start_members(
         self,
         checkpoint: Manifest,
         pool: Pool,
@@ -337,7 +337,7 @@ class Checkpointing:
         request = RequestKey(ROLLBACK, command.episode_id, command.request_id, command.fingerprint)
         answer = await self._context.once(request, lambda episode: self._rollback(episode, command, request))
         result = answer.value
-        if not answer.restored:
+        if not answer.recovered:
             return result
         observation = await self._context.with_pixels(result.observation, command.episode_id, command.observe)
         return replace(result, observation=observation)
@@ -355,7 +355,7 @@ class Checkpointing:
                         f"{checkpoint.checkpoint_id} is of task {task.task_id} in pool {pool.name}, but episode"
                         f" {episode.episode_id} is of task {episode.task.task_id} in pool {episode.spec.pool}",
                     )
-                async with episode.turn:
+                async with episode.lock:
                     watch.lap("queue")
                     episode.require_epoch(command.epoch)
                     episode.require_machine()
@@ -372,7 +372,7 @@ class Checkpointing:
         """Return a machine with the checkpoint's state. On failure and on cancellation there is none."""
         subject = f"rollback of episode {episode.episode_id}"
         async with pool.replacing(run=episode.spec.run) as reservation:
-            (member,) = await self.start_from(
+            (member,) = await self._start_members(
                 checkpoint, pool, [reservation], options=command.observe, subject=subject, watch=watch
             )
             # Without an await from here on, so that a machine is always released by one of the two.

@@ -127,7 +127,7 @@ class EpisodeContext:
 
         A guest that fails meanwhile voids the episode. Raises: as `Episode.require_step` and `Pool.freeze`.
         """
-        async with episode.turn:
+        async with episode.lock:
             episode.require_step(step_index, epoch=epoch)
             check()
             try:

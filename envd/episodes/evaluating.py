@@ -56,7 +56,7 @@ class Evaluating:
         Raises:
             EpisodeNotFound: No such episode.
             RequestIdReused: The id came before with a different body.
-            StaleEpoch: It was rolled back after `epoch`, or while the call waited for its turn.
+            StaleEpoch: It was rolled back after `epoch`, or while the call waited for the episode's lock.
             EvaluatorFailed: A checker failed; later calls raise it too.
             MachineLost: The machine is gone, and no score was recorded.
         """
@@ -68,7 +68,7 @@ class Evaluating:
         context, epoch = self._context, epoch or episode.epoch
         watch = Stopwatch(context.clock)
         is_unknown = episode.progress.score is None and not episode.progress.evaluator_error
-        async with context.call(episode, needs_machine=is_unknown, watch=watch), episode.turn:
+        async with context.call(episode, needs_machine=is_unknown, watch=watch), episode.lock:
             watch.lap("queue")
             episode.require_epoch(epoch)
             if episode.progress.evaluator_error:
@@ -182,7 +182,7 @@ class Evaluating:
     async def score(self, command: ResetCommand) -> ScoreResult:
         """Score the state of the checkpoint that a reset names; no episode opens. Idempotent on `request_id`.
 
-        Timings: those of `Checkpointing.restore`, then `resume`, `evaluate` and `total`.
+        Timings: those of `Checkpointing.start_group`, then `resume`, `evaluate` and `total`.
 
         Raises:
             EvaluatorFailed: A checker failed, or the machine was lost; there is no score.
@@ -200,8 +200,8 @@ class Evaluating:
             command.checkpoint_id, lambda owner: command.sees_all_owners or owner == command.owner
         )
         clock = self._context.clock
-        with self._context.registry.reserve(command.owner, 1, max_machines=command.max_machines):
-            group = await self._checkpoints.restore(found, pool, command)
+        with self._context.registry.opening(command.owner, 1, max_machines=command.max_machines):
+            group = await self._checkpoints.start_group(found, pool, command)
             (member,) = group.members
             began_s = clock.monotonic()
             try:

@@ -181,7 +181,7 @@ class EpisodeOpening:
             timeout_s=_COMPARISON_ADMISSION_S + setup_s,
             admission_timeout_s=_COMPARISON_ADMISSION_S,
         )
-        with self._context.registry.reserve(episode.spec.owner, 1, max_machines=None):
+        with self._context.registry.opening(episode.spec.owner, 1, max_machines=None):
             group = await self._start(pool, episode.task, command)
             try:
                 yield group.members[0].machine
@@ -192,7 +192,7 @@ class EpisodeOpening:
         checkpoint, task, pool = await self._checkpoints.find_for(command)
         max_steps = self._context.limits.max_steps_for(command.max_steps, task_max_steps=checkpoint.spec.max_steps)
         with self._resetting(command, pool):
-            group = await self._checkpoints.restore(checkpoint, pool, command)
+            group = await self._checkpoints.start_group(checkpoint, pool, command)
         return await self._publish_reset(
             request,
             group,
@@ -211,7 +211,7 @@ class EpisodeOpening:
         context = self._context
         self.resetting_count += 1
         try:
-            with context.registry.reserve(command.owner, command.group_size, max_machines=command.max_machines):
+            with context.registry.opening(command.owner, command.group_size, max_machines=command.max_machines):
                 yield
         except EnvdError as error:
             context.metrics.episode_failed(pool=pool.name, operation="reset", reason=error.reason)
@@ -264,7 +264,7 @@ class EpisodeOpening:
         pool = context.pools[episode.spec.pool]
         async with context.call(episode):
             try:
-                with context.registry.reserve(
+                with context.registry.opening(
                     episode.spec.owner, command.fork_count, max_machines=command.max_machines
                 ):
                     group = await self._copy(episode, command, pool)
@@ -305,10 +305,10 @@ class EpisodeOpening:
             command.observe.require_region_on(parent.machine.desktop.screen_size)
 
         # During a step the parent's next step index is not known yet, so check only after it.
-        if not parent.turn.locked():
+        if not parent.lock.locked():
             check()
         # The parent keeps its machine, so the run cannot free it for the copies.
-        granted = await pool.lease(
+        granted = await pool.acquire(
             0,
             reserved=command.fork_count,
             run=parent.spec.run,
@@ -422,7 +422,7 @@ class EpisodeOpening:
     async def _with_pixels(self, answer: Answer[OpenedGroup], options: ObservationOptions) -> OpenedGroup:
         """Return the response; re-attach pixels if a previous daemon recorded it."""
         result = answer.value
-        if not answer.restored:
+        if not answer.recovered:
             return result
         pairs = zip(result.episodes, result.observations, strict=True)
         observations = [await self._context.with_pixels(seen, info.episode_id, options) for info, seen in pairs]

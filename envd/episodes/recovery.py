@@ -1,4 +1,4 @@
-"""Decide which episodes of a previous daemon resume, which are lost, and which have expired; then restore them.
+"""Decide which episodes of a previous daemon resume, which are lost, and which have expired; then recover them.
 
 An episode resumes only if its machine outlived the daemon in the recorded state. The effect of a request that was
 running when the daemon died is unknown: the request is never repeated, and its episode is void.
@@ -141,15 +141,15 @@ def _is_in_range(row: EpisodeRow) -> bool:
     return has_lease and 1 <= row.epoch < 1 << 31
 
 
-async def restore(state: PersistedState, machines: Mapping[str, Machine], *, context: EpisodeContext) -> None:
-    """Restore every episode that has not expired, with its responses, into a service that has none yet."""
-    restoring = (_restore_episode(decision, machines, context) for decision in state.decisions)
-    await asyncio.gather(*restoring)
+async def recover(state: PersistedState, machines: Mapping[str, Machine], *, context: EpisodeContext) -> None:
+    """Recover every episode that has not expired, with its responses, into a service that has none yet."""
+    recovering = (_recover_episode(decision, machines, context) for decision in state.decisions)
+    await asyncio.gather(*recovering)
     for answer in state.answers:
-        _restore_answer(answer, context)
+        _recover_answer(answer, context)
 
 
-async def _restore_episode(
+async def _recover_episode(
     decision: RecoveryDecision, machines: Mapping[str, Machine], context: EpisodeContext
 ) -> None:
     row, stored = decision.row, decision.stored
@@ -183,7 +183,7 @@ async def _restore_episode(
         episode.lease.renew(context.clock.monotonic())
         context.registry.void(episode, MachineLost(why))
     logger.info(
-        "episode %s: restored after step %d: %s",
+        "episode %s: recovered after step %d: %s",
         episode.episode_id,
         episode.progress.step_count,
         "resumed" if leased else why,
@@ -216,7 +216,7 @@ def _recreated(
     return episode
 
 
-def _restore_answer(row: AnswerRow, context: EpisodeContext) -> None:
+def _recover_answer(row: AnswerRow, context: EpisodeContext) -> None:
     if row.kind not in _RECORDED:
         return
     kind, result_type = _RECORDED[row.kind]
@@ -235,7 +235,7 @@ def _restore_answer(row: AnswerRow, context: EpisodeContext) -> None:
         context.journal.forget_answer(request)
         return
     ledger = context.requests if episode is None else episode.requests
-    ledger.restore(request, result, age_s=max(0.0, context.clock.now().timestamp() - row.time_s))
+    ledger.recover(request, result, age_s=max(0.0, context.clock.now().timestamp() - row.time_s))
 
 
 def _is_left(group: OpenedGroup, registry: EpisodeRegistry) -> bool:

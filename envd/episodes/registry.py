@@ -164,8 +164,10 @@ class EpisodeRegistry:
         )
 
     @contextmanager
-    def reserve(self, owner: str, count: int, *, max_machines: int | None) -> Iterator[None]:
-        """Count `count` machines for `owner` during the block; afterwards its episodes hold them, or they are released.
+    def opening(self, owner: str, count: int, *, max_machines: int | None) -> Iterator[None]:
+        """Count `count` machines as being opened for `owner` during the block.
+
+        Afterwards its episodes hold them, or they are released.
 
         `max_machines` limits those of its episodes and those being opened for it, over all pools.
 

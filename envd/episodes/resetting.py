@@ -152,7 +152,7 @@ class _Reset:
         # Ready machines are in the template's state; machines for another state are forked from that.
         is_forked = self.task.has_start and self.pool.copies_running_machines
         ready_count = 0 if state is not None else 1 if is_forked else count
-        granted = await self.pool.lease(
+        granted = await self.pool.acquire(
             ready_count,
             reserved=count - ready_count,
             parked=self.surplus_count,
@@ -164,7 +164,7 @@ class _Reset:
         async with self.pool.releasing_on_failure([*granted.machines, *granted.reservations]):
             if state is not None:
                 settle = SettleResult(settled=state.settle.settled, settle_ms=0.0, change_count=0)
-                members = await self._start_from(state.frozen, (), granted.reservations, settle=settle)
+                members = await self._start(state.frozen, (), granted.reservations, settle=settle)
             elif is_forked:
                 members = await self._set_up(granted.machines[0], granted.reservations, deadline_s=deadline_s)
             elif self.task.has_start:
@@ -186,12 +186,12 @@ class _Reset:
             if not reservations and key is None and not self.surplus_count:
                 # The guest is paused again, so this view is the state in which the first step starts.
                 view = await first.desktop.view()
-                return await self._start_from(first.frozen, [first], (), settle=settle, view=view)
+                return await self._start(first.frozen, [first], (), settle=settle, view=view)
             frozen = await self.pool.freeze(first)
         self.watch.lap("freeze")
         cached = False
         try:
-            members = await self._start_from(frozen, [first], reservations, settle=settle)
+            members = await self._start(frozen, [first], reservations, settle=settle)
             # Do not start later episodes on a screen that was still changing.
             if key is not None and settle.settled:
                 self.context.states.add(
@@ -206,11 +206,11 @@ class _Reset:
     async def _start_unused(self, machines: Sequence[LeasedMachine]) -> tuple[Member, ...]:
         """Start from the state of the template, in which the machines are."""
         if not self.surplus_count:
-            return await self._start_from(machines[0].frozen, machines, (), settle=ALREADY_SETTLED)
+            return await self._start(machines[0].frozen, machines, (), settle=ALREADY_SETTLED)
         # A template is not stored as a checkpoint, but a machine that has its state is.
         frozen = await self.pool.freeze(machines[0])
         try:
-            return await self._start_from(frozen, machines, (), settle=ALREADY_SETTLED)
+            return await self._start(frozen, machines, (), settle=ALREADY_SETTLED)
         finally:
             self.context.states.discard(frozen)
 
@@ -230,7 +230,7 @@ class _Reset:
         with map_errors(machine, f"task {self.task.task_id}"):
             settle = await self._run_setup(machine, deadline_s=deadline_s)
             view = await machine.desktop.view()
-        (member,) = await self._start_from(machine.frozen, [machine], (), settle=settle, view=view)
+        (member,) = await self._start(machine.frozen, [machine], (), settle=settle, view=view)
         return member
 
     async def _run_setup(self, machine: LeasedMachine, *, deadline_s: float) -> SettleResult:
@@ -244,7 +244,7 @@ class _Reset:
             self.watch.lap("settle")
         return settle
 
-    async def _start_from(
+    async def _start(
         self,
         frozen: FrozenDesktop,
         machines: Sequence[LeasedMachine],

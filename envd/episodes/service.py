@@ -30,7 +30,7 @@ from envd.episodes.journal import Journal
 from envd.episodes.ledger import Ledger
 from envd.episodes.members import TaskStates
 from envd.episodes.opening import EpisodeOpening
-from envd.episodes.recovery import PersistedState, restore
+from envd.episodes.recovery import PersistedState, recover
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.resetting import RunSetup
 from envd.episodes.stepping import Stepping
@@ -156,9 +156,9 @@ class EpisodeService:
 
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
-    async def restore(self, state: PersistedState, machines: Mapping[str, Machine]) -> None:
-        """Restore the episodes of a previous daemon. Call before `start`."""
-        await restore(state, machines, context=self._context)
+    async def recover(self, state: PersistedState, machines: Mapping[str, Machine]) -> None:
+        """Recover the episodes of a previous daemon. Call before `start`."""
+        await recover(state, machines, context=self._context)
 
     def extend_leases_by(self, lag: LoopLag) -> None:
         """Extend all leases by the delays that `lag` measures. Call before `start`."""

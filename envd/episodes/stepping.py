@@ -66,7 +66,7 @@ class Stepping:
         request = RequestKey(STEP, command.episode_id, command.request_id, command.fingerprint)
         answer = await self._context.once(request, lambda episode: self._step(episode, command, request))
         result = answer.value
-        if answer.restored:
+        if answer.recovered:
             observation = await self._context.with_pixels(result.observation, command.episode_id, command.observe)
             result = replace(result, observation=observation)
         return replace(result, replayed=True) if answer.replayed else result
@@ -76,7 +76,7 @@ class Stepping:
         watch, timings_ms = Stopwatch(context.clock), dict[str, float]()
         # One that has ended refuses the step without a machine.
         is_active = episode.progress.state is EpisodeState.ACTIVE
-        async with context.call(episode, needs_machine=is_active, watch=watch), episode.turn:
+        async with context.call(episode, needs_machine=is_active, watch=watch), episode.lock:
             watch.lap("queue")
             episode.require_step(command.step_index, epoch=command.epoch)
             command.observe.require_region_on(episode.machine.desktop.screen_size)
@@ -222,7 +222,7 @@ class Stepping:
         try:
             async with episode.machine.running() as resume_ms:
                 await writing
-                await self._throttle.wait_turn()
+                await self._throttle.wait()
                 yield resume_ms
         except BaseException:
             # If the guest did not resume, `writing` was not awaited: retrieve its result.
@@ -305,7 +305,7 @@ async def observe(
     if settle is not None:
         settled = await desktop.settle(settle, upcoming=options)
         watch.lap("settle")
-    await throttle.wait_turn()
+    await throttle.wait()
     observation = await desktop.observe(options, refresh=refresh, since=since)
     watch.lap("observe")
     return replace(observation, settle=settled, timings_ms={**observation.timings_ms, **watch.timings_ms})

@@ -32,8 +32,8 @@ from cuaenv.client import (
 )
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import InvalidRequest
+from envd.episodes import checkpointing
 from envd.episodes.checkpoints import archive as module
-from envd.episodes.checkpoints import calls
 from envd.episodes.checkpoints.manifest import Manifest as StoredCheckpoint
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.progress import EpisodeSpec, Progress
@@ -124,7 +124,7 @@ async def test_a_checkpoint_that_is_deleted_before_its_files_are_open_is_not_fou
             shutil.rmtree(directory)
             return module.archived(found, directory)
 
-        monkeypatch.setattr(calls, "archived", delete_and_archive)
+        monkeypatch.setattr(checkpointing, "archived", delete_and_archive)
         with pytest.raises(CheckpointNotFound):
             await client.export_checkpoint(checkpoint, tmp_path / "state.ckpt")
 

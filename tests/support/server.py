@@ -187,7 +187,7 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
             service, listen=chosen.listen, metrics=metrics, security=chosen.security, local_socket=chosen.local_socket
         )
         stack.push_async_callback(server.stop)
-        await service.restore(persisted, machines)
+        await service.recover(persisted, machines)
         await service.start()
         yield FakeServer(
             address=await server.start(),

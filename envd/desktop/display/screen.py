@@ -37,10 +37,10 @@ _MAX_COVERING_UPDATES = 3
 #: Pixel rectangles of one update that are applied one by one, about 15 us each. A guest can cause 32,000 on a screen of
 #: 1280x800, with a pattern that changes in every second strip of every line.
 _MAX_SINGLE_RECTS = 512
-#: Pixels that are compared or painted in one turn of the event loop, about 1 ms.
-_PIXELS_PER_TURN = 1 << 18
-#: Changed tiles that a frame copies in one turn; a screen of 1280x800 has 260. More are copied in a thread.
-_TILES_PER_TURN = 400
+#: Pixels that are compared or painted in one iteration of the event loop, about 1 ms.
+_PIXELS_PER_ITERATION = 1 << 18
+#: Changed tiles that a frame copies in one iteration; a screen of 1280x800 has 260. More are copied in a thread.
+_TILES_PER_ITERATION = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,8 +228,8 @@ class Screen:
         """Return `frame`, or after a change of a large screen a frame of now that a thread makes."""
         async with self._copying:
             stale = self._stale_tiles | self._copied_tiles
-            is_first = self._frame is None and self._bgrx_HW.size > _TILES_PER_TURN * TILE_PX**2
-            if len(stale) <= _TILES_PER_TURN and not is_first:
+            is_first = self._frame is None and self._bgrx_HW.size > _TILES_PER_ITERATION * TILE_PX**2
+            if len(stale) <= _TILES_PER_ITERATION and not is_first:
                 return self.frame()
             before, bgrx_HW, time = self._frame, self._bgrx_HW, self._fresh_time
             self._stale_tiles, self._copied_tiles, self._is_shared = set(), stale, True
@@ -269,15 +269,15 @@ class Screen:
         painted = [rect for rect in rects if isinstance(rect, PixelRect)]
         rest: list[Rect | _Composed] = [rect for rect in rects if not isinstance(rect, PixelRect)]
         covered: list[_ScreenRefresh] = []
-        pixel_count = turn_pixels = 0
+        pixel_count = iteration_pixels = 0
         is_whole = len(painted) == 1 and painted[0].bgrx_HW.shape == self._bgrx_HW.shape
         bgrx_HW = painted[0].bgrx_HW if is_whole else self._bgrx_HW.copy()
         for index, rect in enumerate(painted):
-            if index % _MAX_SINGLE_RECTS == _MAX_SINGLE_RECTS - 1 or turn_pixels > _PIXELS_PER_TURN:
-                turn_pixels = 0
+            if index % _MAX_SINGLE_RECTS == _MAX_SINGLE_RECTS - 1 or iteration_pixels > _PIXELS_PER_ITERATION:
+                iteration_pixels = 0
                 await asyncio.sleep(0)
             x_px, y_px, (height_px, width_px) = rect.x_px, rect.y_px, rect.bgrx_HW.shape
-            turn_pixels += rect.bgrx_HW.size
+            iteration_pixels += rect.bgrx_HW.size
             if not is_whole:
                 bgrx_HW[y_px : y_px + height_px, x_px : x_px + width_px] = rect.bgrx_HW
             inside = [refresh for refresh in refreshes if _contains(rect, refresh.strip)]
@@ -405,13 +405,13 @@ class Screen:
 
 def _is_large(rects: tuple[Rect, ...]) -> bool:
     pixel_count = sum(rect.bgrx_HW.size for rect in rects if isinstance(rect, PixelRect))
-    return len(rects) > _MAX_SINGLE_RECTS or pixel_count > _PIXELS_PER_TURN
+    return len(rects) > _MAX_SINGLE_RECTS or pixel_count > _PIXELS_PER_ITERATION
 
 
 async def _difference_in_turns(before_HW: npt.NDArray[np.uint32], after_HW: npt.NDArray[np.uint32]) -> Region | None:
     """Return the bounds of the pixels that differ; None if none do."""
     height_px, width_px = before_HW.shape
-    row_count = max(1, _PIXELS_PER_TURN // width_px)
+    row_count = max(1, _PIXELS_PER_ITERATION // width_px)
     found: list[Region] = []
     for y_px in range(0, height_px, row_count):
         await asyncio.sleep(0)

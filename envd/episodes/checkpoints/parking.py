@@ -82,7 +82,7 @@ class _Line:
     pool: Pool
     waiting_since_s: list[float] = field(default_factory=list)
     """When each of them came, oldest first."""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the first of them; the others wait in order of arrival."""
     parking: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     """Attempts by episode, until the episode is parked or the attempt has ended."""
@@ -131,7 +131,7 @@ class Parking:
         self._kept: dict[str, Manifest] = {}
         """The stored state of each parked episode."""
         self._unowned: dict[str, Manifest] = {}
-        """Stored states of episodes that are being opened or restored, by the id of their stand-in."""
+        """Stored states of episodes that are being opened or recovered, by the id of their stand-in."""
         self._patient = Counter[str]()
         """Calls that wait until their episode is parked, by episode."""
         self._refused_until_s = dict[str, float]()
@@ -218,7 +218,7 @@ class Parking:
         try:
             async with AsyncExitStack() as held:
                 with self._waiting(line, episode) as deadline_s:
-                    async with line.turn:
+                    async with line.lock:
                         await held.enter_async_context(line.loading)
                         reservation = await self._reserve(line, episode, deadline_s=deadline_s)
                 watch = Stopwatch(self._clock)
@@ -355,7 +355,7 @@ class Parking:
         return not (
             self._is_parked(episode)
             or episode.lease.call_count > self._patient[episode.episode_id]
-            or episode.turn.locked()
+            or episode.lock.locked()
             or episode.machine.in_use
             or episode.human.control_id
             or episode.closed.is_set()
