@@ -21,7 +21,7 @@ from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
 from envd.base.store.store import NullStore, SqliteStore
 from envd.base.telemetry.metrics import Metrics
 from envd.desktop.desktop import Desktop
-from envd.desktop.readiness import GuestPauses
+from envd.desktop.session import GuestPauses
 from envd.drawn import fake_image
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.recovery import load_persisted
