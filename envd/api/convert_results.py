@@ -5,12 +5,12 @@ from dataclasses import replace
 from datetime import datetime
 from typing import overload
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from cuaenv.capabilities import CAPABILITIES
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
-from envd.api.fields import duration_of
 from envd.base.config import LimitsConfig
 from envd.base.version import envd_version
 from envd.desktop.observation import (
@@ -136,8 +136,8 @@ def server_message(limits: LimitsConfig, *, max_machines: int | None) -> env_pb2
     return env_pb2.Server(
         release=envd_version(),
         capabilities=sorted(CAPABILITIES),
-        default_lease_ttl=duration_of(limits.lease_ttl_s),
-        max_lease_ttl=duration_of(limits.lease_ttl_max_s),
+        default_lease_ttl=_duration(limits.lease_ttl_s),
+        max_lease_ttl=_duration(limits.lease_ttl_max_s),
         max_steps=limits.max_steps,
         max_machine_count=max_machines,
     )
@@ -234,8 +234,8 @@ def _queued_group(group: QueueEntry) -> env_pb2.QueuedGroup:
         run=group.run,
         machine_count=group.machine_count,
         position=group.position,
-        waited=duration_of(group.waited_s),
-        left=duration_of(group.left_s),
+        waited=_duration(group.waited_s),
+        left=_duration(group.left_s),
         reason=group.reason,
     )
 
@@ -367,3 +367,10 @@ def _timestamp(moment: datetime) -> Timestamp:
     timestamp = Timestamp()
     timestamp.FromDatetime(moment)
     return timestamp
+
+
+def _duration(length_s: float) -> Duration:
+    """Return a duration message, to the microsecond."""
+    duration = Duration()
+    duration.FromMicroseconds(round(length_s * 1e6))
+    return duration

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from envd.api.fields import int_in_range
+from envd.api.convert_requests import int_in_range
 from envd.base.errors import InvalidRequest
 
 Item = TypeVar("Item")

@@ -29,8 +29,11 @@ from envd.api.convert_requests import (
     forward_request,
     frames_request,
     guest_path_of,
+    int_in_range,
     keep_alive_of,
     observation_options,
+    request_id_of,
+    required,
     reset_command,
     rollback_command,
     score_command,
@@ -53,7 +56,6 @@ from envd.api.convert_results import (
     suite_of,
     task_message,
 )
-from envd.api.fields import int_in_range, request_id_of, required
 from envd.api.flow_control import AckTracker, forwarded, paced
 from envd.api.interceptors import ids_of
 from envd.api.pages import page_of
