@@ -22,19 +22,19 @@ import zstandard
 from cuaenv.client import (
     AsyncEnvClient,
     BadRequest,
+    Checkpoint,
     CheckpointNotFound,
     CheckpointStoreFull,
     CheckpointUnusable,
     Click,
     EnvError,
-    Manifest,
     TypeText,
 )
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import InvalidRequest
 from envd.episodes import checkpointing
 from envd.episodes.checkpoints import archive as module
-from envd.episodes.checkpoints.manifest import Manifest as StoredCheckpoint
+from envd.episodes.checkpoints.manifest import Manifest
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.progress import EpisodeSpec, Progress
 from envd.tasks.basis import task_digest
@@ -57,7 +57,7 @@ async def served(directory: Path, *, limit_gib: float = 1, **options: Any) -> As
 
 
 @asynccontextmanager
-async def exported(directory: Path) -> AsyncIterator[tuple[Manifest, Path, list[str]]]:
+async def exported(directory: Path) -> AsyncIterator[tuple[Checkpoint, Path, list[str]]]:
     """Yield a checkpoint, its file, and the frames of the steps after it."""
     file = directory / "state.ckpt"
     async with served(directory / "first") as (_, client), client.reset(TASK) as episode:
@@ -120,7 +120,7 @@ async def test_a_checkpoint_that_is_deleted_before_its_files_are_open_is_not_fou
     async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
         checkpoint = await episode.checkpoint()
 
-        def delete_and_archive(found: StoredCheckpoint, directory: Path) -> Generator[bytes, None, None]:
+        def delete_and_archive(found: Manifest, directory: Path) -> Generator[bytes, None, None]:
             shutil.rmtree(directory)
             return module.archived(found, directory)
 
@@ -234,7 +234,7 @@ async def test_archives_and_checkpoints_of_earlier_releases_are_read(tmp_path: P
 
 #: Every value of a manifest.
 PATHS = [
-    *StoredCheckpoint.model_fields,
+    *Manifest.model_fields,
     *(f"spec.{each.name}" for each in fields(EpisodeSpec)),
     *(f"progress.{each.name}" for each in fields(Progress)),
 ]
