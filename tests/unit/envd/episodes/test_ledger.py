@@ -109,13 +109,15 @@ async def test_the_same_id_with_another_body_is_refused_running_or_done(ledger: 
     assert work.begun == 1
 
 
-async def test_a_failure_without_effect_is_not_recorded(ledger: Ledger, work: Work) -> None:
+async def test_a_failure_without_effect_is_not_recorded(ledger: Ledger, work: Work, clock: ManualClock) -> None:
     work.may_end.set()
     work.error = StepIndexMismatch("not yet")
     with pytest.raises(StepIndexMismatch):
         await ledger.answer(request("r1"), work)
     work.error = None
-    assert (await ledger.answer(request("r1"), work)).value == "answer 2"
+    await clock.advance(600.0)
+    assert (await ledger.answer(request("r2"), work)).value == "answer 2", "there is nothing old to drop"
+    assert (await ledger.answer(request("r1"), work)).value == "answer 3"
 
 
 async def test_any_other_failure_is_recorded(ledger: Ledger, work: Work) -> None:

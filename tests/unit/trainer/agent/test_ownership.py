@@ -170,7 +170,8 @@ def test_an_end_reason_of_the_service_is_the_error_of_that_reason(reason: str, k
 
 
 def test_an_unknown_end_reason_is_void_and_not_repeated() -> None:
-    assert type(failure_of("e", "")) is SampleVoid
+    unnamed = failure_of("e", "")
+    assert (type(unnamed), unnamed.reason) == (SampleVoid, "FAILED")
     assert not ruling_of(failure_of("e", "NEWER"), acted=True).repeat
     assert ruling_of(KeyboardInterrupt(), acted=True).owner is Owner.TRAINER
 
@@ -178,7 +179,9 @@ def test_an_unknown_end_reason_is_void_and_not_repeated() -> None:
 @pytest.mark.parametrize(("score", "cause", "reward"), [(0.0, "PANIC", -0.1), (0.5, "PANIC", -0.1), (0.0, "", 0.0)])
 def test_an_escape_is_worth_less_than_a_failure(score: float, cause: str, reward: float) -> None:
     facts = EpisodeFacts(task_id="t", task_score=score, turns=(), max_turns=9, guest_end_cause=cause)
-    assert reward_of(facts, recipe(), ended_by_guest_score=-0.1).total == reward
+    breakdown = reward_of(facts, recipe(), ended_by_guest_score=-0.1)
+    assert breakdown.total == reward
+    assert breakdown.parts.get("ended_by_guest") == (-0.1 if cause else None)
 
 
 @pytest.mark.parametrize("name", NAMES)

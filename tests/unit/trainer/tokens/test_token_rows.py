@@ -214,9 +214,9 @@ def test_a_row_is_the_prompt_of_another_with_its_last_reply_or_without() -> None
     image = screen()
     row = Row(Segment(text="", engine_ids=(1,), train_ids=(1, 1), images=(image,)))
     row.observe(Segment(text="o", engine_ids=(2,), train_ids=(2, 2)))
-    row.reply([3, 4], [-0.5, -0.5], text="a", extra={})
+    row.reply([3, 4, 5], [-0.5] * 3, text="a", extra={})
     whole, without = row.as_prompt(), row.as_prompt(without_last_reply=True)
-    assert whole == Segment(text="", engine_ids=(1, 2, 3, 4), train_ids=(1, 1, 2, 2, 3, 4), images=(image,))
+    assert whole == Segment(text="", engine_ids=(1, 2, 3, 4, 5), train_ids=(1, 1, 2, 2, 3, 4, 5), images=(image,))
     assert without == Segment(text="", engine_ids=(1, 2), train_ids=(1, 1, 2, 2), images=(image,))
 
 
