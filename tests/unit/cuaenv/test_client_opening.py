@@ -12,7 +12,6 @@ from cuaenv.client import ClientClosed, EnvError, EpisodeNotFound, NotFound, Poo
 from cuaenv.client import opening as module
 from cuaenv.client.connection import DaemonConnection
 from cuaenv.client.credentials import Access
-from cuaenv.client.leases import LeaseKeeper
 from cuaenv.client.opening import Opener, log_waits, wait_reason
 from cuaenv.client.targets import Address
 from cuaenv.v1 import env_pb2
@@ -41,7 +40,7 @@ class Daemon(DaemonConnection):
         self.closed: list[str] = []
         self.on_attempt: Callable[[], None] = lambda: None
         self.silent = asyncio.Event()
-        """Set when an attempt waits for an outcome that does not come."""
+        """Set while an attempt waits for an outcome that does not come."""
         self.close: Callable[[], Awaitable[None]] = asyncio.Event().wait  # type: ignore[assignment]
 
     async def attempt(self, method: str, request: Any, *, timeout_s: float) -> Any:
@@ -50,9 +49,13 @@ class Daemon(DaemonConnection):
             return await self.close()
         self.attempts.append((request.request_id if method == "Reset" else method, timeout_s))
         self.on_attempt()
+        assert method != "ListPools" or request.include_queue
         if not self.outcomes:
             self.silent.set()
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.silent.clear()
         outcome = self.outcomes.pop(0)
         if isinstance(outcome, EnvError):
             raise outcome
@@ -64,8 +67,7 @@ class Daemon(DaemonConnection):
 
 
 def opener_of(daemon: Daemon, changed: Callable[[], None] = lambda: None) -> Opener:
-    leases = LeaseKeeper(daemon, interval=None, changed=lambda: None)
-    return Opener(daemon, leases=leases, changed=changed)
+    return Opener(daemon, changed=changed)
 
 
 async def opened(opener: Opener, *, timeout_s: float = 60.0, may_abandon: bool = False) -> Any:
@@ -73,9 +75,19 @@ async def opened(opener: Opener, *, timeout_s: float = 60.0, may_abandon: bool =
     return await opener.open(REQUEST, size=2, deadline_s=deadline_s, may_abandon=may_abandon)
 
 
-async def test_an_opening_without_an_outcome_is_continued_under_its_id() -> None:
-    daemon, ends = Daemon(LOST, LOST, RESPONSE), list[int]()
+def watcher_count() -> int:
+    """Return how many tasks log the waits at a host."""
+    return sum(task.get_name().startswith("waits:") for task in asyncio.all_tasks())
+
+
+async def test_an_opening_without_an_outcome_is_continued_under_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon, ends, pauses = Daemon(LOST, LOST, RESPONSE), list[int](), list[float]()
     opener = opener_of(daemon, lambda: ends.append(opener.open_count))
+
+    async def pause(pause_s: float) -> None:
+        pauses.append(pause_s)
+
+    monkeypatch.setattr(opener, "pause", pause)
     counts: list[tuple[int, int]] = []
     began_s = asyncio.get_running_loop().time()
     later_s = began_s + 3600
@@ -83,12 +95,15 @@ async def test_an_opening_without_an_outcome_is_continued_under_its_id() -> None
     assert await opened(opener) is RESPONSE
     assert ([name for name, _ in daemon.attempts], daemon.retries) == (["r1"] * 3, [0, 1])
     assert all(timeout_s == 5.0 for _, timeout_s in daemon.attempts)
+    assert [0 <= pause_s < 0.002 for pause_s in pauses] == [True, True]
     assert (counts, ends) == ([(2, 0)] * 3, [0])
     assert (opener.sent_count_since(began_s - 1), opener.leftover_count, daemon.closed) == (0, 0, [])
+    await asyncio.sleep(0)
+    assert watcher_count() == 0
     daemon.outcomes = [RESPONSE]
-    daemon.on_attempt = lambda: counts.append((opener.sent_count_since(began_s - 1), 0))
+    daemon.on_attempt = lambda: counts.append((opener.sent_count_since(began_s - 1), watcher_count()))
     await opened(opener, timeout_s=3.0)
-    assert counts[-1] == (2, 0)
+    assert counts[-1] == (2, 1)
     assert daemon.attempts[-1][1] <= 3.0
     await daemon.aclose()
 
@@ -127,6 +142,7 @@ async def test_an_opening_whose_caller_is_gone_is_closed_by_its_id() -> None:
     with pytest.raises(asyncio.CancelledError):
         await caller
     await asyncio.sleep(0)
+    assert not daemon.silent.is_set(), "its attempt is cancelled"
     assert (opener.open_count, opener.leftover_count, daemon.closed) == (0, 1, ["r1"])
     may_end.set()
     while opener.leftover_count:
@@ -195,7 +211,10 @@ QUEUED = [env_pb2.QueuedGroup(reason="7 machines are busy")]
         (pool(template_digest="d"), "starting machines"),
         (pool(leased_count=1, queue=QUEUED, problem="slow"), "7 machines are busy; slow"),
         (pool(leased_count=1, capacity_count=8), "3 episodes in the queue, 1 of 8 machines busy"),
-        (pool(idle_count=1, capacity_count=8, resident_count=4), "3 episodes in the queue, 0 of 4 machines busy"),
+        (
+            pool(idle_count=1, leased_count=1, capacity_count=8, resident_count=4),
+            "3 episodes in the queue, 1 of 4 machines busy",
+        ),
     ],
 )
 def test_the_reason_for_which_episodes_wait(state: env_pb2.Pool, reason: str) -> None:
@@ -208,9 +227,10 @@ async def test_waits_are_logged_once_and_again_after_30_s(
     monkeypatch.setattr(module, "_INTERVAL_S", 0.0)
     caplog.set_level(logging.INFO, "cuaenv")
     empty = env_pb2.ListPoolsResponse(pools=[pool()])
-    busy = [env_pb2.ListPoolsResponse(pools=[pool(leased_count=count, capacity_count=8)]) for count in (1, 2)]
+    states = [pool(leased_count=count, idle_count=1, capacity_count=8) for count in (1, 2)]
+    busy = [env_pb2.ListPoolsResponse(pools=[state]) for state in states]
     idle = env_pb2.ListPoolsResponse(pools=[pool(waiting_count=0, leased_count=1)])
-    daemon = Daemon(empty, LOST, empty, *busy, idle, empty)
+    daemon = Daemon(LOST, empty, empty, *busy, idle, empty)
     watching = asyncio.create_task(log_waits(daemon))
     await daemon.silent.wait()
     watching.cancel()
