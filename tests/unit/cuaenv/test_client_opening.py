@@ -1,4 +1,4 @@
-"""Resets are continued under one request id, and closed if nobody waits for them. The daemon is a list of outcomes."""
+"""Resets continue under one request id, and are closed if their caller is gone. The daemon is a list of outcomes."""
 
 import asyncio
 import logging
