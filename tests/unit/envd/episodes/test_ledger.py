@@ -152,18 +152,18 @@ async def test_only_the_newest_responses_are_kept_and_all_running_calls(ledger: 
     assert (await running).value == "answer 1"
 
 
-async def test_a_restored_response_is_replayed_for_the_rest_of_its_time(
+async def test_a_recovered_response_is_replayed_for_the_rest_of_its_time(
     dropped: list[RequestKey], ledger: Ledger, work: Work, clock: ManualClock
 ) -> None:
-    ledger.restore(request("r1"), "from before", age_s=100.0)
+    ledger.recover(request("r1"), "from before", age_s=100.0)
     replay = await ledger.answer(request("r1"), work)
-    assert (replay.value, replay.replayed, replay.restored) == ("from before", True, True)
+    assert (replay.value, replay.replayed, replay.recovered) == ("from before", True, True)
     await clock.advance(499.0)
-    assert (await ledger.answer(request("r1"), work)).restored
+    assert (await ledger.answer(request("r1"), work)).recovered
     await clock.advance(1.0)
     work.may_end.set()
     again = await ledger.answer(request("r1"), work)
-    assert (again.value, again.replayed, again.restored) == ("answer 1", False, False)
+    assert (again.value, again.replayed, again.recovered) == ("answer 1", False, False)
     assert dropped == [request("r1")]
 
 

@@ -197,12 +197,12 @@ def test_a_reply_needs_one_log_probability_per_id() -> None:
 
 def test_a_copy_is_independent_and_may_have_its_replies_masked() -> None:
     row = Row(Segment(text="", engine_ids=(1,), train_ids=(1,)))
-    assert (row.last_id, row.ends_with_reply, row.reply_count) == (1, False, 0)
+    assert (row.last_id, row.reply_count) == (1, 0)
     row.reply([2, 3], [-0.5, -0.5], text="a", extra={})
-    assert (row.last_id, row.ends_with_reply, row.reply_count) == (3, True, 1)
+    assert (row.last_id, row.reply_count) == (3, 1)
     plain, masked = row.copy(), row.copy(masked=True)
     row.observe(Segment(text="o", engine_ids=(4,), train_ids=(4, 4), images=(screen(),)))
-    assert (row.last_id, row.ends_with_reply, row.token_count) == (4, False, 5)
+    assert (row.last_id, row.token_count) == (4, 5)
     assert (plain.engine_ids, plain.images, plain.token_count) == ([1, 2, 3], [], 3)
     masked.reply([5], [-0.5], text="b", extra={})
     assert [piece.is_masked for piece in (*plain.pieces, *masked.pieces)] == [False, True, False]
