@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envd.pool.planner import Demand, LifecycleState, Plan, PlannedMachine
+from envd.pool.planner import Demand, LifecycleState, Plan, PlannedMachine, missing_count
 from envd.pool.planner import plan as plan_pool
 
 CAPACITY = 4
@@ -20,6 +20,7 @@ def plan(
     idle_target: int = 1,
     host_room: int = CAPACITY,
     max_starting: int = CAPACITY,
+    open_room: int | None = None,
 ) -> Plan:
     return plan_pool(
         machines,
@@ -30,6 +31,7 @@ def plan(
         host_room=host_room,
         max_starting=max_starting,
         max_idle_s=60.0,
+        open_room=open_room,
     )
 
 
@@ -47,6 +49,38 @@ FOUR = Demand(ready=0, reserved=4)
 THREE = Demand(ready=0, reserved=3)
 TWO = Demand(ready=0, reserved=2)
 ONE_AND_TWO = Demand(ready=1, reserved=2)
+
+
+@pytest.mark.parametrize(
+    ("open_room", "waiting", "admitted"),
+    [
+        (2, [1, 1], (0, 1)),
+        (1, [1, 1], (0,)),
+        # Members that begin parked are opened too.
+        (2, [Demand(ready=1, parked=1), 1], (0,)),
+        (1, [Demand(ready=1, parked=1)], ()),
+    ],
+)
+def test_a_group_is_admitted_only_if_all_its_episodes_may_be_opened(
+    open_room: int, waiting: Sequence[int | Demand], admitted: tuple[int, ...]
+) -> None:
+    assert plan(A, B, waiting=waiting, open_room=open_room).admitted == admitted
+
+
+def test_the_reservations_of_one_group_are_not_there_for_the_next() -> None:
+    assert plan(*in_state(LEASED, 1), waiting=[TWO, TWO], host_room=9).admitted == (0,)
+
+
+@pytest.mark.parametrize(
+    ("queued_count", "spare_count", "host_is_short", "missing"),
+    [(2, 1, False, 3), (2, 1, True, 6), (-3, 1, False, 1), (2, -2, False, 4)],
+)
+def test_leased_machines_are_missing_beyond_those_that_come(
+    queued_count: int, spare_count: int, host_is_short: bool, missing: int
+) -> None:
+    counts = {LifecycleState.IDLE: 1, LEASED: 4, STARTING: 2, DYING: 1}
+    options = {"queued_count": queued_count, "spare_count": spare_count}
+    assert missing_count(counts, wanted_count=6, **options, host_is_short=host_is_short) == missing
 
 
 def test_an_empty_pool_starts_up_to_its_idle_target() -> None:
