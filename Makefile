@@ -267,8 +267,10 @@ $(RAY_STAMP): pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) 
 
 versions-proof: deps $(PROMTOOL) $(VERSIONS:%=.venv-python-%/.installed) ## Run the unit tests, and whole programs on drawn desktops, by newer versions of Python (VERSIONS: some of 3.12 3.13)
 	@for version in $(VERSIONS); do echo "versions-proof: $$version"; ln -sf ../../$(PROMTOOL) .venv-python-$$version/bin/; \
-		.venv-python-$$version/bin/python -m pytest $(BY_TWO) tests/unit tests/fuzz tests/e2e/test_cli_quickstart.py tests/e2e/test_evaluate_fake.py; done
-	@case "$(VERSIONS)" in "3.12 3.13") $(RECORD) $@;; *) echo "$@: a part of it; not recorded";; esac
+		progress=$$($(PYTHON) docs/proofs.py progress $@/$$version); \
+		.venv-python-$$version/bin/python -m pytest $(BY_TWO) $${progress:+--progress "$$progress"} \
+			tests/unit tests/fuzz tests/e2e/test_cli_quickstart.py tests/e2e/test_evaluate_fake.py; \
+		$(RECORD) $@/$$version; done
 
 .venv-python-%/.installed: pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
 	@[[ -n "$(call python_of,$*)" ]] || { echo "versions-proof: no Python $*; install it by your distribution or pyenv, or set VERSIONS" >&2; exit 1; }
