@@ -235,7 +235,7 @@ adapters-newest: deps ## Test the adapters with the newest releases of their fra
 	@touch $@
 
 compat-proof: deps $(STAMP) ## Test the compatibility protocols with other systems' own clients (SEEDS: a directory of checkouts)
-	@[[ -d "$${SEEDS:-}" ]] || { echo "compat-proof: set SEEDS to a directory of checkouts; see docs/compat.md" >&2; exit 1; }
+	@[[ -d "$${SEEDS:-}" ]] || { echo "compat-proof: set SEEDS to a directory of checkouts; see docs/evidence/clients.md" >&2; exit 1; }
 	@$(BIN)/python -m pytest --long -m seeds tests/seeds
 	@$(RECORD) $@
 
