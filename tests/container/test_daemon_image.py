@@ -29,8 +29,8 @@ def podman(*args: str | Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Build the image on a base of Debian packages: no registry of images is needed."""
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Build the image on a base of Debian packages: no registry of images is needed. Afterwards it is removed."""
     base = tmp_path_factory.mktemp("base") / "base.tar"
     # A host behind a proxy trusts the proxy's certificate.
     trust = "--customize-hook=copy-in /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs"
@@ -49,9 +49,21 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     context = tmp_path_factory.mktemp("context")
     files = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
     subprocess.run(["tar", "-x", "-C", context], input=files, check=True)
-    build = ["build", "--quiet", "--isolation=chroot", "--network=host", "--format=docker", f"--build-arg=BASE={BASE}"]
-    podman(*build, "-f", context / "docker" / "envd.Dockerfile", "-t", IMAGE, context)
-    return IMAGE
+    # The base is new each time, so stored layers would serve no later build.
+    build = [
+        "build",
+        "--quiet",
+        "--layers=false",
+        "--isolation=chroot",
+        "--network=host",
+        "--format=docker",
+        f"--build-arg=BASE={BASE}",
+    ]
+    try:
+        podman(*build, "-f", context / "docker" / "envd.Dockerfile", "-t", IMAGE, context)
+        yield IMAGE
+    finally:
+        podman("rmi", "--force", "--ignore", IMAGE, BASE)
 
 
 class Served(Program):
