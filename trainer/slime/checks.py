@@ -213,7 +213,7 @@ def start_of_row(metadata: object, label: object, task_key: str) -> str | Checkp
     task = columns.get(task_key) or label
     if not isinstance(task, str) or not task:
         raise ConfigError(f"no task id; add {task_key} (envd.task_key) to the metadata of the data set")
-    return start_of(columns, task, performs_replies=True)
+    return start_of(columns, task)
 
 
 @dataclass(frozen=True, slots=True)

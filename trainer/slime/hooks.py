@@ -28,7 +28,6 @@ from trainer.slime.play.samples import (
     drop_reason,
     facts_of,
     flatten,
-    given_count,
     is_void,
     normalized,
     rollout_reward,
@@ -214,8 +213,7 @@ def chosen(source: Any, tasks: TaskChoice, *, task_key: str) -> None:
             (group,) = draw(1)
             # Of a group that slime aborted, some members may be finished.
             is_new = all(sample.status.name == "PENDING" for sample in group)
-            task, given = task_of(group[0], task_key), given_count(group[0])
-            is_played = not is_new or tasks.plays(task, given_count=given)
+            is_played = not is_new or tasks.plays(task_of(group[0], task_key))
             (groups if is_played else passed_over).append(group)
         return groups + passed_over[: count - len(groups)]
 

@@ -25,7 +25,7 @@ from trainer.slime.monitor import RunMonitor
 from trainer.slime.play.engine import PictureFiles, SlimeEngine, engine_url
 from trainer.slime.play.replay import load_files
 from trainer.slime.play.rollout import DaemonWatch, Resources, Rollout, play
-from trainer.slime.play.samples import facts_of, given_count, is_void, task_of, void_result
+from trainer.slime.play.samples import facts_of, is_void, task_of, void_result
 from trainer.slime.play.sight import sight_problem
 from trainer.slime.play.workers import WorkerLost, Workers
 from trainer.slime.slime_compat import Sample
@@ -158,8 +158,7 @@ class Job:
         """Remember whether a task was solved. A void sample has no score, and says nothing of its task."""
         score = facts_of(sample).get("task_score")
         if score is not None and not is_void(sample):
-            task = task_of(sample, self.config.task_key)
-            self.tasks.record(task, solved=score >= 1, given_count=given_count(sample))
+            self.tasks.record(task_of(sample, self.config.task_key), solved=score >= 1)
 
     async def _play(self, args: Any, sample: Sample, sampling_params: Mapping[str, Any], **options: Any) -> Any:
         if self.config.workers:

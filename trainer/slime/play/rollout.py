@@ -33,11 +33,11 @@ from cuaenv.client import (
 from cuaenv.client.view import ResetOptions
 from trainer.agent.attempts import run_task
 from trainer.agent.branching import TreeMember
-from trainer.agent.forks import Forks, GroupMember, Tree
+from trainer.agent.forks import Forks, GroupMember
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.ownership import ruling_of, ruling_on
 from trainer.agent.prompts import prompt_hash
-from trainer.agent.starts import given_replies, start_name, task_id_of
+from trainer.agent.starts import start_name, task_id_of
 from trainer.agent.turns import BranchPoint
 from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.config import ExtensionError
@@ -112,8 +112,6 @@ class Rollout:
         self._conversation: TokenConversation
         """That of the latest attempt."""
         self._start: str | Checkpoint = ""
-        self._replies: tuple[str, ...] = ()
-        """Given ones, with which it starts."""
         self._tree: TreeMember | None = None
         """Its place in a tree; None in a group whose members all start together."""
         self._group: GroupMember | TreeMember
@@ -130,19 +128,17 @@ class Rollout:
         Raises: Halted: No daemon answers.
         """
         config, client, group_index = self.config, self.here.client, self.sample.group_index
-        self._start, self._replies = start, given_replies(self.sample.metadata)
+        self._start = start
         self._resumed = partial_of(self.sample) if self.keeps_partial else None
         self._group = GroupMember(
             client, self.here.forks, group=group_index, size=group_size, wait_s=config.group_wait_s
         )
-        if self._replies or (config.group == "tree" and group_size > 1):
-            forks = self.here.forks
+        if config.group == "tree" and group_size > 1:
             self._group = self._tree = TreeMember(
                 client,
-                forks.tree((group_index, start), root_count=config.branch_roots) if group_size > 1 else Tree(),
+                self.here.forks.tree((group_index, start), root_count=config.branch_roots),
                 config=config,
                 size=group_size,
-                replies=self._replies,
                 lease_ttl=config.lease_ttl,
                 traced=lambda waiting: span(self.sample, "env_branch", {"waiting": waiting}),
             )
@@ -282,10 +278,7 @@ class Rollout:
             "continued_turns": len(self._resumed.point.turns) if self._resumed else 0,
             "parent_episode_id": context.episode_id if context else "",
             "prompt_hash": digest,
-            # Groups after given replies take no replays, and give none.
-            "start": ""
-            if self._replies
-            else start_name(self._start, basis_digest=basis, prompt_hash=digest, perturbations=perturbations),
+            "start": start_name(self._start, basis_digest=basis, prompt_hash=digest, perturbations=perturbations),
         }
         first_turn = trajectory.shared_turn_count + 1
         for sample, row in zip(samples, rows, strict=False):
