@@ -186,7 +186,7 @@ class Rollout:
 
         async def interrupted(point: BranchPoint) -> None:
             if len(point.turns) > (len(resumed.point.turns) if resumed else 0):
-                await self._keep_state(point, conversation.rows[-1])
+                await self._store_partial(point, conversation.rows[-1])
 
         if resumed is not None:
             is_masked = getattr(self.args, "mask_offpolicy_in_partial_rollout", False)
@@ -200,7 +200,7 @@ class Rollout:
             traced=self._traced,
         )
 
-    async def _keep_state(self, point: BranchPoint, row: Row) -> None:
+    async def _store_partial(self, point: BranchPoint, row: Row) -> None:
         """Store the episode between two turns, so that a later rollout continues it."""
         if self.episode is None:
             return
@@ -264,10 +264,10 @@ class Rollout:
                 await keep_success(self.here.pool, trajectory, rows, samples)
             result = samples[0] if multiple is None else samples
         if self._keeps_partial:
-            await self._keep(is_aborted=is_aborted)
+            await self._note_partial(is_aborted=is_aborted)
         return result
 
-    async def _keep(self, *, is_aborted: bool) -> None:
+    async def _note_partial(self, *, is_aborted: bool) -> None:
         """Note where an aborted sample continues, and delete the checkpoint that it no longer needs."""
         old = self.sample.metadata.pop(_PARTIAL_KEY, None)
         new = self._interrupted or old if is_aborted else None
