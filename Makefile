@@ -235,7 +235,7 @@ adapters-newest: deps ## Test the adapters with the newest releases of their fra
 	@touch $@
 
 compat-proof: deps $(STAMP) ## Test the compatibility protocols with other systems' own clients (SEEDS: a directory of checkouts)
-	@[[ -d "$${SEEDS:-}" ]] || { echo "compat-proof: set SEEDS to a directory of checkouts; see docs/compat.md" >&2; exit 1; }
+	@[[ -d "$${SEEDS:-}" ]] || { echo "compat-proof: set SEEDS to a directory of checkouts; see docs/evidence/clients.md" >&2; exit 1; }
 	@$(BIN)/python -m pytest --long -m seeds tests/seeds
 	@$(RECORD) $@
 
@@ -267,8 +267,10 @@ $(RAY_STAMP): pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) 
 
 versions-proof: deps $(PROMTOOL) $(VERSIONS:%=.venv-python-%/.installed) ## Run the unit tests, and whole programs on drawn desktops, by newer versions of Python (VERSIONS: some of 3.12 3.13)
 	@for version in $(VERSIONS); do echo "versions-proof: $$version"; ln -sf ../../$(PROMTOOL) .venv-python-$$version/bin/; \
-		.venv-python-$$version/bin/python -m pytest $(BY_TWO) tests/unit tests/fuzz tests/e2e/test_cli_quickstart.py tests/e2e/test_evaluate_fake.py; done
-	@case "$(VERSIONS)" in "3.12 3.13") $(RECORD) $@;; *) echo "$@: a part of it; not recorded";; esac
+		progress=$$($(PYTHON) docs/proofs.py progress $@/$$version); \
+		.venv-python-$$version/bin/python -m pytest $(BY_TWO) $${progress:+--progress "$$progress"} \
+			tests/unit tests/fuzz tests/e2e/test_cli_quickstart.py tests/e2e/test_evaluate_fake.py; \
+		$(RECORD) $@/$$version; done
 
 .venv-python-%/.installed: pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
 	@[[ -n "$(call python_of,$*)" ]] || { echo "versions-proof: no Python $*; install it by your distribution or pyenv, or set VERSIONS" >&2; exit 1; }

@@ -25,13 +25,18 @@ _HEADER = "| target | proves | commit | date |\n|---|---|---|---|\n"
 
 def targets(root: Path) -> dict[str, str]:
     """Return what is proved by each target that records itself: the Makefile's help texts."""
-    lines = re.findall(
-        r"^([a-z-]+):(?!=).*?## (.*)\n((?:\t.*\n)*)", (root / "Makefile").read_text("utf-8"), re.MULTILINE
-    )
-    helps = {name: text for name, text, recipe in lines if "$(RECORD)" in recipe}
-    adapters = sorted(path.stem for path in (root / "tests/adapters/requirements").glob("*.txt"))
-    parts = {f"adapters-proof/{name}": helps["adapters-proof"] for name in adapters if "adapters-proof" in helps}
-    return {name: text for name, text in helps.items() if name != "adapters-proof"} | parts
+    makefile = (root / "Makefile").read_text("utf-8")
+    lines = re.findall(r"^([a-z-]+):(?!=).*?## (.*)\n((?:\t.*\n)*)", makefile, re.MULTILINE)
+    versions = re.search(r"^VERSIONS \?= (.*)$", makefile, re.MULTILINE)
+    parts = {
+        "adapters-proof": sorted(path.stem for path in (root / "tests/adapters/requirements").glob("*.txt")),
+        "versions-proof": versions[1].split() if versions else [],
+    }
+    found: dict[str, str] = {}
+    for name, text, recipe in lines:
+        if "$(RECORD)" in recipe:
+            found |= {f"{name}/{part}": text for part in parts[name]} if name in parts else {name: text}
+    return found
 
 
 def passes(root: Path) -> dict[str, dict[str, Any]]:

@@ -5,14 +5,14 @@ from datetime import datetime
 
 from envd.api.security.tls import expire_time_of, server_credentials
 from envd.api.security.tokens import read_tokens
-from envd.base.checks import Check, Status, fail, ok
+from envd.base.checks import HostCheck, Status, fail, ok
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 
 _CERT_WARN_DAYS = 14
 
 
-def check_security(config: Config, *, now: datetime) -> Check:
+def check_security(config: Config, *, now: datetime) -> HostCheck:
     """Check that tokens and certificates are valid, and for how long."""
     security, found = config.security, []
     try:
@@ -27,7 +27,7 @@ def check_security(config: Config, *, now: datetime) -> Check:
             if left_days < _CERT_WARN_DAYS:
                 status = Status.FAIL if left_days < 0 else Status.WARN
                 detail = f"{security.tls_cert} is valid for {left_days} days"
-                return Check(
+                return HostCheck(
                     name="security", status=status, detail=detail, fix="replace it; envd reloads it without a restart"
                 )
     except ConfigError as error:
@@ -37,7 +37,7 @@ def check_security(config: Config, *, now: datetime) -> Check:
     return ok("security", ", ".join(found))
 
 
-def check_port(name: str, listen: str, *, daemon_pid: int | None) -> Check:
+def check_port(name: str, listen: str, *, daemon_pid: int | None) -> HostCheck:
     """Check that an address is free."""
     if listen.startswith("unix:"):
         return ok(name, f"{listen}; a start replaces the socket if no process listens on it")

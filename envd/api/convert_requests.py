@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from cuaenv.action_codec import TOOL_KINDS, BadAction, from_proto
 from cuaenv.actions import MAX_ACTION_COUNT, MAX_TOOL_COUNT, Action
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
-from envd.api.fields import int_in_range, limited, request_id_of, required, seconds
 from envd.api.security.access import TRUSTED, Caller, Scope
 from envd.base.config import SettlePolicy
 from envd.base.errors import InvalidRequest, Unimplemented
@@ -63,6 +63,7 @@ MAX_TASK_ID_COUNT = 1000
 #: Most variants among them: each takes up to 2.5 ms to build.
 MAX_VARIANT_COUNT = 50
 
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _RUN = re.compile(r"[A-Za-z0-9._-]{0,64}")
 _ABSOLUTE_PATH = re.compile(r"/|[A-Za-z]:[\\/]")
 
@@ -469,3 +470,61 @@ def _lease_ttl_s(request: env_pb2.ResetRequest | env_pb2.ForkRequest | env_pb2.K
     if not request.HasField("lease_ttl"):
         return None
     return seconds(request.lease_ttl, "lease_ttl", low=MIN_LEASE_TTL_S, high=MAX_LEASE_TTL_S)
+
+
+def required(value: str, field: str, *, max_chars: int = 256) -> str:
+    """Return a required text. Raises: InvalidRequest."""
+    if not value:
+        raise InvalidRequest(field, "is required")
+    return limited(value, field, max_chars=max_chars)
+
+
+def limited(value: str, field: str, *, max_chars: int = 256) -> str:
+    """Return a text of limited length. Raises: InvalidRequest."""
+    if len(value) > max_chars:
+        raise InvalidRequest(field, f"has {len(value)} characters; at most {max_chars}")
+    return value
+
+
+def request_id_of(value: str, field: str = "request_id") -> str:
+    """Return a request id. Raises: InvalidRequest."""
+    if not value:
+        raise InvalidRequest(field, "is required; make one per request, such as a UUID4, and keep it on retries")
+    if not _REQUEST_ID.fullmatch(value):
+        raise InvalidRequest(field, "must be 1 to 64 of A-Z a-z 0-9 _ -")
+    return value
+
+
+def int_in_range(value: int, field: str, *, low: int, high: int, default: int | None = None) -> int:
+    """Return an integer within [low, high]; 0 means `default` if there is one. Raises: InvalidRequest."""
+    if value == 0 and default is not None:
+        return default
+    if not low <= value <= high:
+        raise InvalidRequest(field, f"{value} is outside [{low}, {high}]")
+    return value
+
+
+def seconds(
+    value: Duration | None,
+    field: str,
+    *,
+    high: float,
+    low: float | None = None,
+    above: float | None = None,
+    default: float | None = None,
+) -> float:
+    """Return a duration in seconds within [low, high] or (above, high].
+
+    Raises:
+        InvalidRequest: Out of range, or absent without a default.
+    """
+    if value is None:
+        if default is None:
+            raise InvalidRequest(field, "is required")
+        return default
+    length_s: float = value.seconds + value.nanos / 1e9
+    too_short = (low is not None and length_s < low) or (above is not None and length_s <= above)
+    if too_short or length_s > high:
+        lower = f"({above:g}" if above is not None else f"[{low:g}"
+        raise InvalidRequest(field, f"{length_s:g} s is outside {lower} s, {high:g} s]")
+    return length_s

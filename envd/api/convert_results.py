@@ -5,12 +5,12 @@ from dataclasses import replace
 from datetime import datetime
 from typing import overload
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from cuaenv.capabilities import CAPABILITIES
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
-from envd.api.fields import duration_of
 from envd.base.config import LimitsConfig
 from envd.base.version import envd_version
 from envd.desktop.observation import (
@@ -19,14 +19,14 @@ from envd.desktop.observation import (
     Encoding,
     Keyframe,
     Observation,
-    ScreenChange,
+    ScreenComparison,
     TileDelta,
     UnchangedImage,
 )
-from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.checkpoints.manifest import Manifest
 from envd.episodes.progress import CheckpointTrigger, EpisodeState, Origin, ScoreResult
-from envd.episodes.types import EpisodeInfo, EvaluateResult, OpenedGroup, RollbackResult, StepResult
-from envd.pool.queue import QueuedGroup
+from envd.episodes.types import EpisodeStatus, EvaluateResult, OpenedGroup, RollbackResult, StepResult
+from envd.pool.queue import QueueEntry
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task
 from envd.tasks.templates import split_of
@@ -136,14 +136,14 @@ def server_message(limits: LimitsConfig, *, max_machines: int | None) -> env_pb2
     return env_pb2.Server(
         release=envd_version(),
         capabilities=sorted(CAPABILITIES),
-        default_lease_ttl=duration_of(limits.lease_ttl_s),
-        max_lease_ttl=duration_of(limits.lease_ttl_max_s),
+        default_lease_ttl=_duration(limits.lease_ttl_s),
+        max_lease_ttl=_duration(limits.lease_ttl_max_s),
         max_steps=limits.max_steps,
         max_machine_count=max_machines,
     )
 
 
-def episode_message(info: EpisodeInfo, *, with_origin: bool = False) -> env_pb2.Episode:
+def episode_message(info: EpisodeStatus, *, with_origin: bool = False) -> env_pb2.Episode:
     spec, progress = info.spec, info.progress
     return env_pb2.Episode(
         episode_id=spec.episode_id,
@@ -177,7 +177,7 @@ def _origin(origin: Origin) -> env_pb2.Origin:
     )
 
 
-def checkpoint_message(checkpoint: Checkpoint) -> env_pb2.Checkpoint:
+def checkpoint_message(checkpoint: Manifest) -> env_pb2.Checkpoint:
     spec, progress = checkpoint.spec, checkpoint.progress
     return env_pb2.Checkpoint(
         checkpoint_id=checkpoint.checkpoint_id,
@@ -220,7 +220,7 @@ def observation_message(observation: Observation) -> env_pb2.Observation:
 
 
 def pool_messages(
-    pools: Iterable[PoolStatus], queues: Mapping[str, Sequence[QueuedGroup]] | None = None
+    pools: Iterable[PoolStatus], queues: Mapping[str, Sequence[QueueEntry]] | None = None
 ) -> list[env_pb2.Pool]:
     """Return the messages for pools, in name order, with their queues if given."""
     messages = [_pool(pool) for pool in sorted(pools, key=lambda pool: pool.name)]
@@ -229,13 +229,13 @@ def pool_messages(
     return messages
 
 
-def _queued_group(group: QueuedGroup) -> env_pb2.QueuedGroup:
+def _queued_group(group: QueueEntry) -> env_pb2.QueuedGroup:
     return env_pb2.QueuedGroup(
         run=group.run,
         machine_count=group.machine_count,
         position=group.position,
-        waited=duration_of(group.waited_s),
-        left=duration_of(group.left_s),
+        waited=_duration(group.waited_s),
+        left=_duration(group.left_s),
         reason=group.reason,
     )
 
@@ -339,7 +339,7 @@ def _elements(elements: Elements | None) -> env_pb2.A11yElements | None:
     )
 
 
-def _screen_change(change: ScreenChange | None) -> env_pb2.ScreenChange | None:
+def _screen_change(change: ScreenComparison | None) -> env_pb2.ScreenChange | None:
     if change is None:
         return None
     return env_pb2.ScreenChange(
@@ -367,3 +367,10 @@ def _timestamp(moment: datetime) -> Timestamp:
     timestamp = Timestamp()
     timestamp.FromDatetime(moment)
     return timestamp
+
+
+def _duration(length_s: float) -> Duration:
+    """Return a duration message, to the microsecond."""
+    duration = Duration()
+    duration.FromMicroseconds(round(length_s * 1e6))
+    return duration

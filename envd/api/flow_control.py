@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from cuaenv.v1 import env_pb2
 from envd.api.convert_requests import port_data_of
-from envd.episodes.port_connection import PortConnection
+from envd.episodes.guest_access import PortConnection
 
 Item = TypeVar("Item")
 

@@ -18,8 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc_status import rpc_status
 
 from envd.api.security.access import Caller, rule_of, set_current_caller
-from envd.api.security.guard import CallGuard, Metadata
-from envd.api.security.limits import RunningCall
+from envd.api.security.guard import CallGuard, Metadata, RunningCall
 from envd.api.status import code_of, is_failure_of_ours, reason_of, status_of
 from envd.base.errors import EnvdError, InvalidRequest, RateLimited
 from envd.base.telemetry import traces

@@ -7,10 +7,9 @@ import base64
 import binascii
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from envd.api.fields import int_in_range
+from envd.api.convert_requests import int_in_range
 from envd.base.errors import InvalidRequest
 
 Item = TypeVar("Item")
@@ -18,15 +17,6 @@ Item = TypeVar("Item")
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 _TOKEN_MARK = "1:"  # noqa: S105 -- the token's version, not a secret
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page(Generic[Item]):
-    """Items, and the token of the next page."""
-
-    items: tuple[Item, ...]
-    next_page_token: str
-    """Empty on the last page."""
 
 
 def page_of(
@@ -37,8 +27,10 @@ def page_of(
     page_token: str,
     has_more: bool = False,
     is_sorted: bool = False,
-) -> Page[Item]:
-    """Return the page of `items`, sorted by their unique keys, that the token identifies.
+) -> tuple[tuple[Item, ...], str]:
+    """Return the page of `items`, sorted by their unique keys, that the token identifies, and the next page's token.
+
+    That is empty on the last page.
 
     Args:
         page_size: Most items of a page; 0 for the default.
@@ -54,7 +46,7 @@ def page_of(
     ordered = list(items) if is_sorted else sorted(items, key=key)
     left = ordered[bisect_right(ordered, after, key=key) :]
     token = _encoded(key(left[:size][-1])) if left and (has_more or len(left) > size) else ""
-    return Page(items=tuple(left[:size]), next_page_token=token)
+    return tuple(left[:size]), token
 
 
 def _encoded(key: str) -> str:

@@ -24,8 +24,7 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api.health import HealthServicer
 from envd.api.interceptors import CallInterceptor
 from envd.api.security.access import MAX_MESSAGE_BYTES
-from envd.api.security.guard import RENEWAL_BURST, RENEWALS_PER_S, CallGuard
-from envd.api.security.limits import RateLimiter
+from envd.api.security.guard import RENEWAL_BURST, RENEWALS_PER_S, CallGuard, RateLimiter
 from envd.api.security.secret_files import Reloaded
 from envd.api.security.tls import server_credentials
 from envd.api.security.tokens import SETTING as TOKENS_SETTING

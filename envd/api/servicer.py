@@ -29,8 +29,11 @@ from envd.api.convert_requests import (
     forward_request,
     frames_request,
     guest_path_of,
+    int_in_range,
     keep_alive_of,
     observation_options,
+    request_id_of,
+    required,
     reset_command,
     rollback_command,
     score_command,
@@ -53,7 +56,6 @@ from envd.api.convert_results import (
     suite_of,
     task_message,
 )
-from envd.api.fields import int_in_range, request_id_of, required
 from envd.api.flow_control import AckTracker, forwarded, paced
 from envd.api.interceptors import ids_of
 from envd.api.pages import page_of
@@ -179,7 +181,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         caller = current_caller()
         async with self._listing[caller.name]:
             found = await self._episodes.checkpoints.list(caller.may_list)
-            page = page_of(
+            page, next_token = page_of(
                 (
                     checkpoint
                     for checkpoint in found
@@ -192,10 +194,10 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
                 page_token=request.page_token,
                 is_sorted=True,
             )
-            response = env_pb2.ListCheckpointsResponse(next_page_token=page.next_page_token)
-            for at in range(0, len(page.items), _LISTED_AT_ONCE):
+            response = env_pb2.ListCheckpointsResponse(next_page_token=next_token)
+            for at in range(0, len(page), _LISTED_AT_ONCE):
                 await asyncio.sleep(0)
-                response.checkpoints.extend(map(checkpoint_message, page.items[at : at + _LISTED_AT_ONCE]))
+                response.checkpoints.extend(map(checkpoint_message, page[at : at + _LISTED_AT_ONCE]))
             return response
 
     async def DeleteCheckpoint(
@@ -286,14 +288,14 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         self, request: env_pb2.ListEpisodesRequest, context: Context
     ) -> env_pb2.ListEpisodesResponse:
         caller = current_caller()
-        page = page_of(
+        page, next_token = page_of(
             (info for info in self._episodes.list_episodes() if caller.may_list(info.spec.owner)),
             key=lambda info: listing_key(info.spec.create_time, info.episode_id),
             page_size=request.page_size,
             page_token=request.page_token,
         )
         return env_pb2.ListEpisodesResponse(
-            episodes=[episode_message(info) for info in page.items], next_page_token=page.next_page_token
+            episodes=[episode_message(info) for info in page], next_page_token=next_token
         )
 
     async def GetTask(self, request: env_pb2.GetTaskRequest, context: Context) -> env_pb2.GetTaskResponse:
@@ -306,14 +308,14 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def ListTasks(self, request: env_pb2.ListTasksRequest, context: Context) -> env_pb2.ListTasksResponse:
         task_ids = task_ids_of(request.task_ids)
         tasks = await self._find(task_ids) if task_ids else self._episodes.tasks.list()
-        page = page_of(
+        page, next_token = page_of(
             (task for task in tasks if request.suite in ("", suite_of(task))),
             key=lambda task: task.task_id,
             page_size=request.page_size,
             page_token=request.page_token,
         )
-        messages = await self._task_messages(page.items)
-        return env_pb2.ListTasksResponse(tasks=messages, next_page_token=page.next_page_token)
+        messages = await self._task_messages(page)
+        return env_pb2.ListTasksResponse(tasks=messages, next_page_token=next_token)
 
     async def _task_messages(self, tasks: Sequence[Task]) -> list[env_pb2.Task]:
         catalogue = self._episodes.tasks

@@ -9,7 +9,6 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from cuaenv.reasons import CODE_BY_REASON
-from envd.api.fields import duration_of
 from envd.base import errors
 
 DOMAIN: Final = "cuaenv"
@@ -53,7 +52,9 @@ def status_of(error: Exception, *, metadata: Mapping[str, str]) -> status_pb2.St
         )
     ]
     if isinstance(error, errors.RetryableError):
-        details.append(error_details_pb2.RetryInfo(retry_delay=duration_of(error.retry_after_s)))
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMicroseconds(round(error.retry_after_s * 1e6))
+        details.append(retry)
     if isinstance(error, errors.InvalidRequest):
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.field, description=_shortened(error.description)

@@ -84,11 +84,11 @@ class LoopThrottle:
         self._width = self._left = width
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def wait_turn(self) -> None:
-        """Wait for the caller's turn; returns at once while fewer than `width` callers came in this iteration."""
+    async def wait(self) -> None:
+        """Wait until the caller is admitted: at once while fewer than `width` callers came in this iteration."""
         loop = asyncio.get_running_loop()
         if self._left == self._width:
-            loop.call_soon(self._turn)
+            loop.call_soon(self._admit_more)
         if self._left:
             self._left -= 1
             return
@@ -96,7 +96,7 @@ class LoopThrottle:
         self._waiting.append(admitted)
         await admitted
 
-    def _turn(self) -> None:
+    def _admit_more(self) -> None:
         self._left = self._width
         while self._waiting and self._left:
             admitted = self._waiting.popleft()
@@ -104,7 +104,7 @@ class LoopThrottle:
                 admitted.set_result(None)
                 self._left -= 1
         if self._left < self._width:
-            asyncio.get_running_loop().call_soon(self._turn)
+            asyncio.get_running_loop().call_soon(self._admit_more)
 
 
 async def race(*waits: "asyncio.Event | asyncio.Future[Any]", timeout_s: float | None = None) -> None:

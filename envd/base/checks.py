@@ -1,4 +1,4 @@
-"""What `envd doctor` finds: a `Check` for each thing that it examines, and the checks of programs and directories.
+"""What `envd doctor` finds: a `HostCheck` for each thing that it examines, and the checks of programs and directories.
 
 The checks of a room are in that room. Each examines one thing and changes nothing. Standard library alone.
 """
@@ -29,7 +29,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class HostCheck:
     """One finding."""
 
     name: str
@@ -40,16 +40,16 @@ class Check:
     """The remedy; empty without a problem."""
 
 
-def ok(name: str, detail: str) -> Check:
-    return Check(name=name, status=Status.OK, detail=detail)
+def ok(name: str, detail: str) -> HostCheck:
+    return HostCheck(name=name, status=Status.OK, detail=detail)
 
 
-def warn(name: str, detail: str, *, fix: str) -> Check:
-    return Check(name=name, status=Status.WARN, detail=detail, fix=fix)
+def warn(name: str, detail: str, *, fix: str) -> HostCheck:
+    return HostCheck(name=name, status=Status.WARN, detail=detail, fix=fix)
 
 
-def fail(name: str, detail: str, *, fix: str) -> Check:
-    return Check(name=name, status=Status.FAIL, detail=detail, fix=fix)
+def fail(name: str, detail: str, *, fix: str) -> HostCheck:
+    return HostCheck(name=name, status=Status.FAIL, detail=detail, fix=fix)
 
 
 def as_root(command: str) -> str:
@@ -70,19 +70,19 @@ def version_of_program(path: str) -> str:
 
 def check_tool(
     name: str, *, package: str, purpose: str, needed: bool = True, version_of: Callable[[str], str] = version_of_program
-) -> Check:
+) -> HostCheck:
     """Check that a program is on PATH and prints its version."""
     path = shutil.which(name)
     if path is None:
         status = Status.FAIL if needed else Status.WARN
-        return Check(name=name, status=status, detail=f"not found; {purpose}", fix=install_fix(package))
+        return HostCheck(name=name, status=status, detail=f"not found; {purpose}", fix=install_fix(package))
     try:
         return ok(name, f"{version_of(path)} ({path})")
     except (OSError, subprocess.SubprocessError) as error:
         return fail(name, f"{path} does not run: {error}", fix=install_fix(package))
 
 
-def check_disk(name: str, directory: Path, *, free_bytes: int, writable: bool, reserve_bytes: int = 0) -> Check:
+def check_disk(name: str, directory: Path, *, free_bytes: int, writable: bool, reserve_bytes: int = 0) -> HostCheck:
     """Check the free space of a directory, or of its nearest existing parent.
 
     Args:
@@ -98,7 +98,7 @@ def check_disk(name: str, directory: Path, *, free_bytes: int, writable: bool, r
     return ok(name, detail)
 
 
-def check_directory(name: str, directory: Path, *, reserve_bytes: int = 0) -> Check:
+def check_directory(name: str, directory: Path, *, reserve_bytes: int = 0) -> HostCheck:
     """Check a directory that exists, or that a start creates; see `check_disk`."""
     existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
     free_bytes, writable = shutil.disk_usage(existing).free, os.access(existing, os.W_OK)

@@ -1,7 +1,7 @@
 """Record how a screen reacts to input, and replay settling over the recording. Knows no tasks and no reports.
 
 A recording continues long after the screen has settled, so every policy is judged on the same reaction. Replaying runs
-`envd.desktop.display.settle.settle` itself on a clock that the recording drives.
+`envd.desktop.settler.settle` itself on a clock that the recording drives.
 """
 
 import asyncio
@@ -20,11 +20,10 @@ from cuaenv.region import Region
 from envd.base.config import SettlePolicy
 from envd.desktop.acting import clicks, may_act_late
 from envd.desktop.desktop import Desktop
-from envd.desktop.display.blinking import MAX_BLINK_PIXELS, Blinking
 from envd.desktop.display.change import around, is_within
-from envd.desktop.display.settle import settle
+from envd.desktop.display.screen import MAX_BLINK_PIXELS, Blinking
 from envd.desktop.observation import SettleResult
-from envd.desktop.settler import policy_after
+from envd.desktop.settler import policy_after, settle
 from envd.hypervisor.machine import Machine
 
 #: Between two refreshes. QEMU compares the guest's screen at most every 30 ms.

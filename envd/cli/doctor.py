@@ -31,7 +31,7 @@ from cuaenv.client.targets import Address
 from cuaenv.v1 import env_pb2
 from envd.api.checks import check_port, check_security
 from envd.api.security.tls import name_of
-from envd.base.checks import Check, Status, check_directory, fail, ok, warn
+from envd.base.checks import HostCheck, Status, check_directory, fail, ok, warn
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.sandbox.probe import check_sandbox
@@ -54,10 +54,10 @@ from envd.integrations.osworld.environment import check_osworld
 from envd.pool.room import check_memory, read_available_bytes
 
 #: What a check returns.
-_Found = Check | Sequence[Check]
+_Found = HostCheck | Sequence[HostCheck]
 
 
-def check_pool(pool: Pool) -> Check:
+def check_pool(pool: Pool) -> HostCheck:
     """Report the health of a pool of a running daemon."""
     if pool.is_failing:
         health, status = "failing", Status.FAIL
@@ -65,7 +65,7 @@ def check_pool(pool: Pool) -> Check:
         health, status = "degraded", Status.WARN
     else:
         health, status = "healthy", Status.OK
-    return Check(
+    return HostCheck(
         name=f"pool {pool.name}",
         status=status,
         detail=f"{health}, {pool.leased_count} of {pool.resident_count} machines leased, {pool.waiting_count} requested"
@@ -76,7 +76,7 @@ def check_pool(pool: Pool) -> Check:
 
 async def check_daemon(
     config: Config, *, daemon_pid: int | None, tls: Tls | None = None, timeout: timedelta = timedelta(seconds=5)
-) -> list[Check]:
+) -> list[HostCheck]:
     """Check the pools of the daemon that uses this state directory, if one runs.
 
     Args:
@@ -119,7 +119,7 @@ async def check_daemon(
     return [ok("daemon", f"{where} responds"), *map(check_pool, pools)]
 
 
-async def examine(config: Config, *, tls: Tls | None = None) -> list[Check]:
+async def examine(config: Config, *, tls: Tls | None = None) -> list[HostCheck]:
     """Run all checks."""
     pid, now = holder(config.state_dir), datetime.now(UTC)
     reserve_bytes = config.limits.disk_reserve_mib << 20
@@ -150,7 +150,7 @@ async def examine(config: Config, *, tls: Tls | None = None) -> list[Check]:
     return [found for name, check in checks.items() for found in await _guarded(name, check)]
 
 
-async def _guarded(name: str, check: Callable[[], _Found | Awaitable[_Found]]) -> Sequence[Check]:
+async def _guarded(name: str, check: Callable[[], _Found | Awaitable[_Found]]) -> Sequence[HostCheck]:
     """Run a check; an exception is a finding."""
     try:
         found = check()
@@ -161,7 +161,7 @@ async def _guarded(name: str, check: Callable[[], _Found | Awaitable[_Found]]) -
         return [fail(name, f"the check failed: {error}", fix="correct the file or its rights, or run as its owner")]
     except Exception as error:
         return [fail(name, f"the check failed: {error!r}", fix="report this as a bug")]
-    return [found] if isinstance(found, Check) else found
+    return [found] if isinstance(found, HostCheck) else found
 
 
 def _packages() -> dict[str, str]:

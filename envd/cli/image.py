@@ -17,7 +17,7 @@ from envd.cli.image_output import give_to_sudo_user, parse_screen, print_image
 from envd.cli.options import config_options
 from envd.cli.templates import app as templates_app
 from envd.cli.terminal import columns, stop_on_sigterm
-from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
+from envd.hypervisor.machine import ExtraDrive, Firmware, GuestOs, Hardware
 from envd.hypervisor.oci.images import remove_unpacked
 from envd.images.catalogue import ImageCatalogue, ImportedDisk, disk_format_of
 from envd.images.containerfile import write_container_files
@@ -103,8 +103,8 @@ def import_(
         firmware_vars=firmware_vars,
         tpm_state=tpm_state,
         drives=[
-            *(Drive(path=path) for path in drive or ()),
-            *(Drive(path=path, disk_format="raw", is_cdrom=True) for path in cdrom or ()),
+            *(ExtraDrive(path=path) for path in drive or ()),
+            *(ExtraDrive(path=path, disk_format="raw", is_cdrom=True) for path in cdrom or ()),
         ],
     )
     with progress(f"image {name}") as report:

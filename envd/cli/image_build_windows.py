@@ -20,7 +20,7 @@ from envd.cli.image_output import give_to_sudo_user, parse_screen, print_image
 from envd.cli.options import config_options
 from envd.cli.terminal import stop_on_sigterm
 from envd.daemon.state_lock import holder, locked
-from envd.hypervisor.machine import Accelerator, Drive, MachineSpec
+from envd.hypervisor.machine import Accelerator, ExtraDrive, MachineSpec
 from envd.hypervisor.qemu.domain_xml import domain_xml
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.host import find_firmware
@@ -135,7 +135,7 @@ def _build(
     async def build(media: Media) -> Image:
         machine = media.image(plan)
         # QEMU also reads the ISO, which the boot disc is an overlay of.
-        iso = Drive(path=plan.options.iso, disk_format="raw", is_cdrom=True)
+        iso = ExtraDrive(path=plan.options.iso, disk_format="raw", is_cdrom=True)
         hypervisor = await LibvirtHypervisor.open(
             # The driver and templates of the operator's daemon are not for builds.
             settings.hypervisor.model_copy(update={"uri": "", "template_dir": None, "template_memory_dir": None}),

@@ -11,11 +11,11 @@ from datetime import datetime
 
 from envd.base.clock import Clock
 from envd.console.runs import Facts, Runs
-from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.checkpoints.manifest import Manifest
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.service import EpisodeService
-from envd.pool.queue import QueuedGroup
+from envd.pool.queue import QueueEntry
 from envd.pool.status import PoolStatus
 
 #: Reading 256 episodes takes about 3 ms of the event loop.
@@ -183,7 +183,7 @@ def episode_facts(episode: Episode, timeline: Timeline, *, clock: Clock) -> Fact
     }
 
 
-def episode_detail(episode: Episode, facts: Facts, timeline: Timeline, checkpoints: Iterable[Checkpoint]) -> Facts:
+def episode_detail(episode: Episode, facts: Facts, timeline: Timeline, checkpoints: Iterable[Manifest]) -> Facts:
     """Return what the full view shows, with the checkpoints of its tree."""
     score = episode.progress.score
     return {
@@ -222,7 +222,7 @@ def episode_detail(episode: Episode, facts: Facts, timeline: Timeline, checkpoin
     }
 
 
-def pool_facts(pool: PoolStatus, queue: Iterable[QueuedGroup], *, now_s: float) -> Facts:
+def pool_facts(pool: PoolStatus, queue: Iterable[QueueEntry], *, now_s: float) -> Facts:
     """Return what the page shows of a pool and its queue, at a Unix time."""
     return {
         "name": pool.name,

@@ -30,7 +30,7 @@ from envd.console.pictures import Pictures
 from envd.console.replays import PageReplays
 from envd.console.runs import Runs
 from envd.console.viewer import Viewer, event
-from envd.episodes.checkpoints.calls import tree_of
+from envd.episodes.checkpointing import tree_of
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.records import RecordingUnreadable
 from envd.episodes.service import EpisodeService

@@ -44,7 +44,7 @@ from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.recovery import PersistedState, load_persisted
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import EpisodeInfo
+from envd.episodes.types import EpisodeStatus
 from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor, Machine
 from envd.images.catalogue import ImageCatalogue
@@ -92,7 +92,7 @@ class Daemon:
     """Addresses of other systems' protocols, by name."""
     reaped: tuple[str, ...]
     """Machines of a previous daemon that were removed at the start."""
-    known: tuple[EpisodeInfo, ...]
+    known: tuple[EpisodeStatus, ...]
     """Episodes of a previous daemon."""
 
     @property
@@ -260,7 +260,7 @@ def _pools(config: Config, inputs: Inputs, host: PoolHost, *, exits: Mapping[str
 async def open_episodes(
     config: Config, inputs: Inputs, store: SqliteStore, metrics: Metrics, machines: Machines
 ) -> AsyncIterator[EpisodeService]:
-    """Create the episode service, restore persisted episodes, and look for leftovers. Ends all episodes at the end."""
+    """Create the episode service, recover persisted episodes, and look for leftovers. Ends all episodes at the end."""
     async with AsyncExitStack() as stack:
 
         def run(work: Coroutine[Any, Any, None], name: str) -> None:
@@ -317,7 +317,7 @@ async def open_episodes(
         service.extend_leases_by(lag)
         run(lag.run(), "loop-lag")
         run(service.checkpoints.keep_swept(Clock()), "checkpoints")
-        await service.restore(machines.persisted, machines.adopted)
+        await service.recover(machines.persisted, machines.adopted)
         audit = Audit(
             sources=[machines.hypervisor, *stray_rows(store, machines.pools, has_episode=service.journal.is_tracked)],
             interval_s=config.limits.audit_interval_s,

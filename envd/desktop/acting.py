@@ -28,8 +28,7 @@ from envd.desktop.input.plan import (
     typing_method,
 )
 from envd.desktop.observation import ActionOutcome, Point
-from envd.desktop.readiness import GuestPauses
-from envd.desktop.session import GuestSession
+from envd.desktop.session import GuestPauses, GuestSession
 from envd.desktop.settler import Settler
 from envd.desktop.toolbox import Toolbox
 

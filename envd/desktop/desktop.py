@@ -37,8 +37,7 @@ from envd.desktop.observation import (
     ObservationOptions,
     SettleResult,
 )
-from envd.desktop.readiness import GuestPauses, wait_idle, wait_ready
-from envd.desktop.session import GuestSession
+from envd.desktop.session import GuestPauses, GuestSession, wait_idle, wait_ready
 from envd.desktop.settler import Settler
 from envd.desktop.toolbox import Toolbox
 from envd.desktop.tunnel import open_port

@@ -5,6 +5,7 @@ from datetime import datetime
 from enum import Enum
 
 from cuaenv.region import Region
+from envd.base.errors import InvalidRequest
 
 
 class Encoding(Enum):
@@ -111,6 +112,24 @@ class ObservationOptions:
         """Whether data other than pixels is requested, which needs a running guest."""
         return self.asks_for_tree or self.include_terminal
 
+    def require_region_on(self, size_px: tuple[int, int]) -> None:
+        """Check that the region lies on a screen of (width, height), before any action. Raises: InvalidRequest."""
+        region = self.region
+        if region is None:
+            return
+        width_px, height_px = size_px
+        if (
+            min(region.x_px, region.y_px) < 0
+            or min(region.width_px, region.height_px) < 1
+            or region.x_px + region.width_px > width_px
+            or region.y_px + region.height_px > height_px
+        ):
+            raise InvalidRequest(
+                "observation.region",
+                f"{region.width_px}x{region.height_px} at ({region.x_px}, {region.y_px}) is not within the screen of"
+                f" {width_px}x{height_px}",
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keyframe:
@@ -160,7 +179,7 @@ class EncodedFrame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScreenChange:
+class ScreenComparison:
     """Difference of two screens, as facts for rewards."""
 
     base_frame_id: str
@@ -174,7 +193,7 @@ class ScreenChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Element:
+class A11yElement:
     """An element of an accessibility tree that is on the screen."""
 
     role: str
@@ -198,7 +217,7 @@ class Element:
 class Elements:
     """Visible elements: parents before children, the active window first."""
 
-    items: tuple[Element, ...]
+    items: tuple[A11yElement, ...]
     left_out_count: int = 0
     """Elements left out because there were too many."""
     is_cut: bool = False
@@ -214,7 +233,7 @@ class Observation:
     a11y_elements: Elements | None = None
     terminal: str | None = None
     settle: SettleResult | None = None
-    screen_change: ScreenChange | None = None
+    screen_change: ScreenComparison | None = None
     timings_ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds by phase, such as `input`, `settle`, `encode`."""
 

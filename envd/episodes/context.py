@@ -1,21 +1,26 @@
 """What the calls of an episode service share: its collaborators, and how they resume a guest and report failures."""
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy
-from envd.base.errors import Draining, EnvdError
+from envd.base.errors import Draining, EnvdError, GuestError, GuestUnresponsive
+from envd.base.telemetry import traces
 from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import Stopwatch
+from envd.desktop.observation import Encoding, Observation, ObservationOptions
+from envd.episodes.checkpoints.parking import Parking
 from envd.episodes.episode import Episode
 from envd.episodes.journal import Journal
 from envd.episodes.ledger import Answer, Ledger, RequestKey
+from envd.episodes.members import TaskStates
 from envd.episodes.registry import EpisodeRegistry
 from envd.pool.leased import FrozenDesktop, LeasedMachine
 from envd.pool.pool import Pool
+from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.base import Judge, judge_directly
 from envd.tasks.user_model import UserModel
 
@@ -27,38 +32,20 @@ def draining_error() -> Draining:
     return Draining("the daemon is draining and opens no more episodes; try another host", retry_after_s=1.0)
 
 
-class ParkedEpisodes(Protocol):
-    """The episodes without a machine; implemented by `Parking`."""
-
-    async def resume(self, episode: Episode) -> None:
-        """Give an episode a machine, if it is parked. Raises: PoolExhausted, PoolFailing, MachineLost."""
-
-    def call_ended(self, episode: Episode) -> None:
-        """Note that an episode may be idle now."""
-
-    async def copy(
-        self, pool: Pool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
-    ) -> Sequence[LeasedMachine]:
-        """Store copies of a state; return the stand-ins of episodes that begin parked, for `keep`.
-
-        On failure and on cancellation nothing is stored. Raises: CheckpointStoreFull, StoreError, HypervisorError.
-        """
-
-    def keep(self, episode: Episode) -> None:
-        """Own the stored state of a new episode, if it begins parked."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeContext:
     """Collaborators of one episode service."""
 
     registry: EpisodeRegistry
     journal: Journal
+    tasks: TaskCatalogue
+    states: TaskStates
+    """Frozen starts of tasks, and what discards them."""
     pools: Mapping[str, Pool]
     limits: LimitsConfig
     clock: Clock
     metrics: Metrics
-    parking: ParkedEpisodes
+    parking: Parking
     make_id: Callable[[], str]
     """Makes the unique part of episode and group ids: at most 32 of [a-z0-9]."""
     requests: Ledger
@@ -73,6 +60,15 @@ class EpisodeContext:
 
     def new_episode_id(self) -> str:
         return f"ep-{self.make_id()}"
+
+    def new_ledger(self, episode_id: str) -> Ledger:
+        """Return an empty ledger for the requests of an episode."""
+        return Ledger(
+            clock=self.clock,
+            abandoned=lambda: self.registry.not_found(episode_id),
+            on_dropped=self.journal.forget_answer,
+            close_group=self.registry.close_group,
+        )
 
     async def once(self, request: RequestKey, work: Callable[[Episode], Coroutine[Any, Any, T]]) -> Answer[T]:
         """Perform a request on an episode once, in a task of its own, and renew the episode's lease; see `Ledger`.
@@ -106,7 +102,7 @@ class EpisodeContext:
             self.parking.call_ended(episode)
 
     @asynccontextmanager
-    async def awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[LeasedMachine]:
+    async def running(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[LeasedMachine]:
         """Keep the guest running during the block; yields its machine. Resuming it is the phase `resume` of `watch`.
 
         A guest that does not resume voids the episode. Raises: MachineLost.
@@ -123,6 +119,37 @@ class EpisodeContext:
             if resume_ms > 0:  # otherwise its time counts toward the next phase
                 watch.lap("resume")
             yield machine
+
+    async def freeze(
+        self, episode: Episode, step_index: int, *, epoch: int = 0, check: Callable[[], None] = lambda: None
+    ) -> FrozenDesktop:
+        """Freeze an episode's machine when no other call uses it, if the episode is at this step; `check` may refuse.
+
+        A guest that fails meanwhile voids the episode. Raises: as `Episode.require_step` and `Pool.freeze`.
+        """
+        async with episode.lock:
+            episode.require_step(step_index, epoch=epoch)
+            check()
+            try:
+                with traces.timed("freeze"):
+                    return await self.pools[episode.spec.pool].freeze(episode.machine)
+            except (GuestUnresponsive, GuestError) as error:
+                raise await self.registry.lose(episode, error) from error
+
+    async def with_pixels(self, observation: Observation, episode_id: str, options: ObservationOptions) -> Observation:
+        """Return a recorded observation, with its pixels if the screen still shows them. Resumes no guest."""
+        episode = self.registry.find(episode_id)
+        if options.encoding is Encoding.NONE or episode is None or episode.machine.lost.is_set():
+            return observation
+        desktop = episode.machine.desktop
+        try:
+            frame = await desktop.frame()
+            if frame.frame_id != observation.frame.frame_id:
+                return observation
+            encoded = await desktop.encode(frame, options)
+        except EnvdError:
+            return observation  # the recorded response is valid even if the machine fails now
+        return replace(observation, frame=replace(encoded, capture_time=observation.frame.capture_time))
 
     def settle_policy(self, episode: Episode, requested: SettlePolicy | None) -> SettlePolicy:
         """Return when the episode's screen counts as settled, with the regions that its pool ignores."""

@@ -88,7 +88,7 @@ class Controlling:
         """
         context = self._context
         episode = context.registry.get(episode_id)
-        async with context.call(episode), episode.turn:
+        async with context.call(episode), episode.lock:
             episode.human.require_holder(episode_id, control_id)
             episode.require_machine()
             session = self._sessions[episode_id]
@@ -109,14 +109,14 @@ class Controlling:
         if episode is None or not control_id or episode.human.control_id != control_id:
             return
         session = self._sessions[episode_id]
-        async with episode.turn:
+        async with episode.lock:
             try:
                 await self._record(episode, session)
             finally:
                 self._end(episode, session)
 
     async def before_rollback(self, episode: Episode, control_id: str) -> None:
-        """Check that a caller may roll an episode back, and record what the person did until now. Hold the turn.
+        """Check that a caller may roll an episode back, and record what the person did until now. Hold the lock.
 
         An empty `control_id` is the agent's. Raises: HumanInControl.
         """
@@ -142,7 +142,7 @@ class Controlling:
                 # A person's episode is not parked again.
                 async with self._context.call(episode):
                     pass
-                async with self._context.awake(episode, Stopwatch(clock)) as machine:
+                async with self._context.running(episode, Stopwatch(clock)) as machine:
                     # After a rollback the episode has another machine.
                     while self._holds(episode, session) and machine is episode.machine:
                         session.changed.clear()
@@ -151,8 +151,8 @@ class Controlling:
                                 await session.changed.wait()
                             if len(session.pending) < _MAX_PENDING:
                                 continue
-                        await self._record_in_turn(episode, session)
-                    await self._record_in_turn(episode, session, is_last=True)
+                        await self._record_locked(episode, session)
+                    await self._record_locked(episode, session, is_last=True)
         except EnvdError as error:
             logger.info("episode %s: control ends: %s", episode.episode_id, error)
         finally:
@@ -162,15 +162,15 @@ class Controlling:
         is_present = self._sessions.get(episode.episode_id) is session and not episode.closed.is_set()
         return is_present and self._context.clock.monotonic() < episode.human.expire_s
 
-    async def _record_in_turn(self, episode: Episode, session: _Session, *, is_last: bool = False) -> None:
+    async def _record_locked(self, episode: Episode, session: _Session, *, is_last: bool = False) -> None:
         if session.pending and not episode.closed.is_set():
-            async with episode.turn:
-                # In the turn: the act that had it before may have been a press.
+            async with episode.lock:
+                # With the lock: the act that held it before may have been a press.
                 if is_last or len(session.pending) >= _MAX_PENDING or not session.is_dragging:
                     await self._record(episode, session)
 
     async def _record(self, episode: Episode, session: _Session) -> None:
-        """Report what the person did since the last step, with the settled screen. The caller holds the turn."""
+        """Report what the person did since the last step, with the settled screen. The caller holds the lock."""
         performed, session.pending = session.pending, []
         if not performed:
             return

@@ -19,7 +19,7 @@ from envd.base.errors import (
 )
 from envd.episodes.ledger import Ledger
 from envd.episodes.progress import EpisodeSpec, EpisodeState, Progress
-from envd.episodes.types import EpisodeInfo
+from envd.episodes.types import EpisodeStatus
 from envd.pool.leased import LeasedMachine, StandIn
 from envd.tasks.model import Task, offered_tools
 
@@ -95,13 +95,13 @@ class Lease:
 class HumanControl:
     """The control of people over one episode.
 
-    A person who controls an episode holds a lease on that, which the page renews. Meanwhile the agent's steps and
+    A person's control expires unless the page renews it. Meanwhile the agent's steps and
     evaluations are refused, not queued: they were decided on a screen that is no longer shown. After the person has
     acted, they are also refused until the agent has observed.
     """
 
     control_id: str = ""
-    """Identifies the holder's lease; empty while no person controls the episode."""
+    """Identifies the holder's control; empty while no person controls the episode."""
     holder: str = ""
     """Name of the holder's token; empty without tokens."""
     expire_s: float = 0.0
@@ -163,7 +163,7 @@ class Episode:
     """What its pool allows in any task."""
     human: HumanControl = field(default_factory=HumanControl)
     """Whether a person controls it."""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held by the one call that acts on the machine. First come, first served."""
     closed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set when the episode is no longer in the registry."""
@@ -264,10 +264,10 @@ class Episode:
                 " another caller may have acted, so abandon the episode"
             )
 
-    def info(self, clock: Clock) -> EpisodeInfo:
+    def info(self, clock: Clock) -> EpisodeStatus:
         """Return a snapshot."""
         left_s = self.lease.expire_s - clock.monotonic()
-        return EpisodeInfo(
+        return EpisodeStatus(
             spec=self.spec,
             progress=self.progress,
             epoch=self.epoch,

@@ -14,12 +14,14 @@ from envd.base.losses import ENDS_MACHINE, Loss, LossOwner
 from envd.base.telemetry import traces
 from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
+from envd.episodes.automatic import AutomaticCheckpointing
+from envd.episodes.checkpointing import Checkpointing
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import EVALUATE, SCORE, RequestKey
-from envd.episodes.losing import find_loss
-from envd.episodes.opening import Opening
+from envd.episodes.opening import EpisodeOpening
 from envd.episodes.progress import EpisodeState, ScoreResult
+from envd.episodes.registry import find_loss
 from envd.episodes.types import EvaluateResult, ResetCommand
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
@@ -43,7 +45,9 @@ class Evaluating:
     """The `evaluate` and `score` calls of an episode service."""
 
     _context: EpisodeContext
-    _opening: Opening
+    _opening: EpisodeOpening
+    _checkpoints: Checkpointing
+    _automatic: AutomaticCheckpointing
     _run_checkers: RunCheckers
 
     async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes, epoch: int = 0) -> EvaluateResult:
@@ -52,7 +56,7 @@ class Evaluating:
         Raises:
             EpisodeNotFound: No such episode.
             RequestIdReused: The id came before with a different body.
-            StaleEpoch: It was rolled back after `epoch`, or while the call waited for its turn.
+            StaleEpoch: It was rolled back after `epoch`, or while the call waited for the episode's lock.
             EvaluatorFailed: A checker failed; later calls raise it too.
             MachineLost: The machine is gone, and no score was recorded.
         """
@@ -64,7 +68,7 @@ class Evaluating:
         context, epoch = self._context, epoch or episode.epoch
         watch = Stopwatch(context.clock)
         is_unknown = episode.progress.score is None and not episode.progress.evaluator_error
-        async with context.call(episode, needs_machine=is_unknown, watch=watch), episode.turn:
+        async with context.call(episode, needs_machine=is_unknown, watch=watch), episode.lock:
             watch.lap("queue")
             episode.require_epoch(epoch)
             if episode.progress.evaluator_error:
@@ -77,7 +81,7 @@ class Evaluating:
             await context.journal.begin(request)
             if episode.progress.state is EpisodeState.ACTIVE:
                 context.registry.end(episode, EpisodeState.TRUNCATED, "EVALUATED")
-            end_copy, score = await self._opening.automatic.before_evaluation(episode), None
+            end_copy, score = await self._automatic.before_evaluation(episode), None
             try:
                 evaluation = await self._score_or_zero(episode, watch)
                 score = evaluation.score
@@ -127,7 +131,7 @@ class Evaluating:
         reason, is_compared = "", False
         while episode.progress.guest_end_cause not in ENDS_MACHINE:
             try:
-                async with self._context.awake(episode, watch):
+                async with self._context.running(episode, watch):
                     return await self._judge(episode, episode.machine)
             except EvaluatorFailed as error:
                 loss = await find_loss(episode, error)
@@ -178,7 +182,7 @@ class Evaluating:
     async def score(self, command: ResetCommand) -> ScoreResult:
         """Score the state of the checkpoint that a reset names; no episode opens. Idempotent on `request_id`.
 
-        Timings: those of `Checkpointing.restore`, then `resume`, `evaluate` and `total`.
+        Timings: those of `Checkpointing.start_group`, then `resume`, `evaluate` and `total`.
 
         Raises:
             EvaluatorFailed: A checker failed, or the machine was lost; there is no score.
@@ -192,12 +196,12 @@ class Evaluating:
         return replace(answer.value, cached=True) if answer.replayed else answer.value
 
     async def _score(self, command: ResetCommand) -> ScoreResult:
-        found, task, pool = await self._opening.checkpoints.find(
+        found, task, pool = await self._checkpoints.find(
             command.checkpoint_id, lambda owner: command.sees_all_owners or owner == command.owner
         )
         clock = self._context.clock
-        with self._context.registry.reserve(command.owner, 1, max_machines=command.max_machines):
-            group = await self._opening.checkpoints.restore(found, pool, command)
+        with self._context.registry.opening(command.owner, 1, max_machines=command.max_machines):
+            group = await self._checkpoints.start_group(found, pool, command)
             (member,) = group.members
             began_s = clock.monotonic()
             try:

@@ -51,7 +51,7 @@ class EpisodeObserver:
     """Sees what happens to episodes; the default is to do nothing. Methods run on the event loop and must not wait."""
 
     def opened(self, episode: Episode) -> None:
-        """An episode was opened, or restored after a restart."""
+        """An episode was opened, or recovered after a restart."""
 
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
         """A step was performed; `episode` has its state after it."""

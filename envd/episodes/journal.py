@@ -23,8 +23,7 @@ from pydantic_core import PydanticSerializationError
 
 from envd.base.clock import Clock
 from envd.base.errors import StoreError
-from envd.base.store.statements import AnswerRow, EpisodeRow, delete_answer, delete_episode, renew_lease, upsert
-from envd.base.store.store import Store
+from envd.base.store.store import AnswerRow, EpisodeRow, Store, delete_answer, delete_episode, renew_lease, upsert
 from envd.desktop.display_connection import ConnectionState
 from envd.desktop.observation import Observation
 from envd.episodes.episode import Episode

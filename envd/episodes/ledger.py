@@ -102,7 +102,7 @@ class Answer(Generic[T]):
     value: T
     replayed: bool
     """Whether it was recorded before this call."""
-    restored: bool = False
+    recovered: bool = False
     """Whether a previous daemon recorded it."""
 
 
@@ -110,7 +110,7 @@ class Answer(Generic[T]):
 class _LedgerEntry:
     request: RequestKey
     task: asyncio.Future[Any]
-    restored: bool = False
+    recovered: bool = False
     caller_count: int = 0
     was_read: bool = False
     """Whether a caller got the outcome."""
@@ -184,7 +184,7 @@ class Ledger:
                 entry.grace = self._graces.spawn(self._end_after_grace(entry), name=f"{request}:grace")
         if entry.task.cancelled():
             raise self._abandoned() if self._closed else _ended_error(request)
-        return Answer(value=entry.task.result(), replayed=replayed, restored=entry.restored)
+        return Answer(value=entry.task.result(), replayed=replayed, recovered=entry.recovered)
 
     async def end(self, kind: RequestKind, request_id: str) -> None:
         """Cancel a running call, or close the episodes that it opened; returns when that is done. Idempotent."""
@@ -193,11 +193,11 @@ class Ledger:
                 entry.grace.cancel()
             await asyncio.shield(self._spawn_end(entry))
 
-    def restore(self, request: RequestKey, value: object, *, age_s: float) -> None:
+    def recover(self, request: RequestKey, value: object, *, age_s: float) -> None:
         """Add a response that a previous daemon recorded `age_s` ago. Oldest first, before any call of `answer`."""
         answered: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         answered.set_result(value)
-        self._entries[request.kind, request.request_id] = _LedgerEntry(request, answered, restored=True)
+        self._entries[request.kind, request.request_id] = _LedgerEntry(request, answered, recovered=True)
         self._done_s[request.kind][request.request_id] = self._clock.monotonic() - age_s
         self._drop_old(request.kind)
 

@@ -1,17 +1,22 @@
-"""The machines of one group: forked from one state, all or none, and each agent's first observation."""
+"""The machines of one group: forked from one state, all or none, and each agent's first observation.
+
+`TaskStates` has the frozen starts of tasks (LRU). Always true: a state is discarded exactly once, when it is no longer
+cached and no fork from it is running.
+"""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from envd.base.aio import OwnedTasks
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, NotForkable, SetupFailed
 from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.display.frames import marks_of
 from envd.desktop.display_connection import DesktopView
 from envd.desktop.observation import Encoding, Observation, ObservationOptions, SettleResult
-from envd.episodes.perform import check_region
 from envd.episodes.progress import Origin, Progress
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
@@ -22,7 +27,8 @@ T = TypeVar("T")
 ALREADY_SETTLED = SettleResult(settled=True, settle_ms=0.0, change_count=0)
 
 
-CopyToDisk = Callable[[FrozenDesktop], Awaitable[Sequence[LeasedMachine]]]
+ParkSurplus = Callable[[FrozenDesktop], Awaitable[Sequence[LeasedMachine]]]
+"""Stores a state once for each member that begins parked, and returns the stand-ins for their machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +58,7 @@ async def start_from(
     machines: Sequence[LeasedMachine] = (),
     view: DesktopView | None = None,
     settle: SettleResult | None = None,
-    copy: CopyToDisk | None = None,
+    park_surplus: ParkSurplus | None = None,
     options: ObservationOptions,
     subject: str,
     watch: Stopwatch,
@@ -67,7 +73,7 @@ async def start_from(
         machines: Machines that are in this state already; they come first.
         view: What all screens show; the view of the state by default.
         settle: How the screen settled; None if nothing waited for that.
-        copy: Returns stand-ins for the machines of further members, which begin parked; they see what the first sees.
+        park_surplus: Adds the members that begin parked, which see what the first one sees; None if there are none.
         subject: The request, as `<thing> <id>`, for messages.
 
     Raises:
@@ -77,7 +83,7 @@ async def start_from(
         HypervisorError: The state could not be forked.
     """
     view = view or frozen.view
-    check_region(options, view.size_px)
+    options.require_region_on(view.size_px)
     # Encode while QEMU starts: both take 0.1 s or more.
     encoding = asyncio.create_task(view.encode(options), name="start:encode")
     started = list(machines)
@@ -93,9 +99,9 @@ async def start_from(
     if options.asks_guest or pool.settings.always_running:
         observations = await gather(_observe(machine, view, shared, options, subject) for machine in started)
     watch.lap("observe")
-    if copy is not None:
+    if park_surplus is not None:
         # Last: the stored states have no owner until there are episodes.
-        parked = await copy(frozen)
+        parked = await park_surplus(frozen)
         started += parked
         observations += observations[:1] * len(parked)
         watch.lap("park")
@@ -155,3 +161,84 @@ async def gather(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         worst = next((e for e in failures.exceptions if not isinstance(e, MachineLost)), failures.exceptions[0])
         raise worst from worst.__cause__
     return [task.result() for task in tasks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateKey:
+    """Everything that determines the start of a task."""
+
+    pool: str
+    task_id: str
+    task_version: int
+    template_digest: str
+    """Digest of the template on which the setup ran."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TaskState:
+    """A desktop at the start of its task."""
+
+    frozen: FrozenDesktop
+    settle: SettleResult
+    """How the screen settled before it was frozen."""
+    user_count: int = 0
+    """Blocks that fork from it now."""
+    evicted: bool = False
+    """Whether it is no longer cached."""
+
+
+class TaskStates:
+    """The cache of task states of one service."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[StateKey, TaskState] = OrderedDict()
+        self._tasks = OwnedTasks()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @contextmanager
+    def borrow(self, key: StateKey | None) -> Iterator[TaskState | None]:
+        """Yield a cached state that is not discarded during the block; None if it is not cached or `key` is None."""
+        entry = None if key is None else self._entries.get(key)
+        if key is None or entry is None:
+            yield None
+            return
+        self._entries.move_to_end(key)
+        entry.user_count += 1
+        try:
+            yield entry
+        finally:
+            entry.user_count -= 1
+            self._discard_unused(entry)
+
+    def add(self, key: StateKey, state: TaskState, *, limit: int) -> None:
+        """Cache a state and own it from now on; evict the oldest of its pool above `limit`. Never waits."""
+        if key in self._entries:  # a concurrent reset of the same task was faster
+            self.discard(state.frozen)
+            return
+        self._entries[key] = state
+        of_pool = [entry_key for entry_key in self._entries if entry_key.pool == key.pool]
+        for oldest in of_pool[: max(0, len(of_pool) - limit)]:
+            self.evict(oldest)
+
+    def evict(self, key: StateKey) -> None:
+        """Remove a state from the cache, if it is there; discard it when its last user is done."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            entry.evicted = True
+            self._discard_unused(entry)
+
+    def discard(self, frozen: FrozenDesktop) -> None:
+        """Discard a state that has no more users; returns before that is done."""
+        self._tasks.spawn(frozen.snapshot.discard(), name=f"state:{frozen.snapshot.digest:.12}:discard")
+
+    async def aclose(self) -> None:
+        """Discard every state; returns when all are gone. No state may be in use."""
+        for key in list(self._entries):
+            self.evict(key)
+        await self._tasks.join()
+
+    def _discard_unused(self, entry: TaskState) -> None:
+        if entry.evicted and not entry.user_count:
+            self.discard(entry.frozen)

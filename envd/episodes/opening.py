@@ -1,6 +1,7 @@
 """Open episodes: by reset, at the start of a task, and by fork, in the present state of another episode."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -11,60 +12,55 @@ from envd.base.errors import (
     EnvdError,
     EpisodeEnded,
     InvalidRequest,
+    MachineLost,
     SetupFailed,
     StaleEpoch,
     StepIndexMismatch,
     StoreError,
 )
+from envd.base.telemetry import traces
+from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.observation import Encoding, ObservationOptions
-from envd.episodes import factory
-from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
-from envd.episodes.checkpoints.calls import Checkpointing
-from envd.episodes.checkpoints.store import CheckpointStore
+from envd.episodes.automatic import AutomaticCheckpointing
+from envd.episodes.checkpointing import Checkpointing
 from envd.episodes.context import EpisodeContext, draining_error
-from envd.episodes.episode import Episode
-from envd.episodes.forking import fork_group
+from envd.episodes.episode import Episode, Lease
 from envd.episodes.ledger import FORK, RESET, Answer, RequestKey
-from envd.episodes.members import Group
-from envd.episodes.perform import with_pixels
+from envd.episodes.members import Group, start_from
 from envd.episodes.progress import NO_CHECKPOINTS, CheckpointTrigger, EpisodeSpec, Progress
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
-from envd.episodes.task_states import TaskStates
 from envd.episodes.types import ForkCommand, OpenedGroup, ResetCommand
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.basis import task_digest
-from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from envd.tasks.perturbations import own_perturb, perturb
+
+logger = logging.getLogger(__name__)
 
 #: How long an evaluation waits for a machine to compare its own with, in seconds. Its setup has its own limit.
 _COMPARISON_ADMISSION_S = 120.0
 
 
-class Opening:
+class EpisodeOpening:
     """The `reset` and `fork` calls of an episode service."""
 
     def __init__(
-        self, context: EpisodeContext, *, tasks: TaskCatalogue, run_setup: RunSetup, checkpoints: CheckpointStore | None
+        self,
+        context: EpisodeContext,
+        *,
+        run_setup: RunSetup,
+        checkpoints: Checkpointing,
+        automatic: AutomaticCheckpointing,
     ) -> None:
         self._context = context
-        self._tasks = tasks
         self._run_setup = run_setup
-        self._states = TaskStates()
-        self.checkpoints = Checkpointing(context, checkpoints, tasks=tasks, states=self._states)
-        """Creates and lists checkpoints, and brings machines to their states."""
-        self.automatic = AutomaticCheckpointing(context, self.checkpoints)
-        """Stores checkpoints that no request asks for."""
+        self._checkpoints = checkpoints
+        self._automatic = automatic
         self.draining = False
         """Whether new resets and forks are refused."""
         self.resetting_count = 0
         """Resets that are running."""
-
-    async def aclose(self) -> None:
-        """Discard every cached task state. No reset or fork may be running."""
-        await self.automatic.aclose()
-        await self._states.aclose()
 
     async def reset(self, command: ResetCommand) -> OpenedGroup:
         """Open a group of episodes, all or none, all in one state: the start of a task, or a checkpoint's.
@@ -103,7 +99,7 @@ class Opening:
             raise InvalidRequest("group_size", f"{command.group_size} is below 1")
         if command.checkpoint_id:
             return await self._reset_to_checkpoint(command, request, ttl_s=ttl_s)
-        task = self._tasks.get(command.task_id)
+        task = self._context.tasks.get(command.task_id)
         pool = choose_pool(task, command.pool, context.pools)
         if command.automatic != NO_CHECKPOINTS:
             pool.require_copies()
@@ -164,17 +160,7 @@ class Opening:
         )
 
     async def _start(self, pool: Pool, task: Task, command: ResetCommand) -> Group:
-        context = self._context
-        return await reset_group(
-            pool,
-            task,
-            command,
-            run_setup=self._run_setup,
-            setup_timeout_s=context.limits.setup_timeout_s,
-            states=self._states,
-            parking=context.parking,
-            clock=context.clock,
-        )
+        return await reset_group(pool, task, command, context=self._context, run_setup=self._run_setup)
 
     @asynccontextmanager
     async def at_start(self, episode: Episode) -> AsyncIterator[LeasedMachine]:
@@ -195,7 +181,7 @@ class Opening:
             timeout_s=_COMPARISON_ADMISSION_S + setup_s,
             admission_timeout_s=_COMPARISON_ADMISSION_S,
         )
-        with self._context.registry.reserve(episode.spec.owner, 1, max_machines=None):
+        with self._context.registry.opening(episode.spec.owner, 1, max_machines=None):
             group = await self._start(pool, episode.task, command)
             try:
                 yield group.members[0].machine
@@ -203,10 +189,10 @@ class Opening:
                 await pool.release(member.machine for member in group.members)
 
     async def _reset_to_checkpoint(self, command: ResetCommand, request: RequestKey, *, ttl_s: float) -> OpenedGroup:
-        checkpoint, task, pool = await self.checkpoints.find_for(command)
+        checkpoint, task, pool = await self._checkpoints.find_for(command)
         max_steps = self._context.limits.max_steps_for(command.max_steps, task_max_steps=checkpoint.spec.max_steps)
         with self._resetting(command, pool):
-            group = await self.checkpoints.restore(checkpoint, pool, command)
+            group = await self._checkpoints.start_group(checkpoint, pool, command)
         return await self._publish_reset(
             request,
             group,
@@ -225,7 +211,7 @@ class Opening:
         context = self._context
         self.resetting_count += 1
         try:
-            with context.registry.reserve(command.owner, command.group_size, max_machines=command.max_machines):
+            with context.registry.opening(command.owner, command.group_size, max_machines=command.max_machines):
                 yield
         except EnvdError as error:
             context.metrics.episode_failed(pool=pool.name, operation="reset", reason=error.reason)
@@ -236,7 +222,7 @@ class Opening:
 
     def _require_runnable(self, task: Task) -> None:
         """Raise SetupFailed if this host cannot run a task: a score would be a fault of the host, not of the agent."""
-        obstacles = self._tasks.obstacles(task)
+        obstacles = self._context.tasks.obstacles(task)
         if obstacles:
             raise SetupFailed(
                 f"task {task.task_id}: cannot run on this host: {'; '.join(obstacles)}; choose a task that ListTasks"
@@ -278,19 +264,10 @@ class Opening:
         pool = context.pools[episode.spec.pool]
         async with context.call(episode):
             try:
-                with context.registry.reserve(
+                with context.registry.opening(
                     episode.spec.owner, command.fork_count, max_machines=command.max_machines
                 ):
-                    group = await fork_group(
-                        pool,
-                        episode,
-                        command,
-                        registry=context.registry,
-                        last_use=lambda frozen: self.automatic.last_use(
-                            episode, frozen, CheckpointTrigger.BRANCH_POINT
-                        ),
-                        clock=context.clock,
-                    )
+                    group = await self._copy(episode, command, pool)
             except EnvdError as error:
                 if not isinstance(error, StaleEpoch | StepIndexMismatch | EpisodeEnded | InvalidRequest):
                     context.count_failure(episode, "fork", error)
@@ -312,6 +289,59 @@ class Opening:
         ]
         return await self._publish(request, group, specs, pool=pool, task=episode.task, lease_ttl_s=ttl_s)
 
+    async def _copy(self, parent: Episode, command: ForkCommand, pool: Pool) -> Group:
+        """Copy an episode's machine, all copies or none. The caller keeps the parent's lease from expiring.
+
+        Reserves capacity for the copies, freezes the parent, then forks the copies from that state: the parent is
+        paused only while it is frozen. On failure and on cancellation no machine, reservation or state is kept. The
+        parent is unchanged, unless its own machine or guest failed: then it is void. Timings: `acquire`, `pause`,
+        `copy`, `start` (of the slowest copy) and `total`.
+        """
+        pool.require_copies()
+        watch = Stopwatch(self._context.clock)
+
+        def check() -> None:
+            parent.require_step(command.step_index, epoch=command.epoch)
+            command.observe.require_region_on(parent.machine.desktop.screen_size)
+
+        # During a step the parent's next step index is not known yet, so check only after it.
+        if not parent.lock.locked():
+            check()
+        # The parent keeps its machine, so the run cannot free it for the copies.
+        granted = await pool.acquire(
+            0,
+            reserved=command.fork_count,
+            run=parent.spec.run,
+            owner=parent.spec.owner,
+            retained_count=1,
+            timeout_s=command.timeout_s,
+        )
+        watch.lap("acquire")
+        async with pool.releasing_on_failure(granted.reservations):
+            frozen = await self._context.freeze(parent, command.step_index, check=check)
+            progress = parent.progress  # of the frozen state: the parent continues only at the next await
+            release = self._automatic.last_use(parent, frozen, CheckpointTrigger.BRANCH_POINT)
+            subject, starting = f"fork of episode {command.episode_id}", Stopwatch(self._context.clock)
+            try:
+                with traces.timed("start"):
+                    members = await start_from(
+                        pool, frozen, granted.reservations, options=command.observe, subject=subject, watch=starting
+                    )
+            except MachineLost as error:
+                # A copy died, which the caller does not know yet: do not blame the parent.
+                raise SetupFailed(f"{subject}: {error}") from error
+            finally:
+                release()
+        report = frozen.snapshot.report
+        timings_ms = {
+            **watch.timings_ms,
+            "pause": report.paused_ms,
+            "copy": report.total_ms,
+            "start": starting.timings_ms["fork"],
+            "total": watch.total_ms,
+        }
+        return Group(members=members, progress=progress, timings_ms=timings_ms)
+
     async def _publish(
         self,
         request: RequestKey,
@@ -328,9 +358,7 @@ class Opening:
         Callers must not await between the end of the group's setup and this call. Raises: StoreError: none is open.
         """
         context = self._context
-        episodes = factory.create(group, specs, pool=pool, task=task, lease_ttl_s=lease_ttl_s, context=context)
-        for episode in episodes:
-            context.parking.keep(episode)
+        episodes = self._create(group, specs, pool=pool, task=task, lease_ttl_s=lease_ttl_s)
         prefix = "fork_" if request.kind is FORK else ""
         context.metrics.episodes_opened(
             pool=pool.name,
@@ -352,6 +380,39 @@ class Opening:
             raise
         return result
 
+    def _create(
+        self, group: Group, specs: Sequence[EpisodeSpec], *, pool: Pool, task: Task, lease_ttl_s: float
+    ) -> tuple[Episode, ...]:
+        """Create an episode per machine; their leases start now, and the registry releases the machines from now on.
+
+        Never waits: ownership moves in one step.
+        """
+        context = self._context
+        episodes = []
+        for member, spec in zip(group.members, specs, strict=True):
+            episode = Episode(
+                spec=spec,
+                progress=group.progress,
+                task=task,
+                pool_tools=pool.settings.tools,
+                machine=member.machine,
+                lease=Lease(ttl_s=lease_ttl_s, now_s=context.clock.monotonic()),
+                requests=context.new_ledger(spec.episode_id),
+            )
+            context.registry.add(episode, pool)
+            context.parking.keep(episode)
+            logger.info(
+                "episode %s: opened%s, task %s, machine %s, group %s%s",
+                spec.episode_id,
+                f" by {spec.owner}" if spec.owner else "",
+                spec.task_id,
+                member.machine.machine_id,
+                spec.group_id,
+                f", a fork of {spec.parent_episode_id}" if spec.parent_episode_id else "",
+            )
+            episodes.append(episode)
+        return tuple(episodes)
+
     async def close_opening(self, request_id: str, *, owner: str) -> None:
         """End the owner's reset or forks with this id, and close the episodes that they opened. Idempotent."""
         context = self._context
@@ -361,10 +422,8 @@ class Opening:
     async def _with_pixels(self, answer: Answer[OpenedGroup], options: ObservationOptions) -> OpenedGroup:
         """Return the response; re-attach pixels if a previous daemon recorded it."""
         result = answer.value
-        if not answer.restored:
+        if not answer.recovered:
             return result
         pairs = zip(result.episodes, result.observations, strict=True)
-        observations = [
-            await with_pixels(seen, self._context.registry.find(i.episode_id), options) for i, seen in pairs
-        ]
+        observations = [await self._context.with_pixels(seen, info.episode_id, options) for info, seen in pairs]
         return replace(result, observations=tuple(observations))

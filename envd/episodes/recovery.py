@@ -1,4 +1,4 @@
-"""Decide which episodes of a previous daemon resume, which are lost, and which have expired; then restore them.
+"""Decide which episodes of a previous daemon resume, which are lost, and which have expired; then recover them.
 
 An episode resumes only if its machine outlived the daemon in the recorded state. The effect of a request that was
 running when the daemon died is unknown: the request is never repeated, and its episode is void.
@@ -8,24 +8,26 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from envd.base.clock import Clock
 from envd.base.errors import EnvdError, MachineLost
-from envd.base.store.statements import AnswerRow, EpisodeRow, is_well_typed
-from envd.base.store.store import Store
-from envd.episodes import factory
-from envd.episodes.checkpoints.parking import Parking, is_parked
+from envd.base.store.store import AnswerRow, EpisodeRow, Store, is_well_typed
+from envd.episodes.checkpoints.parking import is_parked
 from envd.episodes.context import EpisodeContext
+from envd.episodes.episode import Episode, HumanControl, Lease
 from envd.episodes.journal import StoredEpisode, load, stored_in
 from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, RequestKey, RequestKind
 from envd.episodes.progress import EpisodeSpec, EpisodeState
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepResult
 from envd.hypervisor.machine import Machine
-from envd.pool.leased import lost_machine
+from envd.pool.leased import LeasedMachine, lost_machine
+from envd.pool.pool import Pool
+from envd.tasks.basis import task_digest
 from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.model import Task
 
 logger = logging.getLogger(__name__)
 
@@ -139,31 +141,16 @@ def _is_in_range(row: EpisodeRow) -> bool:
     return has_lease and 1 <= row.epoch < 1 << 31
 
 
-async def restore(
-    state: PersistedState,
-    machines: Mapping[str, Machine],
-    *,
-    context: EpisodeContext,
-    parking: Parking,
-    tasks: TaskCatalogue,
-) -> None:
-    """Restore every episode that has not expired, with its responses, into a service that has none yet."""
-    restoring = (
-        _restore_episode(decision, machines, context=context, parking=parking, tasks=tasks)
-        for decision in state.decisions
-    )
-    await asyncio.gather(*restoring)
+async def recover(state: PersistedState, machines: Mapping[str, Machine], *, context: EpisodeContext) -> None:
+    """Recover every episode that has not expired, with its responses, into a service that has none yet."""
+    recovering = (_recover_episode(decision, machines, context) for decision in state.decisions)
+    await asyncio.gather(*recovering)
     for answer in state.answers:
-        _restore_answer(answer, context)
+        _recover_answer(answer, context)
 
 
-async def _restore_episode(
-    decision: RecoveryDecision,
-    machines: Mapping[str, Machine],
-    *,
-    context: EpisodeContext,
-    parking: Parking,
-    tasks: TaskCatalogue,
+async def _recover_episode(
+    decision: RecoveryDecision, machines: Mapping[str, Machine], context: EpisodeContext
 ) -> None:
     row, stored = decision.row, decision.stored
     if stored is None:
@@ -176,34 +163,60 @@ async def _restore_episode(
         machine = machines.get(row.machine_id)
         why = "the daemon restarted, and machines on this host do not outlive it"
         try:
-            leased = await parking.find(row.machine_id, pool)
+            leased = await context.parking.find(row.machine_id, pool)
             if leased is None and machine is not None:
                 leased = await pool.adopt(machine, stored.connection, run=stored.spec.run)
         except EnvdError as error:
             why = f"the daemon restarted and could not adopt the machine: {error}"
-    episode = factory.restore(
+    episode = _recreated(
         row,
         stored,
         machine=leased or lost_machine(pool.spec_of(row.machine_id), reason=why),
         pool=pool,
-        task=tasks.get(stored.spec.task_id),
+        task=context.tasks.get(stored.spec.task_id),
         context=context,
     )
     context.journal.track(episode)
-    parking.keep(episode)
+    context.parking.keep(episode)
     if leased is None:
         # A full lease, at no cost without a machine: a late caller still learns why its episode was lost.
         episode.lease.renew(context.clock.monotonic())
         context.registry.void(episode, MachineLost(why))
     logger.info(
-        "episode %s: restored after step %d: %s",
+        "episode %s: recovered after step %d: %s",
         episode.episode_id,
         episode.progress.step_count,
         "resumed" if leased else why,
     )
 
 
-def _restore_answer(row: AnswerRow, context: EpisodeContext) -> None:
+def _recreated(
+    row: EpisodeRow, stored: StoredEpisode, *, machine: LeasedMachine, pool: Pool, task: Task, context: EpisodeContext
+) -> Episode:
+    """Recreate an episode of a previous daemon in its persisted state, with the rest of its lease.
+
+    The task may have another definition since. An agent that a person interrupted has to observe again.
+    """
+    now_s = context.clock.monotonic()
+    lease = Lease(ttl_s=row.lease_ttl_s, now_s=now_s)
+    left_s = row.expire_time_s - context.clock.now().timestamp()
+    lease.expire_s = now_s + min(left_s, row.lease_ttl_s)
+    episode = Episode(
+        spec=replace(stored.spec, task_digest=task_digest(task)),
+        progress=stored.progress,
+        epoch=row.epoch,
+        task=task,
+        pool_tools=pool.settings.tools,
+        machine=machine,
+        lease=lease,
+        requests=context.new_ledger(row.episode_id),
+        human=HumanControl(was_observed=not stored.progress.people_actions),
+    )
+    context.registry.add(episode, pool)
+    return episode
+
+
+def _recover_answer(row: AnswerRow, context: EpisodeContext) -> None:
     if row.kind not in _RECORDED:
         return
     kind, result_type = _RECORDED[row.kind]
@@ -222,7 +235,7 @@ def _restore_answer(row: AnswerRow, context: EpisodeContext) -> None:
         context.journal.forget_answer(request)
         return
     ledger = context.requests if episode is None else episode.requests
-    ledger.restore(request, result, age_s=max(0.0, context.clock.now().timestamp() - row.time_s))
+    ledger.recover(request, result, age_s=max(0.0, context.clock.now().timestamp() - row.time_s))
 
 
 def _is_left(group: OpenedGroup, registry: EpisodeRegistry) -> bool:

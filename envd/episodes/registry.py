@@ -1,5 +1,6 @@
 """The open episodes, and how they end: closed, expired, or void because their machine failed.
 
+Who caused a failure is found from the evidence of the machine (`find_loss`).
 A closed episode leaves the registry at once; then its calls are cancelled and its machine is destroyed.
 A FAILED episode loses its machine at once and stays until it is closed or its lease expires, so that calls report why.
 """
@@ -15,11 +16,17 @@ from dataclasses import replace
 from envd.base.aio import Changes, OwnedTasks, race
 from envd.base.clock import Clock, LoopLag, wait_until
 from envd.base.errors import (
+    DisplayError,
     EnvdError,
     EpisodeEnded,
     EpisodeNotFound,
+    EvaluatorFailed,
     GroupTooLarge,
     GuestEnded,
+    GuestError,
+    GuestUnresponsive,
+    HypervisorError,
+    HypervisorUnavailable,
     LossUndecided,
     MachineLost,
     TokenQuotaReached,
@@ -29,7 +36,6 @@ from envd.base.telemetry.metrics import Metrics
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeEvents
 from envd.episodes.journal import Journal
-from envd.episodes.losing import find_loss
 from envd.episodes.progress import EpisodeState
 from envd.episodes.types import OpenedGroup
 from envd.pool.leased import LeasedMachine
@@ -158,8 +164,10 @@ class EpisodeRegistry:
         )
 
     @contextmanager
-    def reserve(self, owner: str, count: int, *, max_machines: int | None) -> Iterator[None]:
-        """Count `count` machines for `owner` during the block; afterwards its episodes hold them, or they are released.
+    def opening(self, owner: str, count: int, *, max_machines: int | None) -> Iterator[None]:
+        """Count `count` machines as being opened for `owner` during the block.
+
+        Afterwards its episodes hold them, or they are released.
 
         `max_machines` limits those of its episodes and those being opened for it, over all pools.
 
@@ -378,3 +386,47 @@ class EpisodeRegistry:
 def _is_over(episode: Episode) -> bool:
     """Return whether a failure changes nothing about an episode."""
     return episode.progress.state is EpisodeState.FAILED or episode.closed.is_set() or episode.progress.has_score
+
+
+async def find_loss(episode: Episode, error: BaseException) -> Loss | None:
+    """Return who caused an error of an episode's machine or guest; None if the error says nothing about either.
+
+    A desktop that is still asleep has run nothing of the agent since it was forked, so its failure is ours.
+    """
+    machine = episode.machine.machine
+    symptom = _symptom(error)
+    if symptom is None or isinstance(symptom, HypervisorUnavailable):
+        return machine.loss
+    if episode.machine.desktop.is_asleep and not machine.lost.is_set():
+        return machine.loss
+    try:
+        # A paused guest answers nothing.
+        async with episode.machine.running():
+            loss = await machine.examine()
+    except EnvdError:
+        loss = await machine.examine()
+    is_of_qemu = isinstance(symptom, MachineLost | DisplayError | HypervisorError)
+    if loss.explains_display and not isinstance(symptom, HypervisorError):
+        return loss
+    if machine.loss is None and loss.owner is LossOwner.GUEST and is_of_qemu:
+        # QEMU serves the display and the monitor: one that fails while QEMU runs does not show that the guest failed.
+        return Loss(LossOwner.UNDECIDED, str(error))
+    return loss
+
+
+def _symptom(error: BaseException) -> BaseException | None:
+    """Return the error of the machine or guest behind an error.
+
+    That a checker could not do something in the guest may be the checker's mistake; that the guest did not answer is
+    not.
+    """
+    kinds: tuple[type[BaseException], ...] = (MachineLost, GuestUnresponsive, HypervisorError)
+    if not isinstance(error, EvaluatorFailed):
+        kinds = (*kinds, GuestError)
+    return _find(error, kinds)
+
+
+def _find(error: BaseException | None, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
+    while error is not None and not isinstance(error, kinds):
+        error = error.__cause__
+    return error

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from envd.base.clock import Clock
 from envd.base.errors import (
     HypervisorError,
     HypervisorUnavailable,
@@ -23,11 +22,9 @@ from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
 from envd.desktop.display_connection import DesktopView
 from envd.desktop.observation import SettleResult
-from envd.episodes.context import ParkedEpisodes
-from envd.episodes.members import ALREADY_SETTLED, Group, Member, gather, map_errors, start_from
-from envd.episodes.perform import check_region
+from envd.episodes.context import EpisodeContext
+from envd.episodes.members import ALREADY_SETTLED, Group, Member, StateKey, TaskState, gather, map_errors, start_from
 from envd.episodes.progress import Progress
-from envd.episodes.task_states import StateKey, TaskState, TaskStates
 from envd.episodes.types import ResetCommand
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
@@ -89,15 +86,7 @@ def _provided(task: Task, pool: Pool) -> Pool:
 
 
 async def reset_group(
-    pool: Pool,
-    task: Task,
-    command: ResetCommand,
-    *,
-    run_setup: RunSetup,
-    setup_timeout_s: float,
-    states: TaskStates,
-    parking: ParkedEpisodes,
-    clock: Clock,
+    pool: Pool, task: Task, command: ResetCommand, *, context: EpisodeContext, run_setup: RunSetup
 ) -> Group:
     """Lease machines and bring them all to the start of the task; if one dies, start over once with new ones.
 
@@ -105,7 +94,8 @@ async def reset_group(
     machine that died: groups that hold some machines while they wait for another would deadlock. Timings: those of
     `acquire`, `setup`, `settle`, `freeze`, `fork` and `observe` that took place, and `total`.
     """
-    reset = _Reset(task, command, pool, run_setup, setup_timeout_s, states, parking, Stopwatch(clock), clock)
+    clock, states = context.clock, context.states
+    reset = _Reset(task, command, pool, context, run_setup, Stopwatch(clock))
     deadline_s = clock.monotonic() + command.timeout_s
     for attempt in range(1, _ATTEMPTS + 1):
         key = None if pool.template is None else _state_key(pool, task, pool.template)
@@ -141,21 +131,18 @@ class _Reset:
     task: Task
     command: ResetCommand
     pool: Pool
+    context: EpisodeContext
     run_setup: RunSetup
-    setup_timeout_s: float
-    states: TaskStates
-    parking: ParkedEpisodes
     watch: Stopwatch
-    clock: Clock
 
     @property
     def surplus_count(self) -> int:
         """Members that begin parked, because the pool never has so many machines."""
         return self.pool.settings.surplus_of(self.command.group_size)
 
-    async def _copy(self, frozen: FrozenDesktop) -> Sequence[LeasedMachine]:
+    async def _park_surplus(self, frozen: FrozenDesktop) -> Sequence[LeasedMachine]:
         command = self.command
-        return await self.parking.copy(
+        return await self.context.parking.park_copies(
             self.pool, frozen, count=self.surplus_count, run=command.run, owner=command.owner
         )
 
@@ -165,19 +152,19 @@ class _Reset:
         # Ready machines are in the template's state; machines for another state are forked from that.
         is_forked = self.task.has_start and self.pool.copies_running_machines
         ready_count = 0 if state is not None else 1 if is_forked else count
-        granted = await self.pool.lease(
+        granted = await self.pool.acquire(
             ready_count,
             reserved=count - ready_count,
             parked=self.surplus_count,
             run=self.command.run,
             owner=self.command.owner,
-            timeout_s=min(deadline_s - self.clock.monotonic(), self.command.admission_timeout_s),
+            timeout_s=min(deadline_s - self.context.clock.monotonic(), self.command.admission_timeout_s),
         )
         self.watch.lap("acquire")
         async with self.pool.releasing_on_failure([*granted.machines, *granted.reservations]):
             if state is not None:
                 settle = SettleResult(settled=state.settle.settled, settle_ms=0.0, change_count=0)
-                members = await self._start_from(state.frozen, (), granted.reservations, settle=settle)
+                members = await self._start(state.frozen, (), granted.reservations, settle=settle)
             elif is_forked:
                 members = await self._set_up(granted.machines[0], granted.reservations, deadline_s=deadline_s)
             elif self.task.has_start:
@@ -192,43 +179,45 @@ class _Reset:
         self, first: LeasedMachine, reservations: Sequence[Reservation], *, deadline_s: float
     ) -> tuple[Member, ...]:
         """Run the setup on the first machine, and fork the others from the resulting state."""
-        check_region(self.command.observe, first.desktop.screen_size)
+        self.command.observe.require_region_on(first.desktop.screen_size)
         with map_errors(first, f"task {self.task.task_id}"):
             settle = await self._run_setup(first, deadline_s=deadline_s)
             key = _state_key(self.pool, self.task, first.frozen)
             if not reservations and key is None and not self.surplus_count:
                 # The guest is paused again, so this view is the state in which the first step starts.
                 view = await first.desktop.view()
-                return await self._start_from(first.frozen, [first], (), settle=settle, view=view)
+                return await self._start(first.frozen, [first], (), settle=settle, view=view)
             frozen = await self.pool.freeze(first)
         self.watch.lap("freeze")
         cached = False
         try:
-            members = await self._start_from(frozen, [first], reservations, settle=settle)
+            members = await self._start(frozen, [first], reservations, settle=settle)
             # Do not start later episodes on a screen that was still changing.
             if key is not None and settle.settled:
-                self.states.add(key, TaskState(frozen=frozen, settle=settle), limit=self.pool.settings.task_templates)
+                self.context.states.add(
+                    key, TaskState(frozen=frozen, settle=settle), limit=self.pool.settings.task_templates
+                )
                 cached = True
             return members
         finally:
             if not cached:
-                self.states.discard(frozen)
+                self.context.states.discard(frozen)
 
     async def _start_unused(self, machines: Sequence[LeasedMachine]) -> tuple[Member, ...]:
         """Start from the state of the template, in which the machines are."""
         if not self.surplus_count:
-            return await self._start_from(machines[0].frozen, machines, (), settle=ALREADY_SETTLED)
+            return await self._start(machines[0].frozen, machines, (), settle=ALREADY_SETTLED)
         # A template is not stored as a checkpoint, but a machine that has its state is.
         frozen = await self.pool.freeze(machines[0])
         try:
-            return await self._start_from(frozen, machines, (), settle=ALREADY_SETTLED)
+            return await self._start(frozen, machines, (), settle=ALREADY_SETTLED)
         finally:
-            self.states.discard(frozen)
+            self.context.states.discard(frozen)
 
     async def _set_up_each(self, machines: Sequence[LeasedMachine], *, deadline_s: float) -> tuple[Member, ...]:
         """Run the setup on every machine, where machines cannot be copied: equal by construction, not copies."""
 
-        resets = [replace(self, watch=Stopwatch(self.clock)) for _ in machines]
+        resets = [replace(self, watch=Stopwatch(self.context.clock)) for _ in machines]
         members = await gather(
             reset._set_up_one(machine, deadline_s=deadline_s) for reset, machine in zip(resets, machines, strict=True)
         )
@@ -237,16 +226,16 @@ class _Reset:
         return tuple(members)
 
     async def _set_up_one(self, machine: LeasedMachine, *, deadline_s: float) -> Member:
-        check_region(self.command.observe, machine.desktop.screen_size)
+        self.command.observe.require_region_on(machine.desktop.screen_size)
         with map_errors(machine, f"task {self.task.task_id}"):
             settle = await self._run_setup(machine, deadline_s=deadline_s)
             view = await machine.desktop.view()
-        (member,) = await self._start_from(machine.frozen, [machine], (), settle=settle, view=view)
+        (member,) = await self._start(machine.frozen, [machine], (), settle=settle, view=view)
         return member
 
     async def _run_setup(self, machine: LeasedMachine, *, deadline_s: float) -> SettleResult:
         """Run the setup on a machine, which is paused again afterwards. Raises: SetupFailed, MachineLost."""
-        timeout_s = max(0.0, min(self.setup_timeout_s, deadline_s - self.clock.monotonic()))
+        timeout_s = max(0.0, min(self.context.limits.setup_timeout_s, deadline_s - self.context.clock.monotonic()))
         async with machine.running():
             await self.run_setup(self.task, machine.desktop, timeout_s=timeout_s)
             self.watch.lap("setup")
@@ -255,7 +244,7 @@ class _Reset:
             self.watch.lap("settle")
         return settle
 
-    async def _start_from(
+    async def _start(
         self,
         frozen: FrozenDesktop,
         machines: Sequence[LeasedMachine],
@@ -271,7 +260,7 @@ class _Reset:
             machines=machines,
             view=view,
             settle=settle,
-            copy=self._copy if self.surplus_count else None,
+            park_surplus=self._park_surplus if self.surplus_count else None,
             options=self.command.observe,
             subject=f"task {self.task.task_id}",
             watch=self.watch,

@@ -17,8 +17,9 @@ from envd.base.clock import Clock, LoopLag, wait_until
 from envd.base.config import LimitsConfig
 from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
+from envd.episodes.automatic import AutomaticCheckpointing
+from envd.episodes.checkpointing import Checkpointing
 from envd.episodes.checkpoints.parking import Parking
-from envd.episodes.checkpoints.rollback import RollingBack
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.context import EpisodeContext, draining_error
 from envd.episodes.controlling import Controlling
@@ -27,15 +28,16 @@ from envd.episodes.evaluating import Evaluating, RunCheckers
 from envd.episodes.guest_access import GuestAccess
 from envd.episodes.journal import Journal
 from envd.episodes.ledger import Ledger
-from envd.episodes.opening import Opening
-from envd.episodes.recovery import PersistedState, restore
+from envd.episodes.members import TaskStates
+from envd.episodes.opening import EpisodeOpening
+from envd.episodes.recovery import PersistedState, recover
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.resetting import RunSetup
 from envd.episodes.stepping import Stepping
-from envd.episodes.types import EpisodeInfo
+from envd.episodes.types import EpisodeStatus
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
-from envd.pool.queue import QueuedGroup
+from envd.pool.queue import QueueEntry
 from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.base import Judge, judge_directly
@@ -47,8 +49,8 @@ from envd.tasks.user_model import UserModel
 class EpisodeService:
     """Opens, steps, scores and closes episodes on machines of its pools; starts and closes the pools.
 
-    Its calls are those of its parts, which document them: `Opening.reset`, `fork` and `close_opening`; `Checkpointing`;
-    `RollingBack.rollback`; `Stepping.step`, `observe`, `watch_frames` and `watch_screen`;
+    Its calls are those of its parts, which document them: `EpisodeOpening.reset`, `fork` and `close_opening`;
+    `Checkpointing`, with `rollback`; `Stepping.step`, `observe`, `watch_frames` and `watch_screen`;
     `Evaluating.evaluate` and `score`; `GuestAccess.read_file`, `write_file`, `run_command` and `connect_port`;
     `Controlling.take`, `act` and `release`; `EpisodeRegistry.find`, `owner_of` and `close`.
     """
@@ -106,6 +108,8 @@ class EpisodeService:
             registry=self._registry,
             parking=self._parking,
             journal=self.journal,
+            tasks=tasks,
+            states=TaskStates(),
             pools=self._pools,
             limits=self.limits,
             clock=self._clock,
@@ -115,17 +119,20 @@ class EpisodeService:
             user_model=user_model,
             judge=judge,
         )
-        self._opening = Opening(context, tasks=tasks, run_setup=run_setup, checkpoints=checkpoints)
-        self.checkpoints = self._opening.checkpoints
-        """Creates, lists and deletes checkpoints."""
-        stepping, guest_access = Stepping(context, self._opening.automatic), GuestAccess(context)
         self._controlling = Controlling(context)
-        self.rollback = RollingBack(context, self.checkpoints, self._controlling).rollback
+        self.checkpoints = Checkpointing(context, checkpoints, self._controlling)
+        """Creates, lists and deletes checkpoints."""
+        self._automatic = AutomaticCheckpointing(context, self.checkpoints)
+        self._opening = EpisodeOpening(
+            context, run_setup=run_setup, checkpoints=self.checkpoints, automatic=self._automatic
+        )
+        stepping, guest_access = Stepping(context, self._automatic), GuestAccess(context)
+        self.rollback = self.checkpoints.rollback
         self.reset, self.fork = self._opening.reset, self._opening.fork
         self.close_opening = self._opening.close_opening
         self.step, self.observe = stepping.step, stepping.observe
         self.watch_frames, self.watch_screen = stepping.watch_frames, stepping.watch_screen
-        self._evaluating = Evaluating(context, self._opening, run_checkers)
+        self._evaluating = Evaluating(context, self._opening, self.checkpoints, self._automatic, run_checkers)
         self.evaluate, self.score = self._evaluating.evaluate, self._evaluating.score
         self.read_file, self.write_file = guest_access.read_file, guest_access.write_file
         self.run_command, self.connect_port = guest_access.run_command, guest_access.connect_port
@@ -149,9 +156,9 @@ class EpisodeService:
 
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
-    async def restore(self, state: PersistedState, machines: Mapping[str, Machine]) -> None:
-        """Restore the episodes of a previous daemon. Call before `start`."""
-        await restore(state, machines, context=self._context, parking=self._parking, tasks=self.tasks)
+    async def recover(self, state: PersistedState, machines: Mapping[str, Machine]) -> None:
+        """Recover the episodes of a previous daemon. Call before `start`."""
+        await recover(state, machines, context=self._context)
 
     def extend_leases_by(self, lag: LoopLag) -> None:
         """Extend all leases by the delays that `lag` measures. Call before `start`."""
@@ -186,7 +193,8 @@ class EpisodeService:
     async def _aclose(self) -> None:
         await self.drain(0.0)
         await self._controlling.aclose()
-        await self._opening.aclose()
+        await self._automatic.aclose()
+        await self._context.states.aclose()
         await self._parking.aclose()
         for pool in self._pools.values():
             await pool.close()
@@ -196,7 +204,7 @@ class EpisodeService:
 
     # -- episodes -----------------------------------------------------------------------------------------------
 
-    async def keep_alive(self, episode_ids: Sequence[str], lease_ttl_s: float | None) -> list[EpisodeInfo]:
+    async def keep_alive(self, episode_ids: Sequence[str], lease_ttl_s: float | None) -> list[EpisodeStatus]:
         """Renew leases, with a new length if one is given; return the episodes that are open, in that order.
 
         Raises:
@@ -210,11 +218,11 @@ class EpisodeService:
         self._registry.changes.notify()
         return [episode.info(self._clock) for episode in episodes]
 
-    def get_episode(self, episode_id: str) -> EpisodeInfo:
+    def get_episode(self, episode_id: str) -> EpisodeStatus:
         """Return an episode that holds a lease. Raises: EpisodeNotFound."""
         return self._registry.get(episode_id).info(self._clock)
 
-    def list_episodes(self) -> list[EpisodeInfo]:
+    def list_episodes(self) -> list[EpisodeStatus]:
         """Return every episode that holds a lease, oldest first."""
         return [episode.info(self._clock) for episode in self._registry]
 
@@ -228,7 +236,7 @@ class EpisodeService:
         """Return every pool's present state, in name order."""
         return [pool.statistics() for pool in self._pools.values()]
 
-    def list_queues(self) -> dict[str, tuple[QueuedGroup, ...]]:
+    def list_queues(self) -> dict[str, tuple[QueueEntry, ...]]:
         """Return the queued groups of every pool, in the order of their turns."""
         return {name: pool.queue() for name, pool in self._pools.items()}
 

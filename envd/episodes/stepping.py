@@ -1,25 +1,27 @@
 """Step, observe and watch episodes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
+from typing import Final
 
-from cuaenv.actions import Action, AskUser, Done, Fail, ToolAction
+from cuaenv.actions import MAX_STEP_S, Action, AskUser, Done, Fail, PressKeys, RunShell, ToolAction, TypeText, Wait
 from envd.base.aio import LoopThrottle, race
 from envd.base.clock import Clock, wait_until
-from envd.base.config import SettlePolicy
+from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import EvaluatorFailed, GuestEnded, GuestError, MachineLost, StoreError, UserUnavailable
 from envd.base.telemetry import traces
 from envd.base.telemetry.traces import Stopwatch
+from envd.desktop.desktop import Desktop
 from envd.desktop.display.frames import Frame
 from envd.desktop.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, UnchangedImage
-from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
+from envd.episodes.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import STEP, RequestKey
-from envd.episodes.perform import check_region, heartbeat, observe, perform, with_pixels
 from envd.episodes.progress import EpisodeState
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import StepCommand, StepResult
@@ -30,6 +32,11 @@ from envd.tasks.user import Exchange, answer_or_nothing
 #: clients (`envd bench scale`) a limit of 2 reduces the longest iteration from 100 to 11 ms and costs 3 of 100
 #: steps/s.
 _STEPS_PER_ITERATION = 2
+_OUT_OF_TIME: Final = f"the actions of one step together take at most {MAX_STEP_S:g} s; send the rest in another step"
+#: Characters that are typed before the time is looked at again: 50 s by a paced keyboard.
+_TYPED_AT_ONCE_CHARS = 1000
+#: An action that lacks less is not cut short, so that two waits of 60 s fit.
+_TOLERANCE_S = 1.0
 
 
 class Stepping:
@@ -59,9 +66,9 @@ class Stepping:
         request = RequestKey(STEP, command.episode_id, command.request_id, command.fingerprint)
         answer = await self._context.once(request, lambda episode: self._step(episode, command, request))
         result = answer.value
-        if answer.restored:
-            episode = self._context.registry.find(command.episode_id)
-            result = replace(result, observation=await with_pixels(result.observation, episode, command.observe))
+        if answer.recovered:
+            observation = await self._context.with_pixels(result.observation, command.episode_id, command.observe)
+            result = replace(result, observation=observation)
         return replace(result, replayed=True) if answer.replayed else result
 
     async def _step(self, episode: Episode, command: StepCommand, request: RequestKey) -> StepResult:
@@ -69,16 +76,16 @@ class Stepping:
         watch, timings_ms = Stopwatch(context.clock), dict[str, float]()
         # One that has ended refuses the step without a machine.
         is_active = episode.progress.state is EpisodeState.ACTIVE
-        async with context.call(episode, needs_machine=is_active, watch=watch), episode.turn:
+        async with context.call(episode, needs_machine=is_active, watch=watch), episode.lock:
             watch.lap("queue")
             episode.require_step(command.step_index, epoch=command.epoch)
-            check_region(command.observe, episode.machine.desktop.screen_size)
+            command.observe.require_region_on(episode.machine.desktop.screen_size)
             try:
                 async with self._begun(episode, request) as resume_ms:
                     if resume_ms > 0:
                         watch.lap("resume")
                     acting = Stopwatch(context.clock)
-                    outcomes, observation = await self._act(episode, command, watch=acting)
+                    outcomes, observation = await self._act_and_observe(episode, command, watch=acting)
                 # The machine may have died at the very end of a step that succeeded.
                 episode.require_machine()
             except StoreError:
@@ -113,7 +120,7 @@ class Stepping:
             await context.journal.answered(request, episode, result)
         return result
 
-    async def _act(
+    async def _act_and_observe(
         self, episode: Episode, command: StepCommand, *, watch: Stopwatch
     ) -> tuple[tuple[ActionOutcome, ...], Observation]:
         """Perform a step's actions, then settle and observe. Phases of `watch`: `input`, `settle`, `observe`.
@@ -162,13 +169,13 @@ class Stepping:
             async with context.registry.call(episode, renews=False):
                 episode.require_machine()
                 desktop = episode.machine.desktop
-                check_region(options, desktop.screen_size)
+                options.require_region_on(desktop.screen_size)
                 return await observe(desktop, settle=None, options=options, watch=watch, throttle=throttle)
         async with context.call(episode, renews=False, watch=watch):
             episode.require_machine()
             desktop = episode.machine.desktop
-            check_region(options, desktop.screen_size)
-            async with context.awake(episode, watch):
+            options.require_region_on(desktop.screen_size)
+            async with context.running(episode, watch):
                 policy = settle and context.settle_policy(episode, settle)
                 return await observe(
                     desktop, settle=policy, options=options, refresh=refresh, watch=watch, throttle=throttle
@@ -187,7 +194,7 @@ class Stepping:
         """
         episode = self._context.registry.get(episode_id)
         episode.require_machine()
-        check_region(options, episode.machine.desktop.screen_size)
+        options.require_region_on(episode.machine.desktop.screen_size)
         async with aclosing(self.watch_screen(episode_id, max_rate_hz=max_rate_hz)) as frames:
             async for frame in frames:
                 encoded = await episode.machine.desktop.encode(frame, options)
@@ -215,7 +222,7 @@ class Stepping:
         try:
             async with episode.machine.running() as resume_ms:
                 await writing
-                await self._throttle.wait_turn()
+                await self._throttle.wait()
                 yield resume_ms
         except BaseException:
             # If the guest did not resume, `writing` was not awaited: retrieve its result.
@@ -281,3 +288,106 @@ async def frames_of(
         await race(changed, episode.closed, machine.lost)
         if not episode.closed.is_set():
             await wait_until(clock, began_s + 1 / max_rate_hz, or_event=episode.closed)
+
+
+async def observe(
+    desktop: Desktop,
+    *,
+    settle: SettlePolicy | None,
+    options: ObservationOptions,
+    refresh: bool = False,
+    since: Frame | None = None,
+    watch: Stopwatch,
+    throttle: LoopThrottle,
+) -> Observation:
+    """Wait until the screen is quiet, if `settle` is given, then observe it when `throttle` admits the call."""
+    settled = None
+    if settle is not None:
+        settled = await desktop.settle(settle, upcoming=options)
+        watch.lap("settle")
+    await throttle.wait()
+    observation = await desktop.observe(options, refresh=refresh, since=since)
+    watch.lap("observe")
+    return replace(observation, settle=settled, timings_ms={**observation.timings_ms, **watch.timings_ms})
+
+
+@asynccontextmanager
+async def heartbeat(desktop: Desktop, limits: LimitsConfig) -> AsyncIterator[None]:
+    """Check a long-silent guest for life during the block, and return with its answer."""
+    if desktop.idle_since_response_s <= limits.heartbeat_interval_s:
+        yield
+        return
+    check = asyncio.create_task(desktop.check_alive(timeout_s=limits.hang_timeout_s), name="check-alive")
+    try:
+        yield
+        await check
+    finally:
+        check.cancel()
+        await asyncio.gather(check, return_exceptions=True)
+
+
+async def perform(
+    desktop: Desktop,
+    actions: tuple[Action, ...],
+    *,
+    use_tool: Callable[[ToolAction], Awaitable[ActionOutcome]],
+    watch: Stopwatch,
+) -> tuple[ActionOutcome, ...]:
+    """Perform actions in order, up to the first `Done` or `Fail`. The phase `input` of `watch`, which just started.
+
+    Actions that do not fit into `MAX_STEP_S` are not performed, and their outcomes say so. Otherwise one reply of many
+    waits or commands would outlast its client's deadline, and an agent could void its episode.
+
+    On failure some actions may have been performed: the episode is void.
+    """
+    outcomes: list[ActionOutcome] = []
+    for action in actions:
+        if isinstance(action, Done | Fail):
+            outcomes.append(ActionOutcome())
+            break
+        outcomes.append(await _perform_one(action, desktop=desktop, use_tool=use_tool, watch=watch))
+    watch.lap("input")
+    return tuple(outcomes)
+
+
+async def _perform_one(
+    action: Action, *, desktop: Desktop, use_tool: Callable[[ToolAction], Awaitable[ActionOutcome]], watch: Stopwatch
+) -> ActionOutcome:
+    """Perform an action, or the part of it for which the step has time."""
+    outcome, input_ms = None, 0.0
+    for part in _parts(action):
+        left_s = MAX_STEP_S - watch.total_ms / 1000
+        if left_s <= 0:
+            what = "not performed" if outcome is None else "cut short"
+            return replace(outcome or ActionOutcome(), error=f"{what}: {_OUT_OF_TIME}")
+        limited = _limited(part, left_s)
+        outcome = await (use_tool(limited) if isinstance(limited, ToolAction) else desktop.act(limited))
+        input_ms += outcome.input_ms
+        outcome = replace(outcome, input_ms=input_ms)
+        if outcome.error:
+            break
+        if limited is not part and (outcome.timed_out or not isinstance(part, RunShell)):
+            return replace(outcome, error=f"cut short: {_OUT_OF_TIME}")
+    return outcome or ActionOutcome()
+
+
+def _parts(action: Action) -> Iterator[Action]:
+    if not isinstance(action, TypeText) or len(action.text) <= _TYPED_AT_ONCE_CHARS:
+        yield action
+        return
+    text = action.text.replace("\r\n", "\n")  # one line break, which must not be split
+    for start in range(0, len(text), _TYPED_AT_ONCE_CHARS):
+        yield TypeText(text[start : start + _TYPED_AT_ONCE_CHARS])
+
+
+def _limited(action: Action, left_s: float) -> Action:
+    """Return an action with the duration that it may have, or the same one if it needs no less."""
+    most = timedelta(seconds=left_s + _TOLERANCE_S)
+    match action:
+        case Wait(duration=duration) if duration > most:
+            return Wait(most)
+        case PressKeys(keys=keys, hold=hold) if hold > most:
+            return PressKeys(keys, most)
+        case RunShell(command=command, timeout=timeout) if timeout > most:
+            return RunShell(command, most)
+    return action

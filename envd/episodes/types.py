@@ -13,7 +13,7 @@ from envd.tasks.perturbations import Perturb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeInfo:
+class EpisodeStatus:
     """An episode at one time."""
 
     spec: EpisodeSpec
@@ -70,7 +70,7 @@ class ResetCommand:
 class OpenedGroup:
     """A group of new episodes and their first observations (parallel tuples)."""
 
-    episodes: tuple[EpisodeInfo, ...]
+    episodes: tuple[EpisodeStatus, ...]
     observations: tuple[Observation, ...]
     timings_ms: dict[str, float]
     instruction: str = ""
@@ -134,7 +134,7 @@ class RollbackCommand:
 class RollbackResult:
     """An episode after its rollback, and what its agent sees."""
 
-    episode: EpisodeInfo
+    episode: EpisodeStatus
     observation: Observation
     timings_ms: dict[str, float]
 
@@ -160,7 +160,7 @@ class StepCommand:
 class StepResult:
     """The effect of a step and the agent's new observation."""
 
-    episode: EpisodeInfo
+    episode: EpisodeStatus
     observation: Observation
     outcomes: tuple[ActionOutcome, ...]
     """One per performed action; actions after `Done` or `Fail` are not performed."""
@@ -175,7 +175,7 @@ class StepResult:
 class EvaluateResult(ScoreResult):
     """An episode's score."""
 
-    episode: EpisodeInfo
+    episode: EpisodeStatus
 
 
 def listing_key(create_time: datetime, episode_id: str) -> str:

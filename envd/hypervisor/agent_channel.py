@@ -4,7 +4,7 @@ One command at a time. A new connection, also the one after a timeout, is synchr
 (QEMU's qga/qapi-schema.json): half-sent commands and unread responses of earlier callers are discarded, so a response
 is never taken for that of another command.
 
-The guest's root can send anything here. Everything read is bounded, and the event loop gets its turn in between.
+The guest's root can send anything here. Everything read is bounded, and the event loop does other work in between.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class _AgentConnection:
         return skipped_bytes + end + 1
 
     async def _read_more(self) -> None:
-        # `read` returns buffered data without a turn of the event loop.
+        # `read` returns buffered data without an iteration of the event loop.
         await asyncio.sleep(0)
         chunk = await self._reader.read(_CHUNK_BYTES)
         if not chunk:

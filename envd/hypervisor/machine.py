@@ -63,7 +63,7 @@ class Firmware(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drive:
+class ExtraDrive:
     """A drive that an image has in addition to its disk. Read-only: machines write to overlays of their own."""
 
     path: Path
@@ -95,7 +95,7 @@ class DiskImage:
     """UEFI variables that its machines boot with; None for the firmware's defaults."""
     tpm_state: Path | None = None
     """State of the TPM that its machines boot with, in swtpm's format; None for a new TPM."""
-    drives: tuple[Drive, ...] = ()
+    drives: tuple[ExtraDrive, ...] = ()
     expire_time: datetime | None = None
     """End of an evaluation period; None for never."""
 
@@ -104,13 +104,13 @@ class DiskImage:
         return self.hardware is Hardware.WINDOWS
 
     @property
-    def disks(self) -> tuple[Drive, ...]:
+    def disks(self) -> tuple[ExtraDrive, ...]:
         """The drives that its machines write to: its disk, then the additional ones."""
-        own = Drive(path=self.disk, disk_format=self.disk_format)
+        own = ExtraDrive(path=self.disk, disk_format=self.disk_format)
         return (own, *(drive for drive in self.drives if not drive.is_cdrom))
 
     @property
-    def cdroms(self) -> tuple[Drive, ...]:
+    def cdroms(self) -> tuple[ExtraDrive, ...]:
         return tuple(drive for drive in self.drives if drive.is_cdrom)
 
     @property

@@ -22,7 +22,7 @@ from cuaenv.problems import did_you_mean
 from envd.base.config import DEFAULT_IMAGE, check_image_name
 from envd.base.errors import ImageError, ImageNotFound
 from envd.guests.guestd import VERSION as GUESTD_VERSION
-from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
+from envd.hypervisor.machine import DiskImage, ExtraDrive, Firmware, GuestOs, Hardware
 
 DIGEST_CHARS = 16
 #: Installed packages of an image that envd built: a name and version per line. In the image's directory.
@@ -107,7 +107,7 @@ class ImportedDisk:
     tpm_state: Path | None = None
     """State of the TPM that its machines boot with, as swtpm writes it (`tpm2-00.permall`); always copied. None for a
     new TPM."""
-    drives: Sequence[Drive] = ()
+    drives: Sequence[ExtraDrive] = ()
     """Additional drives."""
 
 
@@ -186,7 +186,7 @@ class ImageCatalogue:
             firmware_vars=present(image.firmware_vars) if image.firmware_vars else None,
             tpm_state=present(image.tpm_state) if image.tpm_state else None,
             drives=tuple(
-                Drive(path=present(drive["file"]), disk_format=drive["format"], is_cdrom=drive["kind"] == "cdrom")
+                ExtraDrive(path=present(drive["file"]), disk_format=drive["format"], is_cdrom=drive["kind"] == "cdrom")
                 for drive in image.drives
             ),
         )

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from cuaenv.cli.terminal import program
-from envd.base.checks import Check, as_root, check_tool, fail, install_fix, ok, warn
+from envd.base.checks import HostCheck, as_root, check_tool, fail, install_fix, ok, warn
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError, EnvdError, ImageNotFound
 from envd.hypervisor.backends import backend_of
@@ -24,7 +24,7 @@ from envd.images.catalogue import Image, ImageCatalogue
 _EVALUATION_WARN_DAYS = 15
 
 
-def check_images(config: Config, *, now: datetime) -> Check:
+def check_images(config: Config, *, now: datetime) -> HostCheck:
     """Check that the catalogue is readable and has the pools' images, and that no evaluation ends soon."""
     catalogue = ImageCatalogue(config.cache_dir)
     try:
@@ -46,7 +46,7 @@ def check_images(config: Config, *, now: datetime) -> Check:
     return ok("images", ", ".join(names))
 
 
-def check_unpacking(config: Config) -> Check:
+def check_unpacking(config: Config) -> HostCheck:
     """Check that containers can run the pools' images, whose files are unpacked for them."""
     name = "unpacking"
     if not is_oci(config.hypervisor.uri):
@@ -70,7 +70,7 @@ def _unpacked(image: DiskImage, ids: IdMap) -> str:
     return "unpacked" if unpacked_directory(image, ids).is_dir() else "can be unpacked"
 
 
-def check_firmware(config: Config) -> Check:
+def check_firmware(config: Config) -> HostCheck:
     """Check that images that boot by UEFI have a firmware."""
     firmware = find_firmware()
     if firmware is not None:
@@ -80,14 +80,14 @@ def check_firmware(config: Config) -> Check:
     return warn("firmware", "no OVMF; images that boot by UEFI need it", fix=install_fix("ovmf"))
 
 
-def check_tpm(config: Config) -> Check:
+def check_tpm(config: Config) -> HostCheck:
     """Check that machines with a TPM have its emulator."""
     users = _images_with(config, lambda image: image.hardware == Hardware.WINDOWS.value)
     purpose = f"the machines of {users} have a TPM" if users else "machines with `--hardware windows` need it"
     return check_tool(SWTPM, package="swtpm", purpose=purpose, needed=bool(users))
 
 
-def check_qemu_user(config: Config) -> Check:
+def check_qemu_user(config: Config) -> HostCheck:
     """Check the user that QEMU runs as: a guest that takes over a QEMU of root controls the host."""
     if not is_embedded(config.hypervisor.uri):
         return ok("qemu_user", "QEMU is not run by envd's embedded driver")
@@ -116,7 +116,7 @@ def check_qemu_user(config: Config) -> Check:
     )
 
 
-def check_mmdebstrap() -> Check:
+def check_mmdebstrap() -> HostCheck:
     """Check the program that `envd image build` makes Debian systems with."""
     purpose = "`envd image build` needs it"
     return check_tool("mmdebstrap", package="mmdebstrap", purpose=purpose, needed=False)

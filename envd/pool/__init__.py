@@ -1,1 +1,1 @@
-"""Keep machines ready and lease them to runs by fair share."""
+"""Keep machines ready and grant them to runs by fair share."""

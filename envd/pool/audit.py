@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 from envd.base.clock import Clock
 from envd.base.errors import EnvdError
-from envd.base.store.statements import EpisodeRow, MachineRow, Statement, delete_episode, delete_machine
-from envd.base.store.store import Store
+from envd.base.store.store import EpisodeRow, MachineRow, Statement, Store, delete_episode, delete_machine
 from envd.hypervisor.machine import Leftover, LeftoverKind
 from envd.pool.pool import Pool
 

@@ -38,7 +38,7 @@ class FrozenDesktop:
 
 
 class LeasedMachine:
-    """A machine leased to one user, until `Pool.release`. Paused and asleep until its first use."""
+    """A machine that one call or episode has until `Pool.release`. Paused and asleep until its first use."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class LeasedMachine:
         self._user_count = self._use_count = 0
         self._wake_error: Exception | None = None
         # Held while the machine changes between running and paused, and while it must stay paused.
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._pausing = OwnedTasks()
         self._load = load
         self._loading: asyncio.Task[None] | None = None
@@ -93,7 +93,7 @@ class LeasedMachine:
 
     @property
     def in_use(self) -> bool:
-        """Whether the guest runs for somebody."""
+        """Whether a block of `running` is open."""
         return self._user_count > 0
 
     def start_loading(self, tasks: OwnedTasks) -> None:
@@ -133,7 +133,7 @@ class LeasedMachine:
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Keep the guest paused during the block, also for users inside `running`; then let it run again."""
-        async with self._turn:
+        async with self._lock:
             await self._loaded()
             was_running = self.machine.state is MachineState.RUNNING
             try:
@@ -148,7 +148,7 @@ class LeasedMachine:
         return self._user_count > 0 or (self._always_running and not self.desktop.is_asleep)
 
     async def _run(self) -> float:
-        async with self._turn:
+        async with self._lock:
             if self._wake_error is not None:
                 raise GuestUnresponsive(
                     f"machine {self.machine_id} did not wake up before: {self._wake_error}"
@@ -170,7 +170,7 @@ class LeasedMachine:
     async def _pause(self, *, after: int) -> None:
         if self._linger_s:
             await asyncio.sleep(self._linger_s)
-        async with self._turn:
+        async with self._lock:
             if self._use_count > after:  # used again
                 return
             try:
@@ -233,8 +233,8 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineLease:
-    """The result of `Pool.lease`. The user returns all of it with `Pool.release`."""
+class Grant:
+    """The machines and reservations that a group got. The user returns all of it with `Pool.release`."""
 
     machines: tuple[LeasedMachine, ...]
     reservations: tuple[Reservation, ...] = ()

@@ -18,13 +18,12 @@ from typing import Any
 from envd.base.aio import OwnedTasks, race, run_unless
 from envd.base.clock import Clock, wait_until
 from envd.base.errors import EnvdError, MachineLost
-from envd.base.store.statements import MachineRow, delete_machine, upsert
-from envd.base.store.store import Store
+from envd.base.store.store import MachineRow, Store, delete_machine, upsert
 from envd.desktop.desktop import Desktop
 from envd.desktop.display_connection import ConnectionState
 from envd.hypervisor.machine import Hypervisor, Machine, MachineUsage
 from envd.pool.backoff import Backoff
-from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation
+from envd.pool.leased import FrozenDesktop, Grant, LeasedMachine, Reservation
 from envd.pool.planner import LifecycleState, PlannedMachine
 from envd.pool.queue import Turnover
 from envd.pool.room import growth_of
@@ -345,12 +344,12 @@ class MachineTable:
             load=partial(self._load, record, frozen) if record.is_waiting and frozen else None,
         )
 
-    def take_back(self, lease: MachineLease) -> None:
-        """Undo a lease whose machines were not used, so that they are idle again."""
-        for reservation in lease.reservations:
+    def take_back(self, grant: Grant) -> None:
+        """Undo a grant whose machines were not used, so that they are idle again."""
+        for reservation in grant.reservations:
             if (promised := self.withdraw(reservation)) is not None:
                 promised.retire()
-        for machine in lease.machines:
+        for machine in grant.machines:
             record = self.withdraw(machine)
             if record is not None and record.state is LifecycleState.LEASED:
                 record.state = LifecycleState.IDLE

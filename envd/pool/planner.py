@@ -8,7 +8,7 @@ fewest machines for its weight; among equals, the run whose group came first. Wi
 of arrival. A group that must wait for machines of its own run, because of its quota or of `resident`, has no turn
 until they are returned.
 
-A group whose turn comes while there are too few machines for it reserves the turn, and machines that become free are
+A group whose turn comes while there are too few machines for it keeps the turn, and machines that become free are
 kept for it. A group of another run that fits may pass it under two conditions: its run then holds no more for its
 weight than the waiting group's run will hold, and all passing groups together take no more machines than the waiting
 group wants. So a large group is served eventually, however many small ones arrive; runs keep their shares; and machines
@@ -29,7 +29,7 @@ class LifecycleState(Enum):
 
     #: Being created, or not yet ready.
     STARTING = "starting"
-    #: Ready and never used, waiting for a lease.
+    #: Ready and never used, waiting for a user.
     IDLE = "idle"
     #: Running an episode.
     LEASED = "leased"
@@ -80,7 +80,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReservedTurn:
+class KeptTurn:
     """A group whose turn has come and that waits for more machines than there are."""
 
     index: int
@@ -93,14 +93,14 @@ class ReservedTurn:
 class Plan:
     """Steps to take now. No machine appears twice."""
 
-    lease: tuple[tuple[str, ...], ...]
+    granted: tuple[tuple[str, ...], ...]
     """Machines for each admitted group, in order of admission; each group also gets its reservations."""
     admitted: tuple[int, ...] = ()
     """Indexes of those groups in the queue."""
-    turn: ReservedTurn | None = None
-    """The reserved turn, by index in the queue before the plan; None if machines are kept for no group."""
+    turn: KeptTurn | None = None
+    """The kept turn, by index in the queue before the plan; None if machines are kept for no group."""
     start_count: int
-    """Machines to fork."""
+    """Machines to start."""
     destroy: tuple[str, ...]
     """Idle machines to destroy."""
     host_is_short: bool = False
@@ -195,7 +195,7 @@ def plan(
     open_room: int | None = None,
     held: Mapping[str, int] | None = None,
     shares: RunShares | None = None,
-    turn: ReservedTurn | None = None,
+    turn: KeptTurn | None = None,
 ) -> Plan:
     """Admit whole groups, then move the pool towards `idle_target` spare machines.
 
@@ -210,7 +210,7 @@ def plan(
         open_room: Episodes that may be opened; None if only machines bound them.
         held: Machines and reservations held by each run.
         shares: Weights and quotas of runs; by default equal and unbounded.
-        turn: The turn that the last plan reserved, if its group still waits.
+        turn: The turn that the last plan kept, if its group still waits.
     """
     machines = list(machines)
     shares = shares or {}
@@ -223,10 +223,10 @@ def plan(
     admitted, turn = _admit(
         waiting, turns, idle_count=len(idle), room=room, host_room=host_room, open_room=open_room, turn=turn
     )
-    lease: list[tuple[str, ...]] = []
+    granted: list[tuple[str, ...]] = []
     for index in admitted:
         ready = waiting[index].ready
-        lease.append(tuple(machine.machine_id for machine in idle[:ready]))
+        granted.append(tuple(machine.machine_id for machine in idle[:ready]))
         idle = idle[ready:]
         room -= waiting[index].reserved
         host_room -= waiting[index].reserved
@@ -258,7 +258,7 @@ def plan(
     start_count = starts(free)
     head_lacks_memory = bool(queue) and free < queue[0].reserved <= room
     return Plan(
-        lease=tuple(lease),
+        granted=tuple(granted),
         admitted=admitted,
         turn=turn,
         start_count=start_count,
@@ -275,11 +275,11 @@ def _admit(
     room: int,
     host_room: int,
     open_room: int | None,
-    turn: ReservedTurn | None,
-) -> tuple[tuple[int, ...], ReservedTurn | None]:
+    turn: KeptTurn | None,
+) -> tuple[tuple[int, ...], KeptTurn | None]:
     """Serve every group that fits and whose turn it is, or that may pass the group with the turn.
 
-    Returns the served groups in order, and the turn that is reserved afterwards.
+    Returns the served groups in order, and the turn that is kept afterwards.
     """
     admitted: list[int] = []
     while (index := turns.next()) is not None:
@@ -295,19 +295,19 @@ def _admit(
             open_room = None if open_room is None else open_room - group.member_count
             turns.serve(index)
         elif turn is None and (idle_count or room > 0):
-            # Reserve the turn only if there is a machine or room to keep; otherwise it stays undecided.
-            turn = ReservedTurn(index=index)
+            # Keep the turn only if there is a machine or room to keep; otherwise it stays undecided.
+            turn = KeptTurn(index=index)
     return tuple(admitted), turn
 
 
-def _may_pass(index: int, turn: ReservedTurn, *, waiting: Sequence[Demand], turns: Turns) -> bool:
+def _may_pass(index: int, turn: KeptTurn, *, waiting: Sequence[Demand], turns: Turns) -> bool:
     """Return whether a group may be served while another group has the turn."""
     passed_count = turn.passed_count + waiting[index].machine_count
     return passed_count <= waiting[turn.index].machine_count and turns.level(index) <= turns.level(turn.index)
 
 
-def _turn_after(index: int, waiting: Sequence[Demand], turn: ReservedTurn | None) -> ReservedTurn | None:
-    """Return the reserved turn after a group has been served."""
+def _turn_after(index: int, waiting: Sequence[Demand], turn: KeptTurn | None) -> KeptTurn | None:
+    """Return the kept turn after a group has been served."""
     if turn is None or turn.index == index:
         return None
     return replace(turn, passed_count=turn.passed_count + waiting[index].machine_count)

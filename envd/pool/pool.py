@@ -1,4 +1,4 @@
-"""Carry out the planner's decisions: fork machines ahead of demand, lease them once, destroy and replace them.
+"""Carry out the planner's decisions: start machines ahead of demand, grant them once, destroy and replace them.
 
 Invariants, which hold because one event loop is atomic between awaits:
 
@@ -27,10 +27,10 @@ from envd.desktop.desktop import Desktop
 from envd.desktop.display_connection import ConnectionState
 from envd.hypervisor.machine import DiskImage, Machine, MachineSpec
 from envd.pool.backoff import Backoff
-from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation, freeze
+from envd.pool.leased import FrozenDesktop, Grant, LeasedMachine, Reservation, freeze
 from envd.pool.machines import MachineRecord, MachineTable, Work
 from envd.pool.planner import Demand, LifecycleState, missing_count, plan
-from envd.pool.queue import AdmissionQueue, QueuedGroup, WaitingGroup, queue_report, quota_note
+from envd.pool.queue import AdmissionQueue, QueueEntry, WaitingGroup, queue_report, quota_note
 from envd.pool.room import PoolRoom, booted_bytes, forked_bytes
 from envd.pool.settings import PoolHost, PoolParameters
 from envd.pool.status import PoolStatus
@@ -207,7 +207,7 @@ class Pool:
             image_expire_unix_s=self.image.expire_time.timestamp() if self.image.expire_time else None,
         )
 
-    def queue(self) -> tuple[QueuedGroup, ...]:
+    def queue(self) -> tuple[QueueEntry, ...]:
         """Return the queued groups in the order of their turns."""
         held, now_s = self._machines.held(), self._clock.monotonic()
         return queue_report(self._queue, held=held, shares=self.settings.shares, status=self.statistics(), now_s=now_s)
@@ -232,7 +232,7 @@ class Pool:
         self._template.start()
         self._reconcile()
 
-    async def lease(
+    async def acquire(
         self,
         count: int = 1,
         *,
@@ -242,7 +242,7 @@ class Pool:
         owner: str = "",
         retained_count: int = 0,
         timeout_s: float,
-    ) -> MachineLease:
+    ) -> Grant:
         """Take `count` ready machines and `reserved` reservations, all or none, when it is the run's turn.
 
         The machines are forks of the pool's template that have not run yet, and may still load its state. A reservation
@@ -335,7 +335,7 @@ class Pool:
             raise
 
     async def adopt(self, machine: Machine, state: ConnectionState, *, run: str) -> LeasedMachine:
-        """Adopt a paused machine left by a previous daemon as a lease of `run`. Destroys it on failure.
+        """Adopt a paused machine left by a previous daemon as one that `run` holds. Destroys it on failure.
 
         Raises:
             MachineLost: It died.
@@ -503,7 +503,7 @@ class Pool:
             turn=self._queue.turn(groups),
         )
         self._queue.set_turn(groups, steps.turn)
-        for index, machine_ids in zip(steps.admitted, steps.lease, strict=True):
+        for index, machine_ids in zip(steps.admitted, steps.granted, strict=True):
             group = groups[index]
             self._queue.leave(group)
             group.admitted.set_result(self._grant(group.demand, machine_ids))
@@ -535,8 +535,8 @@ class Pool:
             return self.settings.size
         return max(self.settings.size, self._machines.counts()[LifecycleState.IDLE] + 1)
 
-    def _grant(self, demand: Demand, machine_ids: Iterable[str]) -> MachineLease:
-        return MachineLease(
+    def _grant(self, demand: Demand, machine_ids: Iterable[str]) -> Grant:
+        return Grant(
             machines=tuple(
                 self._machines.hand_out(self._machines[machine_id], run=demand.run) for machine_id in machine_ids
             ),

@@ -1,4 +1,4 @@
-"""The queue for machines: which groups wait and which has the reserved turn, why each waits, and why some are refused.
+"""The queue for machines: which groups wait and which has the kept turn, why each waits, and why some are refused.
 
 `planner` decides which group is served next; this module keeps what it must remember between two decisions and
 refuses groups, each of which is counted (`AdmissionQueue`), measures how fast machines are returned (`Turnover`), and
@@ -15,8 +15,8 @@ from typing import Literal
 from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted, PoolFailing
 from envd.base.telemetry.metrics import Metrics
 from envd.pool.backoff import Backoff
-from envd.pool.leased import MachineLease
-from envd.pool.planner import Demand, ReservedTurn, RunShares, Turns, share_of
+from envd.pool.leased import Grant
+from envd.pool.planner import Demand, KeptTurn, RunShares, Turns, share_of
 from envd.pool.status import PoolStatus
 
 #: Returns of machines to remember: enough to smooth groups that end together, few enough to follow a change of task.
@@ -50,7 +50,7 @@ class WaitingGroup:
     passed_count: int = 0
     """Machines that went to other runs since its turn came."""
     has_caller: Callable[[], bool] = field(default_factory=has_caller.get)
-    admitted: asyncio.Future[MachineLease] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    admitted: asyncio.Future[Grant] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Turnover:
@@ -155,14 +155,14 @@ class AdmissionQueue:
         if group is self._turn:
             self._turn = None
 
-    def turn(self, groups: Sequence[WaitingGroup]) -> ReservedTurn | None:
-        """Return the reserved turn, by index in `groups`; None if no group there has it."""
+    def turn(self, groups: Sequence[WaitingGroup]) -> KeptTurn | None:
+        """Return the kept turn, by index in `groups`; None if no group there has it."""
         if self._turn is None or self._turn not in groups:
             return None
-        return ReservedTurn(index=groups.index(self._turn), passed_count=self._turn.passed_count)
+        return KeptTurn(index=groups.index(self._turn), passed_count=self._turn.passed_count)
 
-    def set_turn(self, groups: Sequence[WaitingGroup], turn: ReservedTurn | None) -> None:
-        """Remember the reserved turn, by index in `groups`."""
+    def set_turn(self, groups: Sequence[WaitingGroup], turn: KeptTurn | None) -> None:
+        """Remember the kept turn, by index in `groups`."""
         self._turn = None if turn is None else groups[turn.index]
         if self._turn is not None and turn is not None:
             self._turn.passed_count = turn.passed_count
@@ -282,7 +282,7 @@ class AdmissionQueue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedGroup:
+class QueueEntry:
     """A group that waits for machines."""
 
     run: str
@@ -301,12 +301,12 @@ class QueuedGroup:
 
 def queue_report(
     queue: AdmissionQueue, *, held: Mapping[str, int], shares: RunShares, status: PoolStatus, now_s: float
-) -> tuple[QueuedGroup, ...]:
+) -> tuple[QueueEntry, ...]:
     """Return the queued groups in the order of their turns; `held` is machines by run."""
     groups = queue.in_order(held=held)
     demands = [group.demand for group in groups]
     return tuple(
-        QueuedGroup(
+        QueueEntry(
             run=group.demand.run,
             owner=group.owner,
             machine_count=group.demand.machine_count,

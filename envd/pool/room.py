@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envd.base.aio import Changes
-from envd.base.checks import Check, ok, warn
+from envd.base.checks import HostCheck, ok, warn
 from envd.base.clock import Clock
 from envd.base.config import Config, PoolConfig
 from envd.base.errors import ConfigError, HypervisorError
@@ -84,7 +84,7 @@ def host_memory_mib() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
 
 
-def check_memory(config: Config, *, available_bytes: int, daemon_pid: int | None) -> Check:
+def check_memory(config: Config, *, available_bytes: int, daemon_pid: int | None) -> HostCheck:
     """Check that the memory lets every pool have all of its machines, by the rule that pools start them by."""
     detail = f"{available_bytes / (1 << 30):.1f} GiB available"
     if not backend_of(config.hypervisor.uri).capabilities.runs_guests:

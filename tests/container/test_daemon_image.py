@@ -29,8 +29,8 @@ def podman(*args: str | Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Build the image on a base of Debian packages: no registry of images is needed."""
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Build the image on a base of Debian packages: no registry of images is needed. Afterwards it is removed."""
     base = tmp_path_factory.mktemp("base") / "base.tar"
     # A host behind a proxy trusts the proxy's certificate.
     trust = "--customize-hook=copy-in /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs"
@@ -49,9 +49,21 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     context = tmp_path_factory.mktemp("context")
     files = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
     subprocess.run(["tar", "-x", "-C", context], input=files, check=True)
-    build = ["build", "--quiet", "--isolation=chroot", "--network=host", "--format=docker", f"--build-arg=BASE={BASE}"]
-    podman(*build, "-f", context / "docker" / "envd.Dockerfile", "-t", IMAGE, context)
-    return IMAGE
+    # The base is new each time, so stored layers would serve no later build.
+    build = [
+        "build",
+        "--quiet",
+        "--layers=false",
+        "--isolation=chroot",
+        "--network=host",
+        "--format=docker",
+        f"--build-arg=BASE={BASE}",
+    ]
+    try:
+        podman(*build, "-f", context / "docker" / "envd.Dockerfile", "-t", IMAGE, context)
+        yield IMAGE
+    finally:
+        podman("rmi", "--force", "--ignore", IMAGE, BASE)
 
 
 class Served(Program):
@@ -84,32 +96,31 @@ def test_a_group_and_a_branch_on_real_machines_without_privileges(image: str, na
     # QEMU's own user in the container passes through these directories.
     tmp_path.chmod(0o755)
     volumes = (f"{tmp_path}:/var/lib/envd", f"{cache}:/var/cache/envd")
-    served = Served(
-        image, name, "--pool", "3", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", volumes=volumes
-    )
-    address = served.wait_for(r"listening on (\S+)", timeout_s=300)
-    served.wait_for(r"pool desktop: (ready)", timeout_s=300)
+    serve = ("--pool", "3", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
     task = "desktop/save-shopping-list"
-    with EnvClient(address) as client, client.reset_group(task, size=2) as (one, other):
-        assert one.observe().frame_id == other.observe().frame_id
-        one.step(TypeText("in a container"))
-        with client.fork(one, count=1) as (branch,):
-            assert branch.observe().frame_id == one.observe().frame_id
-            assert branch.parent_episode_id == one.episode_id
-        assert other.evaluate().score == 0.0
-    assert served.stop() == 0
+    with Served(image, name, *serve, volumes=volumes) as served:
+        address = served.wait_for(r"listening on (\S+)", timeout_s=300)
+        # A template is booted, without KVM by emulation: a busy host takes many minutes.
+        served.wait_for(r"pool desktop: (ready)", timeout_s=1800)
+        with EnvClient(address) as client, client.reset_group(task, size=2) as (one, other):
+            assert one.observe().frame_id == other.observe().frame_id
+            one.step(TypeText("in a container"))
+            with client.fork(one, count=1) as (branch,):
+                assert branch.observe().frame_id == one.observe().frame_id
+                assert branch.parent_episode_id == one.episode_id
+            assert other.evaluate().score == 0.0
+        assert served.stop() == 0
     assert served.output.rstrip().endswith("stopped; nothing is left running")
 
 
 def test_a_container_without_a_pool_reports_its_mistake(image: str, name: str) -> None:
-    served = Served(image, name, "--hypervisor", "fake", "--pool", "nothing=x")
-    assert served.wait(timeout_s=300) == 2
+    with Served(image, name, "--hypervisor", "fake", "--pool", "nothing=x") as served:
+        assert served.wait(timeout_s=300) == 2
     assert "nothing=x" in served.output
 
 
 def test_ctrl_c_ends_the_container(image: str, name: str) -> None:
-    served = Served(
-        image, name, "--hypervisor", "fake", "--pool", "1", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"
-    )
-    served.wait_for(r"pool desktop: (ready)", timeout_s=300)
-    assert served.stop("INT") == 0
+    serve = ("--hypervisor", "fake", "--pool", "1", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
+    with Served(image, name, *serve) as served:
+        served.wait_for(r"pool desktop: (ready)", timeout_s=300)
+        assert served.stop("INT") == 0

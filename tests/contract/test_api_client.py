@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import threading
 import time
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -574,7 +575,7 @@ async def test_a_failing_block_of_the_synchronous_client_closes_its_episode_and_
     assert len(episodes.closed) == 1
     assert episodes.list_episodes() == []
     clients[0].close()
-    assert not clients[0]._thread.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name == f"EnvClient:{server.address}"]
 
 
 async def test_calls_of_a_closed_synchronous_client_raise_client_closed(server: ApiServer) -> None:

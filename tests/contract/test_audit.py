@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import HypervisorError
-from envd.base.store.statements import EpisodeRow, MachineRow, upsert
+from envd.base.store.store import EpisodeRow, MachineRow, upsert
 from envd.drawn import fake_image
 from envd.episodes.types import ResetCommand
 from envd.hypervisor.machine import Leftover, LeftoverKind, MachineSpec

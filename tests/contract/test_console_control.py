@@ -131,7 +131,7 @@ async def test_a_pause_while_a_button_is_held_is_part_of_the_drag(
     page = Page(daemon, session)
     recording, pressing, paused = asyncio.Event(), asyncio.Event(), asyncio.Event()
     is_dragging: Any = vars(controlling._Session)["is_dragging"]
-    record = Controlling._record_in_turn
+    record = Controlling._record_locked
 
     def noted(self: controlling._Session) -> bool:
         paused.set()
@@ -149,7 +149,7 @@ async def test_a_pause_while_a_button_is_held_is_part_of_the_drag(
 
     monkeypatch.setattr(controlling, "_PAUSE_S", 0.05)
     monkeypatch.setattr(controlling._Session, "is_dragging", property(noted))
-    monkeypatch.setattr(Controlling, "_record_in_turn", record_after_the_press_began)
+    monkeypatch.setattr(Controlling, "_record_locked", record_after_the_press_began)
     async with AsyncEnvClient(daemon.address) as client, client.reset("fake/save-note") as episode:
         path, episode_id = f"episodes/{episode.episode_id}", episode.episode_id
         found = daemon.service.find(episode_id)
@@ -329,7 +329,7 @@ async def test_an_episode_that_a_person_controls_is_not_rolled_back(
         running = asyncio.create_task(episode.rollback(checkpoint))
         inner = daemon.service.find(episode.episode_id)
         assert inner is not None
-        while not inner.turn.locked():
+        while not inner.lock.locked():
             await asyncio.sleep(0)
         daemon.service.take_control(episode.episode_id, control_id=page.control, holder="")
         with pytest.raises(HumanInControl):

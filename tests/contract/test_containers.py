@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from typer.testing import CliRunner
 
 from envd.base.errors import ConfigError, GuestUnresponsive, HypervisorError, MachineLost
@@ -67,6 +68,14 @@ async def started(
         assert await hypervisor.leftovers() == []
     finally:
         await hypervisor.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(image: DiskImage) -> AsyncIterator[tuple[OciHypervisor, OciMachine]]:
+    """Start one machine for the tests whose attempts leave it as it was."""
+    with tempfile.TemporaryDirectory(prefix="envd-oci-", dir="/var/tmp") as directory:
+        async with started(Path(directory), image) as running:
+            yield running
 
 
 @contextmanager
@@ -225,36 +234,37 @@ async def test_a_machine_that_the_host_stops_is_not_lost_by_its_guest(state_dir:
                 os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_the_guests_root_can_neither_kill_the_machine_nor_thaw_it_nor_reach_the_host(
-    state_dir: Path, image: DiskImage
+    shared: tuple[OciHypervisor, OciMachine],
 ) -> None:
-    async with started(state_dir, image) as (_, machine):
-        agent = GuestAgent(machine)
-        refused = (
-            "kill -KILL 1; kill -TERM 1; sleep 0.2; kill -0 1 && exit 1",
-            "mount -t tmpfs none /mnt",
-            "mount -t proc none /mnt",
-            "unshare --user true",
-            "unshare --mount true",
-            "mknod /tmp/sda b 8 0",
-            "echo 1 > /proc/sys/kernel/sysrq",
-            "echo c > /proc/sysrq-trigger",
-            "echo 0 > /sys/fs/cgroup/cgroup.freeze",
-            "cat /proc/kcore | head -c 1 | grep -q .",
-            "ls /sys/devices",
-            "chroot /proc/1/root/../../.. test -e /work",
-            "date -s 2001-01-01",
-            "sysctl -w kernel.panic=1",
-            "ip link add type dummy",
-        )
-        for act in refused:
-            result = await agent.run(["/bin/sh", "-c", act], timeout_s=30)
-            assert result.exit_code, f"{act} succeeded: {result.stdout!r}"
-        assert machine.loss is None
-        listed = await agent.run(["/bin/sh", "-c", "ls -A /dev; ls /envd; cat /proc/net/dev | wc -l"], timeout_s=30)
-        names = listed.stdout.decode().split()
-        assert not [name for name in names if name.startswith(("sd", "vd", "loop", "kvm", "mem", "nvme"))]
-        assert names[-1] == "3", "no network but the loopback: two lines of heading, and one"
+    _, machine = shared
+    agent = GuestAgent(machine)
+    refused = (
+        "kill -KILL 1; kill -TERM 1; sleep 0.2; kill -0 1 && exit 1",
+        "mount -t tmpfs none /mnt",
+        "mount -t proc none /mnt",
+        "unshare --user true",
+        "unshare --mount true",
+        "mknod /tmp/sda b 8 0",
+        "echo 1 > /proc/sys/kernel/sysrq",
+        "echo c > /proc/sysrq-trigger",
+        "echo 0 > /sys/fs/cgroup/cgroup.freeze",
+        "cat /proc/kcore | head -c 1 | grep -q .",
+        "ls /sys/devices",
+        "chroot /proc/1/root/../../.. test -e /work",
+        "date -s 2001-01-01",
+        "sysctl -w kernel.panic=1",
+        "ip link add type dummy",
+    )
+    for act in refused:
+        result = await agent.run(["/bin/sh", "-c", act], timeout_s=30)
+        assert result.exit_code, f"{act} succeeded: {result.stdout!r}"
+    assert machine.loss is None
+    listed = await agent.run(["/bin/sh", "-c", "ls -A /dev; ls /envd; cat /proc/net/dev | wc -l"], timeout_s=30)
+    names = listed.stdout.decode().split()
+    assert not [name for name in names if name.startswith(("sd", "vd", "loop", "kvm", "mem", "nvme"))]
+    assert names[-1] == "3", "no network but the loopback: two lines of heading, and one"
 
 
 #: System calls by number on x86-64. Without a filter and fewer capabilities some succeed, and others fail otherwise.
@@ -288,32 +298,34 @@ socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
 """
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_calls_that_reach_the_kernel_are_refused_to_the_user_and_to_root(
-    state_dir: Path, image: DiskImage
+    shared: tuple[OciHypervisor, OciMachine],
 ) -> None:
-    async with started(state_dir, image) as (_, machine):
-        desktop = Desktop(machine)
-        try:
-            for as_root in (False, True):
-                result = await desktop.run(["python3", "-c", _CALLS], as_root=as_root, timeout_s=60)
-                assert result.exit_code == 0, result.stderr
-        finally:
-            await desktop.close()
+    _, machine = shared
+    desktop = Desktop(machine)
+    try:
+        for as_root in (False, True):
+            result = await desktop.run(["python3", "-c", _CALLS], as_root=as_root, timeout_s=60)
+            assert result.exit_code == 0, result.stderr
+    finally:
+        await desktop.close()
 
 
-async def test_the_session_gains_no_rights_by_programs_of_root(state_dir: Path, image: DiskImage) -> None:
-    async with started(state_dir, image) as (_, machine):
-        prepare = "cp /usr/bin/id /home/user/id; chmod 4755 /home/user/id; cp /usr/bin/cat /usr/local/bin/rootcat;"
-        prepare += " setcap cap_dac_override+ep /usr/local/bin/rootcat 2>/dev/null; chmod 4755 /usr/local/bin/rootcat"
-        assert (await GuestAgent(machine).run(["/bin/sh", "-c", prepare], timeout_s=30)).exit_code == 0
-        desktop = Desktop(machine)
-        try:
-            assert (await desktop.run(["/home/user/id", "-u"], timeout_s=30)).stdout == b"1000\n"
-            assert (await desktop.run(["/usr/local/bin/rootcat", "/etc/shadow"], timeout_s=30)).exit_code
-            trace = "import ctypes; print(ctypes.CDLL(None).ptrace(16, 1, 0, 0))"
-            assert (await desktop.run(["python3", "-c", trace], timeout_s=30)).stdout == b"-1\n"
-        finally:
-            await desktop.close()
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_session_gains_no_rights_by_programs_of_root(shared: tuple[OciHypervisor, OciMachine]) -> None:
+    _, machine = shared
+    prepare = "cp /usr/bin/id /home/user/id; chmod 4755 /home/user/id; cp /usr/bin/cat /usr/local/bin/rootcat;"
+    prepare += " setcap cap_dac_override+ep /usr/local/bin/rootcat 2>/dev/null; chmod 4755 /usr/local/bin/rootcat"
+    assert (await GuestAgent(machine).run(["/bin/sh", "-c", prepare], timeout_s=30)).exit_code == 0
+    desktop = Desktop(machine)
+    try:
+        assert (await desktop.run(["/home/user/id", "-u"], timeout_s=30)).stdout == b"1000\n"
+        assert (await desktop.run(["/usr/local/bin/rootcat", "/etc/shadow"], timeout_s=30)).exit_code
+        trace = "import ctypes; print(ctypes.CDLL(None).ptrace(16, 1, 0, 0))"
+        assert (await desktop.run(["python3", "-c", trace], timeout_s=30)).stdout == b"-1\n"
+    finally:
+        await desktop.close()
 
 
 async def test_what_the_guests_root_puts_in_place_of_its_sockets_leads_nowhere(
@@ -342,31 +354,27 @@ async def test_what_the_guests_root_puts_in_place_of_its_sockets_leads_nowhere(
         server.close()
 
 
-async def test_the_sessions_user_cannot_reach_the_hosts_sockets(state_dir: Path, image: DiskImage) -> None:
-    async with started(state_dir, image) as (_, machine):
-        desktop = Desktop(machine)
-        try:
-            for act in (
-                "ls /envd",
-                "test -r /envd/vnc.sock",
-                "rm -f /envd/agent.sock",
-                "kill -0 1",
-                "pkill -x Xtigervnc",
-            ):
-                assert (await desktop.run(["sh", "-c", act], timeout_s=30)).exit_code, act
-            show = "grep -E '^(CapEff|NoNewPrivs|Seccomp):' /proc/self/status"
-            ids = (await desktop.run(["sh", "-c", show], timeout_s=30)).stdout
-            assert b"CapEff:\t0000000000000000" in ids
-            assert b"NoNewPrivs:\t1" in ids
-            assert b"Seccomp:\t2" in ids
-        finally:
-            await desktop.close()
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_sessions_user_cannot_reach_the_hosts_sockets(shared: tuple[OciHypervisor, OciMachine]) -> None:
+    _, machine = shared
+    desktop = Desktop(machine)
+    try:
+        for act in ("ls /envd", "test -r /envd/vnc.sock", "rm -f /envd/agent.sock", "kill -0 1", "pkill -x Xtigervnc"):
+            assert (await desktop.run(["sh", "-c", act], timeout_s=30)).exit_code, act
+        show = "grep -E '^(CapEff|NoNewPrivs|Seccomp):' /proc/self/status"
+        ids = (await desktop.run(["sh", "-c", show], timeout_s=30)).stdout
+        assert b"CapEff:\t0000000000000000" in ids
+        assert b"NoNewPrivs:\t1" in ids
+        assert b"Seccomp:\t2" in ids
+    finally:
+        await desktop.close()
 
 
-async def test_the_first_process_has_no_file_of_the_host(state_dir: Path, image: DiskImage) -> None:
-    async with started(state_dir, image) as (_, machine):
-        result = await GuestAgent(machine).run(["/bin/sh", "-c", "readlink /proc/1/fd/*"], timeout_s=30)
-        assert set(result.stdout.decode().split()) <= {"/dev/null", "/envd/console.log"}
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_first_process_has_no_file_of_the_host(shared: tuple[OciHypervisor, OciMachine]) -> None:
+    _, machine = shared
+    result = await GuestAgent(machine).run(["/bin/sh", "-c", "readlink /proc/1/fd/*"], timeout_s=30)
+    assert set(result.stdout.decode().split()) <= {"/dev/null", "/envd/console.log"}
 
 
 async def test_a_machine_whose_first_process_the_host_kills_is_lost_by_the_host(
@@ -442,11 +450,12 @@ async def test_machines_are_lost_by_the_host_when_their_namespaces_end(
             await hypervisor.create(MachineSpec(machine_id="another", image=image))
 
 
-async def test_an_error_of_any_characters_is_reported_whole(state_dir: Path, image: DiskImage) -> None:
-    async with started(state_dir, image) as (hypervisor, _):
-        for text in ("\x01" * 5000, "\U0001f600" * 5000):
-            with pytest.raises(HypervisorError, match=text[:9]):
-                await hypervisor._namespace.call("run", argv=["sh", "-c", f"printf %s '{text}'; exit 1"], timeout_s=20)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_error_of_any_characters_is_reported_whole(shared: tuple[OciHypervisor, OciMachine]) -> None:
+    hypervisor, _ = shared
+    for text in ("\x01" * 5000, "\U0001f600" * 5000):
+        with pytest.raises(HypervisorError, match=text[:9]):
+            await hypervisor._namespace.call("run", argv=["sh", "-c", f"printf %s '{text}'; exit 1"], timeout_s=20)
 
 
 async def test_without_control_groups_signals_stop_all_but_the_x_server(

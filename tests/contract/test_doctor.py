@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cuaenv.client import Tls
-from envd.base.checks import Check, Status
+from envd.base.checks import HostCheck, Status
 from envd.base.config import Config, SecurityConfig
 from envd.base.config_sources import load
 from envd.cli import doctor
@@ -60,7 +60,7 @@ def secured(certs: dict[str, Path], **more: Any) -> SecurityConfig:
     return SecurityConfig(tls_cert=certs["server"], tls_key=certs["server_key"], **more)
 
 
-async def daemon_checks(tmp_path: Path, security: SecurityConfig, *, tls: Tls | None = None) -> list[Check]:
+async def daemon_checks(tmp_path: Path, security: SecurityConfig, *, tls: Tls | None = None) -> list[HostCheck]:
     async with serve_fake(size=1, security=security) as server:
         config = config_with(tmp_path, server.address).model_copy(update={"security": security})
         while not server.pool.statistics().idle_count:

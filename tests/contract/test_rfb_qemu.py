@@ -1,6 +1,6 @@
 """The display client against a real QEMU, whose guest is a boot sector of 25 bytes: each key paints the screen.
 
-Figures in the comments of `rfb.py`, `screen.py` and `settle.py` come from these tests.
+Figures in the comments of `rfb.py`, `screen.py` and `settler.py` come from these tests.
 """
 
 import asyncio

@@ -18,7 +18,7 @@ import pytest
 from envd.base.errors import MachineLost, NotForkable
 from envd.base.losses import LossOwner
 from envd.desktop.agent import GuestAgent, renew_identity
-from envd.hypervisor.machine import DiskImage, Drive, LeftoverKind, Machine, MachineSpec, Snapshot
+from envd.hypervisor.machine import DiskImage, ExtraDrive, LeftoverKind, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.hypervisor.qemu.processes import owner_of, tpm_processes
@@ -66,7 +66,7 @@ class WindowsHardware(LibvirtFixtures):
         subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", data, f"{_DATA_MIB}M"], check=True)
         cdrom.write_bytes(b"on the CD-ROM".ljust(1 << 16))
         image = uefi_guest.build(cache_dir).disk_image(uefi_guest.NAME)
-        return replace(image, drives=(Drive(path=data), Drive(path=cdrom, disk_format="raw", is_cdrom=True)))
+        return replace(image, drives=(ExtraDrive(path=data), ExtraDrive(path=cdrom, disk_format="raw", is_cdrom=True)))
 
     @classmethod
     def make_spec(cls, machine_id: str) -> MachineSpec:

@@ -224,7 +224,7 @@ async def test_an_episode_whose_time_ends_during_a_step_is_evaluated(monkeypatch
             async def step_until_timeout(*actions: Action, **options: Any) -> StepResult:
                 running = asyncio.ensure_future(step(*actions, **options))
                 served = server.service._registry.get(episode.episode_id)
-                while isinstance(actions[0], Wait) and not served.turn.locked():
+                while isinstance(actions[0], Wait) and not served.lock.locked():
                     await asyncio.sleep(0.01)
                 if isinstance(actions[0], Wait):
                     limits[0].reschedule(asyncio.get_running_loop().time())

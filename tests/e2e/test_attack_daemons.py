@@ -74,7 +74,8 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def run_attack(suite: Path, *arguments: str) -> CommandOutput:
     """Attack two of the tasks."""
     places = [f"--{name}={suite.parent / name}" for name in ("cache-dir", "out", "state-dir")]
-    options = ["--tasks", str(suite), "--sample", "1", "--json", *places]
+    kinds = [word for kind in ("almost", "repeated") for word in ("--family", kind)]
+    options = ["--tasks", str(suite), "--sample", "2", "--json", *kinds, *places]
     return run_envd("tasks", "attack", "mine/one", "mine/two", *options, *arguments)
 
 
@@ -144,6 +145,7 @@ async def test_a_daemon_that_is_killed_gives_its_mutants_to_the_other(
     assert len(hosts) > played_count + len(tasks)
 
 
+@pytest.mark.long
 @pytest.mark.native
 @pytest.mark.timeout(900)
 async def test_a_killed_daemon_of_containers_gives_its_mutants_to_the_other(hosts: list[str]) -> None:

@@ -32,9 +32,9 @@ from cuaenv.client import (
 )
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import InvalidRequest
+from envd.episodes import checkpointing
 from envd.episodes.checkpoints import archive as module
-from envd.episodes.checkpoints import calls
-from envd.episodes.checkpoints.manifest import Checkpoint as StoredCheckpoint
+from envd.episodes.checkpoints.manifest import Manifest
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.progress import EpisodeSpec, Progress
 from envd.tasks.basis import task_digest
@@ -120,11 +120,11 @@ async def test_a_checkpoint_that_is_deleted_before_its_files_are_open_is_not_fou
     async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
         checkpoint = await episode.checkpoint()
 
-        def delete_and_archive(found: StoredCheckpoint, directory: Path) -> Generator[bytes, None, None]:
+        def delete_and_archive(found: Manifest, directory: Path) -> Generator[bytes, None, None]:
             shutil.rmtree(directory)
             return module.archived(found, directory)
 
-        monkeypatch.setattr(calls, "archived", delete_and_archive)
+        monkeypatch.setattr(checkpointing, "archived", delete_and_archive)
         with pytest.raises(CheckpointNotFound):
             await client.export_checkpoint(checkpoint, tmp_path / "state.ckpt")
 
@@ -234,7 +234,7 @@ async def test_archives_and_checkpoints_of_earlier_releases_are_read(tmp_path: P
 
 #: Every value of a manifest.
 PATHS = [
-    *StoredCheckpoint.model_fields,
+    *Manifest.model_fields,
     *(f"spec.{each.name}" for each in fields(EpisodeSpec)),
     *(f"progress.{each.name}" for each in fields(Progress)),
 ]

@@ -43,7 +43,8 @@ from cuaenv.client import (
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import RequestIdReused, StoreError
 from envd.cli.checkpoints import table
-from envd.episodes.checkpoints import automatic, calls, states
+from envd.episodes import automatic, checkpointing
+from envd.episodes.checkpoints import states
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.types import CheckpointCommand
 from envd.tasks import perturbations
@@ -513,7 +514,7 @@ async def test_exports_of_one_caller_are_bounded_and_end_when_nothing_is_read(
         assert await first
         for each in (*running, waiting, other):
             await each.aclose()
-        monkeypatch.setattr(calls, "_UNREAD_S", 0.0)
+        monkeypatch.setattr(checkpointing, "_UNREAD_S", 0.0)
         unread = export("alice")
         assert await anext(unread)
         with pytest.raises(StoreError, match=f"{checkpoint_id}: nothing was read for 0 s; export it again"):

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import io
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,17 +29,21 @@ allow_guest_access = true
 """
 
 
-@pytest.fixture
-async def e2b() -> AsyncIterator[E2bWire]:
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Return the address at which a daemon with containers serves the protocol."""
     desktop_image()
     with (
         tempfile.TemporaryDirectory(prefix="envd-oci-", dir="/var/tmp") as directory,
         ServedDaemon(Path(directory) / "state", CONFIG) as daemon,
     ):
-        address = daemon.wait_for(r"protocol e2b on http://(\S+)")
-        daemon.wait_for(r"(pool desktop: ready)")
-        async with aiohttp.ClientSession() as http:
-            yield E2bWire(http=http, url=f"http://{address}")
+        yield daemon.wait_for(r"protocol e2b on http://(\S+)")
+
+
+@pytest.fixture
+async def e2b(address: str) -> AsyncIterator[E2bWire]:
+    async with aiohttp.ClientSession() as http:
+        yield E2bWire(http=http, url=f"http://{address}")
 
 
 async def test_commands_files_ports_and_the_desktop(e2b: E2bWire) -> None:

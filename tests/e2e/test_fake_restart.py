@@ -29,8 +29,7 @@ from envd.base.errors import (
     StepIndexMismatch,
     StoreError,
 )
-from envd.base.store.statements import AnswerRow, EpisodeRow, MachineRow
-from envd.base.store.store import SqliteStore
+from envd.base.store.store import AnswerRow, EpisodeRow, MachineRow, SqliteStore
 from envd.desktop.observation import Encoding, Keyframe, ObservationOptions
 from envd.episodes.progress import AutomaticCheckpoints, CheckpointTrigger, EpisodeState, Progress
 from envd.episodes.recovery import load_persisted

@@ -13,11 +13,13 @@ import pytest
 
 from cuaenv.client import AsyncEnvClient, Task
 from envd.cli.options import load_config
+from tests.support.command import run_envd
 from trainer.data.oracles import read_oracles
-from trainer.learn import LearnError, demos
+from trainer.learn import LearnError, daemons, demos
 from trainer.learn.daemons import print_oracles, started_daemons
 from trainer.learn.settings import SMOKE
 
+DRAWN = ("--hypervisor", "fake")
 START = """\
 import sys, time
 from pathlib import Path
@@ -62,6 +64,7 @@ def test_variants_are_played_without_listing_them(tmp_path: Path, monkeypatch: p
         return await list_tasks(self, **options)
 
     monkeypatch.setattr(AsyncEnvClient, "list_tasks", noted)
+    monkeypatch.setattr(daemons, "_printed", lambda *words: run_envd("tasks", "oracles", *words, *DRAWN).out)
     ids = ["drawn/press?seed=1", "drawn/press?seed=2", "drawn/none?seed=1"]
     print_oracles(tmp_path / "oracles.jsonl", suite="drawn", seeds=range(1, 3), templates=["drawn/press"])
     known = {oracle.task_id: oracle for oracle in read_oracles(tmp_path / "oracles.jsonl")}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
@@ -43,22 +44,27 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(directory.iterdir())
 
 
+@pytest.fixture(scope="module")
+def python(artefacts: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return Python of an environment that has the wheel, and from here only what the wheel depends on."""
+    home, here = tmp_path_factory.mktemp("installed") / "venv", Path(sysconfig.get_path("purelib"))
+    venv.create(home)
+    (site,) = home.glob("lib/python*/site-packages")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target"]
+    subprocess.run([*pip, site, artefacts[0]], check=True, capture_output=True)
+    # The editable project of this environment is named by a .pth file there, which is not followed.
+    (site / "dependencies.pth").write_text(f"{here}\n")
+    return home / "bin" / "python"
+
+
 def test_a_wheel_is_built_from_the_source_distribution(artefacts: list[Path]) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert [path.name.partition("-")[2].partition("-")[0] for path in artefacts] == [version, f"{version}.tar.gz"]
 
 
-def test_an_installed_package_is_complete(artefacts: list[Path], tmp_path: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target"]
-    subprocess.run([*pip, tmp_path / "site", artefacts[0]], check=True, capture_output=True)
-    assert [name for name in FILES if not (tmp_path / "site" / name).exists()] == []
-    # Its own modules, not the checkout's: -P leaves the working directory out of the path.
-    code = "import cuaenv.client, envd, trainer.cli; print(envd.__file__)"
-    environment = {"PYTHONPATH": str(tmp_path / "site")}
-    shown = subprocess.run(
-        [sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True, env=environment, cwd=tmp_path
-    )
-    assert shown.stdout.startswith(str(tmp_path))
+def test_an_installed_package_is_complete(python: Path) -> None:
+    (site,) = python.parents[1].glob("lib/python*/site-packages")
+    assert [name for name in FILES if not (site / name).exists()] == []
 
 
 def test_the_client_needs_no_more_than_its_extra(tmp_path: Path) -> None:
@@ -84,6 +90,7 @@ print(trainer.client.EnvClient("127.0.0.1:1"))
 OWN_CODE = """
 import asyncio, sys
 from types import SimpleNamespace
+import envd
 import trainer
 from trainer.agent.attempts import run_task
 from trainer.agent.types import Reply
@@ -134,22 +141,16 @@ group = [
     for n, reward in enumerate([1.0, 0.0, 0.5])
 ]
 print(leave_one_out(None, group))
-print(trainer.__file__)
+print(trainer.__file__, envd.__file__)
 """
 
 
-async def test_an_installed_package_plays_and_evaluates_with_own_code(artefacts: list[Path], tmp_path: Path) -> None:
-    """A virtual environment has the wheel, and from here only what the wheel depends on."""
-    home, here = tmp_path / "venv", Path(sysconfig.get_path("purelib"))
-    await run_ok(sys.executable, "-m", "venv", "--without-pip", home)
-    (site,) = home.glob("lib/python*/site-packages")
-    await run_ok(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, artefacts[0])
-    # The editable project of this environment is named by a .pth file there, which is not followed.
-    (site / "dependencies.pth").write_text(f"{here}\n")
+async def test_an_installed_package_plays_and_evaluates_with_own_code(python: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     shutil.copytree(ROOT / "docs" / "examples" / "own", own)
     (tmp_path / "agent.yaml").write_text('{prompt: "my_prompt:Terse", grammar: "my_grammar:Lines", max_turns: 3}\n')
-    python, environment = home / "bin" / "python", {"PATH": os.environ["PATH"], "PYTHONPATH": str(own)}
+    # -P leaves the working directory out of the path: its own modules run, not the checkout's.
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(own)}
     async with serve_fake(size=1, capacity=1) as server, AsyncEnvClient(server.address) as client:
         done = await run_program(python, "-P", "-c", OWN_CODE, server.address, cwd=tmp_path, env=environment)
         assert done.status == 0, done.err
@@ -164,11 +165,6 @@ async def test_an_installed_package_plays_and_evaluates_with_own_code(artefacts:
     assert lines[1].startswith("[True, False, True] {'task': 0.0, 'turns': -0.3")
     assert lines[2:4] == ["True False", "False True"]
     assert lines[4] == "([1.0, 0.0, 0.5], [0.75, -0.75, 0.0])"
-    assert lines[5].startswith(str(site))
+    assert [Path(file).is_relative_to(python.parents[1]) for file in lines[5].split()] == [True, True]
     (row,) = json.loads(evaluated.out)["runs"][0]["rows"][:1]
     assert row["success"]["mean"] == 1.0
-
-
-async def run_ok(*command: str | Path) -> None:
-    done = await run_program(*command)
-    assert done.status == 0, done.err

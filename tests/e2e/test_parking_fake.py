@@ -80,14 +80,14 @@ async def until(holds: Any, *, timeout_s: float = 20.0) -> None:
 async def test_more_episodes_than_machines_are_solved(tmp_path: Path) -> None:
     """Every episode scores as if it had been in memory all the time."""
     async with served(tmp_path) as (server, client):
-        episodes = [await client.open(TASK) for _ in range(8)]
-        assert server.pool.statistics().parked_count >= 5
+        episodes = [await client.open(TASK) for _ in range(5)]
+        assert server.pool.statistics().parked_count >= 2
         for action in (EDITOR, TypeText(LINE), SAVE):
             for episode in episodes:
                 await episode.step(action)
                 assert server.pool.statistics().leased_count <= 3
         results = [await episode.evaluate() for episode in episodes]
-        assert [result.score for result in results] == [1.0] * 8
+        assert [result.score for result in results] == [1.0] * 5
         for episode in episodes:
             await episode.close()
         await until(lambda: not stored(tmp_path))
@@ -144,7 +144,7 @@ async def test_an_agent_that_thinks_is_parked_first(tmp_path: Path, monkeypatch:
 
 async def test_calls_of_all_episodes_at_once_take_turns(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, client):
-        episodes = await opened(client, 9)
+        episodes = await opened(client, 6)
         for action in (EDITOR, TypeText(LINE), SAVE):
             results = await asyncio.gather(*(episode.step(action) for episode in episodes))
             assert not any(result.errors for result in results)

@@ -38,7 +38,7 @@ from cuaenv.client.observation import read_observation
 from envd.base import errors
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import RequestIdReused
-from envd.base.store.statements import EpisodeRow
+from envd.base.store.store import EpisodeRow
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.progress import EpisodeState, Progress, ScoreResult
 from envd.episodes.recording.library import Library
@@ -328,10 +328,10 @@ async def test_an_evaluation_behind_a_rollback_does_not_score_the_next_attempt(t
     async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
         checkpoint = await episode.checkpoint()
         (found,) = server.service.episodes
-        async with found.turn:
+        async with found.lock:
             rollback = asyncio.create_task(episode.rollback(checkpoint))
             # It reads the checkpoint first.
-            while not found.turn._waiters:
+            while not found.lock._waiters:
                 await asyncio.sleep(0)
             evaluation = asyncio.create_task(episode.evaluate())
             while len(found.requests) < 3:
@@ -346,7 +346,7 @@ async def test_a_rollback_waits_for_a_step_and_refuses_those_behind_it(tmp_path:
     async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
         checkpoint = await episode.checkpoint()
         (found,) = server.service.episodes
-        async with found.turn:
+        async with found.lock:
             step = asyncio.create_task(episode.step(EDITOR))
             while len(found.requests) < 2:
                 await asyncio.sleep(0)

@@ -2,8 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +108,24 @@ def group_of(count: int, *, group_index: int = 0) -> list[Sample]:
         Sample(group_index=group_index, index=group_index * 100 + member, metadata={"task_id": TASK})
         for member in range(count)
     ]
+
+
+async def test_the_calls_of_an_episode_are_in_slimes_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[tuple[str, dict[str, Any]]] = []
+
+    @contextmanager
+    def span(_: Sample, name: str, attributes: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], object]]:
+        traced.append((name, {**attributes}))
+        yield traced[-1][1].update
+
+    monkeypatch.setattr("trainer.slime.play.rollout.span", span)
+    async with world() as there:
+        (sample,) = group_of(1)
+        await generate(there.args(n_samples_per_prompt=1), sample, PARAMS)
+    assert [name for name, _ in traced] == ["env_reset", *["env_step"] * 3, "env_evaluate"]
+    assert traced[0][1] == {"task": TASK, "attempt": 1}
+    assert all({"actions", "total_ms"} <= set(attributes) for name, attributes in traced if name == "env_step"), traced
+    assert traced[-1][1] == {"score": 1.0}
 
 
 async def test_a_sample_has_the_engines_tokens_and_the_tasks_score() -> None:

@@ -14,5 +14,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items,
         marker="seeds",
         can_run=bool(os.environ.get("SEEDS")),
-        message="other systems' unmodified clients. Run: make compat-proof SEEDS=DIR; see docs/compat.md",
+        message="other systems' unmodified clients. Run: make compat-proof SEEDS=DIR; see docs/evidence/clients.md",
     )

@@ -45,7 +45,7 @@ def client_of(path: str, monkeypatch: pytest.MonkeyPatch, **names: dict[str, Any
     """
     file = SEEDS / path
     if not file.is_file():
-        pytest.fail(f"SEEDS {SEEDS}: no {path}; clone the repository that docs/compat.md names for it")
+        pytest.fail(f"SEEDS {SEEDS}: no {path}; clone the repository that docs/evidence/clients.md names for it")
     for dashed, attributes in names.items():
         parts = dashed.split("__")
         for count in range(1, len(parts) + 1):

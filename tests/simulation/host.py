@@ -188,7 +188,7 @@ class SimHost:
             turn=self._queue.turn(groups),
         )
         self._queue.set_turn(groups, steps.turn)
-        for index, machine_ids in zip(steps.admitted, steps.lease, strict=True):
+        for index, machine_ids in zip(steps.admitted, steps.granted, strict=True):
             waiting = groups[index]
             self._queue.leave(waiting)
             self._grant(self._waiting.pop(waiting), machine_ids)

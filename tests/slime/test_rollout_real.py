@@ -104,21 +104,6 @@ def test_members_of_a_tree_share_a_prefix_that_is_trained_once(job_of: Any, engi
         assert other.tokens[:prompt_length] == first.tokens[:prompt_length]
 
 
-@pytest.mark.parametrize("agent", [{}, {"images_per_row": 1, "images_kept": 1}])
-def test_a_group_after_given_replies_trains_its_own_turns(
-    job_of: Any, engine: SglangServer, tmp_path: Path, agent: dict[str, Any]
-) -> None:
-    middles = [(TASK, [SAY([Click(5, 5)])])] * 4
-    data = write_tasks(tmp_path / "given.jsonl", [], middles=middles)
-    job = job_of(agent=agent, n_samples_per_prompt=3, global_batch_size=3, prompt_data=str(data))
-    groups = job.rollout().samples
-    samples = flatten(groups)
-    check_train_data(job, groups)
-    assert {(facts_of(sample)["task_score"], facts_of(sample)["shared_turns"]) for sample in samples} == {(1.0, 1)}
-    said = [ids for sample in samples for ids, _ in sampled_turns(sample)]
-    assert Counter(said) == Counter(tuple(token[1] for token in answer) for answer in engine.answers)
-
-
 def test_slimes_abort_releases_every_machine(job_of: Any, fake_daemon: str) -> None:
     job = job_of(rollout_batch_size=1, over_sampling_batch_size=3)
     output = job.rollout()

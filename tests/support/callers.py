@@ -15,7 +15,7 @@ from grpc_status import rpc_status
 
 from cuaenv.client import RetryPolicy
 from cuaenv.v1 import env_pb2, env_pb2_grpc
-from envd.api.security.limits import RateLimiter
+from envd.api.security.guard import RateLimiter
 from envd.api.security.tokens import NewToken, new_token
 from envd.api.server import ApiServer
 from envd.base.config import SecurityConfig

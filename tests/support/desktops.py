@@ -1,11 +1,10 @@
 """Drawn desktops served from a thread with an event loop of its own, for tests of clients with and without a loop."""
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from cuaenv.loop_thread import LoopThread
 from tests.support.server import FakeServer, serve_fake
 
 T = TypeVar("T")
@@ -15,19 +14,14 @@ class DrawnDesktops:
     """A server; options are those of `serve_fake`."""
 
     def __init__(self, **options: Any) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="desktops", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("desktops")
         self._serving = serve_fake(**options)
         self.server: FakeServer = self._run(self._serving.__aenter__())
         self.address = self.server.address
 
     def close(self) -> None:
         """Stop the server and the thread."""
-        self._run(self._serving.__aexit__(None, None, None))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close(lambda: self._serving.__aexit__(None, None, None))
 
     @property
     def leased_count(self) -> int:
@@ -69,4 +63,4 @@ class DrawnDesktops:
         return self._run(ask())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+        return self._thread.start(work).result(120)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from envd.base.config import SettlePolicy
-from envd.desktop.readiness import GuestPauses
+from envd.desktop.session import GuestPauses
 
 #: A drawn guest acts at once, so short pauses suffice.
 QUICK_PAUSES = GuestPauses(

@@ -5,7 +5,7 @@ from typing import Any
 
 from envd.base.config import SettlePolicy
 from envd.episodes.progress import EpisodeSpec, Origin, Progress
-from envd.episodes.types import EpisodeInfo
+from envd.episodes.types import EpisodeStatus
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 ORIGIN = Origin(template_digest="t", overlay_parent="o", first_frame_id="f")
@@ -28,5 +28,5 @@ def episode_spec(**changes: Any) -> EpisodeSpec:
     return EpisodeSpec(**fields | changes)
 
 
-def episode_info(progress: Progress | None = None, **changes: Any) -> EpisodeInfo:
-    return EpisodeInfo(spec=episode_spec(**changes), progress=progress or Progress(), epoch=1, expire_time=NOON)
+def episode_info(progress: Progress | None = None, **changes: Any) -> EpisodeStatus:
+    return EpisodeStatus(spec=episode_spec(**changes), progress=progress or Progress(), epoch=1, expire_time=NOON)

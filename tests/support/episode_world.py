@@ -20,7 +20,7 @@ from envd.desktop.desktop import Desktop
 from envd.desktop.observation import Encoding, ObservationOptions
 from envd.episodes.progress import EpisodeState
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import EpisodeInfo, ForkCommand, OpenedGroup, ResetCommand, StepCommand
+from envd.episodes.types import EpisodeStatus, ForkCommand, OpenedGroup, ResetCommand, StepCommand
 from envd.pool.planner import RunShares
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolHost, PoolParameters
@@ -205,7 +205,7 @@ class World:
         """Lose an episode's machine."""
         self.machine(episode_id).die("QEMU was killed by signal 9")
 
-    def info(self, episode_id: str) -> EpisodeInfo:
+    def info(self, episode_id: str) -> EpisodeStatus:
         """Return an episode's info."""
         (info,) = (info for info in self.service.list_episodes() if info.episode_id == episode_id)
         return info
@@ -225,7 +225,7 @@ class World:
         ]
         assert (s.leased_count, s.reserved_count) == (len(live), 0)
         assert len(self.hypervisor.machines) == s.idle_count + s.leased_count
-        assert len([state for state in self.captured() if not state.discarded]) == len(self.service._opening._states)
+        assert len([state for state in self.captured() if not state.discarded]) == len(self.service._context.states)
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
 from envd.base.store.store import NullStore, SqliteStore
 from envd.base.telemetry.metrics import Metrics
 from envd.desktop.desktop import Desktop
-from envd.desktop.readiness import GuestPauses
+from envd.desktop.session import GuestPauses
 from envd.drawn import fake_image
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.recovery import load_persisted
@@ -187,7 +187,7 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
             service, listen=chosen.listen, metrics=metrics, security=chosen.security, local_socket=chosen.local_socket
         )
         stack.push_async_callback(server.stop)
-        await service.restore(persisted, machines)
+        await service.recover(persisted, machines)
         await service.start()
         yield FakeServer(
             address=await server.start(),

@@ -116,7 +116,7 @@ class SglangServer(GenerateServer):
 
     async def _update_weights(self, request: web.Request) -> web.Response:
         asked = await request.json()
-        self._model = await self._loop.run_in_executor(self._executor, _load, asked["model_path"])
+        self._model = await asyncio.get_running_loop().run_in_executor(self._executor, _load, asked["model_path"])
         self.weight_version = asked.get("weight_version") or str(int(self.weight_version) + 1)
         return web.json_response({"success": True, "message": ""})
 
@@ -125,7 +125,7 @@ class SglangServer(GenerateServer):
         await self._generates.wait()
         self.requests.append(payload)
         pause_count = self._pause_count
-        return await self._loop.run_in_executor(
+        return await asyncio.get_running_loop().run_in_executor(
             self._executor, self._answer, payload, lambda: is_aborted() or self._pause_count != pause_count
         )
 

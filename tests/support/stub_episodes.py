@@ -26,7 +26,7 @@ from envd.episodes.service import EpisodeService
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
-from envd.pool.queue import QueuedGroup
+from envd.pool.queue import QueueEntry
 from envd.pool.settings import PoolHost, PoolParameters
 from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
@@ -198,7 +198,7 @@ class StubEpisodes(EpisodeService):
 
         return recorded
 
-    def list_queues(self) -> dict[str, tuple[QueuedGroup, ...]]:
+    def list_queues(self) -> dict[str, tuple[QueueEntry, ...]]:
         """Return an empty queue for each of `pools`."""
         return {pool.name: () for pool in self.pools}
 

@@ -13,12 +13,16 @@ from tests.support.docs import program
 ROOT = Path(__file__).parents[2]
 TODAY = datetime.date(2026, 1, 2)
 MAKEFILE = """RECORD = x
+VERSIONS ?= 3.98 3.99
 one-proof: deps ## Prove one (needs much)
 \t@run
 \t@$(RECORD) $@
 
 adapters-proof: ## Prove adapters
 \t@$(RECORD) $@/$$name; done
+
+versions-proof: ## Prove versions
+\t@$(RECORD) $@/$$version; done
 
 lint: ## Check style
 \t@run
@@ -63,18 +67,20 @@ def test_every_proof_of_the_makefile_records_its_pass(proofs: ModuleType) -> Non
 
 
 def test_a_pass_counts_until_the_tree_changes(proofs: ModuleType, root: Path) -> None:
-    assert list(proofs.targets(root)) == ["one-proof", "adapters-proof/harbor"]
-    assert proofs.missing(root) == ["adapters-proof/harbor", "one-proof"]
+    versions = ["versions-proof/3.98", "versions-proof/3.99"]
+    assert list(proofs.targets(root)) == ["one-proof", "adapters-proof/harbor", *versions]
+    assert proofs.missing(root) == ["adapters-proof/harbor", "one-proof", *versions]
     assert proofs.record(root, "one-proof", TODAY).endswith("recorded in docs/proofs.json")
     assert json.loads((root / "docs/proofs.json").read_text())["one-proof"]["date"] == "2026-01-02"
     assert "| `one-proof` | Prove one | `" in proofs.text(root)
-    assert proofs.missing(root) == ["adapters-proof/harbor"]
-    proofs.record(root, "adapters-proof/harbor", TODAY)
+    assert proofs.missing(root) == ["adapters-proof/harbor", *versions]
+    for part in ("adapters-proof/harbor", *versions):
+        proofs.record(root, part, TODAY)
     commit(root)
     assert proofs.missing(root) == []
     (root / "code.py").write_text("changed\n")
     commit(root)
-    assert proofs.missing(root) == ["adapters-proof/harbor", "one-proof"]
+    assert proofs.missing(root) == ["adapters-proof/harbor", "one-proof", *versions]
 
 
 def test_a_pass_on_a_tree_with_changes_is_not_recorded(proofs: ModuleType, root: Path) -> None:
@@ -113,4 +119,4 @@ def test_make_release_refuses_a_tree_with_changes(proofs: ModuleType, root: Path
     assert "release: the tree has changes; commit or remove them\n?? docs/" in done.stderr
     commit(root)
     done = subprocess.run(["python3", str(script), "missing"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "adapters-proof one-proof\n")
+    assert (done.returncode, done.stdout) == (0, "adapters-proof one-proof versions-proof\n")

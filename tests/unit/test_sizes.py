@@ -8,21 +8,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MAX_MODULE_LINES = 600
 BUDGETS = {
-    "envd/api": 3300,
+    "envd/api": 3250,
     "envd/authoring": 3000,
-    "envd/base": 4200,
+    "envd/base": 4190,
     "envd/bench": 3650,
     "envd/cli": 5030,
     "envd/console": 1300,
     "envd/daemon": 1400,
-    "envd/desktop": 5800,
+    "envd/desktop": 5780,
     "envd/drawn": 5600,
-    "envd/episodes": 8000,
+    "envd/episodes": 7810,
     "envd/guests": 4750,
     "envd/hypervisor": 8400,
     "envd/images": 3150,
     "envd/integrations": 7050,
-    "envd/pool": 3250,
+    "envd/pool": 3240,
     "envd/tasks": 6700,
     "trainer/adapters": 3400,
     "trainer/agent": 4500,
@@ -36,9 +36,9 @@ BUDGETS = {
     "trainer/replay": 630,
     "trainer/rewards": 600,
     "trainer/sight": 650,
-    "trainer/slime": 3400,
+    "trainer/slime": 3350,
     "trainer/tokens": 1000,
-    "proto/cuaenv": 7750,
+    "proto/cuaenv": 7790,
 }
 
 

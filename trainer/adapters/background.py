@@ -1,12 +1,13 @@
 """Sessions for code without an event loop: one loop per process, in a thread of its own."""
 
-import asyncio
 import atexit
 import functools
 import os
 import threading
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from cuaenv.loop_thread import LoopThread
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -35,29 +36,16 @@ def in_background(work: Coroutine[Any, Any, T]) -> "Future[T]":
     """
     # A forked child has none yet, because threads are not forked.
     with _lock:
-        loop = _loop_of(os.getpid())
-    return asyncio.run_coroutine_threadsafe(work, loop)
+        thread = _thread_of(os.getpid())
+    return thread.start(work)
 
 
 _lock = threading.Lock()
 
 
 @functools.cache
-def _loop_of(pid: int) -> asyncio.AbstractEventLoop:
-    """Start the loop of this process in a thread of its own."""
-    loop, stopping = asyncio.new_event_loop(), asyncio.Event()
-
-    def serve() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(stopping.wait())
-
-    thread = threading.Thread(target=serve, name="sessions", daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        if pid == os.getpid():
-            loop.call_soon_threadsafe(stopping.set)
-            thread.join()
-
-    atexit.register(stop)
-    return loop
+def _thread_of(pid: int) -> LoopThread:  # noqa: ARG001 -- each process has its own
+    """Start the thread of this process, which ends with it."""
+    thread = LoopThread("sessions")
+    atexit.register(thread.close)
+    return thread

@@ -60,7 +60,7 @@ async def run_task(
     run = run or partial(run_episode, settings=settings)
     for attempt in range(1, attempts + 1):
         conversation = new_conversation()
-        trajectory = await _run_once(environments.reset(start, **options), task, conversation, run)
+        trajectory = await _play_attempt(environments.reset(start, **options), task, conversation, run)
         trajectory = replace(trajectory, attempt_count=attempt)
         if not ruling_on(trajectory).repeat:
             break
@@ -69,7 +69,7 @@ async def run_task(
     return trajectory
 
 
-async def _run_once(
+async def _play_attempt(
     opening: Awaitable[AgentEpisode], task: str, conversation: Conversation, run: RunEpisode
 ) -> Trajectory:
     started_s = asyncio.get_running_loop().time()

@@ -8,7 +8,7 @@ As a tree, on forks of machines in mid-episode: the first member starts alone, o
 others wait. At each branch point of a member, its machine is forked for some of the waiting members, which continue
 from there with the history so far as their prompt. The shared prefix is trained only in the member that sampled it.
 When no member is left to branch from, a waiting member starts from the beginning. A member is in the tree until its
-episode is closed. A group that starts after given replies is a tree, too: its only branch point is there.
+episode is closed.
 
 No locks: code between two awaits is atomic in an event loop, and each loop has its own `Forks`.
 """

@@ -9,11 +9,11 @@ cancellation and `ExtensionError`, of own code, are raised.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import (
@@ -79,6 +79,14 @@ Interrupted = Callable[[BranchPoint], Awaitable[None]]
 """Takes the agent's state between two turns, in which its next reply was aborted."""
 OfferBranch = Callable[[int, Reply, Callable[[], BranchPoint]], Awaitable[None]]
 """Takes the number of turns so far, the next reply, and a function that returns the agent's state before it."""
+Traced = Callable[[str, Mapping[str, Any]], AbstractContextManager[Callable[[dict[str, Any]], object]]]
+"""Traces a block by a name and attributes; the block gets a function that adds attributes."""
+
+
+@contextmanager
+def untraced(_name: str, _attributes: Mapping[str, Any]) -> Iterator[Callable[[dict[str, Any]], object]]:
+    """Trace nothing."""
+    yield lambda _: None
 
 
 async def run_episode(
@@ -89,6 +97,7 @@ async def run_episode(
     branch_point: BranchPoint | None = None,
     offer_branch: OfferBranch | None = None,
     interrupted: Interrupted | None = None,
+    traced: Traced = untraced,
 ) -> Trajectory:
     """Run an episode that was opened with `settings.view`, and evaluate it. The caller closes it.
 
@@ -102,38 +111,47 @@ async def run_episode(
             does not count towards `settings.timeout_s`.
         interrupted: Awaited when a reply is aborted, before the trajectory is returned as ABORTED; the machine is
             between two turns then. `run_episode` continues from the state that it gets.
+        traced: Traces each step, `env_step`, and the evaluation, `env_evaluate`, in a trainer's own traces.
     """
-    run = _Run(
-        episode, conversation, settings, branch_point=branch_point, offer_branch=offer_branch, interrupted=interrupted
+    playing = _PlayedEpisode(
+        episode,
+        conversation,
+        settings,
+        branch_point=branch_point,
+        offer_branch=offer_branch,
+        interrupted=interrupted,
+        traced=traced,
     )
     with span("episode", episode_id=episode.episode_id, task_id=episode.task_id):
-        return await _result_of(run, episode)
+        try:
+            outcome, reason = await playing.play_turns()
+            evaluation = await playing.evaluate()
+        except GenerationAborted:
+            return playing.trajectory(Outcome.ABORTED, "aborted")
+        except NoReply as error:
+            logger.warning("episode %s of %s is void: %s", episode.episode_id, episode.task_id, error)
+            return playing.trajectory(Outcome.FAILED, f"no_reply_{error.budget}", error=error)
+        except (EnvError, ModelFailed) as error:
+            logger.warning("episode %s of %s is void: %s", episode.episode_id, episode.task_id, error)
+            return playing.trajectory(Outcome.FAILED, type(error).__name__, error=error)
+        except ExtensionError:
+            # Void, a policy could provoke it to remove its failures.
+            raise
+        except Exception as error:
+            # A bug in one episode must not end the others of this process.
+            logger.exception("episode %s of %s is void", episode.episode_id, episode.task_id)
+            return playing.trajectory(Outcome.FAILED, type(error).__name__, error=error)
+    return playing.trajectory(outcome, reason, evaluation=evaluation)
 
 
-async def _result_of(run: "_Run", episode: AgentEpisode) -> Trajectory:
-    try:
-        outcome, reason = await run.run()
-        evaluation = await run.evaluate()
-    except GenerationAborted:
-        return run.trajectory(Outcome.ABORTED, "aborted")
-    except NoReply as error:
-        logger.warning("episode %s of %s is void: %s", episode.episode_id, episode.task_id, error)
-        return run.trajectory(Outcome.FAILED, f"no_reply_{error.budget}", error=error)
-    except (EnvError, ModelFailed) as error:
-        logger.warning("episode %s of %s is void: %s", episode.episode_id, episode.task_id, error)
-        return run.trajectory(Outcome.FAILED, type(error).__name__, error=error)
-    except ExtensionError:
-        # Void, a policy could provoke it to remove its failures.
-        raise
-    except Exception as error:
-        # A bug in one episode must not end the others of this process.
-        logger.exception("episode %s of %s is void", episode.episode_id, episode.task_id)
-        return run.trajectory(Outcome.FAILED, type(error).__name__, error=error)
-    return run.trajectory(outcome, reason, evaluation=evaluation)
+class _PlayedEpisode:
+    """An episode that is being played, and the agent's state in it."""
 
-
-class _Run:
-    """The state of a running episode."""
+    _history: History
+    _observed: ModelObservation
+    """The latest observation."""
+    _space: CoordinateSpace
+    """Coordinate space of the next reply."""
 
     def __init__(
         self,
@@ -144,11 +162,13 @@ class _Run:
         branch_point: BranchPoint | None,
         offer_branch: OfferBranch | None,
         interrupted: Interrupted | None,
+        traced: Traced,
     ) -> None:
         self._branch_point = branch_point
         self._shared_count = branch_point.shared_turn_count if branch_point else 0
         self._interrupted = interrupted
         self._offer_branch = offer_branch
+        self._traced = traced
         self._episode = episode
         self._conversation = conversation
         self._settings = settings
@@ -159,6 +179,8 @@ class _Run:
         self._pointer: tuple[int, int] | None = branch_point.pointer if branch_point else None
         self._limit = asyncio.timeout(None)
         self._guest_end_cause = ""
+        if branch_point is not None:
+            self._history, self._observed, self._space = branch_point.history, branch_point.observed, branch_point.space
 
     def trajectory(
         self, outcome: Outcome, reason: str, *, evaluation: Evaluation | None = None, error: Exception | None = None
@@ -187,12 +209,17 @@ class _Run:
     def _origin(self) -> Origin:
         return self._branch_point.origin if self._branch_point else self._episode.origin
 
-    async def run(self) -> tuple[Outcome, str]:
-        """Return outcome and reason; FAILED and ABORTED are raised instead."""
+    async def play_turns(self) -> tuple[Outcome, str]:
+        """Play until the episode ends; return outcome and reason. FAILED and ABORTED are raised instead."""
         try:
             left_s = self._settings.timeout_s - (self._branch_point.spent_s if self._branch_point else 0.0)
             async with asyncio.timeout(left_s) as self._limit:
-                return await self._run_turns()
+                if self._branch_point is None:
+                    await self._begin()
+                while len(self._turns) < self._settings.max_turns:
+                    if (last_step := await self._play_turn()) is not None:
+                        return end_of_episode(last_step)
+                return Outcome.TRUNCATED, "turns"
         except GuestEnded:
             # It ended before this step, which was not performed.
             self._guest_end_cause = GUEST_ENDED
@@ -213,69 +240,61 @@ class _Run:
             return Outcome.TRUNCATED, end.budget
 
     async def evaluate(self) -> Evaluation:
-        with self._timed("evaluate"):
-            return await self._episode.evaluate(timeout=self._settings.evaluate_timeout)
+        with self._timed("evaluate"), self._traced("env_evaluate", {}) as add:
+            evaluation = await self._episode.evaluate(timeout=self._settings.evaluate_timeout)
+            add({"score": evaluation.score})
+        return evaluation
 
-    async def _run_turns(self) -> tuple[Outcome, str]:
-        settings = self._settings
-        if self._branch_point is None:
-            history, observed, space = await self._begin()
-        else:
-            point = self._branch_point
-            history, observed, space = point.history, point.observed, point.space
-        for number in range(len(self._turns) + 1, settings.max_turns + 1):
-            with span("turn", number=str(number)):
-                reply = await self._reply(history, observed, space)
-                await self._let_branch(reply, history, observed, space)
-                history.reply(reply.text)
-                parsed = self._grammar.parse(reply.text, space.picture(self._pointer))
-                actions, mistake = _placed(parsed, space)
-                # Before acting, so that a failure cannot lose a sampled reply.
-                self._turns.append(new_turn(reply, parsed, actions, observed=observed, row=history.row))
-                step, step_s = None, 0.0
-                if actions:
-                    mistake, step, step_s = await self._act(parsed, actions)
-                after = observed
-                if step is not None:
-                    space = self._space(step.observation)
-                    after = await self._observed(step.observation, space)
-                self._turns[-1] = completed_turn(self._turns[-1], after, mistake, step, step_s=step_s)
-                if step is not None and step.done:
-                    if step.end_reason == GUEST_ENDED:
-                        self._guest_end_cause = step.guest_end_cause or GUEST_ENDED
-                    return end_of_episode(step)
-                if number == settings.max_turns:
-                    break
-                await self._report(history, reply, mistake, step, before=observed, after=after)
-                observed = after
-        return Outcome.TRUNCATED, "turns"
-
-    async def _begin(self) -> tuple[History, ModelObservation, CoordinateSpace]:
+    async def _begin(self) -> None:
+        """Give the model the task and the first observation."""
         settings, observation, instruction = self._settings, self._episode.observation, self._episode.instruction
-        space = self._space(observation)
-        observed = await self._observed(observation, space)
-        history = History(
-            prompts.system_message(settings, space.picture(), offered=self._offered),
+        await self._observe(observation)
+        self._history = History(
+            prompts.system_message(settings, self._space.picture(), offered=self._offered),
             images_per_row=settings.images_per_row,
             images_kept=settings.images_kept,
             first_image_kept=settings.first_image_kept,
         )
         with self._timed("model"):
             await self._conversation.begin(
-                history.begin(
-                    prompts.task_message(instruction, observed, settings),
+                self._history.begin(
+                    prompts.task_message(instruction, self._observed, settings),
                     prompts.dropped_task_message(instruction, settings),
                 )
             )
-        return history, observed, space
 
-    async def _reply(self, history: History, observed: ModelObservation, space: CoordinateSpace) -> Reply:
+    async def _play_turn(self) -> StepResult | None:
+        """Sample a reply, perform its actions, and report the result; returns the step if it ended the episode."""
+        with span("turn", number=str(len(self._turns) + 1)):
+            reply = await self._reply()
+            await self._let_branch(reply)
+            self._history.reply(reply.text)
+            parsed = self._grammar.parse(reply.text, self._space.picture(self._pointer))
+            actions, mistake = _placed(parsed, self._space)
+            # Before acting, so that a failure cannot lose a sampled reply.
+            self._turns.append(new_turn(reply, parsed, actions, observed=self._observed, row=self._history.row))
+            step, step_s = None, 0.0
+            if actions:
+                mistake, step, step_s = await self._act(parsed, actions)
+            before = self._observed
+            if step is not None:
+                await self._observe(step.observation)
+            self._turns[-1] = completed_turn(self._turns[-1], self._observed, mistake, step, step_s=step_s)
+            if step is not None and step.done:
+                if step.end_reason == GUEST_ENDED:
+                    self._guest_end_cause = step.guest_end_cause or GUEST_ENDED
+                return step
+            if len(self._turns) < self._settings.max_turns:
+                await self._report(reply, mistake, step, before=before)
+        return None
+
+    async def _reply(self) -> Reply:
         try:
             with self._timed("model"):
                 return await self._conversation.generate()
         except GenerationAborted:
             if self._interrupted is not None:
-                await self._interrupted(self._point(history, observed, space, left_s=self._left_s))
+                await self._interrupted(self._point(left_s=self._left_s))
             raise
 
     @property
@@ -283,48 +302,44 @@ class _Run:
         ends_s = self._limit.when()
         return 0.0 if ends_s is None else ends_s - asyncio.get_running_loop().time()
 
-    def _point(
-        self, history: History, observed: ModelObservation, space: CoordinateSpace, *, left_s: float
-    ) -> BranchPoint:
+    def _point(self, *, left_s: float) -> BranchPoint:
         return BranchPoint(
             turns=tuple(self._turns),
-            history=history.copy(),
-            observed=observed,
-            space=space,
+            history=self._history.copy(),
+            observed=self._observed,
+            space=self._space,
             pointer=self._pointer,
             origin=self._origin,
             spent_s=self._settings.timeout_s - left_s,
         )
 
-    async def _let_branch(
-        self, reply: Reply, history: History, observed: ModelObservation, space: CoordinateSpace
-    ) -> None:
+    async def _let_branch(self, reply: Reply) -> None:
         """Await `offer_branch` in the current state, and stop the episode's clock meanwhile."""
-        if self._offer_branch is None or len(self._turns) == self._shared_count:
+        if self._offer_branch is None or not self._has_replied:
             return
         left_s = self._left_s
         self._limit.reschedule(None)
-        await self._offer_branch(len(self._turns), reply, lambda: self._point(history, observed, space, left_s=left_s))
+        await self._offer_branch(len(self._turns), reply, lambda: self._point(left_s=left_s))
         self._limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
-    async def _observed(self, observation: Observation, space: CoordinateSpace) -> ModelObservation:
-        make = partial(prompts.model_observation, observation, space, self._settings)
-        # Rendering a tree takes about 10 ms, which would block the other episodes. Pictures stay tiles.
-        return await asyncio.to_thread(make) if observation.a11y_elements else make()
-
-    def _space(self, observation: Observation) -> CoordinateSpace:
-        return CoordinateSpace.of(
+    async def _observe(self, observation: Observation) -> None:
+        self._space = CoordinateSpace.of(
             self._settings.units,
             image_px=(observation.width_px, observation.height_px),
             screen_px=(observation.screen_width_px, observation.screen_height_px),
         )
+        make = partial(prompts.model_observation, observation, self._space, self._settings)
+        # Rendering a tree takes about 10 ms, which would block the other episodes. Pictures stay tiles.
+        self._observed = await asyncio.to_thread(make) if observation.a11y_elements else make()
 
     async def _act(self, parsed: Parsed, actions: tuple[Action, ...]) -> tuple[str, StepResult | None, float]:
         """Perform all actions of a reply, or none. Returns the agent's mistake, the step's result and its seconds."""
-        started_s = time.monotonic()
+        settings, started_s = self._settings, time.monotonic()
         with self._timed("step"):
             try:
-                step = await self._episode.step(*actions, view=self._settings.view, timeout=self._settings.step_timeout)
+                with self._traced("env_step", {"actions": len(actions)}) as add:
+                    step = await self._episode.step(*actions, view=settings.view, timeout=settings.step_timeout)
+                    add({f"{name}_ms": value for name, value in step.timings_ms.items()})
             except BadRequest as error:
                 # Nothing was done. What the agent chose is its mistake, also if its grammar should have refused it.
                 if not error.field.startswith("actions"):
@@ -337,16 +352,7 @@ class _Run:
             self._pointer = next(reversed(points_of(action)), self._pointer)
         return "", step, step_s
 
-    async def _report(
-        self,
-        history: History,
-        reply: Reply,
-        mistake: str,
-        step: StepResult | None,
-        *,
-        before: ModelObservation,
-        after: ModelObservation,
-    ) -> None:
+    async def _report(self, reply: Reply, mistake: str, step: StepResult | None, *, before: ModelObservation) -> None:
         """Send the model the result of its reply."""
         result = prompts.result_text(
             mistake=mistake,
@@ -358,13 +364,13 @@ class _Run:
             tools = prompts.tool_text(names, step.tool_results, max_chars=self._settings.tool_chars)
             result = f"{result}\n\n{tools}\n\n" if tools else result
         with self._timed("model"):
-            if not self._settings.repeat_images and after.is_same_as(before):
+            if not self._settings.repeat_images and self._observed.is_same_as(before):
                 message = Message("user", (f"{result} {prompts.UNCHANGED}",))
-                history.note(message)
+                self._history.note(message)
                 await self._conversation.append(message)
                 return
-            message = prompts.observation_message(result, after)
-            new_row = history.observe(message, Message("user", (f"{result} {prompts.DROPPED}",)))
+            message = prompts.observation_message(result, self._observed)
+            new_row = self._history.observe(message, Message("user", (f"{result} {prompts.DROPPED}",)))
             if new_row is None:
                 await self._conversation.append(message)
             else:

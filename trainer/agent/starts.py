@@ -1,4 +1,4 @@
-"""Where episodes start: at the beginning of a task, in the state of a checkpoint, or after given replies."""
+"""Where episodes start: at the beginning of a task, or in the state of a checkpoint that a row of data names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -10,8 +10,6 @@ from trainer.config import ConfigError
 
 STATE_COLUMN: Final = "checkpoint"
 """Column of the checkpoint in a row, or in its metadata."""
-REPLIES_COLUMN: Final = "given_replies"
-"""Column of the given replies."""
 _ADAPTER: Final = TypeAdapter(Checkpoint)
 
 
@@ -21,19 +19,8 @@ def state_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return row
 
 
-def start_of(columns: Mapping[str, Any], task: str, *, performs_replies: bool = False) -> str | Checkpoint:
-    """Return where a row starts: its checkpoint, or else its task.
-
-    Args:
-        columns: Of the row.
-        task: The row's task.
-        performs_replies: Whether the caller performs the row's `given_replies`.
-
-    Raises:
-        ConfigError: Its checkpoint or its given replies are malformed, or it has given replies for another trainer.
-    """
-    if given_replies(columns) and not performs_replies:
-        raise ConfigError(f"row of task {task}: column {REPLIES_COLUMN} is for slime's rollouts alone; remove it")
+def start_of(columns: Mapping[str, Any], task: str) -> str | Checkpoint:
+    """Return where a row starts: its checkpoint, or else its task. Raises: ConfigError: its checkpoint is malformed."""
     state = columns.get(STATE_COLUMN)
     if state is None:
         return task
@@ -44,14 +31,6 @@ def start_of(columns: Mapping[str, Any], task: str, *, performs_replies: bool = 
     if checkpoint.task_id != task:
         raise ConfigError(f"row of task {task}: {checkpoint.checkpoint_id} is a checkpoint of {checkpoint.task_id}")
     return checkpoint
-
-
-def given_replies(columns: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the replies that the episodes of a row begin with, in place of the policy's. Raises: ConfigError."""
-    replies = columns.get(REPLIES_COLUMN) or ()
-    if not isinstance(replies, list | tuple) or not all(isinstance(each, str) for each in replies):
-        raise ConfigError(f"column {REPLIES_COLUMN} is not a list of texts; write a demonstration's first replies")
-    return tuple(replies)
 
 
 def start_name(

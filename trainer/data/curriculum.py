@@ -22,18 +22,13 @@ _PASSED_OVER = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskHistory:
-    """What is known of a task when it is drawn. Variants (`NAME?seed=N`) share the history of their template.
-
-    A start after given replies is a task of its own.
-    """
+    """What is known of a task when it is drawn. Variants (`NAME?seed=N`) share the history of their template."""
 
     task_id: str
     solved: tuple[bool, ...] = ()
     """Whether each of its latest valid training episodes was solved, the newest last; at most 32."""
     passed_over: int = 0
     """How often it was drawn and not played since it was last played."""
-    given_count: int = 0
-    """Given replies with which it starts."""
 
     @property
     def solve_rate(self) -> float | None:
@@ -92,18 +87,17 @@ class TaskChoice:
         self._solved: dict[str, deque[bool]] = {}
         self._passed_over: dict[str, int] = {}
 
-    def record(self, task_id: str, *, solved: bool, given_count: int = 0) -> None:
-        """Remember a valid training episode, which started with that number of given replies."""
+    def record(self, task_id: str, *, solved: bool) -> None:
+        """Remember a valid training episode."""
         with self._lock:
-            self._solved.setdefault(_key_of(task_id, given_count), deque(maxlen=_EPISODES)).append(solved)
+            self._solved.setdefault(template_id(task_id), deque(maxlen=_EPISODES)).append(solved)
 
-    def plays(self, task_id: str, *, given_count: int = 0) -> bool:
+    def plays(self, task_id: str) -> bool:
         """Return whether a drawn task is played, and remember it. Raises: ExtensionError."""
-        key = _key_of(task_id, given_count)
+        key = template_id(task_id)
         with self._lock:
             passed_over = self._passed_over.get(key, 0)
-            solved = tuple(self._solved.get(key, ()))
-        history = TaskHistory(task_id=task_id, solved=solved, passed_over=passed_over, given_count=given_count)
+            history = TaskHistory(task_id=task_id, solved=tuple(self._solved.get(key, ())), passed_over=passed_over)
         is_played = self._curriculum(history)
         with self._lock:
             self._passed_over[key] = 0 if is_played else passed_over + 1
@@ -119,7 +113,3 @@ class TaskChoice:
         with self._lock:
             self._solved = {key: deque(solved, maxlen=_EPISODES) for key, solved in state.items()}
             self._passed_over.clear()
-
-
-def _key_of(task_id: str, given_count: int) -> str:
-    return f"{template_id(task_id)}+{given_count}" if given_count else template_id(task_id)

@@ -85,27 +85,6 @@ async def record(
     ]
 
 
-async def replies_of(
-    oracle: Oracle, *, settings: AgentSettings, screen_px: tuple[int, int], image_px: tuple[int, int]
-) -> list[str]:
-    """Return the replies of a played oracle without playing it, for desktops that respond immediately.
-
-    Args:
-        image_px: Size of the pictures that the model is given.
-
-    Raises:
-        ModelFailed: The grammar cannot express one.
-    """
-    from PIL import Image  # noqa: PLC0415 -- for this alone
-
-    conversation = OracleConversation(oracle, settings, screen_px=screen_px, patience_s=())
-    await conversation.begin([Message("user", (Image.new("RGB", image_px),))])
-    replies = []
-    while conversation.has_steps:
-        replies.append((await conversation.generate()).text)
-    return replies
-
-
 class OracleConversation:
     """Renders an oracle's actions as replies; a `trainer.agent.types.Conversation`."""
 
@@ -131,11 +110,6 @@ class OracleConversation:
         self._image_px = screen_px
         self.contexts: list[Transcript] = []
         """The messages so far."""
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether it has another reply."""
-        return bool(self._steps)
 
     async def begin(self, messages: Sequence[Message]) -> None:
         self.contexts.append(Transcript())

@@ -23,8 +23,8 @@ from trainer.gateway.session import GatewaySession
 from trainer.gateway.settings import GatewaySettings
 from trainer.rewards.facts import TurnFacts
 from trainer.slime.job import job_of
-from trainer.slime.play.engine import SlimeEngine
 from trainer.slime.play.rollout import Rollout
+from trainer.tokens.conversation import Engine
 from trainer.tokens.rows import Row
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
             "envd.agent.images_per_row is 0: a harness may rewrite its history, so an episode may have several rows;"
             " set it to the most pictures of a row"
         )
-    return await job.run(args, sample, sampling_params, evaluation=evaluation, rollout_type=HarnessRollout)
+    return await job.play_sample(args, sample, sampling_params, evaluation=evaluation, rollout_type=HarnessRollout)
 
 
 def harness_of(args: Any) -> HarnessSettings:
@@ -69,8 +69,8 @@ class HarnessRollout(Rollout):
         """Rows of the last attempt."""
         return [recorded.row for recorded in self._session.rows] if self._session else []
 
-    async def _run_episode(self, episode: AgentEpisode, made: Conversation) -> Trajectory:  # noqa: ARG002 -- the gateway has its own
-        """Run the harness on an open episode, and have it scored."""
+    async def play_episode(self, episode: AgentEpisode, conversation: Conversation) -> Trajectory:  # noqa: ARG002 -- the gateway has its own
+        """Play an open episode by the harness, and have it scored."""
         opened = self.episode
         if opened is None:
             raise RuntimeError("the episode is not open")
@@ -81,13 +81,14 @@ class HarnessRollout(Rollout):
         outcome, reason, error, evaluation = Outcome.TERMINATED, "done", None, None
         try:
             with _timed(timings_s, "step"):
-                await self._play(gateway, session, opened)
+                await self._run_harness(gateway, session, opened)
             timings_s["model"] = session.counts.model_s
             timings_s["step"] -= session.counts.model_s
             if session.exhausted:
                 outcome, reason = Outcome.TRUNCATED, session.exhausted
-            with _timed(timings_s, "evaluate"):
+            with _timed(timings_s, "evaluate"), self._traced("env_evaluate", {}) as add:
                 evaluation = await episode.evaluate(timeout=self.config.agent.evaluate_timeout)
+                add({"score": evaluation.score})
         except (EnvError, ModelFailed, HarnessFailed) as raised:
             logger.warning("episode %s of %s is void: %s", episode.episode_id, episode.task_id, raised)
             outcome, reason, error = Outcome.FAILED, type(raised).__name__, raised
@@ -105,7 +106,7 @@ class HarnessRollout(Rollout):
             timings_s=timings_s,
         )
 
-    async def _play(self, gateway: TokenGateway, session: GatewaySession, episode: AsyncEpisode) -> None:
+    async def _run_harness(self, gateway: TokenGateway, session: GatewaySession, episode: AsyncEpisode) -> None:
         """Run the harness to its end. Raises: HarnessFailed, ModelFailed."""
         key = secrets.token_urlsafe(24)
         async with serve(gateway, key=key) as url:
@@ -130,7 +131,7 @@ class HarnessRollout(Rollout):
             max_pictures=agent.images_per_row,
         )
 
-    def _engine_of(self, _: str, stop: Sequence[str]) -> SlimeEngine:
+    def _engine_of(self, _: str, stop: Sequence[str]) -> Engine:
         params = {**self._sampling_params, **({"stop": list(stop), "no_stop_trim": True} if stop else {})}
         return self.new_engine(params)
 

@@ -12,7 +12,7 @@ import json
 import logging
 import random
 import signal
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ from PIL import Image
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, PressKeys
 from trainer.agent.types import Message
 from trainer.data.oracles import Oracle, read_oracles
-from trainer.data.record import record, replies_of
+from trainer.data.record import record
 from trainer.data.split import template_id
 from trainer.data.transcripts import Unusable
 from trainer.learn import LearnError
@@ -211,25 +211,6 @@ def _row_of(messages: Sequence[Mapping[str, Any]], images: Sequence[str]) -> tup
     [image] = images
     frame = Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2]))).convert("RGB")
     return [(str(each["role"]), str(each["content"])) for each in messages[: last + 1]], frame.tobytes()
-
-
-def middle_starts(oracle_file: Path, settings: Settings, *, templates: Collection[str]) -> list[tuple[str, list[str]]]:
-    """Return all starts in the middle of the variants that oracles solve: a task, and its first replies.
-
-    Raises:
-        LearnError: None of these templates has a middle.
-    """
-    found = []
-    for oracle in read_oracles(oracle_file):
-        if "?" in oracle.task_id and template_id(oracle.task_id) in templates:
-            replies = asyncio.run(
-                replies_of(oracle, settings=settings.agent, screen_px=settings.screen_px, image_px=settings.image_px)
-            )
-            # The last one says that the task is done.
-            found += [(oracle.task_id, replies[:count]) for count in range(1, len(replies) - 1)]
-    if not found:
-        raise LearnError("rl.demonstrated_seeds: no demonstration has a middle; set it to 0, or choose longer tasks")
-    return found
 
 
 # Tokens

@@ -97,7 +97,7 @@ class Front(GenerateServer):
         frame_HW3, request = self._read(payload)
         request = replace(request, place=await self._places.get())
         self._pictures[request.place] = frame_HW3
-        answer = self._unanswered[request.place] = self._loop.create_future()
+        answer = self._unanswered[request.place] = asyncio.get_running_loop().create_future()
         self._pipe.send(request)
         reply = await answer
         if reply.failure:
@@ -115,7 +115,7 @@ class Front(GenerateServer):
         """Pass replies on until the engine ends."""
         with contextlib.suppress(EOFError, OSError):  # the engine was killed
             while (reply := self._pipe.recv()) is not None:
-                self._loop.call_soon_threadsafe(self._pass, reply)
+                self._thread.loop.call_soon_threadsafe(self._pass, reply)
 
     def _pass(self, reply: EngineReply) -> None:
         self._places.put_nowait(reply.place)

@@ -29,6 +29,7 @@ _SHOWN = (
         "success_frac",
         "entropy",
         "sampled_entropy",
+        "parsed_frac",
         "void_frac",
         "rollout_s",
         "s",

@@ -7,16 +7,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
 
 import torch
 
-from trainer.data.split import template_id
 from trainer.learn import LearnError
-from trainer.learn.daemons import print_oracles
-from trainer.learn.demos import middle_starts
 from trainer.learn.engine import PolicyEngine
 from trainer.learn.loss import TrainRow, policy_loss, token_weights, trained_tokens
 from trainer.learn.policy import Policy
@@ -260,34 +256,11 @@ def learner(
     splits = json.loads((run / "demos" / "splits.json").read_text(encoding="utf-8"))
     train, held_out = task_ids(splits, settings=settings)
     tasks = {TRAIN: train, VALIDATION: validation_ids(train, settings=settings), HELD_OUT: held_out}
-    middles = _middles(directory, settings, train=train)
     most = min(_MAX_RUNNING, settings.rl.groups * settings.rl.members)
     with _players(
-        policy,
-        settings,
-        directory,
-        hosts=hosts,
-        slime_home=slime_home,
-        seed=seed,
-        tasks=tasks,
-        middles=middles,
-        max_running=most,
+        policy, settings, directory, hosts=hosts, slime_home=slime_home, seed=seed, tasks=tasks, max_running=most
     ) as (engine, workers):
         yield Learner(policy, engine, workers, settings=settings, directory=directory, log=log)
-
-
-def _middles(directory: Path, settings: Settings, *, train: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return as many starts in the middle as there are tasks, of further demonstrations. Raises: LearnError."""
-    first, count = settings.demos.seeds, settings.rl.demonstrated_seeds
-    if not count:
-        return []
-    directory.mkdir(parents=True, exist_ok=True)
-    templates = sorted(set(map(template_id, train)))
-    print_oracles(
-        directory / "oracles.jsonl", suite=settings.suite, seeds=range(first, first + count), templates=templates
-    )
-    found = middle_starts(directory / "oracles.jsonl", settings, templates=templates)
-    return list(islice(cycle(found), len(train)))
 
 
 @contextmanager
@@ -336,7 +309,6 @@ def _players(
     slime_home: Path,
     seed: int,
     tasks: Mapping[str, Sequence[str]],
-    middles: Sequence[tuple[str, Sequence[str]]] = (),
     max_running: int,
 ) -> Iterator[tuple[PolicyEngine, RolloutProcesses]]:
     """Start a policy's engine and the processes that roll out, each with its share of every data set."""
@@ -349,13 +321,11 @@ def _players(
         running.callback(shutil.rmtree, exchange, ignore_errors=True)
         engine = running.enter_context(PolicyEngine(policy, seed=seed, port_count=count, max_running=max_running))
         shares = {name: shuffled_shares(ids, count=count, seed=seed) for name, ids in tasks.items()}
-        middle_shares = shuffled_shares(middles, count=count, seed=seed)
         specs = []
         for index in range(count):
             worker_dir = directory / f"worker-{index}"
             for name, share in shares.items():
-                started = middle_shares[index] if name == TRAIN else ()
-                write_tasks(worker_dir / f"{name}.jsonl", share[index], middles=started)
+                write_tasks(worker_dir / f"{name}.jsonl", share[index])
             specs.append(
                 WorkerSpec(
                     index=index,

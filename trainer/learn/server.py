@@ -3,11 +3,9 @@
 The server has an event loop in a thread of its own. Each port has its own aborts and load.
 """
 
-import asyncio
 import base64
 import io
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -16,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from cuaenv.loop_thread import LoopThread
 from trainer.learn import LearnError
 
 if TYPE_CHECKING:
@@ -75,17 +74,13 @@ class GenerateServer:
         self._runners: list[web.AppRunner] = []
 
     def __enter__(self) -> Self:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-http", daemon=True)
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        self._thread = LoopThread("engine-http")
+        self._thread.start(self._start()).result()
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        # It cancels requests whose client is gone, which may still wait for their answer.
+        self._thread.close(self._end)
 
     async def generate(self, payload: Mapping[str, Any], *, is_aborted: Callable[[], bool]) -> dict[str, Any]:
         """Answer a request; `is_aborted` turns true when it is aborted. Raises: LearnError: It is malformed."""
@@ -106,11 +101,6 @@ class GenerateServer:
     async def _end(self) -> None:
         for runner in self._runners:
             await runner.cleanup()
-        # Requests whose client is gone may still wait for their answer.
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
 
 
 class _Port:

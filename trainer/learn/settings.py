@@ -143,11 +143,6 @@ class Reinforce(BaseModel):
     `held_out_template_variants` may both be 0, for no evaluation."""
     train_seeds: int = Field(default=2000, ge=1)
     """Variants of each training template."""
-    demonstrated_seeds: int = Field(default=0, ge=0)
-    """Half of the rows to train on start in the middle of demonstrations of this many further variants of each training
-    template, which follow those of `demos`: after one of its replies, two, and so on, while an action is left. Those
-    replies are given and not trained. With `envd.curriculum: solve_rate` each such number is a task of its own, so
-    starts move to the beginning. 0 to start all at the beginning."""
     estimator: Literal["grpo", "gspo"] = "grpo"
     learning_rate: float = Field(default=5e-5, gt=0)
     steps_per_rollout: int = Field(default=2, ge=1)

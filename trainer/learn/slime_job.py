@@ -16,7 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.agent.starts import REPLIES_COLUMN
 from trainer.learn import LearnError
 from trainer.learn.setup import is_checkout
 from trainer.slime.hooks import data_source
@@ -118,11 +117,9 @@ class SlimeRollouts:
         return data
 
 
-def write_tasks(path: Path, ids: Sequence[str], *, middles: Sequence[tuple[str, Sequence[str]]] = ()) -> Path:
-    """Write a data set of slime's, one line per task, and per task that starts after given replies; return its path."""
-    metadata: list[dict[str, Any]] = [{"task_id": each} for each in ids]
-    metadata += [{"task_id": task_id, REPLIES_COLUMN: list(replies)} for task_id, replies in middles]
-    rows = [{"prompt": [{"role": "user", "content": each["task_id"]}], "metadata": each} for each in metadata]
+def write_tasks(path: Path, ids: Sequence[str]) -> Path:
+    """Write a data set of slime's, one line per task; return its path."""
+    rows = [{"prompt": [{"role": "user", "content": each}], "metadata": {"task_id": each}} for each in ids]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

@@ -13,10 +13,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from trainer.data.split import template_id
 from trainer.learn import LearnError
@@ -24,6 +25,9 @@ from trainer.learn.loss import TrainRow, rows_of, trained_rows
 from trainer.learn.record import HeldOutScore
 from trainer.learn.settings import HELD_OUT_SEED, VALIDATION_SEED, Settings
 from trainer.workers import WorkerProcess
+
+if TYPE_CHECKING:
+    from trainer.learn.slime_job import SlimeRollouts
 
 Row = TypeVar("Row")
 
@@ -226,17 +230,17 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
     os.dup2(log.fileno(), 2)
     logging.basicConfig(stream=log, level=logging.WARNING, force=True)
     try:
-        worker = _RolloutProcess(spec)
+        rollouts = _rollouts_of(spec)
     except Exception as error:
         logger.exception("rollout process %d", spec.index)
         pipe.recv()
         pipe.send((False, f"{type(error).__name__}: {error}"))
         return
     commands: dict[str, Callable[..., Any]] = {
-        "rollout": worker.rollout,
-        "evaluate": worker.evaluate,
-        "save": worker.save,
-        "load": worker.load,
+        "rollout": partial(_roll_out, spec, rollouts),
+        "evaluate": partial(_evaluate, spec, rollouts),
+        "save": rollouts.data_source.save,
+        "load": rollouts.data_source.load,
     }
     while (command := pipe.recv())[0] != "stop":
         try:
@@ -247,95 +251,91 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         pipe.send(answer)
 
 
-class _RolloutProcess:
-    def __init__(self, spec: WorkerSpec) -> None:
-        import torch  # noqa: PLC0415 -- seconds
+def _rollouts_of(spec: WorkerSpec) -> "SlimeRollouts":
+    import torch  # noqa: PLC0415 -- seconds
 
-        from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime  # noqa: PLC0415
+    from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime  # noqa: PLC0415
 
-        torch.set_num_threads(1)
-        use_slime(spec.slime_home)
-        self._spec, settings = spec, spec.settings
-        rl = settings.rl
-        given = {
-            "hf_checkpoint": str(spec.checkpoint),
-            "prompt_data": str(spec.directory / f"{TRAIN}.jsonl"),
-            "sglang_router_ip": spec.engine_host,
-            "sglang_router_port": spec.engine_port,
-            "rollout_batch_size": spec.groups,
-            "over_sampling_batch_size": spec.groups,
-            "n_samples_per_prompt": rl.members,
-            "global_batch_size": spec.groups * rl.members,
-            "rollout_max_response_len": settings.reply_tokens,
-            "rollout_temperature": rl.temperature,
-            "rollout_seed": spec.seed * 1000 + spec.index,
-            "advantage_estimator": rl.estimator,
-            "save": str(spec.directory),
-            "load": str(spec.directory),
-        }
-        if rl.envd.get("credit") == "siblings":
-            # Required by it; here `trainer.learn.loss` reads the advantages from the rewards.
-            given["custom_advantage_function_path"] = "trainer.slime.hooks.advantages"
-        self._rollouts = SlimeRollouts(slime_args(settings.plugin(spec.host), **{**given, **rl.slime}))
+    torch.set_num_threads(1)
+    use_slime(spec.slime_home)
+    settings, rl = spec.settings, spec.settings.rl
+    given = {
+        "hf_checkpoint": str(spec.checkpoint),
+        "prompt_data": str(spec.directory / f"{TRAIN}.jsonl"),
+        "sglang_router_ip": spec.engine_host,
+        "sglang_router_port": spec.engine_port,
+        "rollout_batch_size": spec.groups,
+        "over_sampling_batch_size": spec.groups,
+        "n_samples_per_prompt": rl.members,
+        "global_batch_size": spec.groups * rl.members,
+        "rollout_max_response_len": settings.reply_tokens,
+        "rollout_temperature": rl.temperature,
+        "rollout_seed": spec.seed * 1000 + spec.index,
+        "advantage_estimator": rl.estimator,
+        "save": str(spec.directory),
+        "load": str(spec.directory),
+    }
+    if rl.envd.get("credit") == "siblings":
+        # Required by it; here `trainer.learn.loss` reads the advantages from the rewards.
+        given["custom_advantage_function_path"] = "trainer.slime.hooks.advantages"
+    return SlimeRollouts(slime_args(settings.plugin(spec.host), **{**given, **rl.slime}))
 
-    def rollout(self, number: int) -> dict[str, Any]:
-        """Roll out and write patches; returns slime's train data of the rows with an advantage."""
-        import torch  # noqa: PLC0415 -- imported before
 
-        from trainer.slime.monitor import records_of  # noqa: PLC0415
-        from trainer.slime.play.samples import flatten  # noqa: PLC0415
+def _roll_out(spec: WorkerSpec, rollouts: "SlimeRollouts", number: int) -> dict[str, Any]:
+    """Roll out and write patches; returns slime's train data of the rows with an advantage."""
+    import torch  # noqa: PLC0415 -- imported before
 
-        groups = self._rollouts.rollout(number).samples
-        data = self._rollouts.train_data(groups)
-        chosen = trained_rows(data)
-        inputs = data.pop("multimodal_train_inputs", [])
-        answer: dict[str, Any] = {
-            "data": {name: [column[index] for index in chosen] for name, column in data.items()},
-            "records": records_of(self._rollouts.args, flatten(groups)),
-            "images": [],
-        }
-        if chosen:
-            distinct, images = distinct_images([inputs[index]["pixel_values"] for index in chosen])
-            patches = torch.stack(distinct)
-            patches.view(torch.int16).numpy().tofile(self._spec.exchange / f"{self._spec.index}.bin")
-            answer |= {"shape": tuple(patches.shape), "images": images}
-        return answer
+    from trainer.slime.monitor import records_of  # noqa: PLC0415
+    from trainer.slime.play.samples import flatten  # noqa: PLC0415
 
-    def evaluate(self, number: int, temperature: float, tasks: str) -> list[HeldOutScore]:
-        """Play this process's tasks of a data set."""
-        from slime.utils.eval_config import EvalDatasetConfig  # noqa: PLC0415 -- from the user's checkout
+    groups = rollouts.rollout(number).samples
+    data = rollouts.train_data(groups)
+    chosen = trained_rows(data)
+    inputs = data.pop("multimodal_train_inputs", [])
+    answer: dict[str, Any] = {
+        "data": {name: [column[index] for index in chosen] for name, column in data.items()},
+        "records": records_of(rollouts.args, flatten(groups)),
+        "images": [],
+    }
+    if chosen:
+        distinct, images = distinct_images([inputs[index]["pixel_values"] for index in chosen])
+        patches = torch.stack(distinct)
+        patches.view(torch.int16).numpy().tofile(spec.exchange / f"{spec.index}.bin")
+        answer |= {"shape": tuple(patches.shape), "images": images}
+    return answer
 
-        from trainer.slime.play.samples import facts_of, is_void  # noqa: PLC0415
 
-        path = self._spec.directory / f"{tasks}.jsonl"
-        if not path.read_text(encoding="utf-8"):
-            return []
-        args = self._rollouts.args
-        args.eval_datasets = [
-            EvalDatasetConfig(
-                name=tasks,
-                path=str(path),
-                input_key="prompt",
-                metadata_key="metadata",
-                temperature=temperature,
-                top_p=1.0,
-                top_k=-1,
-                n_samples_per_eval_prompt=1,
-                max_response_len=self._spec.settings.reply_tokens,
-            )
-        ]
-        samples = self._rollouts.evaluate(number).data[tasks]["samples"]
-        return [
-            HeldOutScore(
-                task_id=sample.metadata["task_id"],
-                score=None if is_void(sample) else float(facts_of(sample)["task_score"]),
-                guest_end_cause=facts_of(sample).get("guest_end_cause", ""),
-            )
-            for sample in samples
-        ]
+def _evaluate(
+    spec: WorkerSpec, rollouts: "SlimeRollouts", number: int, temperature: float, tasks: str
+) -> list[HeldOutScore]:
+    """Play this process's tasks of a data set."""
+    from slime.utils.eval_config import EvalDatasetConfig  # noqa: PLC0415 -- from the user's checkout
 
-    def save(self, number: int) -> None:
-        self._rollouts.data_source.save(number)
+    from trainer.slime.play.samples import facts_of, is_void  # noqa: PLC0415
 
-    def load(self, number: int) -> None:
-        self._rollouts.data_source.load(number)
+    path = spec.directory / f"{tasks}.jsonl"
+    if not path.read_text(encoding="utf-8"):
+        return []
+    args = rollouts.args
+    args.eval_datasets = [
+        EvalDatasetConfig(
+            name=tasks,
+            path=str(path),
+            input_key="prompt",
+            metadata_key="metadata",
+            temperature=temperature,
+            top_p=1.0,
+            top_k=-1,
+            n_samples_per_eval_prompt=1,
+            max_response_len=spec.settings.reply_tokens,
+        )
+    ]
+    samples = rollouts.evaluate(number).data[tasks]["samples"]
+    return [
+        HeldOutScore(
+            task_id=sample.metadata["task_id"],
+            score=None if is_void(sample) else float(facts_of(sample)["task_score"]),
+            guest_end_cause=facts_of(sample).get("guest_end_cause", ""),
+        )
+        for sample in samples
+    ]

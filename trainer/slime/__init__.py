@@ -15,26 +15,27 @@
 ```
 
 Three rooms: `hooks` is what slime calls. `job` is what all samples of one configuration share in a process, with
-`checks` of slime's arguments, data, hosts and engine, and the `monitor` of finished episodes. `play` runs one sample
-and knows no job. One sample:
+`checks` of slime's arguments, data, hosts and engine, and the `monitor` of finished episodes. `play` plays one sample
+and knows no job. The walk of one sample, from slime's call to the service and back:
 
 ```text
-slime's loop                                 hooks.log_rollout ◄── batch ◄── hooks.keep_informative
-     │ sample                                                       ▲
-     ▼                                                              │ filled or void sample
-hooks.generate ──► job.Job.run ──► ready: checks (once)             │           ──► monitor.record
-                        │                                           │
-                        ▼ (in a process of play.workers)            │
-play.rollout.play ──► Rollout ──► agent.attempts.run_task ──► agent.loop ──► samples.fill, rewards
-                                      │ reset                 │ generate           │ step, evaluate
-                                      ▼                       ▼                    ▼
-                              Rollout.reset           TokenConversation      AsyncEpisode
-                                      │ a machine             │ sample             │ gRPC
-                                      ▼                       ▼                    ▼
-                       Forks: members of a group      SlimeEngine:           daemon
-                              open it together        SGLang's /generate
-                       Tree:  members branch from
-                              each other mid-episode
+hooks.generate                              slime's call
+  Job.play_sample                           checks of the job, once; at the end monitor.record
+    Workers.play_sample                     with worker processes, the next line happens in one
+    Job.play_here                           a time limit; any error makes the sample void
+      Rollout.play_attempts                 until slime aborts it
+        attempts.run_task                   each attempt on a machine of its own
+          Rollout.reset                     opens an episode: where an aborted sample continues, or
+            GroupMember.reset               Forks.member ──► AsyncEnvClient.open_group ──► Reset
+            TreeMember.reset                Tree.member: waits for a branch of another member
+          Rollout.play_episode              from the start, a branch point, or where it was interrupted
+            loop.run_episode                turns, and then AsyncEpisode.evaluate ──► Evaluate
+              _PlayedEpisode.play_turns     until the episode or its limit ends
+                _PlayedEpisode._play_turn   TokenConversation.generate ──► SlimeEngine.sample ──► SGLang's /generate
+                                            _act ──► AsyncEpisode.step ──► Step
+      Rollout.result_of                     the reward, and samples.fill: the sample or its rows
+hooks.keep_informative                      of each group
+hooks.log_rollout, normalize_rewards        of the batch
 ```
 """
 

@@ -213,7 +213,7 @@ def start_of_row(metadata: object, label: object, task_key: str) -> str | Checkp
     task = columns.get(task_key) or label
     if not isinstance(task, str) or not task:
         raise ConfigError(f"no task id; add {task_key} (envd.task_key) to the metadata of the data set")
-    return start_of(columns, task, performs_replies=True)
+    return start_of(columns, task)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +358,7 @@ def capacity_warning(*, concurrency: int, group_size: int, capacity: int, is_for
     if is_forked and concurrency < group_size:
         return (
             f"slime runs {concurrency} concurrent episodes, but a group has {group_size}: machines of members that wait"
-            " for their turn are idle. Raise --sglang-server-concurrency, or set envd.group to off"
+            " to start are idle. Raise --sglang-server-concurrency, or set envd.group to off"
         )
     # Groups are complete: the last one may have started with its first member only.
     needed = -(-concurrency // group_size) * group_size if is_forked else concurrency

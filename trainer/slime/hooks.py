@@ -28,7 +28,6 @@ from trainer.slime.play.samples import (
     drop_reason,
     facts_of,
     flatten,
-    given_count,
     is_void,
     normalized,
     rollout_reward,
@@ -78,7 +77,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         ConfigError: The configuration is invalid, or no row of a data file can be played; no episode was opened.
         Halted: The run cannot go well: see `envd.halt`, `envd.max_lost_groups` and `envd.daemon_timeout_s`.
     """
-    return await job_of(args).run(args, sample, sampling_params, evaluation=evaluation)
+    return await job_of(args).play_sample(args, sample, sampling_params, evaluation=evaluation)
 
 
 async def play_sight(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:  # noqa: ARG001 -- slime passes it
@@ -214,8 +213,7 @@ def chosen(source: Any, tasks: TaskChoice, *, task_key: str) -> None:
             (group,) = draw(1)
             # Of a group that slime aborted, some members may be finished.
             is_new = all(sample.status.name == "PENDING" for sample in group)
-            task, given = task_of(group[0], task_key), given_count(group[0])
-            is_played = not is_new or tasks.plays(task, given_count=given)
+            is_played = not is_new or tasks.plays(task_of(group[0], task_key))
             (groups if is_played else passed_over).append(group)
         return groups + passed_over[: count - len(groups)]
 

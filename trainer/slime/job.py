@@ -15,8 +15,8 @@ from typing import Any
 
 from cuaenv.client import Checkpoint, shared_client
 from trainer.agent.forks import Forks
-from trainer.agent.ownership import Owner
-from trainer.config import ConfigError, json_of
+from trainer.agent.ownership import Owner, ruling_of
+from trainer.config import ConfigError, ExtensionError, json_of
 from trainer.data.curriculum import TaskChoice, curriculum_of
 from trainer.replay.pool import ReplayPool
 from trainer.slime import checks, slime_compat
@@ -24,8 +24,8 @@ from trainer.slime.config import Halted, SlimeConfig, envd_of
 from trainer.slime.monitor import RunMonitor
 from trainer.slime.play.engine import PictureFiles, SlimeEngine, engine_url
 from trainer.slime.play.replay import load_files
-from trainer.slime.play.rollout import DaemonWatch, Resources, Rollout, play
-from trainer.slime.play.samples import facts_of, given_count, is_void, task_of, void_result
+from trainer.slime.play.rollout import DaemonWatch, Resources, Rollout
+from trainer.slime.play.samples import facts_of, is_void, reset_sample, task_of, void_result
 from trainer.slime.play.sight import sight_problem
 from trainer.slime.play.workers import WorkerLost, Workers
 from trainer.slime.slime_compat import Sample
@@ -102,7 +102,7 @@ class Job:
             pool=self.pool,
         )
 
-    async def run(
+    async def play_sample(
         self,
         args: Any,
         sample: Sample,
@@ -111,7 +111,12 @@ class Job:
         evaluation: bool = False,
         rollout_type: type[Rollout] = Rollout,
     ) -> Any:
-        """Check the job and play a sample; return it, or its rows: filled, aborted or void.
+        """Check the job and play a sample, in this process or another; return it, or its rows: filled, aborted or void.
+
+        Args:
+            args: slime's, as `sample` and `sampling_params`.
+            evaluation: Whether the sample only evaluates.
+            rollout_type: Type of its rollout.
 
         Raises:
             ConfigError: The configuration is invalid, or no row of a data file can be played; no episode was opened.
@@ -132,9 +137,11 @@ class Job:
             if problem:
                 result = void("UnplayableRow", error=problem, owner=Owner.CALLER.value)
             else:
-                result = await self._play(
-                    args, sample, sampling_params, start=start, evaluation=evaluation, rollout_type=rollout_type
-                )
+                given: dict[str, Any] = {"start": start, "evaluation": evaluation, "rollout_type": rollout_type}
+                if self.config.workers:
+                    result = await self.workers(args).play_sample(sample, sampling_params, **given)
+                else:
+                    result = await self.play_here(args, sample, sampling_params, **given)
         except Halted as error:
             self.monitor.halt(str(error))
             self.monitor.check(args)
@@ -158,13 +165,53 @@ class Job:
         """Remember whether a task was solved. A void sample has no score, and says nothing of its task."""
         score = facts_of(sample).get("task_score")
         if score is not None and not is_void(sample):
-            task = task_of(sample, self.config.task_key)
-            self.tasks.record(task, solved=score >= 1, given_count=given_count(sample))
+            self.tasks.record(task_of(sample, self.config.task_key), solved=score >= 1)
 
-    async def _play(self, args: Any, sample: Sample, sampling_params: Mapping[str, Any], **options: Any) -> Any:
-        if self.config.workers:
-            return await self.workers(args).run(sample, sampling_params, **options)
-        return await play(args, sample, sampling_params, config=self.config, here=self.here, **options)
+    async def play_here(
+        self,
+        args: Any,
+        sample: Sample,
+        sampling_params: Mapping[str, Any],
+        *,
+        start: str | Checkpoint,
+        evaluation: bool,
+        rollout_type: type[Rollout],
+        is_alone: bool = False,
+    ) -> Any:
+        """Play a sample in this process; return it, or its rows: filled, aborted or void.
+
+        Args:
+            args: slime's, as `sample` and `sampling_params`.
+            start: Where the sample starts.
+            evaluation: Whether it only evaluates.
+            rollout_type: Type of its rollout.
+            is_alone: Whether it has machines of its own, not in its group.
+
+        Raises:
+            Halted: No daemon answers, or own code that the configuration names failed.
+        """
+        config = self.config
+        # A repeated sample was aborted or failed; its group's machines no longer exist.
+        is_alone |= evaluation or sample.status.name != "PENDING" or config.group == "off" or sample.group_index is None
+        group_size = 1 if is_alone else int(args.n_samples_per_prompt)
+        reset_sample(sample)
+        try:
+            async with asyncio.timeout(config.limit_s):
+                rollout = rollout_type(args, sample, sampling_params, here=self.here(), evaluation=evaluation)
+                try:
+                    trajectory = await rollout.play_attempts(start, group_size=group_size)
+                finally:
+                    await rollout.close()
+                return await rollout.result_of(trajectory)
+        except Halted:
+            raise
+        except ExtensionError as error:
+            raise Halted(str(error)) from error
+        except Exception as error:
+            logger.exception("[envd] sample %s is void", sample.index)
+            owner = ruling_of(error, acted=True).owner.value
+            facts = {"reason": type(error).__name__, "error": str(error), "owner": owner}
+            return void_result(sample, config.multiple(evaluation=evaluation), args, status="FAILED", **facts)
 
     async def ready(self, args: Any, sample: Sample, sampling_params: Mapping[str, Any], *, evaluation: bool) -> None:
         """Check arguments, data, hosts and engine, each until the check could be made; other samples wait for it.
@@ -242,7 +289,6 @@ def job_of(args: Any) -> Job:
     return _jobs[text]
 
 
-async def play_in_worker(args: Any, sample: Sample, sampling_params: Mapping[str, Any], **options: Any) -> Any:
-    """Play a sample in a process of `envd.workers`; see `trainer.slime.play.rollout.play`. Raises: Halted."""
-    job = job_of(args)
-    return await play(args, sample, sampling_params, config=job.config, here=job.here, **options)
+async def play_in_worker(args: Any, sample: Sample, sampling_params: Mapping[str, Any], **given: Any) -> Any:
+    """Play a sample in a process of `envd.workers`; see `Job.play_here`. Raises: Halted."""
+    return await job_of(args).play_here(args, sample, sampling_params, **given)

@@ -75,14 +75,7 @@ class TokenConversation:
 
         It is trained there, and not in the row of who continues.
         """
-        row = self.rows[-1]
-        return Row(row.as_prompt(without_last_reply=row.ends_with_reply))
-
-    def give(self, text: str) -> Reply:
-        """Add a reply that is not sampled, and not trained, to the row and return it."""
-        ids = tuple(self._chat.encode(text))
-        self.rows[-1].observe(Segment(text=text, engine_ids=ids, train_ids=ids))
-        return Reply(text=text)
+        return Row(self.rows[-1].as_prompt(without_last_reply=True))
 
     async def append(self, *messages: Message) -> None:
         """Add an observation to the row. Raises: BudgetExhausted, ModelFailed."""

@@ -6,12 +6,13 @@ them as they were encoded, once per picture.
 
 import asyncio
 import atexit
-import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
 import aiohttp
 import orjson
+
+from cuaenv.loop_thread import LoopThread
 
 #: Longest part of a request that is copied to join it with others.
 _JOINED_BYTES: Final = 1 << 18
@@ -36,19 +37,13 @@ class EngineClient:
     def __init__(self) -> None:
         """Start the thread, which ends with the process."""
         atexit.register(self.close)
-        self._loop = asyncio.new_event_loop()
         self._session: aiohttp.ClientSession | None = None
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("engine-client")
 
     def close(self) -> None:
         """Close the connections and end the thread."""
         atexit.unregister(self.close)
-        if self._session is not None:
-            asyncio.run_coroutine_threadsafe(self._session.close(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close(self._end)
 
     async def post(self, url: str, payload: Mapping[str, Any], *, headers: Mapping[str, str] | None) -> Any:
         """Return the response to a request. If the caller is cancelled, the connection is closed.
@@ -63,9 +58,11 @@ class EngineClient:
             aiohttp.ClientError: There was no response.
             ValueError: The response is not JSON.
         """
-        return await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self._post(url, payload, headers or {}), self._loop)
-        )
+        return await asyncio.wrap_future(self._thread.start(self._post(url, payload, headers or {})))
+
+    async def _end(self) -> None:
+        if self._session is not None:
+            await self._session.close()
 
     async def _post(self, url: str, payload: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
         if self._session is None:

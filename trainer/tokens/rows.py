@@ -66,13 +66,8 @@ class Row:
         """Number of replies."""
         return sum(piece.sampled for piece in self._pieces)
 
-    @property
-    def ends_with_reply(self) -> bool:
-        """Whether it ends with a sampled reply."""
-        return bool(self._pieces) and self._pieces[-1].sampled
-
     def observe(self, segment: Segment) -> None:
-        """Add an observation, or another text that is not trained."""
+        """Add an observation."""
         self.engine_ids += segment.engine_ids
         self.images += segment.images
         self._add(Piece(train_ids=segment.train_ids, sampled=False, text=segment.text, image_count=len(segment.images)))

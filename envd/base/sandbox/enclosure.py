@@ -52,7 +52,7 @@ _FIRST_UID, _UID_COUNT = 0x70000000, 0x10000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class SandboxError(Exception):
+class EnclosureError(Exception):
     """A sandbox cannot be created on this host, or one failed."""
 
 
@@ -132,7 +132,7 @@ def enclose(number: int, *, visible: Iterable[str], files: Mapping[str, str], li
     try:
         seccomp.install(has_sockets=limits.has_sockets)
     except OSError as error:
-        raise SandboxError(f"sandbox: {error}") from error
+        raise EnclosureError(f"sandbox: {error}") from error
 
 
 def die_with_parent() -> None:
@@ -246,14 +246,14 @@ def _call(function: str, *arguments: object) -> None:
 def _syscall(numbers: dict[str, int], *arguments: bytes) -> None:
     machine = platform.machine()
     if machine not in numbers:
-        raise SandboxError(f"sandbox: machine type {machine} is not supported")
+        raise EnclosureError(f"sandbox: machine type {machine} is not supported")
     if _libc.syscall(ctypes.c_long(numbers[machine]), *arguments) != 0:
         _fail(f"system call {numbers[machine]}")
 
 
 def _fail(what: str) -> None:
     number = ctypes.get_errno()
-    raise SandboxError(f"sandbox: {what} failed: {os.strerror(number)} ({sys.platform}, user {os.geteuid()})")
+    raise EnclosureError(f"sandbox: {what} failed: {os.strerror(number)} ({sys.platform}, user {os.geteuid()})")
 
 
 def _write(path: str, text: str) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from envd.base.sandbox import enclosure
-from envd.base.sandbox.enclosure import SandboxError
+from envd.base.sandbox.enclosure import EnclosureError
 
 #: A program that does not run for so long while it starts is stuck. On a busy host the start itself may take longer.
 _STALL_S = 60.0
@@ -116,7 +116,7 @@ class ForkServer:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise SandboxError(f"{self._command[0]} cannot be started: {error}") from error
+                raise EnclosureError(f"{self._command[0]} cannot be started: {error}") from error
             theirs.close()
             try:
                 message = await self._first_message(self._control, self._process.pid)
@@ -125,11 +125,11 @@ class ForkServer:
                 # One that is still preparing would else end by itself: its status would not say that it was ended.
                 with suppress(ProcessLookupError):
                     self._process.kill()
-                raise SandboxError(f"{error} ({await self._last_words(log)})") from error
+                raise EnclosureError(f"{error} ({await self._last_words(log)})") from error
             if not greeting:
-                raise SandboxError(f"it ended ({await self._last_words(log)})")
+                raise EnclosureError(f"it ended ({await self._last_words(log)})")
         if "error" in greeting:
-            raise SandboxError(greeting["error"])
+            raise EnclosureError(greeting["error"])
         self._greeting = greeting
 
     async def _first_message(self, control: socket.socket, pid: int) -> bytes:

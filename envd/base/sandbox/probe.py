@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import envd
-from envd.base.checks import Check, ok, warn
+from envd.base.checks import HostCheck, ok, warn
 from envd.base.sandbox.cgroup import find_hierarchy, shortcoming
 
 _ENTER_SANDBOX = """
@@ -30,7 +30,7 @@ def sandbox_problem() -> str:
     return "" if process.returncode == 0 else (process.stderr.strip().splitlines() or ["no error message"])[-1]
 
 
-def check_sandbox() -> Check:
+def check_sandbox() -> HostCheck:
     """Check the sandbox of judge workers and of OSWorld's code."""
     if problem := sandbox_problem():
         return warn(

@@ -23,7 +23,7 @@ from typing import Any
 import envd
 from envd.base.clock import running_timeout
 from envd.base.errors import EvaluatorFailed, GuestError
-from envd.base.sandbox.enclosure import SandboxError
+from envd.base.sandbox.enclosure import EnclosureError
 from envd.base.sandbox.fork_server import ForkServer
 from envd.daemon.judging.worker import EXCEEDED_CPU, HEADER
 from envd.tasks.text import CheckOutcome, CheckResult
@@ -116,7 +116,7 @@ class JudgeWorkers:
     async def _start(self) -> None:
         try:
             greeting = await self._server.start()
-        except SandboxError as error:
+        except EnclosureError as error:
             raise RuntimeError(f"judge worker did not start: {error}") from error
         if not self._is_warned:
             self._is_warned = True

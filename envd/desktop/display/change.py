@@ -7,19 +7,19 @@ from PIL import Image
 from cuaenv.frames import TiledImage
 from cuaenv.region import Region
 from envd.desktop.display.frames import Frame
-from envd.desktop.observation import ScreenChange
+from envd.desktop.observation import ScreenComparison
 
 _GREY_PX = 64
 _MAX_REGIONS = 64
 
 
-def screen_change(before: Frame, after: Frame, *, grey: bool = False) -> ScreenChange:
+def screen_change(before: Frame, after: Frame, *, grey: bool = False) -> ScreenComparison:
     """Compare two screens; if their sizes differ, everything has changed. Takes 1 ms, and 10 ms more for grey."""
     if before.image.size_px == after.image.size_px:
         fraction, regions = _difference(before.image, after.image)
     else:
         fraction, regions = 1.0, [Region(x_px=0, y_px=0, width_px=after.width_px, height_px=after.height_px)]
-    return ScreenChange(
+    return ScreenComparison(
         base_frame_id=before.frame_id,
         changed_fraction=fraction,
         changed_regions=merged(regions, limit=_MAX_REGIONS),

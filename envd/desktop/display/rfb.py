@@ -27,9 +27,9 @@ _MAX_PSEUDO_RECTS = 64
 _CLOSE_TIMEOUT_S = 1.0
 #: Size of buffered reads; longer data is read in one call.
 _CHUNK_BYTES = 1 << 16
-#: Rectangles, and pixels of one rectangle, that are read in one turn of the event loop: 3 ms and less than 1 ms.
-_RECTS_PER_TURN = 512
-_PIXELS_PER_TURN = 1 << 17
+#: Rectangles, and pixels of one rectangle, that are read in one iteration of the event loop: 3 ms and less than 1 ms.
+_RECTS_PER_ITERATION = 512
+_PIXELS_PER_ITERATION = 1 << 17
 
 _VERSION = b"RFB 003.008\n"
 _SECURITY_NONE = 1
@@ -321,7 +321,7 @@ class RfbClient:
         pixel_budget = 2 * self._width_px * self._height_px
         pseudo_count = 0
         for index in range(count):
-            if index % _RECTS_PER_TURN == _RECTS_PER_TURN - 1:
+            if index % _RECTS_PER_ITERATION == _RECTS_PER_ITERATION - 1:
                 await asyncio.sleep(0)
             x_px, y_px, width_px, height_px, encoding = struct.unpack(">HHHHi", await self._read(12))
             if encoding == RectEncoding.RAW:
@@ -371,11 +371,11 @@ class RfbClient:
         if not width_px or not height_px:
             return None
         # The fourth byte is undefined (QEMU copies the guest's), so it must not count as a change.
-        if width_px * height_px <= _PIXELS_PER_TURN:
+        if width_px * height_px <= _PIXELS_PER_ITERATION:
             words = np.frombuffer(await self._read(width_px * height_px * 4), dtype="<u4")
             return PixelRect(x_px, y_px, (words & _RGB_MASK).reshape(height_px, width_px))
         bgrx_HW = np.empty((height_px, width_px), dtype="<u4")
-        row_count = max(1, _PIXELS_PER_TURN // width_px)
+        row_count = max(1, _PIXELS_PER_ITERATION // width_px)
         for top in range(0, height_px, row_count):
             if top:
                 await asyncio.sleep(0)

@@ -1,26 +1,30 @@
 """Keep a copy of one guest's screen, the shadow, with the times of its changes and how fresh it is.
 
-`rfb.py` has the protocol, `settle.py` decides when a screen has settled, `blinking.py` recognizes blinking. Invariants:
-the shadow equals the server's picture at some moment; a change is a pixel that differs, never a mere message; between
-awaits the shadow is never half updated.
+`rfb.py` has the protocol, `settler.py` decides when a screen has settled. Invariants: the shadow equals the server's
+picture at some moment; a change is a pixel that differs, never a mere message; between awaits the shadow is never half
+updated.
+
+Blinking, such as a text caret, is a few pixels that alternate between two states without input. A learned blink is
+recognized anywhere by its size and its two states: a caret looks the same in the next line. Its pixels stay part of the
+picture; only settling does not wait for them.
 """
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Never
+from typing import Never, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from cuaenv.frames import TiledImage
 from cuaenv.frames.grid import TILE_PX, bounds_of, column_count, touched_tiles
 from cuaenv.region import Region
 from envd.base.errors import MachineLost
-from envd.desktop.display.blinking import Blinking
 from envd.desktop.display.change import around, is_within
 from envd.desktop.display.frames import Frame
 from envd.desktop.display.rfb import CursorShape, KeyboardLeds, PixelRect, Rect, Resize, RfbClient
@@ -33,10 +37,10 @@ _MAX_COVERING_UPDATES = 3
 #: Pixel rectangles of one update that are applied one by one, about 15 us each. A guest can cause 32,000 on a screen of
 #: 1280x800, with a pattern that changes in every second strip of every line.
 _MAX_SINGLE_RECTS = 512
-#: Pixels that are compared or painted in one turn of the event loop, about 1 ms.
-_PIXELS_PER_TURN = 1 << 18
-#: Changed tiles that a frame copies in one turn; a screen of 1280x800 has 260. More are copied in a thread.
-_TILES_PER_TURN = 400
+#: Pixels that are compared or painted in one iteration of the event loop, about 1 ms.
+_PIXELS_PER_ITERATION = 1 << 18
+#: Changed tiles that a frame copies in one iteration; a screen of 1280x800 has 260. More are copied in a thread.
+_TILES_PER_ITERATION = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,8 +228,8 @@ class Screen:
         """Return `frame`, or after a change of a large screen a frame of now that a thread makes."""
         async with self._copying:
             stale = self._stale_tiles | self._copied_tiles
-            is_first = self._frame is None and self._bgrx_HW.size > _TILES_PER_TURN * TILE_PX**2
-            if len(stale) <= _TILES_PER_TURN and not is_first:
+            is_first = self._frame is None and self._bgrx_HW.size > _TILES_PER_ITERATION * TILE_PX**2
+            if len(stale) <= _TILES_PER_ITERATION and not is_first:
                 return self.frame()
             before, bgrx_HW, time = self._frame, self._bgrx_HW, self._fresh_time
             self._stale_tiles, self._copied_tiles, self._is_shared = set(), stale, True
@@ -265,15 +269,15 @@ class Screen:
         painted = [rect for rect in rects if isinstance(rect, PixelRect)]
         rest: list[Rect | _Composed] = [rect for rect in rects if not isinstance(rect, PixelRect)]
         covered: list[_ScreenRefresh] = []
-        pixel_count = turn_pixels = 0
+        pixel_count = iteration_pixels = 0
         is_whole = len(painted) == 1 and painted[0].bgrx_HW.shape == self._bgrx_HW.shape
         bgrx_HW = painted[0].bgrx_HW if is_whole else self._bgrx_HW.copy()
         for index, rect in enumerate(painted):
-            if index % _MAX_SINGLE_RECTS == _MAX_SINGLE_RECTS - 1 or turn_pixels > _PIXELS_PER_TURN:
-                turn_pixels = 0
+            if index % _MAX_SINGLE_RECTS == _MAX_SINGLE_RECTS - 1 or iteration_pixels > _PIXELS_PER_ITERATION:
+                iteration_pixels = 0
                 await asyncio.sleep(0)
             x_px, y_px, (height_px, width_px) = rect.x_px, rect.y_px, rect.bgrx_HW.shape
-            turn_pixels += rect.bgrx_HW.size
+            iteration_pixels += rect.bgrx_HW.size
             if not is_whole:
                 bgrx_HW[y_px : y_px + height_px, x_px : x_px + width_px] = rect.bgrx_HW
             inside = [refresh for refresh in refreshes if _contains(rect, refresh.strip)]
@@ -401,13 +405,13 @@ class Screen:
 
 def _is_large(rects: tuple[Rect, ...]) -> bool:
     pixel_count = sum(rect.bgrx_HW.size for rect in rects if isinstance(rect, PixelRect))
-    return len(rects) > _MAX_SINGLE_RECTS or pixel_count > _PIXELS_PER_TURN
+    return len(rects) > _MAX_SINGLE_RECTS or pixel_count > _PIXELS_PER_ITERATION
 
 
 async def _difference_in_turns(before_HW: npt.NDArray[np.uint32], after_HW: npt.NDArray[np.uint32]) -> Region | None:
     """Return the bounds of the pixels that differ; None if none do."""
     height_px, width_px = before_HW.shape
-    row_count = max(1, _PIXELS_PER_TURN // width_px)
+    row_count = max(1, _PIXELS_PER_ITERATION // width_px)
     found: list[Region] = []
     for y_px in range(0, height_px, row_count):
         await asyncio.sleep(0)
@@ -449,3 +453,54 @@ def _contains(rect: PixelRect, part: Region) -> bool:
         and rect.x_px + rect.width_px >= part.x_px + part.width_px
         and rect.y_px + rect.height_px >= part.y_px + part.height_px
     )
+
+
+#: Larger changes are content.
+MAX_BLINK_PIXELS = 1024
+#: Alternations of one region: 3 are a caret that disappeared, appeared and disappeared.
+_LEARNED_AFTER = 3
+_MAX_KNOWN = 64
+
+K = TypeVar("K")
+V = TypeVar("V")
+BlinkStates = tuple[int, int, frozenset[bytes]]
+
+
+class Blinking:
+    """The known blinks of one screen, at most 64."""
+
+    def __init__(self) -> None:
+        self._candidates: OrderedDict[Region, tuple[bytes, bytes, int]] = OrderedDict()
+        """Regions that changed: both states, and how often each has alternated between them."""
+        self._known: OrderedDict[BlinkStates, None] = OrderedDict()
+
+    def note(self, region: Region, before_HW: npt.NDArray[np.uint32], after_HW: npt.NDArray[np.uint32]) -> bool:
+        """Record that a region changed from one picture to another; return whether that is a known blink."""
+        if region.width_px * region.height_px > MAX_BLINK_PIXELS:
+            return False
+        before, after = _digest(before_HW), _digest(after_HW)
+        states = (region.width_px, region.height_px, frozenset((before, after)))
+        if states in self._known:
+            self._known.move_to_end(states)
+            return True
+        *last_states, count = self._candidates.pop(region, (b"", b"", 0))
+        count = count + 1 if last_states == [after, before] else 1
+        if count < _LEARNED_AFTER:
+            _keep(self._candidates, region, (before, after, count))
+            return False
+        _keep(self._known, states, None)
+        return True
+
+    def interrupted(self) -> None:
+        """Discard candidates after input: the next changes may be its effect."""
+        self._candidates.clear()
+
+
+def _digest(pixels_HW: npt.NDArray[np.uint32]) -> bytes:
+    return xxhash.xxh3_128_digest(np.ascontiguousarray(pixels_HW).data)
+
+
+def _keep(known: OrderedDict[K, V], key: K, value: V) -> None:
+    known[key] = value
+    if len(known) > _MAX_KNOWN:
+        known.popitem(last=False)

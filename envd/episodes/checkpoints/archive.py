@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from cuaenv.problems import problem_of
 from envd.base.errors import CheckpointCorrupt, InvalidRequest
-from envd.episodes.checkpoints.manifest import Checkpoint, StoredFile, parse_manifest
+from envd.episodes.checkpoints.manifest import Manifest, StoredFile, parse_manifest
 from envd.episodes.checkpoints.store import MANIFEST, in_thread, is_id
 
 #: Bytes of each message.
@@ -30,7 +30,7 @@ _FILE_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _IDLE_S: Final = 60.0
 
 
-def archived(checkpoint: Checkpoint, directory: Path) -> Generator[bytes, None, None]:
+def archived(checkpoint: Manifest, directory: Path) -> Generator[bytes, None, None]:
     """Yield the archive of a checkpoint's files. Blocks. Raises: OSError: only before the first piece."""
     manifest = checkpoint.model_dump_json().encode()
     with ExitStack() as stack:
@@ -49,7 +49,7 @@ class ArchiveReader:
         self._pieces = pieces
         self._unread = b""
 
-    async def manifest(self) -> Checkpoint:
+    async def manifest(self) -> Manifest:
         """Read the header. Raises: InvalidRequest: it is not an archive's; CheckpointCorrupt: it is damaged."""
         head = await self._exactly(len(_MAGIC) + _LENGTH.size)
         (length,) = _LENGTH.unpack(head[len(_MAGIC) :])

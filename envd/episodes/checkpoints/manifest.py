@@ -28,7 +28,7 @@ class StoredFile(BaseModel):
     """xxh3-128 of its content, 32 hex digits."""
 
 
-class Checkpoint(BaseModel):
+class Manifest(BaseModel):
     """The manifest of a checkpoint, stored with it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,7 +64,7 @@ class Checkpoint(BaseModel):
         return replace(self.progress.reopened(), last_checkpoint_id=self.checkpoint_id)
 
 
-def parse_manifest(text: bytes) -> Checkpoint:
+def parse_manifest(text: bytes) -> Manifest:
     """Return the manifest of any format up to this release's.
 
     Raises:
@@ -77,7 +77,7 @@ def parse_manifest(text: bytes) -> Checkpoint:
     number = value.get("format", 1)
     if isinstance(number, int) and number > _FORMAT:
         raise NewerManifest(f"format {number} is of a newer envd; this one reads up to {_FORMAT}")
-    return Checkpoint.model_validate_json(text) if number == _FORMAT else Checkpoint.model_validate(_from_1(value))
+    return Manifest.model_validate_json(text) if number == _FORMAT else Manifest.model_validate(_from_1(value))
 
 
 def _from_1(value: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from envd.base.errors import (
 from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.display_connection import DesktopView
-from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.checkpoints.manifest import Manifest
 from envd.episodes.checkpoints.states import describe_state, read_state, write_state
 from envd.episodes.checkpoints.store import CheckpointStore, in_thread
 from envd.episodes.checkpoints.views import read_view
@@ -82,7 +82,7 @@ class _Line:
     pool: Pool
     waiting_since_s: list[float] = field(default_factory=list)
     """When each of them came, oldest first."""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the first of them; the others wait in order of arrival."""
     parking: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     """Attempts by episode, until the episode is parked or the attempt has ended."""
@@ -128,10 +128,10 @@ class Parking:
         """Attempts by episode."""
         self._callers: dict[str, list[Callable[[], bool]]] = {}
         """The calls of each attempt: whether their callers still wait."""
-        self._kept: dict[str, Checkpoint] = {}
+        self._kept: dict[str, Manifest] = {}
         """The stored state of each parked episode."""
-        self._unowned: dict[str, Checkpoint] = {}
-        """Stored states of episodes that are being opened or restored, by the id of their stand-in."""
+        self._unowned: dict[str, Manifest] = {}
+        """Stored states of episodes that are being opened or recovered, by the id of their stand-in."""
         self._patient = Counter[str]()
         """Calls that wait until their episode is parked, by episode."""
         self._refused_until_s = dict[str, float]()
@@ -197,7 +197,7 @@ class Parking:
                 del self._patient[episode.episode_id]
 
     def call_ended(self, episode: Episode) -> None:
-        """See `ParkedEpisodes`."""
+        """Note that an episode may be idle now."""
         line = self._lines.get(episode.spec.pool)
         if line is not None and line.waiting_count:
             line.changes.notify()
@@ -218,7 +218,7 @@ class Parking:
         try:
             async with AsyncExitStack() as held:
                 with self._waiting(line, episode) as deadline_s:
-                    async with line.turn:
+                    async with line.lock:
                         await held.enter_async_context(line.loading)
                         reservation = await self._reserve(line, episode, deadline_s=deadline_s)
                 watch = Stopwatch(self._clock)
@@ -355,7 +355,7 @@ class Parking:
         return not (
             self._is_parked(episode)
             or episode.lease.call_count > self._patient[episode.episode_id]
-            or episode.turn.locked()
+            or episode.lock.locked()
             or episode.machine.in_use
             or episode.human.control_id
             or episode.closed.is_set()
@@ -405,7 +405,7 @@ class Parking:
             del line.parking[episode.episode_id]
             line.changes.notify()
 
-    async def _leave(self, episode: Episode, machine: LeasedMachine, stored: Checkpoint, view: DesktopView) -> None:
+    async def _leave(self, episode: Episode, machine: LeasedMachine, stored: Manifest, view: DesktopView) -> None:
         """Give an episode the stand-in for its machine, which is destroyed. Raises: EnvdError: nothing has changed."""
         pool = self._lines[episode.spec.pool].pool
         stand_in = parked_machine(pool.spec_of(_PREFIX + stored.checkpoint_id), view)
@@ -447,10 +447,13 @@ class Parking:
         self._unowned[machine_id] = stored
         return parked_machine(pool.spec_of(machine_id), view)
 
-    async def copy(
+    async def park_copies(
         self, pool: Pool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
     ) -> Sequence[LeasedMachine]:
-        """See `ParkedEpisodes.copy`."""
+        """Store copies of a state; return the stand-ins of episodes that begin parked, for `keep`.
+
+        On failure and on cancellation nothing is stored. Raises: CheckpointStoreFull, StoreError, HypervisorError.
+        """
         now = self._clock.now()
         spec = EpisodeSpec(
             # The states are of no episode yet, and are never listed.
@@ -470,7 +473,7 @@ class Parking:
             ),
             create_time=now,
         )
-        copies: dict[str, Checkpoint] = {}
+        copies: dict[str, Manifest] = {}
         try:
             for _ in range(count):
                 described = describe_state(
@@ -494,12 +497,12 @@ class Parking:
         if stored is not None:
             self._keep(episode, stored)
 
-    def _keep(self, episode: Episode, stored: Checkpoint) -> None:
+    def _keep(self, episode: Episode, stored: Manifest) -> None:
         self._kept[episode.episode_id] = stored
         self._report(episode.spec.pool)
         self._tasks.spawn(self._watch(episode, stored), name=f"parked:{episode.episode_id}:watch")
 
-    async def _watch(self, episode: Episode, stored: Checkpoint) -> None:
+    async def _watch(self, episode: Episode, stored: Manifest) -> None:
         await race(episode.closed, episode.machine.lost)
         if self._kept.get(episode.episode_id) is stored:
             self._forget(episode, stored)
@@ -512,7 +515,7 @@ class Parking:
         except (OSError, StoreError) as error:
             logger.warning("parked episodes: the states of earlier daemons are not removed: %s", error)
 
-    def _forget(self, episode: Episode, stored: Checkpoint) -> None:
+    def _forget(self, episode: Episode, stored: Manifest) -> None:
         if self._kept.pop(episode.episode_id, None) is None:
             return  # closed meanwhile
         self._report(episode.spec.pool)

@@ -8,7 +8,7 @@ from typing import Final
 from envd.base.aio import shielded
 from envd.base.clock import Clock, wait_until
 from envd.base.errors import CheckpointUnusable, HypervisorError
-from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.checkpoints.manifest import Manifest
 from envd.episodes.checkpoints.store import CheckpointStore, Draft, in_thread, store_error
 from envd.episodes.checkpoints.views import read_view, write_view
 from envd.episodes.progress import EpisodeSpec, Progress
@@ -31,9 +31,9 @@ def describe_state(
     pinned: bool,
     label: str = "",
     fingerprint: str = "",
-) -> Checkpoint:
+) -> Manifest:
     """Return the description of the frozen state of an episode."""
-    return Checkpoint(
+    return Manifest(
         checkpoint_id=checkpoint_id,
         label=label,
         spec=spec,
@@ -49,8 +49,8 @@ def describe_state(
 
 
 async def write_state(
-    described: Checkpoint, frozen: FrozenDesktop, pool: Pool, store: CheckpointStore, *, shares_files: bool = False
-) -> Checkpoint:
+    described: Manifest, frozen: FrozenDesktop, pool: Pool, store: CheckpointStore, *, shares_files: bool = False
+) -> Manifest:
     """Store a frozen state under a description, and return that with its files. On failure nothing is stored.
 
     `shares_files` as for `Hypervisor.save`.
@@ -65,7 +65,7 @@ async def write_state(
 
 
 @asynccontextmanager
-async def draft_of(described: Checkpoint, store: CheckpointStore) -> AsyncIterator[Draft]:
+async def draft_of(described: Manifest, store: CheckpointStore) -> AsyncIterator[Draft]:
     """Yield a checkpoint to write and complete. On failure it is abandoned."""
     begin = in_thread(store.begin, described)
     draft = await shielded(begin, undo=lambda draft: in_thread(store.abandon, draft))
@@ -79,7 +79,7 @@ async def draft_of(described: Checkpoint, store: CheckpointStore) -> AsyncIterat
 
 
 async def read_state(
-    checkpoint: Checkpoint, pool: Pool, store: CheckpointStore, *, clock: Clock, shares_files: bool = False
+    checkpoint: Manifest, pool: Pool, store: CheckpointStore, *, clock: Clock, shares_files: bool = False
 ) -> FrozenDesktop:
     """Return a stored state; discard its snapshot after the last fork. `shares_files` as for `Hypervisor.restore`.
 
@@ -107,7 +107,7 @@ async def read_state(
         raise
 
 
-def require_template(checkpoint: Checkpoint, template: FrozenDesktop) -> None:
+def require_template(checkpoint: Manifest, template: FrozenDesktop) -> None:
     """Raises: CheckpointUnusable: The checkpoint builds on another template."""
     if template.snapshot.template_digest != checkpoint.template_digest:
         raise CheckpointUnusable(

@@ -34,7 +34,7 @@ import xxhash
 from envd.base.aio import shielded
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointStoreFull, CheckpointUnusable, StoreError
-from envd.episodes.checkpoints.manifest import Checkpoint, NewerManifest, StoredFile, parse_manifest
+from envd.episodes.checkpoints.manifest import Manifest, NewerManifest, StoredFile, parse_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +93,9 @@ class CheckpointStore:
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     survives_power_failure: bool = True
     """Whether files are flushed to the disk before a checkpoint is complete, which takes 30 to 70 ms."""
-    _known: dict[str, tuple[int, Checkpoint | None]] = field(default_factory=dict, init=False)
+    _known: dict[str, tuple[int, Manifest | None]] = field(default_factory=dict, init=False)
     """The index: inode and content of each directory; None for a damaged one."""
-    _sorted: tuple[Checkpoint, ...] = field(default=(), init=False)
+    _sorted: tuple[Manifest, ...] = field(default=(), init=False)
     """The readable ones of `_known`, oldest first."""
     _seen_ns: int = field(default=-1, init=False)
     """Change time of the directory that `_known` is about; -1 if it has to be read again in any case."""
@@ -104,14 +104,14 @@ class CheckpointStore:
     _index_lock: Lock = field(default_factory=Lock, init=False)
     _drafts: set[Draft] = field(default_factory=set, init=False)
     """Those that are being written, to count what they will take."""
-    _held: list[Checkpoint] = field(default_factory=list, init=False)
+    _held: list[Manifest] = field(default_factory=list, init=False)
     _expired: Counter[str] = field(default_factory=Counter, init=False)
     """Sweeps in a row at which each had expired."""
 
     def path(self, checkpoint_id: str) -> Path:
         return self.directory / checkpoint_id
 
-    def find(self, checkpoint_id: str) -> Checkpoint:
+    def find(self, checkpoint_id: str) -> Manifest:
         """Return a checkpoint that has not expired. Raises: CheckpointNotFound, CheckpointCorrupt,
         CheckpointUnusable, StoreError."""
         if is_id(checkpoint_id):
@@ -124,7 +124,7 @@ class CheckpointStore:
                 return found
         raise not_found(checkpoint_id)
 
-    def list(self) -> tuple[Checkpoint, ...]:
+    def list(self) -> tuple[Manifest, ...]:
         """Return all readable checkpoints that have not expired, oldest first. Raises: StoreError."""
         now, has_owners = self.now(), bool(self.owners())
         return tuple(each for each in self._all() if each.expire_time > now and (has_owners or not each.spec.owner))
@@ -134,7 +134,7 @@ class CheckpointStore:
         found = self._all()
         return len(found), sum(each.size_bytes for each in found)
 
-    def verify(self, checkpoint: Checkpoint) -> None:
+    def verify(self, checkpoint: Manifest) -> None:
         """Check all files, and note the use. Raises: CheckpointCorrupt: names the file; CheckpointNotFound."""
         directory = self.path(checkpoint.checkpoint_id)
         for name, stored in checkpoint.files.items():
@@ -149,7 +149,7 @@ class CheckpointStore:
         with suppress(OSError):
             os.utime(directory)
 
-    def unshared_bytes(self, checkpoint: Checkpoint) -> int:
+    def unshared_bytes(self, checkpoint: Manifest) -> int:
         """Return the size of the files that no other directory has by a hard link. Raises: StoreError."""
         directory = self.path(checkpoint.checkpoint_id)
         with _errors(checkpoint.checkpoint_id, "read"):
@@ -157,7 +157,7 @@ class CheckpointStore:
         return sum(status.st_size for status in found if status.st_nlink == 1)
 
     @contextmanager
-    def hold(self, checkpoint: Checkpoint) -> Iterator[None]:
+    def hold(self, checkpoint: Manifest) -> Iterator[None]:
         """Keep a checkpoint that is read from being removed for others.
 
         If it is deleted, its files take space until the end of the block, and count as long.
@@ -168,7 +168,7 @@ class CheckpointStore:
         finally:
             self._held.remove(checkpoint)
 
-    def begin(self, checkpoint: Checkpoint) -> Draft:
+    def begin(self, checkpoint: Manifest) -> Draft:
         """Start to write a checkpoint; complete or abandon it. Makes room for the files that are known.
 
         Raises:
@@ -189,7 +189,7 @@ class CheckpointStore:
             raise
         return draft
 
-    def complete(self, draft: Draft, checkpoint: Checkpoint) -> Checkpoint:
+    def complete(self, draft: Draft, checkpoint: Manifest) -> Manifest:
         """Store a written checkpoint, and return it with its files. Removes others if it needs their space.
 
         Returns the one that is there if it has the same files.
@@ -218,7 +218,7 @@ class CheckpointStore:
         self.abandon(draft)
         return complete
 
-    def same_as(self, checkpoint: Checkpoint) -> Checkpoint | None:
+    def same_as(self, checkpoint: Manifest) -> Manifest | None:
         """Return the checkpoint that was stored with an id and these files; None if there is none with that id.
 
         Raises:
@@ -312,7 +312,7 @@ class CheckpointStore:
         finally:
             os.close(descriptor)
 
-    def _make_room(self, new: Checkpoint) -> None:
+    def _make_room(self, new: Manifest) -> None:
         """Remove others until one more fits, whose draft exists.
 
         A run above its limit loses its own. Otherwise the owner that holds most loses one, as long as it holds more
@@ -343,11 +343,11 @@ class CheckpointStore:
         run_limit_bytes = settings.run_limit_gib * _GIB
         if run_bytes <= run_limit_bytes and total_bytes <= limit_bytes and spare_bytes >= 0:
             return
-        removable: dict[str, deque[Checkpoint]] = {owner: deque() for owner in owner_bytes}
+        removable: dict[str, deque[Manifest]] = {owner: deque() for owner in owner_bytes}
         candidates = (each for each in kept.values() if not each.pinned and each.checkpoint_id not in held)
         for each in sorted(candidates, key=self._removal_order):
             removable[each.spec.owner].append(each)
-        victims: list[Checkpoint] = []
+        victims: list[Manifest] = []
         while True:
             if run_bytes > run_limit_bytes:
                 limit = f"run {new.spec.run!r} may hold checkpoints.run_limit_gib = {settings.run_limit_gib:g}"
@@ -375,7 +375,7 @@ class CheckpointStore:
         for victim in victims:
             self.delete(victim.checkpoint_id)
 
-    def _removal_order(self, checkpoint: Checkpoint) -> tuple[bool, float]:
+    def _removal_order(self, checkpoint: Manifest) -> tuple[bool, float]:
         """Return a key: those that no client asked for go first, then those that were not used for longest."""
         return not checkpoint.trigger, self._used_s(self.path(checkpoint.checkpoint_id))
 
@@ -386,7 +386,7 @@ class CheckpointStore:
         except FileNotFoundError:
             return 0.0
 
-    def _all(self) -> tuple[Checkpoint, ...]:
+    def _all(self) -> tuple[Manifest, ...]:
         """Return all readable checkpoints, oldest first. Raises: StoreError."""
         with self._index_lock:
             try:
@@ -426,7 +426,7 @@ class CheckpointStore:
         readable = [checkpoint for _, checkpoint in known.values() if checkpoint is not None]
         self._sorted = tuple(sorted(readable, key=lambda each: (each.create_time, each.checkpoint_id)))
 
-    def _read(self, checkpoint_id: str) -> Checkpoint | None:
+    def _read(self, checkpoint_id: str) -> Manifest | None:
         """Return a checkpoint; None if there is none.
 
         Raises:
@@ -465,12 +465,12 @@ def _errors(checkpoint_id: str, act: str = "stored") -> Iterator[None]:
         raise store_error(checkpoint_id, error, act) from error
 
 
-def _run(checkpoint: Checkpoint) -> tuple[str, str]:
+def _run(checkpoint: Manifest) -> tuple[str, str]:
     """Return the run of a checkpoint; owners have separate runs."""
     return checkpoint.spec.owner, checkpoint.spec.run
 
 
-def _full(new: Checkpoint, why: str) -> CheckpointStoreFull:
+def _full(new: Manifest, why: str) -> CheckpointStoreFull:
     mib = new.size_bytes / (1 << 20)
     return CheckpointStoreFull(
         f"no space for a checkpoint of {mib:.1f} MiB: {why}; delete checkpoints, or raise the limit"

@@ -58,7 +58,7 @@ class Recorder(EpisodeObserver):
         on_failed: Callable[[bool], None],
         clock: Clock | None = None,
     ) -> None:
-        """Record the episodes that are opened or restored from now on.
+        """Record the episodes that are opened or recovered from now on.
 
         Args:
             on_failed: Called with True when recordings fail, and with False when they work again.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from envd.base.checks import Check, as_root, fail, ok, warn
+from envd.base.checks import HostCheck, as_root, fail, ok, warn
 from envd.base.config import Config, HypervisorConfig
 from envd.base.errors import EnvdError
 from envd.hypervisor.backends import open_hypervisor
@@ -20,12 +20,12 @@ _INOTIFY_PER_DESKTOP, _MANY_DESKTOPS = 6, 200
 _DELEGATE: Final = "run envd in a systemd unit with Delegate=yes, or as root"
 
 
-def unused_by_containers(config: Config, name: str) -> Check | None:
+def unused_by_containers(config: Config, name: str) -> HostCheck | None:
     """Return the finding about something that only virtual machines use; None if machines are those."""
     return ok(name, "not used by containers") if is_oci(config.hypervisor.uri) else None
 
 
-async def check_containers(config: Config) -> Sequence[Check]:
+async def check_containers(config: Config) -> Sequence[HostCheck]:
     """Create the namespaces of containers as the daemon does, in a temporary state directory."""
     is_used = is_oci(config.hypervisor.uri)
     uri = config.hypervisor.uri if is_used else "oci:"
@@ -47,7 +47,7 @@ async def check_containers(config: Config) -> Sequence[Check]:
     return [check_limits(found), check_inotify(int(_INOTIFY_INSTANCES.read_text()))]
 
 
-def check_limits(description: str) -> Check:
+def check_limits(description: str) -> HostCheck:
     """Check whether machines have limits and a freezer, given the description of the hypervisor."""
     if "control groups cannot" in description or "no hierarchy" in description:
         detail = f"{description}; memory has no limit, and signals instead of the freezer pause machines"
@@ -57,7 +57,7 @@ def check_limits(description: str) -> Check:
     return ok(_NAME, description)
 
 
-def check_inotify(instance_count: int) -> Check:
+def check_inotify(instance_count: int) -> HostCheck:
     """Check the host's limit of inotify instances, which the programs of all containers of a user share."""
     desktop_count = instance_count // _INOTIFY_PER_DESKTOP
     detail = f"fs.inotify.max_user_instances={instance_count}: enough for about {desktop_count} desktops in containers"

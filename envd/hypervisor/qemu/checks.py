@@ -7,7 +7,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from envd.base.checks import Check, Status, check_tool, fail, install_fix, ok, warn
+from envd.base.checks import HostCheck, Status, check_tool, fail, install_fix, ok, warn
 from envd.base.config import Config, HypervisorConfig
 from envd.base.errors import EnvdError
 from envd.hypervisor.backends import backend_of, open_hypervisor
@@ -21,19 +21,19 @@ _OPEN_TIMEOUT_S = 60.0
 _QEMU_MIN = (7, 2)
 
 
-def check_qemu() -> Check:
+def check_qemu() -> HostCheck:
     """Check that QEMU is on PATH, runs, and is not too old."""
     name, purpose = "qemu-system-x86_64", "it runs the machines"
     return check_qemu_version(check_tool(name, package="qemu-system-x86", purpose=purpose))
 
 
-def check_qemu_img() -> Check:
+def check_qemu_img() -> HostCheck:
     """Check that the program that creates the machines' disks runs."""
     purpose = "it creates the machines' disks"
     return check_tool("qemu-img", package="qemu-utils", purpose=purpose)
 
 
-def check_qemu_version(found: Check) -> Check:
+def check_qemu_version(found: HostCheck) -> HostCheck:
     """Check QEMU's version, given the check that it runs."""
     match = re.search(r"\b(\d+)\.(\d+)", found.detail) if found.status is Status.OK else None
     if match is None or (int(match[1]), int(match[2])) >= _QEMU_MIN:
@@ -42,14 +42,14 @@ def check_qemu_version(found: Check) -> Check:
     return warn(found.name, f"{found.detail} is older than {minimum}", fix=f"use QEMU {minimum} or newer")
 
 
-async def check_kvm(config: Config) -> Check:
+async def check_kvm(config: Config) -> HostCheck:
     """Run guest code with KVM: the device file alone does not prove that KVM works."""
     usable, detail = await probe_kvm(timeout_s=_KVM_PROBE_TIMEOUT_S)
     if usable:
         return ok("kvm", detail)
     required = config.hypervisor.accelerator == "kvm"
     joins_group = "group kvm" in detail
-    return Check(
+    return HostCheck(
         name="kvm",
         status=Status.FAIL if required else Status.WARN,
         detail=f"{detail}; machines run under TCG, which is slow",
@@ -59,7 +59,7 @@ async def check_kvm(config: Config) -> Check:
     )
 
 
-async def check_libvirt(config: Config) -> Check:
+async def check_libvirt(config: Config) -> HostCheck:
     """Open the hypervisor as the daemon does, but in a temporary state directory."""
     binding = f"libvirt-python {importlib.metadata.version('libvirt-python')}"
     if not backend_of(config.hypervisor.uri).capabilities.runs_guests:
@@ -82,7 +82,7 @@ async def check_libvirt(config: Config) -> Check:
     return ok("libvirt", f"{library}, {binding}; {uri or 'the embedded driver'} can be opened")
 
 
-def check_host_name() -> Check:
+def check_host_name() -> HostCheck:
     """Check that the lookup of the host's name, which libvirt makes at each start of a machine, is fast."""
     if problem := slow_name():
         return warn("host_name", problem, fix=NAME_FIX)

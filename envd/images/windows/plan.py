@@ -23,7 +23,7 @@ import pycdlib
 
 from envd.base.errors import ImageError
 from envd.base.tools import run_tool
-from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
+from envd.hypervisor.machine import DiskImage, ExtraDrive, Firmware, GuestOs, Hardware
 from envd.hypervisor.qemu.host import find_firmware
 from envd.images.catalogue import file_sha256
 from envd.images.windows.media import (
@@ -343,8 +343,8 @@ class Media:
             firmware=Firmware.UEFI,
             has_guestd=False,
             drives=(
-                Drive(path=self.boot_disc, is_cdrom=True),
-                Drive(path=self.answer_disc, disk_format="raw", is_cdrom=True),
+                ExtraDrive(path=self.boot_disc, is_cdrom=True),
+                ExtraDrive(path=self.answer_disc, disk_format="raw", is_cdrom=True),
             ),
         )
 

@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import envd
-from envd.base.checks import Check, ok, warn
+from envd.base.checks import HostCheck, ok, warn
 from envd.base.config import Config
 from envd.base.errors import OsworldError
 from envd.base.venv import STAGING, PinnedEnvironment, Progress
@@ -140,7 +140,7 @@ def requirements() -> str:
     return (files("envd.integrations.osworld") / "requirements.txt").read_text()
 
 
-def check_osworld(config: Config) -> Check:
+def check_osworld(config: Config) -> HostCheck:
     """Check that OSWorld's tasks, if registered, can be served. Nothing else needs OSWorld."""
     environment = Environment(config.cache_dir)
     installed = "installed" if environment.is_installed else "not installed"

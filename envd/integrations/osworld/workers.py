@@ -14,7 +14,7 @@ from yarl import URL
 
 import envd
 from envd.base.errors import GuestError, OsworldError
-from envd.base.sandbox.enclosure import SandboxError
+from envd.base.sandbox.enclosure import EnclosureError
 from envd.base.sandbox.fork_server import ForkServer
 from envd.base.streams import receive_descriptor, relayed
 
@@ -113,7 +113,7 @@ class OsworldWorkers:
         """
         try:
             greeting = await self._server.start()
-        except SandboxError as error:
+        except EnclosureError as error:
             raise OsworldError(f"OSWorld cannot be imported: {error}; run `envd osworld install`") from error
         if greeting["shortcoming"] and not self._is_warned:
             self._is_warned = True
@@ -142,7 +142,7 @@ class OsworldWorkers:
                         return await self._follow(channel, job)
             except TimeoutError:
                 raise GuestError(f"exceeded its limit of {job.time_s:g} s; the worker does not respond") from None
-            except (OSError, SandboxError) as error:
+            except (OSError, EnclosureError) as error:
                 raise GuestError(f"the worker is gone: {error}") from error
 
     async def _follow(self, channel: socket.socket, job: WorkerJob) -> Mapping[str, Any]:

@@ -74,6 +74,12 @@ class OpenRequest:
         """Machines that the host should have room for."""
         return self.size + self.branch_count
 
+    def request_for(self, host: Host) -> OpeningRequest:
+        """Return a host's request: that of an earlier attempt there, or a new one."""
+        if host not in self.sent:
+            self.sent[host] = self.make_request()
+        return self.sent[host]
+
 
 class DrawnPlacement:
     """Draws two hosts and takes the one with the larger share of free machines, for one client in one event loop."""

@@ -78,7 +78,7 @@ class Host:
         self.target = connection.target
         self.connection = connection
         self.leases = LeaseKeeper(connection, interval=keep_alive_interval, changed=changed)
-        self.opener = Opener(connection, leases=self.leases, changed=changed)
+        self.opener = Opener(connection, changed=changed)
         self.state = HostState.UNKNOWN
         self.problem: EnvError | None = None
         """Its last error, while it is DOWN."""

@@ -187,43 +187,37 @@ class HostPool:
 
     async def _opened(self, opening: OpenRequest) -> tuple[Host, Any]:
         """Return the host that opened episodes, and its response. Raises: those of `open`."""
-        host = opening.host or self._placement.only_host
+        only = opening.host or self._placement.only_host
         if opening.target:
-            host = await self.host(opening.target, timeout=opening.timeout)
-        if host is not None:
-            return host, await self._open_there(opening, host)
+            only = await self.host(opening.target, timeout=opening.timeout)
         while True:
-            host = await self._placement.place(opening)
+            host = only or await self._placement.place(opening)
             try:
-                return host, await self._attempt(opening, host, may_abandon=True)
+                return host, await host.opener.open(
+                    opening.request_for(host),
+                    size=opening.size,
+                    deadline_s=opening.deadline_s,
+                    may_abandon=only is None,
+                )
             except EnvError as error:
-                _note(opening, error)
-                self._placement.failed(opening, host, error)
+                if isinstance(error, DeadlineExceeded) and opening.error is not None:
+                    # The earlier error says more than the timeout of its retry.
+                    raise opening.error from error
+                opening.error = error
+                if only is None:
+                    self._placement.failed(opening, host, error)
+                else:
+                    await self._pause(opening, only, error)
 
-    async def _open_there(self, opening: OpenRequest, host: Host) -> Any:
-        """Open episodes on the only possible host. Raises: EnvError."""
+    async def _pause(self, opening: OpenRequest, host: Host, error: EnvError) -> None:
+        """Wait before the only possible host is asked again. Raises: EnvError: the error, if it is final."""
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                return await self._attempt(opening, host, may_abandon=False)
-            except EnvError as error:
-                _note(opening, error)
-                pause_s = retry_pause_s(error, attempt=0, policy=self._retry, jitter=self._rng.random())
-                if next_attempt(error) != "later" or pause_s is None:
-                    raise
-                if loop.time() + pause_s >= opening.deadline_s:
-                    raise
-                await host.opener.pause(pause_s)
-                if loop.time() >= opening.deadline_s:  # the sleep overran
-                    raise
-
-    async def _attempt(self, opening: OpenRequest, host: Host, *, may_abandon: bool) -> Any:
-        request = opening.sent.get(host)
-        if request is None:
-            request = opening.sent[host] = opening.make_request()
-        return await host.opener.open(
-            request, size=opening.size, deadline_s=opening.deadline_s, may_abandon=may_abandon
-        )
+        pause_s = retry_pause_s(error, attempt=0, policy=self._retry, jitter=self._rng.random())
+        if next_attempt(error) != "later" or pause_s is None or loop.time() + pause_s >= opening.deadline_s:
+            raise error
+        await host.opener.pause(pause_s)
+        if loop.time() >= opening.deadline_s:  # the sleep overran
+            raise error
 
     async def host(self, target: str, *, timeout: timedelta) -> Host:
         """Return the host with this address. Raises: EnvError: it is not one of the hosts, or none is known."""
@@ -289,10 +283,3 @@ async def _observations_of(response: Any, host: Host, seen: Observation | None) 
             shown[observation.image_id] = observation
         observations.append(observation)
     return observations
-
-
-def _note(opening: OpenRequest, error: EnvError) -> None:
-    if isinstance(error, DeadlineExceeded) and opening.error is not None:
-        # The earlier error says more than the timeout of its retry.
-        raise opening.error from error
-    opening.error = error

@@ -16,7 +16,6 @@ from typing import Any, Final, Literal
 
 from cuaenv.client.connection import DaemonConnection, closed_error
 from cuaenv.client.errors import DeadlineExceeded, EnvError
-from cuaenv.client.leases import LeaseKeeper
 from cuaenv.client.placement import next_attempt, retry_pause_s
 from cuaenv.v1 import env_pb2
 
@@ -30,10 +29,9 @@ OpeningRequest = env_pb2.ResetRequest | env_pb2.ForkRequest
 class Opener:
     """Opens episodes at one host."""
 
-    def __init__(self, connection: DaemonConnection, *, leases: LeaseKeeper, changed: Callable[[], None]) -> None:
+    def __init__(self, connection: DaemonConnection, *, changed: Callable[[], None]) -> None:
         """Prepare; `changed` is called whenever an opening ends."""
         self._connection = connection
-        self._leases = leases
         self._changed = changed
         self._sent: dict[str, tuple[float, int]] = {}
         self._logging: asyncio.Task[None] | None = None

@@ -26,6 +26,7 @@ from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import Checkpoint, EpisodeInfo, Origin, State
 from cuaenv.client.signatures import takes_options_of
 from cuaenv.client.view import ResetOptions, Settle, View
+from cuaenv.loop_thread import LoopThread
 
 Inner_co = TypeVar("Inner_co", covariant=True)
 Result = TypeVar("Result")
@@ -97,13 +98,10 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         # Before the thread starts: in a forked process it was seen to hang, on a busy host.
         require_own_process(", ".join(self.targets))
         self._client = self
-        self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
         self._starting = threading.RLock()
         """Held to start calls, so that none starts after the end."""
         self._ending: Future[None] | None = None
-        self._thread = threading.Thread(target=self._run_loop, name=f"EnvClient:{targets}", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread(f"EnvClient:{targets}")
 
     def __enter__(self) -> Self:
         return self
@@ -113,12 +111,12 @@ class EnvClient(_Blocking[AsyncEnvClient]):
 
     def close(self) -> None:
         """Disconnect and end the thread, also if interrupted. Idempotent; calls from now on raise `ClientClosed`."""
-        if self._pid != os.getpid():
+        if self._thread.pid != os.getpid():
             return
         with self._starting:
             if self._ending is None:
-                self._ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-                self._ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+                self._ending = self._thread.start(self._end())
+                self._ending.add_done_callback(lambda _: self._thread.stop())
         try:
             wait_for([self._ending])
         finally:  # also after an interrupt; a second one ends the wait
@@ -226,28 +224,20 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         """Start a coroutine on the loop. Raises: ClientClosed."""
         try:
             # Before the lock, which another thread may have held when this process was forked.
-            require_own_process(", ".join(self.targets), self._pid)
+            require_own_process(", ".join(self.targets), self._thread.pid)
             with self._starting:
                 if self._ending is not None:
                     raise closed_error(", ".join(self.targets))
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
+                return self._thread.start(work)
         except ClientClosed:
             work.close()
             raise
 
-    def _run_loop(self) -> None:
-        self._loop.run_forever()
-        self._loop.close()
-
     async def _end(self) -> None:
         await self._inner.aclose()
-        # Calls of other threads, or of an interrupted one, fail now; the loop runs until they have.
+        # Calls of other threads, or of an interrupted one, fail now. The end of the loop cancels those that do not.
         if calls := asyncio.all_tasks() - {asyncio.current_task()}:
-            _, late = await asyncio.wait(calls, timeout=_LAST_CALLS_S)
-            for call in late:
-                call.cancel()
-            if late:
-                await asyncio.wait(late, timeout=_LAST_CALLS_S)
+            await asyncio.wait(calls, timeout=_LAST_CALLS_S)
 
 
 async def _opened(opening: Opening[Result]) -> Result:

@@ -16,8 +16,7 @@ import pytest
 from cuaenv import client as trainer
 from cuaenv.client import AsyncEnvClient
 from cuaenv.v1 import env_pb2, env_pb2_grpc
-from envd.api.security.guard import BURST, INTERVAL_S
-from envd.api.security.limits import RateLimiter
+from envd.api.security.guard import BURST, INTERVAL_S, RateLimiter
 from envd.api.security.tokens import new_token
 from envd.api.server import SERVICE_NAME
 from envd.base.telemetry.metrics import Metrics

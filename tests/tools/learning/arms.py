@@ -18,7 +18,7 @@ from cuaenv.client import Action, AsyncEpisode, Checkpoint, Evaluation, GuestEnd
 from tests.tools.learning.wrapped import WrappedEpisode
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import GUEST_ENDED
-from trainer.agent.types import Outcome, Trajectory
+from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.data.split import template_id
 from trainer.slime.job import job_of
 from trainer.slime.play.rollout import Rollout
@@ -31,11 +31,11 @@ _STEPS = 3
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Run a sample as the arm says; evaluations run unchanged."""
     if evaluation:
-        return await job_of(args).run(args, sample, sampling_params, evaluation=True)
+        return await job_of(args).play_sample(args, sample, sampling_params, evaluation=True)
     if seeds := getattr(args, "drawn_seeds", 0):
         seed = _rng(args, sample).randrange(seeds)
         sample.metadata["task_id"] = f"{template_id(sample.metadata['task_id'])}?seed={seed}"
-    result = await job_of(args).run(args, sample, sampling_params, rollout_type=_ArmRollout)
+    result = await job_of(args).play_sample(args, sample, sampling_params, rollout_type=_ArmRollout)
     if facts_of(sample).get("void") == EscapeLost.__name__:
         # `trainer learn` counts it as an escape.
         note(sample, {"guest_end_cause": "escape"})
@@ -49,21 +49,21 @@ class EscapeLost(MachineLost):
 class _ArmRollout(Rollout):
     """A rollout whose machine may be lost."""
 
-    async def run(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
-        trajectory = await super().run(start, group_size=group_size)
+    async def play_attempts(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
+        trajectory = await super().play_attempts(start, group_size=group_size)
         is_lost = trajectory is not None and isinstance(trajectory.error, MachineLost)
         if trajectory is None or not is_lost or not getattr(self.args, "faults_as_zero", False) or not self.rows:
             return trajectory
         zero = Evaluation(score=0.0, checks=(), timings_ms={})
         return replace(trajectory, outcome=Outcome.TRUNCATED, reason="injected", error=None, evaluation=zero)
 
-    def wrap(self, episode: AgentEpisode) -> AgentEpisode:
+    async def play_episode(self, episode: AgentEpisode, conversation: Conversation) -> Trajectory:
         if getattr(self.args, "escapes_as_void", False):
             episode = _VoidableEpisode(episode)
         rng = _rng(self.args, self.sample)
-        if rng.random() >= getattr(self.args, "fault_share", 0.0) or self.episode is None:
-            return episode
-        return _LostEpisode(episode, self.episode, steps=rng.randrange(_STEPS + 1))
+        if rng.random() < getattr(self.args, "fault_share", 0.0) and self.episode is not None:
+            episode = _LostEpisode(episode, self.episode, steps=rng.randrange(_STEPS + 1))
+        return await super().play_episode(episode, conversation)
 
 
 class _VoidableEpisode(WrappedEpisode):

@@ -15,7 +15,7 @@ from cuaenv.client import Action, Checkpoint, Observation, StepResult
 from tests.tools.learning.wrapped import WrappedEpisode
 from trainer.agent.coordinates import points_of
 from trainer.agent.loop import AgentEpisode
-from trainer.agent.types import Outcome, Trajectory
+from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.learn import LearnError
 from trainer.learn.record import read_evaluations
 from trainer.learn.settings import Settings
@@ -56,22 +56,24 @@ class Played:
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Run a sample and record its episode in the directory `args.save`."""
-    return await job_of(args).run(args, sample, sampling_params, evaluation=evaluation, rollout_type=_RecordedRollout)
+    return await job_of(args).play_sample(
+        args, sample, sampling_params, evaluation=evaluation, rollout_type=_RecordedRollout
+    )
 
 
 class _RecordedRollout(Rollout):
     _recorder: "_Recorder | None" = None
 
-    async def run(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
-        trajectory = await super().run(start, group_size=group_size)
+    async def play_attempts(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
+        trajectory = await super().play_attempts(start, group_size=group_size)
         if trajectory is not None:
             observations = self._recorder.observations if self._recorder else []
             _write(Path(self.args.save) / _DIRECTORY, trajectory, observations)
         return trajectory
 
-    def wrap(self, episode: AgentEpisode) -> AgentEpisode:
+    async def play_episode(self, episode: AgentEpisode, conversation: Conversation) -> Trajectory:
         self._recorder = _Recorder(episode)
-        return self._recorder
+        return await super().play_episode(self._recorder, conversation)
 
 
 class _Recorder(WrappedEpisode):

@@ -27,7 +27,7 @@ from cuaenv.frames import TiledImage
 from tests.tools.learning.wrapped import WrappedEpisode
 from trainer.agent.grammars import grammar
 from trainer.agent.loop import AgentEpisode
-from trainer.agent.types import Reply
+from trainer.agent.types import Conversation, Reply, Trajectory
 from trainer.learn import LearnError
 from trainer.learn.checkpoint import write_checkpoint
 from trainer.learn.daemons import started_daemons
@@ -35,9 +35,9 @@ from trainer.learn.server import GenerateServer, answer_of, file_of
 from trainer.learn.settings import Settings
 from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime, write_tasks
 from trainer.slime.job import job_of
-from trainer.slime.play.engine import SlimeEngine
 from trainer.slime.play.rollout import Rollout
 from trainer.slime.play.samples import facts_of, flatten, is_void
+from trainer.tokens.conversation import Engine
 from trainer.tokens.rows import Row
 from trainer.workers import WorkerProcess
 
@@ -192,31 +192,41 @@ def _loop_s() -> float:
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Run one sample as `trainer.slime.hooks.generate`, measured."""
-    result = await job_of(args).run(args, sample, sampling_params, evaluation=evaluation, rollout_type=_MeasuredRollout)
+    result = await job_of(args).play_sample(
+        args, sample, sampling_params, evaluation=evaluation, rollout_type=_MeasuredRollout
+    )
     # slime gives them to the learner; kept, those of 256 episodes would not fit into memory.
     sample.multimodal_train_inputs = None
     return result
 
 
-class _MeasuredEngine(SlimeEngine):
+class _MeasuredEngine:
+    """An engine before each of whose replies the memory and the time that were used are noted."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.encode = engine.encode
+        self._engine = engine
+
     async def sample(self, row: Row, *, limit: int) -> Reply:
+        """See `Engine`."""
         if _measured.is_single:
             _measured.cpu_s.append(time.process_time() - _measured.composing_s)
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
             _measured.resident_bytes.append(pages * resource.getpagesize())
-        return await super().sample(row, limit=limit)
+        return await self._engine.sample(row, limit=limit)
 
 
 class _MeasuredRollout(Rollout):
-    engine_type = _MeasuredEngine
-
     def __init__(self, *given: Any, **named: Any) -> None:
         # A worker lacks slime.
         use_slime(Path(os.environ[_HOME]))
         super().__init__(*given, **named)
 
-    def wrap(self, episode: AgentEpisode) -> AgentEpisode:
-        return _BusyEpisode(episode) if _measured.is_busy else episode
+    def new_engine(self, params: Mapping[str, Any]) -> Engine:
+        return _MeasuredEngine(super().new_engine(params))
+
+    async def play_episode(self, episode: AgentEpisode, conversation: Conversation) -> Trajectory:
+        return await super().play_episode(_BusyEpisode(episode) if _measured.is_busy else episode, conversation)
 
 
 class _BusyEpisode(WrappedEpisode):

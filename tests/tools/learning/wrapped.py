@@ -1,4 +1,4 @@
-"""An episode of a rollout with some calls replaced, for `Rollout.wrap`."""
+"""An episode of a rollout with some calls replaced, for `Rollout.play_episode`."""
 
 from datetime import timedelta
 

@@ -11,7 +11,6 @@ import pytest
 from cuaenv.client import DeadlineExceeded, RetryPolicy, Unavailable
 from cuaenv.client.connection import DaemonConnection
 from cuaenv.client.credentials import Access
-from cuaenv.client.leases import LeaseKeeper
 from cuaenv.client.opening import Opener
 from cuaenv.client.targets import Address
 from cuaenv.v1 import env_pb2
@@ -67,9 +66,7 @@ async def test_a_call_is_not_retried_after_its_deadline_passed_in_a_pause(connec
 
 @pytest.mark.usefixtures("_oversleeping")
 async def test_a_reset_is_not_retried_after_its_deadline_passed_in_a_pause(connection: Unreachable) -> None:
-    opener = Opener(
-        connection, leases=LeaseKeeper(connection, interval=None, changed=lambda: None), changed=lambda: None
-    )
+    opener = Opener(connection, changed=lambda: None)
     deadline_s = asyncio.get_running_loop().time() + TIMEOUT_S
     with pytest.raises(Unavailable, match="refused"):
         await opener.open(env_pb2.ResetRequest(), size=1, deadline_s=deadline_s, may_abandon=False)

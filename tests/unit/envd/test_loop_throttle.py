@@ -16,7 +16,7 @@ class Iterations:
         self._iteration = 0
 
     async def enter(self, number: int) -> None:
-        await self.throttle.wait_turn()
+        await self.throttle.wait()
         self.admitted.append((self._iteration, number))
 
     async def run(self, tasks: list["asyncio.Task[None]"]) -> None:
@@ -43,7 +43,7 @@ async def test_callers_are_admitted_in_order_at_most_width_per_iteration(
 async def test_a_single_caller_does_not_wait() -> None:
     throttle = LoopThrottle(1)
     for _ in range(3):
-        waiting = throttle.wait_turn()
+        waiting = throttle.wait()
         with pytest.raises(StopIteration):
             waiting.send(None)
         await asyncio.sleep(0)
@@ -59,7 +59,7 @@ async def test_new_callers_do_not_pass_waiting_ones() -> None:
     assert [number for _, number in counter.admitted] == list(range(6))
 
 
-async def test_a_cancelled_caller_does_not_use_a_turn() -> None:
+async def test_a_cancelled_caller_uses_no_place() -> None:
     counter = Iterations(1)
     tasks = [asyncio.create_task(counter.enter(number)) for number in range(4)]
     await asyncio.sleep(0)
@@ -72,7 +72,7 @@ async def test_a_cancelled_caller_does_not_use_a_turn() -> None:
 async def test_an_idle_throttle_schedules_nothing() -> None:
     loop = asyncio.get_running_loop()
     throttle = LoopThrottle(2)
-    await throttle.wait_turn()
+    await throttle.wait()
     for _ in range(5):
         await asyncio.sleep(0)
     assert not loop._ready  # type: ignore[attr-defined]

@@ -128,7 +128,7 @@ async def _run_members(
         member = TreeMember(environments, tree, config=config, size=size)
 
         async def run(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
-            return await member.run(episode, cast(TokenConversation, conversation), settings=config.agent)
+            return await member.play_episode(episode, cast(TokenConversation, conversation), settings=config.agent)
 
         return await run_task(member, start, new_conversation, run=run, **options)
 

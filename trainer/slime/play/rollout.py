@@ -10,14 +10,14 @@ desktop, the agent's state and its row. Without the checkpoint, or its host, the
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Unpack, cast
 
 from cuaenv.client import (
-    Action,
     AsyncEnvClient,
     AsyncEpisode,
     Checkpoint,
@@ -25,30 +25,26 @@ from cuaenv.client import (
     CheckpointUnusable,
     DeadlineExceeded,
     EnvError,
-    Evaluation,
-    StepResult,
     Unavailable,
-    View,
 )
 from cuaenv.client.view import ResetOptions
 from trainer.agent.attempts import run_task
 from trainer.agent.branching import TreeMember
-from trainer.agent.forks import Forks, GroupMember, Tree
+from trainer.agent.forks import Forks, GroupMember
 from trainer.agent.loop import AgentEpisode, run_episode
-from trainer.agent.ownership import ruling_of, ruling_on
+from trainer.agent.ownership import ruling_on
 from trainer.agent.prompts import prompt_hash
-from trainer.agent.starts import given_replies, start_name, task_id_of
+from trainer.agent.starts import start_name, task_id_of
 from trainer.agent.turns import BranchPoint
 from trainer.agent.types import Conversation, Outcome, Trajectory
-from trainer.config import ExtensionError
 from trainer.replay.pool import ReplayPool
 from trainer.slime import slime_compat
 from trainer.slime.config import Halted, SlimeConfig
 from trainer.slime.play.engine import PictureFiles, SlimeEngine
 from trainer.slime.play.replay import keep_success
-from trainer.slime.play.samples import fill, note, reset_sample, set_status, spread, void_result
+from trainer.slime.play.samples import fill, note, set_status, spread, void_result
 from trainer.slime.slime_compat import Sample, span
-from trainer.tokens.conversation import TokenConversation
+from trainer.tokens.conversation import Engine, TokenConversation
 from trainer.tokens.engine_client import EngineClient
 from trainer.tokens.rows import Row
 
@@ -93,15 +89,23 @@ def partial_of(sample: Sample) -> Partial | None:
 class Rollout:
     """The rollout of one sample, which opens its own episodes: see `trainer.agent.attempts.Environments`."""
 
-    engine_type = SlimeEngine
-
-    def __init__(self, args: Any, sample: Sample, sampling_params: Mapping[str, Any], *, here: Resources) -> None:
-        """Prepare; `args`, `sample` and `sampling_params` are those that slime passes to generate."""
+    def __init__(
+        self,
+        args: Any,
+        sample: Sample,
+        sampling_params: Mapping[str, Any],
+        *,
+        here: Resources,
+        evaluation: bool = False,
+    ) -> None:
+        """Prepare; `args`, `sample`, `sampling_params` and `evaluation` are those that slime passes to generate."""
         self.sample = sample
         self.config = here.config
         self.args = args
         self.here = here
-        self.keeps_partial = False
+        self._is_evaluation = evaluation
+        self._traced = partial(span, sample)
+        self._keeps_partial = not evaluation and getattr(args, "partial_rollout", False)
         """Whether the sample continues in a later rollout if slime aborts it."""
         self.episode: AsyncEpisode | None = None
         """The latest episode."""
@@ -112,8 +116,6 @@ class Rollout:
         self._conversation: TokenConversation
         """That of the latest attempt."""
         self._start: str | Checkpoint = ""
-        self._replies: tuple[str, ...] = ()
-        """Given ones, with which it starts."""
         self._tree: TreeMember | None = None
         """Its place in a tree; None in a group whose members all start together."""
         self._group: GroupMember | TreeMember
@@ -124,47 +126,45 @@ class Rollout:
         self._interrupted: Partial | None = None
         """Where a later rollout continues."""
 
-    async def run(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
-        """Run a task, also from a checkpoint of it. Returns None if slime aborted the rollout.
+    async def play_attempts(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
+        """Play an episode in the sample's group, again if it is lost. Returns None if slime aborted the rollout.
 
         Raises: Halted: No daemon answers.
         """
         config, client, group_index = self.config, self.here.client, self.sample.group_index
-        self._start, self._replies = start, given_replies(self.sample.metadata)
-        self._resumed = partial_of(self.sample) if self.keeps_partial else None
+        self._start = start
+        self._resumed = partial_of(self.sample) if self._keeps_partial else None
         self._group = GroupMember(
             client, self.here.forks, group=group_index, size=group_size, wait_s=config.group_wait_s
         )
-        if self._replies or (config.group == "tree" and group_size > 1):
-            forks = self.here.forks
+        if config.group == "tree" and group_size > 1:
             self._group = self._tree = TreeMember(
                 client,
-                forks.tree((group_index, start), root_count=config.branch_roots) if group_size > 1 else Tree(),
+                self.here.forks.tree((group_index, start), root_count=config.branch_roots),
                 config=config,
                 size=group_size,
-                replies=self._replies,
                 lease_ttl=config.lease_ttl,
-                traced=lambda waiting: span(self.sample, "env_branch", {"waiting": waiting}),
+                traced=self._traced,
             )
-        episode = run_task(
+        playing = run_task(
             self,
             start,
             self.new_conversation,
             settings=config.agent,
             pool=config.pool,
             attempts=config.attempts,
-            run=self._run_episode,
+            run=self.play_episode,
         )
         async with self.here.watch.use(client):
-            return await self._until_aborted(episode)
+            return await self._until_aborted(playing)
 
-    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AgentEpisode:
+    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncEpisode:
         """Open the sample's episode: where it continues, in its group the first time, or alone. Raises: EnvError."""
         self._reset_count += 1
         options = {**options, "lease_ttl": self.config.lease_ttl}
-        with span(self.sample, "env_reset", {"task": task_id_of(task), "attempt": self._reset_count}):
+        with self._traced("env_reset", {"task": task_id_of(task), "attempt": self._reset_count}):
             self.episode = await self._continued(options) or await self._group.reset(task, **options)
-        return _Traced(self.episode, self.sample)
+        return self.episode
 
     async def _continued(self, options: ResetOptions) -> AsyncEpisode | None:
         """Open the episode where the sample continues; None if it has to begin. Raises: EnvError."""
@@ -178,29 +178,29 @@ class Rollout:
             self._resumed = None
             return None
 
-    async def _run_episode(self, episode: AgentEpisode, made: Conversation) -> Trajectory:
-        """Run an episode from its start, its branch point, or where it was interrupted."""
-        conversation, resumed, settings = cast(TokenConversation, made), self._resumed, self.config.agent
-        wrapped = self.wrap(episode)
+    async def play_episode(self, episode: AgentEpisode, conversation: Conversation) -> Trajectory:
+        """Play an open episode from its start, its branch point, or where it was interrupted."""
+        tokens, resumed, settings = cast(TokenConversation, conversation), self._resumed, self.config.agent
         if self._tree is not None:
-            return await self._tree.run(wrapped, conversation, settings=settings)
+            return await self._tree.play_episode(episode, tokens, settings=settings)
 
         async def interrupted(point: BranchPoint) -> None:
             if len(point.turns) > (len(resumed.point.turns) if resumed else 0):
-                await self._keep_state(point, conversation.rows[-1])
+                await self._store_partial(point, tokens.rows[-1])
 
         if resumed is not None:
             is_masked = getattr(self.args, "mask_offpolicy_in_partial_rollout", False)
-            await conversation.resume(resumed.row.copy(masked=is_masked))
+            await tokens.resume(resumed.row.copy(masked=is_masked))
         return await run_episode(
-            wrapped,
-            conversation,
+            episode,
+            tokens,
             settings=settings,
             branch_point=replace(resumed.point, history=resumed.point.history.copy()) if resumed else None,
-            interrupted=interrupted if self.keeps_partial else None,
+            interrupted=interrupted if self._keeps_partial else None,
+            traced=self._traced,
         )
 
-    async def _keep_state(self, point: BranchPoint, row: Row) -> None:
+    async def _store_partial(self, point: BranchPoint, row: Row) -> None:
         """Store the episode between two turns, so that a later rollout continues it."""
         if self.episode is None:
             return
@@ -211,10 +211,6 @@ class Rollout:
         else:
             self._interrupted = Partial(checkpoint=checkpoint, point=replace(point, is_resumed=True), row=row.copy())
 
-    def wrap(self, episode: AgentEpisode) -> AgentEpisode:
-        """Return what runs in place of `episode`, for subclasses; called once per attempt."""
-        return episode
-
     def new_conversation(self) -> TokenConversation:
         """Return a conversation for an attempt, whose rows `rows` returns from now on."""
         params, budget = self._sampling_params, self.config.agent.token_budget
@@ -224,9 +220,9 @@ class Rollout:
         )
         return self._conversation
 
-    def new_engine(self, params: Mapping[str, Any]) -> SlimeEngine:
+    def new_engine(self, params: Mapping[str, Any]) -> Engine:
         """Return an engine with these parameters of SGLang, which `close` closes."""
-        engine = self.engine_type(
+        engine = SlimeEngine(
             self.args, self.sample, params, config=self.config, client=self.here.http, files=self.here.files
         )
         self._engines.append(engine)
@@ -243,7 +239,35 @@ class Rollout:
             for engine in self._engines:
                 await asyncio.to_thread(engine.close)
 
-    async def keep(self, *, is_aborted: bool) -> None:
+    async def result_of(self, trajectory: Trajectory | None) -> Any:
+        """Return the sample, or its rows, filled with an episode, aborted or void: see `SlimeConfig.multiple`."""
+        multiple = self.config.multiple(evaluation=self._is_evaluation)
+        void = partial(void_result, self.sample, multiple, self.args)
+        is_aborted = trajectory is None or trajectory.outcome is Outcome.ABORTED
+        if trajectory is None or is_aborted:
+            result = void(status="ABORTED", reason="aborted")
+        elif trajectory.outcome is Outcome.FAILED:
+            result = void(
+                status="FAILED",
+                reason=trajectory.reason,
+                error=str(trajectory.error or ""),
+                owner=ruling_on(trajectory).owner.value,
+                # They were taken in the environment, although nothing of them is trained.
+                turns=len(trajectory.turns),
+                shared_turns=trajectory.shared_turn_count,
+            )
+        else:
+            rows = self.rows[-1:] if self._is_evaluation else self.rows
+            samples = spread(self.sample, len(rows), multiple, self.args)
+            await self._write(trajectory, rows, samples)
+            if not self._is_evaluation and self.here.pool is not None:
+                await keep_success(self.here.pool, trajectory, rows, samples)
+            result = samples[0] if multiple is None else samples
+        if self._keeps_partial:
+            await self._note_partial(is_aborted=is_aborted)
+        return result
+
+    async def _note_partial(self, *, is_aborted: bool) -> None:
         """Note where an aborted sample continues, and delete the checkpoint that it no longer needs."""
         old = self.sample.metadata.pop(_PARTIAL_KEY, None)
         new = self._interrupted or old if is_aborted else None
@@ -258,9 +282,7 @@ class Rollout:
         except EnvError as error:
             logger.info("[envd] checkpoint %s: left to expire: %s", old.checkpoint.checkpoint_id, error)
 
-    async def write(
-        self, trajectory: Trajectory, rows: Sequence[Row], samples: Sequence[Sample], *, evaluation: bool = False
-    ) -> None:
+    async def _write(self, trajectory: Trajectory, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
         """Fill reset samples, one per row; further samples stay unchanged.
 
         Raises:
@@ -269,10 +291,9 @@ class Rollout:
         """
         config = self.config
         facts = trajectory.facts(max_turns=config.agent.max_turns, metadata=self.sample.metadata)
-        breakdown = config.breakdown_of(facts, evaluation=evaluation)
+        breakdown = config.breakdown_of(facts, evaluation=self._is_evaluation)
         digest = prompt_hash(config.agent)
         perturbations = self.episode.perturbations if self.episode else ()
-        context = self._tree.context if self._tree else None
         basis = trajectory.evaluation.basis_digest if trajectory.evaluation else ""
         record = {
             **summary_of(trajectory, facts.task_score),
@@ -280,12 +301,9 @@ class Rollout:
             "rows": len(rows),
             "attempts": self._reset_count,
             "continued_turns": len(self._resumed.point.turns) if self._resumed else 0,
-            "parent_episode_id": context.episode_id if context else "",
+            "parent_episode_id": trajectory.parent_episode_id,
             "prompt_hash": digest,
-            # Groups after given replies take no replays, and give none.
-            "start": ""
-            if self._replies
-            else start_name(self._start, basis_digest=basis, prompt_hash=digest, perturbations=perturbations),
+            "start": start_name(self._start, basis_digest=basis, prompt_hash=digest, perturbations=perturbations),
         }
         first_turn = trajectory.shared_turn_count + 1
         for sample, row in zip(samples, rows, strict=False):
@@ -311,7 +329,7 @@ class Rollout:
         try:
             while not task.done():
                 if self._state.aborted:
-                    has_state = self.keeps_partial and self.episode is not None
+                    has_state = self._keeps_partial and self.episode is not None
                     if not has_state or not (await asyncio.wait({task}, timeout=_KEEP_S))[0]:
                         return None
                     break
@@ -323,118 +341,6 @@ class Rollout:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-
-
-async def play(
-    args: Any,
-    sample: Sample,
-    sampling_params: Mapping[str, Any],
-    *,
-    config: SlimeConfig,
-    here: Callable[[], Resources],
-    start: str | Checkpoint,
-    evaluation: bool,
-    rollout_type: type[Rollout] = Rollout,
-    is_alone: bool = False,
-) -> Any:
-    """Play a sample in this process; return it, or its rows: filled, aborted or void.
-
-    Args:
-        args: slime's, as `sample` and `sampling_params`.
-        config: The job's configuration.
-        here: Returns what its samples share in the running event loop.
-        start: Where the sample starts.
-        evaluation: Whether it only evaluates.
-        rollout_type: Type of its rollout.
-        is_alone: Whether it has machines of its own, not in its group.
-
-    Raises:
-        Halted: No daemon answers, or own code that the configuration names failed.
-    """
-    # A repeated sample was aborted or failed; its group's machines no longer exist.
-    is_alone |= evaluation or sample.status.name != "PENDING" or config.group == "off" or sample.group_index is None
-    group_size = 1 if is_alone else int(args.n_samples_per_prompt)
-    reset_sample(sample)
-    try:
-        async with asyncio.timeout(config.limit_s):
-            rollout = rollout_type(args, sample, sampling_params, here=here())
-            rollout.keeps_partial = not evaluation and getattr(args, "partial_rollout", False)
-            result = await written(rollout, rollout.run(start, group_size=group_size), evaluation=evaluation)
-            if rollout.keeps_partial:
-                await rollout.keep(is_aborted=sample.status.name == "ABORTED")
-            return result
-    except Halted:
-        raise
-    except ExtensionError as error:
-        raise Halted(str(error)) from error
-    except Exception as error:
-        logger.exception("[envd] sample %s is void", sample.index)
-        multiple = config.multiple(evaluation=evaluation)
-        owner = ruling_of(error, acted=True).owner.value
-        reason, text = type(error).__name__, str(error)
-        return void_result(sample, multiple, args, status="FAILED", reason=reason, error=text, owner=owner)
-
-
-async def written(rollout: Rollout, playing: Awaitable[Trajectory | None], *, evaluation: bool) -> Any:
-    """Write the rows of a rollout into its sample, or into a list of samples: see `SlimeConfig.multiple`."""
-    args, sample, multiple = rollout.args, rollout.sample, rollout.config.multiple(evaluation=evaluation)
-    try:
-        trajectory = await playing
-    finally:
-        await rollout.close()
-    if trajectory is None or trajectory.outcome is Outcome.ABORTED:
-        return void_result(sample, multiple, args, status="ABORTED", reason="aborted")
-    if trajectory.outcome is Outcome.FAILED:
-        return void_result(
-            sample,
-            multiple,
-            args,
-            status="FAILED",
-            reason=trajectory.reason,
-            error=str(trajectory.error or ""),
-            owner=ruling_on(trajectory).owner.value,
-            # They were taken in the environment, although nothing of them is trained.
-            turns=len(trajectory.turns),
-            shared_turns=trajectory.shared_turn_count,
-        )
-    rows = rollout.rows[-1:] if evaluation else rollout.rows
-    samples = spread(sample, len(rows), multiple, args)
-    await rollout.write(trajectory, rows, samples, evaluation=evaluation)
-    if not evaluation and rollout.here.pool is not None:
-        await keep_success(rollout.here.pool, trajectory, rows, samples)
-    return samples[0] if multiple is None else samples
-
-
-class _Traced:
-    """An `AgentEpisode` whose calls appear in slime's traces."""
-
-    def __init__(self, episode: AsyncEpisode, sample: Sample) -> None:
-        self._episode = episode
-        self._sample = sample
-        self.episode_id = episode.episode_id
-        self.task_id = episode.task_id
-        self.instruction = episode.instruction
-        self.observation = episode.observation
-        self.origin = episode.origin
-        self.tools = episode.tools
-
-    async def step(
-        self, *actions: Action, view: View | None = None, timeout: timedelta = timedelta(minutes=3)
-    ) -> StepResult:
-        with span(self._sample, "env_step", {"actions": len(actions)}) as add:
-            result = await self._episode.step(*actions, view=view, timeout=timeout)
-            self.observation = result.observation
-            add({f"{name}_ms": value for name, value in result.timings_ms.items()})
-        return result
-
-    async def evaluate(self, *, timeout: timedelta = timedelta(minutes=15)) -> Evaluation:
-        with span(self._sample, "env_evaluate") as add:
-            evaluation = await self._episode.evaluate(timeout=timeout)
-            add({"score": evaluation.score})
-        return evaluation
-
-    async def close(self) -> None:
-        await self._episode.close()
 
 
 class DaemonWatch:

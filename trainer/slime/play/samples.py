@@ -10,7 +10,6 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from trainer.agent.starts import REPLIES_COLUMN
 from trainer.rewards.credit import Credit, CreditedMember, sibling_credit
 from trainer.rewards.groups import group_advantages, has_signal
 from trainer.slime.slime_compat import Sample
@@ -158,12 +157,6 @@ def task_of(sample: Sample, task_key: str) -> str:
     """Return the task id of a sample's row; empty for a row that cannot be played."""
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     return str(metadata.get(task_key) or sample.label or "")
-
-
-def given_count(sample: Sample) -> int:
-    """Return the number of given replies with which a sample's row starts; 0 for a row that cannot be played."""
-    replies = sample.metadata.get(REPLIES_COLUMN) if isinstance(sample.metadata, dict) else None
-    return len(replies) if isinstance(replies, list) else 0
 
 
 def flatten(samples: Iterable[Any]) -> list[Sample]:

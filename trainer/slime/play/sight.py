@@ -15,7 +15,7 @@ from typing import Any
 from trainer.agent.loop import run_episode
 from trainer.sight.check import Episode, Patches, Report, compare, given_pictures, turns_of_row
 from trainer.sight.episode import PictureEpisode, plan_of, settings_of, tokens_of
-from trainer.slime.play.rollout import Resources, Rollout, written
+from trainer.slime.play.rollout import Resources, Rollout
 from trainer.slime.play.samples import facts_of, flatten, is_void, reset_sample
 from trainer.slime.slime_compat import Sample, generate_state
 
@@ -35,8 +35,11 @@ async def play_pictures(
     shared = replace(here, config=here.config.model_copy(update=own), pool=None)
     rollout = Rollout(args, sample, {**sampling_params, "temperature": 0.0}, here=shared)
     episode, settings = PictureEpisode(plan_of(here.config.agent).episodes[number]), shared.config.agent
-    playing = run_episode(episode, rollout.new_conversation(), settings=settings)
-    rows = flatten([await written(rollout, playing, evaluation=False)])
+    try:
+        trajectory = await run_episode(episode, rollout.new_conversation(), settings=settings)
+    finally:
+        await rollout.close()
+    rows = flatten([await rollout.result_of(trajectory)])
     for row in rows:
         if is_void(row):
             raise SightError(f"the check's episode {number} failed: {facts_of(row)}")

@@ -40,7 +40,7 @@ class WorkerLost(Exception):
 
 
 Play = Callable[..., Coroutine[Any, Any, Any]]
-"""A function of a module: takes slime's args, a sample, sampling parameters and the options of `Workers.run`."""
+"""A function of a module: takes slime's args, and the arguments of `Workers.play_sample`."""
 
 
 class Workers:
@@ -57,8 +57,8 @@ class Workers:
         """Return the process ids of the workers that run."""
         return [worker.pid for worker in self._workers if worker is not None and not worker.is_lost]
 
-    async def run(self, sample: Sample, params: Mapping[str, Any], **options: Any) -> Any:
-        """Run a sample and fill it; return it, or its rows. If its worker ends, it runs once more, `is_alone`.
+    async def play_sample(self, sample: Sample, params: Mapping[str, Any], **options: Any) -> Any:
+        """Play a sample and fill it; return it, or its rows. If its worker ends, it is played once more, `is_alone`.
 
         Raises:
             Halted: The run cannot go well.
@@ -130,7 +130,7 @@ class _Worker:
             blocks = [freed.popleft() for _ in range(len(freed))]
         if self.is_lost:
             self._lose()
-        self.send(("run", number, sample, params, options, blocks))
+        self.send(("play", number, sample, params, options, blocks))
         return number, future
 
     def send(self, message: tuple[Any, ...]) -> None:
@@ -186,7 +186,7 @@ def _mapped(pid: int, fd: int, shape: tuple[int, ...]) -> Any:
 
 def _serve(pipe: Any, args: Any, play: Play) -> None:
     patches.share_memory()
-    asyncio.run(_Server(pipe, args, play).run())
+    asyncio.run(_Server(pipe, args, play).serve())
 
 
 class _Server:
@@ -201,7 +201,7 @@ class _Server:
         self._held: dict[int, Any] = {}
         self._lock = threading.Lock()
 
-    async def run(self) -> None:
+    async def serve(self) -> None:
         closed = asyncio.Event()
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop, closed), daemon=True).start()
@@ -221,17 +221,19 @@ class _Server:
             loop.call_soon_threadsafe(closed.set)
 
     def _handle(self, kind: str, number: int, *call: Any) -> None:
-        if kind == "run":
+        if kind == "play":
             if self._is_aborted and not self._tasks:
                 # slime starts its next rollout when all samples of the last one have ended.
                 self._is_aborted = slime_compat.generate_state(self._args).aborted = False
-            self._tasks[number] = asyncio.create_task(self._run(number, *call))
+            self._tasks[number] = asyncio.create_task(self._play_sample(number, *call))
         elif kind == "cancel" and number in self._tasks:
             self._tasks[number].cancel()
         elif kind == "abort" and number in self._tasks and not self._is_aborted:
             self._is_aborted = slime_compat.generate_state(self._args).aborted = True
 
-    async def _run(self, number: int, sample: Sample, params: Any, options: Mapping[str, Any], freed: Any) -> None:
+    async def _play_sample(
+        self, number: int, sample: Sample, params: Any, options: Mapping[str, Any], freed: Any
+    ) -> None:
         for fd in freed:
             self._held.pop(fd, None)
         filled: Any

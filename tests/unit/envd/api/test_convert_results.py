@@ -33,13 +33,13 @@ from envd.desktop.observation import (
     Keyframe,
     Observation,
     Point,
-    ScreenChange,
+    ScreenComparison,
     SettleResult,
     TileDelta,
     UnchangedImage,
 )
 from envd.episodes.progress import EpisodeState, Origin, Progress
-from envd.episodes.types import EpisodeInfo, EvaluateResult, OpenedGroup, StepResult
+from envd.episodes.types import EpisodeStatus, EvaluateResult, OpenedGroup, StepResult
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task
@@ -59,8 +59,8 @@ def info(
     state: EpisodeState = EpisodeState.ACTIVE,
     end_reason: str = "",
     parent_episode_id: str = "",
-) -> EpisodeInfo:
-    return EpisodeInfo(
+) -> EpisodeStatus:
+    return EpisodeStatus(
         spec=episode_spec(
             episode_id=episode_id,
             parent_episode_id=parent_episode_id,
@@ -210,7 +210,7 @@ def test_a_frame_is_a_keyframe_or_a_delta(content: Keyframe | TileDelta | Unchan
 
 def test_a_step_response_has_changed_and_moving_regions() -> None:
     part = Region(x_px=1, y_px=2, width_px=3, height_px=4)
-    change = ScreenChange(base_frame_id="f0", changed_fraction=0.25, changed_regions=(part,))
+    change = ScreenComparison(base_frame_id="f0", changed_fraction=0.25, changed_regions=(part,))
     settle = SettleResult(settled=False, settle_ms=5.0, change_count=2, moving=(part,))
     seen = replace(observation(), screen_change=change, settle=settle)
     response = step_response(StepResult(episode=info(), observation=seen, outcomes=(), timings_ms={}))
@@ -298,18 +298,17 @@ def test_pages_hold_every_item_once_and_in_order(keys: set[str], page_size: int)
     seen: list[str] = []
     token = ""
     for _ in range(len(keys) + 1):
-        page = page_of(keys, key=str, page_size=page_size, page_token=token)
-        seen += page.items
-        token = page.next_page_token
+        items, token = page_of(keys, key=str, page_size=page_size, page_token=token)
+        seen += items
         if not token:
             break
     assert seen == sorted(keys)
 
 
 def test_items_added_or_removed_between_pages_do_not_affect_others() -> None:
-    first = page_of("bdfh", key=str, page_size=2, page_token="")
-    second = page_of("acfhz", key=str, page_size=2, page_token=first.next_page_token)
-    assert (first.items, second.items) == (("b", "d"), ("f", "h"))
+    first, token = page_of("bdfh", key=str, page_size=2, page_token="")
+    second, _ = page_of("acfhz", key=str, page_size=2, page_token=token)
+    assert (first, second) == (("b", "d"), ("f", "h"))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from envd.api.security.limits import MAX_BYTES, MAX_RECEIVING, CallerLoad, RunningCall
+from envd.api.security.guard import MAX_BYTES, MAX_RECEIVING, CallerLoad, RunningCall
 from envd.base.errors import InvalidRequest, RateLimited
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envd.api.security.limits import MAX_CALLERS, RateLimiter
+from envd.api.security.guard import MAX_CALLERS, RateLimiter
 
 
 class Clock:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from envd.base.checks import Check, Status, check_disk, check_tool
+from envd.base.checks import HostCheck, Status, check_disk, check_tool
 
 GIB = 1 << 30
 
 
-def missing_tool(*, needed: bool) -> Check:
+def missing_tool(*, needed: bool) -> HostCheck:
     return check_tool("no-such-tool", package="tools", purpose="for x", needed=needed)
 
 

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from cuaenv.client import Pool
-from envd.base.checks import Check, Status
+from envd.base.checks import HostCheck, Status
 from envd.base.config import Config
 from envd.base.config_sources import load
 from envd.cli import doctor
@@ -23,8 +23,8 @@ def config_with(tmp_path: Path, **flags: object) -> Config:
     return load(flags={"state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache", **flags})
 
 
-def runner(monkeypatch: pytest.MonkeyPatch, checks: list[Check]) -> tuple[typer.Typer, CliRunner]:
-    async def examine(_: Config, **__: object) -> list[Check]:
+def runner(monkeypatch: pytest.MonkeyPatch, checks: list[HostCheck]) -> tuple[typer.Typer, CliRunner]:
+    async def examine(_: Config, **__: object) -> list[HostCheck]:
         return checks
 
     monkeypatch.setattr(doctor, "examine", examine)
@@ -33,9 +33,9 @@ def runner(monkeypatch: pytest.MonkeyPatch, checks: list[Check]) -> tuple[typer.
     return app, CliRunner()
 
 
-OK = Check(name="python", status=Status.OK, detail="3.11.7")
-WARN = Check(name="kvm", status=Status.WARN, detail="no [guest] code runs", fix="use another host")
-FAIL = Check(name="qemu-img", status=Status.FAIL, detail="not found", fix="install it")
+OK = HostCheck(name="python", status=Status.OK, detail="3.11.7")
+WARN = HostCheck(name="kvm", status=Status.WARN, detail="no [guest] code runs", fix="use another host")
+FAIL = HostCheck(name="qemu-img", status=Status.FAIL, detail="not found", fix="install it")
 
 
 def test_json_is_one_object_with_every_check_and_the_worst_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cuaenv.region import Region
-from envd.desktop.display.blinking import Blinking
+from envd.desktop.display.screen import Blinking
 
 CARET = Region(x_px=10, y_px=20, width_px=1, height_px=16)
 ON: npt.NDArray[np.uint32] = np.zeros((16, 1), np.uint32)

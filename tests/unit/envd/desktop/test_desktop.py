@@ -23,7 +23,6 @@ from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, Mach
 from envd.desktop.desktop import Desktop
 from envd.desktop.display import frames
 from envd.desktop.display.screen import Screen
-from envd.desktop.display.settle import settle
 from envd.desktop.guestd import KeyboardLayout, PointerState, SessionInfo
 from envd.desktop.observation import (
     A11yFormat,
@@ -34,6 +33,7 @@ from envd.desktop.observation import (
     Point,
     SettleResult,
 )
+from envd.desktop.settler import settle
 from tests.support.display import QUICK_PAUSES, FakeDisplay, pseudo_rect
 
 QUICK = SettlePolicy(quiet_ms=20, max_ms=60_000)

@@ -8,8 +8,8 @@ import pytest
 
 from cuaenv.region import Region
 from envd.base.config import SettlePolicy
-from envd.desktop.display.settle import decide, settle
 from envd.desktop.observation import SettleResult
+from envd.desktop.settler import decide, settle
 
 SPINNER = Region(x_px=9, y_px=9, width_px=8, height_px=8)
 POLICY = SettlePolicy(idle_ms=0, quiet_ms=300, min_ms=0, max_ms=5000)

@@ -22,7 +22,7 @@ import pytest
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointStoreFull, CheckpointUnusable, StoreError
 from envd.episodes.checkpoints import store as module
-from envd.episodes.checkpoints.manifest import Checkpoint, StoredFile
+from envd.episodes.checkpoints.manifest import Manifest, StoredFile
 from envd.episodes.checkpoints.store import EXPIRED_SWEEPS, CheckpointStore, in_thread
 from envd.episodes.progress import Progress
 from tests.support.episode_values import episode_spec
@@ -51,7 +51,7 @@ class Home:
             self.directory, settings=settings, reserve_bytes=0, owners=lambda: self.owners, now=lambda: self.now
         )
 
-    def add(self, name: str, *, mib: float = 1, **changes: Any) -> Checkpoint:
+    def add(self, name: str, *, mib: float = 1, **changes: Any) -> Manifest:
         """Store a checkpoint; the next one counts as used later."""
         described = self.described(name, **changes)
         draft = self.store.begin(described)
@@ -66,7 +66,7 @@ class Home:
         os.utime(self.store.path(stored.checkpoint_id), (self.used, self.used))
         return stored
 
-    def described(self, name: str, **changes: Any) -> Checkpoint:
+    def described(self, name: str, **changes: Any) -> Manifest:
         spec = episode_spec(**{each: changes.pop(each) for each in ("run", "owner") if each in changes})
         fields: dict[str, Any] = {
             "checkpoint_id": f"ckpt-{name}",
@@ -80,7 +80,7 @@ class Home:
             "pinned": False,
             "fingerprint": "",
         }
-        return Checkpoint.model_validate(fields | changes)
+        return Manifest.model_validate(fields | changes)
 
     def sweep_until_sure(self) -> None:
         for _ in range(EXPIRED_SWEEPS):

@@ -7,7 +7,18 @@ from unittest.mock import AsyncMock
 import pytest
 
 from envd.base.errors import EpisodeNotFound, MachineLost, RequestIdReused, StepIndexMismatch
-from envd.episodes.ledger import Ledger, RequestKey, RequestKind
+from envd.episodes.ledger import (
+    CHECKPOINT,
+    EVALUATE,
+    FORK,
+    RESET,
+    ROLLBACK,
+    SCORE,
+    STEP,
+    Ledger,
+    RequestKey,
+    RequestKind,
+)
 from tests.support.clock import ManualClock, begun, run_ready
 
 KIND = RequestKind("step", keep_count=3, without_effect=(StepIndexMismatch,))
@@ -45,9 +56,19 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def ledger(clock: ManualClock) -> Ledger:
+def dropped() -> list[RequestKey]:
+    """Return the requests whose responses the ledger drops."""
+    return []
+
+
+@pytest.fixture
+def ledger(clock: ManualClock, dropped: list[RequestKey]) -> Ledger:
     return Ledger(
-        clock=clock, keep_s=600.0, abandoned=lambda: EpisodeNotFound("episode ep-1 was closed"), close_group=AsyncMock()
+        clock=clock,
+        keep_s=600.0,
+        abandoned=lambda: EpisodeNotFound("episode ep-1 was closed"),
+        on_dropped=dropped.append,
+        close_group=AsyncMock(),
     )
 
 
@@ -88,13 +109,15 @@ async def test_the_same_id_with_another_body_is_refused_running_or_done(ledger: 
     assert work.begun == 1
 
 
-async def test_a_failure_without_effect_is_not_recorded(ledger: Ledger, work: Work) -> None:
+async def test_a_failure_without_effect_is_not_recorded(ledger: Ledger, work: Work, clock: ManualClock) -> None:
     work.may_end.set()
     work.error = StepIndexMismatch("not yet")
     with pytest.raises(StepIndexMismatch):
         await ledger.answer(request("r1"), work)
     work.error = None
-    assert (await ledger.answer(request("r1"), work)).value == "answer 2"
+    await clock.advance(600.0)
+    assert (await ledger.answer(request("r2"), work)).value == "answer 2", "there is nothing old to drop"
+    assert (await ledger.answer(request("r1"), work)).value == "answer 3"
 
 
 async def test_any_other_failure_is_recorded(ledger: Ledger, work: Work) -> None:
@@ -127,6 +150,40 @@ async def test_only_the_newest_responses_are_kept_and_all_running_calls(ledger: 
     assert not (await ledger.answer(request("r6"), work)).replayed
     slow.may_end.set()
     assert (await running).value == "answer 1"
+
+
+async def test_a_recovered_response_is_replayed_for_the_rest_of_its_time(
+    dropped: list[RequestKey], ledger: Ledger, work: Work, clock: ManualClock
+) -> None:
+    ledger.recover(request("r1"), "from before", age_s=100.0)
+    replay = await ledger.answer(request("r1"), work)
+    assert (replay.value, replay.replayed, replay.recovered) == ("from before", True, True)
+    await clock.advance(499.0)
+    assert (await ledger.answer(request("r1"), work)).recovered
+    await clock.advance(1.0)
+    work.may_end.set()
+    again = await ledger.answer(request("r1"), work)
+    assert (again.value, again.replayed, again.recovered) == ("answer 1", False, False)
+    assert dropped == [request("r1")]
+
+
+async def test_an_ended_call_is_forgotten_and_only_its_response_is_dropped(
+    dropped: list[RequestKey], ledger: Ledger, work: Work, caplog: pytest.LogCaptureFixture
+) -> None:
+    caller = await begun(ledger.answer(request("r1"), work))
+    await ledger.end(KIND, "r1")
+    with pytest.raises(EpisodeNotFound, match="closed by its caller"):
+        await caller
+    assert (len(ledger), dropped, caplog.text) == (0, [], "")
+    work.may_end.set()
+    assert (await ledger.answer(request("r1"), work)).value == "answer 2"
+    await ledger.end(KIND, "r1")
+    assert (len(ledger), dropped) == (0, [request("r1")])
+
+
+def test_only_resets_scores_and_forks_end_with_their_caller() -> None:
+    kinds = (RESET, SCORE, FORK, CHECKPOINT, ROLLBACK, STEP, EVALUATE)
+    assert {kind.name for kind in kinds if kind.ends_alone} == {"reset", "score", "fork"}
 
 
 async def test_closing_cancels_calls_and_raises_in_their_callers(ledger: Ledger, work: Work) -> None:

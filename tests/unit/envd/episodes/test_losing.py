@@ -8,7 +8,7 @@ import pytest
 
 from envd.base.errors import DisplayError, EnvdError, HypervisorError, MachineLost
 from envd.base.losses import Loss, LossOwner
-from envd.episodes.losing import find_loss
+from envd.episodes.registry import find_loss
 
 _SILENT = "the guest does not answer although the host lets it run"
 

@@ -45,7 +45,7 @@ def test_an_owner_never_exceeds_its_limit_and_is_refused_only_at_the_limit(event
         if event == "close":
             held[owner] -= min(count, held[owner])
             continue
-        taking = registry.reserve(owner, count, max_machines=limit)
+        taking = registry.opening(owner, count, max_machines=limit)
         if limit is not None and held[owner] + opening_count[owner] + count > limit:
             with pytest.raises(GroupTooLarge if count > limit else TokenQuotaReached):
                 taking.__enter__()

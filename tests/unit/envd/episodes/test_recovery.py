@@ -10,8 +10,7 @@ from cuaenv.actions import Click, Done, PressKeys, Scroll
 from cuaenv.region import Region
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
-from envd.base.store.statements import AnswerRow, EpisodeRow, Statement, upsert
-from envd.base.store.store import SqliteStore
+from envd.base.store.store import AnswerRow, EpisodeRow, SqliteStore, Statement, upsert
 from envd.desktop.display_connection import ConnectionState
 from envd.desktop.observation import (
     ActionOutcome,
@@ -20,7 +19,7 @@ from envd.desktop.observation import (
     Keyframe,
     Observation,
     Point,
-    ScreenChange,
+    ScreenComparison,
     SettleResult,
 )
 from envd.episodes.journal import MAX_TEXT_CHARS, dump, load, stored_in, without_pixels
@@ -53,7 +52,7 @@ SEEN = Observation(
     settle=SettleResult(
         settled=False, settle_ms=5.5, change_count=2, moving=(Region(x_px=1, y_px=2, width_px=3, height_px=4),)
     ),
-    screen_change=ScreenChange(base_frame_id="e", changed_fraction=0.5, changed_regions=(), grey_difference=0.25),
+    screen_change=ScreenComparison(base_frame_id="e", changed_fraction=0.5, changed_regions=(), grey_difference=0.25),
     timings_ms={"observe": 1.0},
 )
 STEP = StepResult(

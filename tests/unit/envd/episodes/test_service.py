@@ -38,7 +38,8 @@ from envd.base.errors import (
     TokenQuotaReached,
 )
 from envd.base.losses import Loss, LossOwner, Silence
-from envd.desktop.observation import A11yFormat, ObservationOptions
+from envd.desktop.display.frames import Frame
+from envd.desktop.observation import A11yFormat, Observation, ObservationOptions
 from envd.episodes.episode import MAX_CALL_S
 from envd.episodes.progress import EpisodeState
 from envd.episodes.resetting import choose_pool
@@ -346,6 +347,24 @@ async def test_a_machine_killed_during_a_step_is_machine_lost_in_all_later_calls
         await world.service.step(world.step_command(episode_id, 1))
 
 
+async def test_a_machine_that_dies_at_the_very_end_of_a_step_voids_it(
+    world: World, episode_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desktop = world.desktop(episode_id)
+    observe = desktop.observe
+
+    async def last(options: ObservationOptions, *, refresh: bool = False, since: Frame | None = None) -> Observation:
+        observation = await observe(options, refresh=refresh, since=since)
+        world.kill(episode_id)
+        await run_ready()
+        return observation
+
+    monkeypatch.setattr(desktop, "observe", last)
+    with pytest.raises(MachineLost, match="signal 9"):
+        await world.service.step(world.step_command(episode_id, 0))
+    assert world.state(episode_id) == (EpisodeState.FAILED, "MACHINE_LOST")
+
+
 async def test_a_guest_failure_without_evidence_voids_the_episode(world: World, episode_id: str) -> None:
     world.desktop(episode_id).errors["settle"] = GuestUnresponsive("no update within 30 s")
     world.machine(episode_id).silence = Silence(run_state="")
@@ -607,13 +626,22 @@ async def test_pipelined_steps_behind_a_lost_machine_are_machine_lost_too(world:
 # -- observe ----------------------------------------------------------------------------------------------------
 
 
-async def test_observing_changes_nothing(world: World, episode_id: str) -> None:
-    before = world.service.list_episodes()
+async def test_observing_changes_nothing_and_asks_the_guest_only_for_a_refresh(
+    world: World, episode_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, desktop, refreshes = world.service.list_episodes(), world.desktop(episode_id), list[bool]()
+    observe = desktop.observe
+
+    async def noted(options: ObservationOptions, *, refresh: bool = False, since: Frame | None = None) -> Observation:
+        refreshes.append(refresh)
+        return await observe(options, refresh=refresh, since=since)
+
+    monkeypatch.setattr(desktop, "observe", noted)
     await world.clock.advance(5.0)
     observation = await world.service.observe(episode_id, ObservationOptions(), settle=SettlePolicy(), refresh=True)
     assert observation.settle is not None
     assert (await world.service.observe(episode_id, ObservationOptions())).settle is None
-    assert world.service.list_episodes() == before
+    assert (world.service.list_episodes(), refreshes) == (before, [True, False])
 
 
 async def test_an_unavailable_observation_does_not_end_the_episode(world: World, episode_id: str) -> None:

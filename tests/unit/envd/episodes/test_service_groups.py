@@ -286,7 +286,7 @@ async def test_a_group_cancelled_at_any_await_keeps_nothing(task_id: str) -> Non
             await run_ready()
             assert world.hypervisor.machines == {}, f"cut short after {turns} turns of the loop"
             assert world.pool.statistics().reserved_count == 0
-            assert len([s for s in world.captured() if not s.discarded]) == len(world.service._opening._states)
+            assert len([s for s in world.captured() if not s.discarded]) == len(world.service._context.states)
     assert outcomes == {Draining, OpenedGroup}, "some resets were cancelled, some completed"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.base.checks import Check, Status
+from envd.base.checks import HostCheck, Status
 from envd.base.config import Config
 from envd.base.config_sources import load
 from envd.hypervisor.qemu import checks
@@ -20,7 +20,7 @@ def config_with(tmp_path: Path, **flags: object) -> Config:
     ("version", "status"), [("7.1.0", Status.WARN), ("7.2.22", Status.OK), ("10.0.2", Status.OK), ("?", Status.OK)]
 )
 def test_an_old_qemu_is_a_warning(version: str, status: Status) -> None:
-    found = Check(name="qemu", status=Status.OK, detail=f"QEMU emulator version {version} (/usr/bin/qemu)")
+    found = HostCheck(name="qemu", status=Status.OK, detail=f"QEMU emulator version {version} (/usr/bin/qemu)")
     assert checks.check_qemu_version(found).status is status
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from envd.base.errors import ImageError, ImageNotFound
 from envd.guests.guestd import VERSION
-from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
+from envd.hypervisor.machine import ExtraDrive, Firmware, GuestOs, Hardware
 from envd.images.build import build_image
 from envd.images.catalogue import Image, ImageCatalogue, ImportedDisk
 from envd.images.recipe import desktop_recipe, overlay_files, recipe_digest
@@ -256,7 +256,7 @@ def test_an_imported_image_keeps_its_variables_tpm_and_drives(catalogue: ImageCa
     for path in (disk, data, iso, variables, tpm):
         path.write_text(path.name)
     disk.write_bytes(DISK)
-    drives = (Drive(path=data), Drive(path=iso, disk_format="raw", is_cdrom=True))
+    drives = (ExtraDrive(path=data), ExtraDrive(path=iso, disk_format="raw", is_cdrom=True))
     plain = import_disk(catalogue, disk, hardware=Hardware.WINDOWS)
     image = import_disk(
         catalogue, disk, hardware=Hardware.WINDOWS, firmware_vars=variables, tpm_state=tpm, drives=drives
@@ -265,7 +265,7 @@ def test_an_imported_image_keeps_its_variables_tpm_and_drives(catalogue: ImageCa
     assert image.disk_sha256 == plain.disk_sha256
     assert catalogue.get("win11") == image
     found = catalogue.disk_image("win11")
-    assert (found.disks, found.cdroms) == ((Drive(path=disk), drives[0]), drives[1:])
+    assert (found.disks, found.cdroms) == ((ExtraDrive(path=disk), drives[0]), drives[1:])
     # Small, and not the user's to keep: copied.
     variables.unlink()
     tpm.unlink()
@@ -286,7 +286,7 @@ def test_an_imported_image_keeps_its_variables_tpm_and_drives(catalogue: ImageCa
         ({"firmware": Firmware.BIOS, "firmware_vars": Path("v")}, "UEFI variables are for images that boot by UEFI"),
         ({"credentials": "hunter2"}, ".*secret"),
         ({"tpm_state": Path("t")}, "hardware pc has no TPM; choose hardware windows"),
-        ({"drives": (Drive(path=Path("gone.iso")),)}, "gone.iso cannot be read"),
+        ({"drives": (ExtraDrive(path=Path("gone.iso")),)}, "gone.iso cannot be read"),
     ],
 )
 def test_contradictory_settings_literal_passwords_and_missing_drives_are_rejected(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envd.base.config import DEFAULT_RUN, RunShare
-from envd.pool.planner import Demand, LifecycleState, PlannedMachine, ReservedTurn, RunShares, plan, share_of
+from envd.pool.planner import Demand, KeptTurn, LifecycleState, PlannedMachine, RunShares, plan, share_of
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,9 +123,7 @@ class Simulation:
                 machine.state, machine.until, machine.owner = LifecycleState.DYING, self.now + 1, None
 
     def _follow_plan(self) -> None:
-        turn = (
-            None if self.turn is None else ReservedTurn(index=self.queue.index(self.turn[0]), passed_count=self.turn[1])
-        )
+        turn = None if self.turn is None else KeptTurn(index=self.queue.index(self.turn[0]), passed_count=self.turn[1])
         entitled = self._entitled()
         for group in entitled:
             group.turns_before.update([] if self.turn is None else [self.turn[0]])
@@ -149,7 +147,7 @@ class Simulation:
         for machine_id in steps.destroy:
             self._withdraw(machine_id)
         admitted = [before[index] for index in steps.admitted]
-        for group, machine_ids in zip(admitted, steps.lease, strict=True):
+        for group, machine_ids in zip(admitted, steps.granted, strict=True):
             self._admit(group, machine_ids)
         for _ in range(steps.start_count):
             self._make(Machine(state=LifecycleState.STARTING, until=self.now + self.dice.randint(1, 3)))
@@ -209,7 +207,7 @@ class Simulation:
                     blocked.add(group.run)
         fit = [g for g in able.values() if g.demand.ready <= idle_count and g.demand.reserved <= room]
         for group in fit:
-            assert self.turn is not None, "work-conserving: a group that fits is served, unless a turn is reserved"
+            assert self.turn is not None, "work-conserving: a group that fits is served, unless a turn is kept"
             whose, passed_count = self.turn
             levels = [(held[g.run] + g.size) / share_of(self.shares, g.run).weight for g in (group, whose)]
             assert passed_count + group.size > whose.size or levels[0] > levels[1], "... and it may not be passed by it"
@@ -225,7 +223,7 @@ class Simulation:
 
 
 def check_bounded_waits(simulation: Simulation) -> None:
-    """Check the order within each run, and that others pass a run that holds nothing only during a reserved turn."""
+    """Check the order within each run, and that others pass a run that holds nothing only during a kept turn."""
     assert simulation.queue == []
     by_run: dict[str, list[int]] = {}
     for group in simulation.served:

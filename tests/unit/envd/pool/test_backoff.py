@@ -6,7 +6,7 @@ import pytest
 
 from envd.base.errors import HypervisorError, PoolExhausted, PoolFailing
 from envd.pool.backoff import Backoff, BreakerState
-from envd.pool.leased import MachineLease
+from envd.pool.leased import Grant
 from envd.pool.pool import Pool
 from tests.support.clock import run_ready
 from tests.support.pool_world import PoolWorld, start
@@ -35,13 +35,13 @@ def breaker(pool: Pool) -> BreakerState:
     return pool.statistics().breaker
 
 
-def ask(pool: Pool, count: int = 1) -> asyncio.Task[MachineLease]:
-    return asyncio.create_task(pool.lease(count, timeout_s=600.0))
+def ask(pool: Pool, count: int = 1) -> asyncio.Task[Grant]:
+    return asyncio.create_task(pool.acquire(count, timeout_s=600.0))
 
 
 async def test_groups_wait_until_too_many_starts_have_failed_in_a_row(world: PoolWorld) -> None:
     pool = await world.started(size=0)
-    await pool.lease(1, timeout_s=0.0)
+    await pool.acquire(1, timeout_s=0.0)
     break_forks(world, 2)
     waiting = ask(pool)
     await world.clock.advance(2.9)
@@ -54,7 +54,7 @@ async def test_groups_wait_until_too_many_starts_have_failed_in_a_row(world: Poo
 
 async def test_a_failing_pool_refuses_queued_and_new_groups_with_reason_and_retry_time(world: PoolWorld) -> None:
     pool = await world.started(size=0)
-    await pool.lease(1, timeout_s=0.0)
+    await pool.acquire(1, timeout_s=0.0)
     break_forks(world)
     waiting = [ask(pool), ask(pool, 2)]
     await world.clock.advance(2.9)
@@ -65,7 +65,7 @@ async def test_a_failing_pool_refuses_queued_and_new_groups_with_reason_and_retr
             await task
     await world.clock.advance(1.0)
     with pytest.raises(PoolFailing, match="no space left") as caught:
-        await pool.lease(1, timeout_s=600.0)
+        await pool.acquire(1, timeout_s=600.0)
     assert caught.value.retry_after_s == pytest.approx(3.0)
     assert "3 failures in a row, so resets are refused until a machine starts" in pool.statistics().problem
     assert "no space left in /var/lib/envd" in pool.statistics().problem
@@ -77,7 +77,7 @@ async def test_an_unreachable_hypervisor_is_reported_as_the_pools_problem(world:
     pool = await world.started(capacity=4, size=1)
     world.hypervisor.problem = "libvirt cannot be reached"
     assert (pool.statistics().healthy, pool.statistics().problem) == (False, "libvirt cannot be reached")
-    assert len((await pool.lease(1, timeout_s=0.0)).machines) == 1, "ready machines can be used"
+    assert len((await pool.acquire(1, timeout_s=0.0)).machines) == 1, "ready machines can be used"
     world.hypervisor.problem = ""
     assert (pool.statistics().healthy, pool.statistics().problem) == (True, "")
 
@@ -91,7 +91,7 @@ async def test_one_machine_at_a_time_tries_without_demand_and_a_success_closes_t
     await world.clock.advance(4.0)
     assert (breaker(pool), world.hypervisor.counts["fork"] - before) == (BreakerState.HALF_OPEN, 1)
     with pytest.raises(PoolFailing) as caught:
-        await pool.lease(2, timeout_s=600.0)
+        await pool.acquire(2, timeout_s=600.0)
     assert 1.0 <= caught.value.retry_after_s <= 60.0
     await world.clock.advance(300.0)
     assert world.hypervisor.counts["fork"] - before == 1, "one at a time"
@@ -99,7 +99,7 @@ async def test_one_machine_at_a_time_tries_without_demand_and_a_success_closes_t
     await run_ready()
     assert breaker(pool) is BreakerState.CLOSED
     assert (pool.statistics().healthy, pool.statistics().problem) == (True, "")
-    assert len((await pool.lease(4, timeout_s=60.0)).machines) == 4
+    assert len((await pool.acquire(4, timeout_s=60.0)).machines) == 4
 
 
 async def test_a_failed_try_reopens_the_breaker_for_twice_as_long(world: PoolWorld) -> None:
@@ -115,16 +115,16 @@ async def test_a_failed_try_reopens_the_breaker_for_twice_as_long(world: PoolWor
 
 async def test_a_failing_pool_still_leases_ready_machines(world: PoolWorld) -> None:
     pool = await world.started(capacity=3, size=2)
-    held = await pool.lease(1, timeout_s=0.0)
+    held = await pool.acquire(1, timeout_s=0.0)
     await run_ready()
     break_forks(world)
     await pool.release(held.machines)
-    second = await pool.lease(1, timeout_s=0.0)
+    second = await pool.acquire(1, timeout_s=0.0)
     await world.clock.advance(3.0)
     assert breaker(pool) is BreakerState.OPEN
-    assert len((await pool.lease(1, timeout_s=600.0)).machines) == 1
+    assert len((await pool.acquire(1, timeout_s=600.0)).machines) == 1
     with pytest.raises(PoolFailing):
-        await pool.lease(1, timeout_s=600.0)
+        await pool.acquire(1, timeout_s=600.0)
     await pool.release(second.machines)
 
 
@@ -156,7 +156,7 @@ async def test_machines_that_die_unused_fail_the_pool(world: PoolWorld) -> None:
     world.hypervisor.forks[-1].die("QEMU was killed by signal 9")
     await run_ready()
     with pytest.raises(PoolFailing, match="idle: QEMU was killed by signal 9"):
-        await pool.lease(1, timeout_s=600.0)
+        await pool.acquire(1, timeout_s=600.0)
 
 
 async def test_machines_that_start_and_always_die_unused_eventually_fail_the_pool(world: PoolWorld) -> None:
@@ -173,13 +173,13 @@ async def test_machines_that_start_and_always_die_unused_eventually_fail_the_poo
             assert pool.statistics().idle_count == 1
     assert breaker(pool) is BreakerState.OPEN
     with pytest.raises(PoolFailing, match="3 failures"):
-        await pool.lease(1, timeout_s=600.0)
+        await pool.acquire(1, timeout_s=600.0)
 
 
 async def test_leased_machines_that_die_do_not_fail_the_pool(world: PoolWorld) -> None:
     pool = await world.started(failing_after=1)
     for _ in range(5):
-        await pool.lease(1, timeout_s=600.0)
+        await pool.acquire(1, timeout_s=600.0)
         world.hypervisor.forks[-1].die()
         await run_ready()
         await run_ready()
@@ -188,8 +188,8 @@ async def test_leased_machines_that_die_do_not_fail_the_pool(world: PoolWorld) -
 
 async def test_a_full_pool_is_not_failing(world: PoolWorld) -> None:
     pool = await world.started(capacity=1, failing_after=1)
-    await pool.lease(1, timeout_s=0.0)
-    waiting = asyncio.create_task(pool.lease(1, timeout_s=30.0))
+    await pool.acquire(1, timeout_s=0.0)
+    waiting = asyncio.create_task(pool.acquire(1, timeout_s=30.0))
     await world.clock.advance(30.0)
     with pytest.raises(PoolExhausted):
         await waiting

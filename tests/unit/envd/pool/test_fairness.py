@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envd.base.config import DEFAULT_RUN, RunShare
-from envd.pool.planner import Demand, LifecycleState, Plan, PlannedMachine, ReservedTurn, RunShares, Turns, share_of
+from envd.pool.planner import Demand, KeptTurn, LifecycleState, Plan, PlannedMachine, RunShares, Turns, share_of
 from envd.pool.planner import plan as plan_pool
 
 CAPACITY = 8
@@ -32,7 +32,7 @@ def plan(
     idle_count: int,
     held: Mapping[str, int] | None = None,
     of: RunShares | None = None,
-    turn: ReservedTurn | None = None,
+    turn: KeptTurn | None = None,
     capacity: int = CAPACITY,
 ) -> Plan:
     """Plan for a pool whose machines are idle or leased, with an idle target of 0."""
@@ -108,16 +108,16 @@ def test_skipping_a_group_skips_its_run() -> None:
 
 def test_an_idle_machine_goes_to_the_run_that_holds_the_fewest() -> None:
     steps = plan(wanted("a"), wanted("b"), idle_count=1, held={"a": 1})
-    assert (steps.admitted, steps.lease) == ((1,), (("idle-0",),))
+    assert (steps.admitted, steps.granted) == ((1,), (("idle-0",),))
 
 
 @pytest.mark.parametrize(
     ("waiting", "options", "admitted", "turn"),
     [
         # A turn is reserved while machines are too few.
-        ([wanted("a", 4)], {"idle_count": 3, "held": {"b": 4}}, (), ReservedTurn(index=0)),
+        ([wanted("a", 4)], {"idle_count": 3, "held": {"b": 4}}, (), KeptTurn(index=0)),
         # A turn ends with its group.
-        ([wanted("a", 2), B], {"idle_count": 3, "turn": ReservedTurn(index=0, passed_count=2)}, (0, 1), None),
+        ([wanted("a", 2), B], {"idle_count": 3, "turn": KeptTurn(index=0, passed_count=2)}, (0, 1), None),
         # A group that waits for its quota, or for its own run, does not block others.
         (
             [wanted("a", 2), A, B, B],
@@ -129,7 +129,7 @@ def test_an_idle_machine_goes_to_the_run_that_holds_the_fewest() -> None:
     ],
 )
 def test_a_turn_is_reserved_only_for_lack_of_machines(
-    waiting: list[Demand], options: dict[str, Any], admitted: tuple[int, ...], turn: ReservedTurn | None
+    waiting: list[Demand], options: dict[str, Any], admitted: tuple[int, ...], turn: KeptTurn | None
 ) -> None:
     steps = plan(*waiting, **options)
     assert (steps.admitted, steps.turn) == (admitted, turn)
@@ -143,7 +143,7 @@ def test_a_turn_is_reserved_only_for_lack_of_machines(
         # A group too large to pass does not stop a smaller one.
         (
             [wanted("a", 4), wanted("b", 3), wanted("c", 2)],
-            {"idle_count": 3, "turn": ReservedTurn(index=0, passed_count=2)},
+            {"idle_count": 3, "turn": KeptTurn(index=0, passed_count=2)},
             (2,),
         ),
         # No group passes a group of its own run.
@@ -165,11 +165,11 @@ def test_no_turn_is_reserved_while_all_machines_are_taken() -> None:
 def test_other_runs_pass_a_reserved_turn_for_at_most_as_many_machines_as_it_wants() -> None:
     waiting = [wanted("a", 4), *[wanted("b")] * 8]
     steps = plan(*waiting, idle_count=3, held={"c": 5})
-    assert (steps.admitted, steps.turn) == ((1, 2, 3), ReservedTurn(index=0, passed_count=3))
-    steps = plan(*waiting, idle_count=3, held={"c": 5}, turn=ReservedTurn(index=0, passed_count=3))
-    assert (steps.admitted, steps.turn) == ((1,), ReservedTurn(index=0, passed_count=4))
-    steps = plan(*waiting, idle_count=3, held={"c": 5}, turn=ReservedTurn(index=0, passed_count=4))
-    assert (steps.admitted, steps.turn) == ((), ReservedTurn(index=0, passed_count=4)), "three are kept for it"
+    assert (steps.admitted, steps.turn) == ((1, 2, 3), KeptTurn(index=0, passed_count=3))
+    steps = plan(*waiting, idle_count=3, held={"c": 5}, turn=KeptTurn(index=0, passed_count=3))
+    assert (steps.admitted, steps.turn) == ((1,), KeptTurn(index=0, passed_count=4))
+    steps = plan(*waiting, idle_count=3, held={"c": 5}, turn=KeptTurn(index=0, passed_count=4))
+    assert (steps.admitted, steps.turn) == ((), KeptTurn(index=0, passed_count=4)), "three are kept for it"
 
 
 def test_a_run_that_would_hold_more_for_its_weight_does_not_pass() -> None:
@@ -183,9 +183,9 @@ def test_a_run_that_would_hold_more_for_its_weight_does_not_pass() -> None:
 def test_a_turn_stays_reserved_when_other_runs_hold_less() -> None:
     waiting = [wanted("a", 4), wanted("b")]
     held = {"a": 3, "c": 1}
-    steps = plan(*waiting, idle_count=4, held=held, turn=ReservedTurn(index=0, passed_count=4))
+    steps = plan(*waiting, idle_count=4, held=held, turn=KeptTurn(index=0, passed_count=4))
     assert steps.admitted == (0,)
-    steps = plan(*waiting, idle_count=3, held=held, turn=ReservedTurn(index=0, passed_count=4))
+    steps = plan(*waiting, idle_count=3, held=held, turn=KeptTurn(index=0, passed_count=4))
     assert steps.admitted == (), "without the turn, b would be next"
     assert plan(*waiting, idle_count=3, held=held).admitted == (1,)
 
@@ -201,7 +201,7 @@ def test_machines_start_first_for_groups_that_have_a_turn() -> None:
 def test_idle_machines_make_room_for_the_reservations_of_the_turn() -> None:
     waiting = [wanted("b", 2), wanted("a", 0, reserved=4)]
     steps = plan(*waiting, idle_count=1, held={"b": 4, "c": 3})
-    assert (steps.admitted, steps.turn, steps.destroy) == ((), ReservedTurn(index=1), ("idle-0",))
+    assert (steps.admitted, steps.turn, steps.destroy) == ((), KeptTurn(index=1), ("idle-0",))
 
 
 # All rules together
@@ -242,7 +242,7 @@ def test_every_plan_keeps_the_rules_between_runs(
     idle_count = min(idle_count, CAPACITY - len(leased))
     held = Counter(leased)
     heads = heads_of(waiting, held, of)
-    turn = None if passed_count is None or not heads else ReservedTurn(index=heads[-1], passed_count=passed_count)
+    turn = None if passed_count is None or not heads else KeptTurn(index=heads[-1], passed_count=passed_count)
     machines = [PlannedMachine(machine_id=f"i{i}", state=LifecycleState.IDLE) for i in range(idle_count)]
     machines += [PlannedMachine(machine_id=f"l{i}", state=LifecycleState.LEASED) for i in range(len(leased))]
     steps = plan_pool(
@@ -259,8 +259,8 @@ def test_every_plan_keeps_the_rules_between_runs(
         turn=turn,
     )
 
-    assert len(steps.admitted) == len(set(steps.admitted)) == len(steps.lease)
-    assert [len(lease) for lease in steps.lease] == [waiting[index].ready for index in steps.admitted], "whole groups"
+    assert len(steps.admitted) == len(set(steps.admitted)) == len(steps.granted)
+    assert [len(ids) for ids in steps.granted] == [waiting[index].ready for index in steps.admitted], "whole groups"
     for run in {group.run for group in waiting}:
         mine = [index for index in range(len(waiting)) if waiting[index].run == run]
         served = [index for index in steps.admitted if waiting[index].run == run]
@@ -271,7 +271,7 @@ def test_every_plan_keeps_the_rules_between_runs(
     assert after.total() <= CAPACITY
 
     left = [index for index in range(len(waiting)) if index not in steps.admitted]
-    idle_left = idle_count - sum(map(len, steps.lease))
+    idle_left = idle_count - sum(map(len, steps.granted))
     room = CAPACITY - len(machines) - sum(waiting[index].reserved for index in steps.admitted)
     free = min(room, host_room - sum(waiting[index].reserved for index in steps.admitted))
     could_go = [
@@ -280,7 +280,7 @@ def test_every_plan_keeps_the_rules_between_runs(
         if waiting[index].ready <= idle_left and waiting[index].reserved <= free
     ]
     for index in could_go:
-        assert steps.turn is not None, "work-conserving: a group that fits is served, unless a turn is reserved"
+        assert steps.turn is not None, "work-conserving: a group that fits is served, unless a turn is kept"
         assert index != steps.turn.index
         size = waiting[steps.turn.index].machine_count
         is_enough = steps.turn.passed_count + waiting[index].machine_count > size
@@ -288,7 +288,7 @@ def test_every_plan_keeps_the_rules_between_runs(
         assert is_enough or is_above, "... which has been passed enough, or by this run would be passed unfairly"
 
     if turn is not None and turn.index not in steps.admitted:
-        assert steps.turn is not None, "a turn stays reserved until its group is served"
+        assert steps.turn is not None, "a turn stays kept until its group is served"
         assert steps.turn.index == turn.index
         passed = sum(waiting[index].machine_count for index in steps.admitted)
         assert steps.turn.passed_count == turn.passed_count + passed

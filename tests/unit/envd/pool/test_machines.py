@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from envd.base.errors import Draining, GroupTooLarge, HypervisorError, MachineLost, PoolExhausted
-from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation
+from envd.pool.leased import FrozenDesktop, Grant, LeasedMachine, Reservation
 from envd.pool.pool import Pool
 from tests.support.clock import begun, cancelled_after, run_ready, run_turns
 from tests.support.pool_world import PoolWorld
@@ -27,7 +27,7 @@ def template(pool: Pool) -> FrozenDesktop:
 
 async def test_a_group_leases_one_ready_machine_and_fills_reservations_with_forks_of_it(world: PoolWorld) -> None:
     pool = await world.started()
-    granted = await pool.lease(1, reserved=3, timeout_s=1.0)
+    granted = await pool.acquire(1, reserved=3, timeout_s=1.0)
     await run_ready()
     assert counts(pool) == (0, 1, 3)
     (first,) = granted.machines
@@ -45,7 +45,7 @@ async def test_a_group_leases_one_ready_machine_and_fills_reservations_with_fork
 async def test_idle_machines_are_evicted_for_reservations(world: PoolWorld) -> None:
     pool = await world.started(size=4)
     assert counts(pool) == (4, 0, 0)
-    granted = await pool.lease(1, reserved=2, timeout_s=1.0)
+    granted = await pool.acquire(1, reserved=2, timeout_s=1.0)
     await run_ready()
     assert counts(pool) == (1, 1, 2)
     assert world.hypervisor.peak_count == 4
@@ -56,18 +56,18 @@ async def test_idle_machines_are_evicted_for_reservations(world: PoolWorld) -> N
 
 async def test_reservations_alone_are_granted_up_to_capacity(world: PoolWorld) -> None:
     pool = await world.started()
-    granted = await pool.lease(0, reserved=4, timeout_s=1.0)
+    granted = await pool.acquire(0, reserved=4, timeout_s=1.0)
     assert (granted.machines, len(granted.reservations)) == ((), 4)
     with pytest.raises(GroupTooLarge, match="of 5"):
-        await pool.lease(1, reserved=4, timeout_s=1.0)
+        await pool.acquire(1, reserved=4, timeout_s=1.0)
     with pytest.raises(PoolExhausted, match="4 reserved"):
-        await pool.lease(1, timeout_s=0.0)
+        await pool.acquire(1, timeout_s=0.0)
 
 
 @pytest.mark.parametrize(("method", "capacity"), [("fork", 2), ("load", 4)])
 async def test_a_failed_fork_keeps_its_reservation_for_a_retry(world: PoolWorld, method: str, capacity: int) -> None:
     pool = await world.started(capacity=capacity)
-    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+    (reservation,) = (await pool.acquire(0, reserved=1, timeout_s=1.0)).reservations
     world.hypervisor.errors[method] = [HypervisorError("no more sockets")]
     with pytest.raises(HypervisorError, match="no more sockets"):
         await pool.fork(reservation, template(pool))
@@ -82,7 +82,7 @@ async def test_a_failed_fork_keeps_its_reservation_for_a_retry(world: PoolWorld,
 
 async def test_releasing_a_reservation_destroys_its_machine(world: PoolWorld) -> None:
     pool = await world.started(size=0)
-    granted = await pool.lease(0, reserved=2, timeout_s=1.0)
+    granted = await pool.acquire(0, reserved=2, timeout_s=1.0)
     forks = [await pool.fork(reservation, template(pool)) for reservation in granted.reservations]
     await pool.release(granted.reservations)
     assert all(fork.machine_id not in world.hypervisor.machines for fork in forks)
@@ -94,7 +94,7 @@ async def test_releasing_a_reservation_destroys_its_machine(world: PoolWorld) ->
 
 async def test_releasing_a_reservation_ends_its_fork(world: PoolWorld) -> None:
     pool = await world.started(size=0)
-    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+    (reservation,) = (await pool.acquire(0, reserved=1, timeout_s=1.0)).reservations
     for turns in range(15):
         forking = asyncio.create_task(pool.fork(reservation, template(pool)))
         await run_turns(turns)
@@ -106,12 +106,12 @@ async def test_releasing_a_reservation_ends_its_fork(world: PoolWorld) -> None:
         )
         await run_ready()
         assert len(world.hypervisor.machines) == counts(pool)[0], f"released after {turns} iterations"
-        (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+        (reservation,) = (await pool.acquire(0, reserved=1, timeout_s=1.0)).reservations
 
 
 async def test_a_fork_cancelled_at_any_await_keeps_its_reservation_and_no_machine(world: PoolWorld) -> None:
     pool = await world.started(size=0)
-    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+    (reservation,) = (await pool.acquire(0, reserved=1, timeout_s=1.0)).reservations
     for turns in range(20):
         forking = await cancelled_after(turns, pool.fork(reservation, template(pool)))
         await run_ready()
@@ -127,14 +127,14 @@ async def test_a_fork_cancelled_at_any_await_keeps_its_reservation_and_no_machin
 async def test_a_lease_cancelled_at_any_await_returns_machines_and_reservations(world: PoolWorld) -> None:
     pool = await world.started(size=2)
     for turns in range(30):
-        held = await pool.lease(2, reserved=2, timeout_s=1.0)
-        waiter = asyncio.create_task(pool.lease(1, reserved=2, timeout_s=60.0))
+        held = await pool.acquire(2, reserved=2, timeout_s=1.0)
+        waiter = asyncio.create_task(pool.acquire(1, reserved=2, timeout_s=60.0))
         releasing = asyncio.create_task(pool.release([*held.machines, *held.reservations]))
         await run_turns(turns)
         waiter.cancel()
         await asyncio.gather(waiter, releasing, return_exceptions=True)
         if not waiter.cancelled():
-            granted: MachineLease = waiter.result()
+            granted: Grant = waiter.result()
             await pool.release([*granted.machines, *granted.reservations])
         await run_ready()
         assert counts(pool) == (2, 0, 0), f"cancelled after {turns} iterations"
@@ -143,7 +143,7 @@ async def test_a_lease_cancelled_at_any_await_returns_machines_and_reservations(
 
 async def test_granted_reservations_can_be_filled_until_the_pool_closes(world: PoolWorld) -> None:
     pool = await world.started()
-    granted = await pool.lease(0, reserved=2, timeout_s=1.0)
+    granted = await pool.acquire(0, reserved=2, timeout_s=1.0)
     frozen = template(pool)
     pool.drain()
     await pool.fork(granted.reservations[0], frozen)
@@ -161,10 +161,10 @@ async def test_granted_reservations_can_be_filled_until_the_pool_closes(world: P
 
 async def test_a_fork_for_a_reservation_does_not_count_as_a_spare_machine(world: PoolWorld) -> None:
     pool = await world.started()
-    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+    (reservation,) = (await pool.acquire(0, reserved=1, timeout_s=1.0)).reservations
     world.hypervisor.gates["fork"].clear()
     forking = await begun(pool.fork(reservation, template(pool)))
-    await pool.lease(1, timeout_s=1.0)
+    await pool.acquire(1, timeout_s=1.0)
     assert pool.statistics().starting_count == 2
     world.hypervisor.gates["fork"].set()
     await forking
@@ -174,7 +174,7 @@ async def test_a_fork_for_a_reservation_does_not_count_as_a_spare_machine(world:
 
 async def test_forks_for_reservations_count_against_max_starting(world: PoolWorld) -> None:
     pool = await world.started(size=0, max_starting=2)
-    granted = await pool.lease(0, reserved=4, timeout_s=1.0)
+    granted = await pool.acquire(0, reserved=4, timeout_s=1.0)
     before = world.hypervisor.counts["fork"]
     world.hypervisor.gates["fork"].clear()
     forking = [asyncio.create_task(pool.fork(reservation, template(pool))) for reservation in granted.reservations]
@@ -186,7 +186,7 @@ async def test_forks_for_reservations_count_against_max_starting(world: PoolWorl
 
 async def test_a_dead_machine_of_a_reservation_frees_its_capacity(world: PoolWorld) -> None:
     pool = await world.started(capacity=1)
-    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+    (reservation,) = (await pool.acquire(0, reserved=1, timeout_s=1.0)).reservations
     await pool.fork(reservation, template(pool))
     world.hypervisor.forks[-1].die()
     await run_ready()
@@ -204,7 +204,7 @@ async def test_a_reservation_gets_a_ready_machine_which_only_loads_its_state(wor
     pool = await world.started(size=3, capacity=8)
     ready = set(world.hypervisor.machines)
     world.hypervisor.gates["fork"].clear()
-    granted = await pool.lease(1, reserved=2, timeout_s=1.0)
+    granted = await pool.acquire(1, reserved=2, timeout_s=1.0)
     frozen = await pool.freeze(granted.machines[0])
     forks = [await pool.fork(reservation, frozen) for reservation in granted.reservations]
     used = {machine.machine_id for machine in (*granted.machines, *forks)}
@@ -219,14 +219,14 @@ async def test_a_reservation_gets_a_ready_machine_which_only_loads_its_state(wor
 async def test_spare_machines_start_after_a_fork_that_is_waited_for_unless_a_group_is_queued(world: PoolWorld) -> None:
     # The first ready machine has loaded the template to test it, so it cannot load another state.
     pool = await world.started(size=3, capacity=8)
-    granted = await pool.lease(0, reserved=2, timeout_s=1.0)
+    granted = await pool.acquire(0, reserved=2, timeout_s=1.0)
     before = len(world.hypervisor.machines)
     await run_ready()
     assert len(world.hypervisor.machines) == before
     await pool.fork(granted.reservations[0], template(pool))
     await run_ready()
     assert len(world.hypervisor.machines) == before, "one is not filled yet"
-    (machine, *_) = (await pool.lease(2, timeout_s=1.0)).machines
+    (machine, *_) = (await pool.acquire(2, timeout_s=1.0)).machines
     assert machine.machine_id in world.hypervisor.machines
     await pool.fork(granted.reservations[1], template(pool))
     await run_ready()
@@ -236,9 +236,9 @@ async def test_spare_machines_start_after_a_fork_that_is_waited_for_unless_a_gro
 async def test_ready_machines_are_left_to_the_groups_in_the_queue(world: PoolWorld) -> None:
     pool = await world.started(size=2, capacity=6)
     ready = set(world.hypervisor.machines)
-    large = asyncio.create_task(pool.lease(3, timeout_s=60.0))
+    large = asyncio.create_task(pool.acquire(3, timeout_s=60.0))
     await asyncio.sleep(0)
-    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+    (reservation,) = (await pool.acquire(0, reserved=1, timeout_s=1.0)).reservations
     fork = await pool.fork(reservation, template(pool))
     assert fork.machine_id not in ready
     assert ready <= {machine.machine_id for machine in (await large).machines}
@@ -246,7 +246,7 @@ async def test_ready_machines_are_left_to_the_groups_in_the_queue(world: PoolWor
 
 async def test_a_machine_that_dies_while_it_waits_is_replaced_before_its_reservation_is_used(world: PoolWorld) -> None:
     pool = await world.started(size=0)
-    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+    (reservation,) = (await pool.acquire(0, reserved=1, timeout_s=1.0)).reservations
     await run_ready()
     first = world.hypervisor.forks[-1]
     first.die()
@@ -263,7 +263,7 @@ async def test_a_machine_that_dies_while_it_waits_is_replaced_before_its_reserva
 async def test_machines_of_reservations_are_not_started_during_a_pause_after_a_failure(world: PoolWorld) -> None:
     pool = await world.started(size=0)
     world.hypervisor.errors["fork"] = [HypervisorError("no more sockets")]
-    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+    (reservation,) = (await pool.acquire(0, reserved=1, timeout_s=1.0)).reservations
     await run_ready()
     before = world.hypervisor.counts["fork"]
     await run_ready()
@@ -278,7 +278,7 @@ async def test_machines_of_reservations_are_not_started_during_a_pause_after_a_f
 async def test_a_lease_does_not_wait_for_the_state_but_its_first_use_does(world: PoolWorld) -> None:
     pool = await world.started(size=4)
     world.hypervisor.gates["load"].clear()
-    machines = (await pool.lease(4, timeout_s=1.0)).machines
+    machines = (await pool.acquire(4, timeout_s=1.0)).machines
     waiting = next(machine for machine in machines if not world.hypervisor.machines[machine.machine_id].is_loaded)
     using = asyncio.create_task(use(waiting))
     freezing = await begun(pool.freeze(machines[-1]))
@@ -293,7 +293,7 @@ async def test_a_lease_does_not_wait_for_the_state_but_its_first_use_does(world:
 async def test_a_machine_whose_state_does_not_load_is_lost_at_its_first_use(world: PoolWorld) -> None:
     pool = await world.started(size=4)
     world.hypervisor.errors["load"] = [HypervisorError("no such file")] * 4
-    machines = (await pool.lease(4, timeout_s=1.0)).machines
+    machines = (await pool.acquire(4, timeout_s=1.0)).machines
     waiting = next(machine for machine in machines if not world.hypervisor.machines[machine.machine_id].is_loaded)
     with pytest.raises(MachineLost, match=r"state .*no such file"):
         await use(waiting)

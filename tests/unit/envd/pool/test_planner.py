@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envd.pool.planner import Demand, LifecycleState, Plan, PlannedMachine
+from envd.pool.planner import Demand, LifecycleState, Plan, PlannedMachine, missing_count
 from envd.pool.planner import plan as plan_pool
 
 CAPACITY = 4
@@ -20,6 +20,7 @@ def plan(
     idle_target: int = 1,
     host_room: int = CAPACITY,
     max_starting: int = CAPACITY,
+    open_room: int | None = None,
 ) -> Plan:
     return plan_pool(
         machines,
@@ -30,6 +31,7 @@ def plan(
         host_room=host_room,
         max_starting=max_starting,
         max_idle_s=60.0,
+        open_room=open_room,
     )
 
 
@@ -49,8 +51,40 @@ TWO = Demand(ready=0, reserved=2)
 ONE_AND_TWO = Demand(ready=1, reserved=2)
 
 
+@pytest.mark.parametrize(
+    ("open_room", "waiting", "admitted"),
+    [
+        (2, [1, 1], (0, 1)),
+        (1, [1, 1], (0,)),
+        # Members that begin parked are opened too.
+        (2, [Demand(ready=1, parked=1), 1], (0,)),
+        (1, [Demand(ready=1, parked=1)], ()),
+    ],
+)
+def test_a_group_is_admitted_only_if_all_its_episodes_may_be_opened(
+    open_room: int, waiting: Sequence[int | Demand], admitted: tuple[int, ...]
+) -> None:
+    assert plan(A, B, waiting=waiting, open_room=open_room).admitted == admitted
+
+
+def test_the_reservations_of_one_group_are_not_there_for_the_next() -> None:
+    assert plan(*in_state(LEASED, 1), waiting=[TWO, TWO], host_room=9).admitted == (0,)
+
+
+@pytest.mark.parametrize(
+    ("queued_count", "spare_count", "host_is_short", "missing"),
+    [(2, 1, False, 3), (2, 1, True, 6), (-3, 1, False, 1), (2, -2, False, 4)],
+)
+def test_leased_machines_are_missing_beyond_those_that_come(
+    queued_count: int, spare_count: int, host_is_short: bool, missing: int
+) -> None:
+    counts = {LifecycleState.IDLE: 1, LEASED: 4, STARTING: 2, DYING: 1}
+    options = {"queued_count": queued_count, "spare_count": spare_count}
+    assert missing_count(counts, wanted_count=6, **options, host_is_short=host_is_short) == missing
+
+
 def test_an_empty_pool_starts_up_to_its_idle_target() -> None:
-    assert plan() == Plan(lease=(), start_count=1, destroy=())
+    assert plan() == Plan(granted=(), start_count=1, destroy=())
 
 
 @pytest.mark.parametrize(
@@ -83,7 +117,7 @@ def test_machines_start(machines: list[PlannedMachine], options: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("machines", "options", "lease"),
+    ("machines", "options", "granted"),
     [
         # Only idle machines are leased.
         (in_state(STARTING, 3), {"waiting": [1]}, ()),
@@ -110,9 +144,9 @@ def test_machines_start(machines: list[PlannedMachine], options: dict[str, Any],
     ],
 )
 def test_groups_are_admitted(
-    machines: list[PlannedMachine], options: dict[str, Any], lease: tuple[tuple[str, ...], ...]
+    machines: list[PlannedMachine], options: dict[str, Any], granted: tuple[tuple[str, ...], ...]
 ) -> None:
-    assert plan(*machines, **options).lease == lease
+    assert plan(*machines, **options).granted == granted
 
 
 @pytest.mark.parametrize(
@@ -140,25 +174,25 @@ def test_idle_machines_are_destroyed(
 
 def test_reservations_granted_in_the_same_plan_count_for_the_next_group() -> None:
     steps = plan(waiting=[THREE, TWO], idle_target=4)
-    assert steps.lease == ((),)
+    assert steps.granted == ((),)
     assert steps.start_count == 0, "the last free capacity is kept for the group that waits for two"
 
 
 def test_the_oldest_idle_machines_make_room_for_reservations_of_the_head() -> None:
     machines = [idle("old", 30.0), idle("older", 40.0), idle("new", 1.0), *in_state(LEASED, 1)]
     steps = plan(*machines, waiting=[TWO])
-    assert steps.lease == ()
+    assert steps.granted == ()
     assert set(steps.destroy) == {"old", "older"}
     assert steps.start_count == 0, "evicted machines are not replaced at once"
 
 
 def test_idle_machines_are_leased_then_forks_fill_capacity_then_groups_wait() -> None:
     standby = plan(A, B, waiting=[2], idle_target=2)
-    assert (standby.lease, standby.start_count) == ((("a", "b"),), 2)
+    assert (standby.granted, standby.start_count) == ((("a", "b"),), 2)
     forks = plan(*in_state(LEASED, 2), waiting=[2], idle_target=2)
-    assert (forks.lease, forks.start_count) == ((), 2)
+    assert (forks.granted, forks.start_count) == ((), 2)
     full = plan(*in_state(LEASED, 4), waiting=[2], idle_target=2)
-    assert (full.lease, full.start_count, full.destroy) == ((), 0, ())
+    assert (full.granted, full.start_count, full.destroy) == ((), 0, ())
 
 
 # Memory
@@ -173,11 +207,11 @@ def test_no_more_machines_start_than_memory_allows() -> None:
 
 def test_memory_bounds_reservations_and_not_ready_machines() -> None:
     evicting = plan(A, B, waiting=[TWO], idle_target=0, host_room=1)
-    assert (evicting.lease, len(evicting.destroy), evicting.host_is_short) == ((), 1, True)
+    assert (evicting.granted, len(evicting.destroy), evicting.host_is_short) == ((), 1, True)
     second_waits = plan(waiting=[TWO] * 2, idle_target=0, host_room=3)
-    assert (second_waits.lease, second_waits.host_is_short) == (((),), True)
+    assert (second_waits.granted, second_waits.host_is_short) == (((),), True)
     ready = plan(A, waiting=[1], idle_target=0, host_room=0)
-    assert (ready.lease, ready.host_is_short) == ((("a",),), False)
+    assert (ready.granted, ready.host_is_short) == ((("a",),), False)
 
 
 def test_memory_is_short_only_if_more_memory_would_change_the_plan() -> None:
@@ -227,16 +261,18 @@ def test_every_plan_keeps_the_rules(
         max_idle_s=60.0,
     )
 
-    used = [machine_id for group in steps.lease for machine_id in group] + list(steps.destroy)
+    used = [machine_id for group in steps.granted for machine_id in group] + list(steps.destroy)
     assert len(used) == len(set(used)), "no machine appears twice"
     assert all(machines[int(machine_id)].state is LifecycleState.IDLE for machine_id in used)
-    admitted, queue = waiting[: len(steps.lease)], waiting[len(steps.lease) :]
-    assert [len(group) for group in steps.lease] == [group.ready for group in admitted], "whole groups, in their order"
+    admitted, queue = waiting[: len(steps.granted)], waiting[len(steps.granted) :]
+    assert [len(group) for group in steps.granted] == [group.ready for group in admitted], (
+        "whole groups, in their order"
+    )
 
     reserved = sum(group.reserved for group in admitted)
     room = capacity - len(machines) - reserved_count - reserved
     free = min(room, host_room - reserved)
-    idle_count = sum(m.state is LifecycleState.IDLE for m in machines) - sum(map(len, steps.lease))
+    idle_count = sum(m.state is LifecycleState.IDLE for m in machines) - sum(map(len, steps.granted))
     assert not queue or queue[0].ready > idle_count or queue[0].reserved > free, "a group that fits is served"
 
     starting_count = sum(m.state is LifecycleState.STARTING for m in machines) + steps.start_count

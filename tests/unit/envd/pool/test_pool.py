@@ -14,7 +14,7 @@ from tests.support.stubs import StubDesktop
 
 
 async def lease(pool: Pool, count: int = 1, *, timeout_s: float = 1.0) -> tuple[LeasedMachine, ...]:
-    granted = await pool.lease(count, timeout_s=timeout_s)
+    granted = await pool.acquire(count, timeout_s=timeout_s)
     assert granted.reservations == ()
     return granted.machines
 

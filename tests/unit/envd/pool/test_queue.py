@@ -10,10 +10,10 @@ import pytest
 from envd.base.config import RunShare
 from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted
 from envd.base.telemetry.metrics import Metrics
-from envd.pool.leased import MachineLease
+from envd.pool.leased import Grant
 from envd.pool.planner import Demand
 from envd.pool.pool import Pool
-from envd.pool.queue import AdmissionQueue, QueuedGroup, Turnover, WaitingGroup, queue_report
+from envd.pool.queue import AdmissionQueue, QueueEntry, Turnover, WaitingGroup, queue_report
 from envd.pool.status import PoolStatus
 from tests.support.clock import begun, run_ready
 from tests.support.pool_world import PoolWorld
@@ -25,17 +25,17 @@ class Users:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.waiting: list[tuple[str, asyncio.Task[MachineLease]]] = []
+        self.waiting: list[tuple[str, asyncio.Task[Grant]]] = []
 
     async def ask(
         self, run: str, count: int = 1, *, reserved: int = 0, timeout_s: float = 600.0
-    ) -> asyncio.Task[MachineLease]:
-        task = asyncio.create_task(self.pool.lease(count, reserved=reserved, run=run, timeout_s=timeout_s))
+    ) -> asyncio.Task[Grant]:
+        task = asyncio.create_task(self.pool.acquire(count, reserved=reserved, run=run, timeout_s=timeout_s))
         self.waiting.append((run, task))
         await run_ready()
         return task
 
-    async def release(self, task: asyncio.Task[MachineLease]) -> None:
+    async def release(self, task: asyncio.Task[Grant]) -> None:
         granted = task.result()
         await self.pool.release([*granted.machines, *granted.reservations])
         for _ in range(3):
@@ -121,11 +121,11 @@ async def test_a_quota_limits_only_its_own_run(users: MakeUsers) -> None:
 async def test_a_group_above_its_quota_is_refused_at_once(world: PoolWorld) -> None:
     pool = await world.started(capacity=4, shares={"a": RunShare(quota=2)})
     with pytest.raises(GroupTooLarge, match=r"'a' .* 2 .*'desktop'.* 3"):
-        await pool.lease(1, reserved=2, run="a", timeout_s=60.0)
+        await pool.acquire(1, reserved=2, run="a", timeout_s=60.0)
     with pytest.raises(GroupTooLarge, match=r"of 2 .* 1"):
-        await pool.lease(0, reserved=2, run="a", retained_count=1, timeout_s=60.0)
+        await pool.acquire(0, reserved=2, run="a", retained_count=1, timeout_s=60.0)
     with pytest.raises(GroupTooLarge, match=r"at most 4 .* of 5"):
-        await pool.lease(5, run="b", timeout_s=60.0)
+        await pool.acquire(5, run="b", timeout_s=60.0)
     assert world.metrics.refused_runs == [("a", "over_quota"), ("a", "over_quota"), ("b", "too_large")]
 
 
@@ -145,7 +145,7 @@ async def test_a_large_group_is_served_despite_endless_small_ones(users: MakeUse
 
 async def test_reservations_and_their_machines_count_for_their_run(world: PoolWorld, users: MakeUsers) -> None:
     pool = await world.started(capacity=4)
-    granted = await pool.lease(1, reserved=2, run="a", timeout_s=1.0)
+    granted = await pool.acquire(1, reserved=2, run="a", timeout_s=1.0)
     assert held(pool) == {"a": 3}
     frozen = await pool.freeze(granted.machines[0])
     machine = await pool.fork(granted.reservations[0], frozen)
@@ -161,11 +161,11 @@ async def test_reservations_and_their_machines_count_for_their_run(world: PoolWo
 
 async def test_a_leased_machine_that_dies_no_longer_counts_for_its_run(world: PoolWorld) -> None:
     pool = await world.started(capacity=2, shares={"a": RunShare(quota=1)})
-    granted = await pool.lease(run="a", timeout_s=1.0)
+    granted = await pool.acquire(run="a", timeout_s=1.0)
     granted.machines[0].machine.lost.set()
     await run_ready()
     assert held(pool) == {}
-    assert len((await pool.lease(run="a", timeout_s=60.0)).machines) == 1
+    assert len((await pool.acquire(run="a", timeout_s=60.0)).machines) == 1
 
 
 async def test_a_cancelled_group_loses_its_turn(users: MakeUsers) -> None:
@@ -183,7 +183,7 @@ async def test_a_cancelled_group_loses_its_turn(users: MakeUsers) -> None:
 async def test_an_undone_admission_counts_for_no_run(users: MakeUsers) -> None:
     they = await users(capacity=1)
     first = await they.ask("a")
-    second = await begun(they.pool.lease(run="b", timeout_s=60.0))
+    second = await begun(they.pool.acquire(run="b", timeout_s=60.0))
 
     def cancel_once_admitted() -> None:
         if they.pool.statistics().held_by_run.get("b"):
@@ -199,7 +199,7 @@ async def test_an_undone_admission_counts_for_no_run(users: MakeUsers) -> None:
 # Refusals
 
 
-async def refusal(waiting: asyncio.Task[MachineLease]) -> EnvdError:
+async def refusal(waiting: asyncio.Task[Grant]) -> EnvdError:
     with pytest.raises(EnvdError) as caught:
         await waiting
     return caught.value
@@ -210,7 +210,7 @@ async def test_a_full_queue_reports_its_length_and_when_to_retry(world: PoolWorl
     for _ in range(4):
         await they.ask("a")
     with pytest.raises(PoolExhausted, match="limit of 3") as caught:
-        await they.pool.lease(run="b", timeout_s=60.0)
+        await they.pool.acquire(run="b", timeout_s=60.0)
     assert 1.0 <= caught.value.retry_after_s <= 120.0
     assert world.metrics.refused_runs == [("b", "queue_full")]
     assert sum(they.pool.statistics().waiting_by_run.values()) == 3
@@ -270,7 +270,7 @@ async def test_refusals_by_draining_are_counted(world: PoolWorld, users: MakeUse
     they.pool.drain()
     assert isinstance(await refusal(waiting), Draining)
     with pytest.raises(Draining):
-        await they.pool.lease(run="c", timeout_s=1.0)
+        await they.pool.acquire(run="c", timeout_s=1.0)
     assert world.metrics.refused_runs == [("b", "draining"), ("c", "draining")]
 
 
@@ -281,7 +281,7 @@ STATUS = pool_info(4)
 SHARES = {"small": RunShare(quota=2)}
 
 
-async def report(*groups: tuple[str, int], held: dict[str, int], status: PoolStatus) -> tuple[QueuedGroup, ...]:
+async def report(*groups: tuple[str, int], held: dict[str, int], status: PoolStatus) -> tuple[QueueEntry, ...]:
     queue = AdmissionQueue("desktop", limit=9, shares=SHARES, resident=4, turnover=Turnover(), metrics=Metrics())
     for index, (run, count) in enumerate(groups):
         demand = Demand(ready=count, run=run)

@@ -51,7 +51,7 @@ def host() -> Host:
 
 async def test_a_machine_over_its_disk_quota_is_lost_with_the_reason_and_replaced(world: PoolWorld, host: Host) -> None:
     pool = await world.started(room=host.room)
-    (leased,) = (await pool.lease(1, timeout_s=1.0)).machines
+    (leased,) = (await pool.acquire(1, timeout_s=1.0)).machines
     machine = world.hypervisor.machines[leased.machine_id]
     machine.overlay_bytes = 100 * MIB
     await world.clock.advance(2.0)
@@ -70,7 +70,7 @@ async def test_no_machine_is_forked_below_the_disk_reserve_and_the_pool_reports_
 ) -> None:
     pool = await world.started(room=host.room)
     host.free_mib = 2047
-    await pool.lease(1, timeout_s=1.0)
+    await pool.acquire(1, timeout_s=1.0)
     await world.clock.advance(5.0)
     s = pool.statistics()
     assert s.idle_count == 1
@@ -90,16 +90,16 @@ async def test_no_machine_is_leased_while_the_disk_is_full_and_the_pool_reports_
     host.free_mib = 63
     assert "the disk of /state is short: 63 MiB are free" in pool.statistics().problem
     with pytest.raises(PoolFailing, match="leases no machine: the disk of /state is short: 63 MiB are free"):
-        await pool.lease(1, timeout_s=60.0)
+        await pool.acquire(1, timeout_s=60.0)
     assert pool.statistics().idle_count == 2
     host.free_mib = 64
-    assert len((await pool.lease(1, timeout_s=1.0)).machines) == 1
+    assert len((await pool.acquire(1, timeout_s=1.0)).machines) == 1
 
 
 async def test_groups_that_wait_are_refused_when_the_disk_is_full(world: PoolWorld, host: Host) -> None:
     pool = await world.started(room=host.room)
-    first = await pool.lease(4, timeout_s=60.0)
-    waiting = await begun(pool.lease(4, timeout_s=60.0))
+    first = await pool.acquire(4, timeout_s=60.0)
+    waiting = await begun(pool.acquire(4, timeout_s=60.0))
     host.free_mib = 0
     await pool.release(first.machines[:1])
     with pytest.raises(PoolFailing, match="the disk of /state"):
@@ -148,8 +148,8 @@ async def test_a_pool_whose_host_is_short_gets_no_more_machines_and_reports_it(w
 
 async def test_a_timeout_reports_a_memory_shortage(world: PoolWorld) -> None:
     pool = await world.started(size=0, room=Host(1024 + 2 * 256).room)
-    await pool.lease(1, timeout_s=1.0)
-    waiter = asyncio.create_task(pool.lease(2, timeout_s=30.0))
+    await pool.acquire(1, timeout_s=1.0)
+    waiter = asyncio.create_task(pool.acquire(2, timeout_s=30.0))
     await world.clock.advance(30.0)
     with pytest.raises(PoolExhausted, match="memory"):
         await waiter
@@ -158,8 +158,8 @@ async def test_a_timeout_reports_a_memory_shortage(world: PoolWorld) -> None:
 async def test_reservations_hold_memory_like_machines(world: PoolWorld) -> None:
     host = Host(1024 + 3 * 256)
     pool = await world.started(size=0, room=host.room)
-    granted = await pool.lease(0, reserved=2, timeout_s=1.0)
-    waiter = asyncio.create_task(pool.lease(0, reserved=2, timeout_s=60.0))
+    granted = await pool.acquire(0, reserved=2, timeout_s=1.0)
+    waiter = asyncio.create_task(pool.acquire(0, reserved=2, timeout_s=60.0))
     await world.clock.advance(5.0)
     assert not waiter.done()
     await pool.release(granted.reservations)

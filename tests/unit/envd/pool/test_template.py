@@ -43,7 +43,7 @@ async def test_a_template_is_booted_once_and_its_test_fork_is_the_first_machine(
     assert idle_count(pool) == 2
     assert pool.template is not None
     assert pool.statistics().template_digest == pool.template.snapshot.digest
-    granted = await pool.lease(2, timeout_s=1.0)
+    granted = await pool.acquire(2, timeout_s=1.0)
     assert {machine.frozen for machine in granted.machines} == {pool.template}
     assert all(machine.desktop.is_asleep for machine in granted.machines), "the test fork too"
     assert world.hypervisor.peak_count == 2
@@ -84,8 +84,8 @@ async def test_building_a_template_stays_within_capacity(world: PoolWorld) -> No
 async def test_leases_wait_and_nothing_is_forked_while_the_template_boots(world: PoolWorld) -> None:
     world.hypervisor.ready_gate.clear()
     pool = await world.started()
-    waiting = asyncio.create_task(pool.lease(1, timeout_s=60.0))
-    reserving = await begun(pool.lease(0, reserved=2, timeout_s=60.0))
+    waiting = asyncio.create_task(pool.acquire(1, timeout_s=60.0))
+    reserving = await begun(pool.acquire(0, reserved=2, timeout_s=60.0))
     assert not waiting.done()
     assert not reserving.done(), "the booting machine counts against capacity"
     assert (pool.statistics().starting_count, world.hypervisor.counts["fork"]) == (1, 0)
@@ -221,7 +221,7 @@ async def test_building_a_template_is_retried_with_growing_pauses(world: PoolWor
     assert "template not built: no space left" in pool.statistics().problem
     assert not pool.statistics().healthy
     assert world.hypervisor.machines == {}
-    waiter = asyncio.create_task(pool.lease(1, timeout_s=1.5))
+    waiter = asyncio.create_task(pool.acquire(1, timeout_s=1.5))
     await world.clock.advance(1.0)
     assert pool.statistics().idle_count == 0
     if method == "fork":
@@ -275,7 +275,7 @@ async def test_a_guest_that_does_not_become_ready_leaves_no_machine_behind(world
 async def test_draining_cancels_the_template_boot_and_refuses_all_groups(world: PoolWorld) -> None:
     world.hypervisor.ready_gate.clear()
     pool = await world.started()
-    waiter = await begun(pool.lease(1, timeout_s=60.0))
+    waiter = await begun(pool.acquire(1, timeout_s=60.0))
     pool.drain()
     await run_ready()
     assert world.hypervisor.machines == {}
@@ -358,7 +358,7 @@ async def test_a_template_whose_boot_used_all_of_its_time_makes_the_pool_refuse_
     with monkeypatch.context() as patch:
         patch.setattr(StubDesktop, "wait_ready", never_ready)
         await start(pool)
-        waiting = await begun(pool.lease(1, timeout_s=3600.0))
+        waiting = await begun(pool.acquire(1, timeout_s=3600.0))
         await world.clock.advance(300.0)
         with pytest.raises(PoolFailing, match="its session did not come up"):
             await waiting
@@ -376,7 +376,7 @@ async def test_a_removed_template_is_rebuilt_when_a_fork_of_it_fails(
 ) -> None:
     pool = await world.started()
     old = template_of(pool)
-    granted = await pool.lease(1, timeout_s=1.0)
+    granted = await pool.acquire(1, timeout_s=1.0)
     world.hypervisor.stored.clear()
     world.hypervisor.removed.add(old)
     world.hypervisor.ready_gate.clear()
@@ -414,7 +414,7 @@ async def test_a_removed_template_is_noticed_without_forks_and_rebuilt_once_for_
 
 async def test_a_full_pool_rebuilds_its_template_once_there_is_room(world: PoolWorld) -> None:
     pool = await world.started(capacity=1)
-    granted = await pool.lease(1, timeout_s=1.0)
+    granted = await pool.acquire(1, timeout_s=1.0)
     world.hypervisor.stored.clear()
     world.hypervisor.removed.add(template_of(pool))
     await world.clock.advance(pool.settings.measure_interval_s)

@@ -143,6 +143,7 @@ def test_only_losses_by_the_host_are_repeated() -> None:
         (replace(LOST, error=MachineLost("x"), turns=ACTED), Owner.HOST, True),
         (replace(LOST, error=MachineLost("x"), turns=ACTED, guest_end_cause="PANIC"), Owner.UNDECIDED, False),
         (replace(LOST, outcome=Outcome.ABORTED), Owner.TRAINER, False),
+        (replace(LOST, outcome=Outcome.ABORTED, error=MachineLost("x")), Owner.TRAINER, False),
     ],
 )
 def test_an_episode_in_which_the_agent_acted_is_repeated_only_if_the_host_lost_it(
@@ -153,24 +154,34 @@ def test_an_episode_in_which_the_agent_acted_is_repeated_only_if_the_host_lost_i
 
 
 @pytest.mark.parametrize(
-    "reason", ["MACHINE_LOST", "LOSS_UNDECIDED", "GUEST_UNRESPONSIVE", "GUEST_ERROR", "USER_UNAVAILABLE"]
+    ("reason", "kind"),
+    [
+        ("MACHINE_LOST", MachineLost),
+        ("LOSS_UNDECIDED", LossUndecided),
+        ("GUEST_UNRESPONSIVE", GuestFailed),
+        ("GUEST_ERROR", GuestFailed),
+        ("USER_UNAVAILABLE", SampleVoid),
+    ],
 )
-def test_an_end_reason_of_the_service_is_the_error_of_that_reason(reason: str) -> None:
+def test_an_end_reason_of_the_service_is_the_error_of_that_reason(reason: str, kind: type[SampleVoid]) -> None:
     error = failure_of("e", reason)
-    assert type(error) in {MachineLost, LossUndecided, GuestFailed, SampleVoid}
-    assert error.reason == reason
+    assert (type(error), error.reason) == (kind, reason)
     assert is_fault(error)
 
 
 def test_an_unknown_end_reason_is_void_and_not_repeated() -> None:
-    assert type(failure_of("e", "")) is SampleVoid
+    unnamed = failure_of("e", "")
+    assert (type(unnamed), unnamed.reason) == (SampleVoid, "FAILED")
     assert not ruling_of(failure_of("e", "NEWER"), acted=True).repeat
+    assert ruling_of(KeyboardInterrupt(), acted=True).owner is Owner.TRAINER
 
 
 @pytest.mark.parametrize(("score", "cause", "reward"), [(0.0, "PANIC", -0.1), (0.5, "PANIC", -0.1), (0.0, "", 0.0)])
 def test_an_escape_is_worth_less_than_a_failure(score: float, cause: str, reward: float) -> None:
     facts = EpisodeFacts(task_id="t", task_score=score, turns=(), max_turns=9, guest_end_cause=cause)
-    assert reward_of(facts, recipe(), ended_by_guest_score=-0.1).total == reward
+    breakdown = reward_of(facts, recipe(), ended_by_guest_score=-0.1)
+    assert breakdown.total == reward
+    assert breakdown.parts.get("ended_by_guest") == (-0.1 if cause else None)
 
 
 @pytest.mark.parametrize("name", NAMES)

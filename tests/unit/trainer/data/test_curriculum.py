@@ -48,21 +48,6 @@ def test_a_task_out_of_the_band_is_played_at_each_tenth_draw() -> None:
     assert [tasks.plays("t") for _ in range(20)] == [*[False] * 9, True] * 2
 
 
-def test_a_start_after_given_replies_is_a_task_of_its_own() -> None:
-    seen: list[TaskHistory] = []
-
-    def playing_the_middle(history: TaskHistory) -> bool:
-        seen.append(history)
-        return history.given_count == 1
-
-    tasks = TaskChoice(playing_the_middle)
-    tasks.record("drawn/write?seed=1", solved=False)
-    tasks.record("drawn/write?seed=1", solved=True, given_count=1)
-    assert tasks.state() == {"drawn/write": [False], "drawn/write+1": [True]}
-    assert [tasks.plays("drawn/write?seed=2", given_count=count) for count in (0, 1, 2)] == [False, True, False]
-    assert [history.solved for history in seen] == [(False,), (True,), ()]
-
-
 def test_what_is_known_can_be_resumed() -> None:
     tasks, again = TaskChoice(by_solve_rate), TaskChoice(by_solve_rate)
     for _ in range(8):

@@ -12,10 +12,8 @@ import pytest
 from cuaenv.client import Action, Click, Done, Drag, PressKeys, TypeText
 from trainer.data.oracles import Oracle
 from trainer.learn import LearnError
-from trainer.learn.demos import middle_starts, play, with_habits
+from trainer.learn.demos import play, with_habits
 from trainer.learn.settings import Demos, Settings
-from trainer.learn.slime_job import write_tasks
-from trainer.slime.checks import start_of_row
 
 STEPS: tuple[tuple[Action, ...], ...] = ((Click(1, 2),), (TypeText("kite"),), (Drag(3, 4, 1, 2),), (Done(""),))
 ORACLES = [Oracle(task_id=f"drawn/write?seed={seed}", steps=STEPS) for seed in range(200)]
@@ -91,40 +89,3 @@ def test_an_interruption_does_not_wait_for_the_players(tmp_path: Path) -> None:
         _, error = run.communicate(timeout=60)
     assert run.returncode == -signal.SIGINT
     assert error.rstrip().endswith(b"KeyboardInterrupt")
-
-
-def demonstrations(directory: Path) -> Path:
-    """Write oracles of one, two and three actions, and that of a held-out task."""
-    clicks = [[{"click": {"x": 51 * number, "y": 32}}] for number in (1, 2, 3)]
-    lines = [
-        {"task_id": f"drawn/{name}", "steps": [*clicks[:count], [{"done": ""}]]}
-        for name, count in (("press?seed=9", 1), ("two?seed=9", 2), ("three?seed=9", 3), ("held", 3))
-    ]
-    file = directory / "oracles.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return file
-
-
-def test_starts_in_the_middle_have_each_number_of_replies_before_the_last_action(tmp_path: Path) -> None:
-    found = middle_starts(
-        demonstrations(tmp_path), Settings(), templates=["drawn/press", "drawn/three", "drawn/held", "drawn/other"]
-    )
-    assert [(task, len(replies)) for task, replies in found] == [("drawn/three?seed=9", 1), ("drawn/three?seed=9", 2)]
-    [first, second] = found[1][1]
-    assert found[0][1] == [first]
-    assert '"coordinate": [100, 101]' in first
-    assert '"coordinate": [200, 101]' in second
-
-
-def test_a_row_in_the_middle_is_one_that_slime_plays(tmp_path: Path) -> None:
-    middles = middle_starts(demonstrations(tmp_path), Settings(), templates=["drawn/two"])
-    lines = write_tasks(tmp_path / "train.jsonl", ["drawn/two?seed=7"], middles=middles).read_text("utf-8").splitlines()
-    whole, middle = [json.loads(line)["metadata"] for line in lines]
-    assert whole == {"task_id": "drawn/two?seed=7"}
-    assert (middle["task_id"], middle["given_replies"]) == middles[0]
-    assert start_of_row(middle, None, "task_id") == "drawn/two?seed=9"
-
-
-def test_tasks_without_a_middle_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(LearnError, match="no demonstration has a middle; set it to 0"):
-        middle_starts(demonstrations(tmp_path), Settings(), templates=["drawn/press"])

@@ -103,7 +103,7 @@ def test_each_comparison_has_its_arms() -> None:
         "escape",
         *(f"escape-{arm}-{share}" for arm in ("void", "zero", "typed") for share in (0, 20)),
     }
-    assert arms["reading"] == {"reading", "reading-rollouts", "reading-middle", "reading-control"}
+    assert arms["reading"] == {"reading", "reading-rollouts", "reading-control"}
     assert arms["pages"] == {"pages", "pages-flat", "pages-tree", "pages-siblings", "pages-uncertain"}
 
 

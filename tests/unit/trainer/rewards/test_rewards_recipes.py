@@ -211,6 +211,27 @@ def test_the_default_is_the_plain_task_score() -> None:
     assert recipe()(SOLVED) == Breakdown(recipe="task", total=1.0, task_score=1.0, parts={"task": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("turns", "score"),
+    [
+        (SOLVED.turns, 1.0),
+        ((*SOLVED.turns[:-1], replace(SOLVED.turns[-1], done=False, failed=True)), 1.0),
+        (SOLVED.turns[:-1], 0.0),
+        ((*SOLVED.turns[:-1], TurnFacts(text="?", parsed=False), SOLVED.turns[-1]), 0.0),
+        ((*SOLVED.turns[:-1], TurnFacts(text="?", parsed=False)), 0.0),
+        ((), 0.0),
+    ],
+    ids=["done", "given up", "not ended", "unparsed before the end", "unparsed at the end", "no reply"],
+)
+def test_a_strict_score_is_for_episodes_that_the_agent_ended_in_the_grammar(
+    turns: tuple[TurnFacts, ...], score: float
+) -> None:
+    facts = replace(SOLVED, turns=turns)
+    assert recipe("task", strict=True)(facts).total == score
+    assert recipe("task")(facts).total == 1.0
+    assert recipe("task", strict=True)(replace(facts, task_score=0.0)).total == 0.0
+
+
 # --- success comes first
 
 

@@ -202,7 +202,7 @@ def test_without_evaluations_or_a_filter_their_hooks_may_be_missing() -> None:
         (12, 8, 12, True, "need 16 machines"),
         (12, 8, 12, False, None),
         (512, 8, 16, False, "there are 16"),
-        (4, 8, 16, True, "for their turn are idle"),
+        (4, 8, 16, True, "wait to start are idle"),
     ],
 )
 def test_more_episodes_than_machines_cause_a_warning(

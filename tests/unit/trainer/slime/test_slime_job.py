@@ -3,13 +3,27 @@
 import asyncio
 import importlib
 import logging
+import re
 from argparse import Namespace
+from typing import Any
 
 import pytest
 
+from cuaenv.client import AsyncEnvClient, AsyncEpisode
 from tests.support.clock import until
+from trainer import slime
+from trainer.agent import attempts, loop
+from trainer.agent.branching import TreeMember
+from trainer.agent.forks import Forks, GroupMember, Tree
 from trainer.config import ConfigError
+from trainer.slime import hooks
 from trainer.slime.job import Job, job_of
+from trainer.slime.monitor import RunMonitor
+from trainer.slime.play import samples
+from trainer.slime.play.engine import SlimeEngine
+from trainer.slime.play.rollout import Rollout
+from trainer.slime.play.workers import Workers
+from trainer.tokens.conversation import TokenConversation
 
 HOSTS = {"hosts": ["h:1"]}
 
@@ -121,3 +135,13 @@ async def test_samples_of_one_event_loop_share_groups_and_those_of_another_loop_
         assert job.here().forks is not forks
 
     await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
+
+
+def test_the_walk_of_a_sample_names_functions_that_exist() -> None:
+    walk = (slime.__doc__ or "").rpartition("```text\n")[2].partition("```")[0]
+    classes: list[Any] = [Job, Workers, Rollout, GroupMember, TreeMember, Forks, Tree, AsyncEnvClient, AsyncEpisode]
+    known = {each.__name__: each for each in [*classes, loop._PlayedEpisode, TokenConversation, SlimeEngine]}
+    known |= {"attempts": attempts, "loop": loop, "hooks": hooks, "samples": samples, "monitor": RunMonitor}
+    named = re.findall(r"\b(\w+)\.(\w+)", walk)
+    assert {owner for owner, _ in named} == set(known)
+    assert [f"{owner}.{name}" for owner, name in named if not hasattr(known[owner], name)] == []

@@ -195,6 +195,31 @@ def test_a_reply_needs_one_log_probability_per_id() -> None:
         row.reply([1, 2], [-0.5], text="", extra={})
 
 
+def test_a_copy_is_independent_and_may_have_its_replies_masked() -> None:
+    row = Row(Segment(text="", engine_ids=(1,), train_ids=(1,)))
+    assert (row.last_id, row.reply_count) == (1, 0)
+    row.reply([2, 3], [-0.5, -0.5], text="a", extra={})
+    assert (row.last_id, row.reply_count) == (3, 1)
+    plain, masked = row.copy(), row.copy(masked=True)
+    row.observe(Segment(text="o", engine_ids=(4,), train_ids=(4, 4), images=(screen(),)))
+    assert (row.last_id, row.token_count) == (4, 5)
+    assert (plain.engine_ids, plain.images, plain.token_count) == ([1, 2, 3], [], 3)
+    masked.reply([5], [-0.5], text="b", extra={})
+    assert [piece.is_masked for piece in (*plain.pieces, *masked.pieces)] == [False, True, False]
+    assert [piece.is_masked for piece in masked.copy().pieces] == [True, False]
+    assert Row(Segment(text="", engine_ids=(), train_ids=())).last_id is None
+
+
+def test_a_row_is_the_prompt_of_another_with_its_last_reply_or_without() -> None:
+    image = screen()
+    row = Row(Segment(text="", engine_ids=(1,), train_ids=(1, 1), images=(image,)))
+    row.observe(Segment(text="o", engine_ids=(2,), train_ids=(2, 2)))
+    row.reply([3, 4, 5], [-0.5] * 3, text="a", extra={})
+    whole, without = row.as_prompt(), row.as_prompt(without_last_reply=True)
+    assert whole == Segment(text="", engine_ids=(1, 2, 3, 4, 5), train_ids=(1, 1, 2, 2, 3, 4, 5), images=(image,))
+    assert without == Segment(text="", engine_ids=(1, 2), train_ids=(1, 1, 2, 2), images=(image,))
+
+
 def test_images_after_the_last_reply_are_not_trained() -> None:
     first, second, third = screen(), screen(), screen()
     row = Row(chat().opening([Message("user", (first,))]))

@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 
 from envd.base.errors import ConfigError, StoreError
-from envd.base.store.statements import (
+from envd.base.store.store import (
     SCHEMA,
     SCHEMA_VERSION,
     AnswerRow,
     MachineRow,
+    NullStore,
+    SqliteStore,
     Statement,
     delete_episode,
     delete_machine,
     upsert,
 )
-from envd.base.store.store import NullStore, SqliteStore
 
 WRONG = Statement("INSERT INTO nowhere VALUES (1)", ())
 
@@ -377,7 +378,7 @@ WRITER = """
 import asyncio, sys
 from pathlib import Path
 from typing import Any
-from envd.base.store.statements import MachineRow, upsert
+from envd.base.store.store import MachineRow, upsert
 from envd.base.store.store import SqliteStore
 
 async def write_endlessly():

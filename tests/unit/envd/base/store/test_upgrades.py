@@ -8,8 +8,7 @@ import pytest
 
 from envd.base.errors import ConfigError
 from envd.base.store import upgrades
-from envd.base.store.statements import SCHEMA, AnswerRow, EpisodeRow
-from envd.base.store.store import SqliteStore
+from envd.base.store.store import SCHEMA, AnswerRow, EpisodeRow, SqliteStore
 
 #: The table of version 2.
 EPISODES_2 = """

@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 from lxml import etree
 
-from envd.hypervisor.machine import Accelerator, DiskImage, Drive, Firmware, GuestOs, Hardware, MachineSpec
+from envd.hypervisor.machine import Accelerator, DiskImage, ExtraDrive, Firmware, GuestOs, Hardware, MachineSpec
 from envd.hypervisor.qemu.domain_xml import (
     Confinement,
     domain_name,
@@ -96,7 +96,7 @@ def test_a_machine_writes_only_to_its_overlay() -> None:
 
 
 def test_a_forks_overlays_name_the_templates_disks_because_libvirt_may_not_find_them() -> None:
-    image = replace(LINUX, drives=(Drive(path=Path("/images/data.raw"), disk_format="raw"),))
+    image = replace(LINUX, drives=(ExtraDrive(path=Path("/images/data.raw"), disk_format="raw"),))
     root = xml(image, template_disks=(Path("/templates/disk.qcow2"), Path("/templates/disk1.qcow2")))
     backings = [
         (attributes(disk, "backingStore/format"), attributes(disk, "backingStore/source"))
@@ -271,7 +271,7 @@ def test_windows_hardware_with_another_firmware_is_rejected() -> None:
 
 
 def test_additional_drives_are_overlays_and_shared_cdroms() -> None:
-    drives = (Drive(path=Path("/images/data.qcow2")), Drive(path=Path("/images/tools.iso"), is_cdrom=True))
+    drives = (ExtraDrive(path=Path("/images/data.qcow2")), ExtraDrive(path=Path("/images/tools.iso"), is_cdrom=True))
     for image in (WINDOWS, WINDOWS_HARDWARE, LINUX):
         root = xml(replace(image, drives=drives))
         sources = [attributes(disk, "source")["file"] for disk in root.iter("disk")]
@@ -283,6 +283,6 @@ def test_additional_drives_are_overlays_and_shared_cdroms() -> None:
 
 
 def test_firmware_boots_from_the_disk_before_the_cdrom() -> None:
-    drives = (Drive(path=Path("/images/setup.iso"), is_cdrom=True),)
+    drives = (ExtraDrive(path=Path("/images/setup.iso"), is_cdrom=True),)
     orders = [disk.get("order") for disk in xml(replace(WINDOWS_HARDWARE, drives=drives)).iter("boot")]
     assert orders == ["1", "2"]

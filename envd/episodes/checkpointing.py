@@ -1,7 +1,11 @@
-"""Create checkpoints of episodes, and bring machines to the state of one.
+"""Create checkpoints of episodes, bring machines to the state of one, and put episodes back into it.
 
 A checkpoint is a capture, as `Fork` makes it, that is written to disk; an episode opened from it is a fork of the
 capture that is read back. So what holds for forks holds here.
+
+A rollback gives the episode another machine. Always true, whenever the daemon dies: the database has the episode with
+its old machine, which nothing has touched, or with the new one and the response. So a retry repeats a rollback that was
+not done, or gets the recorded response.
 """
 
 import asyncio
@@ -31,22 +35,20 @@ from envd.base.errors import (
 from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.observation import ObservationOptions
 from envd.episodes.checkpoints.archive import ArchiveReader, archived
-from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.checkpoints.manifest import Manifest
 from envd.episodes.checkpoints.states import describe_state, draft_of, read_state, require_template, write_state
 from envd.episodes.checkpoints.store import CheckpointStore, in_thread, not_found
 from envd.episodes.checkpoints.views import read_view
 from envd.episodes.context import EpisodeContext
+from envd.episodes.controlling import Controlling
 from envd.episodes.episode import Episode
-from envd.episodes.forking import freeze_at
-from envd.episodes.ledger import CHECKPOINT, RequestKey
-from envd.episodes.members import CopyToDisk, Group, Member, start_from
+from envd.episodes.ledger import CHECKPOINT, ROLLBACK, RequestKey
+from envd.episodes.members import Group, Member, ParkSurplus, start_from
 from envd.episodes.progress import CheckpointTrigger
-from envd.episodes.task_states import TaskStates
-from envd.episodes.types import CheckpointCommand, ResetCommand
+from envd.episodes.types import CheckpointCommand, ResetCommand, RollbackCommand, RollbackResult
 from envd.pool.leased import FrozenDesktop, Reservation
 from envd.pool.pool import Pool
 from envd.tasks.basis import task_digest
-from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 
 logger = logging.getLogger(__name__)
@@ -66,13 +68,10 @@ _UNREAD_S: Final = 60.0
 class Checkpointing:
     """The calls for checkpoints of an episode service."""
 
-    def __init__(
-        self, context: EpisodeContext, store: CheckpointStore | None, *, tasks: TaskCatalogue, states: TaskStates
-    ) -> None:
+    def __init__(self, context: EpisodeContext, store: CheckpointStore | None, controlling: Controlling) -> None:
         self._context = context
+        self._controlling = controlling
         self._own_store = store
-        self._tasks = tasks
-        self._states = states
         self._writing = asyncio.Semaphore(_WRITING_COUNT)
         self._own_writing = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, _OWN_WRITING_COUNT))
         self._exporting = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, _TRANSFER_COUNT))
@@ -84,7 +83,7 @@ class Checkpointing:
             raise Unimplemented("this service has no directory for checkpoints")
         return self._own_store
 
-    async def create(self, command: CheckpointCommand) -> tuple[Checkpoint, dict[str, float]]:
+    async def create(self, command: CheckpointCommand) -> tuple[Manifest, dict[str, float]]:
         """Store the present state of an active episode, which continues. Idempotent on `request_id`.
 
         Timings: `queue` (while others of its owner are written), `pause` (of the episode), `copy` (of its state),
@@ -92,7 +91,7 @@ class Checkpointing:
 
         Raises:
             EpisodeNotFound, RequestIdReused, EpisodeEnded, StepIndexMismatch, NotForkable, MachineLost,
-            GuestUnresponsive, GuestError: As for `Opening.fork`.
+            GuestUnresponsive, GuestError: As for `EpisodeOpening.fork`.
             CheckpointStoreFull: No space, and nothing that may be removed. The episode continues.
             HypervisorError, StoreError: The state could not be copied or written. The episode continues.
         """
@@ -100,7 +99,7 @@ class Checkpointing:
         answer = await self._context.once(request, lambda episode: self._create(episode, command))
         return answer.value
 
-    async def get(self, checkpoint_id: str, is_visible: Callable[[str], bool]) -> Checkpoint:
+    async def get(self, checkpoint_id: str, is_visible: Callable[[str], bool]) -> Manifest:
         """Return a checkpoint.
 
         Raises:
@@ -113,7 +112,7 @@ class Checkpointing:
             raise not_found(checkpoint_id)
         return found
 
-    async def list(self, is_visible: Callable[[str], bool]) -> tuple[Checkpoint, ...]:
+    async def list(self, is_visible: Callable[[str], bool]) -> tuple[Manifest, ...]:
         """Return the checkpoints of this host whose owners are visible, oldest first."""
         found = await in_thread(self._store.list)
         return tuple(checkpoint for checkpoint in found if is_visible(checkpoint.spec.owner))
@@ -173,7 +172,7 @@ class Checkpointing:
                 await in_thread(self._store.find, checkpoint_id)
                 raise StoreError(f"checkpoint {checkpoint_id}: cannot be read: {error}") from error
 
-    async def import_archive(self, pieces: AsyncIterator[bytes]) -> Checkpoint:
+    async def import_archive(self, pieces: AsyncIterator[bytes]) -> Manifest:
         """Store the checkpoint of an archive, with its owner and id; it is kept for as long from now as it was to be.
 
         Without tokens it has no owner. Returns the one that is there if it was imported before. On failure nothing is
@@ -216,7 +215,7 @@ class Checkpointing:
                 logger.warning("checkpoints: not swept: %s", error)
             await clock.sleep(_SWEEP_S)
 
-    async def find(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> tuple[Checkpoint, Task, Pool]:
+    async def find(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> tuple[Manifest, Task, Pool]:
         """Return a checkpoint of a caller, with its task and pool.
 
         Raises:
@@ -228,7 +227,7 @@ class Checkpointing:
         task, pool = self._usable(found)
         return found, task, pool
 
-    async def find_for(self, command: ResetCommand) -> tuple[Checkpoint, Task, Pool]:
+    async def find_for(self, command: ResetCommand) -> tuple[Manifest, Task, Pool]:
         """Return the checkpoint that a reset names. Raises: as `find`; InvalidRequest: a field contradicts it."""
         found, task, pool = await self.find(
             command.checkpoint_id, lambda owner: command.sees_all_owners or owner == command.owner
@@ -243,10 +242,10 @@ class Checkpointing:
             )
         return found, task, pool
 
-    def _usable(self, found: Checkpoint) -> tuple[Task, Pool]:
+    def _usable(self, found: Manifest) -> tuple[Task, Pool]:
         """Return the task and pool of a checkpoint. Raises: CheckpointUnusable: not those that it needs."""
         spec = found.spec
-        pool, task = self._context.pools.get(spec.pool), self._tasks.find(spec.task_id)
+        pool, task = self._context.pools.get(spec.pool), self._context.tasks.find(spec.task_id)
         if pool is None:
             raise CheckpointUnusable(f"checkpoint {found.checkpoint_id}: this daemon has no pool {spec.pool!r}")
         if task is None or task_digest(task) != spec.task_digest:
@@ -257,7 +256,7 @@ class Checkpointing:
             require_template(found, pool.template)
         return task, pool
 
-    async def restore(self, checkpoint: Checkpoint, pool: Pool, command: ResetCommand) -> Group:
+    async def start_group(self, checkpoint: Manifest, pool: Pool, command: ResetCommand) -> Group:
         """Lease machines and bring all of them to the state of a checkpoint, all or none.
 
         On failure and on cancellation no machine, reservation or state is kept. Timings: `acquire`, `restore`, `fork`
@@ -265,7 +264,7 @@ class Checkpointing:
         """
         watch = Stopwatch(self._context.clock)
         run, parked_count = command.run or checkpoint.spec.run, pool.settings.surplus_of(command.group_size)
-        granted = await pool.lease(
+        granted = await pool.acquire(
             0,
             reserved=command.group_size - parked_count,
             parked=parked_count,
@@ -275,12 +274,12 @@ class Checkpointing:
         )
         watch.lap("acquire")
         async with pool.releasing_on_failure(granted.reservations):
-            members = await self.start_from(
+            members = await self._start_members(
                 checkpoint,
                 pool,
                 granted.reservations,
-                copy=(
-                    partial(self._context.parking.copy, pool, count=parked_count, run=run, owner=command.owner)
+                park_surplus=(
+                    partial(self._context.parking.park_copies, pool, count=parked_count, run=run, owner=command.owner)
                     if parked_count
                     else None
                 ),
@@ -294,13 +293,13 @@ class Checkpointing:
             timings_ms={**watch.timings_ms, "total": watch.total_ms},
         )
 
-    async def start_from(
+    async def _start_members(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Manifest,
         pool: Pool,
         reservations: Sequence[Reservation],
         *,
-        copy: CopyToDisk | None = None,
+        park_surplus: ParkSurplus | None = None,
         options: ObservationOptions,
         subject: str,
         watch: Stopwatch,
@@ -313,15 +312,104 @@ class Checkpointing:
         watch.lap("restore")
         try:
             return await start_from(
-                pool, frozen, reservations, copy=copy, options=options, subject=subject, watch=watch
+                pool, frozen, reservations, park_surplus=park_surplus, options=options, subject=subject, watch=watch
             )
         except MachineLost as error:
             # The new machine died: do not blame the episode that is rolled back.
             raise SetupFailed(f"{subject}: {error}") from error
         finally:
-            self.discard(frozen)
+            self._context.states.discard(frozen)
 
-    async def _create(self, episode: Episode, command: CheckpointCommand) -> tuple[Checkpoint, dict[str, float]]:
+    async def rollback(self, command: RollbackCommand) -> RollbackResult:
+        """Put an open episode back into the state of a checkpoint. Idempotent on `request_id`, also after a restart.
+
+        While a person controls the episode, only that person may. It waits for a running step. The episode is active
+        afterwards, also if it had ended, and calls of its earlier epoch fail. On failure it is unchanged.
+        Timings: `queue`, `restore`, `fork`, `observe` and `total`.
+
+        Raises:
+            EpisodeNotFound, RequestIdReused, StaleEpoch, HumanInControl, GuestEnded, MachineLost: See `Stepping.step`.
+            CheckpointNotFound, CheckpointCorrupt, CheckpointUnusable: See `find`.
+            InvalidRequest: It is of another task or pool, or the observation is impossible on this screen.
+            SetupFailed: The new machine did not start, or a requested part of the observation is unavailable.
+            HypervisorError: The state could not be read or forked.
+        """
+        request = RequestKey(ROLLBACK, command.episode_id, command.request_id, command.fingerprint)
+        answer = await self._context.once(request, lambda episode: self._rollback(episode, command, request))
+        result = answer.value
+        if not answer.recovered:
+            return result
+        observation = await self._context.with_pixels(result.observation, command.episode_id, command.observe)
+        return replace(result, observation=observation)
+
+    async def _rollback(self, episode: Episode, command: RollbackCommand, request: RequestKey) -> RollbackResult:
+        context, watch = self._context, Stopwatch(self._context.clock)
+        async with context.call(episode, watch=watch):
+            try:
+                checkpoint, task, pool = await self.find(
+                    command.checkpoint_id, lambda owner: owner == episode.spec.owner
+                )
+                if (task.task_id, pool.name) != (episode.task.task_id, episode.spec.pool):
+                    raise InvalidRequest(
+                        "checkpoint_id",
+                        f"{checkpoint.checkpoint_id} is of task {task.task_id} in pool {pool.name}, but episode"
+                        f" {episode.episode_id} is of task {episode.task.task_id} in pool {episode.spec.pool}",
+                    )
+                async with episode.lock:
+                    watch.lap("queue")
+                    episode.require_epoch(command.epoch)
+                    episode.require_machine()
+                    await self._controlling.before_rollback(episode, command.control_id)
+                    member = await self._successor(episode, command, checkpoint, pool, watch)
+                    return await self._swap(episode, request, checkpoint, member, watch)
+            except EnvdError as error:
+                context.count_failure(episode, "rollback", error)
+                raise
+
+    async def _successor(
+        self, episode: Episode, command: RollbackCommand, checkpoint: Manifest, pool: Pool, watch: Stopwatch
+    ) -> Member:
+        """Return a machine with the checkpoint's state. On failure and on cancellation there is none."""
+        subject = f"rollback of episode {episode.episode_id}"
+        async with pool.replacing(run=episode.spec.run) as reservation:
+            (member,) = await self._start_members(
+                checkpoint, pool, [reservation], options=command.observe, subject=subject, watch=watch
+            )
+            # Without an await from here on, so that a machine is always released by one of the two.
+            if episode.closed.is_set() or episode.machine.lost.is_set():
+                raise MachineLost(f"{subject}: its machine was lost meanwhile")
+            # A person may have taken or lost control meanwhile.
+            episode.human.require(episode.episode_id, command.control_id)
+            return member
+
+    async def _swap(
+        self, episode: Episode, request: RequestKey, checkpoint: Manifest, member: Member, watch: Stopwatch
+    ) -> RollbackResult:
+        context, old = self._context, episode.machine
+        episode.go_back(member.machine, checkpoint.start)
+        context.registry.events.rolled_back(episode, time=checkpoint.create_time)
+        result = RollbackResult(
+            episode=episode.info(context.clock),
+            observation=member.observation,
+            timings_ms={**watch.timings_ms, "total": watch.total_ms},
+        )
+        try:
+            await context.journal.answered(request, episode, result)
+        finally:
+            # Not before: a daemon that was killed by now would continue with it.
+            context.registry.release_soon(episode, old)
+        context.metrics.rollbacks.labels(pool=episode.spec.pool).inc()
+        logger.info(
+            "episode %s: rolled back to checkpoint %s at step %d, epoch %d, machine %s",
+            episode.episode_id,
+            checkpoint.checkpoint_id,
+            episode.progress.step_count,
+            episode.epoch,
+            episode.machine.machine_id,
+        )
+        return result
+
+    async def _create(self, episode: Episode, command: CheckpointCommand) -> tuple[Manifest, dict[str, float]]:
         context = self._context
         checkpoint_id = _id_of(episode, command.request_id)
         if (known := await self._known(checkpoint_id, command)) is not None:
@@ -333,15 +421,13 @@ class Checkpointing:
                 # Before the copy: callers that wait for the disk hold none.
                 async with self._writer(episode.spec.owner):
                     watch.lap("queue")
-                    frozen = await freeze_at(
-                        pool, episode, command.step_index, registry=context.registry, epoch=command.epoch
-                    )
+                    frozen = await context.freeze(episode, command.step_index, epoch=command.epoch)
                     watch.lap("copy")
                     try:
                         described = self._describe(episode, command, frozen, checkpoint_id)
                         stored = await write_state(described, frozen, pool, self._store)
                     finally:
-                        self.discard(frozen)
+                        self._context.states.discard(frozen)
             except EnvdError as error:
                 context.count_failure(episode, "checkpoint", error)
                 raise
@@ -350,7 +436,7 @@ class Checkpointing:
         timings_ms = {"pause": frozen.snapshot.report.paused_ms, **watch.timings_ms, "total": watch.total_ms}
         return stored, timings_ms
 
-    def describe(self, episode: Episode, frozen: FrozenDesktop, trigger: CheckpointTrigger) -> Checkpoint:
+    def describe(self, episode: Episode, frozen: FrozenDesktop, trigger: CheckpointTrigger) -> Manifest:
         """Return the description of an episode's present state, for `store`."""
         name = f"{trigger.value}/{episode.epoch}/{episode.progress.step_count}"
         command = CheckpointCommand(
@@ -359,17 +445,13 @@ class Checkpointing:
         described = self._describe(episode, command, frozen, _id_of(episode, name))
         return described.model_copy(update={"trigger": trigger.value})
 
-    async def store(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
+    async def store(self, episode: Episode, described: Manifest, frozen: FrozenDesktop) -> None:
         """Store a state of an episode that no request asked for."""
         async with self._writer(episode.spec.owner):
             stored = await write_state(described, frozen, self._context.pools[episode.spec.pool], self._store)
         await self._stored(episode, stored)
 
-    def discard(self, frozen: FrozenDesktop) -> None:
-        """Discard a state that has no more users; returns before that is done."""
-        self._states.discard(frozen)
-
-    async def _stored(self, episode: Episode, stored: Checkpoint) -> None:
+    async def _stored(self, episode: Episode, stored: Manifest) -> None:
         """Report a new checkpoint; later ones of the same epoch descend from it."""
         if stored.epoch == episode.epoch:
             episode.progress = replace(episode.progress, last_checkpoint_id=stored.checkpoint_id)
@@ -384,7 +466,7 @@ class Checkpointing:
             stored.size_bytes / (1 << 20),
         )
 
-    async def _known(self, checkpoint_id: str, command: CheckpointCommand) -> Checkpoint | None:
+    async def _known(self, checkpoint_id: str, command: CheckpointCommand) -> Manifest | None:
         """Return what the same request stored under a previous daemon. Raises: RequestIdReused."""
         try:
             known = await in_thread(self._store.find, checkpoint_id)
@@ -396,7 +478,7 @@ class Checkpointing:
 
     def _describe(
         self, episode: Episode, command: CheckpointCommand, frozen: FrozenDesktop, checkpoint_id: str
-    ) -> Checkpoint:
+    ) -> Manifest:
         ttl_s = self._store.settings.ttl_s if command.ttl_s is None else command.ttl_s
         return describe_state(
             episode.spec,
@@ -428,7 +510,7 @@ def _id_of(episode: Episode, name: str) -> str:
     return f"ckpt-{hashlib.blake2b(f'{episode.episode_id}/{name}'.encode(), digest_size=8).hexdigest()}"
 
 
-def _opened_from(checkpoint: Checkpoint, member: Member) -> Member:
+def _opened_from(checkpoint: Manifest, member: Member) -> Member:
     origin = replace(
         member.origin,
         checkpoint_id=checkpoint.checkpoint_id,
@@ -438,7 +520,7 @@ def _opened_from(checkpoint: Checkpoint, member: Member) -> Member:
     return replace(member, origin=origin)
 
 
-def tree_of(episode: Episode, found: Sequence[Checkpoint]) -> list[Checkpoint]:
+def tree_of(episode: Episode, found: Sequence[Manifest]) -> list[Manifest]:
     """Return the checkpoints that are connected with an episode's by their parents, in their order."""
     links = [{each.checkpoint_id, each.progress.last_checkpoint_id} - {""} for each in found]
     connected = {episode.spec.origin.checkpoint_id, episode.progress.last_checkpoint_id}

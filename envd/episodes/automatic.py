@@ -14,8 +14,8 @@ from typing import Final
 from envd.base.aio import Changes, OwnedTasks
 from envd.base.clock import wait_until
 from envd.base.errors import EnvdError, RateLimited
-from envd.episodes.checkpoints.calls import Checkpointing
-from envd.episodes.checkpoints.manifest import Checkpoint
+from envd.episodes.checkpointing import Checkpointing
+from envd.episodes.checkpoints.manifest import Manifest
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.progress import CheckpointTrigger
@@ -49,7 +49,7 @@ class AutomaticCheckpointing:
         """Failures since the last line, by owner."""
 
     async def after_step(self, episode: Episode) -> bool:
-        """Copy and store the state after a step, if it is an occasion; returns whether it is. Hold the turn."""
+        """Copy and store the state after a step, if it is an occasion; returns whether it is. Hold the lock."""
         trigger = episode.spec.automatic.after_step(
             episode.progress.step_count, is_done=episode.progress.last_action is not None
         )
@@ -65,7 +65,7 @@ class AutomaticCheckpointing:
         return trigger is not None
 
     async def before_evaluation(self, episode: Episode) -> Callable[[bool], None]:
-        """Copy the state before checkers change it, if failures are occasions. The caller has the episode's turn.
+        """Copy the state before checkers change it, if failures are occasions. The caller holds the episode's lock.
 
         Call the result with whether the episode failed: only then the copy is stored.
         """
@@ -79,14 +79,14 @@ class AutomaticCheckpointing:
             if is_failure:
                 self._keep(episode, self._checkpoints.describe(episode, frozen, CheckpointTrigger.FAILURE), frozen)
             else:
-                self._checkpoints.discard(frozen)
+                self._context.states.discard(frozen)
 
         return end
 
     def last_use(self, episode: Episode, frozen: FrozenDesktop, trigger: CheckpointTrigger) -> Callable[[], None]:
         """Return what to call after the last fork of a present state: keeps it at an occasion, else discards it."""
         if trigger not in episode.spec.automatic.on:
-            return partial(self._checkpoints.discard, frozen)
+            return partial(self._context.states.discard, frozen)
         return partial(self._keep, episode, self._checkpoints.describe(episode, frozen, trigger), frozen)
 
     async def aclose(self) -> None:
@@ -99,7 +99,7 @@ class AutomaticCheckpointing:
             await self._tasks.cancel()
 
     async def _copy(self, episode: Episode) -> FrozenDesktop | None:
-        """Copy the state of an episode whose turn the caller has; None if that failed, which is logged."""
+        """Copy the state of an episode whose lock the caller holds; None if that failed, which is logged."""
         try:
             return await self._context.pools[episode.spec.pool].freeze(episode.machine)
         except EnvdError as error:
@@ -135,23 +135,23 @@ class AutomaticCheckpointing:
             del self._copies[owner]
         self._changes.notify()
 
-    def _keep(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
+    def _keep(self, episode: Episode, described: Manifest, frozen: FrozenDesktop) -> None:
         """Store a copy and then discard it."""
         if self._counted(episode):
             self._spawn(episode, described, frozen)
         else:
-            self._checkpoints.discard(frozen)
+            self._context.states.discard(frozen)
 
-    def _spawn(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
+    def _spawn(self, episode: Episode, described: Manifest, frozen: FrozenDesktop) -> None:
         self._tasks.spawn(self._store(episode, described, frozen), name=f"checkpoint:{described.checkpoint_id}")
 
-    async def _store(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
+    async def _store(self, episode: Episode, described: Manifest, frozen: FrozenDesktop) -> None:
         try:
             await self._checkpoints.store(episode, described, frozen)
         except EnvdError as error:
             self._failed(episode, error)
         finally:
-            self._checkpoints.discard(frozen)
+            self._context.states.discard(frozen)
             self._release(described.spec.owner)
 
     def _failed(self, episode: Episode, error: EnvdError) -> None:
