@@ -109,7 +109,7 @@ class _Serving:
         self.print_line(f"envd {envd_version()} is starting; its state is in {self.config.state_dir}")
         async with self.manager.watchdog(), open_daemon(self.config, inputs) as daemon:
             self._daemon = daemon
-            self._announce_restored(daemon)
+            self._announce_recovered(daemon)
             self._announce(daemon)
             self.manager.ready()
             reporting = asyncio.create_task(self._report_pools(daemon), name="serve:pools")
@@ -127,7 +127,7 @@ class _Serving:
             await daemon.drain(hurry=self.hurry)
             self.print_line("destroying machines")
 
-    def _announce_restored(self, daemon: Daemon) -> None:
+    def _announce_recovered(self, daemon: Daemon) -> None:
         if daemon.reaped:
             what = "machine" if len(daemon.reaped) == 1 else "machines"
             self.print_line(f"removed {len(daemon.reaped)} {what} of an earlier daemon: {', '.join(daemon.reaped)}")

@@ -43,7 +43,7 @@ from envd.episodes.context import EpisodeContext
 from envd.episodes.controlling import Controlling
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import CHECKPOINT, ROLLBACK, RequestKey
-from envd.episodes.members import CopyToDisk, Group, Member, start_from
+from envd.episodes.members import Group, Member, ParkSurplus, start_from
 from envd.episodes.progress import CheckpointTrigger
 from envd.episodes.types import CheckpointCommand, ResetCommand, RollbackCommand, RollbackResult
 from envd.pool.leased import FrozenDesktop, Reservation
@@ -278,8 +278,8 @@ class Checkpointing:
                 checkpoint,
                 pool,
                 granted.reservations,
-                copy=(
-                    partial(self._context.parking.copy, pool, count=parked_count, run=run, owner=command.owner)
+                park_surplus=(
+                    partial(self._context.parking.park_copies, pool, count=parked_count, run=run, owner=command.owner)
                     if parked_count
                     else None
                 ),
@@ -299,7 +299,7 @@ class Checkpointing:
         pool: Pool,
         reservations: Sequence[Reservation],
         *,
-        copy: CopyToDisk | None = None,
+        park_surplus: ParkSurplus | None = None,
         options: ObservationOptions,
         subject: str,
         watch: Stopwatch,
@@ -312,7 +312,7 @@ class Checkpointing:
         watch.lap("restore")
         try:
             return await start_from(
-                pool, frozen, reservations, copy=copy, options=options, subject=subject, watch=watch
+                pool, frozen, reservations, park_surplus=park_surplus, options=options, subject=subject, watch=watch
             )
         except MachineLost as error:
             # The new machine died: do not blame the episode that is rolled back.

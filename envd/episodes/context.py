@@ -102,7 +102,7 @@ class EpisodeContext:
             self.parking.call_ended(episode)
 
     @asynccontextmanager
-    async def awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[LeasedMachine]:
+    async def running(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[LeasedMachine]:
         """Keep the guest running during the block; yields its machine. Resuming it is the phase `resume` of `watch`.
 
         A guest that does not resume voids the episode. Raises: MachineLost.

@@ -142,7 +142,7 @@ class Controlling:
                 # A person's episode is not parked again.
                 async with self._context.call(episode):
                     pass
-                async with self._context.awake(episode, Stopwatch(clock)) as machine:
+                async with self._context.running(episode, Stopwatch(clock)) as machine:
                     # After a rollback the episode has another machine.
                     while self._holds(episode, session) and machine is episode.machine:
                         session.changed.clear()

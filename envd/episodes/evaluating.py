@@ -131,7 +131,7 @@ class Evaluating:
         reason, is_compared = "", False
         while episode.progress.guest_end_cause not in ENDS_MACHINE:
             try:
-                async with self._context.awake(episode, watch):
+                async with self._context.running(episode, watch):
                     return await self._judge(episode, episode.machine)
             except EvaluatorFailed as error:
                 loss = await find_loss(episode, error)

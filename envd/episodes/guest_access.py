@@ -209,7 +209,7 @@ class GuestAccess:
             # Only opening it is a call: a call keeps its lease for longer than a connection without bytes may.
             async with context.call(episode):
                 episode.require_machine()
-                machine = await held.enter_async_context(context.awake(episode, Stopwatch(context.clock)))
+                machine = await held.enter_async_context(context.running(episode, Stopwatch(context.clock)))
                 streams = await machine.desktop.open_port(port)
                 held.push_async_callback(close, streams[1])
             context.journal.save_lease(episode)
@@ -247,6 +247,6 @@ class GuestAccess:
         episode = self._accessible(episode_id)
         async with context.call(episode):
             episode.require_machine()
-            async with context.awake(episode, Stopwatch(context.clock)) as machine:
+            async with context.running(episode, Stopwatch(context.clock)) as machine:
                 yield machine.desktop
         context.journal.save_lease(episode)

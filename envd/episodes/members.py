@@ -27,7 +27,8 @@ T = TypeVar("T")
 ALREADY_SETTLED = SettleResult(settled=True, settle_ms=0.0, change_count=0)
 
 
-CopyToDisk = Callable[[FrozenDesktop], Awaitable[Sequence[LeasedMachine]]]
+ParkSurplus = Callable[[FrozenDesktop], Awaitable[Sequence[LeasedMachine]]]
+"""Stores a state once for each member that begins parked, and returns the stand-ins for their machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ async def start_from(
     machines: Sequence[LeasedMachine] = (),
     view: DesktopView | None = None,
     settle: SettleResult | None = None,
-    copy: CopyToDisk | None = None,
+    park_surplus: ParkSurplus | None = None,
     options: ObservationOptions,
     subject: str,
     watch: Stopwatch,
@@ -72,7 +73,7 @@ async def start_from(
         machines: Machines that are in this state already; they come first.
         view: What all screens show; the view of the state by default.
         settle: How the screen settled; None if nothing waited for that.
-        copy: Returns stand-ins for the machines of further members, which begin parked; they see what the first sees.
+        park_surplus: Adds the members that begin parked, which see what the first one sees; None if there are none.
         subject: The request, as `<thing> <id>`, for messages.
 
     Raises:
@@ -98,9 +99,9 @@ async def start_from(
     if options.asks_guest or pool.settings.always_running:
         observations = await gather(_observe(machine, view, shared, options, subject) for machine in started)
     watch.lap("observe")
-    if copy is not None:
+    if park_surplus is not None:
         # Last: the stored states have no owner until there are episodes.
-        parked = await copy(frozen)
+        parked = await park_surplus(frozen)
         started += parked
         observations += observations[:1] * len(parked)
         watch.lap("park")

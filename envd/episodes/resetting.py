@@ -140,9 +140,9 @@ class _Reset:
         """Members that begin parked, because the pool never has so many machines."""
         return self.pool.settings.surplus_of(self.command.group_size)
 
-    async def _copy(self, frozen: FrozenDesktop) -> Sequence[LeasedMachine]:
+    async def _park_surplus(self, frozen: FrozenDesktop) -> Sequence[LeasedMachine]:
         command = self.command
-        return await self.context.parking.copy(
+        return await self.context.parking.park_copies(
             self.pool, frozen, count=self.surplus_count, run=command.run, owner=command.owner
         )
 
@@ -260,7 +260,7 @@ class _Reset:
             machines=machines,
             view=view,
             settle=settle,
-            copy=self._copy if self.surplus_count else None,
+            park_surplus=self._park_surplus if self.surplus_count else None,
             options=self.command.observe,
             subject=f"task {self.task.task_id}",
             watch=self.watch,

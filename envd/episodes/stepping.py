@@ -85,7 +85,7 @@ class Stepping:
                     if resume_ms > 0:
                         watch.lap("resume")
                     acting = Stopwatch(context.clock)
-                    outcomes, observation = await self._act(episode, command, watch=acting)
+                    outcomes, observation = await self._act_and_observe(episode, command, watch=acting)
                 # The machine may have died at the very end of a step that succeeded.
                 episode.require_machine()
             except StoreError:
@@ -120,7 +120,7 @@ class Stepping:
             await context.journal.answered(request, episode, result)
         return result
 
-    async def _act(
+    async def _act_and_observe(
         self, episode: Episode, command: StepCommand, *, watch: Stopwatch
     ) -> tuple[tuple[ActionOutcome, ...], Observation]:
         """Perform a step's actions, then settle and observe. Phases of `watch`: `input`, `settle`, `observe`.
@@ -175,7 +175,7 @@ class Stepping:
             episode.require_machine()
             desktop = episode.machine.desktop
             options.require_region_on(desktop.screen_size)
-            async with context.awake(episode, watch):
+            async with context.running(episode, watch):
                 policy = settle and context.settle_policy(episode, settle)
                 return await observe(
                     desktop, settle=policy, options=options, refresh=refresh, watch=watch, throttle=throttle
@@ -345,12 +345,12 @@ async def perform(
         if isinstance(action, Done | Fail):
             outcomes.append(ActionOutcome())
             break
-        outcomes.append(await _act(action, desktop=desktop, use_tool=use_tool, watch=watch))
+        outcomes.append(await _perform_one(action, desktop=desktop, use_tool=use_tool, watch=watch))
     watch.lap("input")
     return tuple(outcomes)
 
 
-async def _act(
+async def _perform_one(
     action: Action, *, desktop: Desktop, use_tool: Callable[[ToolAction], Awaitable[ActionOutcome]], watch: Stopwatch
 ) -> ActionOutcome:
     """Perform an action, or the part of it for which the step has time."""

@@ -38,7 +38,7 @@ class FrozenDesktop:
 
 
 class LeasedMachine:
-    """A machine leased to one user, until `Pool.release`. Paused and asleep until its first use."""
+    """A machine that one call or episode has until `Pool.release`. Paused and asleep until its first use."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class LeasedMachine:
 
     @property
     def in_use(self) -> bool:
-        """Whether the guest runs for somebody."""
+        """Whether a block of `running` is open."""
         return self._user_count > 0
 
     def start_loading(self, tasks: OwnedTasks) -> None:

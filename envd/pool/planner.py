@@ -100,7 +100,7 @@ class Plan:
     turn: KeptTurn | None = None
     """The kept turn, by index in the queue before the plan; None if machines are kept for no group."""
     start_count: int
-    """Machines to fork."""
+    """Machines to start."""
     destroy: tuple[str, ...]
     """Idle machines to destroy."""
     host_is_short: bool = False

@@ -1,4 +1,4 @@
-"""Carry out the planner's decisions: fork machines ahead of demand, grant them once, destroy and replace them.
+"""Carry out the planner's decisions: start machines ahead of demand, grant them once, destroy and replace them.
 
 Invariants, which hold because one event loop is atomic between awaits:
 

@@ -74,7 +74,7 @@ class HarnessRollout(Rollout):
         """Rows of the last attempt."""
         return [recorded.row for recorded in self._session.rows] if self._session else []
 
-    async def play_episode(self, episode: AgentEpisode, made: Conversation) -> Trajectory:  # noqa: ARG002 -- the gateway has its own
+    async def play_episode(self, episode: AgentEpisode, conversation: Conversation) -> Trajectory:  # noqa: ARG002 -- the gateway has its own
         """Play an open episode by the harness, and have it scored."""
         opened = self.episode
         if opened is None:

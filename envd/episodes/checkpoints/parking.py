@@ -447,7 +447,7 @@ class Parking:
         self._unowned[machine_id] = stored
         return parked_machine(pool.spec_of(machine_id), view)
 
-    async def copy(
+    async def park_copies(
         self, pool: Pool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
     ) -> Sequence[LeasedMachine]:
         """Store copies of a state; return the stand-ins of episodes that begin parked, for `keep`.

@@ -57,13 +57,13 @@ class _ArmRollout(Rollout):
         zero = Evaluation(score=0.0, checks=(), timings_ms={})
         return replace(trajectory, outcome=Outcome.TRUNCATED, reason="injected", error=None, evaluation=zero)
 
-    async def play_episode(self, episode: AgentEpisode, made: Conversation) -> Trajectory:
+    async def play_episode(self, episode: AgentEpisode, conversation: Conversation) -> Trajectory:
         if getattr(self.args, "escapes_as_void", False):
             episode = _VoidableEpisode(episode)
         rng = _rng(self.args, self.sample)
         if rng.random() < getattr(self.args, "fault_share", 0.0) and self.episode is not None:
             episode = _LostEpisode(episode, self.episode, steps=rng.randrange(_STEPS + 1))
-        return await super().play_episode(episode, made)
+        return await super().play_episode(episode, conversation)
 
 
 class _VoidableEpisode(WrappedEpisode):

@@ -71,9 +71,9 @@ class _RecordedRollout(Rollout):
             _write(Path(self.args.save) / _DIRECTORY, trajectory, observations)
         return trajectory
 
-    async def play_episode(self, episode: AgentEpisode, made: Conversation) -> Trajectory:
+    async def play_episode(self, episode: AgentEpisode, conversation: Conversation) -> Trajectory:
         self._recorder = _Recorder(episode)
-        return await super().play_episode(self._recorder, made)
+        return await super().play_episode(self._recorder, conversation)
 
 
 class _Recorder(WrappedEpisode):

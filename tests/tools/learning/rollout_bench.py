@@ -225,8 +225,8 @@ class _MeasuredRollout(Rollout):
     def new_engine(self, params: Mapping[str, Any]) -> Engine:
         return _MeasuredEngine(super().new_engine(params))
 
-    async def play_episode(self, episode: AgentEpisode, made: Conversation) -> Trajectory:
-        return await super().play_episode(_BusyEpisode(episode) if _measured.is_busy else episode, made)
+    async def play_episode(self, episode: AgentEpisode, conversation: Conversation) -> Trajectory:
+        return await super().play_episode(_BusyEpisode(episode) if _measured.is_busy else episode, conversation)
 
 
 class _BusyEpisode(WrappedEpisode):

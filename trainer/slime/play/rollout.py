@@ -179,29 +179,29 @@ class Rollout:
             self._resumed = None
             return None
 
-    async def play_episode(self, episode: AgentEpisode, made: Conversation) -> Trajectory:
+    async def play_episode(self, episode: AgentEpisode, conversation: Conversation) -> Trajectory:
         """Play an open episode from its start, its branch point, or where it was interrupted."""
-        conversation, resumed, settings = cast(TokenConversation, made), self._resumed, self.config.agent
+        tokens, resumed, settings = cast(TokenConversation, conversation), self._resumed, self.config.agent
         if self._tree is not None:
-            return await self._tree.play_episode(episode, conversation, settings=settings)
+            return await self._tree.play_episode(episode, tokens, settings=settings)
 
         async def interrupted(point: BranchPoint) -> None:
             if len(point.turns) > (len(resumed.point.turns) if resumed else 0):
-                await self._keep_state(point, conversation.rows[-1])
+                await self._store_partial(point, tokens.rows[-1])
 
         if resumed is not None:
             is_masked = getattr(self.args, "mask_offpolicy_in_partial_rollout", False)
-            await conversation.resume(resumed.row.copy(masked=is_masked))
+            await tokens.resume(resumed.row.copy(masked=is_masked))
         return await run_episode(
             episode,
-            conversation,
+            tokens,
             settings=settings,
             branch_point=replace(resumed.point, history=resumed.point.history.copy()) if resumed else None,
             interrupted=interrupted if self._keeps_partial else None,
             traced=self._traced,
         )
 
-    async def _keep_state(self, point: BranchPoint, row: Row) -> None:
+    async def _store_partial(self, point: BranchPoint, row: Row) -> None:
         """Store the episode between two turns, so that a later rollout continues it."""
         if self.episode is None:
             return
@@ -265,10 +265,10 @@ class Rollout:
                 await keep_success(self.here.pool, trajectory, rows, samples)
             result = samples[0] if multiple is None else samples
         if self._keeps_partial:
-            await self._keep(is_aborted=is_aborted)
+            await self._note_partial(is_aborted=is_aborted)
         return result
 
-    async def _keep(self, *, is_aborted: bool) -> None:
+    async def _note_partial(self, *, is_aborted: bool) -> None:
         """Note where an aborted sample continues, and delete the checkpoint that it no longer needs."""
         old = self.sample.metadata.pop(_PARTIAL_KEY, None)
         new = self._interrupted or old if is_aborted else None

@@ -67,7 +67,7 @@ ENDS = (
         way="declares the task done or infeasible",
         by="agent",
         result=SCORED,
-        shows="`AGENT_DONE`, `AGENT_FAILED`",
+        shows="`AGENT_DONE`, `AGENT_FAIL`",
         tests=(f"{SERVICE}::test_evaluate_waits_for_the_running_step_and_sees_its_end_state",),
     ),
     End(
