@@ -5,9 +5,11 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+
+_LAST_TASKS_S: Final = 20.0
 
 
 class LoopThread:
@@ -26,7 +28,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def stop(self) -> None:
-        """End the thread, without waiting: the loop cancels its tasks, waits until they have ended, and is closed."""
+        """End the thread, without waiting: the loop cancels its tasks, waits at most 20 s for them, and is closed."""
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def join(self) -> None:
@@ -34,8 +36,8 @@ class LoopThread:
         self._thread.join()
 
     def close(self, last: Callable[[], Coroutine[Any, Any, object]] | None = None) -> None:
-        """Run `last` in the loop, and end the thread. In a forked process this does nothing."""
-        if self.pid != os.getpid():
+        """Run `last` in the loop, and end the thread. In a forked process, or once it has ended, this does nothing."""
+        if self.pid != os.getpid() or self.loop.is_closed():
             return
         try:
             if last is not None:
@@ -54,8 +56,9 @@ class LoopThread:
             self.loop.close()
 
     async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            # A task that ignores it does not keep the process. Not `gather`, which would hide the errors of their ends.
+            await asyncio.wait(tasks, timeout=_LAST_TASKS_S)
         await self.loop.shutdown_asyncgens()

@@ -103,7 +103,12 @@ async def test_a_harness_that_never_stops_is_scored_after_its_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("envd", "words"), [({"agent": AGENT}, "images_per_row"), ({"group": "tree"}, "cannot be copied")]
+    ("envd", "words"),
+    [
+        ({"agent": AGENT}, "images_per_row"),
+        ({"group": "tree"}, "cannot be copied"),
+        ({"reward": {"recipe": "task", "strict": True}}, "strict"),
+    ],
 )
 async def test_a_configuration_that_cannot_work_is_refused(envd: dict[str, Any], words: str) -> None:
     async with world() as (server, _):

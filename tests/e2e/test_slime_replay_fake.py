@@ -9,7 +9,7 @@ import pytest
 from cuaenv.client import Done
 from envd.tasks import perturbations
 from envd.tasks.model import Task
-from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting
+from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting, turn_in
 from tests.support.server import load_fake_tasks, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
 from trainer.slime import job as registry
@@ -75,6 +75,38 @@ async def test_a_failed_group_gets_an_earlier_success(agent: dict[str, int], mon
         assert facts_of(row)["replay"] == "behaviour_log_probs"
         assert json.dumps(row.metadata)
     assert normal[0] < 0 < normal[-1]
+
+
+async def test_a_success_without_a_reward_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_jobs", {})
+
+    def talk_on(prompt: str) -> str:
+        return counting(prompt) if turn_in(prompt) <= 2 else "The task is done."
+
+    says = [talk_on]
+
+    def say(prompt: str) -> str:
+        return says[-1](prompt)
+
+    async with serve_fake(size=2, capacity=4) as server:
+        with stand_in_slime(ScriptedEngine(say)):
+            envd = {
+                "hosts": [server.address],
+                "engine_timeout_s": 20.0,
+                "replay": {"seed": 3},
+                "reward": {"recipe": "task", "strict": True},
+                "agent": AGENT,
+            }
+            args = stand_in_args(envd, n_samples_per_prompt=2)
+            pool = registry.job_of(args).pool
+            assert pool is not None
+            unpaid = await rolled_out(args, group_of(2, group_index=0))
+            assert [(facts_of(sample)["task_score"], sample.reward) for sample in unpaid] == [(1.0, 0.0)] * 2
+            assert len(pool) == 0
+            says.append(counting)
+            paid = await rolled_out(args, group_of(2, group_index=1))
+            assert [sample.reward for sample in paid] == [1.0, 1.0]
+            assert len(pool) == 2
 
 
 async def test_a_success_in_a_perturbed_world_is_not_kept_for_another_world(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from trainer.gateway.server import serve
 from trainer.gateway.session import GatewaySession
 from trainer.gateway.settings import GatewaySettings
 from trainer.rewards.facts import TurnFacts
+from trainer.rewards.recipes import TaskScore
 from trainer.slime.job import job_of
 from trainer.slime.play.rollout import Rollout
 from trainer.tokens.conversation import Engine
@@ -47,6 +48,10 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         raise ConfigError(
             "envd.agent.images_per_row is 0: a harness may rewrite its history, so an episode may have several rows;"
             " set it to the most pictures of a row"
+        )
+    if job.config.recipe == TaskScore(strict=True):
+        raise ConfigError(
+            "envd.reward: strict: a harness ends the episode, and not by a reply, so each reward would be 0; remove it"
         )
     return await job.play_sample(args, sample, sampling_params, evaluation=evaluation, rollout_type=HarnessRollout)
 

@@ -7,7 +7,7 @@ ones are named as `module:NAME`: such a class, any class whose arguments are its
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -29,7 +29,7 @@ class TaskScore:
     __pydantic_config__: ClassVar = STRICT
 
     strict: bool = False
-    """Give 0 unless every reply followed the grammar and the last one ended the episode.
+    """Give 0 unless every reply followed the grammar and the last one ended the episode, or its guest.
 
     By the score alone an agent that talks on after it has solved the task gets as much as one that ends, and learns to
     (docs/learning.md).
@@ -37,14 +37,17 @@ class TaskScore:
 
     def __call__(self, facts: EpisodeFacts) -> Breakdown:
         parts = {"task": facts.task_score}
-        if self.strict and not _ended_in_form(facts.turns):
+        if self.strict and not _ended_in_form(facts):
             parts["form"] = -facts.task_score
         total = math.fsum(parts.values())
         return Breakdown(recipe="task", total=total, task_score=facts.task_score, parts=parts)
 
 
-def _ended_in_form(turns: Sequence[TurnFacts]) -> bool:
-    return bool(turns) and all(turn.parsed for turn in turns) and (turns[-1].done or turns[-1].failed)
+def _ended_in_form(facts: EpisodeFacts) -> bool:
+    turns = facts.turns
+    if not turns or not all(turn.parsed for turn in turns):
+        return False
+    return turns[-1].done or turns[-1].failed or bool(facts.guest_end_cause)
 
 
 _RECIPES: Mapping[str, type[TaskScore] | type[Shaped]] = {"task": TaskScore, "shaped": Shaped}

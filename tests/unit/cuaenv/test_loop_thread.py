@@ -1,4 +1,6 @@
 import asyncio
+import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -7,6 +9,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
+from cuaenv import loop_thread
 from cuaenv.loop_thread import LoopThread
 
 
@@ -56,6 +59,54 @@ def test_the_thread_ends_although_the_last_coroutine_fails() -> None:
     with pytest.raises(OSError, match="no"):
         thread.close(last)
     assert thread.loop.is_closed()
+
+
+def test_closing_again_does_nothing() -> None:
+    thread = LoopThread("loop of a test")
+    thread.close()
+    thread.close(never)
+
+
+def test_a_task_that_ignores_its_cancellation_does_not_keep_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_thread, "_LAST_TASKS_S", 0.1)
+    thread, cancelled = LoopThread("loop of a test"), threading.Event()
+
+    async def stubborn() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await never()
+            cancelled.set()
+
+    async def last() -> None:
+        await asyncio.sleep(0)
+
+    thread.start(stubborn())
+    closing = threading.Thread(target=thread.close, args=(last,), daemon=True)
+    closing.start()
+    closing.join(timeout=30)
+    assert cancelled.is_set()
+    assert thread.loop.is_closed()
+
+
+def test_an_error_at_the_end_of_a_cancelled_task_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    thread = LoopThread("loop of a test")
+
+    async def failing() -> None:
+        try:
+            await never()
+        finally:
+            raise OSError("not released")
+
+    async def start() -> None:
+        failing_task.append(asyncio.create_task(failing()))
+        await asyncio.sleep(0)
+
+    failing_task: list[asyncio.Task[None]] = []
+    thread.start(start()).result()
+    thread.close()
+    failing_task.clear()
+    gc.collect()
+    assert "not released" in caplog.text
 
 
 def test_closing_in_a_forked_process_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,5 +204,8 @@ def test_every_recipe_and_adapter_ranks_an_escape_by_the_same_rule(
 
 
 def test_a_task_that_is_solved_by_a_power_off_keeps_its_score() -> None:
-    facts = EpisodeFacts(task_id="t", task_score=1.0, turns=(), max_turns=9, guest_end_cause="POWER_OFF")
+    facts = EpisodeFacts(task_id="t", task_score=1.0, turns=(FACTS,), max_turns=9, guest_end_cause="POWER_OFF")
     assert reward_of(facts, recipe(), ended_by_guest_score=-0.1).total == 1.0
+    assert reward_of(facts, recipe("task", strict=True), ended_by_guest_score=-0.1).total == 1.0
+    talked_on = replace(facts, turns=(FACTS, replace(FACTS, parsed=False)))
+    assert reward_of(talked_on, recipe("task", strict=True), ended_by_guest_score=-0.1).total == 0.0
