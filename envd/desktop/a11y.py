@@ -19,7 +19,7 @@ from lxml import etree
 
 from cuaenv.region import Region
 from envd.base.errors import GuestError
-from envd.desktop.observation import A11yElement, Elements
+from envd.desktop.observation import Element, Elements
 
 #: A tree of guestd's 5,000 nodes has about 2 MiB.
 MAX_TREE_BYTES: Final = 16 << 20
@@ -120,7 +120,7 @@ def outline(elements: Elements, *, max_chars: int) -> str:
     return "\n".join([*lines[:kept], *note])
 
 
-def _line(element: A11yElement) -> str:
+def _line(element: Element) -> str:
     words = [f"[{element.mark}]"] if element.mark else []
     words.append(element.role)
     if element.name:
@@ -155,7 +155,7 @@ def _parse(xml: str) -> etree._Element:
         raise GuestError(f"not XML: {str(error)[:200]}") from error
 
 
-def _walk(root: etree._Element, screen_px: tuple[int, int], max_nodes: int) -> Iterator[tuple[int, A11yElement]]:
+def _walk(root: etree._Element, screen_px: tuple[int, int], max_nodes: int) -> Iterator[tuple[int, Element]]:
     """Yield the visible elements in the tree's order, each with the number of its top-level window."""
     window = 0
     # Nodes to visit, the next one last: (node, its depth in the list).
@@ -173,7 +173,7 @@ def _walk(root: etree._Element, screen_px: tuple[int, int], max_nodes: int) -> I
         stack += [(child, depth) for child in node.iterchildren("*", reversed=True)]
 
 
-def _element(node: etree._Element, depth: int, screen_px: tuple[int, int]) -> A11yElement | None:
+def _element(node: etree._Element, depth: int, screen_px: tuple[int, int]) -> Element | None:
     """Return a node as an element; None without a box on the screen."""
     attributes = {etree.QName(key).localname: value for key, value in node.attrib.items()}
     box = _box(str(attributes.get("screencoord", "")), str(attributes.get("size", "")), screen_px)
@@ -187,7 +187,7 @@ def _element(node: etree._Element, depth: int, screen_px: tuple[int, int]) -> A1
         states.append("disabled")
     name = " ".join(str(attributes.get("name", "")).split())
     value = (node.text or "").strip() or str(attributes.get("value", ""))
-    return A11yElement(
+    return Element(
         role=role,
         name=_cut(name, MAX_NAME_CHARS),
         value="" if value == name else _cut(value, MAX_VALUE_CHARS),

@@ -193,7 +193,7 @@ class ScreenComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class A11yElement:
+class Element:
     """An element of an accessibility tree that is on the screen."""
 
     role: str
@@ -217,7 +217,7 @@ class A11yElement:
 class Elements:
     """Visible elements: parents before children, the active window first."""
 
-    items: tuple[A11yElement, ...]
+    items: tuple[Element, ...]
     left_out_count: int = 0
     """Elements left out because there were too many."""
     is_cut: bool = False

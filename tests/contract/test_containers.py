@@ -36,7 +36,8 @@ from tests.support.program import Program
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
-_MACHINE_ID = "only-machine"
+#: Of this process: the containers of daemons on one host are numbered alike, and told apart by their names.
+_MACHINE_ID = f"machine-{os.getpid()}"
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +54,12 @@ def state_dir() -> Iterator[Path]:
 
 @asynccontextmanager
 async def started(
-    state_dir: Path, image: DiskImage, *, memory_mib: int = 1024
+    state_dir: Path, image: DiskImage, *, machine_id: str = _MACHINE_ID, memory_mib: int = 1024
 ) -> AsyncIterator[tuple[OciHypervisor, OciMachine]]:
     """Start one machine, which is destroyed at the end."""
     hypervisor = await OciHypervisor.open(settings(state_dir), [image])
     try:
-        spec = MachineSpec(machine_id=_MACHINE_ID, image=image, memory_mib=memory_mib)
+        spec = MachineSpec(machine_id=machine_id, image=image, memory_mib=memory_mib)
         machine = await hypervisor.create(spec)
         try:
             await machine.wait_started()
@@ -74,7 +75,7 @@ async def started(
 async def shared(image: DiskImage) -> AsyncIterator[tuple[OciHypervisor, OciMachine]]:
     """Start one machine for the tests whose attempts leave it as it was."""
     with tempfile.TemporaryDirectory(prefix="envd-oci-", dir="/var/tmp") as directory:
-        async with started(Path(directory), image) as running:
+        async with started(Path(directory), image, machine_id=f"shared-{os.getpid()}") as running:
             yield running
 
 
@@ -551,7 +552,7 @@ from tests.support.containers import desktop_image, settings
 async def main():
     image = desktop_image()
     hypervisor = await OciHypervisor.open(settings(Path(sys.argv[1])), [image])
-    machine = await hypervisor.create(MachineSpec(machine_id="only-machine", image=image))
+    machine = await hypervisor.create(MachineSpec(machine_id=sys.argv[2], image=image))
     await machine.wait_started()
     print(*machine.groups.process_ids(), flush=True)
     await asyncio.sleep(600)
@@ -563,7 +564,7 @@ asyncio.run(main())
 async def test_a_killed_daemons_containers_end_with_it_and_the_next_removes_the_rest(
     state_dir: Path, image: DiskImage
 ) -> None:
-    command = [sys.executable, "-c", _KILLED_DAEMON, str(state_dir)]
+    command = [sys.executable, "-c", _KILLED_DAEMON, str(state_dir), _MACHINE_ID]
     root = Path(__file__).parents[2]
     daemon = await asyncio.create_subprocess_exec(*command, cwd=root, stdout=asyncio.subprocess.PIPE)
     assert daemon.stdout is not None

@@ -77,7 +77,7 @@ async def test_a_failed_group_gets_an_earlier_success(agent: dict[str, int], mon
     assert normal[0] < 0 < normal[-1]
 
 
-async def test_a_success_without_a_reward_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_success_without_a_reward_is_neither_kept_nor_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_jobs", {})
 
     def talk_on(prompt: str) -> str:
@@ -103,10 +103,12 @@ async def test_a_success_without_a_reward_is_not_kept(monkeypatch: pytest.Monkey
             unpaid = await rolled_out(args, group_of(2, group_index=0))
             assert [(facts_of(sample)["task_score"], sample.reward) for sample in unpaid] == [(1.0, 0.0)] * 2
             assert len(pool) == 0
+            assert registry.job_of(args).tasks.state() == {TASK: [False, False]}
             says.append(counting)
             paid = await rolled_out(args, group_of(2, group_index=1))
             assert [sample.reward for sample in paid] == [1.0, 1.0]
             assert len(pool) == 2
+            assert registry.job_of(args).tasks.state() == {TASK: [False, False, True, True]}
 
 
 async def test_a_success_in_a_perturbed_world_is_not_kept_for_another_world(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,10 +162,11 @@ class Job:
             return "", str(error)
 
     def _record_task(self, sample: Sample) -> None:
-        """Remember whether a task was solved. A void sample has no score, and says nothing of its task."""
-        score = facts_of(sample).get("task_score")
-        if score is not None and not is_void(sample):
-            self.tasks.record(task_of(sample, self.config.task_key), solved=score >= 1)
+        """Remember whether a task was solved and that paid. A void sample has no score, and says nothing of its task."""
+        facts = facts_of(sample)
+        if "task_score" in facts and not is_void(sample):
+            solved = facts["task_score"] >= 1 and facts["is_paid"]
+            self.tasks.record(task_of(sample, self.config.task_key), solved=solved)
 
     async def play_here(
         self,

@@ -51,12 +51,13 @@ def load_files(pool: ReplayPool) -> None:
 async def keep_success(
     pool: ReplayPool, trajectory: Trajectory, rows: "Sequence[Row]", samples: Sequence[Sample]
 ) -> None:
-    """Add a training episode to the pool if it succeeded. Encodes its screenshots in a thread.
+    """Add a training episode to the pool if it succeeded and was paid for it. Encodes its screenshots in a thread.
 
     One that branched from another member is left out: it began in mid-episode, not where a failed group does.
     """
     score = 0.0 if trajectory.evaluation is None else trajectory.evaluation.score
-    if trajectory.shared_turn_count or not facts_of(samples[0]).get("start"):
+    facts = facts_of(samples[0])
+    if trajectory.shared_turn_count or not facts.get("start") or not facts["is_paid"]:
         return
     if score >= pool.settings.success_at:
         pool.add(await asyncio.to_thread(_stored, trajectory, score, rows, samples))

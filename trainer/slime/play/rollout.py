@@ -261,7 +261,7 @@ class Rollout:
             rows = self.rows[-1:] if self._is_evaluation else self.rows
             samples = spread(self.sample, len(rows), multiple, self.args)
             await self._write(trajectory, rows, samples)
-            if not self._is_evaluation and self.here.pool is not None and self._is_paid(trajectory):
+            if not self._is_evaluation and self.here.pool is not None:
                 await keep_success(self.here.pool, trajectory, rows, samples)
             result = samples[0] if multiple is None else samples
         if self._keeps_partial:
@@ -290,7 +290,8 @@ class Rollout:
             ModelFailed: A row's images do not match its ids.
             ValueError: The episode was not evaluated, or the engine's extra columns do not match the tokens.
         """
-        config, facts = self.config, self._facts_of(trajectory)
+        config = self.config
+        facts = trajectory.facts(max_turns=config.agent.max_turns, metadata=self.sample.metadata)
         breakdown = config.breakdown_of(facts, evaluation=self._is_evaluation)
         digest = prompt_hash(config.agent)
         perturbations = self.episode.perturbations if self.episode else ()
@@ -298,6 +299,7 @@ class Rollout:
         record = {
             **summary_of(trajectory, facts.task_score),
             "reward_parts": dict(breakdown.parts),
+            "is_paid": self._is_paid(facts),
             "rows": len(rows),
             "attempts": self._reset_count,
             "continued_turns": len(self._resumed.point.turns) if self._resumed else 0,
@@ -320,14 +322,10 @@ class Rollout:
             note(sample, {**record, "first_turn": first_turn}, raw_reward=facts.task_score)
             first_turn += row.reply_count
 
-    def _facts_of(self, trajectory: Trajectory) -> EpisodeFacts:
-        return trajectory.facts(max_turns=self.config.agent.max_turns, metadata=self.sample.metadata)
-
-    def _is_paid(self, trajectory: Trajectory) -> bool:
-        """Return whether the reward depends on the score; a strict recipe gives some successes that of a failure."""
-        facts = self._facts_of(trajectory)
+    def _is_paid(self, facts: EpisodeFacts) -> bool:
+        """Return whether the score raises the reward: a strict recipe gives some successes that of a failure."""
         failed = replace(facts, task_score=0.0)
-        return self.config.breakdown_of(facts).total > self.config.breakdown_of(failed).total
+        return facts.task_score > 0 and self.config.breakdown_of(facts).total > self.config.breakdown_of(failed).total
 
     async def _until_aborted(self, work: Coroutine[Any, Any, Trajectory]) -> Trajectory | None:
         """Wait for work; on slime's abort, which waits for its samples, cancel it and return None. Raises: Halted.

@@ -11,7 +11,7 @@ from cuaenv.region import Region
 from envd.base.errors import GuestError
 from envd.desktop.a11y import MAX_ELEMENTS, MAX_MARKS, MAX_NODES, outline, parse_tree, with_marks
 from envd.desktop.display.frames import marks_of
-from envd.desktop.observation import A11yElement, Elements
+from envd.desktop.observation import Element, Elements
 
 SCREEN = (1280, 800)
 HEAD = (
@@ -194,7 +194,7 @@ BOXES = st.builds(
 )
 ELEMENTS = st.lists(
     st.builds(
-        A11yElement,
+        Element,
         role=st.sampled_from(["frame", "push-button"]),
         name=NAMES,
         value=NAMES,

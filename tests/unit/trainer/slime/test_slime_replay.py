@@ -211,7 +211,7 @@ def lived(
         rows.append(row)
         sample = Sample(index=number, tokens=[9, IMAGE_ID, IMAGE_ID, 11, 12], response_length=2, reward=0.9)
         sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [1, 1], [-0.25, -0.5], ["3"]
-        note(sample, {"start": start})
+        note(sample, {"start": start, "is_paid": True})
         samples.append(sample)
     trajectory = Trajectory(
         task_id=TASK,
