@@ -162,7 +162,7 @@ class Job:
             return "", str(error)
 
     def _record_task(self, sample: Sample) -> None:
-        """Remember whether a task was solved and that paid. A void sample has no score, and says nothing of its task."""
+        """Remember whether a task was solved and that paid. A void sample says nothing of its task."""
         facts = facts_of(sample)
         if "task_score" in facts and not is_void(sample):
             solved = facts["task_score"] >= 1 and facts["is_paid"]
