@@ -36,7 +36,7 @@ from tests.support.program import Program
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
-#: Of this process: the containers of daemons on one host are numbered alike, and told apart by their names.
+#: Of this process: the containers of daemons on one host are numbered alike, and distinguished by their names.
 _MACHINE_ID = f"machine-{os.getpid()}"
 
 
