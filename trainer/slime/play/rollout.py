@@ -38,7 +38,6 @@ from trainer.agent.starts import start_name, task_id_of
 from trainer.agent.turns import BranchPoint
 from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.replay.pool import ReplayPool
-from trainer.rewards.facts import EpisodeFacts
 from trainer.slime import slime_compat
 from trainer.slime.config import Halted, SlimeConfig
 from trainer.slime.play.engine import PictureFiles, SlimeEngine
@@ -293,13 +292,17 @@ class Rollout:
         config = self.config
         facts = trajectory.facts(max_turns=config.agent.max_turns, metadata=self.sample.metadata)
         breakdown = config.breakdown_of(facts, evaluation=self._is_evaluation)
+        # A strict recipe gives some successes the reward of a failure. Evaluations are neither kept nor counted.
+        is_paid = not self._is_evaluation and facts.task_score > 0
+        if is_paid:
+            is_paid = breakdown.total > config.breakdown_of(replace(facts, task_score=0.0)).total
         digest = prompt_hash(config.agent)
         perturbations = self.episode.perturbations if self.episode else ()
         basis = trajectory.evaluation.basis_digest if trajectory.evaluation else ""
         record = {
             **summary_of(trajectory, facts.task_score),
             "reward_parts": dict(breakdown.parts),
-            "is_paid": self._is_paid(facts),
+            "is_paid": is_paid,
             "rows": len(rows),
             "attempts": self._reset_count,
             "continued_turns": len(self._resumed.point.turns) if self._resumed else 0,
@@ -321,11 +324,6 @@ class Rollout:
             set_status(sample, "TRUNCATED" if facts.truncated else "COMPLETED")
             note(sample, {**record, "first_turn": first_turn}, raw_reward=facts.task_score)
             first_turn += row.reply_count
-
-    def _is_paid(self, facts: EpisodeFacts) -> bool:
-        """Return whether the score raises the reward: a strict recipe gives some successes that of a failure."""
-        failed = replace(facts, task_score=0.0)
-        return facts.task_score > 0 and self.config.breakdown_of(facts).total > self.config.breakdown_of(failed).total
 
     async def _until_aborted(self, work: Coroutine[Any, Any, Trajectory]) -> Trajectory | None:
         """Wait for work; on slime's abort, which waits for its samples, cancel it and return None. Raises: Halted.
