@@ -15,13 +15,13 @@ from envd.cli.terminal import columns
 from envd.daemon.state_lock import locked
 from envd.hypervisor.machine import Accelerator
 from envd.hypervisor.oci.templates import SUBDIRECTORY, StoredContainerTemplate, prune_templates, stored_templates
-from envd.hypervisor.qemu.snapshots.files import Manifest
+from envd.hypervisor.qemu.snapshots.files import SnapshotManifest
 from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
 
 app = typer.Typer(no_args_is_help=True, help="List and prune the templates that machines are forked from.")
 
 _GIB = 1 << 30
-_Template = Manifest | StoredContainerTemplate
+_Template = SnapshotManifest | StoredContainerTemplate
 
 
 @app.command("list")

@@ -2,18 +2,18 @@
 
 import os
 
-from envd.hypervisor.qemu.snapshots.files import Manifest, digest_file
+from envd.hypervisor.qemu.snapshots.files import SnapshotManifest, digest_file
 from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
 
 
-def add_template(store: QemuTemplateStore, key: str, *, size: int = 8192, use_time_s: float = 0.0) -> Manifest:
+def add_template(store: QemuTemplateStore, key: str, *, size: int = 8192, use_time_s: float = 0.0) -> SnapshotManifest:
     """Store a template whose files use about `size` bytes together."""
     files = store.begin(key)
     memory = store.memory_file(key)
     memory.write_bytes(os.urandom(size))
     for path in (files.devices, files.disk, files.seed):
         path.write_bytes(key.encode())
-    manifest = Manifest(
+    manifest = SnapshotManifest(
         key=key,
         image="desktop",
         image_digest="d" * 64,

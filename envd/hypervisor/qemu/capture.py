@@ -30,8 +30,8 @@ from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.hypervisor.qemu.monitor import overlay_node
 from envd.hypervisor.qemu.processes import command_line
 from envd.hypervisor.qemu.snapshots.files import (
-    Manifest,
     QemuFiles,
+    SnapshotManifest,
     combined_digest,
     copy_file,
     copy_overlay,
@@ -284,7 +284,9 @@ class Freezer:
             raise
         return self._snapshot(spec, stored, begin_s)
 
-    def _store_machine(self, machine: LibvirtMachine, files: QemuFiles, key: str, notes: dict[str, str]) -> Manifest:
+    def _store_machine(
+        self, machine: LibvirtMachine, files: QemuFiles, key: str, notes: dict[str, str]
+    ) -> SnapshotManifest:
         spec = machine.spec
         memory_path = self._store.memory_file(key)
         machine.domain.destroy()
@@ -297,7 +299,7 @@ class Freezer:
         disk_count = len(spec.image.disks)
         for seed, disk in zip(files.seeds(disk_count), files.disks(disk_count), strict=True):
             create_overlay(seed, disk, "qcow2")
-        manifest = Manifest(
+        manifest = SnapshotManifest(
             key=key,
             image=spec.image.name,
             image_digest=spec.image.digest,
@@ -317,7 +319,7 @@ class Freezer:
         self._store.complete(files, manifest)
         return manifest
 
-    def _snapshot(self, spec: MachineSpec, manifest: Manifest, begin_s: float) -> LibvirtSnapshot:
+    def _snapshot(self, spec: MachineSpec, manifest: SnapshotManifest, begin_s: float) -> LibvirtSnapshot:
         took_ms = (time.monotonic() - begin_s) * 1000
         return LibvirtSnapshot(
             files=self._store.files_of(manifest),

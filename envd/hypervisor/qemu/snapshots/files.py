@@ -105,7 +105,7 @@ class QemuFiles:
         return (self.seed, *(self.directory / f"overlay{index}.qcow2" for index in range(1, count)))
 
 
-class Manifest(BaseModel):
+class SnapshotManifest(BaseModel):
     """Description of a stored template. One with unknown or missing fields is corrupt."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -154,22 +154,22 @@ class Manifest(BaseModel):
         return (Path(self.memory_path), files.devices, files.disk, *more, *files.seeds(len(self.disk_digests)))
 
 
-def read_manifest(files: QemuFiles) -> Manifest:
+def read_manifest(files: QemuFiles) -> SnapshotManifest:
     """Read the manifest. Raises: TemplateCorrupt: it is missing or invalid."""
     try:
-        return Manifest.model_validate_json(files.manifest.read_bytes())
+        return SnapshotManifest.model_validate_json(files.manifest.read_bytes())
     except (OSError, ValidationError) as error:
         raise TemplateCorrupt(f"template {files.directory}: its manifest cannot be read: {error}") from error
 
 
-def write_manifest(files: QemuFiles, manifest: Manifest) -> None:
+def write_manifest(files: QemuFiles, manifest: SnapshotManifest) -> None:
     """Write the manifest, atomically; the template is then complete. Raises: OSError."""
     partial = files.manifest.with_suffix(".part")
     partial.write_text(json.dumps(manifest.model_dump(), indent=1) + "\n")
     partial.replace(files.manifest)
 
 
-def verify(files: QemuFiles, manifest: Manifest) -> None:
+def verify(files: QemuFiles, manifest: SnapshotManifest) -> None:
     """Check every file against the manifest. Raises: TemplateCorrupt: names the file and the problem."""
     digests = {
         Path(manifest.memory_path): manifest.memory_digest,

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from envd.base.errors import TemplateCorrupt
 from envd.hypervisor.qemu.snapshots.files import (
-    Manifest,
     QemuFiles,
+    SnapshotManifest,
     disk_usage_bytes,
     read_manifest,
     verify,
@@ -78,16 +78,16 @@ class QemuTemplateStore:
         files.directory.mkdir()
         return files
 
-    def files_of(self, manifest: Manifest) -> QemuFiles:
+    def files_of(self, manifest: SnapshotManifest) -> QemuFiles:
         return QemuFiles(directory=self.directory / manifest.key)
 
-    def complete(self, files: QemuFiles, manifest: Manifest) -> None:
+    def complete(self, files: QemuFiles, manifest: SnapshotManifest) -> None:
         """Complete a template whose other files are written, and prune others to the limit. Raises: OSError."""
         self._use(manifest.key)
         write_manifest(files, manifest)
         self.prune()
 
-    def find(self, key: str) -> Manifest | None:
+    def find(self, key: str) -> SnapshotManifest | None:
         """Return a template, verified, or None. Raises: TemplateCorrupt: it is damaged and has been removed."""
         files = QemuFiles(directory=self.directory / key)
         self._use(key)
@@ -107,9 +107,9 @@ class QemuTemplateStore:
         os.utime(files.manifest)
         return manifest
 
-    def all(self) -> Iterator[Manifest]:
+    def all(self) -> Iterator[SnapshotManifest]:
         """Yield every complete template, the least recently used first. Unreadable ones are logged and skipped."""
-        found: list[Manifest] = []
+        found: list[SnapshotManifest] = []
         for directory in self.directory.iterdir():
             files = QemuFiles(directory=directory)
             if not files.manifest.exists():

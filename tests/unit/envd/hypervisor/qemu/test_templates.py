@@ -14,7 +14,7 @@ from envd.base.errors import TemplateCorrupt
 from envd.hypervisor.machine import Accelerator, DiskImage, MachineSpec
 from envd.hypervisor.qemu.capture import Freezer
 from envd.hypervisor.qemu.monitor import parse_memory_blocks
-from envd.hypervisor.qemu.snapshots.files import Manifest, QemuFiles, digest_file, read_manifest
+from envd.hypervisor.qemu.snapshots.files import QemuFiles, SnapshotManifest, digest_file, read_manifest
 from envd.hypervisor.qemu.snapshots.templates import QemuTemplateStore
 from tests.support.qemu_templates import add_template
 
@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> QemuTemplateStore:
     return store_at(tmp_path)
 
 
-def add_with_drives(store: QemuTemplateStore, key: str) -> Manifest:
+def add_with_drives(store: QemuTemplateStore, key: str) -> SnapshotManifest:
     """Store a template with UEFI variables and an additional disk."""
     plain = add_template(store, key)
     files = QemuFiles(directory=store.directory / key)
