@@ -26,7 +26,7 @@ _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le,
 
 
 class BenchFailed(EnvdError, reason="BENCH_FAILED"):
-    """The service returned a wrong result, so that the figures would mean nothing."""
+    """A call failed, or the service returned a wrong result, so that the figures would mean nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, View
 from envd.base.config import Config
-from envd.base.errors import EnvdError, GuestUnresponsive
+from envd.base.errors import GuestUnresponsive
 from envd.base.version import envd_version
 from envd.bench.report import BenchFailed
 from envd.daemon.composition import Daemon, open_daemon
@@ -31,17 +31,13 @@ _SETUP_TIMEOUT_S = 300.0
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-class CallError(EnvdError, reason="CALL_FAILED"):
-    """A call of the command failed; the message holds the status code."""
-
-
 @contextmanager
 def maps_call_errors() -> Iterator[None]:
-    """Raise the client's errors as `CallError`."""
+    """Raise the client's errors as `BenchFailed`, with the status code."""
     try:
         yield
     except EnvError as error:
-        raise CallError(f"{error.code}: {error}") from error
+        raise BenchFailed(f"{error.code}: {error}") from error
 
 
 class Steps:
