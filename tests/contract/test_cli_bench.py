@@ -426,9 +426,9 @@ def machine_count(database: Path) -> int:
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_ends_a_benchmark_and_leaves_no_machine(tmp_path: Path, number: signal.Signals) -> None:
     database = tmp_path / "bench" / FILE_NAME
-    command = ["bench", "fork", "--hypervisor", "fake", "--state-dir", tmp_path, "--repetitions", "10000", "--json"]
+    options = ("--hypervisor", "fake", "--state-dir", tmp_path, "--repetitions", "10000", "--json")
     errors = tmp_path / "errors"
-    with EnvdProgram(*command, errors=errors) as bench:
+    with EnvdProgram("bench", "fork", *options, errors=errors) as bench:
         while not machine_count(database):
             assert bench.process.poll() is None
             time.sleep(0.01)
