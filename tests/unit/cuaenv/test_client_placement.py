@@ -89,7 +89,7 @@ def test_a_host_with_room_is_chosen_if_there_is_one(loads: dict[str, HostLoad], 
 
 
 @given(loads=LOADS, size=st.integers(1, 64), rng=SEEDS)
-def test_a_host_that_can_never_hold_the_group_is_chosen_only_if_none_can(
+def test_a_host_too_small_for_the_group_is_a_last_resort(
     loads: dict[str, HostLoad], size: int, rng: random.Random
 ) -> None:
     chosen = choose(loads, size=size, rng=rng)
@@ -99,9 +99,7 @@ def test_a_host_that_can_never_hold_the_group_is_chosen_only_if_none_can(
 
 
 @given(a=st.integers(1, 64), b=st.integers(1, 64), free_a=st.floats(0, 1), free_b=st.floats(0, 1), rng=SEEDS)
-def test_of_two_hosts_with_room_the_freer_one_is_chosen(
-    a: int, b: int, free_a: float, free_b: float, rng: random.Random
-) -> None:
+def test_of_two_hosts_the_freer_one_is_chosen(a: int, b: int, free_a: float, free_b: float, rng: random.Random) -> None:
     loads = {"a": HostLoad(a, max(1, round(a * free_a))), "b": HostLoad(b, max(1, round(b * free_b)))}
     chosen = choose(loads, size=1, rng=rng)
     assert chosen is not None
@@ -109,9 +107,7 @@ def test_of_two_hosts_with_room_the_freer_one_is_chosen(
 
 
 @given(loads=LOADS, rng=SEEDS)
-def test_the_worst_of_three_or_more_hosts_with_room_is_never_chosen(
-    loads: dict[str, HostLoad], rng: random.Random
-) -> None:
+def test_the_worst_of_three_or_more_hosts_is_never_chosen(loads: dict[str, HostLoad], rng: random.Random) -> None:
     shares = sorted(load.free_share for load in loads.values() if load.room >= 1 and load.capacity >= 1)
     chosen = choose(loads, size=1, rng=rng)
     if len(shares) >= 2 and shares[0] < shares[1]:

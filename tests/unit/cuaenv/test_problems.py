@@ -88,7 +88,7 @@ def test_an_unknown_kind_in_a_task_file_has_a_suggestion(tmp_path: Path, verb: s
     ("words", "message"),
     [(["top", "--sort", "foo"], "'foo' is not one of 'age'"), (["top", "--interval", "0"], "must be at least 0.2")],
 )
-def test_a_wrong_value_of_an_option_is_described_in_plain_words(
+def test_a_wrong_option_is_described_in_plain_words(
     monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

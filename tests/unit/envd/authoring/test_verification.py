@@ -108,9 +108,7 @@ def test_selecting_an_unknown_task_or_suite_fails(name: str) -> None:
         (VerifyingPolicy.NULL, None, False),
     ],
 )
-def test_only_the_exact_score_passes_and_no_score_never_does(
-    policy: VerifyingPolicy, score: float | None, passed: bool
-) -> None:
+def test_only_the_exact_score_passes(policy: VerifyingPolicy, score: float | None, passed: bool) -> None:
     result = PolicyResult(task_id="a/one", policy=policy, score=score)
     assert result.passed is passed
     verification = Verification(accelerator="fake", results=(result,))

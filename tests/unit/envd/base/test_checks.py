@@ -20,9 +20,7 @@ def test_a_missing_required_tool_fails_and_names_its_package() -> None:
 
 
 @pytest.mark.parametrize(("user_id", "sudo"), [(0, ""), (1000, "sudo ")])
-def test_a_fix_that_needs_root_says_sudo_to_other_users(
-    monkeypatch: pytest.MonkeyPatch, user_id: int, sudo: str
-) -> None:
+def test_a_fix_for_root_says_sudo_to_other_users(monkeypatch: pytest.MonkeyPatch, user_id: int, sudo: str) -> None:
     monkeypatch.setattr("os.geteuid", lambda: user_id)
     assert missing_tool(needed=True).fix == f"`make deps`, or `{sudo}apt-get install tools`"
 

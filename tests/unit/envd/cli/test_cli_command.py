@@ -54,9 +54,7 @@ def test_the_help_has_the_options_in_order_with_json_last() -> None:
     ("arguments", "status", "reason"),
     [(["--name", "unknown-name"], 2, "CONFIG_ERROR"), (["--times", "0"], 1, "EPISODE_NOT_FOUND")],
 )
-def test_errors_of_the_argument_and_of_the_command_are_reported_alike(
-    arguments: list[str], status: int, reason: str
-) -> None:
+def test_errors_of_argument_and_command_are_reported_alike(arguments: list[str], status: int, reason: str) -> None:
     result = CliRunner().invoke(app_of(greet), [*arguments, "--json"])
     assert result.exit_code == status
     assert json.loads(result.stdout)["error"]["reason"] == reason
@@ -85,9 +83,7 @@ def test_a_command_has_the_options_and_the_help_of_another_function() -> None:
     assert CliRunner().invoke(app, ["--name", "x", "--size", "5"]).output == "hello x 10 False\n"
 
 
-def test_a_table_shows_text_of_others_as_it_is_and_nothing_that_controls_a_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_table_shows_text_as_it_is_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[tuple[str, str, str | Text]] = [("[red]a", "1", Text("own")), ("b\x1b[2J", "20", "c")]
     out.print(columns(("name", "count", "note"), rows, right=("count",)))
     assert capsys.readouterr().out.splitlines() == [

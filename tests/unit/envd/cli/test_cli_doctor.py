@@ -66,9 +66,7 @@ def test_warnings_alone_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fix: use another host" in result.stdout
 
 
-async def test_every_check_that_fails_with_an_exception_is_a_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_every_check_that_raises_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 

@@ -109,7 +109,7 @@ def test_the_list_shows_a_missing_disk(images: Images, disk: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
-def test_each_image_is_listed_by_the_name_that_selects_it(
+def test_a_listed_name_selects_its_image(
     images: Images, disk: Path, monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -136,9 +136,7 @@ def test_an_unknown_image_is_a_one_line_error_with_the_remedy(images: Images) ->
         (["--format", "vmdk"], "--format vmdk: unknown format; use qcow2 or raw"),
     ],
 )
-def test_a_wrong_flag_is_refused_before_the_disk_is_read(
-    images: Images, disk: Path, flags: list[str], problem: str
-) -> None:
+def test_a_wrong_flag_of_an_import_is_refused(images: Images, disk: Path, flags: list[str], problem: str) -> None:
     assert problem in images.run("import", str(disk), *flags, status=2)
 
 
@@ -158,9 +156,7 @@ def test_a_recipe_has_only_the_options_that_it_supports(images: Images) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-def test_under_sudo_an_image_belongs_to_the_invoking_user(
-    images: Images, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_sudo_images_are_the_invoking_users(images: Images, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user = pwd.struct_passwd(("ada", "x", 1234, 1234, "", "/home/ada", "/bin/sh"))
     monkeypatch.setattr(pwd, "getpwnam", {"ada": user}.__getitem__)
     monkeypatch.setenv("SUDO_USER", "ada")
@@ -184,7 +180,7 @@ def test_under_sudo_an_image_belongs_to_the_invoking_user(
         (["--name", "mine", "--run", "/nonexistent"], 1, "/nonexistent: cannot be read"),
     ],
 )
-def test_additions_that_cannot_be_built_are_refused_before_the_build(
+def test_additions_that_cannot_be_built_are_refused(
     images: Images, options: list[str], status: int, problem: str
 ) -> None:
     for recipe in ("desktop", "office"):

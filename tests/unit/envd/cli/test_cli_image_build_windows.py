@@ -84,9 +84,7 @@ def test_a_missing_iso_names_both_ways_to_get_one(tmp_path: Path) -> None:
     assert "--iso: missing; name the file, or --download a release" in result.stderr
 
 
-def test_a_key_is_read_from_the_environment_or_a_file(
-    media: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_is_read_from_a_variable_or_file(media: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = "AAAAA-BBBBB-CCCCC-DDDDD-EEEEE"
     (tmp_path / "key").write_text(key + "\n")
     monkeypatch.setenv("WINDOWS_KEY", key)

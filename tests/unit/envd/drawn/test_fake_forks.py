@@ -73,7 +73,7 @@ def text_of(machine: FaultyMachine) -> str:
 # Copied state
 
 
-async def test_windows_text_clicks_and_files_are_copied_and_then_independent(
+async def test_windows_and_files_are_copied_then_independent(
     hypervisor: FaultyHypervisor, parent: FaultyMachine
 ) -> None:
     press(parent, A)
@@ -93,9 +93,7 @@ async def test_windows_text_clicks_and_files_are_copied_and_then_independent(
     assert not np.array_equal(before, child.framebuffer.pixels)
 
 
-async def test_drags_and_held_keys_and_buttons_continue_in_a_fork(
-    hypervisor: FaultyHypervisor, parent: FaultyMachine
-) -> None:
+async def test_drags_and_held_keys_continue_in_a_fork(hypervisor: FaultyHypervisor, parent: FaultyMachine) -> None:
     desktop = parent.desktop
     assert desktop is not None
     title = desktop.editor.title_bar
@@ -114,7 +112,7 @@ async def test_drags_and_held_keys_and_buttons_continue_in_a_fork(
     assert text_of(child) == "a", "shift and caps lock together"
 
 
-async def test_the_clipboard_open_files_and_running_programs_are_copied(
+async def test_clipboard_open_files_and_programs_are_copied(
     hypervisor: FaultyHypervisor, parent: FaultyMachine
 ) -> None:
     await ask(parent, "guest-exec", path="xclip", input_data=base64.b64encode(b"clip").decode())
@@ -205,7 +203,7 @@ async def test_a_fork_gets_its_own_identity(hypervisor: FaultyHypervisor, templa
     assert machines[0].files.entropy != machines[1].files.entropy
 
 
-async def test_the_clock_of_a_fork_can_be_set_by_the_agent_alone(
+async def test_the_agent_alone_can_set_the_clock_of_a_fork(
     hypervisor: FaultyHypervisor, template: FakeSnapshot
 ) -> None:
     machine = await hypervisor.fork(template, "windows")
@@ -258,9 +256,7 @@ async def test_equal_states_have_equal_digests(hypervisor: FaultyHypervisor, tem
     ],
     ids=["text", "held key", "pointer", "file", "directory", "clipboard", "entropy"],
 )
-async def test_any_change_gives_another_digest(
-    hypervisor: FaultyHypervisor, parent: FaultyMachine, change: Any
-) -> None:
+async def test_any_change_alters_the_digest(hypervisor: FaultyHypervisor, parent: FaultyMachine, change: Any) -> None:
     before = await hypervisor.capture(parent)
     change(parent)
     assert (await hypervisor.capture(parent)).digest != before.digest
@@ -305,7 +301,7 @@ async def test_a_removed_template_can_be_made_again(hypervisor: FaultyHypervisor
     assert await hypervisor.find_template(SPEC) is not None
 
 
-async def test_a_machine_that_cannot_become_a_template_is_destroyed(
+async def test_a_machine_that_cannot_be_frozen_is_destroyed(
     hypervisor: FaultyHypervisor, template: FakeSnapshot
 ) -> None:
     fork = await hypervisor.fork(template, "fork")
@@ -324,9 +320,7 @@ async def test_a_machine_that_cannot_become_a_template_is_destroyed(
 # Leftovers
 
 
-async def test_a_capture_exists_until_nothing_depends_on_it(
-    hypervisor: FaultyHypervisor, parent: FaultyMachine
-) -> None:
+async def test_a_capture_exists_until_nothing_needs_it(hypervisor: FaultyHypervisor, parent: FaultyMachine) -> None:
     first = await hypervisor.capture(parent)
     child = await running_fork(hypervisor, first, "child")
     second = await hypervisor.capture(child)
@@ -386,9 +380,7 @@ async def test_256_forks_fit_into_little_memory(hypervisor: FaultyHypervisor) ->
     assert per_fork_kib < 1000, "other threads of this process allocate, too"
 
 
-async def test_destroyed_machines_leave_no_open_descriptors(
-    hypervisor: FaultyHypervisor, parent: FaultyMachine
-) -> None:
+async def test_destroyed_machines_leave_no_open_files(hypervisor: FaultyHypervisor, parent: FaultyMachine) -> None:
     before = open_files()
     for number in range(3):
         press(parent, A)
@@ -440,9 +432,7 @@ async def until_paused(machine: FaultyMachine) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_failed_capture_leaves_the_machine_unchanged(
-    hypervisor: FaultyHypervisor, parent: FaultyMachine
-) -> None:
+async def test_a_failed_capture_leaves_its_machine_alone(hypervisor: FaultyHypervisor, parent: FaultyMachine) -> None:
     parent.inject(capture_error="disk full", capture_delay_s=1.0)
     capturing = asyncio.create_task(hypervisor.capture(parent))
     await until_paused(parent)
@@ -462,9 +452,7 @@ async def test_a_machine_killed_during_its_capture_is_lost(hypervisor: FaultyHyp
     assert hypervisor.host.captures == {}
 
 
-async def test_a_machine_that_cannot_be_captured_is_unchanged(
-    hypervisor: FaultyHypervisor, parent: FaultyMachine
-) -> None:
+async def test_a_machine_that_is_not_forkable_is_unchanged(hypervisor: FaultyHypervisor, parent: FaultyMachine) -> None:
     parent.inject(unforkable="a USB device of the host", capture_delay_s=10)
     with pytest.raises(NotForkable, match="USB"):
         await hypervisor.capture(parent)

@@ -128,9 +128,7 @@ def irreversible() -> tuple[DrawnDesktop, list[str]]:
     return desktop, causes
 
 
-def test_an_item_is_deleted_for_good_and_a_needed_one_raises_an_alarm(
-    irreversible: tuple[DrawnDesktop, list[str]],
-) -> None:
+def test_a_needed_item_that_is_deleted_raises_an_alarm(irreversible: tuple[DrawnDesktop, list[str]]) -> None:
     desktop, _ = irreversible
     colours = [tuple(desktop.framebuffer.pixels[150, 300, :3])]
     for x in (60, 180):

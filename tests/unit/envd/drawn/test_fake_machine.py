@@ -56,7 +56,7 @@ async def test_the_guest_does_not_respond_before_the_boot_ends(hypervisor: Fault
         ("half", "guest-exec", "closed"),
     ],
 )
-async def test_a_hostile_agent_fails_its_own_command(
+async def test_a_hostile_agent_fails_its_command(
     attack: AgentAttack, command: str, problem: str, machine: FaultyMachine
 ) -> None:
     machine.inject(agent=hostile_agent(attack))
@@ -76,9 +76,7 @@ async def test_input_to_a_paused_machine_is_dropped(machine: FaultyMachine) -> N
     assert machine.desktop.editor.text_area.text == ""
 
 
-async def test_programs_can_react_late_and_in_order_but_not_while_the_machine_is_paused(
-    hypervisor: FaultyHypervisor,
-) -> None:
+async def test_programs_can_react_late_but_not_while_the_machine_is_paused(hypervisor: FaultyHypervisor) -> None:
     hypervisor.faults = Faults(reaction_s=0.02)
     machine = await hypervisor.create(SPEC)
     assert machine.desktop is not None

@@ -140,7 +140,7 @@ def test_the_handshake_offers_no_authentication_and_sends_the_size() -> None:
 @pytest.mark.parametrize(
     ("attack", "count", "first"), [("size", 1, (0, 0, 4096, 4096, DESKTOP_SIZE)), ("flood", 65_535, (0, 0, 1, 1, RAW))]
 )
-def test_a_hostile_display_answers_each_request_until_the_attack_ends(
+def test_a_hostile_display_answers_until_the_attack_ends(
     attack: DisplayAttack, count: int, first: tuple[int, ...]
 ) -> None:
     viewer = Viewer(DESKTOP_SIZE)

@@ -61,7 +61,7 @@ def test_a_word_that_is_not_a_package_name_is_refused(name: str) -> None:
         (lambda tree: os.truncate(tree / "etc/motd", (1 << 30) + 1), "more than 1024 MiB"),
     ],
 )
-def test_files_that_could_mislead_the_build_are_refused(
+def test_files_that_mislead_the_build_are_refused(
     tree: Path, spoil: Callable[[Path], object], problem: str | None
 ) -> None:
     spoil(tree)

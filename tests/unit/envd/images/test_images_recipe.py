@@ -137,9 +137,7 @@ def test_the_files_of_containers_are_built_as_an_archive_also_without_root(
     assert catalogue.disk_of(image).read_bytes() == b"files"
 
 
-def test_without_root_the_build_for_containers_needs_uidmap_and_the_other_needs_root(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_root_only_containers_are_built_given_uidmap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr("shutil.which", lambda name: None if name == "newuidmap" else f"/usr/bin/{name}")
     with pytest.raises(ImageError, match="needs newuidmap; install the package uidmap"):

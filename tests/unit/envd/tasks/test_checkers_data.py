@@ -262,7 +262,7 @@ def test_a_missing_file_scores_zero_even_if_no_value_is_expected() -> None:
         ("x", {"absent": True}, 0.0),
     ],
 )
-def test_values_are_compared_as_numbers_if_a_number_is_expected(
+def test_values_are_compared_as_numbers_if_one_is_expected(
     found: Any, expectation: dict[str, Any], score: float
 ) -> None:
     assert judge_value(found, ValueExpectation.model_validate(expectation)).score == score

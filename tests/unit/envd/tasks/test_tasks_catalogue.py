@@ -47,9 +47,7 @@ def test_a_directory_loads_its_yaml_files_in_order(tmp_path: Path) -> None:
     assert [task.task_id for task in catalogue.list()] == ["a/first", "b/first"]
 
 
-def test_a_task_with_a_problem_is_left_out_and_the_others_are_served(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_task_with_a_problem_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bad = GOOD.split("tasks:")[1].replace("first", "second").replace("level: 1", "level: 1\n    colour: red")
     catalogue = TaskCatalogue.load([write(tmp_path, GOOD + bad.strip("\n"))], include_builtin=False)
     assert [task.task_id for task in catalogue.list()] == ["mine/first"]

@@ -62,9 +62,7 @@ TARGET = {"window": "^a", "role": "push-button", "name": "Save", "x": 3}
         ),
     ],
 )
-def test_a_target_is_written_with_its_action_and_left_out_for_other_players(
-    form: dict[str, object], aimed: Aimed
-) -> None:
+def test_a_target_is_written_and_left_out_for_other_players(form: dict[str, object], aimed: Aimed) -> None:
     assert parse_action(form) == aimed
     assert json.loads(json.dumps(write_action(aimed))) == form
     solved = load_fake_tasks().get("fake/enable").model_copy(update={"oracle": ((aimed,),)})

@@ -172,7 +172,7 @@ async def test_the_right_file_scores_one_and_an_empty_guest_zero(encoding: str) 
         ),
     ],
 )
-async def test_a_name_or_date_must_be_the_computers_own(
+async def test_a_name_or_date_is_the_computers_own(
     name: str, computer: str, right: list[str], wrong: list[str]
 ) -> None:
     (task,) = (task for task in COMPARED if task.task_id == f"windows/{name}")

@@ -106,9 +106,7 @@ async def test_bytes_and_text_are_read_back_unchanged(store: SqliteStore) -> Non
     assert await store.rows(AnswerRow) == [answer]
 
 
-async def test_the_statements_of_one_commit_apply_together_or_not_at_all(
-    store: SqliteStore, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_statements_of_one_commit_are_atomic(store: SqliteStore, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(StoreError, match="nowhere"):
         await store.commit(upsert(machine("one")), WRONG)
     assert await store.rows(MachineRow) == []
@@ -154,9 +152,7 @@ async def test_statements_apply_in_call_order(store: SqliteStore) -> None:
     assert await store.rows(MachineRow) == [machine("one", pool="p199")]
 
 
-async def test_after_a_slow_write_the_thread_writes_for_a_hundred_times_as_long(
-    store: SqliteStore, clock: Clock
-) -> None:
+async def test_after_a_slow_write_the_thread_writes_for_100_times_as_long(store: SqliteStore, clock: Clock) -> None:
     loop_thread = threading.current_thread()
 
     async def loop_writes(*, takes_s: float = 0.0) -> bool:
@@ -329,9 +325,7 @@ async def test_a_file_that_is_not_a_database_is_refused(path: Path, content: byt
     assert path.read_bytes() == content
 
 
-async def test_a_full_disk_is_a_configuration_error_that_asks_for_space(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_is_an_error_that_asks_for_space(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connect = sqlite3.connect
 
     def full(*args: Any, **options: Any) -> sqlite3.Connection:

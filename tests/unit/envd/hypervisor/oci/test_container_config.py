@@ -167,7 +167,7 @@ def test_subordinate_ids_are_read_by_name_and_number_and_must_suffice(tmp_path: 
     ("available", "first", "count"),
     [(4_294_967_295, 2_000_000_000, 65_536), (65_536, 10_000, 55_536), (131_072, 10_000, 65_536)],
 )
-def test_root_of_a_pods_user_namespace_uses_its_upper_ids(
+def test_root_of_a_pods_namespace_uses_upper_ids(
     monkeypatch: pytest.MonkeyPatch, available: int, first: int, count: int
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 0)
@@ -190,9 +190,7 @@ def test_ids_are_counted_up_to_the_first_gap(tmp_path: Path) -> None:
     assert ids._available(str(file)) == 65_536
 
 
-def test_debugfs_is_found_where_the_path_of_an_ordinary_user_does_not_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debugfs_is_found_outside_an_ordinary_users_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "sbin" / "debugfs"
     program.parent.mkdir()
     program.touch(mode=0o755)

@@ -104,7 +104,7 @@ def values(root: etree._Element, component: str, path: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("options", "edition"), BOTH, ids=["client", "server"])
-def test_every_setting_is_published_for_its_component_and_pass(
+def test_every_setting_is_published_for_its_pass(
     options: WindowsOptions, edition: Edition, published: Published
 ) -> None:
     found = list(settings_of(parsed(options, edition)))

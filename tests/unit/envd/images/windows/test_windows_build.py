@@ -281,7 +281,7 @@ async def test_an_installation_that_does_not_change_is_reported_with_its_phase(b
         ),
     ],
 )
-async def test_a_failed_installation_names_its_cause(
+async def test_a_failed_installation_has_a_cause(
     builder: Builder, change: Callable[[Guest], None], problem: str
 ) -> None:
     change(builder.guest)

@@ -107,9 +107,7 @@ def test_the_boot_disc_boots_the_image_without_a_prompt_and_leaves_the_iso(tmp_p
         ({NO_PROMPT_IMAGE: b""}, "not bootable with UEFI; use an unmodified 64-bit ISO"),
     ],
 )
-def test_an_iso_without_a_uefi_boot_image_is_an_error(
-    tmp_path: Path, boot_images: dict[str, bytes], problem: str
-) -> None:
+def test_an_iso_without_a_boot_image_is_an_error(tmp_path: Path, boot_images: dict[str, bytes], problem: str) -> None:
     iso = make_windows_iso(tmp_path / "windows.iso", boot_images=boot_images)
     with open_disc(iso) as disc, pytest.raises(ImageError, match=problem):
         no_prompt_patch(disc)

@@ -104,9 +104,7 @@ def test_a_virtio_iso_without_drivers_for_the_release_is_an_error(options: Windo
         plan_build(replace(options, virtio_win=old), directory=tmp_path)
 
 
-def test_too_little_space_on_the_host_is_an_error(
-    options: WindowsOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_an_error(options: WindowsOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = type("Usage", (), {"free": 7 << 30})
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: free)
     with pytest.raises(ImageError, match=r"7 GiB .* 8 GiB"):
@@ -124,15 +122,13 @@ def test_a_missing_tool_is_an_error_with_its_package(
         plan_build(options, directory=tmp_path)
 
 
-def test_missing_firmware_is_an_error_with_its_package(
-    options: WindowsOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_firmware_is_an_error(options: WindowsOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "find_firmware", lambda: None)
     with pytest.raises(ImageError, match="package ovmf"):
         plan_build(options, directory=tmp_path)
 
 
-def test_the_digest_changes_with_everything_that_determines_the_image(
+def test_the_digest_changes_with_all_that_determines_the_image(
     media: Path, options: WindowsOptions, tmp_path: Path
 ) -> None:
     program = tmp_path / "setup.exe"

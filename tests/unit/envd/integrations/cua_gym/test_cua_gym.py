@@ -89,9 +89,7 @@ def test_the_truth_is_never_staged_to_check_a_start() -> None:
         (lambda bundle: os.truncate(bundle / "gt" / "total.txt", MAX_ARCHIVE_BYTES + 1), "more than 16 MiB"),
     ],
 )
-def test_a_wrong_bundle_is_a_problem_that_names_its_cause(
-    tmp_path: Path, spoil: Callable[[Path], object], problem: str
-) -> None:
+def test_a_wrong_bundle_is_a_problem_by_cause(tmp_path: Path, spoil: Callable[[Path], object], problem: str) -> None:
     spoil(make_bundle(tmp_path))
     (found,) = problems_of(tmp_path)
     assert problem in found

@@ -130,9 +130,7 @@ def spoil_inputs(root: Path) -> None:
         (lambda root: change(root, task="Link the word to https://example.org"), ("notes",)),
     ],
 )
-def test_lint_says_what_is_missing_for_a_task(
-    root: Path, spoil: Callable[[Path], None], needs: tuple[str, ...]
-) -> None:
+def test_lint_says_what_a_task_lacks(root: Path, spoil: Callable[[Path], None], needs: tuple[str, ...]) -> None:
     spoil(root)
     task = only(root)
     assert task.needs == needs

@@ -39,9 +39,7 @@ def test_tasks_of_a_checkout_are_used_in_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["no-such-directory", "."])
-def test_a_source_that_is_not_a_checkout_is_rejected(
-    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_must_be_a_checkout(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OsworldError, match=r"neither a directory|not a checkout"):
         Environment(tmp_path / "cache").register_tasks(source, progress=report)
@@ -109,9 +107,7 @@ def test_an_installation_appears_atomically(tmp_path: Path, monkeypatch: pytest.
     assert ran == []
 
 
-def test_an_installation_of_an_earlier_release_gets_its_names_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_installation_gets_its_names_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pretend(command: Sequence[str], *, what: str, on_line: object = None) -> None:
         assert what == "import desktop_env"
         Path(command[-1]).write_text('{"verbs": [], "getters": [], "metrics": []}')

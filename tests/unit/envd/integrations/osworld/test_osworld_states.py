@@ -132,9 +132,7 @@ def test_the_results_that_one_function_scores_are_numbered(tmp_path: Path) -> No
     assert len(keys) == len(wrong) == 2 * len({key[:2] for key in keys})
 
 
-def test_all_files_but_the_first_are_emptied_where_a_function_gets_several(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_files_but_the_first_are_emptied_for_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MAKERS, "many", lambda _: iter([State("gold", "", b"1"), State("right", "the goal", b"1")]))
     files = {"type": "vm_file", "multi": True, "path": ["/a", "/b"], "dest": ["a", "b"]}
     expected = {"type": "cloud_file", "multi": True, "path": ["x", "y"], "dest": ["c", "d"], "gives": [0, 1]}
@@ -148,9 +146,7 @@ def test_all_files_but_the_first_are_emptied_where_a_function_gets_several(
 
 
 @pytest.mark.parametrize("is_input", [True, False])
-def test_damage_to_a_document_needs_one_that_was_there_before(
-    is_input: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_needs_a_document_of_the_start(is_input: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = [State("right", "the goal", b"1"), State("damage", "a table deleted", b"2"), State("almost", "x", b"3")]
     monkeypatch.setitem(MAKERS, "one", lambda _: iter(states))
     config = [{"type": "download", "parameters": {"files": [{"url": "u", "path": "/a.docx" if is_input else "/b"}]}}]
