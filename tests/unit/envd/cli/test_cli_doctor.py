@@ -16,8 +16,6 @@ from envd.base.config import Config
 from envd.base.config_sources import load
 from envd.cli import doctor
 
-GIB = 1 << 30
-
 
 def config_with(tmp_path: Path, **flags: object) -> Config:
     return load(flags={"state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache", **flags})
@@ -116,13 +114,10 @@ def test_the_status_of_a_pool_is_its_health(is_failing: bool, problem: str, stat
     assert check.detail.endswith(problem)
 
 
-async def test_a_missing_daemon_is_ok(tmp_path: Path) -> None:
+async def test_a_missing_daemon_and_one_on_a_free_port_are_not_checked(tmp_path: Path) -> None:
     (check,) = await doctor.check_daemon(config_with(tmp_path), daemon_pid=None)
     assert (check.name, check.status) == ("daemon", Status.OK)
     assert "not running" in check.detail
-
-
-async def test_the_pools_of_a_daemon_on_a_free_port_are_not_checked(tmp_path: Path) -> None:
     (check,) = await doctor.check_daemon(config_with(tmp_path, listen="127.0.0.1:0"), daemon_pid=42)
     assert check.status is Status.OK
     assert "not checked" in check.detail

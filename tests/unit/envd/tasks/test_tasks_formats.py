@@ -192,7 +192,11 @@ def test_osworlds_setup_stays_in_its_form_except_for_files_of_the_host(tmp_path:
     assert after.steps == (launch,)
 
 
-def test_an_evaluator_without_a_native_equivalent_stays_osworlds(tmp_path: Path) -> None:
+def test_an_infeasible_task_has_no_checker_and_others_stay_osworlds(tmp_path: Path) -> None:
+    row = as_rows(tmp_path, {**OSWORLD, "evaluator": {"func": "infeasible"}})
+    task = only_task(row)
+    assert task.infeasible
+    assert task.checker is None
     evaluator = {
         "func": ["check_include_exclude", "exact_match"],
         "conj": "or",
@@ -204,13 +208,6 @@ def test_an_evaluator_without_a_native_equivalent_stays_osworlds(tmp_path: Path)
     checker = only_task(rows).checker
     assert isinstance(checker, OsworldEvaluator)
     assert checker.to_osworld() == evaluator | {"postconfig": []}
-
-
-def test_an_infeasible_task_has_no_checker(tmp_path: Path) -> None:
-    row = as_rows(tmp_path, {**OSWORLD, "evaluator": {"func": "infeasible"}})
-    task = only_task(row)
-    assert task.infeasible
-    assert task.checker is None
 
 
 def osworld_problems(tmp_path: Path, **changes: object) -> list[Problem]:

@@ -43,15 +43,12 @@ def test_needs_are_compared_with_the_images_that_the_task_may_use(
     assert TaskCatalogue([needy]).with_tasks((), offers=offers).obstacles(needy) == found
 
 
-def test_other_obstacles_are_kept() -> None:
+def test_other_obstacles_are_kept_and_tasks_split_by_what_an_image_provides() -> None:
     needy = task(needs=["powershell"])
     catalogue = TaskCatalogue([needy], find_obstacles=lambda _: ("internet: x",), offers=[WINE])
     found = catalogue.obstacles(needy)
     assert found is not None
     assert [each.partition(":")[0] for each in found] == ["internet", "needs powershell"]
-
-
-def test_tasks_are_split_by_what_an_image_provides() -> None:
     plain, needy = task("plain"), task("needy", needs=["powershell"])
     assert split_by_needs([plain, needy], NOTHING) == ([plain], [needy])
     assert split_by_needs([plain, needy], POWERSHELL) == ([plain, needy], [])

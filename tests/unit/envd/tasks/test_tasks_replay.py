@@ -48,18 +48,6 @@ async def play(screen: Screen, *steps: tuple[OracleAction, ...]) -> list[tuple[I
     return screen.performed
 
 
-async def test_an_immediate_response_is_confirmed_by_one_more_frame() -> None:
-    assert await play(Screen(responds_after_waits=0), SAVE_AS, NAME, DONE) == [SAVE_AS, LOOK, NAME, LOOK, DONE]
-
-
-async def test_without_patience_no_step_waits() -> None:
-    screen = Screen(responds_after_waits=0)
-    await replay(
-        (SAVE_AS, NAME, DONE), first_frame_id="frame-0", step=screen.step, wait_for=screen.wait_for, patience_s=()
-    )
-    assert screen.performed == [SAVE_AS, NAME, DONE]
-
-
 async def test_the_next_input_follows_the_response_to_the_last() -> None:
     waits = [(Wait(timedelta(seconds=1)),), (Wait(timedelta(seconds=2)),)]
     performed = await play(Screen(responds_after_waits=2), SAVE_AS, NAME, DONE)

@@ -91,14 +91,13 @@ def seen_from_outside(path: Path) -> list[str]:
         connection.close()
 
 
-async def test_committed_rows_are_visible_to_other_processes(store: SqliteStore, path: Path) -> None:
+async def test_committed_rows_are_visible_to_other_processes_and_read_back_unchanged(
+    store: SqliteStore, path: Path
+) -> None:
     await store.commit(upsert(machine("one")), upsert(machine("two")))
     assert seen_from_outside(path) == ["one", "two"]
     await store.commit(upsert(machine("one", pool="other")), delete_machine("two"))
     assert await store.rows(MachineRow) == [machine("one", pool="other")]
-
-
-async def test_bytes_and_text_are_read_back_unchanged(store: SqliteStore) -> None:
     answer = AnswerRow(
         kind="step", scope="ep-1", request_id="r", fingerprint=b"\x00\xff", answer='{"a": "\\ud800"}', time_s=2.25
     )

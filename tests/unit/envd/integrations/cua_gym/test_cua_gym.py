@@ -72,10 +72,6 @@ def test_the_agents_files_the_hidden_ones_and_the_truth_travel_apart(tmp_path: P
     assert names(CHECK_PARTS) == {"gt/total.txt", "check.sh"}
 
 
-def test_the_truth_is_never_staged_to_check_a_start() -> None:
-    assert not CuaGymCheck.runs_before_start
-
-
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [

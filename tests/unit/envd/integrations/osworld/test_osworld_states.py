@@ -155,12 +155,18 @@ def test_damage_needs_a_document_of_the_start(is_input: bool, tmp_path: Path, mo
     assert ("damage" in {state["kind"] for state in found}) is is_input
 
 
-def test_a_value_is_given_as_a_rule(tmp_path: Path) -> None:
+def test_a_value_is_given_as_a_rule_and_tasks_take_turns(tmp_path: Path) -> None:
     rule = {"type": "rule", "rules": RULES["is_cookie_deleted"]}
     evaluator = {"func": "is_cookie_deleted", "result": {"type": "cookie_data", "dest": "Cookies"}, "expected": rule}
     state = list(states_of_task({"evaluator": evaluator}, Staged(tmp_path)))[-1]
     assert state["files"] == {}
     assert state["evaluator"]["result"] == [{"type": "rule", "rules": []}]
+    tasks = {"a": "f", "b": "f", "c": "f", "d": "g"}
+    states = [line(task, kind, 1, function=tasks[task]) for task in tasks for kind in ("right", "almost")]
+    played = in_turn(states)
+    assert len(played) == 8
+    assert {state["function"] for state in played[:4]} == {"f", "g"}
+    assert [state["task"] for state in played[::2]] == [state["task"] for state in played[1::2]]
 
 
 @pytest.mark.parametrize(
@@ -179,15 +185,6 @@ def line(
     task: str, kind: str, score: float | None, *, name: str = "x", function: str = "f", result: int = 1
 ) -> dict[str, Any]:
     return {"task": task, "function": function, "kind": kind, "name": name, "result": result, "score": score}
-
-
-def test_tasks_take_turns_by_function() -> None:
-    tasks = {"a": "f", "b": "f", "c": "f", "d": "g"}
-    states = [line(task, kind, 1, function=tasks[task]) for task in tasks for kind in ("right", "almost")]
-    played = in_turn(states)
-    assert len(played) == 8
-    assert {state["function"] for state in played[:4]} == {"f", "g"}
-    assert [state["task"] for state in played[::2]] == [state["task"] for state in played[1::2]]
 
 
 class Evaluators:
