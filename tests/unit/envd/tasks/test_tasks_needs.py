@@ -36,7 +36,7 @@ LACKING = ("needs powershell: image wine of pool wine does not provide it",)
         ({}, (), None),
     ],
 )
-def test_needs_are_compared_with_the_images_that_the_task_may_use(
+def test_a_task_whose_needs_no_image_provides_has_an_obstacle(
     fields: dict[str, object], offers: tuple[Offer, ...], found: tuple[str, ...] | None
 ) -> None:
     needy = task(needs=["powershell"], **fields)

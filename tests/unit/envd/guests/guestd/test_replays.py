@@ -11,6 +11,14 @@ def request(body: bytes = b"{}", path: str = "/execute") -> Request:
     return Request(path, {}, "application/json", body)
 
 
+def test_reusing_an_id_with_another_body_is_an_error() -> None:
+    replays = Replays()
+    replays.respond(request(b"1"), "id", lambda: json_response(1))
+    with pytest.raises(HttpError) as raised:
+        replays.respond(request(b"2"), "id", lambda: json_response(2))
+    assert raised.value.status == 409
+
+
 def test_a_call_that_failed_because_the_guest_was_busy_can_be_repeated() -> None:
     replays = Replays()
     replays.respond(request(), "id", lambda: json_response("busy", 503))

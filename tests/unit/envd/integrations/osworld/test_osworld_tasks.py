@@ -107,6 +107,14 @@ def test_a_file_that_is_not_a_task_is_left_out_by_name(tmp_path: Path, content: 
     assert "broken.json" in problem.where
 
 
+def test_of_two_files_with_one_id_the_first_is_served(tmp_path: Path) -> None:
+    write(tmp_path, TASK)
+    write(tmp_path, {**TASK, "instruction": "Another."}, domain="vlc")
+    catalogue = TaskCatalogue(osworld_tasks(tmp_path))
+    assert [task.instruction for task in catalogue.list()] == ["Do it."]
+    assert "duplicate id" in str(catalogue.problems[0])
+
+
 def test_downloads_have_the_names_that_osworld_looks_for() -> None:
     steps = [
         {
