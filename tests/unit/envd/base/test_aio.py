@@ -34,11 +34,11 @@ async def test_run_unless_waits_for_cancelled_work_and_raises_its_error() -> Non
     await running
     assert ended.is_set()
 
-    async def work() -> None:
+    async def fail() -> None:
         raise ValueError("wrong")
 
     with pytest.raises(ValueError, match="wrong"):
-        await run_unless(asyncio.Event(), work())
+        await run_unless(asyncio.Event(), fail())
 
 
 async def test_shielded_work_ends_before_the_cancellation_is_delivered() -> None:

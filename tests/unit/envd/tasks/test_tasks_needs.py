@@ -37,9 +37,9 @@ LACKING = ("needs powershell: image wine of pool wine does not provide it",)
     ],
 )
 def test_a_task_whose_needs_no_image_provides_has_an_obstacle(
-    fields: dict[str, object], offers: tuple[Offer, ...], found: tuple[str, ...] | None
+    fields: dict[str, str], offers: tuple[Offer, ...], found: tuple[str, ...] | None
 ) -> None:
-    needy = task(needs=["powershell"], **fields)
+    needy = task("a", needs=["powershell"], **fields)
     assert TaskCatalogue([needy]).with_tasks((), offers=offers).obstacles(needy) == found
 
 

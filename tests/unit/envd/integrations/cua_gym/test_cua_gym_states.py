@@ -42,9 +42,9 @@ def test_each_state_differs_from_the_goal_in_one_respect() -> None:
     assert not any("subject" in name for _, name in states)
     before = {"events": [{"id": "e", "start": "2026-03-20T09:00:00Z", "description": "TBD"}]}
     after = {"events": [{"id": "e", "start": "2026-03-20T15:00:00Z", "description": "bring a badge"}]}
-    states = {state.name: state.content["events"][0] for state in states_of(before, after)}
-    assert states["events.0.start differs"]["start"] == "2026-03-20T16:00:00Z"
-    assert states["events.0.description has two values"]["description"] == "bring a badge or TBD"
+    events = {state.name: state.content["events"][0] for state in states_of(before, after)}
+    assert events["events.0.start differs"]["start"] == "2026-03-20T16:00:00Z"
+    assert events["events.0.description has two values"]["description"] == "bring a badge or TBD"
     current = {**GOLDEN, "emails": [GOLDEN["emails"][0], {"id": "email_3", "folder": "sent"}]}
     difference = answer_of(INITIAL, current)["state_diff"]
     assert difference["newEmails"] == [{"id": "email_3", "folder": "sent"}]
