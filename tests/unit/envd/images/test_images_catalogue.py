@@ -146,7 +146,7 @@ def test_an_imported_disk_is_registered_in_place(catalogue: ImageCatalogue, file
     assert file.exists()
 
 
-def test_an_imported_disks_hardware_follows_its_system_unless_named(catalogue: ImageCatalogue, file: Path) -> None:
+def test_an_imported_disk_has_the_hardware_and_features_of_its_system(catalogue: ImageCatalogue, file: Path) -> None:
     import_disk(catalogue, file)
     assert catalogue.disk_image("win11").hardware is Hardware.PC
     import_disk(catalogue, file, os_family=GuestOs.LINUX)
@@ -154,9 +154,6 @@ def test_an_imported_disks_hardware_follows_its_system_unless_named(catalogue: I
     import_disk(catalogue, file, hardware=Hardware.VIRTIO)
     image = catalogue.disk_image("win11")
     assert (image.os, image.hardware, image.runs_linux) == (GuestOs.WINDOWS, Hardware.VIRTIO, False)
-
-
-def test_an_imported_windows_disk_provides_powershell_by_default(catalogue: ImageCatalogue, file: Path) -> None:
     assert import_disk(catalogue, file).provides == ("powershell",)
     assert import_disk(catalogue, file, provides=()).provides == ()
     assert import_disk(catalogue, file, os_family=GuestOs.LINUX, provides=["office"]).provides == ("office",)

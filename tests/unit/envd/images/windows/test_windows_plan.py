@@ -41,20 +41,16 @@ def _host_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "find_firmware", object)
 
 
-def test_a_plan_has_the_defaults_of_the_edition(options: WindowsOptions, tmp_path: Path) -> None:
+def test_a_plan_has_the_defaults_of_its_edition_and_the_key_of_a_licensed_one(
+    options: WindowsOptions, tmp_path: Path, media: Path
+) -> None:
     plan = plan_build(options, directory=tmp_path / "not there yet")
     assert plan.edition.name == "Windows 11 Enterprise Evaluation"
     assert (plan.options.language, plan.options.keyboard) == ("de-DE", "de-DE")
     assert plan.options.product_key == ""
-
-
-def test_a_licensed_edition_takes_a_key_or_explicitly_none(options: WindowsOptions, tmp_path: Path) -> None:
     with_key = replace(options, edition="Windows 11 Pro", product_key=KEY.lower())
     assert plan_build(with_key, directory=tmp_path).options.product_key == KEY
     assert plan_build(replace(with_key, product_key="none"), directory=tmp_path).options.product_key == ""
-
-
-def test_an_esd_file_is_read_like_a_wim_file(media: Path, options: WindowsOptions, tmp_path: Path) -> None:
     esd = replace(options, iso=media / "esd.iso", edition="", product_key=KEY)
     assert plan_build(esd, directory=tmp_path).edition.edition_id == "Professional"
 
