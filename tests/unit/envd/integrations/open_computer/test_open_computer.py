@@ -85,14 +85,11 @@ def test_a_wrong_task_is_a_problem_that_names_its_cause(root: Path, fields: dict
     assert found.where.endswith("notes_total/task.json")
 
 
-def test_a_link_among_a_tasks_files_is_refused(root: Path) -> None:
+def test_a_link_or_a_part_of_a_checkout_is_a_problem(root: Path, tmp_path: Path) -> None:
     (root / "task_generator/tasks/notes_total/env/link").symlink_to("/etc/passwd")
     (found,) = read_repository(root)
     assert isinstance(found, Problem)
     assert "env/link is a link" in found.message
-
-
-def test_a_directory_that_is_not_a_whole_checkout_is_a_problem(root: Path, tmp_path: Path) -> None:
     (root / "computer_env/backends/base.py").unlink()
     with pytest.raises(ConfigError, match=r"lacks computer_env/backends/base.py; name a whole checkout"):
         TaskCatalogue.load([TaskFile(root, read=read_repository)], include_builtin=False)
@@ -130,9 +127,7 @@ def spoil_inputs(root: Path) -> None:
         (lambda root: change(root, task="Link the word to https://example.org"), ("notes",)),
     ],
 )
-def test_lint_says_what_is_missing_for_a_task(
-    root: Path, spoil: Callable[[Path], None], needs: tuple[str, ...]
-) -> None:
+def test_lint_says_what_a_task_lacks(root: Path, spoil: Callable[[Path], None], needs: tuple[str, ...]) -> None:
     spoil(root)
     task = only(root)
     assert task.needs == needs
