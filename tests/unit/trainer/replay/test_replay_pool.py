@@ -77,10 +77,10 @@ def test_the_raw_reward_decides() -> None:
 
 
 def test_an_injection_has_the_tokens_and_the_reward_of_the_success() -> None:
-    injection = inject(pool_of(success("a", reward=0.75)), "a", [0.0])
-    assert injection is not None
-    assert injection.trajectory.rows == (ROW,)
-    assert injection.reward == 0.75
+    injected = inject(pool_of(success("a", reward=0.75)), "a", [0.0])
+    assert injected is not None
+    index, replay = injected
+    assert (index, replay.rows, replay.reward) == (0, (ROW,), 0.75)
 
 
 def test_a_demonstration_is_not_picked() -> None:
