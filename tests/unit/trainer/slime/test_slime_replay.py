@@ -14,12 +14,11 @@ from PIL import Image
 from cuaenv.client import Evaluation
 from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, rollout_metrics, stand_in_slime
 from trainer.agent.types import Outcome, Reply, Trajectory, Turn
-from trainer.config import ConfigError
 from trainer.replay.trajectory import StoredTrajectory, TokenRow
 from trainer.rewards.facts import TurnFacts
 from trainer.slime import job as registry
 from trainer.slime import slime_compat
-from trainer.slime.checks import refusals, warnings
+from trainer.slime.checks import warnings
 from trainer.slime.config import SlimeConfig
 from trainer.slime.hooks import data_source, keep_informative, normalize_rewards
 from trainer.slime.play import replay
@@ -310,33 +309,6 @@ def test_files_are_read_when_the_job_starts(
     assert "1 trajectories are never replayed" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("mapping", "complaint"),
-    [
-        ({"sead": 1}, "did you mean seed"),
-        ({"demonstrations": True}, "envd.replay.demonstrations: unknown key"),
-        ({"files": "a.jsonl"}, "envd.replay.files is 'a.jsonl'"),
-        ({"success_at": 0}, "success_at is 0"),
-        ({"seed": 0, "max_per_task": "ten"}, "envd.replay"),
-    ],
-)
-def test_invalid_replay_settings_are_refused(mapping: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        SlimeConfig.from_mapping({"hosts": ["h:1"], "replay": mapping})
-
-
-def test_replay_without_importance_weights_is_refused() -> None:
-    args = args_of()
-    config = SlimeConfig.from_mapping(args.envd)
-    assert list(refusals(args, config)) == []
-    args.use_tis = False
-    assert any("--use-tis or --use-rollout-logprobs" in reason for reason in refusals(args, config))
-    args.use_rollout_logprobs = True
-    assert list(refusals(args, config)) == []
-    args.rollout_top_p = 0.95
-    assert any("top-p" in reason for reason in refusals(args, config))
-
-
 def test_without_a_filter_the_normaliser_replays_a_success() -> None:
     args = args_of()
     args.dynamic_sampling_filter_path = None
@@ -365,12 +337,3 @@ def test_another_filter_or_rows_disable_replay_with_a_warning() -> None:
         normalize_rewards(args, group)
         assert not any("replay" in facts_of(sample) for sample in group)
         assert "nothing is ever replayed" in " ".join(warnings(args, SlimeConfig.from_mapping(args.envd)))
-
-
-def test_missing_hooks_cause_warnings() -> None:
-    args = args_of()
-    args.data_source_path = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
-    args.dynamic_sampling_filter_path = "mine.keep"
-    text = " ".join(warnings(args, SlimeConfig.from_mapping(args.envd)))
-    assert "the replay pool is lost" in text
-    assert "nothing is ever replayed" in text
