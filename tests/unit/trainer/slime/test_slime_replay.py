@@ -136,11 +136,30 @@ def test_a_void_member_is_replaced_first() -> None:
     assert not group[1].remove_sample
 
 
-@pytest.mark.parametrize("scores", [[0.0, 1.0], [0.0, 0.5], [None, None]])
-def test_a_group_with_a_success_or_an_unknown_task_stays_unchanged(scores: list[float | None]) -> None:
+@pytest.mark.parametrize(
+    ("scores", "stored", "starts"),
+    [
+        ([0.0, 1.0], START, [START, START]),
+        ([0.0, 0.5], START, [START, START]),
+        ([None, None], START, [START, START]),
+        ([0.0, 0.0], "basis/chk_1/prompt", [START, START]),
+        ([0.0, 0.0], "other//prompt", [START, START]),
+        ([0.0, 0.0], "basis//other", [START, START]),
+        ([0.0, 0.0], "", [START, START]),
+        ([0.0, 0.0], START, [START, "other//prompt"]),
+        ([0.0, 0.0], "", ["", ""]),
+    ],
+    ids=[
+        *("solved", "half solved", "of an unknown task", "near the goal", "another definition of the task"),
+        *("another prompt", "an unknown start", "two starts", "all of unknown starts"),
+    ],
+)
+def test_a_group_gets_only_a_success_of_its_one_start_if_it_failed(
+    scores: list[float | None], stored: str, starts: list[str]
+) -> None:
     args = args_of()
-    pool(args).add(success())
-    group = [member(index, score) for index, score in enumerate(scores)]
+    pool(args).add(success(start=stored))
+    group = [member(index, score, start=start) for index, (score, start) in enumerate(zip(scores, starts, strict=True))]
     keep_informative(args, group)
     assert not any("replay" in facts_of(sample) for sample in group)
 
@@ -232,26 +251,6 @@ async def test_the_pool_keeps_successes_as_sampled_and_no_failures() -> None:
     assert kept.rows == (token_row(), token_row())
     assert len(kept.images) == 1, "a screenshot that rows share is kept once"
     assert (kept.reward, kept.metadata["reward_total"], kept.metadata["weight_versions"]) == (1.0, 0.9, [["3"], ["3"]])
-
-
-@pytest.mark.parametrize("start", ["basis/chk_1/prompt", "other//prompt", "basis//other", ""])
-def test_a_success_of_another_start_is_not_replayed(start: str) -> None:
-    """Near the goal, with another definition of the task, with another prompt, or unknown."""
-    args = args_of()
-    pool(args).add(success(start=start))
-    group = [member(index, 0.0) for index in range(4)]
-    assert not keep_informative(args, group).keep
-    assert not any("replay" in facts_of(sample) for sample in group)
-
-
-@pytest.mark.parametrize("starts", [[START, "other//prompt"], ["", ""]])
-def test_a_group_with_several_or_unknown_starts_gets_no_replay(starts: list[str]) -> None:
-    args = args_of()
-    for start in starts:
-        pool(args).add(success(start=start))
-    group = [member(index, 0.0, start=start) for index, start in enumerate(starts)]
-    keep_informative(args, group)
-    assert not any("replay" in facts_of(sample) for sample in group)
 
 
 async def test_the_pool_keeps_no_success_that_began_in_mid_episode_or_in_an_unknown_state() -> None:
