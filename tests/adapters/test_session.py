@@ -10,21 +10,7 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import (
-    BadRequest,
-    Click,
-    Done,
-    EnvError,
-    EpisodeEnded,
-    PoolExhausted,
-    PressKeys,
-    State,
-    TaskNotFound,
-    TypeText,
-    Unauthenticated,
-    View,
-    Wait,
-)
+from cuaenv.client import BadRequest, Click, Done, EpisodeEnded, PressKeys, State, TaskNotFound, TypeText, View, Wait
 from envd.base.config import CheckpointsConfig
 from envd.episodes.checkpoints.store import CheckpointStore
 from tests.support.clock import until
@@ -207,13 +193,6 @@ def test_a_row_needs_a_task() -> None:
 async def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         await open_session(TASK, settings=SessionSettings.connect("127.0.0.1:1", **options))
-
-
-def test_only_faults_are_not_scored() -> None:
-    assert is_fault(PoolExhausted("none free"))
-    assert is_fault(SessionVoid("lost"))
-    assert not any(is_fault(error) for error in (Unauthenticated("no token"), BadRequest("x"), EpisodeEnded("y")))
-    assert is_fault(EnvError("unknown"))
 
 
 async def test_threads_without_an_event_loop_share_a_group(desktops: DrawnDesktops) -> None:

@@ -4,6 +4,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,7 @@ EXPLOITS = (
 VERSIONS = ("v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12a", "v12b")
 
 
+@cache
 def all_recipes() -> dict[str, Recipe]:
     """Return the built-in recipes, and those of the examples."""
     return {
