@@ -60,10 +60,3 @@ def test_an_episode_has_as_many_turns_as_a_row_has_pictures() -> None:
 
     assert (count(1), count(12), count(30)) == (3, 12, MOST_TURNS)
     assert count(30, images_per_row=5) == 5
-
-
-async def test_members_of_a_group_show_equal_pictures() -> None:
-    conversations = [Mute(), Mute()]
-    for conversation in conversations:
-        await play_task(PictureEnvironments(PLAN), "sight/3", lambda c=conversation: c, settings=settings_of(SETTINGS))  # type: ignore[misc]
-    assert [shown(each) for each in conversations] == [list(range(TURNS))] * 2
