@@ -40,7 +40,7 @@ from tests.support.mcp_client import client_of
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import FakeServer, load_fake_tasks, serve_fake, served_client
 from trainer.adapters.session import SessionSettings
-from trainer.agent.attempts import run_task
+from trainer.agent.attempts import play_task
 from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
 
@@ -266,7 +266,7 @@ async def test_the_model_reads_the_result_in_its_next_turn(name: str, tool: str)
     model = ScriptedReplies([form.render([RunShell("echo 42; cat nothing")]), form.render([Done()])])
     settings = AgentSettings(grammar=name, max_turns=3, tools=("shell", "ask_user"))
     async with served_client(extra_tasks=_TASKS, size=1) as (_, client):
-        trajectory = await run_task(client, "fake/with-tools", lambda: model, settings=settings)
+        trajectory = await play_task(client, "fake/with-tools", lambda: model, settings=settings)
     assert trajectory.error is None
     (row,) = model.rows
     system, _, reply, result = row[:4]
