@@ -185,12 +185,6 @@ def guestd_of(desk: Desktop) -> FakeGuestd:
 # Readiness
 
 
-async def test_ready_means_agent_session_and_screen_are_ready(desk: Desktop, channels: FakeChannels) -> None:
-    await desk.wait_ready(timeout_s=60.0)
-    assert channels.pings_to_miss == 0
-    assert desk.screen_size == (640, 480)
-
-
 async def test_an_agent_that_does_not_answer_is_named(desk: Desktop, channels: FakeChannels) -> None:
     channels.pings_to_miss = 10**6
     with pytest.raises(GuestUnresponsive, match=r"m1 .*0\.05 s: .*no answer"):
@@ -756,12 +750,6 @@ async def test_a_fork_that_cannot_be_given_its_identity_stays_asleep(asleep: tup
     with pytest.raises(GuestError, match=r"m2: .*clock"):
         await fork.wake()
     assert fork.is_asleep
-
-
-async def test_a_busy_guest_is_not_ready_yet(desk: Desktop, channels: FakeChannels) -> None:
-    channels.processor_readings = [0.0, 1.0, 2.0, 3.0, 3.0]
-    await desk.wait_ready(timeout_s=60.0)
-    assert channels.processor_readings == [3.0]
 
 
 @pytest.mark.parametrize("desk", [replace(QUICK_PAUSES, max_idle_wait_s=0.05)], indirect=True)

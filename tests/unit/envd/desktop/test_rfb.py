@@ -5,7 +5,6 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 
-import numpy as np
 import pytest
 import uvloop
 
@@ -251,16 +250,6 @@ async def test_closing_twice_is_harmless() -> None:
     await client.close()
     with pytest.raises(MachineLost):
         await client.read_update()
-
-
-async def test_a_large_screen_is_read() -> None:
-    width_px, height_px = 3840, 2160
-    pixels = np.arange(width_px * height_px, dtype="<u4") & 0xFFFFFF
-    greeting = GREETING[:-24] + struct.pack(">HH16xI", width_px, height_px, 0)
-    client = await connected(update(pseudo_rect(0, 0, 0, width_px, height_px, pixels.tobytes())), greeting=greeting)
-    (rect,) = await client.read_update()
-    assert isinstance(rect, PixelRect)
-    assert np.array_equal(rect.bgrx_HW.ravel(), pixels)
 
 
 def test_input_after_a_disconnect_is_a_lost_connection_on_uvloop_too() -> None:
