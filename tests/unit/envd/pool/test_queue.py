@@ -1,6 +1,8 @@
 """How users share a pool's machines: by run, under quotas, in a bounded queue that explains itself."""
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -130,6 +132,55 @@ async def test_a_large_group_is_served_despite_endless_small_ones(users: MakeUse
         flood.append(await they.ask("flood"))
         assert len(they.served()) - served_before <= 4 + 1, "as many as it wants, and itself"
     assert held(they.pool) == {"large": 4}
+
+
+RUNS = {"main": RunShare(weight=2.0), "sweep": RunShare(weight=0.5, quota=8), "tests": RunShare(quota=3)}
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_hundreds_of_mixed_groups_are_served_in_order_within_their_quotas(world: PoolWorld, seed: int) -> None:
+    """Groups of up to the whole pool, some of whose callers leave, on machines that die now and then."""
+    dice, capacity = random.Random(seed), 16
+    pool = await world.started(capacity=capacity, size=4, max_starting=1 + 3 * seed, shares=RUNS, queue_limit=1000)
+    most_held: Counter[str] = Counter()
+    served: dict[str, list[int]] = {run: [] for run in (*RUNS, "")}
+
+    async def use(run: str, number: int) -> None:
+        count = dice.choice([size for size in (1, 1, 1, 2, 4, 8, 16) if size <= (share(run).quota or capacity)])
+        ready = dice.randint(0, count)
+        granted = await pool.acquire(ready, reserved=count - ready, run=run, timeout_s=1e6)
+        served[run].append(number)
+        try:
+            await world.clock.sleep(dice.randint(1, 12))
+        finally:
+            await pool.release([*granted.machines, *granted.reservations])
+
+    def share(run: str) -> RunShare:
+        return RUNS.get(run, RunShare())
+
+    def note_held() -> None:
+        for run, count in held(pool).items():
+            most_held[run] = max(most_held[run], count)
+
+    pool.changes.listen(note_held)
+    users: list[asyncio.Task[None]] = []
+    for number in range(150):
+        users.append(asyncio.create_task(use(dice.choice([*served]), number)))
+        await world.clock.advance(dice.choice([0.0, 1.0, 3.0]))
+        if dice.random() < 0.05:
+            dice.choice(users).cancel()
+        if dice.random() < 0.05 and world.hypervisor.machines:
+            dice.choice(list(world.hypervisor.machines.values())).die()
+        assert pool.statistics().leased_count + pool.statistics().reserved_count <= capacity
+    for _ in range(100):
+        await world.clock.advance(30.0)
+    assert all(user.done() for user in users)
+    results = await asyncio.gather(*users, return_exceptions=True)
+    assert {type(result) for result in results} <= {type(None), asyncio.CancelledError}
+    assert sum(map(len, served.values())) > 120
+    assert all(numbers == sorted(numbers) for numbers in served.values())
+    assert held(pool) == {}
+    assert all(most_held[run] <= (share(run).quota or capacity) for run in served)
 
 
 async def test_reservations_and_their_machines_count_for_their_run(world: PoolWorld, users: MakeUsers) -> None:
