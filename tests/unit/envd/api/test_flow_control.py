@@ -31,20 +31,6 @@ async def rest() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_next_item_is_produced_only_after_the_last_was_acknowledged() -> None:
-    mailbox, acks, made = Mailbox(), AckTracker(), list[int]()
-    tracking = asyncio.create_task(acks.track(mailbox.messages()))
-    items = paced(counting(made), acks)
-    assert await anext(items) == (1, 0)
-    upcoming = asyncio.ensure_future(anext(items))
-    await rest()
-    assert made == [0], "no item is produced ahead of the reader"
-    mailbox.queue.put_nowait(1)
-    assert await upcoming == (2, 1)
-    await items.aclose()
-    tracking.cancel()
-
-
 async def test_a_reader_that_ended_its_acknowledgements_gets_every_item() -> None:
     mailbox, acks, made = Mailbox(), AckTracker(), list[int]()
     mailbox.queue.put_nowait(None)
@@ -92,7 +78,7 @@ def test_acknowledgements_may_arrive_in_any_order(sequences: list[int]) -> None:
             await rest()
         await rest()
         assert taken == list(range(1, len(taken) + 1))
-        assert len(taken) <= highest + 1, "at most one item is in transit"
+        assert len(taken) <= len(made) <= highest + 1, "none is made ahead of the reader, and one is in transit"
         taking.cancel()
         tracking.cancel()
         await asyncio.gather(taking, tracking, return_exceptions=True)
