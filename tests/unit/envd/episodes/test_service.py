@@ -407,20 +407,17 @@ async def test_a_step_in_which_the_guest_powers_off_ends_the_episode_and_scores_
     assert machine_id not in world.hypervisor.machines
 
 
-async def test_a_guest_that_powers_off_between_calls_is_scored_0(world: World, episode_id: str) -> None:
+@pytest.mark.parametrize(("actions", "end_reason"), [((), "GUEST_ENDED"), ((Done(),), "AGENT_DONE")])
+async def test_a_guest_that_powers_off_between_calls_is_scored_0(
+    world: World, episode_id: str, actions: tuple[Done, ...], end_reason: str
+) -> None:
+    for action in actions:
+        await world.service.step(world.step_command(episode_id, 0, action))
     world.machine(episode_id).end(POWER_OFF)
     await run_ready()
-    assert world.state(episode_id) == (EpisodeState.TERMINATED, "GUEST_ENDED")
-    with pytest.raises(GuestEnded):
-        await world.service.step(world.step_command(episode_id, 0))
-    assert (await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")).score == 0
-
-
-async def test_a_guest_that_powers_off_after_done_is_scored_0(world: World, episode_id: str) -> None:
-    await world.service.step(world.step_command(episode_id, 0, Done()))
-    world.machine(episode_id).end(POWER_OFF)
-    await run_ready()
-    assert world.state(episode_id) == (EpisodeState.TERMINATED, "AGENT_DONE")
+    assert world.state(episode_id) == (EpisodeState.TERMINATED, end_reason)
+    with pytest.raises(EpisodeEnded if actions else GuestEnded):
+        await world.service.step(world.step_command(episode_id, len(actions)))
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (evaluated.score, evaluated.episode.progress.guest_end_cause) == (0.0, "POWER_OFF")
 
@@ -443,31 +440,33 @@ async def test_a_session_that_ends_is_evaluated_on_what_is_left(world: World, ep
     assert (evaluated.score, world.tasks.checks) == (world.tasks.score, 1)
 
 
+def failed(cause: Exception) -> EvaluatorFailed:
+    failure = EvaluatorFailed(f"check 'window' failed: {cause}")
+    failure.__cause__ = cause
+    return failure
+
+
+def blocked() -> EvaluatorFailed:
+    return failed(GuestError("cannot open display"))
+
+
 async def test_a_checker_that_the_ended_session_cannot_answer_scores_0(world: World, episode_id: str) -> None:
     world.machine(episode_id).silence = Silence(run_state="running", agent_answers=False)
-    failure = EvaluatorFailed("no answer")
-    failure.__cause__ = GuestUnresponsive("no answer within 60 s")
-    world.tasks.check_error = failure
+    world.tasks.check_error = failed(GuestUnresponsive("no answer within 60 s"))
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (evaluated.score, evaluated.episode.progress.guest_end_cause) == (0.0, "UNRESPONSIVE")
 
 
+@pytest.mark.parametrize("before", [[], [blocked(), None]], ids=["the first check", "the second one"])
 async def test_a_checker_that_the_hosts_full_disk_stops_voids_the_episode_as_lost(
-    world: World, episode_id: str
+    world: World, episode_id: str, before: list[Exception | None]
 ) -> None:
     world.machine(episode_id).silence = Silence(run_state="io-error")
-    failure = EvaluatorFailed("the agent's processes could not be stopped")
-    failure.__cause__ = GuestUnresponsive("no answer within 60 s")
-    world.tasks.check_error = failure
+    world.tasks.check_errors = before
+    world.tasks.check_error = failed(GuestUnresponsive("no answer within 60 s"))
     for _ in range(2):
         with pytest.raises(MachineLost, match="disk is full"):
             await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
-
-
-def blocked() -> EvaluatorFailed:
-    failure = EvaluatorFailed("check 'window' failed: cannot open display")
-    failure.__cause__ = GuestError("cannot open display")
-    return failure
 
 
 @pytest.mark.parametrize(
@@ -489,15 +488,6 @@ async def test_a_fault_of_the_host_in_the_second_check_gives_no_score(world: Wor
     with pytest.raises(EvaluatorFailed, match="file is gone"):
         await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (world.state(episode_id)[1], world.tasks.checks) == ("EVALUATED", 3)
-
-
-async def test_a_full_disk_of_the_host_in_the_second_check_voids_the_episode(world: World, episode_id: str) -> None:
-    unanswered = EvaluatorFailed("the agent's processes could not be stopped")
-    unanswered.__cause__ = GuestUnresponsive("no answer within 60 s")
-    world.tasks.check_errors = [blocked(), None, unanswered]
-    world.machine(episode_id).silence = Silence(run_state="io-error")
-    with pytest.raises(MachineLost, match="disk is full"):
-        await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
 
 
 @pytest.mark.parametrize("is_compared", [False, True], ids=["while it is compared", "while it is checked again"])
@@ -557,9 +547,7 @@ async def test_the_comparison_waits_for_a_machine_and_its_setup_has_the_whole_li
 async def test_an_evaluation_that_is_late_or_whose_judge_ends_is_compared_like_one_that_fails(
     world: World, episode_id: str, cause: Exception
 ) -> None:
-    late = EvaluatorFailed("evaluation exceeded its limit of 120 s")
-    late.__cause__ = cause
-    world.tasks.check_errors = [late, None, late]
+    world.tasks.check_errors = [failed(cause), None, failed(cause)]
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (evaluated.score, evaluated.episode.progress.guest_end_cause) == (0, "UNCHECKABLE")
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envd.base.config import DEFAULT_RUN, RunShare
@@ -218,7 +218,6 @@ def quota_of(of: RunShares, run: str) -> int:
     host_room=st.integers(0, CAPACITY),
     passed_count=st.none() | st.integers(0, CAPACITY),
 )
-@settings(max_examples=200)
 def test_every_plan_keeps_the_rules_between_runs(
     *,
     waiting: list[Demand],

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envd.pool.planner import Demand, LifecycleState, Plan, PlannedMachine, missing_count
@@ -222,7 +222,6 @@ groups = st.builds(Demand, ready=st.integers(0, 4), reserved=st.integers(0, 4)).
     host_room=st.integers(0, 9),
     max_starting=st.integers(0, 8),
 )
-@settings(max_examples=150)
 def test_every_plan_keeps_the_rules(
     *,
     states: list[tuple[LifecycleState, int]],
