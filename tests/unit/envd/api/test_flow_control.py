@@ -31,6 +31,20 @@ async def rest() -> None:
         await asyncio.sleep(0)
 
 
+async def test_the_next_item_is_produced_only_after_the_last_was_acknowledged() -> None:
+    mailbox, acks, made = Mailbox(), AckTracker(), list[int]()
+    tracking = asyncio.create_task(acks.track(mailbox.messages()))
+    items = paced(counting(made), acks)
+    assert await anext(items) == (1, 0)
+    upcoming = asyncio.ensure_future(anext(items))
+    await rest()
+    assert made == [0], "no item is produced ahead of the reader"
+    mailbox.queue.put_nowait(1)
+    assert await upcoming == (2, 1)
+    await items.aclose()
+    tracking.cancel()
+
+
 async def test_a_reader_that_ended_its_acknowledgements_gets_every_item() -> None:
     mailbox, acks, made = Mailbox(), AckTracker(), list[int]()
     mailbox.queue.put_nowait(None)

@@ -31,6 +31,8 @@ def test_a_refused_call_is_not_counted_and_the_returned_delay_suffices() -> None
     clock.now_s += wait_s
     assert calls.take("a") == 0.0
     assert calls.take("a") == 0.5
+    clock.now_s += 0.375
+    assert calls.take("a") == 0.125, "complete calls are counted"
 
 
 def test_a_long_pause_accumulates_at_most_one_burst() -> None:

@@ -737,6 +737,12 @@ async def test_a_fork_that_cannot_be_given_its_identity_stays_asleep(asleep: tup
     assert fork.is_asleep
 
 
+async def test_a_busy_guest_is_not_ready_yet(desk: Desktop, channels: FakeChannels) -> None:
+    channels.processor_readings = [0.0, 1.0, 2.0, 3.0, 3.0]
+    await desk.wait_ready(timeout_s=60.0)
+    assert channels.processor_readings == [3.0]
+
+
 @pytest.mark.parametrize("desk", [replace(QUICK_PAUSES, max_idle_wait_s=0.05)], indirect=True)
 async def test_a_guest_that_is_always_busy_is_waited_for_a_bounded_time(desk: Desktop, channels: FakeChannels) -> None:
     channels.processor_readings = [float(reading) for reading in range(1000)]

@@ -390,6 +390,19 @@ def test_a_lock_that_another_process_holds_is_an_error_after_a_while(
     assert home.names == ["ckpt-a"]
 
 
+def test_a_draft_is_closed_once(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    close = os.close
+    monkeypatch.setattr(os, "close", lambda descriptor: closed.append(descriptor) or close(descriptor))  # type: ignore[func-returns-value]
+    draft = home.store.begin(home.described("a"))
+    (draft.directory / "memory").write_bytes(b"x")
+    home.store.complete(draft, home.described("a"))
+    closed.clear()
+    home.store.abandon(draft)
+    assert closed == []
+    assert home.names == ["ckpt-a"]
+
+
 async def test_a_cancelled_caller_waits_for_its_thread() -> None:
     began, end, ended = threading.Event(), threading.Event(), threading.Event()
 

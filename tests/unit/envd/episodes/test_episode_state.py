@@ -63,3 +63,4 @@ def test_done_and_fail_terminate_also_in_the_last_step(episode: Episode, action:
     assert episode.count_step(action)
     assert (episode.progress.state, episode.progress.end_reason) == (EpisodeState.TERMINATED, reason)
     assert episode.progress.last_action == action
+    assert repr(episode) == f"<Episode ep-1 terminated ({reason}) of suite/name on desktop-0a, step 3 of 3>"

@@ -164,6 +164,7 @@ def test_the_breaker_counts_failures_in_a_row() -> None:
     assert backoff.breaker(1.0) is BreakerState.OPEN
     assert backoff.breaker(3.0) is BreakerState.HALF_OPEN
     assert [backoff.starting_limit(now_s, limit=4) for now_s in (2.9, 3.0)] == [0, 1]
+    assert [backoff.retry_at_s(now_s) for now_s in (2.9, 3.0)] == [3.0, None]
     backoff.succeeded()
     assert (backoff.breaker(3.0), backoff.problem, backoff.starting_limit(3.0, limit=4)) == (BreakerState.CLOSED, "", 4)
 

@@ -110,6 +110,15 @@ async def test_a_running_guest_is_paused_on_demand(machine: StubMachine, hypervi
     await leased._pausing.cancel()
 
 
+async def test_nested_uses_resume_and_pause_once(leased: LeasedMachine, machine: StubMachine) -> None:
+    async with leased.running():
+        async with leased.running() as resume_ms:
+            assert resume_ms == 0
+        assert runs(machine)
+    await run_ready()
+    assert machine.calls == ["resume", "pause"]
+
+
 async def test_concurrent_users_share_one_wake_and_the_last_one_pauses(
     leased: LeasedMachine, machine: StubMachine
 ) -> None:
