@@ -89,6 +89,7 @@ QUOTA_OF_3 = shares(a=RunShare(quota=3))
         ([wanted("a", 7), B], {"held": {"a": 1}}, [1, 0]),
         # A reserved turn is first in any case.
         ([A, B, wanted("c")], {"held": {"b": 5}, "first": 1}, [1, 0, 2]),
+        ([A, B, wanted("c")], {"held": {"a": 1, "b": 5, "c": 2}, "first": 0}, [0, 2, 1]),
     ],
 )
 def test_turns_are_in_fair_order(waiting: list[Demand], options: dict[str, Any], expected: list[int]) -> None:
