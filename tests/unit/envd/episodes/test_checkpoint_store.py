@@ -274,7 +274,7 @@ ALICE, BOB = {"owner": "alice"}, {"owner": "bob"}
     ],
 )
 def test_those_that_make_room(
-    tmp_path: Path, limits_mib: tuple[float, float], added: list[dict[str, str]], kept: str
+    tmp_path: Path, limits_mib: tuple[float, float], added: list[dict[str, Any]], kept: str
 ) -> None:
     home = Home(tmp_path, limits_mib=limits_mib, owners=("alice", "bob"))
     for name, fields in zip("abcdef", added, strict=False):
