@@ -110,7 +110,7 @@ async def test_a_connection_that_is_accepted_as_the_relay_ends_is_closed(service
 
 
 def test_a_direction_that_ends_after_its_sink_was_closed_ends_quietly() -> None:
-    """On uvloop, which the daemon runs on."""
+    """uvloop raises RuntimeError where asyncio does not."""
 
     async def end_late() -> None:
         ours, theirs = socket.socketpair()

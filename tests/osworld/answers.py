@@ -1,4 +1,4 @@
-"""Right and wrong states of results that are no file of the user: what commands print, and what windows and pages show.
+"""Right and wrong states of results other than files: what commands print, and what windows and pages show.
 
 See `tests.osworld.states`.
 """
