@@ -375,6 +375,16 @@ async def test_the_sessions_user_cannot_reach_the_hosts_sockets(shared: tuple[Oc
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_the_screen_is_as_many_millimetres_wide_as_that_of_a_virtual_machine(
+    shared: tuple[OciHypervisor, OciMachine],
+) -> None:
+    """Xorg's numbers, on which the width of titles depends; TigerVNC rounds to 339x212."""
+    command = ["sh", "-c", "DISPLAY=:0 xdpyinfo | grep dimensions"]
+    shown = await GuestAgent(shared[1]).run(command, timeout_s=30)
+    assert shown.stdout.split() == [b"dimensions:", b"1280x800", b"pixels", b"(338x211", b"millimeters)"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_the_first_process_has_no_file_of_the_host(shared: tuple[OciHypervisor, OciMachine]) -> None:
     _, machine = shared
     result = await GuestAgent(machine).run(["/bin/sh", "-c", "readlink /proc/1/fd/*"], timeout_s=30)

@@ -21,6 +21,7 @@ from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from envd.tasks.formats.entries import Problem
 from envd.tasks.formats.files import read_tasks
 from envd.tasks.model import Task
+from tests.opencomputer import mutants
 from tests.support.open_computer import CHECKS, make_repository
 
 
@@ -219,3 +220,18 @@ async def test_expressions_are_evaluated_in_the_sandbox_and_each_check_arrives(r
     assert [part.score for part in outcome.parts] == [1, 1, 1, 0]
     assert outcome.score == 0.75
     assert outcome.evidence == "3 of 4 checks passed"
+
+
+def test_the_program_that_prints_wrong_solutions_explains_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["mutants", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        mutants.main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: mutants [-h]")
+    monkeypatch.setattr("sys.argv", ["mutants"])
+    mutants.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) > 30
+    assert all(line["task_id"].startswith("opencomputer/") and line["steps"][-1] == ["done"] for line in lines)

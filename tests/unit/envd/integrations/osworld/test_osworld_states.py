@@ -172,7 +172,7 @@ def test_a_value_is_given_as_a_rule_and_tasks_take_turns(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("evaluator", "problem"),
     [
-        ({**TEXT, "result": {"type": "active_tab_info"}}, "a result of active_tab_info"),
+        ({**TEXT, "result": {"type": "audio_in_slide"}}, "a result of audio_in_slide"),
         ({"func": "check_include_exclude", "result": {"type": "vm_command_line"}}, "no wrong state"),
     ],
 )
