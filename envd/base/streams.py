@@ -16,7 +16,8 @@ async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None
         sink.write(data)
         await sink.drain()
     with suppress(OSError):
-        sink.write_eof()
+        if not sink.is_closing():  # uvloop raises RuntimeError then
+            sink.write_eof()
 
 
 async def receive_descriptor(channel: socket.socket, max_bytes: int) -> tuple[bytes, socket.socket | None]:

@@ -36,19 +36,27 @@ class DesktopEnvSide:
         *,
         side: SideName,
         screens: Path,
+        parallel_count: int,
         on_result: Callable[[PlayedScript], None],
     ) -> None:
-        """Play scripts, one after another. One that fails does not stop the others.
+        """Play scripts, `parallel_count` at once. One that fails does not stop the others.
 
         Args:
             config: Of the daemon that makes the machines; see `parity_config`.
         """
+        slots = asyncio.Semaphore(parallel_count)
         with progress(f"parity {side}") as report:
             steps = Steps(report, len(planned))
             async with open_bench(config, steps=steps) as bench:
-                for each in planned:
-                    on_result(await self._play(bench, each, side=side, screens=screens))
+
+                async def play_one(each: PlannedScript) -> None:
+                    async with slots:
+                        on_result(await self._play(bench, each, side=side, screens=screens))
                     steps.done(each.task.task_id)
+
+                async with asyncio.TaskGroup() as group:
+                    for each in planned:
+                        group.create_task(play_one(each), name=f"parity:{each.task.task_id}")
 
     async def _play(
         self, bench: BenchSession, planned: PlannedScript, *, side: SideName, screens: Path

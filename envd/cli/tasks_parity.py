@@ -109,12 +109,21 @@ def parity_command(
                 err.print(f"{side.name}: {len(planned) - len(unscored)} scripts have a score and are not played again")
             if unscored:
                 most = max(map(len, scripts.values()))
+                # DesktopEnv boots machines of its own, so the pool only makes the template.
+                task_count = parallel_count if side.desktop_env is None else 1
                 own = side.config and parity_config(
-                    side.config, parallel_count=parallel_count, script_count=most, image=side_image
+                    side.config, parallel_count=task_count, script_count=most, image=side_image
                 )
                 remote = RemoteDaemon(envd=side.target, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
                 if side.desktop_env is not None and own is not None:
-                    playing = side.desktop_env.play(own, unscored, side=side.name, screens=screens, on_result=file.add)
+                    playing = side.desktop_env.play(
+                        own,
+                        unscored,
+                        side=side.name,
+                        screens=screens,
+                        parallel_count=parallel_count,
+                        on_result=file.add,
+                    )
                 else:
                     playing = play_side(
                         own_desktops(own) if own is not None else running_desktops(remote.client),
@@ -157,9 +166,10 @@ def _side_of(settings: Config, name: SideName, target: str, wanted: Sequence[str
     if target != DESKTOP_ENV:
         config = with_hypervisor(settings, target, option=f"--{name}")
         return _Side(name=name, target=target, config=with_suites(config, wanted))
-    capabilities = backend_of(settings.hypervisor.uri).capabilities
-    if not capabilities.runs_guests or capabilities.runs_files:
-        raise ConfigError(f"--{name} {DESKTOP_ENV}: it boots virtual machines; use QEMU, the default, as --hypervisor")
+    if not backend_of(settings.hypervisor.uri).capabilities.runs_guests:
+        raise ConfigError(
+            f"--{name} {DESKTOP_ENV}: it needs real guests; use QEMU, the default, or oci: as --hypervisor"
+        )
     if others := [each for each in wanted if not each.startswith("osworld")]:
         raise ConfigError(f"--{name} {DESKTOP_ENV}: task {others[0]} is not OSWorld's; name tasks osworld/ID")
     python, tasks = require_osworld(settings.cache_dir)

@@ -55,11 +55,6 @@ def test_a_solved_task_gives_1(env: Any) -> None:
     assert info == {"errors": "", "void": "", "end_reason": "AGENT_DONE", "guest_end_cause": ""}
 
 
-def test_doing_nothing_gives_0(env: Any) -> None:
-    env.reset()
-    assert env.step(DONE)[1:4] == (0.0, True, False)
-
-
 def test_a_limit_of_steps_truncates_and_scores(desktops: DrawnDesktops) -> None:
     env = make(desktops, max_steps=1)
     env.reset()

@@ -10,21 +10,7 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import (
-    BadRequest,
-    Click,
-    Done,
-    EnvError,
-    EpisodeEnded,
-    PoolExhausted,
-    PressKeys,
-    State,
-    TaskNotFound,
-    TypeText,
-    Unauthenticated,
-    View,
-    Wait,
-)
+from cuaenv.client import BadRequest, Click, Done, EpisodeEnded, PressKeys, State, TaskNotFound, TypeText, View, Wait
 from envd.base.config import CheckpointsConfig
 from envd.episodes.checkpoints.store import CheckpointStore
 from tests.support.clock import until
@@ -43,9 +29,11 @@ def settings_of(desktops: DrawnDesktops, **options: Any) -> SessionSettings:
     return SessionSettings.connect(desktops.address, **options)
 
 
-async def test_an_error_names_pixels_of_the_scaled_picture(desktops: DrawnDesktops) -> None:
+async def test_points_and_errors_refer_to_the_scaled_picture(desktops: DrawnDesktops) -> None:
     async with session(TASK, settings=settings_of(desktops, view=View(max_width_px=640))) as one:
-        result = await one.step(Click(411, 83), Click(700, 10), Click(1, -1), PressKeys(("no-such-key",)))
+        assert one.screenshot.size == (640, 400)
+        result = await one.step(Click(411, 84), Click(700, 10), Click(1, -1), PressKeys(("no-such-key",)))
+        assert (await one.score()).value == 1.0
     assert result.action_errors[:3] == (
         "",
         "point (700, 10) is outside of the picture, which is 640x400 pixels",
@@ -71,15 +59,11 @@ async def test_a_solved_task_scores_1_and_its_machine_is_released_at_once(deskto
         assert await one.score() is score
 
 
-async def test_a_task_without_actions_scores_0(desktops: DrawnDesktops) -> None:
+async def test_a_task_without_actions_scores_0_in_one_evaluation(desktops: DrawnDesktops) -> None:
     async with session({"task_id": TASK}, settings=settings_of(desktops)) as one:
-        assert (await one.score()).value == 0.0
-
-
-async def test_concurrent_scores_are_one_evaluation(desktops: DrawnDesktops) -> None:
-    async with session(TASK, settings=settings_of(desktops)) as one:
         first, second = await asyncio.gather(one.score(), one.score())
-        assert first is second
+    assert first.value == 0.0
+    assert first is second
 
 
 async def test_a_lost_machine_gives_no_score(desktops: DrawnDesktops) -> None:
@@ -101,13 +85,6 @@ async def test_a_machine_that_is_lost_before_the_evaluation_gives_no_score(deskt
         desktops.kill_used_machines()
         assert (await one.score()).value is None
         assert one.void
-
-
-async def test_points_refer_to_the_scaled_picture(desktops: DrawnDesktops) -> None:
-    async with session(TASK, settings=settings_of(desktops, view=View(max_width_px=640))) as one:
-        assert one.screenshot.size == (640, 400)
-        await one.step(Click(411, 84), Done())
-        assert (await one.score()).value == 1.0
 
 
 async def test_members_of_a_group_start_on_forks_of_one_state(desktops: DrawnDesktops) -> None:
@@ -207,13 +184,6 @@ def test_a_row_needs_a_task() -> None:
 async def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         await open_session(TASK, settings=SessionSettings.connect("127.0.0.1:1", **options))
-
-
-def test_only_faults_are_not_scored() -> None:
-    assert is_fault(PoolExhausted("none free"))
-    assert is_fault(SessionVoid("lost"))
-    assert not any(is_fault(error) for error in (Unauthenticated("no token"), BadRequest("x"), EpisodeEnded("y")))
-    assert is_fault(EnvError("unknown"))
 
 
 async def test_threads_without_an_event_loop_share_a_group(desktops: DrawnDesktops) -> None:

@@ -7,9 +7,10 @@ from contextlib import suppress
 
 import pytest
 import pytest_asyncio
+import uvloop
 
 from envd.base import streams
-from envd.base.streams import relayed
+from envd.base.streams import copy, relayed
 
 LIMIT = 8
 
@@ -106,3 +107,20 @@ async def test_a_connection_that_is_accepted_as_the_relay_ends_is_closed(service
                 await asyncio.sleep(0)
         await asyncio.sleep(0.01)
         assert [task for task in asyncio.all_tasks() if task.get_name().startswith("relay:")] == []
+
+
+def test_a_direction_that_ends_after_its_sink_was_closed_ends_quietly() -> None:
+    """uvloop raises RuntimeError where asyncio does not."""
+
+    async def end_late() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            source, (_, sink) = asyncio.StreamReader(), await asyncio.open_connection(sock=ours)
+            source.feed_eof()
+            sink.close()
+            await sink.wait_closed()
+            with pytest.raises(RuntimeError, match="closed"):
+                sink.write_eof()
+            await copy(source, sink)
+
+    uvloop.run(end_late())

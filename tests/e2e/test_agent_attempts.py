@@ -15,9 +15,9 @@ from tests.support.faulty import Faults
 from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import FakeServer, served_client
-from trainer.agent.attempts import run_task
+from trainer.agent.attempts import play_task
 from trainer.agent.forks import Forks, GroupMember
-from trainer.agent.loop import AgentEpisode, run_episode
+from trainer.agent.loop import AgentEpisode, play_episode
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome, Reply, Trajectory
 
@@ -47,7 +47,7 @@ async def test_an_episode_on_a_lost_machine_is_retried_on_a_new_one() -> None:
     made: list[ScriptedReplies] = []
     async with served_client(size=1, faults=Faults(die_after_inputs=8)) as (server, client):
         await only_standby_machines_die(server, 1)
-        trajectory = await run_task(client, "fake/count-to-five", counted(made), settings=SETTINGS)
+        trajectory = await play_task(client, "fake/count-to-five", counted(made), settings=SETTINGS)
     assert len(made) == 2
     assert trajectory.outcome is Outcome.TERMINATED
     assert trajectory.evaluation is not None
@@ -62,7 +62,7 @@ async def test_an_episode_whose_guest_ended_is_scored_and_not_retried(
     end_guests(monkeypatch, between_steps=between_steps)
     async with served_client(size=1) as (_, client):
         models = iter([ScriptedReplies.acting([POWER_OFF], [COUNT])])
-        trajectory = await run_task(client, "fake/count-to-five", lambda: next(models), settings=SETTINGS)
+        trajectory = await play_task(client, "fake/count-to-five", lambda: next(models), settings=SETTINGS)
     assert (trajectory.outcome, trajectory.reason) == (Outcome.TERMINATED, "guest_ended")
     assert (trajectory.guest_end_cause, trajectory.attempt_count) == ("POWER_OFF", 1)
     assert trajectory.evaluation is not None
@@ -79,7 +79,7 @@ async def test_a_loss_that_the_agent_may_have_caused_is_not_retried(
     monkeypatch.setattr(AsyncEpisode, failing, hang)
     made: list[ScriptedReplies] = []
     async with served_client(size=1) as (_, client):
-        trajectory = await run_task(client, "fake/count-to-five", counted(made), settings=SETTINGS)
+        trajectory = await play_task(client, "fake/count-to-five", counted(made), settings=SETTINGS)
     assert (trajectory.outcome, len(made)) == (Outcome.FAILED, 1)
 
 
@@ -90,14 +90,14 @@ async def test_a_guest_that_hangs_before_the_agent_acts_is_retried(monkeypatch: 
     monkeypatch.setattr(AsyncEpisode, "evaluate", hang)
     models = iter([ScriptedReplies(["I cannot."] * 6), ScriptedReplies(["I cannot."] * 6)])
     async with served_client(size=1) as (_, client):
-        trajectory = await run_task(client, "fake/count-to-five", lambda: next(models), settings=SETTINGS)
+        trajectory = await play_task(client, "fake/count-to-five", lambda: next(models), settings=SETTINGS)
     assert (trajectory.outcome, trajectory.attempt_count) == (Outcome.FAILED, 2)
 
 
 async def test_an_episode_lost_twice_is_void_with_its_error() -> None:
     made: list[ScriptedReplies] = []
     async with served_client(size=1, faults=Faults(die_after_inputs=8)) as (_, client):
-        trajectory = await run_task(client, "fake/count-to-five", counted(made), settings=SETTINGS)
+        trajectory = await play_task(client, "fake/count-to-five", counted(made), settings=SETTINGS)
     assert len(made) == 2
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "MachineLost")
     assert trajectory.evaluation is None
@@ -117,7 +117,7 @@ async def test_a_failed_setup_is_retried_on_a_new_machine_and_then_void() -> Non
     )
     made: list[ScriptedReplies] = []
     async with served_client(size=1, extra_tasks=[broken]) as (_, client):
-        trajectory = await run_task(client, broken.task_id, counted(made), settings=SETTINGS)
+        trajectory = await play_task(client, broken.task_id, counted(made), settings=SETTINGS)
     assert len(made) == 2
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "SetupFailed")
 
@@ -125,19 +125,19 @@ async def test_a_failed_setup_is_retried_on_a_new_machine_and_then_void() -> Non
 async def test_an_unknown_task_is_not_retried() -> None:
     made: list[ScriptedReplies] = []
     async with served_client(size=1) as (_, client):
-        trajectory = await run_task(client, "fake/no-such", counted(made), settings=SETTINGS)
+        trajectory = await play_task(client, "fake/no-such", counted(made), settings=SETTINGS)
     assert len(made) == 1
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "TaskNotFound")
     assert trajectory.evaluation is None
 
 
-async def run_group(
+async def play_group(
     client: AsyncEnvClient, task: str, new_conversation: Callable[[], Conversation], *, size: int, **options: Any
 ) -> list[Trajectory]:
-    """Run the members of a group together, as frameworks do."""
+    """Play the members of a group together, as frameworks do."""
     forks = Forks()
     runs = (
-        run_task(
+        play_task(
             GroupMember(client, forks, group="", size=size, wait_s=60.0),
             task,
             new_conversation,
@@ -152,7 +152,7 @@ async def run_group(
 async def test_a_group_starts_in_one_state() -> None:
     async with served_client(size=4) as (_, client):
         model = functools.partial(ScriptedReplies.acting, [Done()])
-        group = await run_group(client, "fake/append-line", model, size=4)
+        group = await play_group(client, "fake/append-line", model, size=4)
     assert len({trajectory.origin for trajectory in group}) == 1
     assert len({trajectory.episode_id for trajectory in group}) == 4
     assert [trajectory.outcome for trajectory in group] == [Outcome.TERMINATED] * 4
@@ -161,7 +161,7 @@ async def test_a_group_starts_in_one_state() -> None:
 async def test_members_of_a_group_that_cannot_be_opened_have_trajectories_of_their_own() -> None:
     async with served_client(size=2) as (_, client):
         model = functools.partial(ScriptedReplies.acting, [Done()])
-        first, second = await run_group(client, "fake/none", model, size=2, attempts=1)
+        first, second = await play_group(client, "fake/none", model, size=2, attempts=1)
     assert (first.reason, second.reason) == ("TaskNotFound", "TaskNotFound")
     assert first is not second
     assert first.timings_s is not second.timings_s
@@ -178,7 +178,7 @@ async def test_a_lost_member_is_retried_and_the_others_are_unaffected() -> None:
 
     async with served_client(size=4, faults=Faults(die_after_inputs=8)) as (server, client):
         await only_standby_machines_die(server, 4)
-        group = await run_group(client, "fake/count-to-five", new_conversation, size=4)
+        group = await play_group(client, "fake/count-to-five", new_conversation, size=4)
         assert len(made) == 5
     scores = [trajectory.evaluation.score for trajectory in group if trajectory.evaluation]
     assert scores == [1.0, 0.0, 0.0, 0.0]
@@ -199,7 +199,7 @@ async def test_a_members_machine_is_released_before_the_slowest_member_ends() ->
                 return reply
 
         models = iter([Slow.acting([Done()]), ScriptedReplies.acting([Done()])])
-        await run_group(client, "fake/enable", lambda: next(models), size=2)
+        await play_group(client, "fake/enable", lambda: next(models), size=2)
     assert leased[-1] == 1
 
 
@@ -218,7 +218,7 @@ async def test_an_episode_whose_time_ends_during_a_step_is_evaluated(monkeypatch
 
     async with served_client(size=1) as (server, client):
 
-        async def run(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
+        async def play(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
             step = episode.step
 
             async def step_until_timeout(*actions: Action, **options: Any) -> StepResult:
@@ -231,14 +231,14 @@ async def test_an_episode_whose_time_ends_during_a_step_is_evaluated(monkeypatch
                 return await running
 
             monkeypatch.setattr(episode, "step", step_until_timeout)
-            return await run_episode(episode, conversation, settings=settings)
+            return await play_episode(episode, conversation, settings=settings)
 
-        trajectory = await run_task(
+        trajectory = await play_task(
             client,
             "fake/count-to-five",
             lambda: ScriptedReplies.acting([COUNT] * 5, [Wait(timedelta(seconds=2))], [Done()]),
             settings=settings,
-            run=run,
+            play=play,
         )
     assert (trajectory.outcome, trajectory.reason) == (Outcome.TRUNCATED, "time")
     assert trajectory.evaluation is not None

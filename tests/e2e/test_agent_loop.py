@@ -10,10 +10,10 @@ import pytest
 from cuaenv.client import Action, Click, Done, Drag, Fail, PressKeys, TypeText, Wait
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import served_client
-from trainer.agent.attempts import run_task
+from trainer.agent.attempts import play_task
 from trainer.agent.coordinates import CoordinateSpace, to_model_points
 from trainer.agent.grammars import grammar
-from trainer.agent.loop import run_episode
+from trainer.agent.loop import play_episode
 from trainer.agent.settings import AgentSettings
 from trainer.agent.turns import BranchPoint
 from trainer.agent.types import Outcome, Reply
@@ -43,7 +43,7 @@ def solution(task_id: str, settings: AgentSettings = SETTINGS) -> list[str]:
 async def test_a_correct_solution_scores_one(task_id: str) -> None:
     async with served_client(size=1) as (_, client):
         model = ScriptedReplies(solution(task_id))
-        trajectory = await run_task(client, task_id, lambda: model, settings=SETTINGS)
+        trajectory = await play_task(client, task_id, lambda: model, settings=SETTINGS)
     assert trajectory.error is None
     assert trajectory.outcome is Outcome.TERMINATED
     assert trajectory.evaluation is not None
@@ -64,7 +64,7 @@ async def test_facts_record_changes_and_mistakes_are_reported_to_the_model() -> 
     ]
     model = ScriptedReplies(replies)
     async with served_client(size=1) as (_, client):
-        trajectory = await run_task(client, "fake/count-to-five", lambda: model, settings=SETTINGS)
+        trajectory = await play_task(client, "fake/count-to-five", lambda: model, settings=SETTINGS)
     prose, outside, unknown, click, wait, _ = (turn.facts for turn in trajectory.turns)
     assert (prose.parsed, prose.actions, prose.changed_fraction) == (False, (), 0.0)
     assert "<tool_call>" in prose.errors[0]
@@ -93,7 +93,7 @@ async def test_new_rows_drop_old_screenshots_and_old_rows_are_unchanged() -> Non
     settings = AgentSettings(max_turns=6, images_per_row=2, images_kept=1)
     model = ScriptedReplies(solution("fake/save-note", settings))
     async with served_client(size=1) as (_, client):
-        trajectory = await run_task(client, "fake/save-note", lambda: model, settings=settings)
+        trajectory = await play_task(client, "fake/save-note", lambda: model, settings=settings)
     assert trajectory.evaluation is not None
     assert trajectory.evaluation.score == 1.0
     assert [turn.row for turn in trajectory.turns] == [0, 0, 1, 1]
@@ -105,7 +105,7 @@ async def test_a_text_only_agent_sees_the_tree_and_no_image() -> None:
     settings = AgentSettings(max_turns=6, text_only=True, a11y_tree=True, coordinates="pixels")
     async with served_client(size=1) as (_, client):
         model = ScriptedReplies([grammar("qwen3-vl").render([action]) for action in (Click(822, 167), Done())])
-        trajectory = await run_task(client, "fake/enable", lambda: model, settings=settings)
+        trajectory = await play_task(client, "fake/enable", lambda: model, settings=settings)
     assert trajectory.evaluation is not None
     assert trajectory.evaluation.score == 1.0
     assert all(isinstance(part, str) for message in model.rows[0] for part in message.parts)
@@ -122,7 +122,7 @@ async def test_an_unchanged_screen_is_not_repeated_if_so_configured() -> None:
     turns: list[list[Action]] = [[Wait(timedelta(seconds=0.1))], [to_model_points(Click(819, 100), SPACE)], [Done()]]
     model = ScriptedReplies([grammar("qwen3-vl").render(turn) for turn in turns])
     async with served_client(size=1) as (_, client):
-        trajectory = await run_task(client, "fake/count-to-five", lambda: model, settings=settings)
+        trajectory = await play_task(client, "fake/count-to-five", lambda: model, settings=settings)
     assert trajectory.turns[0].facts.changed_fraction == 0.0
     (row,) = model.rows
     messages = [message.parts for message in row if message.role == "user"]
@@ -134,7 +134,7 @@ async def test_the_tree_shows_the_numbers_of_marks() -> None:
     settings = AgentSettings(max_turns=6, marks=True, a11y_tree=True, a11y_chars=1000)
     model = ScriptedReplies([grammar("qwen3-vl").render([Done()])])
     async with served_client(size=1) as (_, client):
-        trajectory = await run_task(client, "fake/enable", lambda: model, settings=settings)
+        trajectory = await play_task(client, "fake/enable", lambda: model, settings=settings)
     assert trajectory.turns[0].facts.tree_before is not None
     assert "[1] " in trajectory.turns[0].facts.tree_before
 
@@ -149,7 +149,7 @@ async def test_an_episode_offers_branch_points_and_their_duration_is_not_charged
     async with served_client(size=1) as (_, client):
         model = ScriptedReplies(solution("fake/save-note"))
         async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
-            trajectory = await run_episode(episode, model, settings=SETTINGS, offer_branch=offer_branch)
+            trajectory = await play_episode(episode, model, settings=SETTINGS, offer_branch=offer_branch)
     assert (trajectory.reason, [len(point.turns) for point, _ in points]) == ("done", [1, 2, 3])
     (first, first_s), (second, second_s), _ = points
     assert second.spent_s - first.spent_s < second_s - first_s - 0.4
@@ -172,14 +172,14 @@ async def test_a_branch_continues_its_history_and_has_only_the_remaining_time() 
     async with served_client(size=2, capacity=3) as (_, client):
         async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
             model = ScriptedReplies([replies[0], replies[-1]])
-            first = await run_episode(episode, model, settings=SETTINGS, offer_branch=offer_branch)
+            first = await play_episode(episode, model, settings=SETTINGS, offer_branch=offer_branch)
         async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
             await episode.step(Click(379, 311))
             [point] = points
-            second = await run_episode(episode, await continued(replies[1:]), settings=SETTINGS, branch_point=point)
+            second = await play_episode(episode, await continued(replies[1:]), settings=SETTINGS, branch_point=point)
         late = replace(point, spent_s=SETTINGS.timeout_s + 1)
         async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
-            third = await run_episode(episode, await continued(replies[1:]), settings=SETTINGS, branch_point=late)
+            third = await play_episode(episode, await continued(replies[1:]), settings=SETTINGS, branch_point=late)
     scores = [trajectory.evaluation.score for trajectory in (first, second, third) if trajectory.evaluation]
     assert (scores[1], scores[0] < 1, scores[2] < 1) == (1.0, True, True)
     assert second.turns[:1] == first.turns[:1]

@@ -14,7 +14,7 @@ from tests.support.faulty import Faults
 from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import END, Processor, Tokenizer
-from trainer.adapters.areal.group import ArealConfig, run_task_group
+from trainer.adapters.areal.group import ArealConfig, play_group
 from trainer.adapters.areal.rows import columns
 from trainer.config import ConfigError
 from trainer.tokens.chat import Chat
@@ -137,7 +137,7 @@ async def test_a_data_set_row_without_a_task_is_refused() -> None:
     config = ArealConfig.from_mapping({"hosts": ["127.0.0.1:1"]})
     async with AsyncEnvClient(config.hosts) as client:
         with pytest.raises(ConfigError, match=r"data set row: no task_id .*it has prompt"):
-            await run_task_group(
+            await play_group(
                 client, {"prompt": "x"}, ScriptedEngine(counting).ask, chat=Chat(Tokenizer()), config=config
             )
 

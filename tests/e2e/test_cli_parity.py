@@ -162,6 +162,7 @@ def test_a_lost_machine_is_void_and_the_other_scripts_are_played(suite: Path, mo
     [
         (("--left", "vbox:"), "--left 'vbox:' is not supported"),
         (("--left", "fake", "--right", "desktop-env"), "--right desktop-env"),
+        (("--left", "fake", "--right", "desktop-env", "--hypervisor", "fake"), "it needs real guests"),
         (("--left", "fake", "--trajectories", "/nowhere"), "--trajectories /nowhere"),
     ],
 )

@@ -20,7 +20,7 @@ from tests.support.areal import group_of
 from tests.support.counting import PARAMS, SAY, TASK, turn_in
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Processor, Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
-from trainer.adapters.areal.group import ArealConfig, run_task_group
+from trainer.adapters.areal.group import ArealConfig, play_group
 from trainer.adapters.session import SessionSettings, session
 from trainer.agent.starts import start_of, state_of
 from trainer.cli.app import app
@@ -189,7 +189,7 @@ async def test_areal_starts_a_group_in_the_state_of_its_row(tmp_path: Path) -> N
             assert (result.metrics["reward"], result.metrics["turns"]) == ([1.0, 1.0], [3.0, 3.0])
             data["metadata"] = {"checkpoint": {**row["metadata"]["checkpoint"], "task_id": "fake/other"}}
             with pytest.raises(ConfigError, match="is a checkpoint of fake/other"):
-                await run_task_group(client, data, engine.ask, chat=chat, config=config)
+                await play_group(client, data, engine.ask, chat=chat, config=config)
 
 
 async def test_a_state_that_is_gone_or_of_another_host_is_void_and_never_zero(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ import asyncio, sys
 from types import SimpleNamespace
 import envd
 import trainer
-from trainer.agent.attempts import run_task
+from trainer.agent.attempts import play_task
 from trainer.agent.types import Reply
 from trainer.client import AsyncEnvClient
 from trainer.data.curriculum import TaskHistory, curriculum_of
@@ -124,7 +124,7 @@ class Model:
 
 async def main():
     async with AsyncEnvClient(sys.argv[1]) as client:
-        played = await run_task(client, "fake/count-to-five", Model, settings=config.agent)
+        played = await play_task(client, "fake/count-to-five", Model, settings=config.agent)
     facts = played.facts(max_turns=6, metadata={})
     print([turn.parsed for turn in facts.turns], dict(config.breakdown_of(facts).parts))
 

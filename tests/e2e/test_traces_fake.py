@@ -29,8 +29,8 @@ from tests.support.command import restored_logging
 from tests.support.counting import AGENT, PLAN, SAY, TASK, turn_in
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import serve_fake, served_client
-from trainer.adapters.areal.group import ArealConfig, run_task_group
-from trainer.agent.attempts import run_task
+from trainer.adapters.areal.group import ArealConfig, play_group
+from trainer.agent.attempts import play_task
 from trainer.agent.settings import AgentSettings
 from trainer.slime.hooks import generate
 from trainer.tokens.chat import Chat
@@ -215,7 +215,7 @@ async def test_the_daemon_ends_while_a_collector_hangs() -> None:
 async def test_the_agents_loop_has_spans_of_groups_episodes_and_turns(recorded: InMemorySpanExporter) -> None:
     async with collecting() as collector, traces.exported_traces(collector.url), served_client() as (_, client):
         model = ScriptedReplies([SAY(turn) for turn in PLAN])
-        await run_task(client, TASK, lambda: model, settings=AgentSettings(max_turns=4, coordinates="pixels"))
+        await play_task(client, TASK, lambda: model, settings=AgentSettings(max_turns=4, coordinates="pixels"))
     spans = recorded.get_finished_spans()
     assert tree_of(spans) >= {
         ("", "group"),
@@ -247,7 +247,7 @@ async def test_the_trace_passes_through_slimes_and_areals_rollouts(recorded: InM
         async with AsyncEnvClient(config.hosts) as client:
             with tracer.start_as_current_span("areal"):
                 engine = areal.ScriptedEngine(counting)
-                await run_task_group(client, {"task_id": TASK}, engine.ask, chat=chat, config=config)
+                await play_group(client, {"task_id": TASK}, engine.ask, chat=chat, config=config)
     roots = {span.name: trace_of(span) for span in recorded.get_finished_spans() if span.parent is None}
     assert set(roots) == {"slime", "areal"}
     steps = [trace_id for name, trace_id, _, _ in collector.spans if name == "Step"]

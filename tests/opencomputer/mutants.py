@@ -3,6 +3,7 @@
 `python -m tests.opencomputer.mutants > FILE` prints the oracles with these mutants, for `envd tasks attack --oracles`.
 """
 
+import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -372,6 +373,13 @@ def _written(steps: Any) -> list[Any]:
     return [[each if isinstance(each, dict) else write_action(each) for each in step] for step in steps]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the lines."""
+    description = "Print OpenComputer's oracles with wrong solutions, a JSON line for each task."
+    argparse.ArgumentParser(description=description).parse_args()
     for line in lines():
         print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,14 +12,27 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from tests.osworld import media, office, tables  # noqa: F401 -- they register their makers
+from tests.osworld import answers, media, office, tables  # noqa: F401 -- they register their makers
 from tests.osworld.states import Content, State, Unsupported, Value, Wanted, states_of
 
 #: Getters of a file, or of the path of one.
-_FILES = {"vm_file", "vlc_config", "gimp_config_file", "vscode_config", "googledrive_file", "cloud_file", "cache_file"}
+_FILES = {
+    "vm_file",
+    "vlc_config",
+    "gimp_config_file",
+    "vscode_config",
+    "googledrive_file",
+    "cloud_file",
+    "cache_file",
+    "vlc_playing_info",
+}
 _VALUES = {
     "bookmarks", "enabled_experiments", "chrome_font_size", "cookie_data", "history", "shortcuts_on_desktop",
-    "list_directory", "vm_command_line",
+    "list_directory", "vm_command_line", "vm_command_error", "vm_terminal_output", "accessibility_tree",
+    "active_tab_html_parse", "active_tab_info", "active_tab_url_parse", "active_url_from_accessTree", "open_tabs_info",
+    "page_info", "url_dashPart", "data_delete_automacally", "default_search_engine", "default_video_player",
+    "enable_do_not_track", "enable_enhanced_safety_browsing", "find_installed_extension_name",
+    "find_unpacked_extension_path", "new_startup_page", "profile_name",
 }  # fmt: skip
 #: Results of which everything else was there before the task, if its setup made them.
 _DOCUMENTS = (".docx", ".xlsx", ".pptx")
@@ -127,7 +140,10 @@ def _wanted(parts: list[Part]) -> Wanted:
     for part in parts:
         expected = part.expected or {}
         if expected.get("type") in {"rule", None}:
-            rules.append(dict(expected.get("rules", {})))
+            asked = expected.get("rules", {})
+            if not isinstance(asked, dict):
+                raise Unsupported("a list of rules")
+            rules.append(asked)
         else:
             stem = Path(_names(expected)[0]).stem
             rules.append({"gold_stem": stem, "gold_type": expected["type"]})

@@ -146,14 +146,6 @@ def reports(wanted: Wanted) -> Iterator[State]:
     yield State("early", "all values deleted afterwards", "\n".join([head, *(row[:8] for row in rows)]).encode())
 
 
-@feeds("check_include_exclude", "is_extension_installed")
-def outputs(wanted: Wanted) -> Iterator[State]:
-    # Only an agent's commands change these, so they are right in all states.
-    if wanted.rule.get("type") == "not_contain":
-        raise Unsupported("an output without a text")
-    yield right(Value("\n".join(wanted.rule.get("include") or [wanted.rule.get("expected", "")])))
-
-
 @feeds("compare_result_files")
 def numbers(_: Wanted) -> Iterator[State]:
     yield gold(b"47.5\n")

@@ -72,6 +72,8 @@ def test_a_synchronous_rollout_becomes_train_data(job_of: Any) -> None:
     data = check_train_data(job, output.samples)
     samples: list[Any] = flatten(output.samples)
     assert [sample.status.name for sample in samples] == ["COMPLETED"] * 4
+    for group in output.samples:
+        assert len({facts_of(sample)["origin"] for sample in flatten([group])} - {""}) == 1, "they start in one state"
     assert [facts_of(sample)["task_score"] for sample in samples] == [1.0] * 4
     assert data["raw_reward"] == [1.0] * 4
     for sample in samples:
@@ -81,11 +83,6 @@ def test_a_synchronous_rollout_becomes_train_data(job_of: Any) -> None:
         turns = facts_of(sample)["turns"]
         assert (spans["env_reset"], spans["env_evaluate"], spans["sglang_generate"]) == (1, 1, turns)
         assert spans["env_step"] >= 2
-
-
-def test_members_of_a_group_start_in_one_state(job_of: Any) -> None:
-    output = job_of(n_samples_per_prompt=4).rollout()
-    assert len({facts_of(sample)["origin"] for sample in flatten(output.samples)} - {""}) == 1
 
 
 def test_members_of_a_tree_share_a_prefix_that_is_trained_once(job_of: Any, engine: SglangServer) -> None:

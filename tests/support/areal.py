@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.support import slime
-from trainer.adapters.areal.group import run_task_group
+from trainer.adapters.areal.group import play_group
 from trainer.agent.attempts import Environments
 from trainer.agent.types import Outcome, Reply, Trajectory, Turn
 from trainer.rewards.credit import CreditedMember
@@ -56,9 +56,9 @@ class ScriptedEngine(slime.ScriptedEngine):
 
 
 async def group_of(environments: Environments, row: Mapping[str, Any], engine: ScriptedEngine, **options: Any) -> Any:
-    """Run a group with options of `run_task_group`; return its `rows`, and its `metrics` by name."""
+    """Run a group with options of `play_group`; return its `rows`, and its `metrics` by name."""
     metrics: dict[str, list[float]] = defaultdict(list)
-    rows = await run_task_group(
+    rows = await play_group(
         environments, row, engine.ask, measured=lambda name, value: metrics[name].append(value), **options
     )
     return SimpleNamespace(rows=rows, metrics=metrics)

@@ -11,7 +11,7 @@ BUDGETS = {
     "envd/api": 3250,
     "envd/authoring": 3000,
     "envd/base": 4190,
-    "envd/bench": 3650,
+    "envd/bench": 3660,
     "envd/cli": 5030,
     "envd/console": 1300,
     "envd/daemon": 1400,

@@ -22,7 +22,7 @@ from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, StepResult, StopReason
 
 from trainer.adapters.session import SessionSettings, SessionVoid, session, task_of_row
-from trainer.agent.loop import run_episode
+from trainer.agent.loop import play_episode
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message, Outcome, Reply, Trajectory
 
@@ -134,7 +134,7 @@ class DesktopEnv(Env):  # type: ignore[misc]
 
     async def _play(self) -> Trajectory:
         async with session(self._row, settings=self._settings) as one:
-            return await run_episode(one.episode, self._policy, settings=self._agent)
+            return await play_episode(one.episode, self._policy, settings=self._agent)
 
     async def _next_prompt(self, episode: "asyncio.Task[Trajectory]") -> tinker.ModelInput | None:
         """Return the next prompt, or None if the episode has ended."""

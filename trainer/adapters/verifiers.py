@@ -17,7 +17,7 @@ from pydantic import Field
 from cuaenv.client import EnvError, shared_client
 from trainer.adapters.background import blocking
 from trainer.adapters.session import SessionSettings, session
-from trainer.agent.loop import AgentEpisode, run_episode
+from trainer.agent.loop import AgentEpisode, play_episode
 from trainer.agent.ownership import is_fault
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed, Reply
@@ -105,7 +105,7 @@ class DesktopEnv(vf.Env[DesktopEnvConfig]):
         try:
             # The machine first: without one, the model is not asked.
             async with self._opened(task.data.task_id) as episode, agents.player.interaction(task) as interaction:
-                trajectory = await run_episode(episode, _Conversation(interaction), settings=self._agent)
+                trajectory = await play_episode(episode, _Conversation(interaction), settings=self._agent)
         except EnvError as error:
             if is_fault(error):
                 raise vf.SandboxError(f"task {task.data.task_id}: {error}") from error

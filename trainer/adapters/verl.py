@@ -19,7 +19,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 
 from cuaenv.client import Checkpoint, EnvError, shared_client
 from trainer.adapters.session import SessionVoid
-from trainer.agent.attempts import Environments, run_task
+from trainer.agent.attempts import Environments, play_task
 from trainer.agent.forks import Forks, GroupMember
 from trainer.agent.ownership import is_fault
 from trainer.agent.starts import task_id_of
@@ -76,7 +76,7 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
             return attempts[-1][0]
 
         group = await _group_of((row.get("uid"), start))
-        trajectory = await run_task(
+        trajectory = await play_task(
             self._environments(group),
             start,
             new_conversation,

@@ -1,4 +1,4 @@
-"""Open an episode and run it; repeat it on a new machine if its first one was lost."""
+"""Open an episode and play it; repeat it on a new machine if its first one was lost."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from typing import Any, Protocol, Unpack
 from cuaenv.client import Checkpoint, EnvError, Perturb
 from cuaenv.client.tracing import span
 from cuaenv.client.view import ResetOptions
-from trainer.agent.loop import AgentEpisode, run_episode
+from trainer.agent.loop import AgentEpisode, play_episode
 from trainer.agent.ownership import ruling_on
 from trainer.agent.settings import AgentSettings
 from trainer.agent.starts import step_limit, task_id_of
@@ -18,8 +18,8 @@ from trainer.agent.types import Conversation, Outcome, Trajectory
 
 logger = logging.getLogger(__name__)
 
-RunEpisode = Callable[[AgentEpisode, Conversation], Coroutine[Any, Any, Trajectory]]
-"""Runs an open episode with a conversation. Raises only cancellation, and `ExtensionError` of own code."""
+PlayEpisode = Callable[[AgentEpisode, Conversation], Coroutine[Any, Any, Trajectory]]
+"""Plays an open episode with a conversation. Raises only cancellation, and `ExtensionError` of own code."""
 
 
 class Environments(Protocol):
@@ -29,7 +29,7 @@ class Environments(Protocol):
         """Open an episode, which the caller closes; if cancelled, leave none open. Raises: EnvError."""
 
 
-async def run_task(
+async def play_task(
     environments: Environments,
     start: str | Checkpoint,
     new_conversation: Callable[[], Conversation],
@@ -38,9 +38,9 @@ async def run_task(
     pool: str = "",
     attempts: int = 2,
     perturb: Perturb | None = None,
-    run: RunEpisode | None = None,
+    play: PlayEpisode | None = None,
 ) -> Trajectory:
-    """Open and run an episode; if the host lost its machine, retry on a new one.
+    """Open and play an episode; if the host lost its machine, retry on a new one.
 
     `trainer.agent.ownership` decides which losses are retried. An episode lost in every attempt is a FAILED trajectory.
     What no episode can be opened with is raised: a client's `ValueError`, `TypeError` or `OSError`, such as that of an
@@ -51,16 +51,16 @@ async def run_task(
         new_conversation: Creates a new conversation for each attempt.
         pool: Pool to use; empty for the task's own.
         perturb: Perturbs the world of the episode.
-        run: Runs an open episode; default `run_episode`.
+        play: Plays an open episode; default `play_episode`.
     """
     task, limit = task_id_of(start), step_limit(start, settings.max_turns)
     options = ResetOptions(pool=pool, max_steps=limit, view=settings.view, timeout=settings.reset_timeout)
     if perturb is not None:
         options["perturb"] = perturb
-    run = run or partial(run_episode, settings=settings)
+    play = play or partial(play_episode, settings=settings)
     for attempt in range(1, attempts + 1):
         conversation = new_conversation()
-        trajectory = await _play_attempt(environments.reset(start, **options), task, conversation, run)
+        trajectory = await _play_attempt(environments.reset(start, **options), task, conversation, play)
         trajectory = replace(trajectory, attempt_count=attempt)
         if not ruling_on(trajectory).repeat:
             break
@@ -70,7 +70,7 @@ async def run_task(
 
 
 async def _play_attempt(
-    opening: Awaitable[AgentEpisode], task: str, conversation: Conversation, run: RunEpisode
+    opening: Awaitable[AgentEpisode], task: str, conversation: Conversation, play: PlayEpisode
 ) -> Trajectory:
     started_s = asyncio.get_running_loop().time()
     # One trace has the reset and the episode.
@@ -84,7 +84,7 @@ async def _play_attempt(
             )
         reset_s = asyncio.get_running_loop().time() - started_s
         try:
-            trajectory = await run(episode, conversation)
+            trajectory = await play(episode, conversation)
         finally:
             await episode.close()
     return replace(trajectory, timings_s={**trajectory.timings_s, "reset": reset_s})

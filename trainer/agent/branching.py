@@ -9,7 +9,7 @@ from typing import Any, Protocol, Unpack
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint
 from cuaenv.client.view import ResetOptions
 from trainer.agent.forks import Tree
-from trainer.agent.loop import AgentEpisode, Traced, run_episode, untraced
+from trainer.agent.loop import AgentEpisode, Traced, play_episode, untraced
 from trainer.agent.settings import AgentSettings
 from trainer.agent.training import GroupConfig
 from trainer.agent.turns import BranchPoint
@@ -58,7 +58,7 @@ class TreeMember:
             config: When to branch, and into how many.
             size: Members of the group.
             lease_ttl: How long forks outlive this process.
-            traced: As `trainer.agent.loop.run_episode` takes; also traces each fork, `env_branch`.
+            traced: As `trainer.agent.loop.play_episode` takes; also traces each fork, `env_branch`.
         """
         self._context: BranchContext | None = None
         """The history with which the latest episode started; None at the beginning of its task."""
@@ -102,7 +102,7 @@ class TreeMember:
         if context is not None:
             await conversation.resume(context.prefix.copy())
             point = replace(context.point, history=context.point.history.copy())
-        trajectory = await run_episode(
+        trajectory = await play_episode(
             episode, conversation, settings=settings, branch_point=point, offer_branch=offer_branch, traced=self._traced
         )
         return replace(trajectory, parent_episode_id=context.episode_id if context else "")

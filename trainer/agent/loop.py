@@ -1,4 +1,4 @@
-"""Run one episode: observe, sample a reply, parse it, act, and evaluate once at the end.
+"""Play one episode: observe, sample a reply, parse it, act, and evaluate once at the end.
 
 The agent's mistakes (an unparsable reply, a point outside the picture, an unknown key) are reported to it in the next
 message and recorded in the facts. Failures of the service (a lost machine, a broken checker, an engine that does not
@@ -89,7 +89,7 @@ def untraced(_name: str, _attributes: Mapping[str, Any]) -> Iterator[Callable[[d
     yield lambda _: None
 
 
-async def run_episode(
+async def play_episode(
     episode: AgentEpisode,
     conversation: Conversation,
     *,
@@ -99,7 +99,7 @@ async def run_episode(
     interrupted: Interrupted | None = None,
     traced: Traced = untraced,
 ) -> Trajectory:
-    """Run an episode that was opened with `settings.view`, and evaluate it. The caller closes it.
+    """Play an episode that was opened with `settings.view`, and evaluate it. The caller closes it.
 
     Every sampled reply is in the trajectory, also after a failure. Raises only cancellation and `ExtensionError`.
 
@@ -110,7 +110,7 @@ async def run_episode(
         offer_branch: Awaited before each of its turns but the first is performed, when its reply is known. Its duration
             does not count towards `settings.timeout_s`.
         interrupted: Awaited when a reply is aborted, before the trajectory is returned as ABORTED; the machine is
-            between two turns then. `run_episode` continues from the state that it gets.
+            between two turns then. `play_episode` continues from the state that it gets.
         traced: Traces each step, `env_step`, and the evaluation, `env_evaluate`, in a trainer's own traces.
     """
     playing = _PlayedEpisode(

@@ -23,7 +23,7 @@ from trainer.data.oracles import Oracle, read_oracles
 from trainer.data.record import OracleConversation
 from trainer.evaluate.chat import ChatConversation
 from trainer.evaluate.endpoint import open_endpoint
-from trainer.evaluate.play import ConversationFactory, attempt_of, play_task
+from trainer.evaluate.play import ConversationFactory, attempt_of, play_attempt
 from trainer.evaluate.players import HELP, HumanPlayer, NullPlayer, Player
 from trainer.evaluate.replay import directory_name
 from trainer.evaluate.report import write_report
@@ -78,7 +78,7 @@ def play_command(
             player = _player(by, settings, config, oracle=solution, screen_px=read_screen(screen), place=place)
             async with player as new_conversation:
                 began_s = time.monotonic()
-                trajectory = await play_task(
+                trajectory = await play_attempt(
                     client, one, new_conversation, settings=settings, pool=config.pool, replay=place, show=show
                 )
                 seconds = time.monotonic() - began_s

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cuaenv.client import Task
 from trainer.agent.grammars import Grammar
 from trainer.config import InputError
-from trainer.data.split import SPLITS, Split, Splittable, split
+from trainer.data.split import SPLITS, Split, split
 from trainer.data.transcripts import transcript_of, unparsable_turns
 from trainer.replay.reader import ReadResult
 from trainer.replay.trajectory import StoredTrajectory
@@ -80,7 +81,7 @@ def join(sources: Mapping[str, ReadResult], *, grammar: Grammar, share: float = 
                 counts[problem] += 1
             else:
                 kept[key] = (rank, trajectory)
-    splits = split((splittable(trajectory) for _, trajectory in kept.values()), share=share, seed=seed)
+    splits = split((_task_of(trajectory) for _, trajectory in kept.values()), share=share, seed=seed)
     ordered = sorted(kept.values(), key=lambda each: (each[1].base_id, each[0], each[1].task_id, each[1].digest))
     items = tuple(
         Item(
@@ -100,15 +101,16 @@ def platform_of(trajectory: StoredTrajectory) -> str:
     return _PLATFORMS.get(named, _UNKNOWN)
 
 
-def splittable(trajectory: StoredTrajectory) -> Splittable:
-    """Return the properties of the base task that decide its split."""
+def _task_of(trajectory: StoredTrajectory) -> Task:
+    """Return the base task, with the properties that decide its split; others are not stored."""
     metadata = trajectory.metadata
     level = metadata.get("level")
-    return Splittable(
+    return Task(
         task_id=trajectory.base_id,
-        text=str(metadata.get("instruction") or ""),
+        instruction=str(metadata.get("instruction") or ""),
         level=level if isinstance(level, int) else 0,
-        suite_split=str(metadata.get("suite_split") or ""),
+        suite="",
+        split=str(metadata.get("suite_split") or ""),
     )
 
 
@@ -130,7 +132,7 @@ def statistics(dataset: Dataset) -> dict[str, Any]:
         "by_platform": _counts(item.platform for item in dataset.items),
         "by_split": _counts(item.split for item in dataset.items),
         "by_level": {
-            name: _counts(str(splittable(item.trajectory).level) for item in dataset.items if item.split == name)
+            name: _counts(str(_task_of(item.trajectory).level) for item in dataset.items if item.split == name)
             for name in ("train", "held_out")
         },
         "replies": _spread(

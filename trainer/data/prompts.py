@@ -10,17 +10,12 @@ from typing import Any
 
 from cuaenv.client import Task
 from trainer.config import InputError
-from trainer.data.split import Split, Splittable, split
+from trainer.data.split import Split, split
 
 #: Of a variant, see `cuaenv.client.Task.variant_count`.
 _MAX_SEED = 2**31 - 1
 #: Tasks and variants of one data set; all variants of a template would not fit into memory.
 _MAX_TASK_COUNT = 1_000_000
-
-
-def splittable(task: Task) -> Splittable:
-    """Return the properties of a task that decide its split."""
-    return Splittable(task_id=task.task_id, text=task.instruction, level=task.level, suite_split=task.split)
 
 
 def variant_ids(tasks: Iterable[Task], *, count: int, seed: int = 42) -> list[str]:
@@ -67,7 +62,7 @@ def prompt_rows(
     tasks: Sequence[Task], *, share: float = 0.2, seed: int = 42, include_unrunnable: bool = True
 ) -> dict[Split, list[dict[str, Any]]]:
     """Return rows by split, in id order. Tasks that are left out are split too, so it is the same on all hosts."""
-    splits = split(map(splittable, tasks), share=share, seed=seed)
+    splits = split(tasks, share=share, seed=seed)
     rows: dict[Split, list[dict[str, Any]]] = {"train": [], "held_out": []}
     for task in sorted(tasks, key=lambda task: task.task_id):
         if include_unrunnable or is_runnable(task):

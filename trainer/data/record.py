@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from cuaenv.client import Action, Done, Fail, Task, Wait
-from trainer.agent.attempts import Environments, run_task
+from trainer.agent.attempts import Environments, play_task
 from trainer.agent.coordinates import CoordinateSpace, to_model_points
 from trainer.agent.grammars import UnsupportedAction, split_actions
 from trainer.agent.prompts import prompt_hash
@@ -58,7 +58,7 @@ async def record(
         return conversations[-1]
 
     task_id = oracle.task_id
-    trajectory = await run_task(environments, task_id, new_conversation, settings=settings, pool=pool)
+    trajectory = await play_task(environments, task_id, new_conversation, settings=settings, pool=pool)
     if trajectory.evaluation is None or trajectory.outcome not in (Outcome.TERMINATED, Outcome.TRUNCATED):
         raise Unusable(f"{task_id}: {trajectory.reason}: {trajectory.error}")
     if must_succeed and trajectory.evaluation.score < 1.0:

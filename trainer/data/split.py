@@ -4,9 +4,9 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
+from cuaenv.client import Task
 from trainer.config import InputError
 from trainer.replay.trajectory import base_id
 
@@ -17,25 +17,13 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 """The service's terms, see `cuaenv.client.Task.split`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Splittable:
-    """The properties of a task that decide its split."""
-
-    task_id: str
-    text: str = ""
-    """The instruction. Tasks with equal instructions share a split: who trains on one has seen the other."""
-    level: int = 0
-    suite_split: str = ""
-    """The suite's own split: `train`, `held_out` or empty."""
-
-
-def split(tasks: Iterable[Splittable], *, share: float = 0.2, seed: int = 42) -> Mapping[str, Split]:
-    """Return the split of each task id.
+def split(tasks: Iterable[Task], *, share: float = 0.2, seed: int = 42) -> Mapping[str, Split]:
+    """Return the split of each task id, by the tasks' levels, instructions and own splits.
 
     If a suite holds out some of its tasks itself, its split is used for all; the log names each level that it leaves
     out of one side. Otherwise a share of each level is held out, at least one task; a level with a single task is used
     for training only, with a warning in the log. Chunks of a task, variants of a template, and tasks with equal
-    instructions stay together.
+    instructions stay together: who trains on one has seen the other.
 
     Args:
         tasks: All tasks; equal ids count once.
@@ -50,7 +38,7 @@ def split(tasks: Iterable[Splittable], *, share: float = 0.2, seed: int = 42) ->
     by_level: dict[int, list[str]] = defaultdict(list)
     for name, members in units.items():
         by_level[max(task.level for task in members)].append(name)
-    held_out = {name for name, members in units.items() if any(task.suite_split == "held_out" for task in members)}
+    held_out = {name for name, members in units.items() if any(task.split == "held_out" for task in members)}
     is_own = bool(held_out)
     if not is_own:
         for level, names in by_level.items():
@@ -84,12 +72,12 @@ def template_id(task_id: str) -> str:
     return task_id.partition("?")[0]
 
 
-def _units(tasks: Iterable[Splittable]) -> dict[str, list[Splittable]]:
+def _units(tasks: Iterable[Task]) -> dict[str, list[Task]]:
     """Group chunks and variants of one task, and tasks of one text; a unit has the name of its first template."""
     unit_of: dict[str, str] = {}
-    units: dict[str, list[Splittable]] = {}
+    units: dict[str, list[Task]] = {}
     for task in sorted(set(tasks), key=lambda task: task.task_id):
-        text = " ".join(task.text.casefold().split())
+        text = " ".join(task.instruction.casefold().split())
         # Named by template, so that adding or removing variants does not move any task to the other side.
         template = template_id(base_id(task.task_id))
         keys = [f"id {template}", *([f"text {text}"] if text else [])]

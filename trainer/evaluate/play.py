@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from cuaenv.client import Perturb, Task
-from trainer.agent.attempts import Environments, run_task
-from trainer.agent.loop import AgentEpisode, run_episode
+from trainer.agent.attempts import Environments, play_task
+from trainer.agent.loop import AgentEpisode, play_episode
 from trainer.agent.ownership import ruling_on
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Message, Outcome, Reply, Trajectory
@@ -35,7 +35,7 @@ ConversationFactory = Callable[[int], Conversation]
 """Creates a conversation; the argument is the attempt's seed."""
 
 
-async def play_task(
+async def play_attempt(
     environments: Environments,
     task: Task,
     new_conversation: ConversationFactory,
@@ -47,7 +47,7 @@ async def play_task(
     show: Callable[[Message | Reply], None] | None = None,
     is_perturbed: bool = False,
 ) -> Trajectory:
-    """Make one attempt; repeat it once on a new machine if its machine is lost. Raises what `run_task` does.
+    """Make one attempt; repeat it once on a new machine if its machine is lost. Raises what `play_task` does.
 
     Args:
         pool: The daemon's pool; empty for the task's own.
@@ -65,13 +65,13 @@ async def play_task(
         recorded.append(RecordedConversation(inner, replay, show=show))
         return recorded[-1]
 
-    async def run(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
+    async def play(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
         opened.append(episode)
-        return await run_episode(episode, conversation, settings=settings)
+        return await play_episode(episode, conversation, settings=settings)
 
     perturb = _perturb(task, seed) if is_perturbed else None
-    trajectory = await run_task(
-        environments, task.task_id, conversation, settings=settings, pool=pool, perturb=perturb, run=run
+    trajectory = await play_task(
+        environments, task.task_id, conversation, settings=settings, pool=pool, perturb=perturb, play=play
     )
     if replay is not None and recorded:
         await _write_replay(recorded[-1], trajectory, opened[-1] if opened else None, settings, replay)
@@ -123,7 +123,7 @@ async def evaluate(
             name = f"{file.path.stem}.replays/{directory_name(task.task_id, seed)}" if replays else ""
             replay = file.path.parent / name if replays else None
             began_s = time.monotonic()
-            trajectory = await play_task(
+            trajectory = await play_attempt(
                 environments,
                 task,
                 new_conversation,

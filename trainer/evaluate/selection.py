@@ -11,7 +11,7 @@ from typing import Literal
 from cuaenv.client import AsyncEnvClient, Task
 from cuaenv.problems import without_path
 from trainer.config import InputError
-from trainer.data.prompts import describe_unrunnable, is_runnable, splittable
+from trainer.data.prompts import describe_unrunnable, is_runnable
 from trainer.data.split import split as split_tasks
 from trainer.data.split import template_id
 
@@ -82,7 +82,7 @@ def _on_side(tasks: Sequence[Task], selection: Selection, split: SplitName) -> S
     in_suites = [task for task in tasks if not selection.suites or task.suite in selection.suites]
     if split == "all" or not in_suites:
         return tasks
-    splits = split_tasks([splittable(task) for task in in_suites])
+    splits = split_tasks(in_suites)
     for task_id in selection.task_ids:
         if splits.get(task_id, split) != split:
             raise InputError(f"{task_id} is in the split {splits[task_id]}; use --split {splits[task_id]} or all")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from trainer.agent.loop import run_episode
+from trainer.agent.loop import play_episode
 from trainer.agent.settings import AgentSettings
 from trainer.evaluate.chat import ChatConversation, Sampling
 from trainer.evaluate.endpoint import open_endpoint
@@ -87,7 +87,7 @@ async def _played(
     sampling = Sampling(max_reply_tokens=settings.reply_tokens)
     async with open_endpoint(f"{url}/sessions/{name}/v1", max_retries=0) as endpoint:
         conversation = ChatConversation(endpoint, model="policy", sampling=sampling)
-        trajectory = await run_episode(PictureEpisode(pictures), conversation, settings=settings)
+        trajectory = await play_episode(PictureEpisode(pictures), conversation, settings=settings)
     if trajectory.error is not None:
         raise SightError(f"the check's episode {number} failed: {trajectory.error}") from trajectory.error
     chat, turns = Chat(model.tokenizer, model.processor), list[SampledReply]()

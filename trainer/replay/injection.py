@@ -13,24 +13,9 @@ importance sampling (slime: `--use-tis` or `--use-rollout-logprobs`). Demonstrat
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from trainer.replay.pool import ReplayPool
 from trainer.replay.trajectory import StoredTrajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Injection:
-    """A success and the member that it replaces."""
-
-    index: int
-    """Index of the replaced member."""
-    trajectory: StoredTrajectory
-
-    @property
-    def reward(self) -> float:
-        """The stored reward, from the evaluation of that time."""
-        return self.trajectory.reward
 
 
 def replaced_member(raw_rewards: Sequence[float | None], *, success_at: float) -> int | None:
@@ -46,8 +31,17 @@ def replaced_member(raw_rewards: Sequence[float | None], *, success_at: float) -
     return list(raw_rewards).index(None) if None in raw_rewards else len(raw_rewards) - 1
 
 
-def inject(pool: ReplayPool, task_id: str, raw_rewards: Sequence[float | None], *, start: str = "") -> Injection | None:
-    """Return a success for a complete group of that task and start, or None; updates the pool's counters."""
+def inject(
+    pool: ReplayPool, task_id: str, raw_rewards: Sequence[float | None], *, start: str = ""
+) -> tuple[int, StoredTrajectory] | None:
+    """Return the index of a member and the success that replaces it, or None; updates the pool's counters.
+
+    Args:
+        pool: The successes.
+        task_id: Task of the group, which is complete.
+        raw_rewards: See `replaced_member`.
+        start: Start of the group.
+    """
     pool.counters.check_count += 1
     index = replaced_member(raw_rewards, success_at=pool.settings.success_at)
     if index is None:
@@ -57,4 +51,4 @@ def inject(pool: ReplayPool, task_id: str, raw_rewards: Sequence[float | None], 
         pool.counters.missed_count += 1
         return None
     pool.counters.injected_count += 1
-    return Injection(index=index, trajectory=trajectory)
+    return index, trajectory

@@ -1,4 +1,4 @@
-"""An episode whose screens are given pictures, for `run_episode`; it needs no daemon and no machine."""
+"""An episode whose screens are given pictures, for `play_episode`; it needs no daemon and no machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

@@ -38,6 +38,9 @@ session() {
 	enter user.slice/session.scope
 	while [ ! -S /tmp/.X11-unix/X0 ]; do sleep 0.02; done
 	[ -z "$layout" ] || setxkbmap -layout "$layout"
+	# Xorg, as in virtual machines, rounds the size in millimetres down, and TigerVNC rounds it to the nearest. Xft, which
+	# draws the titles of windows, computes its resolution from it. Some images have no xrandr; they have no such titles.
+	xrandr --fbmm $((width * 254 / 960))x$((height * 254 / 960)) || :
 	# If memory runs out, the kernel ends programs of the session before the server and the agent.
 	echo 500 >/proc/self/oom_score_adj
 	cd /home/user || exit

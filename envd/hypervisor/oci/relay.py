@@ -3,9 +3,9 @@
 import asyncio
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 
+from envd.base.streams import copy
 from envd.hypervisor import guest_socket
 
 #: guestd is started again a second after it has ended. In a virtual machine systemd holds its port meanwhile.
@@ -44,7 +44,7 @@ class Relay:
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             guest_reader, guest_writer = await self._connect()
             try:
-                await asyncio.gather(_copy(reader, guest_writer), _copy(guest_reader, writer))
+                await asyncio.gather(copy(reader, guest_writer), copy(guest_reader, writer))
             finally:
                 guest_writer.close()
         except (OSError, asyncio.CancelledError):
@@ -62,12 +62,3 @@ class Relay:
                 if time.monotonic() > deadline_s:
                     raise
             await asyncio.sleep(_POLL_S)
-
-
-async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Copy one direction to its end, no faster than the other side takes it."""
-    while data := await source.read(_CHUNK_BYTES):
-        sink.write(data)
-        await sink.drain()
-    with suppress(OSError):
-        sink.write_eof()

@@ -16,7 +16,7 @@ from cuaenv.client import TaskNotFound, Unauthenticated
 from tests.support.desktops import DrawnDesktops
 from trainer.adapters.session import SessionSettings, SessionVoid
 from trainer.adapters.tinker import DesktopGroupBuilder
-from trainer.agent.loop import run_episode
+from trainer.agent.loop import play_episode
 from trainer.learn.checkpoint import write_checkpoint
 
 # Warnings of the frameworks are not ours.
@@ -76,9 +76,9 @@ async def test_a_group_starts_on_forks_of_one_state_and_has_its_scores(
 
     def noted(episode: Any, *arguments: Any, **options: Any) -> Any:
         groups.add(episode.group_id)
-        return run_episode(episode, *arguments, **options)
+        return play_episode(episode, *arguments, **options)
 
-    monkeypatch.setattr("trainer.adapters.tinker.run_episode", noted)
+    monkeypatch.setattr("trainer.adapters.tinker.play_episode", noted)
     policy = Scripted(renderer, [CLICK, DONE], [DONE], ["I would click.", CLICK, DONE])
     group = await do_group_rollout(builder_of(desktops, renderer, 3), policy)
     assert sorted(group.get_total_rewards()) == [0.0, 1.0, 1.0]

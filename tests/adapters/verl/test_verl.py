@@ -23,7 +23,7 @@ from cuaenv.client import AsyncEnvClient, Click
 from envd.base.config import CheckpointsConfig
 from envd.episodes.checkpoints.store import CheckpointStore
 from tests.support.desktops import DrawnDesktops
-from trainer.agent.loop import run_episode
+from trainer.agent.loop import play_episode
 from trainer.agent.starts import state_of
 from trainer.config import ConfigError
 
@@ -145,9 +145,9 @@ async def test_a_group_starts_on_forks_of_one_state_and_has_its_scores(
 
     async def noted(episode: Any, *arguments: Any, **options: Any) -> Any:
         origins.append((episode.group_id, episode.origin))
-        return await run_episode(episode, *arguments, **options)
+        return await play_episode(episode, *arguments, **options)
 
-    monkeypatch.setattr("trainer.agent.attempts.run_episode", noted)
+    monkeypatch.setattr("trainer.agent.attempts.play_episode", noted)
     engine = Engine([CLICK, DONE], [DONE], ["I would click.", CLICK, DONE])
     rollout = make(engine)
     await rollout.start("one", count=3)

@@ -23,7 +23,7 @@ def _restored_handler() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
-def test_an_ignored_interrupt_interrupts(
+def test_an_interrupt_is_heeded(
     handler: Callable[..., object] | signal.Handlers, capfd: pytest.CaptureFixture[str]
 ) -> None:
     signal.signal(signal.SIGINT, handler)

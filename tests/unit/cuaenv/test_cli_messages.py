@@ -8,17 +8,11 @@ from cuaenv.cli.messages import message_of
 from cuaenv.client import Draining, EnvError, Unauthenticated, Unavailable
 
 
-def test_an_unreachable_daemon_is_named_with_the_options_that_correct_it() -> None:
+def test_an_unreachable_daemon_or_cluster_is_named_with_what_corrects_it() -> None:
     message = message_of(Unavailable("Connection refused", code="UNAVAILABLE", host="a:1"))
     assert message == "daemon a:1: Connection refused; start it, or correct --envd; a daemon with TLS needs --tls-ca"
-
-
-def test_a_missing_ray_cluster_is_not_called_a_daemon() -> None:
     error = Unavailable("ray://auto: no Ray cluster can be reached: none runs", host="ray://auto")
     assert message_of(error) == "ray://auto: no Ray cluster can be reached: none runs"
-
-
-def test_a_missing_token_is_reported_with_its_variable() -> None:
     message = message_of(Unauthenticated("no token", code="UNAUTHENTICATED"))
     assert message == "no token; commands read the token from the variable ENVD_TOKEN"
 

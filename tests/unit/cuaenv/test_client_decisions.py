@@ -114,12 +114,6 @@ def test_an_image_is_available_as_bytes_as_a_picture_and_as_an_array() -> None:
     assert seen.rgb_HWC.shape == (2, 4, 3)
     assert seen.rgb_HWC.dtype == "uint8"
     assert seen.rgb_HWC[0, 0].tolist() == [255, 0, 0]
-
-
-def test_a_jpeg_is_converted_to_png() -> None:
     assert observation("JPEG").png.startswith(b"\x89PNG")
-
-
-def test_a_frame_without_pixels_names_the_view_to_request_them() -> None:
     with pytest.raises(ValueError, match=r"View\(encoding='raw'\)"):
         _ = observation(None).image

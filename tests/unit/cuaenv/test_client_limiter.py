@@ -72,12 +72,9 @@ async def test_without_a_limit_everything_is_admitted() -> None:
         await asyncio.wait_for(limiter.acquire(1000), 60)
 
 
-async def test_a_group_over_the_limit_is_rejected_at_once() -> None:
+async def test_a_group_over_the_limit_or_a_limit_below_one_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"of 3 .*max_episodes=2"):
         await EpisodeLimiter(2).acquire(3)
-
-
-def test_a_limit_below_one_is_rejected() -> None:
     with pytest.raises(ValueError, match="max_episodes 0"):
         EpisodeLimiter(0)
 

@@ -118,9 +118,7 @@ async def test_an_opening_that_opened_nothing_is_not_repeated(error: EnvError) -
 
 
 @pytest.mark.parametrize(("may_abandon", "timeout_s"), [(True, 3600.0), (False, 2 * PATIENCE_S)])
-async def test_a_host_that_is_lost_is_retried_for_its_time_or_until_the_deadline(
-    may_abandon: bool, timeout_s: float
-) -> None:
+async def test_a_lost_host_is_retried_for_its_time_or_until_the_deadline(may_abandon: bool, timeout_s: float) -> None:
     daemon, loop = Daemon(*[LOST] * 10_000), asyncio.get_running_loop()
     began_s = loop.time()
     with pytest.raises(Unavailable):
@@ -173,9 +171,7 @@ async def test_closing_ends_openings_at_the_service_and_waits_for_it() -> None:
     await daemon.aclose()
 
 
-async def test_openings_that_cannot_be_closed_in_time_are_left_to_their_leases(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_openings_that_are_not_closed_in_time_are_left_to_their_leases(caplog: pytest.LogCaptureFixture) -> None:
     daemon = Daemon()
     opener = opener_of(daemon)
     caller = asyncio.create_task(opened(opener))
@@ -221,7 +217,7 @@ def test_the_reason_for_which_episodes_wait(state: env_pb2.Pool, reason: str) ->
     assert wait_reason(state) == reason
 
 
-async def test_waits_are_logged_once_and_again_after_30_s(
+async def test_waits_are_logged_when_they_change(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_INTERVAL_S", 0.0)

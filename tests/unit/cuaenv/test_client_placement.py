@@ -49,16 +49,12 @@ def pool(
 # The load of a host
 
 
-def test_room_excludes_leased_dying_and_requested_machines() -> None:
+def test_room_is_the_capacity_that_nothing_uses_or_awaits() -> None:
     assert load_of([pool(capacity=8, leased=3, dying=1, waiting=2)]) == HostLoad(8, 2)
-
-
-def test_a_parked_episode_takes_a_place() -> None:
     assert load_of([pool(capacity=300, leased=24, parked=270)]) == HostLoad(300, 6)
-
-
-def test_machines_requested_since_the_last_report_reduce_the_room() -> None:
-    assert load_of([pool(capacity=8)], unseen_count=3) == HostLoad(8, 5)
+    assert load_of([pool(capacity=8)], unseen_count=3) == HostLoad(8, 5), "requested since the last report"
+    assert load_of([pool(capacity=8, idle=1, leased=2, is_failing=True)]).room == 1
+    assert load_of([pool(capacity=8, leased=2, is_failing=True)]).room == 0
 
 
 def test_only_the_requested_pool_counts() -> None:
@@ -68,16 +64,7 @@ def test_only_the_requested_pool_counts() -> None:
     assert load_of(pools, pool="none") == HostLoad(0, 0)
 
 
-def test_a_failing_pool_has_room_only_for_its_idle_machines() -> None:
-    assert load_of([pool(capacity=8, idle=1, leased=2, is_failing=True)]).room == 1
-    assert load_of([pool(capacity=8, leased=2, is_failing=True)]).room == 0
-
-
 # The choice
-
-
-def test_without_hosts_none_is_chosen() -> None:
-    assert choose({}, size=1, rng=random.Random()) is None
 
 
 @given(loads=LOADS, size=st.integers(1, 64), rng=SEEDS)
@@ -89,7 +76,7 @@ def test_a_host_with_room_is_chosen_if_there_is_one(loads: dict[str, HostLoad], 
 
 
 @given(loads=LOADS, size=st.integers(1, 64), rng=SEEDS)
-def test_a_host_that_can_never_hold_the_group_is_chosen_only_if_none_can(
+def test_a_host_too_small_for_the_group_is_a_last_resort(
     loads: dict[str, HostLoad], size: int, rng: random.Random
 ) -> None:
     chosen = choose(loads, size=size, rng=rng)
@@ -99,9 +86,7 @@ def test_a_host_that_can_never_hold_the_group_is_chosen_only_if_none_can(
 
 
 @given(a=st.integers(1, 64), b=st.integers(1, 64), free_a=st.floats(0, 1), free_b=st.floats(0, 1), rng=SEEDS)
-def test_of_two_hosts_with_room_the_freer_one_is_chosen(
-    a: int, b: int, free_a: float, free_b: float, rng: random.Random
-) -> None:
+def test_of_two_hosts_the_freer_one_is_chosen(a: int, b: int, free_a: float, free_b: float, rng: random.Random) -> None:
     loads = {"a": HostLoad(a, max(1, round(a * free_a))), "b": HostLoad(b, max(1, round(b * free_b)))}
     chosen = choose(loads, size=1, rng=rng)
     assert chosen is not None
@@ -109,9 +94,7 @@ def test_of_two_hosts_with_room_the_freer_one_is_chosen(
 
 
 @given(loads=LOADS, rng=SEEDS)
-def test_the_worst_of_three_or_more_hosts_with_room_is_never_chosen(
-    loads: dict[str, HostLoad], rng: random.Random
-) -> None:
+def test_the_worst_of_three_or_more_hosts_is_never_chosen(loads: dict[str, HostLoad], rng: random.Random) -> None:
     shares = sorted(load.free_share for load in loads.values() if load.room >= 1 and load.capacity >= 1)
     chosen = choose(loads, size=1, rng=rng)
     if len(shares) >= 2 and shares[0] < shares[1]:
@@ -142,9 +125,10 @@ def test_two_unequal_hosts_are_filled_in_proportion(small: int, times: int, shar
     assert abs(fractions["small"] - fractions["large"]) <= 1 / small + 1e-9  # one machine of the smaller
 
 
-def test_of_two_empty_hosts_the_larger_one_is_chosen() -> None:
+def test_the_larger_of_two_empty_hosts_is_chosen_and_of_none_none() -> None:
     loads = {"small": HostLoad(4, 4), "large": HostLoad(8, 8)}
     assert {choose(loads, size=1, rng=random.Random(seed)) for seed in range(20)} == {"large"}
+    assert choose({}, size=1, rng=random.Random()) is None
 
 
 def test_trainers_with_old_figures_do_not_all_choose_the_best_host() -> None:

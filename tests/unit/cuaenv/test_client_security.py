@@ -103,13 +103,10 @@ def test_a_client_certificate_requires_its_key() -> None:
         Tls(ca=Path("ca.pem"), key=Path("client.key"))
 
 
-async def test_a_missing_tls_file_is_named(tmp_path: Path) -> None:
+async def test_a_missing_or_malformed_tls_file_is_named(tmp_path: Path) -> None:
     client = AsyncEnvClient("pool.example.org:1", tls=Tls(ca=tmp_path / "none.pem"))
     with pytest.raises(FileNotFoundError, match=r"none\.pem"):
         await client.list_pools()
-
-
-async def test_an_authority_without_a_certificate_is_named(tmp_path: Path) -> None:
     (tmp_path / "no.pem").write_bytes(b"\x7fELF")
     client = AsyncEnvClient("pool.example.org:1", tls=Tls(ca=tmp_path / "no.pem"))
     with pytest.raises(ValueError, match=r"Tls\.ca .*no\.pem: has no PEM certificate; give the authority's"):

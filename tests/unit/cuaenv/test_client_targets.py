@@ -54,29 +54,24 @@ def test_malformed_targets_are_rejected(targets: str | list[str], problem: str) 
         parse_targets(targets)
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, *ips: str) -> None:
+@pytest.mark.parametrize(
+    ("ips", "targets"),
+    [
+        (["192.0.2.7", "192.0.2.5", "192.0.2.7"], ["192.0.2.5:1", "192.0.2.7:1"]),
+        (["2001:db8::1", "192.0.2.7"], ["192.0.2.7:1"]),
+        (["2001:db8::1"], ["[2001:db8::1]:1"]),
+    ],
+    ids=["each once", "both families", "IPv6"],
+)
+async def test_a_name_resolves_to_its_addresses(
+    monkeypatch: pytest.MonkeyPatch, ips: list[str], targets: list[str]
+) -> None:
     async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
         return [(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in ips]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
-
-
-async def test_a_name_resolves_to_each_of_its_addresses_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, "192.0.2.7", "192.0.2.5", "192.0.2.7")
-    assert await resolve("dns:///pool.example.org:50051") == (
-        Address("192.0.2.5:50051", "pool.example.org:50051"),
-        Address("192.0.2.7:50051", "pool.example.org:50051"),
-    )
-
-
-async def test_a_daemon_with_addresses_of_both_families_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, "2001:db8::1", "192.0.2.7")
-    assert [address.target for address in await resolve("dns:///pool.example.org:1")] == ["192.0.2.7:1"]
-
-
-async def test_an_ipv6_address_is_put_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, "2001:db8::1")
-    assert [address.target for address in await resolve("dns:///pool.example.org:1")] == ["[2001:db8::1]:1"]
+    addresses = [Address(target, "pool.example.org:1") for target in targets]
+    assert await resolve("dns:///pool.example.org:1") == tuple(addresses)
 
 
 async def test_other_targets_are_left_to_grpc() -> None:

@@ -28,6 +28,9 @@ def test_coroutines_run_in_the_thread_until_it_is_closed() -> None:
     thread.close()
     assert threading.active_count() == before
     assert thread.loop.is_closed()
+    thread = LoopThread("loop of a test")
+    thread.close()
+    thread.close(never)
 
 
 def test_closing_runs_the_last_coroutine_and_then_cancels_the_others() -> None:
@@ -59,12 +62,6 @@ def test_the_thread_ends_although_the_last_coroutine_fails() -> None:
     with pytest.raises(OSError, match="no"):
         thread.close(last)
     assert thread.loop.is_closed()
-
-
-def test_closing_again_does_nothing() -> None:
-    thread = LoopThread("loop of a test")
-    thread.close()
-    thread.close(never)
 
 
 def test_a_task_that_ignores_its_cancellation_does_not_keep_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:

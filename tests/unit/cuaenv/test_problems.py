@@ -47,14 +47,11 @@ def test_a_wrong_setting_is_described_in_plain_words(tmp_path: Path, toml: str, 
     assert not PYDANTIC.search(str(caught.value))
 
 
-def test_a_binary_file_is_described_without_a_codec(tmp_path: Path) -> None:
+def test_a_binary_file_and_a_missing_kind_are_described_in_plain_words(tmp_path: Path) -> None:
     file = tmp_path / "envd.toml"
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"cannot be read: not a text in UTF-8 \(byte 0\); check --config"):
         load(file=file)
-
-
-def test_a_missing_kind_is_described_in_plain_words() -> None:
     kinds: TypeAdapter[_First | _Second] = TypeAdapter(Annotated[_First | _Second, Field(discriminator="kind")])
     with pytest.raises(ValidationError) as caught:
         kinds.validate_python({})
@@ -88,7 +85,7 @@ def test_an_unknown_kind_in_a_task_file_has_a_suggestion(tmp_path: Path, verb: s
     ("words", "message"),
     [(["top", "--sort", "foo"], "'foo' is not one of 'age'"), (["top", "--interval", "0"], "must be at least 0.2")],
 )
-def test_a_wrong_value_of_an_option_is_described_in_plain_words(
+def test_a_wrong_option_is_described_in_plain_words(
     monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

@@ -1,4 +1,4 @@
-"""Run a group of episodes on forks of one state with AReaL's engine."""
+"""Play a group of episodes on forks of one state with AReaL's engine."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from cuaenv.client import AsyncEnvClient, Checkpoint
 from trainer.adapters.areal.engine import ArealEngine, Ask, TurnRow
 from trainer.adapters.areal.rows import discounted
-from trainer.agent.attempts import Environments, run_task
+from trainer.agent.attempts import Environments, play_task
 from trainer.agent.branching import BranchContext, TreeMember
 from trainer.agent.forks import Forks, GroupMember, Tree
 from trainer.agent.loop import AgentEpisode
@@ -52,7 +52,7 @@ class ArealConfig(GroupConfig):
 NewConversation = Callable[[], TokenConversation]
 
 
-async def run_task_group(
+async def play_group(
     environments: Environments,
     data: Mapping[str, Any],
     ask: Ask,
@@ -61,7 +61,7 @@ async def run_task_group(
     config: ArealConfig,
     measured: Callable[[str, float], None] = lambda _name, _value: None,
 ) -> Sequence[TurnRow]:
-    """Run the task of a data set row as a group; return a row per turn.
+    """Play the task of a data set row as a group; return a row per turn.
 
     Void episodes are omitted, never scored 0.
 
@@ -79,7 +79,7 @@ async def run_task_group(
         conversations.append((TokenConversation(chat, engine, budget=config.agent.token_budget), engine))
         return conversations[-1][0]
 
-    played = await _run_members(environments, start, new_conversation, config)
+    played = await _play_members(environments, start, new_conversation, config)
     # A reply stays one object from its sampling to its turn, so its identity maps turns to rows, also after retries.
     # The engine has one more row if the conversation refused the last reply.
     rows_by_reply = {
@@ -111,7 +111,7 @@ async def run_task_group(
     return rewarded
 
 
-async def _run_members(
+async def _play_members(
     environments: Environments, start: str | Checkpoint, new_conversation: NewConversation, config: ArealConfig
 ) -> list[Trajectory]:
     """Play the members of a group together; each repeats its own losses, alone."""
@@ -119,21 +119,21 @@ async def _run_members(
     tree = Tree[BranchContext](root_count=config.branch_roots)
     options: dict[str, Any] = {"settings": config.agent, "pool": config.pool, "attempts": config.attempts}
 
-    async def play() -> Trajectory:
+    async def play_member() -> Trajectory:
         if not isinstance(environments, AsyncEnvClient):
-            return await run_task(environments, start, new_conversation, **options)
+            return await play_task(environments, start, new_conversation, **options)
         if config.group == "fork":
             in_group = GroupMember(environments, forks, group=start, size=size, wait_s=config.group_wait_s)
-            return await run_task(in_group, start, new_conversation, **options)
+            return await play_task(in_group, start, new_conversation, **options)
         member = TreeMember(environments, tree, config=config, size=size)
 
-        async def run(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
+        async def play(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
             return await member.play_episode(episode, cast(TokenConversation, conversation), settings=config.agent)
 
-        return await run_task(member, start, new_conversation, run=run, **options)
+        return await play_task(member, start, new_conversation, play=play, **options)
 
     async with asyncio.TaskGroup() as tasks:
-        playing = [tasks.create_task(play()) for _ in range(size)]
+        playing = [tasks.create_task(play_member()) for _ in range(size)]
     return [each.result() for each in playing]
 
 

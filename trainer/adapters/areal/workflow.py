@@ -13,7 +13,7 @@ from areal.utils import stats_tracker
 from areal.utils.hf_utils import load_hf_processor_and_tokenizer, load_hf_tokenizer
 
 from cuaenv.client import close_shared_clients, shared_client
-from trainer.adapters.areal.group import ArealConfig, run_task_group
+from trainer.adapters.areal.group import ArealConfig, play_group
 from trainer.adapters.areal.rows import batch
 from trainer.agent.attempts import Environments
 from trainer.config import ConfigError
@@ -83,7 +83,7 @@ class DesktopWorkflow(RolloutWorkflow):  # type: ignore[misc] # AReaL is not ins
         def measured(name: str, value: float) -> None:
             tracker.scalar(**{f"envd/{name}": value})
 
-        rows = await run_task_group(
+        rows = await play_group(
             self._environments(), data, call, chat=self._chat, config=self._config, measured=measured
         )
         return await asyncio.to_thread(batch, rows, self._chat) if rows else None

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.agent.types import ModelFailed, Trajectory, data_uri
-from trainer.replay.injection import Injection, inject
+from trainer.replay.injection import inject
 from trainer.replay.pool import ReplayPool
 from trainer.replay.reader import read_jsonl
 from trainer.replay.trajectory import StoredTrajectory, TokenRow, image_of
@@ -112,9 +112,10 @@ def show_success(pool: ReplayPool, args: Any, config: SlimeConfig, samples: list
     if not start:
         return
     raw_rewards = [float(known["task_score"]) if known else None for known in facts]
-    injection = inject(pool, task_id, raw_rewards, start=start)
-    if injection is not None:
-        samples[injection.index] = _replayed(args, config, samples[injection.index], injection)
+    injected = inject(pool, task_id, raw_rewards, start=start)
+    if injected is not None:
+        index, success = injected
+        samples[index] = _replayed(args, config, samples[index], success)
 
 
 def show_successes(pool: ReplayPool, args: Any, config: SlimeConfig, samples: Sequence[Sample]) -> None:
@@ -133,36 +134,32 @@ def show_successes(pool: ReplayPool, args: Any, config: SlimeConfig, samples: Se
         show_success(pool, args, config, group)
 
 
-def _replayed(args: Any, config: SlimeConfig, member: Any, injection: Injection) -> Any:
+def _replayed(args: Any, config: SlimeConfig, member: Any, success: StoredTrajectory) -> Any:
     """Return a member with the rows of a success in place of its own."""
-    sample, rows = flatten([member])[0], injection.trajectory.rows
+    sample, rows = flatten([member])[0], success.rows
     reset_sample(sample)
     if not isinstance(member, list):
         # The last row, as in evaluation.
-        _fill(sample, injection, len(rows) - 1)
+        _fill(sample, success, len(rows) - 1)
         return sample
     group = spread(sample, len(rows), config.pad_rows_to, args)
     for number, one in enumerate(group[: len(rows)]):
-        _fill(one, injection, number)
+        _fill(one, success, number)
     return group
 
 
-def _fill(sample: Sample, injection: Injection, number: int) -> None:
-    metadata, row = injection.trajectory.metadata, injection.trajectory.rows[number]
+def _fill(sample: Sample, success: StoredTrajectory, number: int) -> None:
+    metadata, row = success.metadata, success.rows[number]
     sample.tokens = list(row.tokens)
     sample.response_length = row.response_length
     sample.loss_mask = list(row.loss_mask)
     sample.rollout_log_probs = list(row.log_probs)
     sample.weight_versions = list(metadata["weight_versions"][number]) if "weight_versions" in metadata else []
-    sample.reward = metadata.get("reward_total", injection.reward)
-    sample.metadata[_PENDING_KEY] = (injection.trajectory, row)
+    sample.reward = metadata.get("reward_total", success.reward)
+    sample.metadata[_PENDING_KEY] = (success, row)
     set_status(sample, "COMPLETED")
-    facts = {
-        "task_id": injection.trajectory.task_id,
-        "start": injection.trajectory.start,
-        "replay": "behaviour_log_probs",
-    }
-    note(sample, {**facts, "task_score": injection.reward}, raw_reward=injection.reward)
+    facts = {"task_id": success.task_id, "start": success.start, "replay": "behaviour_log_probs"}
+    note(sample, {**facts, "task_score": success.reward}, raw_reward=success.reward)
 
 
 def build_tensors(args: Any, samples: Sequence[Sample]) -> None:

@@ -28,10 +28,10 @@ from cuaenv.client import (
     Unavailable,
 )
 from cuaenv.client.view import ResetOptions
-from trainer.agent.attempts import run_task
+from trainer.agent.attempts import play_task
 from trainer.agent.branching import TreeMember
 from trainer.agent.forks import Forks, GroupMember
-from trainer.agent.loop import AgentEpisode, run_episode
+from trainer.agent.loop import AgentEpisode, play_episode
 from trainer.agent.ownership import ruling_on
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.starts import start_name, task_id_of
@@ -146,14 +146,14 @@ class Rollout:
                 lease_ttl=config.lease_ttl,
                 traced=self._traced,
             )
-        playing = run_task(
+        playing = play_task(
             self,
             start,
             self.new_conversation,
             settings=config.agent,
             pool=config.pool,
             attempts=config.attempts,
-            run=self.play_episode,
+            play=self.play_episode,
         )
         async with self.here.watch.use(client):
             return await self._until_aborted(playing)
@@ -191,7 +191,7 @@ class Rollout:
         if resumed is not None:
             is_masked = getattr(self.args, "mask_offpolicy_in_partial_rollout", False)
             await tokens.resume(resumed.row.copy(masked=is_masked))
-        return await run_episode(
+        return await play_episode(
             episode,
             tokens,
             settings=settings,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.agent.loop import run_episode
+from trainer.agent.loop import play_episode
 from trainer.sight.check import Episode, Patches, Report, compare, given_pictures, turns_of_row
 from trainer.sight.episode import PictureEpisode, plan_of, settings_of, tokens_of
 from trainer.slime.play.rollout import Resources, Rollout
@@ -36,7 +36,7 @@ async def play_pictures(
     rollout = Rollout(args, sample, {**sampling_params, "temperature": 0.0}, here=shared)
     episode, settings = PictureEpisode(plan_of(here.config.agent).episodes[number]), shared.config.agent
     try:
-        trajectory = await run_episode(episode, rollout.new_conversation(), settings=settings)
+        trajectory = await play_episode(episode, rollout.new_conversation(), settings=settings)
     finally:
         await rollout.close()
     rows = flatten([await rollout.result_of(trajectory)])

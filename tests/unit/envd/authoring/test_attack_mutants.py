@@ -58,14 +58,19 @@ def test_the_oracle_is_changed_in_one_place_at_a_time() -> None:
     assert "step 3: left out" not in found
 
 
-def test_a_name_that_the_checker_looks_for_is_changed() -> None:
+def test_typed_names_commands_and_targets_are_changed() -> None:
     oracle = [[{"type": "note.txt\n"}], ["done"]]
     assert named(task(oracle=oracle))["step 1: other name than note, action 1"].steps[0] == (TypeText("note2.txt\n"),)
-
-
-def test_a_command_of_the_shell_is_changed_like_a_typed_text() -> None:
     found = named(task(tools=["shell"], oracle=[[{"run_shell": {"command": "echo Room 12"}}], ["done"]]))
     assert found["step 1: one digit, action 1"].steps[0] == (RunShell("echo Room 11"),)
+    click = {"click": {"x": 3, "y": 4, "target": {"name": "Save"}}}
+    found = named(task(oracle=[[click], ["done"]]))
+    assert found["step 1: below, action 1"].steps[0] == (Click(3, 4 + 48),)
+    found = named(task(oracle=[[{"press": ["ctrl", "a"]}], [{"type": "12"}], ["done"]]))
+    assert {name for name in found if "step 2" in name and "action 1" in name} == {
+        "step 2: one digit, action 1",
+        "step 2: blank at the end, action 1",
+    }
 
 
 def test_cheats_know_what_osworlds_evaluators_read_and_run() -> None:
@@ -84,41 +89,18 @@ def test_cheats_know_what_osworlds_evaluators_read_and_run() -> None:
     assert [name for name in names if name.startswith("own function")] == ["own function in place of gsettings"]
 
 
-def test_cheats_know_the_workspace_of_cua_gym() -> None:
-    found = named(task(checker={"kind": "cua_gym", "bundle": "/bundles/one"}))
-    assert "ln -s gt results" in found["results linked to the truth in /tmp_workspace"].commands[0]
-    assert not any("workspace" in name for name in named(task()))
-
-
-def test_answers_are_hedged() -> None:
+def test_answers_are_hedged_and_the_way_to_one_is_free_if_nothing_else_is_judged() -> None:
     one = task(checker={"kind": "answer", "equals": "42"}, oracle=[[{"done": "42"}]])
     answers = {
         family: {mutant.steps[-1][-1].answer for mutant in mutants_of(one) if mutant.family is family}  # type: ignore[union-attr]
         for family in (Family.ALMOST, Family.HEDGED)
     }
     assert answers == {Family.ALMOST: {"41", "42 ", ""}, Family.HEDGED: {"42 or 24x", "24x, 42, x24"}}
-
-
-def test_the_way_to_an_answer_is_free_if_nothing_else_is_judged() -> None:
     answer, oracle = {"kind": "answer", "equals": "42"}, [*ORACLE[:2], [{"done": "42"}]]
     both = {"kind": "all", "checks": [answer, {"kind": "file_text", "path": PATH, "equals": "Room 12"}]}
     changed = [{name for name in named(task(checker=it, oracle=oracle)) if "step 1" in name} for it in (answer, both)]
     assert changed[0] == set()
     assert "step 1: left out" in changed[1]
-
-
-def test_a_click_with_a_target_misses_without_it() -> None:
-    click = {"click": {"x": 3, "y": 4, "target": {"name": "Save"}}}
-    found = named(task(oracle=[[click], ["done"]]))
-    assert found["step 1: below, action 1"].steps[0] == (Click(3, 4 + 48),)
-
-
-def test_a_text_without_letters_has_no_other_case() -> None:
-    found = named(task(oracle=[[{"press": ["ctrl", "a"]}], [{"type": "12"}], ["done"]]))
-    assert {name for name in found if "step 2" in name and "action 1" in name} == {
-        "step 2: one digit, action 1",
-        "step 2: blank at the end, action 1",
-    }
 
 
 def test_cheats_are_those_of_the_checker() -> None:
@@ -127,6 +109,13 @@ def test_cheats_are_those_of_the_checker() -> None:
     assert commands[f"/home/user/rooms.txt copied to {PATH}"] == (f"cp /home/user/rooms.txt {PATH}",)
     assert commands[f"pipe in place of {PATH}"][0].endswith(f"mkfifo {PATH}")
     assert not any("own" in name or "settings written" in name for name in commands)
+    found = named(task(checker={"kind": "cua_gym", "bundle": "/bundles/one"}))
+    assert "ln -s gt results" in found["results linked to the truth in /tmp_workspace"].commands[0]
+    assert not any("workspace" in name for name in named(task()))
+    one = task(checker={"kind": "file_text", "path": PATH, "equals": "Room 12\nand more"})
+    (search,) = (command for mutant in mutants_of(one) for command in mutant.commands if "/proc/" in command)
+    assert "Room" not in search
+    assert "and more" not in search
 
 
 @pytest.mark.parametrize(
@@ -159,13 +148,6 @@ def test_cheats_know_what_a_checker_expects(checker: dict[str, Any], name: str, 
     assert words in command
 
 
-def test_a_search_for_a_leak_does_not_find_itself() -> None:
-    one = task(checker={"kind": "file_text", "path": PATH, "equals": "Room 12\nand more"})
-    (search,) = (command for mutant in mutants_of(one) for command in mutant.commands if "/proc/" in command)
-    assert "Room" not in search
-    assert "and more" not in search
-
-
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=6, max_size=12))
 def test_commands_survive_any_text(text: str) -> None:
     path = f"/home/user/{text.replace('/', '_')}.txt"
@@ -174,14 +156,11 @@ def test_commands_survive_any_text(text: str) -> None:
     assert subprocess.run(["sh", "-n", "-c", script], check=False).returncode == 0
 
 
-def test_damage_is_done_after_the_oracle_has_solved_the_task() -> None:
+def test_damage_and_repetitions_follow_the_oracle() -> None:
     damage = {mutant.name: mutant for mutant in mutants_of(task()) if mutant.family is Family.DAMAGE}
     deleted = damage["/home/user/rooms.txt deleted"]
     assert (deleted.shared_count, deleted.steps) == (2, ((Done(),),))
     assert not deleted.expects_success
-
-
-def test_the_oracle_is_repeated_and_must_always_score() -> None:
     repeated = [mutant for mutant in mutants_of(task()) if mutant.expects_success]
     assert [(mutant.steps, mutant.shared_count, bool(mutant.commands)) for mutant in repeated] == [
         (task().oracle, 0, False),
@@ -271,7 +250,7 @@ def result(name: str, **fields: Any) -> Attack:
     return Attack(task_id=f"mine/{name[0]}", mutant=name, **(plain | fields))
 
 
-def test_acceptance_counts_scored_mutants_that_are_not_equivalent() -> None:
+def test_acceptance_counts_scored_mutants_over_tasks() -> None:
     verdict = Verdict(task="mine/a", mutant="a4", digest="a4", verdict="equivalent", why="Same.")
     results = [
         result("a1", score=1.0),
@@ -285,9 +264,6 @@ def test_acceptance_counts_scored_mutants_that_are_not_equivalent() -> None:
     [row] = AttackReport(results=results, verdicts={"a4": verdict}).acceptance()
     assert (row.task_count, row.mutant_count, row.accepted_count) == (2, 3, 1)
     assert (row.low, row.high) == (0.0, 0.5)
-
-
-def test_intervals_are_over_tasks_and_not_over_mutants() -> None:
     few, many = acceptance("s", "almost", [(10, 10), (0, 10)]), acceptance("s", "almost", [(1, 1), (0, 1)] * 100)
     assert (few.low, few.high) == (0.0, 1.0)
     assert 0.4 < many.low < 0.5 < many.high < 0.6

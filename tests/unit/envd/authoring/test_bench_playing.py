@@ -40,9 +40,7 @@ def test_an_oracle_has_steps_to_wait_for_a_busy_guest_within_the_limit_of_the_da
     ("settle_ms", "max_wait_s", "waits_s"),
     [(60, 10, [1, 2]), (2000, 10, [1, 2, 4, 8]), (60, math.inf, [1, 2, 4, 8, 15, 30])],
 )
-async def test_a_limited_wait_ends_when_the_guest_is_idle(
-    settle_ms: float, max_wait_s: float, waits_s: list[float]
-) -> None:
+async def test_a_limited_wait_ends_in_an_idle_guest(settle_ms: float, max_wait_s: float, waits_s: list[float]) -> None:
     episode = Episode(settle_ms=settle_ms)
     await play(
         cast(AsyncEpisode, episode),

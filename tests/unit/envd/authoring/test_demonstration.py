@@ -80,7 +80,7 @@ async def test_a_demonstration_that_changed_nothing_proposes_nothing() -> None:
 
 @pytest.mark.parametrize("chosen", [[0], [0, 1]])
 @pytest.mark.parametrize("end", [(), ((Done("x"),),)])
-def test_the_file_loads_and_names_what_was_not_chosen(
+def test_the_file_names_what_was_not_chosen(
     chosen: list[int], end: tuple[tuple[Done, ...], ...], tmp_path: Path
 ) -> None:
     proposals = [

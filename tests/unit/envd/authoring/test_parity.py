@@ -27,13 +27,23 @@ def task(*, oracle: list[object]) -> Task:
     )
 
 
-def test_a_task_has_its_oracle_nothing_and_random_walks() -> None:
+def test_scripts_are_oracles_nothing_and_walks_each_with_its_digest() -> None:
     found = scripts_of(task(oracle=[[{"type": "x"}], ["done"]]), walk_count=2, seed=7)
     assert [each.name for each in found] == ["oracle", "nothing", "walk 0", "walk 1"]
     assert [each.kind for each in found] == ["oracle", "nothing", "walk", "walk"]
     assert found[0].steps_on(SIZE_PX) == ((TypeText("x"),), (Done(),))
     assert list(found[1].steps_on(SIZE_PX)) == [(Done(),)]
     assert [each.name for each in scripts_of(task(oracle=[]), walk_count=0, seed=7)] == ["nothing"]
+    scripts = [
+        ParityScript(name="oracle", steps=[(Done(),)]),
+        ParityScript(name="oracle", steps=[(Fail(),)]),
+        ParityScript(name="walk 0", seed="a"),
+        ParityScript(name="walk 0", seed="b"),
+        ParityScript(name="trajectory a", calls=["DONE"]),
+        ParityScript(name="trajectory a", calls=["FAIL"]),
+        ParityScript(name="nothing"),
+    ]
+    assert len({each.digest(own) for each in scripts for own in ("x", "y")}) == 2 * len(scripts)
 
 
 def test_a_random_walk_depends_on_its_seed_and_ends_the_episode() -> None:
@@ -46,19 +56,6 @@ def test_a_random_walk_depends_on_its_seed_and_ends_the_episode() -> None:
     assert len(calls) == 7
     for seed in range(50):
         ParityScript(name="walk 0", seed=str(seed)).steps_on((512, 320))
-
-
-def test_every_part_of_a_script_is_in_its_digest() -> None:
-    scripts = [
-        ParityScript(name="oracle", steps=[(Done(),)]),
-        ParityScript(name="oracle", steps=[(Fail(),)]),
-        ParityScript(name="walk 0", seed="a"),
-        ParityScript(name="walk 0", seed="b"),
-        ParityScript(name="trajectory a", calls=["DONE"]),
-        ParityScript(name="trajectory a", calls=["FAIL"]),
-        ParityScript(name="nothing"),
-    ]
-    assert len({each.digest(own) for each in scripts for own in ("x", "y")}) == 2 * len(scripts)
 
 
 def write_trajectory(directory: Path, *lines: object) -> None:
@@ -77,19 +74,16 @@ def test_recorded_actions_of_agents_are_read_as_osworlds_runner_writes_them(tmp_
     assert script.calls_on(SIZE_PX) == calls
 
 
-def test_an_action_that_is_more_than_calls_is_refused_when_it_is_played(tmp_path: Path) -> None:
-    write_trajectory(tmp_path / "one", {"action": "for x in range(3): pyautogui.click(x, x)"})
-    [script] = read_trajectories(tmp_path)["one"]
-    with pytest.raises(ParseError):
-        script.steps_on(SIZE_PX)
-
-
-def test_trajectories_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_trajectories_that_cannot_be_read_or_played_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no file TASK"):
         read_trajectories(tmp_path)
     write_trajectory(tmp_path / "one", {"action": {"type": "click"}})
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trajectories(tmp_path)
+    write_trajectory(tmp_path / "playable" / "two", {"action": "for x in range(3): pyautogui.click(x, x)"})
+    [script] = read_trajectories(tmp_path / "playable")["two"]
+    with pytest.raises(ParseError):
+        script.steps_on(SIZE_PX)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ def test_a_window_that_only_the_window_manager_knows_is_found_in_its_list() -> N
     moved = replace(shown, windows=(replace(terminal, box=(400, 300, 300, 200)),))
     assert locate(target, moved) == (420, 330)
     assert locate(target.model_copy(update={"role": "text"}), moved) is None
+    shown = screen(windows=[window("term", (-50, -60, 300, 200))])
+    assert locate(Target(window="^term$", x=70, y=90), shown) == (20, 30)
 
 
 def test_what_lies_on_top_is_not_guessed() -> None:
@@ -114,11 +116,6 @@ def test_a_window_that_claims_to_be_elsewhere_is_not_pressed(box: Box) -> None:
     claimed = window("term", box)
     assert locate(Target(window="^term$", x=20, y=30), screen(DESKTOP, windows=[claimed])) is None
     assert locate(Target(window="^term$", x=20, y=30), GuestScreen(windows=(claimed,))) in (None, (920, 4030))
-
-
-def test_the_end_of_a_window_whose_corner_is_off_the_screen_is_pressed() -> None:
-    shown = screen(windows=[window("term", (-50, -60, 300, 200))])
-    assert locate(Target(window="^term$", x=70, y=90), shown) == (20, 30)
 
 
 def test_a_title_without_end_becomes_no_target() -> None:

@@ -108,9 +108,7 @@ def test_selecting_an_unknown_task_or_suite_fails(name: str) -> None:
         (VerifyingPolicy.NULL, None, False),
     ],
 )
-def test_only_the_exact_score_passes_and_no_score_never_does(
-    policy: VerifyingPolicy, score: float | None, passed: bool
-) -> None:
+def test_only_the_exact_score_passes(policy: VerifyingPolicy, score: float | None, passed: bool) -> None:
     result = PolicyResult(task_id="a/one", policy=policy, score=score)
     assert result.passed is passed
     verification = Verification(accelerator="fake", results=(result,))
@@ -120,12 +118,9 @@ def test_only_the_exact_score_passes_and_no_score_never_does(
     assert len(verification.failures) == (not passed)
 
 
-def test_there_are_machines_for_both_policies_of_all_tasks_at_once() -> None:
+def test_a_daemon_that_verifies_has_machines_for_all_and_the_settings_of_its_pool() -> None:
     pool = verify_config(load(flags={"hypervisor.uri": "fake"}), parallel_count=3).pools["desktop"]
     assert (pool.size, pool.capacity) == (3, 9)
-
-
-def test_the_daemon_that_verifies_has_the_settings_of_the_images_pool() -> None:
     settings = load(environ={"ENVD_POOLS__WIN11__MEMORY_MIB": "4096", "ENVD_POOLS__DESKTOP__MEMORY_MIB": "2048"})
     [(_, pool)] = verify_config(settings, parallel_count=1, image="win11").pools.items()
     assert (pool.image, pool.memory_mib, pool.size, pool.allow_guest_access) == ("win11", 4096, 1, True)

@@ -7,7 +7,7 @@ import pytest
 from envd.base.aio import race, run_unless, shielded
 
 
-async def test_a_race_ends_with_its_first_event_and_leaves_futures_running() -> None:
+async def test_a_race_ends_with_its_first_event_or_at_its_limit() -> None:
     event, future = asyncio.Event(), asyncio.get_running_loop().create_future()
     racing = asyncio.create_task(race(event, future))
     await asyncio.sleep(0)
@@ -15,13 +15,10 @@ async def test_a_race_ends_with_its_first_event_and_leaves_futures_running() -> 
     event.set()
     await racing
     assert not future.done()
-
-
-async def test_a_race_ends_at_its_time_limit() -> None:
     await race(asyncio.Event(), timeout_s=0.0)
 
 
-async def test_run_unless_waits_until_cancelled_work_has_ended() -> None:
+async def test_run_unless_waits_for_cancelled_work_and_raises_its_error() -> None:
     stop, ended = asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
@@ -37,13 +34,11 @@ async def test_run_unless_waits_until_cancelled_work_has_ended() -> None:
     await running
     assert ended.is_set()
 
-
-async def test_run_unless_raises_the_error_of_its_work() -> None:
-    async def work() -> None:
+    async def fail() -> None:
         raise ValueError("wrong")
 
     with pytest.raises(ValueError, match="wrong"):
-        await run_unless(asyncio.Event(), work())
+        await run_unless(asyncio.Event(), fail())
 
 
 async def test_shielded_work_ends_before_the_cancellation_is_delivered() -> None:

@@ -44,9 +44,7 @@ def raised(error: Exception) -> None:
         ),
     ],
 )
-def test_an_error_names_the_thing_the_problem_and_the_remedy(
-    fail: Callable[[], object], kind: type[EnvdError], text: str
-) -> None:
+def test_an_error_names_thing_problem_and_remedy(fail: Callable[[], object], kind: type[EnvdError], text: str) -> None:
     with pytest.raises(kind) as caught:
         fail()
     assert str(caught.value) == text

@@ -142,8 +142,10 @@ def test_osworlds_environment_is_a_side_of_a_comparison(tmp_path: Path, python: 
     screens = tmp_path / "screens"
     results: list[PlayedScript] = []
     peer = DesktopEnvSide(python=python, tasks=tmp_path, pauses=NO_PAUSES)
-    run_until_signal(peer.play(config, planned, side="right", screens=screens, on_result=results.append))
-    crashed, nothing = results
+    run_until_signal(
+        peer.play(config, planned, side="right", screens=screens, parallel_count=2, on_result=results.append)
+    )
+    nothing, crashed = sorted(results, key=lambda each: each.script)
     assert (crashed.side, crashed.score, crashed.screens) == ("right", None, ())
     assert "the guest is gone" in crashed.detail
     assert (nothing.score, nothing.script) == (1.0, "nothing")

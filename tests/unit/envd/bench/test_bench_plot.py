@@ -56,13 +56,6 @@ def test_every_published_report_has_the_published_plots_of_all_its_times(tmp_pat
     assert {name.removesuffix("_ms").replace("_", " ") for name in published if name.endswith("_ms")} <= set(step)
 
 
-def test_every_plot_of_the_page_exists() -> None:
-    page = (REPORTS.parent / "benchmarks.md").read_text()
-    shown = [part.partition(")")[0] for part in page.split("](benchmarks/")[1:]]
-    assert [name for name in shown if name.endswith(".svg")]
-    assert [name for name in shown if not (REPORTS / name).is_file()] == []
-
-
 def test_samples_are_dots_in_their_order_and_their_median_is_named(tmp_path: Path) -> None:
     plot = plotted(tmp_path, samples={"fork_ms": [400.0, 1.0, 20.0], "size_kib": [5.0]})["run"]
     x = dots(plot, "fork")

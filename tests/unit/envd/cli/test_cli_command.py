@@ -39,28 +39,28 @@ def greet(text: str, *, times: Annotated[int, typer.Option("--times")] = 1, as_j
     print(json.dumps({"text": text}) if as_json else " ".join([text] * times))
 
 
-def test_the_options_of_an_argument_take_its_place() -> None:
+def test_the_options_of_an_argument_take_its_place_with_json_last() -> None:
     result = CliRunner().invoke(app_of(greet), ["--name", "you", "--times", "2"])
     assert (result.exit_code, result.output) == (0, "hello you hello you\n")
-
-
-def test_the_help_has_the_options_in_order_with_json_last() -> None:
     shown = CliRunner().invoke(app_of(greet), ["--help"]).output
     places = [shown.index(text) for text in ("Greet somebody.", "--times", "--name", "--json")]
     assert places == sorted(places)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "reason"),
-    [(["--name", "unknown-name"], 2, "CONFIG_ERROR"), (["--times", "0"], 1, "EPISODE_NOT_FOUND")],
+    ("arguments", "status", "reason", "message"),
+    [
+        (["--name", "unknown-name"], 2, "CONFIG_ERROR", "--name unknown-name: unknown"),
+        (["--times", "0"], 1, "EPISODE_NOT_FOUND", "no one listens"),
+    ],
 )
-def test_errors_of_the_argument_and_of_the_command_are_reported_alike(
-    arguments: list[str], status: int, reason: str
+def test_errors_of_argument_and_command_are_reported_alike(
+    arguments: list[str], status: int, reason: str, message: str
 ) -> None:
     result = CliRunner().invoke(app_of(greet), [*arguments, "--json"])
     assert result.exit_code == status
-    assert json.loads(result.stdout)["error"]["reason"] == reason
-    assert result.stderr.startswith("error: ")
+    assert json.loads(result.stdout) == {"error": {"reason": reason, "message": message}}
+    assert result.stderr == f"error: {message}\n"
 
 
 def test_a_command_without_an_argument_has_its_own_parameters() -> None:
@@ -85,9 +85,7 @@ def test_a_command_has_the_options_and_the_help_of_another_function() -> None:
     assert CliRunner().invoke(app, ["--name", "x", "--size", "5"]).output == "hello x 10 False\n"
 
 
-def test_a_table_shows_text_of_others_as_it_is_and_nothing_that_controls_a_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_table_shows_text_as_it_is_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[tuple[str, str, str | Text]] = [("[red]a", "1", Text("own")), ("b\x1b[2J", "20", "c")]
     out.print(columns(("name", "count", "note"), rows, right=("count",)))
     assert capsys.readouterr().out.splitlines() == [

@@ -16,8 +16,6 @@ from envd.base.config import Config
 from envd.base.config_sources import load
 from envd.cli import doctor
 
-GIB = 1 << 30
-
 
 def config_with(tmp_path: Path, **flags: object) -> Config:
     return load(flags={"state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache", **flags})
@@ -66,9 +64,7 @@ def test_warnings_alone_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fix: use another host" in result.stdout
 
 
-async def test_every_check_that_fails_with_an_exception_is_a_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_every_check_that_raises_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
@@ -118,13 +114,10 @@ def test_the_status_of_a_pool_is_its_health(is_failing: bool, problem: str, stat
     assert check.detail.endswith(problem)
 
 
-async def test_a_missing_daemon_is_ok(tmp_path: Path) -> None:
+async def test_a_missing_daemon_and_one_on_a_free_port_are_not_checked(tmp_path: Path) -> None:
     (check,) = await doctor.check_daemon(config_with(tmp_path), daemon_pid=None)
     assert (check.name, check.status) == ("daemon", Status.OK)
     assert "not running" in check.detail
-
-
-async def test_the_pools_of_a_daemon_on_a_free_port_are_not_checked(tmp_path: Path) -> None:
     (check,) = await doctor.check_daemon(config_with(tmp_path, listen="127.0.0.1:0"), daemon_pid=42)
     assert check.status is Status.OK
     assert "not checked" in check.detail

@@ -55,9 +55,12 @@ def test_each_dry_run_has_another_password(media: Path, tmp_path: Path) -> None:
     assert Path(found[0]["answers"]).stat().st_mode & 0o077 == 0
 
 
-def test_a_dry_run_does_not_write_into_a_directory_with_files(media: Path, tmp_path: Path) -> None:
+def test_a_dry_run_needs_a_new_directory_and_an_iso(media: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "not empty; name a new directory" in build(media, tmp_path / "c", "--dry-run", str(tmp_path), status=2)
+    result = CliRunner().invoke(app, ["build", "windows", "--cache-dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "--iso: missing; name the file, or --download a release" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -78,15 +81,7 @@ def test_a_wrong_flag_is_refused(media: Path, tmp_path: Path, flags: list[str], 
     assert "AAAAA" not in message
 
 
-def test_a_missing_iso_names_both_ways_to_get_one(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["build", "windows", "--cache-dir", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "--iso: missing; name the file, or --download a release" in result.stderr
-
-
-def test_a_key_is_read_from_the_environment_or_a_file(
-    media: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_is_read_from_a_variable_or_file(media: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = "AAAAA-BBBBB-CCCCC-DDDDD-EEEEE"
     (tmp_path / "key").write_text(key + "\n")
     monkeypatch.setenv("WINDOWS_KEY", key)

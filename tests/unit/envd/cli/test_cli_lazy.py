@@ -107,12 +107,9 @@ def test_help_shows_no_value_for_switches(words: str) -> None:
     assert "<bool>" not in result.output
 
 
-def test_help_joins_the_lines_of_a_paragraph() -> None:
+def test_help_joins_lines_and_a_wrong_number_is_refused_in_plain_words() -> None:
     result = CliRunner().invoke(envd.cli.app.app, ["tasks", "list", "--help"], terminal_width=80)
     assert "TASK?seed=N is another. A terminal shows the beginning of each instruction." in result.output
-
-
-def test_a_wrong_number_is_refused_without_phrases_of_a_library() -> None:
     result = CliRunner().invoke(envd.cli.app.app, ["bench", "fork", "--n", "x"], terminal_width=80)
     assert result.exit_code == 2
     assert "'--n': must be a valid integer  " in result.output

@@ -85,9 +85,7 @@ def put_asset(config: Config, url: str, data: bytes) -> None:
         (config.asset_dir / path).write_bytes(content)
 
 
-def test_a_wrong_path_of_tasks_is_reported_before_anything_is_installed(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_path_of_tasks_is_reported_before_installing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Environment, "install", lambda *_, **__: pytest.fail("it downloads 1.5 GB"))
     assert "neither a directory nor a URL" in run(config, "install", "--tasks", "no-such-directory", status=1)
 

@@ -100,11 +100,8 @@ def test_a_new_token_is_printed_once_with_its_line() -> None:
     assert (caller.name, caller.scope) == ("trainer-a", Scope.ADMIN)
 
 
-def test_the_default_scope_of_a_token_is_run() -> None:
+def test_the_default_scope_of_a_token_is_run_and_an_unknown_one_is_refused() -> None:
     output = json.loads(run("tokens", "new", "a", "--json"))
     assert (output["name"], output["scope"]) == ("a", "run")
     assert parse_tokens(output["line"]).find(output["token"]) is not None
-
-
-def test_an_unknown_scope_is_refused() -> None:
     assert "scope 'root': expected one of read, run, admin" in run("tokens", "new", "a", "--scope", "root", status=2)

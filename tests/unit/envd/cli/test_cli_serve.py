@@ -25,32 +25,20 @@ def test_the_progress_of_a_pool_is_printed_from_its_first_machine_to_its_last() 
     one_ready = replace(forking, idle_count=1, starting_count=1)
     assert progress_line(one_ready, size=2) == "pool desktop: 1 of 2 machines ready, 1 starting"
     assert progress_line(replace(STARTING, idle_count=2), size=2) == "pool desktop: ready, 2 machines of image debian"
-
-
-def test_a_pool_whose_machines_do_not_start_says_so() -> None:
     failing = replace(STARTING, breaker=BreakerState.HALF_OPEN, problem="6 failures in a row: no session")
     assert progress_line(failing, size=2) == (
         "pool desktop: FAILING, no machine starts; 6 failures in a row: no session"
     )
+    assert progress_line(replace(STARTING, starting_count=0), size=0).endswith("ready, 0 machines of image debian")
+    assert progress_line(STARTING, size=None) == ""
+    line = progress_line(replace(STARTING, template_digest="d1", problem="qemu " + "--flag " * 500), size=2)
+    assert line.startswith("pool desktop: 0 of 2 machines ready, 2 starting; qemu --flag")
+    assert len(line) < 320
 
 
 def test_a_leased_machine_counts_as_ready() -> None:
     assert is_ready(replace(STARTING, idle_count=1, leased_count=1), size=2)
     assert not is_ready(replace(STARTING, leased_count=1), size=2)
-
-
-def test_a_pool_of_size_zero_is_ready_at_once() -> None:
-    assert progress_line(replace(STARTING, starting_count=0), size=0).endswith("ready, 0 machines of image debian")
-
-
-def test_a_pool_that_was_ready_before_has_no_progress_line() -> None:
-    assert progress_line(STARTING, size=None) == ""
-
-
-def test_a_problem_is_shortened() -> None:
-    line = progress_line(replace(STARTING, template_digest="d1", problem="qemu " + "--flag " * 500), size=2)
-    assert line.startswith("pool desktop: 0 of 2 machines ready, 2 starting; qemu --flag")
-    assert len(line) < 320
 
 
 def test_the_web_options_apply_to_every_pool_of_flags_and_file(tmp_path: Path) -> None:

@@ -60,18 +60,15 @@ def test_pruning_removes_the_least_recently_used_and_lists_them(state_dir: Path)
     assert list((state_dir / "templates" / "memory").iterdir()) == []
 
 
-def test_the_templates_of_a_running_daemon_are_kept(state_dir: Path) -> None:
+def test_the_templates_of_a_running_daemon_are_kept_and_flags_exclude_each_other(state_dir: Path) -> None:
     with locked(state_dir):
         message = run(state_dir, "prune", "--all", status=2)
     assert f"is in use by envd, process {os.getpid()}" in message
     assert keys(state_dir) == ["k-old", "k-new"]
+    assert "exclude each other" in run(state_dir, "prune", "--all", "--limit-gib", "1", status=2)
 
 
 def test_listing_an_absent_directory_creates_nothing(tmp_path: Path) -> None:
     assert keys(tmp_path / "none") == []
     assert run_json(tmp_path / "none", "prune", "--all") == {"removed": [], "freed_bytes": 0}
     assert list(tmp_path.iterdir()) == []
-
-
-def test_flags_that_exclude_each_other_are_refused(state_dir: Path) -> None:
-    assert "exclude each other" in run(state_dir, "prune", "--all", "--limit-gib", "1", status=2)

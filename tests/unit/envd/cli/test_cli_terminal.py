@@ -1,13 +1,11 @@
 """Output of envd's commands, and how they fail."""
 
-import json
-
 import pytest
 import typer
 from rich.table import Table
 
 from cuaenv.cli import terminal
-from envd.base.errors import ConfigError, ImageNotFound
+from envd.base.errors import ImageNotFound
 from envd.cli.terminal import reports_errors
 
 
@@ -24,20 +22,6 @@ def test_a_failure_is_one_line_on_standard_error_and_an_exit_status(capsys: pyte
     out, err = capsys.readouterr()
     assert (out, err) == ("", "error: image 'x' [a] is not there\n")
     assert caught.value.exit_code == terminal.EXIT_FAILED
-
-
-def test_with_json_a_failure_is_also_one_object_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit):
-        command(error=ImageNotFound("gone"), as_json=True)
-    out, err = capsys.readouterr()
-    assert json.loads(out) == {"error": {"reason": "IMAGE_NOT_FOUND", "message": "gone"}}
-    assert err == "error: gone\n"
-
-
-def test_a_wrong_configuration_has_the_exit_status_of_wrong_usage() -> None:
-    with pytest.raises(typer.Exit) as caught:
-        command(error=ConfigError("wrong"))
-    assert caught.value.exit_code == terminal.EXIT_USAGE
 
 
 def test_a_bug_is_not_hidden() -> None:

@@ -1,6 +1,7 @@
 """Which exit each pool's guests get."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,16 +28,18 @@ async def test_a_closed_pool_has_no_exit_and_an_open_one_reaches_public_hosts(tm
         assert {web.authority for web in exits.values() if web} == {""}
 
 
-async def test_drawn_desktops_cannot_replay_a_recording(tmp_path: Path) -> None:
-    settings = config(tmp_path, "fake", a=PoolConfig(image="a", web="replay", recording="shop"))
-    with pytest.raises(ConfigError, match=r"pools\.a\.web: replay needs a Linux image with guestd"):
-        async with open_web(settings, {"a": IMAGE}, Metrics()):
-            pass
-
-
-async def test_without_the_programs_a_pool_that_records_does_not_start(tmp_path: Path) -> None:
-    uri = f"qemu:///embed?root={tmp_path}"
-    settings = config(tmp_path, uri, a=PoolConfig(image="a", web="record", recording="shop"))
-    with pytest.raises(ConfigError, match="run `envd web install`"):
+@pytest.mark.parametrize(
+    ("uri", "web", "message"),
+    [
+        ("fake", "replay", r"pools\.a\.web: replay needs a Linux image with guestd"),
+        ("qemu:///embed?root=/none", "record", "run `envd web install`"),
+    ],
+    ids=["drawn desktops", "the programs are not installed"],
+)
+async def test_a_pool_that_cannot_record_or_replay_does_not_start(
+    tmp_path: Path, uri: str, web: Any, message: str
+) -> None:
+    settings = config(tmp_path, uri, a=PoolConfig(image="a", web=web, recording="shop"))
+    with pytest.raises(ConfigError, match=message):
         async with open_web(settings, {"a": IMAGE}, Metrics()):
             pass

@@ -1,13 +1,14 @@
 """The client of the guest agent, against a scripted agent."""
 
 import base64
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive
-from envd.desktop.agent import GuestAgent
+from envd.desktop.agent import GuestAgent, guest_machine_id, renew_identity
 from tests.support.stubs import StubChannels
 
 
@@ -41,8 +42,9 @@ class Files:
         self._handles: dict[int, tuple[str, int]] = {}
         self.open_count = 0
 
-    def channels(self) -> ScriptedChannels:
+    def channels(self, **answers: Callable[[dict[str, Any]], Any]) -> ScriptedChannels:
         return ScriptedChannels(
+            **answers,
             guest_file_open=self._open,
             guest_file_read=self._read,
             guest_file_write=self._write,
@@ -206,3 +208,49 @@ async def test_ping_passes_its_timeout() -> None:
     channels = ScriptedChannels(guest_ping=lambda _: {})
     await GuestAgent(channels).ping(timeout_s=2)
     assert channels.timeouts_s == [2]
+
+
+# The identity that a fork gets before anything else runs in it
+
+
+def refusing_date(files: Files, *, guest_time_ns: int) -> ScriptedChannels:
+    """Return a guest in which `date` fails."""
+    return files.channels(
+        guest_exec=lambda _: {"pid": 1},
+        guest_exec_status=exits_after(0, exitcode=1, **{"err-data": b64(b"no")}),
+        guest_get_time=lambda _: guest_time_ns,
+    )
+
+
+async def test_a_fork_gets_the_hosts_time_its_own_id_and_fresh_entropy() -> None:
+    seeds, ids = set(), set()
+    for machine_id in ("desktop-1", "desktop-2"):
+        files, before_s = Files(), time.time()
+        channels = files.channels(guest_exec=lambda _: {"pid": 1}, guest_exec_status=exits_after(0, exitcode=0))
+        await renew_identity(GuestAgent(channels), machine_id=machine_id, windows=False)
+        (command,) = [fields for name, fields in channels.asked if name == "guest-exec"]
+        *arguments, moment = command["arg"]
+        assert [command["path"], *arguments] == ["/bin/date", "-u", "-s"]
+        assert before_s - 1 <= float(moment.removeprefix("@")) <= time.time() + 1
+        assert bytes(files.files["/etc/machine-id"]) == f"{guest_machine_id(machine_id)}\n".encode()
+        seeds.add(bytes(files.files["/dev/urandom"]))
+        ids.add(guest_machine_id(machine_id))
+    assert [len(seed) for seed in seeds] == [64, 64]
+    assert [len(each) for each in ids] == [32, 32]
+
+
+async def test_a_fork_whose_clock_cannot_be_set_is_an_error_unless_it_has_the_hosts_clock() -> None:
+    files = Files()
+    with pytest.raises(GuestError, match=r"m-9: .*clock .*exit 1.*: no"):
+        await renew_identity(GuestAgent(refusing_date(files, guest_time_ns=0)), machine_id="m-9", windows=False)
+    channels = refusing_date(files, guest_time_ns=time.time_ns())
+    await renew_identity(GuestAgent(channels), machine_id="m-9", windows=False)
+    assert channels.names()[-1] == "guest-get-time"
+
+
+async def test_in_a_windows_guest_only_the_clock_is_set() -> None:
+    channels, before_ns = ScriptedChannels(guest_set_time=lambda _: {}), time.time_ns()
+    await renew_identity(GuestAgent(channels), machine_id="m-9", windows=True)
+    ((name, fields),) = channels.asked
+    assert name == "guest-set-time"
+    assert before_ns <= fields["time"] <= time.time_ns()

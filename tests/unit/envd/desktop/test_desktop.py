@@ -185,19 +185,13 @@ def guestd_of(desk: Desktop) -> FakeGuestd:
 # Readiness
 
 
-async def test_ready_means_agent_session_and_screen_are_ready(desk: Desktop, channels: FakeChannels) -> None:
-    await desk.wait_ready(timeout_s=60.0)
-    assert channels.pings_to_miss == 0
-    assert desk.screen_size == (640, 480)
-
-
-async def test_an_agent_that_does_not_answer_is_named(desk: Desktop, channels: FakeChannels) -> None:
+async def test_an_agent_that_does_not_answer_and_a_session_that_does_not_come_up_are_named(
+    desk: Desktop, channels: FakeChannels
+) -> None:
     channels.pings_to_miss = 10**6
     with pytest.raises(GuestUnresponsive, match=r"m1 .*0\.05 s: .*no answer"):
         await desk.wait_ready(timeout_s=0.05)
-
-
-async def test_a_session_that_does_not_come_up_is_named(desk: Desktop) -> None:
+    channels.pings_to_miss = 0
     guestd_of(desk).problems = ["no window manager is running"] * 10**4
     with pytest.raises(GuestUnresponsive, match="no window manager"):
         await desk.wait_ready(timeout_s=1.0)
@@ -487,19 +481,6 @@ async def test_a_frame_after_settling_is_newer_than_the_input(desk: Desktop, cha
     assert (await desk.frame()).rgb_HWC[60, 50].tolist() == [0, 255, 0]
 
 
-async def test_settling_reports_the_number_of_changes(desk: Desktop, channels: FakeChannels) -> None:
-    await desk.frame()
-    channels.display.frozen = True
-    task = asyncio.create_task(desk.settle(QUICK))
-    await asyncio.sleep(0.01)
-    channels.display.frozen = False
-    channels.display.draw(0, 100, 5, 5, 1)
-    result = await task
-    assert result.settled
-    assert result.change_count == 1
-    assert result.settle_ms >= 20
-
-
 def png_of(observation: Observation) -> Image.Image:
     assert isinstance(observation.frame.content, Keyframe)
     assert observation.frame.content.encoding is Encoding.PNG
@@ -616,16 +597,14 @@ async def test_windows_itself_is_not_frozen(channels: FakeChannels) -> None:
     await desk.close()
 
 
-async def test_files_are_read_by_the_agent_and_home_is_queried_once(desk: Desktop, channels: FakeChannels) -> None:
+async def test_files_are_read_by_the_agent_and_written_as_the_user_and_home_is_queried_once(
+    desk: Desktop, channels: FakeChannels
+) -> None:
     channels.files["/home/someone/notes.txt"] = b"\xff\xfehello"
     assert await desk.read_file("~/notes.txt") == b"\xff\xfehello"
     assert await desk.read_file("~/missing.txt") is None
-    assert guestd_of(desk).calls == [("execute", ("printenv", "HOME"))]
-
-
-async def test_files_are_written_as_the_user_of_the_session(desk: Desktop) -> None:
     await desk.write_file("~/a/b.txt", b"data")
-    assert guestd_of(desk).calls == [("write_file", "~/a/b.txt", b"data")]
+    assert guestd_of(desk).calls == [("execute", ("printenv", "HOME")), ("write_file", "~/a/b.txt", b"data")]
 
 
 async def test_without_guestd_root_writes_and_home_is_unknown() -> None:

@@ -100,11 +100,6 @@ async def test_text_beyond_the_keyboard_is_typed_by_a_script(desk: Desktop, chan
     assert [typed(script) for script in channels.scripts] == ["Zürich, it's 15 °C\n日本 🙂"]
 
 
-async def test_text_of_the_keyboard_is_typed_as_keys(desk: Desktop, channels: WindowsChannels) -> None:
-    assert (await desk.act(TypeText('notepad "C:\\a b.txt"\n'))).error == ""
-    assert channels.scripts == []
-
-
 async def test_a_long_text_is_typed_in_parts(desk: Desktop, channels: WindowsChannels) -> None:
     channels.answers["type-text"] = b""
     text = "é'\n" * 1000

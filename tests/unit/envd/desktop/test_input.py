@@ -3,6 +3,7 @@
 import math
 import string
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -126,17 +127,51 @@ def test_every_printable_ascii_character_has_its_own_stroke() -> None:
 # Pointer
 
 
-def test_a_move_keeps_the_held_buttons() -> None:
-    state = InputState(width_px=640, height_px=480, pointer=Point(0, 0), buttons=4)
-    assert pointers(plan(Move(639, 479), state)) == [(639, 479, 4)]
+@pytest.mark.parametrize(
+    ("action", "state", "expected"),
+    [
+        # A move keeps the held buttons, and buttons are pressed and released one by one.
+        (Move(639, 479), replace(STATE, buttons=4), [(639, 479, 4)]),
+        (MouseDown(button="middle", x=1, y=2), STATE, [(1, 2, 0), (1, 2, 2)]),
+        (MouseUp(button="middle"), replace(STATE, buttons=3), [(10, 20, 1)]),
+        # The pointer moves before it presses; without a position it stays.
+        (Click(3, 4), STATE, [(3, 4, 0), (3, 4, 1), (3, 4, 0)]),
+        (Click(button="right"), STATE, [(10, 20, 4), (10, 20, 0)]),
+        # The wheel turns once per click.
+        (Scroll(dy=2, x=5, y=6), STATE, [(5, 6, 0), *[(5, 6, 16), (5, 6, 0)] * 2]),
+        (Scroll(dy=-1), STATE, [(10, 20, 8), (10, 20, 0)]),
+        (Scroll(dx=1), STATE, [(10, 20, 16), (10, 20, 0)]),
+    ],
+)
+def test_an_action_moves_the_pointer_and_its_buttons(
+    action: Action, state: InputState, expected: list[tuple[int, int, int]]
+) -> None:
+    assert pointers(plan(action, state)) == expected
 
 
-def test_a_click_moves_the_pointer_before_it_presses() -> None:
-    assert pointers(plan(Click(3, 4), STATE)) == [(3, 4, 0), (3, 4, 1), (3, 4, 0)]
-
-
-def test_a_click_without_a_position_is_at_the_pointer() -> None:
-    assert pointers(plan(Click(button="right"), STATE)) == [(10, 20, 4), (10, 20, 0)]
+@pytest.mark.parametrize(
+    ("action", "down"),
+    [
+        # Scrolling sideways holds shift, and a modifier that the agent holds stays held.
+        (Scroll(dx=1), [SHIFT]),
+        (Click(modifiers=("alt",)), []),
+        (PressKeys(keys=("alt", "c")), [0x2E]),
+        # A capital is shifted alone and only its key in a chord; a symbol in a chord includes its shift.
+        (PressKeys(keys=("S",)), [SHIFT, 0x1F]),
+        (PressKeys(keys=("ctrl", "S")), [CTRL, 0x1F]),
+        (PressKeys(keys=("ctrl", "+")), [CTRL, SHIFT, 0x0D]),
+        # A key named twice is pressed once, and shift is held over a run of capitals.
+        (PressKeys(keys=("ctrl", "ctrl")), [CTRL]),
+        (TypeText(text="HELLO"), [SHIFT, 0x23, 0x12, 0x26, 0x26, 0x18]),
+        (KeyDown(key="ctrl"), [CTRL]),
+        (KeyUp(key="alt"), []),
+    ],
+)
+def test_an_action_presses_keys_in_order_and_releases_what_it_pressed(action: Action, down: list[int]) -> None:
+    events = keys(plan(action, replace(STATE, held={ALT: Key(ALT, 0xFFE9)})))
+    assert [code for code, is_down in events if is_down] == down
+    released = {KeyDown: [], KeyUp: [ALT]}.get(type(action), sorted(down))
+    assert sorted(code for code, is_down in events if not is_down) == released
 
 
 def test_a_double_click_is_two_presses_within_every_double_click_time() -> None:
@@ -150,12 +185,6 @@ def test_modifiers_are_held_around_a_click_and_released_in_reverse() -> None:
     assert keys(events) == [(CTRL, True), (SHIFT, True), (SHIFT, False), (CTRL, False)]
     assert isinstance(events[0], PointerEvent)
     assert [type(event) for event in events[1:4]] == [KeyEvent, KeyEvent, PointerEvent]
-
-
-def test_a_modifier_that_the_agent_holds_stays_held() -> None:
-    state = InputState(width_px=640, height_px=480, pointer=Point(0, 0), held={CTRL: Key(CTRL, 0xFFE3)})
-    assert keys(plan(Click(modifiers=("ctrl",)), state)) == []
-    assert keys(plan(PressKeys(keys=("ctrl", "c")), state)) == [(0x2E, True), (0x2E, False)]
 
 
 def test_a_drag_presses_moves_in_small_steps_and_releases_at_the_end() -> None:
@@ -174,23 +203,6 @@ def test_a_drag_to_its_start_still_presses_and_releases() -> None:
     assert path[-1] == (10, 20, 0)
 
 
-def test_mouse_down_and_mouse_up_press_and_release_one_button() -> None:
-    assert pointers(plan(MouseDown(button="middle", x=1, y=2), STATE)) == [(1, 2, 0), (1, 2, 2)]
-    held = InputState(width_px=640, height_px=480, pointer=Point(1, 2), buttons=3)
-    assert pointers(plan(MouseUp(button="middle"), held)) == [(1, 2, 1)]
-
-
-def test_scrolling_turns_the_wheel_once_per_click() -> None:
-    assert pointers(plan(Scroll(dy=2, x=5, y=6), STATE)) == [(5, 6, 0), *[(5, 6, 16), (5, 6, 0)] * 2]
-    assert pointers(plan(Scroll(dy=-1), STATE)) == [(10, 20, 8), (10, 20, 0)]
-
-
-def test_scrolling_sideways_holds_shift() -> None:
-    events = plan(Scroll(dx=1), STATE)
-    assert keys(events) == [(SHIFT, True), (SHIFT, False)]
-    assert pointers(events) == [(10, 20, 16), (10, 20, 0)]
-
-
 # Keys and text
 
 
@@ -205,35 +217,10 @@ def test_a_chord_is_held_before_its_release_and_a_single_key_is_not() -> None:
     assert len(plan(PressKeys(keys=("tab",)), STATE)) == 2
 
 
-def test_a_capital_is_shifted_alone_and_only_its_key_in_a_chord() -> None:
-    assert keys(plan(PressKeys(keys=("ctrl", "S")), STATE)) == keys(plan(PressKeys(keys=("ctrl", "s")), STATE))
-    assert keys(plan(PressKeys(keys=("S",)), STATE)) == [(SHIFT, True), (0x1F, True), (0x1F, False), (SHIFT, False)]
-
-
-def test_a_symbol_in_a_chord_includes_its_shift() -> None:
-    assert keys(plan(PressKeys(keys=("ctrl", "+")), STATE))[:3] == [(CTRL, True), (SHIFT, True), (0x0D, True)]
-
-
-def test_a_key_named_twice_is_pressed_once() -> None:
-    assert keys(plan(PressKeys(keys=("ctrl", "ctrl")), STATE)) == [(CTRL, True), (CTRL, False)]
-
-
-def test_key_down_and_key_up_press_and_release_one_key() -> None:
-    assert keys(plan(KeyDown(key="alt"), STATE)) == [(ALT, True)]
-    assert keys(plan(KeyUp(key="alt"), STATE)) == [(ALT, False)]
-
-
 @given(st.text(string.printable.strip() + " \n\t", max_size=200), st.booleans())
 def test_a_us_keyboard_driver_reads_back_what_was_typed(text: str, caps_lock: bool) -> None:
     state = InputState(width_px=640, height_px=480, pointer=Point(0, 0), caps_lock=caps_lock)
     assert typed(plan(TypeText(text=text), state), caps_lock=caps_lock) == text
-
-
-def test_shift_is_held_over_a_run_of_capitals() -> None:
-    assert len(plan(TypeText(text="HELLO"), STATE)) == 12
-
-
-def test_carriage_returns_are_typed_as_newlines() -> None:
     assert typed(plan(TypeText(text="a\r\nb\rc"), STATE)) == "a\nb\nc"
 
 

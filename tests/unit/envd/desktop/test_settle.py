@@ -150,11 +150,6 @@ class DrawnScreen:
         return sum(t <= self.now_s for t in self.changes_s)
 
 
-async def settled(screen: DrawnScreen, policy: SettlePolicy = POLICY) -> tuple[bool, float, int]:
-    result = await result_of(screen, policy)
-    return result.settled, result.settle_ms, result.change_count
-
-
 async def result_of(
     screen: DrawnScreen,
     policy: SettlePolicy = POLICY,
@@ -176,90 +171,58 @@ async def result_of(
     )
 
 
+#: The display answers only after the guest's programs have the input.
+NATIVE = {"reacts_before_answer": True}
+
+
 @pytest.mark.parametrize(
-    ("screen", "change_count", "bounds_ms"),
+    ("screen", "policy", "guest", "found", "bounds_ms"),
     [
         # A still screen settles right after the quiet time, and each change restarts that.
-        (DrawnScreen([]), 0, (300, 330)),
-        (DrawnScreen([0.1, 0.2, 0.45]), 3, (750, 780)),
+        (DrawnScreen([]), POLICY, {}, (True, 0), (300, 330)),
+        (DrawnScreen([0.1, 0.2, 0.45]), POLICY, {}, (True, 3), (750, 780)),
         # The screen is quiet for a second, then the busy guest draws.
-        (DrawnScreen([1.0], busy_until_s=1.0), 1, (1300, 1340)),
+        (DrawnScreen([1.0], busy_until_s=1.0), POLICY, {}, (True, 1), (1300, 1340)),
+        # It always moves.
+        (DrawnScreen([i / 10 for i in range(1, 100)]), POLICY, {}, (False, 50), (5000, 5030)),
+        # Long after the input one reading shows that a guest is idle, and a busy one has not settled.
+        (DrawnScreen([]), POLICY, {"input_s": -10.0}, (True, 0), (0, 50)),
+        (DrawnScreen([0.6], busy_until_s=0.7), POLICY, {"input_s": -10.0}, (True, 1), (900, 940)),
+        # An idle guest settles without the quiet time.
+        (DrawnScreen([0.05], busy_until_s=0.08), IDLE, {}, (True, 1), (130, 190)),
+        (DrawnScreen([0.05, 0.4], busy_until_s=0.4), IDLE, {}, (True, 2), (450, 510)),
+        (DrawnScreen([0.05, 0.09], busy_until_s=0.001), IDLE, {}, (True, 2), (140, 190)),
+        # A guest whose processors did nothing, or are not known, may not have got the input yet.
+        (DrawnScreen([]), IDLE, {}, (True, 0), (300, 330)),
+        (DrawnScreen([0.2]), IDLE, {}, (True, 1), (500, 530)),
+        (DrawnScreen([0.05], has_processors=False), IDLE, {}, (True, 1), (350, 380)),
+        # The first window of a program that an idle guest starts is waited for.
+        (DrawnScreen([3.5], busy_until_s=3.6), IDLE, {"was_idle": True}, (True, 1), (3640, 3810)),
+        # A native guest has the input, draws within the time that the least reading shows as work, or draws later.
+        (DrawnScreen([]), IDLE, NATIVE, (True, 0), (40, 80)),
+        (DrawnScreen([0.02]), IDLE, NATIVE, (True, 1), (60, 100)),
+        (DrawnScreen([0.5], busy_until_s=0.5), IDLE, NATIVE, (True, 1), (540, 600)),
     ],
 )
-async def test_a_screen_settles_after_the_quiet_time(
-    screen: DrawnScreen, change_count: int, bounds_ms: tuple[int, int]
+async def test_a_screen_settles_in_time(
+    screen: DrawnScreen,
+    policy: SettlePolicy,
+    guest: dict[str, Any],
+    found: tuple[bool, int],
+    bounds_ms: tuple[float, float],
 ) -> None:
-    is_settled, settle_ms, changes = await settled(screen)
-    assert (is_settled, changes) == (True, change_count)
-    assert bounds_ms[0] <= settle_ms <= bounds_ms[1]
-
-
-@pytest.mark.parametrize(
-    ("screen", "bounds_ms"),
-    [
-        (DrawnScreen([]), (40, 80)),
-        # It drew within the time that the least reading shows as work.
-        (DrawnScreen([0.02]), (60, 100)),
-        # It works and draws later.
-        (DrawnScreen([0.5], busy_until_s=0.5), (540, 600)),
-    ],
-)
-async def test_a_guest_whose_display_answers_after_its_programs_have_the_input_settles_once_it_is_idle(
-    screen: DrawnScreen, bounds_ms: tuple[int, int]
-) -> None:
-    result = await result_of(screen, IDLE, reacts_before_answer=True)
-    assert (result.settled, result.change_count) == (True, len(screen.changes_s))
+    result = await result_of(screen, policy, **guest)
+    assert (result.settled, result.change_count) == found
     assert bounds_ms[0] <= result.settle_ms <= bounds_ms[1]
-    assert (await result_of(DrawnScreen([]), IDLE)).settle_ms >= 300, "QEMU's may not have reached the guest"
 
 
-async def test_a_guest_that_is_always_busy_is_waited_for_a_bounded_time() -> None:
-    result = await result_of(DrawnScreen([], busy_until_s=100.0))
-    assert result.settled
-    assert not result.is_idle
-    assert 1800 <= result.settle_ms <= 1840
-
-
-async def test_the_first_window_of_a_program_that_an_idle_guest_starts_is_waited_for() -> None:
-    screen = DrawnScreen([3.5], busy_until_s=3.6)
-    result = await result_of(screen, IDLE, was_idle=True)
-    assert (result.settled, result.is_idle, result.change_count) == (True, True, 1)
-    assert 3640 <= result.settle_ms <= 3810
-
-
-async def test_a_guest_that_is_busy_long_after_the_input_has_not_settled() -> None:
-    screen = DrawnScreen([0.6], busy_until_s=0.7)
-    result = await result_of(screen, input_s=-10.0)
-    assert result.change_count == 1
-
-
-async def test_one_reading_shows_that_a_guest_is_idle_long_after_the_input() -> None:
-    result = await result_of(DrawnScreen([]), input_s=-10.0)
-    assert result.settled
-    assert result.settle_ms <= 50
-
-
-@pytest.mark.parametrize(
-    ("screen", "settle_ms"),
-    [
-        (DrawnScreen([0.05], busy_until_s=0.08), (130, 190)),
-        (DrawnScreen([0.05, 0.4], busy_until_s=0.4), (450, 510)),
-        (DrawnScreen([0.05, 0.09], busy_until_s=0.001), (140, 190)),
-        # A guest whose processors did nothing may not have got the input yet, so the quiet time counts.
-        (DrawnScreen([]), (300, 330)),
-        (DrawnScreen([0.2]), (500, 530)),
-    ],
-)
-async def test_an_idle_guest_settles_without_the_quiet_time(screen: DrawnScreen, settle_ms: tuple[int, int]) -> None:
-    result = await result_of(screen, IDLE)
-    assert result.settled
-    assert settle_ms[0] <= result.settle_ms <= settle_ms[1]
-
-
-async def test_a_backend_without_processor_times_keeps_the_quiet_time() -> None:
-    screen = DrawnScreen([0.05], has_processors=False)
-    result = await result_of(screen, IDLE)
-    assert 350 <= result.settle_ms <= 380
+@pytest.mark.parametrize(("busy_until_s", "is_idle", "settle_ms"), [(100.0, False, 1800), (0.0, True, 300)])
+async def test_a_guest_that_is_always_busy_is_waited_for_a_bounded_time(
+    busy_until_s: float, is_idle: bool, settle_ms: float
+) -> None:
+    result = await result_of(DrawnScreen([], busy_until_s=busy_until_s))
+    assert (result.settled, result.is_idle) == (True, is_idle)
+    assert settle_ms <= result.settle_ms <= settle_ms + 40
 
 
 async def test_the_picture_of_an_idle_guest_is_reported_as_likely_settled_before_it_settles() -> None:
@@ -267,13 +230,6 @@ async def test_the_picture_of_an_idle_guest_is_reported_as_likely_settled_before
     result = await result_of(screen, IDLE)
     [likely_s] = screen.likely_s
     assert 0.06 < likely_s < result.settle_ms / 1000
-
-
-async def test_a_screen_that_always_moves_ends_the_wait_after_max_ms() -> None:
-    is_settled, settle_ms, changes = await settled(DrawnScreen([i / 10 for i in range(1, 100)]))
-    assert not is_settled
-    assert 5000 <= settle_ms <= 5030
-    assert changes == 50
 
 
 async def test_moving_regions_are_reported_and_can_be_ignored() -> None:
@@ -287,30 +243,28 @@ async def test_moving_regions_are_reported_and_can_be_ignored() -> None:
 
 async def test_the_display_is_refreshed_while_waiting() -> None:
     screen = DrawnScreen([])
-    await settled(screen)
+    await result_of(screen)
     gaps = [later - earlier for earlier, later in pairwise(screen.refreshes_s)]
     assert max(gaps) <= 0.061
 
 
 async def test_a_slow_display_delays_the_decision_and_does_not_change_it() -> None:
     screen = DrawnScreen([0.35], refresh_takes_s=0.2)
-    is_settled, settle_ms, changes = await settled(screen)
-    assert (is_settled, changes) == (True, 1)
-    assert settle_ms >= 650
+    result = await result_of(screen)
+    assert (result.settled, result.change_count) == (True, 1)
+    assert result.settle_ms >= 650
     assert screen.refreshes_s[-1] >= 0.65
 
 
 async def test_a_max_ms_of_zero_still_refreshes_once() -> None:
     screen = DrawnScreen([])
-    is_settled, _, _ = await settled(screen, SettlePolicy(idle_ms=0, max_ms=0))
-    assert not is_settled
+    assert not (await result_of(screen, SettlePolicy(idle_ms=0, max_ms=0))).settled
     assert screen.refreshes_s == [0.0]
 
 
 async def test_a_likely_settled_picture_is_reported_once_and_again_after_a_change() -> None:
     screen = DrawnScreen([0.1, 0.35])
-    _, settle_ms, _ = await settled(screen)
-    assert 650 <= settle_ms <= 680
+    await result_of(screen)
     first, second = screen.likely_s
     assert 0.25 <= first < 0.35, "half of the quiet time after the first change"
     assert 0.5 <= second < 0.65
@@ -318,5 +272,5 @@ async def test_a_likely_settled_picture_is_reported_once_and_again_after_a_chang
 
 async def test_a_screen_that_settles_at_the_first_refresh_is_not_reported_as_likely_settled() -> None:
     screen = DrawnScreen([])
-    await settled(screen, SettlePolicy(idle_ms=0, quiet_ms=0))
+    await result_of(screen, SettlePolicy(idle_ms=0, quiet_ms=0))
     assert screen.likely_s == []

@@ -40,15 +40,12 @@ def test_programs_behave_like_the_real_ones(programs: Programs, files: DrawnFile
     assert sorted(files) == ["/home/user/a.txt"]
 
 
-def test_a_missing_file_is_an_exit_code_and_a_missing_program_an_error(programs: Programs) -> None:
+def test_files_are_missing_created_and_removed_as_by_real_programs(programs: Programs, files: DrawnFiles) -> None:
     outcome = programs.run(["cat", "/nowhere"])
     assert outcome.exit_code == 1
     assert outcome.stderr == b"cat: /nowhere: No such file or directory\n"
     with pytest.raises(FileNotFoundError):
         programs.run(["firefox"])
-
-
-def test_a_created_directory_exists_until_it_is_removed(programs: Programs, files: DrawnFiles) -> None:
     programs.run(["mkdir", "-p", "--", "/home/user/new/deep"])
     assert files.is_directory("/home/user/new")
     assert files.list_directory("/home/user") == ["a.txt", "docs", "new"]
@@ -68,14 +65,11 @@ def test_the_hosts_directory_listing_returns_entries_or_exit_code_66(programs: P
     assert sh(programs, "# the host's script", "list-directory", "/nowhere").exit_code == 66
 
 
-def test_a_single_command_runs_in_the_shell(programs: Programs, files: DrawnFiles) -> None:
+def test_the_shell_runs_a_single_command(programs: Programs, files: DrawnFiles) -> None:
     assert sh(programs, "cat '/home/user/a.txt'") == ProgramResult(stdout=b"alpha\n")
     assert sh(programs, "exec cat a.txt >/dev/null 2>&1") == ProgramResult()
     assert sh(programs, "exit 3").exit_code == 3
     assert sh(programs, "nonsense").exit_code == 127
-
-
-def test_output_is_appended_to_a_file(programs: Programs, files: DrawnFiles) -> None:
     assert sh(programs, "echo one >>/srv/x") == sh(programs, "echo two >> /srv/x") == ProgramResult()
     assert files["/srv/x"] == b"one\ntwo\n"
 

@@ -133,7 +133,7 @@ def test_a_file_with_any_other_value_is_a_desktop_or_is_refused(tmp_path: Path) 
         (("files", "directories"), ["/home/user/.."]),
     ],
 )
-def test_a_caret_outside_its_text_and_a_path_of_no_file_are_refused(
+def test_a_caret_outside_its_text_or_a_wrong_path_is_refused(
     tmp_path: Path, path: tuple[str, ...], value: object
 ) -> None:
     file = tmp_path / "guest"

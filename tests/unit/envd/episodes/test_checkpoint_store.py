@@ -211,14 +211,6 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
         home.store.verify(third)
 
 
-def test_a_run_makes_room_among_its_own(tmp_path: Path) -> None:
-    home = Home(tmp_path, limits_mib=(100, 2.5))
-    home.add("a", run="other")
-    for name in "bcd":
-        home.add(name, run="mine")
-    assert home.names == ["ckpt-a", "ckpt-c", "ckpt-d"]
-
-
 @pytest.mark.parametrize(("limits_mib", "limit"), [((2.5, 100), "limit_gib"), ((100, 2.5), "run_limit_gib")])
 def test_a_store_full_of_pinned_checkpoints_refuses_another(
     tmp_path: Path, limits_mib: tuple[float, float], limit: str
@@ -267,14 +259,27 @@ def test_space_stays_free_for_files_that_are_still_to_come(home: Home, monkeypat
     assert home.names == []
 
 
-def test_the_owner_that_holds_most_makes_room(tmp_path: Path) -> None:
-    home = Home(tmp_path, limits_mib=(4.5, 100), owners=("alice", "bob"))
-    home.add("a", owner="bob")
-    for name in "bcd":
-        home.add(name, owner="alice")
-    home.add("e", owner="alice")
-    home.add("f", owner="bob")
-    assert home.names == ["ckpt-a", "ckpt-d", "ckpt-e", "ckpt-f"]
+ALICE, BOB = {"owner": "alice"}, {"owner": "bob"}
+
+
+@pytest.mark.parametrize(
+    ("limits_mib", "added", "kept"),
+    [
+        pytest.param((4.5, 100), [BOB, *[ALICE] * 4, BOB], "adef", id="the owner that holds most makes room"),
+        pytest.param((100, 1.5), [{**ALICE, "run": "x"}, {**BOB, "run": "x"}], "ab", id="runs of two owners are two"),
+        pytest.param((100, 2.5), [{"run": "a"}, *[{"run": "b"}] * 3], "acd", id="a run makes room among its own"),
+        pytest.param(
+            (3.5, 3.5), [{}, {"trigger": "steps"}, {"trigger": "failure"}, {}], "acd", id="what no client asked for"
+        ),
+    ],
+)
+def test_those_that_make_room(
+    tmp_path: Path, limits_mib: tuple[float, float], added: list[dict[str, Any]], kept: str
+) -> None:
+    home = Home(tmp_path, limits_mib=limits_mib, owners=("alice", "bob"))
+    for name, fields in zip("abcdef", added, strict=False):
+        home.add(name, **{"owner": "alice", **fields})
+    assert home.names == [f"ckpt-{name}" for name in kept]
 
 
 def test_an_owner_pins_no_more_than_its_share(tmp_path: Path) -> None:
@@ -287,13 +292,6 @@ def test_an_owner_pins_no_more_than_its_share(tmp_path: Path) -> None:
     for name in "ef":
         home.add(name, owner="bob", pinned=True)
     assert home.names == ["ckpt-a", "ckpt-b", "ckpt-e", "ckpt-f"]
-
-
-def test_runs_of_two_owners_with_one_name_are_two_runs(tmp_path: Path) -> None:
-    home = Home(tmp_path, limits_mib=(100, 1.5), owners=("alice", "bob"))
-    home.add("a", owner="alice", run="train")
-    home.add("b", owner="bob", run="train")
-    assert home.names == ["ckpt-a", "ckpt-b"]
 
 
 def test_a_checkpoint_that_is_read_is_not_removed_and_counts_until_the_end(tmp_path: Path) -> None:
@@ -458,15 +456,6 @@ def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(
     (part,) = set(events[:at]) - {"memory", "screen", "checkpoint.json"}
     assert part.startswith("part-ckpt-a-")
     assert events[at + 1 :] == [home.directory.name]
-
-
-def test_those_that_no_client_asked_for_make_room_first(tmp_path: Path) -> None:
-    home = Home(tmp_path, limits_mib=(3.5, 3.5))
-    home.add("a")
-    home.add("b", trigger="steps")
-    home.add("c", trigger="failure")
-    home.add("d")
-    assert home.names == ["ckpt-a", "ckpt-c", "ckpt-d"]
 
 
 def test_a_sweep_removes_an_unreadable_checkpoint_when_it_would_have_expired(home: Home) -> None:

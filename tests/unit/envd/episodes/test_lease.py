@@ -10,12 +10,6 @@ def lease() -> Lease:
     return Lease(ttl_s=30.0, now_s=0.0)
 
 
-def test_a_lease_expires_after_its_ttl_without_a_call() -> None:
-    lease = Lease(ttl_s=30.0, now_s=100.0)
-    assert not lease.has_expired(129.9)
-    assert lease.has_expired(130.0)
-
-
 def test_a_renewed_lease_restarts_and_can_change_its_ttl_permanently(lease: Lease) -> None:
     lease.renew(5.0)
     assert lease.expire_s == 35.0
@@ -35,26 +29,12 @@ def test_a_running_call_keeps_its_lease(lease: Lease) -> None:
     assert lease.has_expired(1000.0)
 
 
-def test_a_call_that_does_not_end_keeps_its_lease_for_a_bounded_time(lease: Lease) -> None:
-    lease.begin_call()
-    assert not lease.has_expired(30.0 + MAX_CALL_S - 1.0)
-    assert lease.has_expired(30.0 + MAX_CALL_S)
-    lease.renew(30.0 + MAX_CALL_S)
-    assert not lease.has_expired(30.0 + MAX_CALL_S)
-
-
 def test_a_lease_is_extended_by_the_time_in_which_no_call_could_renew_it() -> None:
     early, late, expired = (Lease(ttl_s=ttl_s, now_s=0.0) for ttl_s in (30.0, 10.25, 9.0))
     # Nothing ran from 10 s to 35 s.
     for lease in (early, late, expired):
         lease.extend(25.0, now_s=35.0)
     assert (early.expire_s, late.expire_s, expired.expire_s) == (55.0, 36.0, 34.0)
-
-
-def test_the_end_of_a_renewing_call_restarts_the_lease(lease: Lease) -> None:
-    lease.begin_call()
-    lease.end_call(1000.0, renews=True)
-    assert lease.expire_s == 1030.0
 
 
 def test_a_machine_may_be_reclaimed_later_while_a_call_runs(lease: Lease) -> None:

@@ -81,13 +81,6 @@ async def test_a_retry_joins_the_running_call(ledger: Ledger, work: Work) -> Non
     assert work.begun == 1
 
 
-async def test_a_retry_after_the_end_gets_the_recorded_response(ledger: Ledger, work: Work) -> None:
-    work.may_end.set()
-    assert not (await ledger.answer(request("r1"), work)).replayed
-    replay = await ledger.answer(request("r1"), work)
-    assert (replay.value, replay.replayed, work.begun) == ("answer 1", True, 1)
-
-
 async def test_a_cancelled_caller_leaves_the_call_running(ledger: Ledger, work: Work) -> None:
     caller = await begun(ledger.answer(request("r1"), work))
     caller.cancel()

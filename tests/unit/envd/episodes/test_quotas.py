@@ -96,11 +96,6 @@ async def test_forks_count_for_the_owner_of_their_parent(world: World) -> None:
         await world.reset(owner="a", max_machines=2)
 
 
-async def test_a_group_larger_than_the_quota_is_refused_at_once(world: World) -> None:
-    with pytest.raises(GroupTooLarge, match=r"'a': .* 2 .* 3"):
-        await world.reset(owner="a", group_size=3, max_machines=2)
-
-
 async def test_an_episode_with_a_lost_machine_holds_none(world: World) -> None:
     lost = await world.open(owner="a", max_machines=1)
     world.kill(lost)

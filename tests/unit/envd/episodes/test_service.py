@@ -16,6 +16,7 @@ from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import (
     AccessDenied,
     Draining,
+    EnvdError,
     EpisodeEnded,
     EpisodeNotFound,
     EvaluatorFailed,
@@ -56,26 +57,13 @@ from tests.support.stubs import StubHypervisor
 async def test_a_reset_opens_an_episode_and_returns_its_timings(world: World) -> None:
     result = await world.reset(run="night-1")
     (info,) = result.episodes
-    assert (info.progress.state, info.progress.step_count, info.spec.max_steps, info.spec.run) == (
-        EpisodeState.ACTIVE,
-        0,
-        5,
-        "night-1",
-    )
-    assert info.spec.pool == "desktop"
+    assert (info.progress.state, info.progress.step_count) == (EpisodeState.ACTIVE, 0)
+    assert (info.spec.max_steps, info.spec.run, info.spec.pool) == (5, "night-1", "desktop")
     assert result.instruction == "Do it."
     assert result.observations[0].settle is not None
     assert set(result.timings_ms) == {"acquire", "setup", "settle", "observe", "total"}
     assert world.service.list_episodes() == [info]
     assert world.desktop(info.episode_id).calls == ["wake", "run", "settle", "view"]
-
-
-async def test_a_group_shares_an_id_and_no_machine(world: World) -> None:
-    result = await world.reset(group_size=3)
-    assert len({info.spec.group_id for info in result.episodes}) == 1
-    assert len({info.episode_id for info in result.episodes}) == 3
-    assert len({world.machine(info.episode_id).machine_id for info in result.episodes}) == 3
-    assert [info.episode_id for info in world.service.list_episodes()] == [i.episode_id for i in result.episodes]
 
 
 async def test_a_retried_reset_joins_then_replays_even_if_its_first_caller_was_cancelled(world: World) -> None:
@@ -114,13 +102,6 @@ async def test_a_guest_failure_before_the_first_observation_is_a_failed_setup(wo
         await world.reset()
 
 
-async def test_a_machine_lost_in_reset_is_replaced_once(world: World) -> None:
-    world.tasks.lose_in_setup = 1
-    result = await world.reset(group_size=2)
-    assert len(result.episodes) == 2
-    assert world.tasks.setups == 2, "the whole group starts over"
-
-
 async def test_a_second_lost_machine_is_an_error(world: World) -> None:
     world.tasks.lose_in_setup = 2
     with pytest.raises(MachineLost, match="first step"):
@@ -147,11 +128,6 @@ async def test_a_full_pool_rejects_resets_at_their_deadline(world: World) -> Non
         ({"lease_ttl_s": 9.0}, InvalidRequest, r"lease_ttl: 9 s is outside \[10 s, 3600 s\]"),
         ({"lease_ttl_s": 3601.0}, InvalidRequest, "lease_ttl"),
         ({"max_steps": 0}, InvalidRequest, "max_steps"),
-        (
-            {"observe": ObservationOptions(region=Region(x_px=1200, y_px=0, width_px=81, height_px=10))},
-            InvalidRequest,
-            r"observation.region: 81x10 at \(1200, 0\) is not within the screen of 1280x800",
-        ),
     ],
 )
 async def test_a_wrong_reset_is_refused_and_keeps_no_machine(
@@ -288,10 +264,8 @@ async def test_done_ends_the_episode_and_later_actions_are_not_performed(world: 
     result = await world.service.step(world.step_command(episode_id, 0, *actions))
     assert len(result.outcomes) == 2
     assert world.desktop(episode_id).actions == [TypeText(text="a")]
-    assert (result.episode.progress.state, result.episode.progress.end_reason) == (
-        EpisodeState.TERMINATED,
-        "AGENT_DONE",
-    )
+    assert result.episode == world.info(episode_id)
+    assert world.state(episode_id) == (EpisodeState.TERMINATED, "AGENT_DONE")
     with pytest.raises(EpisodeEnded, match=r"step 1 \(AGENT_DONE\)"):
         await world.service.step(world.step_command(episode_id, 1))
     assert world.metrics.ends == ["terminated"]
@@ -378,23 +352,26 @@ async def test_a_guest_failure_without_evidence_voids_the_episode(world: World, 
     assert world.tasks.checks == 0
 
 
-@pytest.mark.parametrize("silence", [Silence(run_state=""), Silence(run_state="running", agent_answers=True)])
-async def test_a_failure_of_qemu_without_evidence_is_never_the_guests(
-    world: World, episode_id: str, silence: Silence
+QEMU_FAILED = HypervisorError("its QEMU monitor failed")
+
+
+@pytest.mark.parametrize(
+    ("failure", "silence", "error"),
+    [
+        (QEMU_FAILED, Silence(run_state=""), LossUndecided),
+        (QEMU_FAILED, Silence(run_state="running", agent_answers=True), LossUndecided),
+        # A libvirtd that is away says nothing about the machine.
+        (HypervisorUnavailable("libvirtd is away", retry_after_s=1), Silence(run_state=""), HypervisorUnavailable),
+    ],
+)
+async def test_a_failure_of_the_hypervisor_without_evidence_is_never_the_guests(
+    world: World, episode_id: str, failure: EnvdError, silence: Silence, error: type[EnvdError]
 ) -> None:
-    world.desktop(episode_id).errors["settle"] = HypervisorError("its QEMU monitor failed")
+    world.desktop(episode_id).errors["settle"] = failure
     world.machine(episode_id).silence = silence
-    with pytest.raises(LossUndecided):
+    with pytest.raises(error):
         await world.service.step(world.step_command(episode_id, 0))
-    assert world.state(episode_id) == (EpisodeState.FAILED, "LOSS_UNDECIDED")
-
-
-async def test_a_libvirtd_that_is_away_says_nothing_about_the_machine(world: World, episode_id: str) -> None:
-    world.desktop(episode_id).errors["settle"] = HypervisorUnavailable("libvirtd does not answer", retry_after_s=1)
-    world.machine(episode_id).silence = Silence(run_state="")
-    with pytest.raises(HypervisorUnavailable):
-        await world.service.step(world.step_command(episode_id, 0))
-    assert world.state(episode_id) == (EpisodeState.FAILED, "HYPERVISOR_UNAVAILABLE")
+    assert world.state(episode_id) == (EpisodeState.FAILED, error.reason)
 
 
 # -- a guest that ends itself ---------------------------------------------------------------------------------------
@@ -411,10 +388,7 @@ async def test_a_step_in_which_the_guest_powers_off_ends_the_episode_and_scores_
     machine_id = world.machine(episode_id).machine_id
     world.machine(episode_id).end(POWER_OFF)
     result = await step
-    assert (result.episode.progress.state, result.episode.progress.end_reason) == (
-        EpisodeState.TERMINATED,
-        "GUEST_ENDED",
-    )
+    assert world.state(episode_id) == (EpisodeState.TERMINATED, "GUEST_ENDED")
     assert (result.episode.progress.guest_end_cause, result.episode.progress.step_count) == ("POWER_OFF", 1)
     assert ["POWER_OFF" in outcome.error for outcome in result.outcomes] == [True]
     assert (await world.service.step(command)).replayed
@@ -433,20 +407,17 @@ async def test_a_step_in_which_the_guest_powers_off_ends_the_episode_and_scores_
     assert machine_id not in world.hypervisor.machines
 
 
-async def test_a_guest_that_powers_off_between_calls_is_scored_0(world: World, episode_id: str) -> None:
+@pytest.mark.parametrize(("actions", "end_reason"), [((), "GUEST_ENDED"), ((Done(),), "AGENT_DONE")])
+async def test_a_guest_that_powers_off_between_calls_is_scored_0(
+    world: World, episode_id: str, actions: tuple[Done, ...], end_reason: str
+) -> None:
+    for action in actions:
+        await world.service.step(world.step_command(episode_id, 0, action))
     world.machine(episode_id).end(POWER_OFF)
     await run_ready()
-    assert world.state(episode_id) == (EpisodeState.TERMINATED, "GUEST_ENDED")
-    with pytest.raises(GuestEnded):
-        await world.service.step(world.step_command(episode_id, 0))
-    assert (await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")).score == 0
-
-
-async def test_a_guest_that_powers_off_after_done_is_scored_0(world: World, episode_id: str) -> None:
-    await world.service.step(world.step_command(episode_id, 0, Done()))
-    world.machine(episode_id).end(POWER_OFF)
-    await run_ready()
-    assert world.state(episode_id) == (EpisodeState.TERMINATED, "AGENT_DONE")
+    assert world.state(episode_id) == (EpisodeState.TERMINATED, end_reason)
+    with pytest.raises(EpisodeEnded if actions else GuestEnded):
+        await world.service.step(world.step_command(episode_id, len(actions)))
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (evaluated.score, evaluated.episode.progress.guest_end_cause) == (0.0, "POWER_OFF")
 
@@ -463,39 +434,39 @@ async def test_a_session_that_ends_is_evaluated_on_what_is_left(world: World, ep
     world.desktop(episode_id).errors["settle"] = GuestUnresponsive("no update within 30 s")
     world.machine(episode_id).silence = Silence(run_state="running", agent_answers=True)
     result = await world.service.step(world.step_command(episode_id, 0))
-    assert (result.episode.progress.end_reason, result.episode.progress.guest_end_cause) == (
-        "GUEST_ENDED",
-        "SESSION_ENDED",
-    )
+    found = result.episode.progress
+    assert (found.end_reason, found.guest_end_cause) == ("GUEST_ENDED", "SESSION_ENDED")
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (evaluated.score, world.tasks.checks) == (world.tasks.score, 1)
 
 
+def failed(cause: Exception) -> EvaluatorFailed:
+    failure = EvaluatorFailed(f"check 'window' failed: {cause}")
+    failure.__cause__ = cause
+    return failure
+
+
+def blocked() -> EvaluatorFailed:
+    return failed(GuestError("cannot open display"))
+
+
 async def test_a_checker_that_the_ended_session_cannot_answer_scores_0(world: World, episode_id: str) -> None:
     world.machine(episode_id).silence = Silence(run_state="running", agent_answers=False)
-    failure = EvaluatorFailed("no answer")
-    failure.__cause__ = GuestUnresponsive("no answer within 60 s")
-    world.tasks.check_error = failure
+    world.tasks.check_error = failed(GuestUnresponsive("no answer within 60 s"))
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (evaluated.score, evaluated.episode.progress.guest_end_cause) == (0.0, "UNRESPONSIVE")
 
 
+@pytest.mark.parametrize("before", [[], [blocked(), None]], ids=["the first check", "the second one"])
 async def test_a_checker_that_the_hosts_full_disk_stops_voids_the_episode_as_lost(
-    world: World, episode_id: str
+    world: World, episode_id: str, before: list[Exception | None]
 ) -> None:
     world.machine(episode_id).silence = Silence(run_state="io-error")
-    failure = EvaluatorFailed("the agent's processes could not be stopped")
-    failure.__cause__ = GuestUnresponsive("no answer within 60 s")
-    world.tasks.check_error = failure
+    world.tasks.check_errors = before
+    world.tasks.check_error = failed(GuestUnresponsive("no answer within 60 s"))
     for _ in range(2):
         with pytest.raises(MachineLost, match="disk is full"):
             await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
-
-
-def blocked() -> EvaluatorFailed:
-    failure = EvaluatorFailed("check 'window' failed: cannot open display")
-    failure.__cause__ = GuestError("cannot open display")
-    return failure
 
 
 @pytest.mark.parametrize(
@@ -517,15 +488,6 @@ async def test_a_fault_of_the_host_in_the_second_check_gives_no_score(world: Wor
     with pytest.raises(EvaluatorFailed, match="file is gone"):
         await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (world.state(episode_id)[1], world.tasks.checks) == ("EVALUATED", 3)
-
-
-async def test_a_full_disk_of_the_host_in_the_second_check_voids_the_episode(world: World, episode_id: str) -> None:
-    unanswered = EvaluatorFailed("the agent's processes could not be stopped")
-    unanswered.__cause__ = GuestUnresponsive("no answer within 60 s")
-    world.tasks.check_errors = [blocked(), None, unanswered]
-    world.machine(episode_id).silence = Silence(run_state="io-error")
-    with pytest.raises(MachineLost, match="disk is full"):
-        await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
 
 
 @pytest.mark.parametrize("is_compared", [False, True], ids=["while it is compared", "while it is checked again"])
@@ -585,9 +547,7 @@ async def test_the_comparison_waits_for_a_machine_and_its_setup_has_the_whole_li
 async def test_an_evaluation_that_is_late_or_whose_judge_ends_is_compared_like_one_that_fails(
     world: World, episode_id: str, cause: Exception
 ) -> None:
-    late = EvaluatorFailed("evaluation exceeded its limit of 120 s")
-    late.__cause__ = cause
-    world.tasks.check_errors = [late, None, late]
+    world.tasks.check_errors = [failed(cause), None, failed(cause)]
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (evaluated.score, evaluated.episode.progress.guest_end_cause) == (0, "UNCHECKABLE")
 
@@ -689,12 +649,9 @@ async def test_evaluate_waits_for_the_running_step_and_sees_its_end_state(world:
     assert world.tasks.checks == 0
     desktop.gates["settle"].set()
     await step
-    result = await score
+    assert (await score).episode == world.info(episode_id)
     assert world.tasks.last_action == done
-    assert (result.episode.progress.state, result.episode.progress.end_reason) == (
-        EpisodeState.TERMINATED,
-        "AGENT_DONE",
-    )
+    assert world.state(episode_id) == (EpisodeState.TERMINATED, "AGENT_DONE")
 
 
 @pytest.mark.parametrize(

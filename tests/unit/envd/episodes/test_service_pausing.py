@@ -35,32 +35,26 @@ async def test_a_machine_runs_only_during_steps(world: World) -> None:
     assert desktop.calls.count("wake") == 1
 
 
-async def test_a_plain_observe_does_not_resume_the_guest(world: World) -> None:
-    episode_id = await world.open(task_id=PLAIN.task_id)
-    observation = await world.service.observe(episode_id, NO_PIXELS)
-    assert "resume" not in observation.timings_ms
-    assert world.machine(episode_id).calls == []
-    assert world.desktop(episode_id).is_asleep
-
-
 @pytest.mark.parametrize(
-    ("options", "refresh", "settle"),
+    ("options", "refresh", "settle", "resumes"),
     [
-        (NO_PIXELS, True, None),
-        (NO_PIXELS, False, SettlePolicy()),
-        (WITH_TREE, False, None),
-        (WITH_TERMINAL, False, None),
+        (NO_PIXELS, False, None, False),
+        (NO_PIXELS, True, None, True),
+        (NO_PIXELS, False, SettlePolicy(), True),
+        (WITH_TREE, False, None, True),
+        (WITH_TERMINAL, False, None, True),
     ],
-    ids=["refresh", "settle", "tree", "terminal"],
+    ids=["plain", "refresh", "settle", "tree", "terminal"],
 )
-async def test_an_observe_that_needs_the_guest_resumes_it(
-    world: World, options: ObservationOptions, refresh: bool, settle: SettlePolicy | None
+async def test_only_an_observe_that_needs_the_guest_resumes_it(
+    world: World, options: ObservationOptions, refresh: bool, settle: SettlePolicy | None, resumes: bool
 ) -> None:
     episode_id = await world.open(task_id=PLAIN.task_id)
     observation = await world.service.observe(episode_id, options, refresh=refresh, settle=settle)
-    assert "resume" in observation.timings_ms
+    assert ("resume" in observation.timings_ms) is resumes
     await run_ready()
-    assert world.machine(episode_id).calls == ["resume", "pause"]
+    assert world.machine(episode_id).calls == ["resume", "pause"] * resumes
+    assert world.desktop(episode_id).is_asleep is not resumes
 
 
 async def test_checkers_and_guest_access_resume_the_guest(world: World) -> None:

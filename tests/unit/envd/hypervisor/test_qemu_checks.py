@@ -41,9 +41,7 @@ async def test_missing_kvm_fails_only_if_kvm_is_configured(tmp_path: Path, monke
         ("/dev/kvm does not exist", "use a host with working virtualisation; only speed is affected"),
     ],
 )
-async def test_the_fix_for_kvm_fits_its_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, detail: str, fix: str
-) -> None:
+async def test_the_fix_fits_the_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, detail: str, fix: str) -> None:
     async def probe_kvm(timeout_s: float) -> tuple[bool, str]:
         return False, detail
 

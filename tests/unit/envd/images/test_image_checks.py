@@ -24,7 +24,7 @@ def config_with(tmp_path: Path, **flags: object) -> Config:
 
 
 @pytest.mark.parametrize(("user_id", "sudo"), [(0, ""), (1000, "sudo ")])
-def test_a_build_names_the_program_that_root_finds(
+def test_a_build_names_its_program_in_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user_id: int, sudo: str
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: user_id)
@@ -65,9 +65,7 @@ def test_an_evaluation_is_reported_before_it_ends(tmp_path: Path, now: datetime,
     assert ("--rebuild" in check.fix) is (status is Status.WARN)
 
 
-def test_missing_firmware_and_swtpm_fail_only_if_an_image_needs_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_firmware_and_swtpm_fail_only_if_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_with(tmp_path)
     assert checks.check_firmware(config).status is checks.check_tpm(config).status is Status.OK
     monkeypatch.setattr(checks, "find_firmware", lambda: None)
@@ -173,7 +171,7 @@ class TestUnpacking:
         assert check.status is Status.FAIL
         assert check.detail.endswith("unpacking an image needs debugfs; install the package e2fsprogs")
 
-    def test_an_image_of_root_in_a_users_cache_names_the_command_that_helps(
+    def test_an_image_of_root_in_a_users_cache_has_a_remedy(
         self, config: Config, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         directory = self.publish(config)

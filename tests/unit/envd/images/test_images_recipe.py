@@ -25,14 +25,11 @@ from envd.images.recipe import (
 )
 
 
-def test_the_overlay_includes_guestd_the_session_and_the_desktops_settings() -> None:
+def test_the_overlay_has_the_desktop_and_any_change_of_it_another_digest() -> None:
     overlay = overlay_files(desktop_recipe())
     assert {"usr/lib/envd/guestd/__main__.py", "usr/lib/envd/guestd/routes/files.py"} <= set(overlay)
     assert overlay["usr/lib/envd/session"].startswith(b"#!/bin/sh")
     assert {"etc/xdg/openbox/rc.xml", "etc/xdg/openbox/menu.xml", "etc/xdg/tint2/tint2rc"} <= set(overlay)
-
-
-def test_any_change_of_recipe_or_files_changes_the_digest() -> None:
     recipe, overlay = desktop_recipe(), overlay_files(desktop_recipe())
     digest = recipe_digest(recipe, overlay)
     assert digest == recipe_digest(desktop_recipe(), overlay_files(desktop_recipe()))
@@ -40,10 +37,12 @@ def test_any_change_of_recipe_or_files_changes_the_digest() -> None:
     assert digest != recipe_digest(recipe, {**overlay, "usr/lib/envd/session": b"#!/bin/sh\n"})
 
 
-def test_ubuntu_has_its_own_kernel_and_components() -> None:
+def test_ubuntu_has_its_own_kernel_and_another_distribution_is_rejected() -> None:
     recipe = desktop_recipe(distribution="ubuntu", mirror="file:/srv/ubuntu")
     assert (recipe.name, recipe.suite, recipe.kernel_package) == ("desktop-ubuntu", "noble", "linux-image-generic")
     assert "universe" in recipe.components
+    with pytest.raises(ValueError, match="debian or ubuntu"):
+        desktop_recipe(distribution="arch")
 
 
 def test_the_osworld_image_extends_the_desktop_image() -> None:
@@ -78,11 +77,6 @@ def test_every_python_package_of_a_guest_is_pinned_by_hash() -> None:
     packages = [line for line in lines if not line.startswith("#")]
     assert packages
     assert [line for line in packages if not re.fullmatch(r"[\w.-]+==[\w.]+ --hash=sha256:[0-9a-f]{64}", line)] == []
-
-
-def test_an_unknown_distribution_is_rejected() -> None:
-    with pytest.raises(ValueError, match="debian or ubuntu"):
-        desktop_recipe(distribution="arch")
 
 
 def test_the_error_of_a_failed_tool_has_the_end_of_its_output() -> None:
@@ -137,9 +131,7 @@ def test_the_files_of_containers_are_built_as_an_archive_also_without_root(
     assert catalogue.disk_of(image).read_bytes() == b"files"
 
 
-def test_without_root_the_build_for_containers_needs_uidmap_and_the_other_needs_root(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_root_only_containers_are_built_given_uidmap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr("shutil.which", lambda name: None if name == "newuidmap" else f"/usr/bin/{name}")
     with pytest.raises(ImageError, match="needs newuidmap; install the package uidmap"):

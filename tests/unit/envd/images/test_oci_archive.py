@@ -92,7 +92,7 @@ async def test_qemu_refuses_it_by_name(catalogue: ImageCatalogue, file: Path, tm
         await QEMU.open(Config(state_dir=tmp_path), [catalogue.disk_image("mine")])
 
 
-def test_the_guestd_of_another_version_is_refused_later_too(
+def test_another_guestd_is_refused_later_too(
     catalogue: ImageCatalogue, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import_archive(catalogue, "mine", write_archive(file, [DESKTOP_LAYER]))
@@ -151,16 +151,13 @@ def test_files_below_a_link_are_where_the_link_leads(catalogue: ImageCatalogue, 
     assert not [path for path in found if any(path.startswith(f"{each}/") for each in links)]
 
 
-def test_every_directory_precedes_its_files(catalogue: ImageCatalogue, file: Path) -> None:
+def test_every_directory_precedes_its_files_and_devices_are_left_out(catalogue: ImageCatalogue, file: Path) -> None:
     found = merged(catalogue, file, (Entry(path="z/y/x/file"),), (directory("z/y", mode=0o711),))
     seen: set[str] = {""}
     for path in found:
         assert path.rpartition("/")[0] in seen
         seen.add(path)
     assert found["z/y"].mode == 0o711
-
-
-def test_devices_below_dev_are_left_out(catalogue: ImageCatalogue, file: Path) -> None:
     found = merged(catalogue, file, (directory("dev"), Entry(path="dev/null", kind=tarfile.CHRTYPE)))
     assert "dev" in found
     assert "dev/null" not in found
@@ -183,7 +180,7 @@ def test_devices_below_dev_are_left_out(catalogue: ImageCatalogue, file: Path) -
         ([Entry(path="file", kind=b"Z")], "file: an entry of the unknown type b'Z'"),
     ],
 )
-def test_files_that_containers_cannot_have_are_refused(
+def test_files_unfit_for_containers_are_refused(
     catalogue: ImageCatalogue, file: Path, entries: Sequence[Entry], problem: str
 ) -> None:
     write_archive(file, [DESKTOP_LAYER, entries])
@@ -205,9 +202,7 @@ def test_files_that_containers_cannot_have_are_refused(
         ("etc/passwd", "no user `user` with id 1000"),
     ],
 )
-def test_a_missing_part_of_the_desktop_is_named(
-    catalogue: ImageCatalogue, file: Path, left_out: str, problem: str
-) -> None:
+def test_a_missing_part_is_named(catalogue: ImageCatalogue, file: Path, left_out: str, problem: str) -> None:
     write_archive(file, [[entry for path, entry in DESKTOP.items() if path != left_out]])
     message = refused(catalogue, file)
     assert message.startswith("not a desktop: ")
@@ -229,7 +224,7 @@ def test_all_missing_parts_are_named_at_once(catalogue: ImageCatalogue, file: Pa
         ("etc/passwd", b"user:x:1001:1001::/home/user:/bin/sh\n", "no user `user` with id 1000"),
     ],
 )
-def test_a_guestd_or_user_that_does_not_fit_is_refused(
+def test_a_wrong_guestd_or_user_is_refused(
     catalogue: ImageCatalogue, file: Path, path: str, text: bytes, problem: str
 ) -> None:
     write_archive(file, [DESKTOP_LAYER, [Entry(path=path, content=text)]])
@@ -294,11 +289,8 @@ def test_another_file_is_refused(catalogue: ImageCatalogue, file: Path, data: by
     assert "oci-archive" in refused(catalogue, file)
 
 
-def test_a_missing_file_is_refused(catalogue: ImageCatalogue, file: Path) -> None:
+def test_a_file_that_is_not_such_an_archive_is_refused_with_the_remedy(catalogue: ImageCatalogue, file: Path) -> None:
     assert refused(catalogue, file).startswith("not a file; name the archive")
-
-
-def test_the_format_of_docker_save_is_refused_with_the_remedy(catalogue: ImageCatalogue, file: Path) -> None:
     with tarfile.open(file, "w") as tar:
         info = tarfile.TarInfo("manifest.json")
         info.size = 2
@@ -320,9 +312,7 @@ def test_files_that_do_not_fit_are_refused_before_they_are_written(
     assert refused(catalogue, file).startswith(problem)
 
 
-def test_a_disk_that_fills_up_leaves_nothing(
-    catalogue: ImageCatalogue, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_nothing(catalogue: ImageCatalogue, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

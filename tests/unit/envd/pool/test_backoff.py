@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from envd.base.errors import HypervisorError, PoolExhausted, PoolFailing
+from envd.base.errors import HypervisorError, PoolFailing
 from envd.pool.backoff import Backoff, BreakerState
 from envd.pool.leased import Grant
 from envd.pool.pool import Pool
@@ -37,19 +37,6 @@ def breaker(pool: Pool) -> BreakerState:
 
 def ask(pool: Pool, count: int = 1) -> asyncio.Task[Grant]:
     return asyncio.create_task(pool.acquire(count, timeout_s=600.0))
-
-
-async def test_groups_wait_until_too_many_starts_have_failed_in_a_row(world: PoolWorld) -> None:
-    pool = await world.started(size=0)
-    await pool.acquire(1, timeout_s=0.0)
-    break_forks(world, 2)
-    waiting = ask(pool)
-    await world.clock.advance(2.9)
-    assert not pool.statistics().healthy
-    assert (breaker(pool), waiting.done()) == (BreakerState.CLOSED, False)
-    await world.clock.advance(0.1)
-    assert len((await waiting).machines) == 1
-    assert pool.statistics().healthy
 
 
 async def test_a_failing_pool_refuses_queued_and_new_groups_with_reason_and_retry_time(world: PoolWorld) -> None:
@@ -151,14 +138,6 @@ async def test_a_template_that_cannot_be_built_fails_the_pool(world: PoolWorld) 
     assert (breaker(pool), pool.statistics().idle_count) == (BreakerState.CLOSED, 1)
 
 
-async def test_machines_that_die_unused_fail_the_pool(world: PoolWorld) -> None:
-    pool = await world.started(failing_after=1)
-    world.hypervisor.forks[-1].die("QEMU was killed by signal 9")
-    await run_ready()
-    with pytest.raises(PoolFailing, match="idle: QEMU was killed by signal 9"):
-        await pool.acquire(1, timeout_s=600.0)
-
-
 async def test_machines_that_start_and_always_die_unused_eventually_fail_the_pool(world: PoolWorld) -> None:
     pool = await world.started(capacity=1, failing_after=3)
     for pause_s in (1.0, 2.0, 4.0):
@@ -176,25 +155,6 @@ async def test_machines_that_start_and_always_die_unused_eventually_fail_the_poo
         await pool.acquire(1, timeout_s=600.0)
 
 
-async def test_leased_machines_that_die_do_not_fail_the_pool(world: PoolWorld) -> None:
-    pool = await world.started(failing_after=1)
-    for _ in range(5):
-        await pool.acquire(1, timeout_s=600.0)
-        world.hypervisor.forks[-1].die()
-        await run_ready()
-        await run_ready()
-    assert breaker(pool) is BreakerState.CLOSED
-
-
-async def test_a_full_pool_is_not_failing(world: PoolWorld) -> None:
-    pool = await world.started(capacity=1, failing_after=1)
-    await pool.acquire(1, timeout_s=0.0)
-    waiting = asyncio.create_task(pool.acquire(1, timeout_s=30.0))
-    await world.clock.advance(30.0)
-    with pytest.raises(PoolExhausted):
-        await waiting
-
-
 def test_the_breaker_counts_failures_in_a_row() -> None:
     backoff = Backoff(min_s=1.0, max_s=60.0, failing_after=2)
     backoff.failed(0.0, "x")
@@ -203,22 +163,10 @@ def test_the_breaker_counts_failures_in_a_row() -> None:
     backoff.failed(1.0, "x")
     assert backoff.breaker(1.0) is BreakerState.OPEN
     assert backoff.breaker(3.0) is BreakerState.HALF_OPEN
+    assert [backoff.starting_limit(now_s, limit=4) for now_s in (2.9, 3.0)] == [0, 1]
+    assert [backoff.retry_at_s(now_s) for now_s in (2.9, 3.0)] == [3.0, None]
     backoff.succeeded()
-    assert backoff.breaker(3.0) is BreakerState.CLOSED
-
-
-def test_starts_are_unlimited_before_a_failure() -> None:
-    assert Backoff(min_s=1.0, max_s=8.0, failing_after=6).starting_limit(0.0, limit=4) == 4
-
-
-def test_after_a_failure_one_machine_tries_after_the_pause() -> None:
-    backoff = Backoff(min_s=1.0, max_s=8.0, failing_after=6)
-    backoff.failed(10.0, "no space")
-    assert backoff.starting_limit(10.9, limit=4) == 0
-    assert backoff.retry_at_s(10.9) == 11.0
-    assert backoff.starting_limit(11.0, limit=4) == 1
-    assert backoff.retry_at_s(11.0) is None
-    assert backoff.problem == "no space"
+    assert (backoff.breaker(3.0), backoff.problem, backoff.starting_limit(3.0, limit=4)) == (BreakerState.CLOSED, "", 4)
 
 
 def test_pauses_double_up_to_the_longest() -> None:
@@ -231,25 +179,6 @@ def test_pauses_double_up_to_the_longest() -> None:
         pauses.append(retry_at_s - now_s)
         now_s = retry_at_s
     assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
-
-
-def test_simultaneous_failures_count_once() -> None:
-    backoff = Backoff(min_s=1.0, max_s=60.0, failing_after=6)
-    for _ in range(8):
-        backoff.failed(0.0, "no space")
-    assert backoff.retry_at_s(0.0) == 1.0
-
-
-def test_a_machine_that_starts_clears_the_failures() -> None:
-    backoff = Backoff(min_s=1.0, max_s=60.0, failing_after=6)
-    backoff.failed(0.0, "no space")
-    backoff.succeeded()
-    assert backoff.starting_limit(0.0, limit=4) == 4
-    assert backoff.problem == ""
-
-
-def test_a_week_of_failures_does_not_overflow() -> None:
-    backoff = Backoff(min_s=1.0, max_s=60.0, failing_after=6)
-    for attempt in range(5000):
+    for attempt in range(5000):  # a week of failures does not overflow
         backoff.failed(attempt * 100.0, "no space")
-    assert backoff.retry_at_s(499_900.0) == 499_960.0
+    assert backoff.retry_at_s(499_900.0) == 499_905.0

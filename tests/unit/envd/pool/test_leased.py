@@ -65,24 +65,17 @@ def asleep(leased: LeasedMachine) -> bool:
     return leased.desktop.is_asleep
 
 
-async def test_a_guest_runs_and_is_awake_only_inside_the_block(leased: LeasedMachine, machine: StubMachine) -> None:
+async def test_a_guest_runs_only_inside_the_block_and_wakes_once(leased: LeasedMachine, machine: StubMachine) -> None:
     assert asleep(leased)
-    async with leased.running() as resume_ms:
-        assert runs(machine)
-        assert not asleep(leased)
-        assert resume_ms > 0
-        await leased.desktop.act(WAIT)
-    await run_ready()
-    assert not runs(machine)
-    assert machine.calls == ["resume", "pause"]
-
-
-async def test_a_desktop_is_woken_once_and_resumed_each_time(leased: LeasedMachine, machine: StubMachine) -> None:
-    for _ in range(3):
-        await use(leased)
+    for _ in range(2):
+        async with leased.running() as resume_ms:
+            assert runs(machine)
+            assert not asleep(leased)
+            assert resume_ms > 0
         await run_ready()
+        assert not runs(machine)
     assert desktop_of(leased).calls == ["wake"]
-    assert machine.calls == ["resume", "pause"] * 3
+    assert machine.calls == ["resume", "pause"] * 2
 
 
 @pytest.mark.parametrize(("firmware", "wake"), [(Firmware.UEFI, "wake windows"), (Firmware.DIRECT_KERNEL, "wake")])

@@ -4,15 +4,13 @@ import asyncio
 
 import pytest
 
-from envd.base.errors import Draining, GroupTooLarge, HypervisorError, MachineLost, PoolExhausted
-from envd.pool.leased import FrozenDesktop, Grant, LeasedMachine, Reservation
+from envd.base.errors import Draining, HypervisorError, MachineLost
+from envd.pool.leased import FrozenDesktop, Grant, LeasedMachine
 from envd.pool.pool import Pool
 from tests.support.clock import begun, cancelled_after, run_ready, run_turns
 from tests.support.pool_world import PoolWorld
 
 POOL = {"capacity": 4, "size": 1, "max_idle_s": 1e9, "expected_memory_mib": 256}
-
-MIB = 1 << 20
 
 
 def counts(pool: Pool) -> tuple[int, int, int]:
@@ -52,16 +50,6 @@ async def test_idle_machines_are_evicted_for_reservations(world: PoolWorld) -> N
     await pool.release(granted.reservations)
     await run_ready()
     assert counts(pool) == (3, 1, 0), "released reservations are replaced by spare machines"
-
-
-async def test_reservations_alone_are_granted_up_to_capacity(world: PoolWorld) -> None:
-    pool = await world.started()
-    granted = await pool.acquire(0, reserved=4, timeout_s=1.0)
-    assert (granted.machines, len(granted.reservations)) == ((), 4)
-    with pytest.raises(GroupTooLarge, match="of 5"):
-        await pool.acquire(1, reserved=4, timeout_s=1.0)
-    with pytest.raises(PoolExhausted, match="4 reserved"):
-        await pool.acquire(1, timeout_s=0.0)
 
 
 @pytest.mark.parametrize(("method", "capacity"), [("fork", 2), ("load", 4)])
@@ -182,19 +170,6 @@ async def test_forks_for_reservations_count_against_max_starting(world: PoolWorl
     assert world.hypervisor.counts["fork"] - before == 2
     world.hypervisor.gates["fork"].set()
     await asyncio.gather(*forking)
-
-
-async def test_a_dead_machine_of_a_reservation_frees_its_capacity(world: PoolWorld) -> None:
-    pool = await world.started(capacity=1)
-    (reservation,) = (await pool.acquire(0, reserved=1, timeout_s=1.0)).reservations
-    await pool.fork(reservation, template(pool))
-    world.hypervisor.forks[-1].die()
-    await run_ready()
-    assert counts(pool) == (1, 0, 0)
-
-
-async def test_a_reservation_names_its_pool() -> None:
-    assert repr(Reservation("desktop")) == "<Reservation of 'desktop'>"
 
 
 # Machines that wait for a state

@@ -111,15 +111,21 @@ async def test_an_unreadable_disk_is_reported(world: PoolWorld, tmp_path: Path) 
     assert "the free disk space is not known" in pool.statistics().problem
 
 
-async def test_the_template_is_not_booted_below_the_disk_reserve(world: PoolWorld, host: Host) -> None:
-    host.free_mib = 0
+@pytest.mark.parametrize(
+    ("resource", "short", "enough"), [("free_mib", 0, 4096), ("available_mib", 1024, 4096)], ids=["disk", "memory"]
+)
+async def test_the_template_is_not_booted_without_room_for_it(
+    world: PoolWorld, host: Host, resource: str, short: int, enough: int
+) -> None:
+    setattr(host, resource, short)
     pool = await world.started(room=host.room)
     await world.clock.advance(30.0)
     assert world.hypervisor.made == []
     assert "is short" in pool.statistics().problem
-    host.free_mib = 4096
+    setattr(host, resource, enough)
     await world.clock.advance(1.0)
-    assert pool.statistics().idle_count == 2
+    assert counts(pool) == (2, 0, 0)
+    assert pool.statistics().problem == ""
 
 
 def test_free_space_is_read_from_the_disk(tmp_path: Path) -> None:
@@ -166,18 +172,6 @@ async def test_reservations_hold_memory_like_machines(world: PoolWorld) -> None:
     assert len((await waiter).reservations) == 2
 
 
-async def test_the_template_is_not_booted_without_memory_for_a_machine(world: PoolWorld) -> None:
-    host = Host(1024)
-    pool = await world.started(size=1, room=host.room)
-    await world.clock.advance(30.0)
-    assert world.hypervisor.made == []
-    assert "the host's memory is short" in pool.statistics().problem
-    host.available_mib = 4096
-    await world.clock.advance(1.0)
-    assert counts(pool) == (1, 0, 0)
-    assert pool.statistics().problem == ""
-
-
 async def test_a_drained_pool_no_longer_waits_for_memory(world: PoolWorld) -> None:
     host = Host(1024 + 256)
     pool = await world.started(size=2, room=host.room)
@@ -215,19 +209,6 @@ def test_expected_growth_counts_as_taken(available_mib: int, held_mib: list[int]
         reserve_bytes=1024 * MIB,
         expected_bytes=256 * MIB,
     )
-
-
-def test_pools_share_one_host() -> None:
-    room = HostRoom(memory_reserve_bytes=0, read_memory=lambda: 1024 * MIB)
-
-    def growth() -> int:
-        return 512 * MIB
-
-    room.join(growth)
-    assert room.count(256 * MIB, most=9) == 2
-    room.leave(growth)
-    room.leave(growth)
-    assert room.count(256 * MIB, most=9) == 4
 
 
 def test_available_memory_is_read_from_the_kernel(tmp_path: Path) -> None:

@@ -312,41 +312,6 @@ async def test_closing_ends_a_template_build_at_any_stage(
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_closing_during_the_test_of_a_template_leaves_nothing(
-    world: PoolWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def silent(desktop: StubDesktop) -> object:
-        if desktop.machine.snapshot is not None:
-            await asyncio.Event().wait()
-        return await StubDesktop.view(desktop)
-
-    look = StubDesktop.view
-    monkeypatch.setattr(
-        StubDesktop, "view", lambda desktop: silent(desktop) if desktop.machine.snapshot else look(desktop)
-    )
-    pool = await world.started()
-    assert [machine.snapshot is not None for machine in world.hypervisor.machines.values()] == [True]
-    await pool.close()
-    assert world.hypervisor.machines == {}
-    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
-
-
-async def test_a_display_that_fails_in_the_template_test_causes_a_new_boot(
-    world: PoolWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def silent(desktop: StubDesktop) -> object:
-        raise GuestUnresponsive(f"the display of {desktop.machine.machine_id} does not answer")
-
-    pool = world.make(capacity=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(StubDesktop, "view", silent)
-        await start(pool)
-    assert "does not answer" in pool.statistics().problem
-    assert world.hypervisor.machines == {}
-    await world.clock.advance(1.0)
-    assert idle_count(pool) == 1
-
-
 async def test_a_template_whose_boot_used_all_of_its_time_makes_the_pool_refuse_groups_at_once(
     world: PoolWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -110,13 +110,10 @@ async def test_a_task_whose_goal_is_to_power_off_is_scored_by_how_its_guest_ende
         task({"kind": "any", "checks": [{"kind": "powered_off"}, TEXT]})
 
 
-async def test_a_missing_file_scores_zero() -> None:
+async def test_a_missing_file_or_a_directory_in_its_place_scores_zero(desktop: MemoryDesktop) -> None:
     evaluation = await score_of(TEXT, MemoryDesktop())
     assert evaluation.score == 0.0
     assert evaluation.checks[0].evidence == f"{PATH}: no such file"
-
-
-async def test_a_directory_in_place_of_the_file_scores_zero(desktop: MemoryDesktop) -> None:
     desktop.files.make_directory(PATH)
     assert (await score_of(TEXT, desktop)).score == 0.0
 
@@ -129,13 +126,10 @@ async def test_a_huge_file_scores_zero_and_is_never_read() -> None:
     assert "999999999999 bytes" in evaluation.checks[0].evidence
 
 
-async def test_a_failed_query_gives_no_score(desktop: MemoryDesktop) -> None:
+async def test_a_failed_query_gives_no_score_and_a_lost_machine_stays_lost(desktop: MemoryDesktop) -> None:
     desktop.answers["sh", "-c"] = CommandResult(exit_code=1, stdout=b"", stderr=b"stat: I/O error")
     with pytest.raises(EvaluatorFailed, match="I/O error"):
         await score_of(TEXT, desktop)
-
-
-async def test_a_lost_machine_stays_a_lost_machine(desktop: MemoryDesktop) -> None:
     desktop.answers["sh", "-c"] = MachineLost("qemu exited")
     with pytest.raises(MachineLost):
         await score_of(TEXT, desktop)
@@ -193,21 +187,15 @@ async def test_a_directory_is_compared_with_its_entries() -> None:
     assert await score("a.txt/", mode="at_least") == 0.0
 
 
-async def test_a_directory_list_that_ends_within_an_entry_gives_no_score(desktop: MemoryDesktop) -> None:
+async def test_a_directory_without_all_its_entries_says_what_is_missing(desktop: MemoryDesktop) -> None:
     desktop.answers["sh", "-c"] = CommandResult(exit_code=0, stdout=b"fa.txt\0fb.t", stderr=b"")
     checker = {"kind": "directory", "path": "/home/user", "entries": ["b.txt"]}
     with pytest.raises(EvaluatorFailed, match=r"incomplete.*'fb\.t'"):
         await score_of(checker, desktop)
-
-
-async def test_evidence_for_a_directory_names_missing_and_unexpected_entries() -> None:
     desktop = desktop_with(a=b"", b=b"")
     checker = {"kind": "directory", "path": "/home/user", "entries": ["a.txt", "c.txt"], "mode": "exactly"}
     evaluation = await score_of(checker, desktop)
     assert evaluation.checks[0].evidence == "missing: c.txt; unexpected: b.txt; found: a.txt, b.txt"
-
-
-async def test_a_missing_directory_scores_zero() -> None:
     evaluation = await score_of({"kind": "directory", "path": "/home/user/x", "entries": []}, MemoryDesktop())
     assert evaluation.score == 0.0
     assert "/home/user/x: no such directory" in evaluation.checks[0].evidence
@@ -247,6 +235,9 @@ async def test_windows_are_found_by_title_and_class(desktop: MemoryDesktop) -> N
     assert await score(True, title=r"a\.txt", **{"class": "galculator"}) == 0.0
     assert await score(False, **{"class": "galculator"}) == 1.0
     assert await score(False, **{"class": "Mousepad"}) == 0.0
+    desktop.answers["wmctrl",] = CommandResult(exit_code=1, stdout=b"", stderr=b"Cannot open display.")
+    with pytest.raises(EvaluatorFailed, match="Cannot open display"):
+        await score_of({"kind": "window", "window": {"title": "x"}, "present": False}, desktop)
 
 
 def test_a_window_list_with_unusual_titles_is_parsed() -> None:
@@ -260,11 +251,13 @@ def test_a_window_list_with_unusual_titles_is_parsed() -> None:
         OpenWindow(window_id="0x00600003", wm_class="mousepad.Mousepad", title="*~/Docs/é 漢.txt -  Mousepad"),
         OpenWindow(window_id="0x00600004", wm_class="xterm.XTerm", title=""),
     )
-
-
-def test_a_title_with_several_lines_is_kept_whole() -> None:
     (window,) = parse_windows("0x00600003  0 xterm.XTerm desktop first\nlast line\n")
     assert window.title == "first\nlast line"
+
+
+def test_a_malformed_window_list_gives_no_score() -> None:
+    with pytest.raises(GuestError, match="windows"):
+        parse_windows("0x00600003 0\n")
 
 
 async def test_windows_of_a_windows_guest_are_listed_by_a_script(desktop: MemoryDesktop) -> None:
@@ -279,21 +272,10 @@ async def test_windows_of_a_windows_guest_are_listed_by_a_script(desktop: Memory
     assert desktop.ran[0][-1].startswith("# envd: list-windows\n")
 
 
-def test_a_malformed_window_list_gives_no_score() -> None:
-    with pytest.raises(GuestError, match="windows"):
-        parse_windows("0x00600003 0\n")
-
-
 def test_evidence_for_windows_lists_those_that_are_open() -> None:
     checker = Window.model_validate({"kind": "window", "window": {"title": "x"}})
     assert judge_windows(b"", checker).evidence == "open: no windows"
     assert judge_windows(b"0x1  0 a.A desktop t\n", checker).evidence == "open: 't' (a.A)"
-
-
-async def test_an_unreachable_window_manager_gives_no_score(desktop: MemoryDesktop) -> None:
-    desktop.answers["wmctrl",] = CommandResult(exit_code=1, stdout=b"", stderr=b"Cannot open display.")
-    with pytest.raises(EvaluatorFailed, match="Cannot open display"):
-        await score_of({"kind": "window", "window": {"title": "x"}, "present": False}, desktop)
 
 
 def test_a_process_is_found_by_its_whole_name_and_a_zombie_does_not_run() -> None:
@@ -347,24 +329,18 @@ async def test_fail_on_a_feasible_task_scores_zero_even_if_it_is_solved() -> Non
     assert desktop.ran == []
 
 
-async def test_all_is_as_good_as_its_worst_part_and_any_as_its_best() -> None:
+async def test_parts_are_combined_by_all_any_and_weights() -> None:
     desktop = desktop_with(a=b"right")
     checks = [TEXT, {**TEXT, "equals": "wrong"}]
     assert (await score_of({"kind": "all", "checks": checks}, desktop)).score == 0.0
     assert (await score_of({"kind": "any", "checks": checks}, desktop)).score == 1.0
     assert (await score_of({"kind": "all", "checks": checks[:1]}, desktop)).score == 1.0
-
-
-async def test_weights_give_partial_credit_and_every_part_its_evidence() -> None:
     desktop = desktop_with(a=b"right", b=b"other")
     nested = {"kind": "all", "checks": [{**TEXT, "path": "/home/user/b.txt", "name": "b"}]}
     parts = [{"weight": 3, "check": TEXT}, {"weight": 1, "check": nested}]
     evaluation = await score_of({"kind": "weighted", "checks": parts}, desktop)
     assert evaluation.score == 0.75
     assert [(check.name, check.score) for check in evaluation.checks] == [(f"file_text {PATH}", 1.0), ("b", 0.0)]
-
-
-async def test_weights_that_sum_inexactly_still_score_exactly_one() -> None:
     parts = [{"weight": weight, "check": TEXT} for weight in (0.1, 0.2, 0.3)]
     assert (await score_of({"kind": "weighted", "checks": parts}, desktop_with(a=b"right"))).score == 1.0
 

@@ -56,10 +56,13 @@ def test_booleans_are_not_numbers_and_missing_is_not_null(at: list[str | int], e
     assert judge(SETTINGS, "json_value", at=at, equals=equals).score == 0.0
 
 
-def test_json_is_read_in_the_declared_encodings() -> None:
+def test_json_is_read_in_the_declared_encodings_and_a_missing_file_scores_zero() -> None:
     data = SETTINGS.encode("utf-16")
     assert judge(data, "json_value", at=["editor", "wrap"], equals=True).score == 1.0
     assert judge(data, "json_value", at=["editor", "wrap"], equals=True, encodings=["utf-8"]).score == 0.0
+    for kind, fields in (("json_value", {}), ("xml_value", {"at": "/s"})):
+        checker = CHECKER.validate_python({"kind": kind, "path": PATH, "absent": True, **fields})
+        assert judge_data(FoundFile("absent"), checker).score == 0.0
 
 
 CSV = 'item,price\r\n"tea, green",3.50\r\ncoffee,4\r\n'
@@ -243,12 +246,6 @@ def test_malformed_data_scores_zero_with_the_reason(data: bytes, kind: str, fiel
     assert words in outcome.evidence
 
 
-def test_a_missing_file_scores_zero_even_if_no_value_is_expected() -> None:
-    for kind, fields in (("json_value", {}), ("xml_value", {"at": "/s"})):
-        checker = CHECKER.validate_python({"kind": kind, "path": PATH, "absent": True, **fields})
-        assert judge_data(FoundFile("absent"), checker).score == 0.0
-
-
 @pytest.mark.parametrize(
     ("found", "expectation", "score"),
     [
@@ -262,7 +259,7 @@ def test_a_missing_file_scores_zero_even_if_no_value_is_expected() -> None:
         ("x", {"absent": True}, 0.0),
     ],
 )
-def test_values_are_compared_as_numbers_if_a_number_is_expected(
+def test_values_are_compared_as_numbers_if_one_is_expected(
     found: Any, expectation: dict[str, Any], score: float
 ) -> None:
     assert judge_value(found, ValueExpectation.model_validate(expectation)).score == score

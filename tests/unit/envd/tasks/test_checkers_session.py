@@ -59,9 +59,7 @@ PATH = "/home/user/a.png"
         ({"equals": "a, b or c"}, ["a, b or c"], ["a", "a, b or c, or d"]),
     ],
 )
-def test_a_hedged_answer_scores_nothing_unless_the_task_accepts_it(
-    fields: dict[str, str], right: list[str], hedged: list[str]
-) -> None:
+def test_a_hedged_answer_counts_only_if_accepted(fields: dict[str, str], right: list[str], hedged: list[str]) -> None:
     def scores(answers: list[str], **more: str) -> list[float]:
         checker = AgentAnswer.model_validate({"kind": "answer", **fields, **more})
         return [judge_answer(Done(answer), checker).score for answer in answers]

@@ -135,12 +135,9 @@ async def test_outputs_of_commands_are_compared(home: Path) -> None:
     assert "true" not in evidence
 
 
-async def test_an_end_without_a_recorded_start_has_no_score(home: Path) -> None:
+async def test_a_start_must_have_been_recorded(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EvaluatorFailed, match="its start was not recorded"):
         await score(task(home), LocalDesktop())
-
-
-async def test_a_start_that_cannot_be_recorded_fails_the_setup(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unchanged, "_DIRECTORY", "/dev/null/records")
     with pytest.raises(SetupFailed, match="the start cannot be recorded"):
         await remember_start(task(home), LocalDesktop())

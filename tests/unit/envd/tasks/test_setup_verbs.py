@@ -116,10 +116,13 @@ async def test_open_starts_the_program_and_waits_for_the_window_that_shows_the_f
     assert desktop.windows == [EDITOR]
 
 
-async def test_launch_is_skipped_if_the_window_is_open(desktop: MemoryDesktop) -> None:
+async def test_launch_is_skipped_if_the_window_is_open_and_activate_raises_one(desktop: MemoryDesktop) -> None:
     desktop.windows = [CALCULATOR]
     await run(desktop, {"kind": "launch", "argv": ["galculator"], "window": {"class": "galculator"}})
     assert desktop.launched == []
+    desktop.windows = [EDITOR, CALCULATOR]
+    await run(desktop, {"kind": "activate_window", "window": {"class": "Mousepad"}})
+    assert desktop.windows == [CALCULATOR, EDITOR]
 
 
 async def test_wait_window_returns_when_the_window_appears(desktop: MemoryDesktop) -> None:
@@ -129,25 +132,14 @@ async def test_wait_window_returns_when_the_window_appears(desktop: MemoryDeskto
     assert len(desktop.ran) > 1
 
 
-async def test_activate_window_raises_it_by_its_id(desktop: MemoryDesktop) -> None:
-    desktop.windows = [EDITOR, CALCULATOR]
-    await run(desktop, {"kind": "activate_window", "window": {"class": "Mousepad"}})
-    assert desktop.windows == [CALCULATOR, EDITOR]
-
-
-async def test_set_clipboard_sets_the_text(desktop: MemoryDesktop) -> None:
-    await run(desktop, {"kind": "set_clipboard", "text": "漢字"})
-    assert (await desktop.run(["xclip", "-o"], timeout_s=60.0)).stdout == "漢字".encode()
-
-
 async def test_execute_expects_its_exit_code(desktop: MemoryDesktop) -> None:
     await run(desktop, {"kind": "execute", "argv": ["false"], "expect_exit_code": 1})
     with pytest.raises(SetupFailed, match=r"s/t: setup\[1\] execute .*false: exit code 1"):
         await run(desktop, {"kind": "execute", "argv": ["true"]}, {"kind": "execute", "argv": ["false"]})
-
-
-async def test_execute_accepts_any_exit_code_if_none_is_expected() -> None:
     await run(MemoryDesktop(), {"kind": "execute", "argv": ["false"], "expect_exit_code": None})
+    with pytest.raises(SetupFailed):
+        await run(desktop, {"kind": "execute", "argv": ["false"]}, WRITE)
+    assert PATH not in desktop.files
 
 
 @pytest.mark.parametrize(
@@ -186,13 +178,15 @@ async def test_a_window_that_does_not_close_fails_the_setup(desktop: MemoryDeskt
         await run(desktop, {"kind": "close_window", "window": {"title": "Mousepad"}, "timeout_s": 0.05})
 
 
-async def test_the_wallpaper_must_be_a_file_in_the_guest(desktop: MemoryDesktop) -> None:
+async def test_the_wallpaper_must_be_a_file_and_the_clipboard_gets_its_text(desktop: MemoryDesktop) -> None:
     verb = {"kind": "change_wallpaper", "path": "/home/user/sky.png"}
     with pytest.raises(SetupFailed, match="File not found"):
         await run(desktop, verb)
     desktop.files["/home/user/sky.png"] = b"png"
     await run(desktop, verb)
     assert desktop.wallpaper == "/home/user/sky.png"
+    await run(desktop, {"kind": "set_clipboard", "text": "漢字"})
+    assert (await desktop.run(["xclip", "-o"], timeout_s=60.0)).stdout == "漢字".encode()
 
 
 async def test_files_that_come_with_the_tasks_are_copied_into_the_guest(tmp_path: Path) -> None:
@@ -212,16 +206,13 @@ async def test_a_missing_asset_fails_the_setup_and_names_the_fetch_command(tmp_p
         await run(MemoryDesktop(), verb, resources=SetupResources(assets=AssetCache(tmp_path)))
 
 
-async def test_placeholders_are_replaced_by_the_guests_password_and_screen(desktop: MemoryDesktop) -> None:
+async def test_placeholders_are_replaced_and_errors_hide_the_password(desktop: MemoryDesktop) -> None:
     words = "{CLIENT_PASSWORD} {SCREEN_WIDTH}x{SCREEN_HEIGHT} {SCREEN_WIDTH_HALF},{SCREEN_HEIGHT_HALF} {HOME}"
     verb = {"kind": "execute", "argv": ["echo", words]}
     await run(desktop, verb, resources=WITH_PASSWORD)
     assert desktop.ran == [("echo", "s3cret 1280x800 640,400 {HOME}")]
     with pytest.raises(SetupFailed, match=r"tasks\.client_password_file"):
         await run(desktop, verb)
-
-
-async def test_the_error_of_a_failed_command_hides_the_password() -> None:
     verb = {"kind": "execute", "argv": ["false", "{CLIENT_PASSWORD}"]}
     with pytest.raises(SetupFailed, match=r"false \{CLIENT_PASSWORD\}: exit code 1") as raised:
         await run(MemoryDesktop(), verb, resources=WITH_PASSWORD)
@@ -288,7 +279,7 @@ async def test_a_window_that_never_opens_fails_the_setup_and_lists_the_open_ones
         await run(desktop, {"kind": "open", "path": PATH, "timeout_s": 1})
 
 
-async def test_the_whole_setup_also_has_a_limit(desktop: MemoryDesktop) -> None:
+async def test_the_whole_setup_and_each_command_have_a_limit(desktop: MemoryDesktop) -> None:
     with pytest.raises(SetupFailed, match=r"setup\[1\] wait_window .*setup.* 1 s"):
         await run(
             desktop,
@@ -297,8 +288,6 @@ async def test_the_whole_setup_also_has_a_limit(desktop: MemoryDesktop) -> None:
             timeout_s=1.0,
         )
 
-
-async def test_a_command_that_hangs_is_cut_off_at_its_limit() -> None:
     class Hanging(MemoryDesktop):
         async def run(self, argv: Sequence[str], **_: object) -> CommandResult:
             await asyncio.Event().wait()
@@ -312,9 +301,3 @@ async def test_a_lost_machine_stays_a_lost_machine_during_setup(desktop: MemoryD
     desktop.answers["mkdir",] = MachineLost("qemu exited")
     with pytest.raises(MachineLost):
         await run(desktop, {"kind": "make_directory", "path": "/home/user/d"})
-
-
-async def test_nothing_is_done_after_a_verb_that_failed(desktop: MemoryDesktop) -> None:
-    with pytest.raises(SetupFailed):
-        await run(desktop, {"kind": "execute", "argv": ["false"]}, WRITE)
-    assert PATH not in desktop.files

@@ -129,7 +129,7 @@ def test_a_task_config_is_found_as_text_or_object_direct_or_nested(tmp_path: Pat
         assert only_task(parquet(tmp_path / "rows.parquet", [row])) == expected
 
 
-def test_null_fields_from_other_rows_are_ignored(tmp_path: Path) -> None:
+def test_tables_have_null_fields_of_other_rows_own_tasks_and_a_default_suite(tmp_path: Path) -> None:
     sleeping = {**OSWORLD, "id": "other", "config": [{"type": "sleep", "parameters": {"seconds": 0.5}}]}
     fetch = {"files": [{"url": "https://files.example.org/a.txt", "path": PATH}]}
     opening = {**OSWORLD, "config": [{"type": "download", "parameters": fetch}]}
@@ -139,16 +139,10 @@ def test_null_fields_from_other_rows_are_ignored(tmp_path: Path) -> None:
         tuple(sleeping["config"]),
         tuple(opening["config"]),
     ]
-
-
-def test_a_table_may_contain_tasks_in_our_own_format(tmp_path: Path) -> None:
     fields = {"instruction": "Do it.", "level": 2, "checker": {"kind": "file_absent", "path": "/home/user/a"}}
     task = {"name": "gone", **fields}
     path = parquet(tmp_path / "own.parquet", [{"task": json.dumps(task), "split": "train"}])
     assert only_task(path) == Task.model_validate({"task_id": "morning/gone", **fields})
-
-
-def test_tasks_of_formats_without_suites_are_in_the_default_suite(tmp_path: Path) -> None:
     path = as_graded_parquet(tmp_path)
     assert [task.task_id for task in TaskCatalogue.load([path], include_builtin=False).list()] == [f"imported/{NAME}"]
 
@@ -192,7 +186,11 @@ def test_osworlds_setup_stays_in_its_form_except_for_files_of_the_host(tmp_path:
     assert after.steps == (launch,)
 
 
-def test_an_evaluator_without_a_native_equivalent_stays_osworlds(tmp_path: Path) -> None:
+def test_an_infeasible_task_has_no_checker_and_others_stay_osworlds(tmp_path: Path) -> None:
+    row = as_rows(tmp_path, {**OSWORLD, "evaluator": {"func": "infeasible"}})
+    task = only_task(row)
+    assert task.infeasible
+    assert task.checker is None
     evaluator = {
         "func": ["check_include_exclude", "exact_match"],
         "conj": "or",
@@ -204,13 +202,6 @@ def test_an_evaluator_without_a_native_equivalent_stays_osworlds(tmp_path: Path)
     checker = only_task(rows).checker
     assert isinstance(checker, OsworldEvaluator)
     assert checker.to_osworld() == evaluator | {"postconfig": []}
-
-
-def test_an_infeasible_task_has_no_checker(tmp_path: Path) -> None:
-    row = as_rows(tmp_path, {**OSWORLD, "evaluator": {"func": "infeasible"}})
-    task = only_task(row)
-    assert task.infeasible
-    assert task.checker is None
 
 
 def osworld_problems(tmp_path: Path, **changes: object) -> list[Problem]:
@@ -231,9 +222,7 @@ def osworld_problems(tmp_path: Path, **changes: object) -> list[Problem]:
         ({"type": "sleep", "parameters": {"seconds": 1}, "when": "now"}, "a setup entry has a type"),
     ],
 )
-def test_an_unsupported_setup_entry_is_rejected_with_its_location(
-    tmp_path: Path, entry: dict[str, Any], words: str
-) -> None:
+def test_an_unsupported_setup_entry_is_located(tmp_path: Path, entry: dict[str, Any], words: str) -> None:
     [problem] = osworld_problems(tmp_path, config=[{"type": "sleep", "parameters": {"seconds": 1}}, entry])
     assert words in problem.message
     assert problem.field.startswith("config[1]")
@@ -241,13 +230,10 @@ def test_an_unsupported_setup_entry_is_rejected_with_its_location(
     assert problem.where.startswith(f"{tmp_path}/task.json:1")
 
 
-def test_an_unknown_field_of_a_task_is_rejected_with_its_line(tmp_path: Path) -> None:
+def test_an_unknown_field_or_malformed_download_of_a_task_is_located(tmp_path: Path) -> None:
     [problem] = osworld_problems(tmp_path, surprise=1)
     assert problem.field == "surprise"
     assert problem.where == f"{tmp_path}/task.json:{len(json.dumps(OSWORLD, indent=2).splitlines())}"
-
-
-def test_a_malformed_download_is_rejected_when_the_file_is_read(tmp_path: Path) -> None:
     [problem] = osworld_problems(tmp_path, config=[{"type": "download", "parameters": {"files": [{"url": "x"}]}}])
     assert "a download has files" in problem.message
 

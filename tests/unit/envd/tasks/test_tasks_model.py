@@ -120,24 +120,19 @@ def test_verbs_and_checkers_that_the_system_does_not_support_are_rejected(fields
     assert "not supported in windows guests" in refusal(**fields, os="windows")
 
 
-def test_freeze_setup_requires_a_setup() -> None:
+def test_freeze_setup_requires_a_setup_and_an_infeasible_task_no_checker() -> None:
     assert task(setup=[{"kind": "make_directory", "path": "/a"}], freeze_setup=True).freeze_setup
     assert not task().freeze_setup
     assert "the task has no setup" in refusal(setup=[], freeze_setup=True)
-
-
-def test_an_infeasible_task_has_no_checker() -> None:
     assert task(checker=None, infeasible=True).infeasible
     assert "unless the task is infeasible" in refusal(infeasible=True)
 
 
-@pytest.mark.parametrize(("form", "action"), [("done", Done()), ("fail", Fail()), ({"done": "42"}, Done(answer="42"))])
+@pytest.mark.parametrize(
+    ("form", "action"), [("done", Done()), ("fail", Fail()), ({"done": "42"}, Done(answer="42")), (Done(), Done())]
+)
 def test_the_end_of_an_oracle_may_stand_alone(form: object, action: object) -> None:
     assert parse_action(form) == action
-
-
-def test_an_action_is_returned_unchanged() -> None:
-    assert parse_action(Done(answer="x")) == Done(answer="x")
 
 
 def test_an_oracle_fits_into_max_steps_and_ends_with_done_or_fail() -> None:

@@ -34,9 +34,6 @@ def test_equal_seeds_give_equal_worlds_and_others_differ() -> None:
     assert all(len(set(kinds)) == 3 for _, kinds in worlds)
     assert {kind for _, kinds in worlds for kind in kinds} == set(KINDS)
     assert len({task.model_dump_json(include={"setup"}) for task, _ in worlds}) == 40
-
-
-def test_only_the_kinds_asked_for_are_drawn() -> None:
     for seed in range(20):
         _, kinds = perturb(TASK, Perturb(seed=seed, kinds=("update", "theme"), count=1))
         assert set(kinds) < {"update", "theme"}

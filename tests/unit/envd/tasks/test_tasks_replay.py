@@ -48,24 +48,6 @@ async def play(screen: Screen, *steps: tuple[OracleAction, ...]) -> list[tuple[I
     return screen.performed
 
 
-async def test_an_immediate_response_is_confirmed_by_one_more_frame() -> None:
-    assert await play(Screen(responds_after_waits=0), SAVE_AS, NAME, DONE) == [SAVE_AS, LOOK, NAME, LOOK, DONE]
-
-
-async def test_without_patience_no_step_waits() -> None:
-    screen = Screen(responds_after_waits=0)
-    await replay(
-        (SAVE_AS, NAME, DONE), first_frame_id="frame-0", step=screen.step, wait_for=screen.wait_for, patience_s=()
-    )
-    assert screen.performed == [SAVE_AS, NAME, DONE]
-
-
-async def test_the_next_input_follows_the_response_to_the_last() -> None:
-    waits = [(Wait(timedelta(seconds=1)),), (Wait(timedelta(seconds=2)),)]
-    performed = await play(Screen(responds_after_waits=2), SAVE_AS, NAME, DONE)
-    assert performed == [SAVE_AS, *waits, LOOK, NAME, *waits, LOOK, DONE]
-
-
 async def test_the_next_input_follows_the_last_part_of_the_response() -> None:
     performed = await play(Screen(responds_after_waits=0, pieces=3), SAVE_AS, NAME, DONE)
     assert performed == [SAVE_AS, LOOK, LOOK, LOOK, NAME, LOOK, LOOK, LOOK, DONE]
@@ -75,19 +57,11 @@ async def test_waiting_for_a_screen_that_never_settles_ends() -> None:
     assert await play(Screen(responds_after_waits=0, pieces=99), SAVE_AS, DONE) == [SAVE_AS, *[LOOK] * 5, DONE]
 
 
-async def test_an_input_that_contains_a_wait_is_also_waited_for() -> None:
-    start = (PressKeys(keys=("super", "t")), Wait(timedelta(seconds=8)))
-    assert await play(Screen(responds_after_waits=1), start, DONE) == [start, (Wait(timedelta(seconds=1)),), LOOK, DONE]
-
-
-async def test_the_wait_ends_for_an_input_without_a_response() -> None:
+async def test_the_wait_ends_without_a_response_and_none_is_expected_of_waits() -> None:
     performed = await play(Screen(responds_after_waits=99), SAVE_AS, DONE)
     waited_s = sum(action.duration.total_seconds() for step in performed for action in step if isinstance(action, Wait))
     assert waited_s == 60.0
     assert performed[-1] == DONE
-
-
-async def test_waits_and_the_end_expect_no_response() -> None:
     idle = (Wait(timedelta(seconds=1)),)
     assert await play(Screen(responds_after_waits=0), idle, DONE) == [idle, DONE]
 
@@ -101,21 +75,15 @@ async def test_tools_respond_without_a_change_of_the_screen() -> None:
     assert await play(Screen(responds_after_waits=0), also_input, DONE) == [also_input, LOOK, DONE]
 
 
-async def test_a_step_with_conditions_has_had_its_response_when_they_hold() -> None:
+async def test_conditions_are_awaited_with_and_without_patience() -> None:
     screen = Screen(responds_after_waits=99)
     dialog = WaitFor.model_validate({"window": {"title": "Save as"}})
     file = WaitFor.model_validate({"file": "/home/user/a.txt"})
     assert await play(screen, (*SAVE_AS, dialog), (*NAME, dialog, file), DONE) == [SAVE_AS, NAME, DONE]
     assert screen.awaited == [(1, dialog), (2, dialog), (2, file)]
-
-
-async def test_the_screen_must_be_complete_after_a_condition_holds() -> None:
     dialog = WaitFor.model_validate({"window": {"title": "Save as"}})
     performed = await play(Screen(responds_after_waits=0, pieces=2), (*SAVE_AS, dialog), DONE)
     assert performed == [SAVE_AS, LOOK, LOOK, DONE]
-
-
-async def test_without_patience_conditions_are_still_awaited() -> None:
     screen = Screen(responds_after_waits=0)
     dialog = WaitFor.model_validate({"window": {"title": "Save as"}})
     steps = ((*SAVE_AS, dialog), DONE)

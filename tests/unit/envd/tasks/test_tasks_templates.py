@@ -29,12 +29,9 @@ def mine() -> Templates:
     return templates
 
 
-def test_without_a_seed_a_template_uses_the_first_options(mine: Templates) -> None:
+def test_a_template_without_a_seed_and_with_all_seeds(mine: Templates) -> None:
     task = TaskCatalogue([], templates=mine).get("mine/impossible")
     assert (task.instruction, task.level, task.domain) == ("Find the unicorn.", 2, "fables")
-
-
-def test_seeds_reach_every_option_and_the_count_is_known(mine: Templates) -> None:
     catalogue = TaskCatalogue([], templates=mine)
     drawn = {catalogue.get(f"mine/impossible?seed={seed}").instruction for seed in range(50)}
     assert len(drawn) == catalogue.variant_count("mine/impossible") == 3
@@ -58,10 +55,6 @@ def test_adding_tasks_to_a_catalogue_keeps_its_templates(mine: Templates) -> Non
     catalogue = TaskCatalogue([], templates=mine).with_tasks([task])
     assert catalogue.get("mine/impossible?seed=7").instruction
     assert catalogue.list() == (task,)
-
-
-def test_a_variant_has_its_own_id(mine: Templates) -> None:
-    assert TaskCatalogue([], templates=mine).get("mine/impossible?seed=7").task_id == "mine/impossible?seed=7"
 
 
 @pytest.mark.parametrize(
@@ -101,17 +94,11 @@ def variants_of(template: Template) -> list[Task]:
     return [template.variant(seed) for seed in SEEDS]
 
 
-def test_every_variant_is_a_task_and_equal_ids_are_equal_tasks() -> None:
+def test_every_variant_is_a_task_in_the_split_of_its_template() -> None:
     for template in TEMPLATES:
         assert [CATALOGUE.get(f"{template.task_id}?seed={seed}") for seed in SEEDS] == variants_of(template)
-
-
-def test_variants_of_a_template_differ() -> None:
     for template in TEMPLATES:
-        same_id = [task.model_copy(update={"task_id": "x/y"}) for task in variants_of(template)]
-        seen = {task.model_dump_json(exclude={"oracle"}) for task in same_id}
-        assert len(seen) >= len(SEEDS) * 0.6, template.task_id
-        assert template.variant_count >= 80, template.task_id
+        assert {split_of(task) for task in variants_of(template)} == {split_of(template.variant(None))}
 
 
 def test_the_suite_has_40_tasks_and_over_a_million_variants() -> None:
@@ -122,11 +109,11 @@ def test_the_suite_has_40_tasks_and_over_a_million_variants() -> None:
         *("calculator", "editor", "files", "flows", "images", "settings", "spreadsheet", "terminal")
     }
     assert sum(min(template.variant_count, 100_000) for template in TEMPLATES) > 1_000_000
-
-
-def test_all_variants_of_a_template_are_in_one_split() -> None:
     for template in TEMPLATES:
-        assert {split_of(task) for task in variants_of(template)} == {split_of(template.variant(None))}
+        same_id = [task.model_copy(update={"task_id": "x/y"}) for task in variants_of(template)]
+        seen = {task.model_dump_json(exclude={"oracle"}) for task in same_id}
+        assert len(seen) >= len(SEEDS) * 0.6, template.task_id
+        assert template.variant_count >= 80, template.task_id
 
 
 def test_both_splits_have_every_level_and_every_large_domain() -> None:

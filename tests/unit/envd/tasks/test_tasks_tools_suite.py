@@ -38,14 +38,6 @@ def test_each_group_has_its_number_of_tasks_and_uses_what_it_needs() -> None:
                 assert "ask_user" in used(task), task.task_id
 
 
-def test_a_task_that_the_desktop_suite_has_too_is_on_the_same_side_of_the_split() -> None:
-    desktop = TaskCatalogue.load()
-    for task in suite():
-        twin = desktop.find(task.task_id.replace("tools/", "desktop/"))
-        if twin is not None:
-            assert split_of(task) == split_of(twin), task.task_id
-
-
 async def test_the_users_answers_are_those_that_the_oracle_needs() -> None:
     for task in suite():
         if task.user is None:
@@ -59,7 +51,12 @@ async def test_the_users_answers_are_those_that_the_oracle_needs() -> None:
         assert all(answer != task.user.unknown for answer in said), task.task_id
 
 
-def test_oracles_call_the_servers_that_the_setup_starts() -> None:
+def test_oracles_call_the_servers_of_the_setup_and_twins_are_in_one_split() -> None:
     for task in suite():
         called = {action.server for step in task.oracle for action in step if isinstance(action, CallTool)}
         assert called == set(task.mcp_servers), task.task_id
+    desktop = TaskCatalogue.load()
+    for task in suite():
+        twin = desktop.find(task.task_id.replace("tools/", "desktop/"))
+        if twin is not None:
+            assert split_of(task) == split_of(twin), task.task_id

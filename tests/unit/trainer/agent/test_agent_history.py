@@ -1,5 +1,8 @@
 """Rows of an episode: append-only, with new rows that drop old screenshots."""
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,30 +33,24 @@ def rows_of(turn_count: int, *, images_per_row: int, images_kept: int, first: bo
     return rows
 
 
-def test_without_a_limit_there_is_a_single_row() -> None:
-    assert rows_of(4, images_per_row=0, images_kept=1) == [["S", "L0", "r1", "L1", "r2", "L2", "r3", "L3"]]
-
-
-def test_a_new_row_starts_with_the_latest_observations() -> None:
-    assert rows_of(5, images_per_row=3, images_kept=2) == [
-        ["S", "L0", "r1", "L1", "r2", "L2", "r3"],
-        ["S", "b0", "r1", "b1", "r2", "L2", "r3", "L3", "r4", "L4"],
-    ]
-
-
-def test_the_first_observation_can_be_kept() -> None:
-    assert rows_of(5, images_per_row=3, images_kept=1, first=True) == [
-        ["S", "L0", "r1", "L1", "r2", "L2", "r3"],
-        ["S", "L0", "r1", "b1", "r2", "b2", "r3", "L3", "r4", "L4"],
-    ]
-
-
-def test_one_screenshot_per_row_starts_a_row_for_each_turn() -> None:
-    assert rows_of(3, images_per_row=1, images_kept=1) == [
-        ["S", "L0", "r1"],
-        ["S", "b0", "r1", "L1", "r2"],
-        ["S", "b0", "r1", "b1", "r2", "L2"],
-    ]
+@pytest.mark.parametrize(
+    ("turn_count", "limits", "rows"),
+    [
+        (4, {"images_per_row": 0, "images_kept": 1}, ["S L0 r1 L1 r2 L2 r3 L3"]),
+        (5, {"images_per_row": 3, "images_kept": 2}, ["S L0 r1 L1 r2 L2 r3", "S b0 r1 b1 r2 L2 r3 L3 r4 L4"]),
+        (
+            5,
+            {"images_per_row": 3, "images_kept": 1, "first": True},
+            ["S L0 r1 L1 r2 L2 r3", "S L0 r1 b1 r2 b2 r3 L3 r4 L4"],
+        ),
+        (3, {"images_per_row": 1, "images_kept": 1}, ["S L0 r1", "S b0 r1 L1 r2", "S b0 r1 b1 r2 L2"]),
+    ],
+    ids=["no limit", "the latest are kept", "the first is kept", "a row for each turn"],
+)
+def test_a_new_row_starts_with_the_observations_that_are_kept(
+    turn_count: int, limits: dict[str, Any], rows: list[str]
+) -> None:
+    assert [" ".join(row) for row in rows_of(turn_count, **limits)] == rows
 
 
 def test_a_message_without_an_observation_never_starts_a_row() -> None:

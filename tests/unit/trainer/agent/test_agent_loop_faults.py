@@ -19,7 +19,7 @@ from cuaenv.client import (
     StepResult,
     View,
 )
-from trainer.agent.loop import run_episode
+from trainer.agent.loop import play_episode
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import BudgetExhausted, GenerationAborted, Message, ModelFailed, Outcome, Reply, Trajectory
 
@@ -112,7 +112,7 @@ class Model:
 
 
 async def run(desktop: Desktop, model: Model, settings: AgentSettings = SETTINGS) -> Trajectory:
-    return await run_episode(desktop, model, settings=settings)
+    return await play_episode(desktop, model, settings=settings)
 
 
 async def test_an_episode_on_a_lost_machine_fails_and_is_not_evaluated() -> None:

@@ -7,10 +7,6 @@ import pytest
 from trainer.agent.settings import AgentSettings, RowCost, text_tokens
 
 
-def test_missing_keys_have_their_defaults() -> None:
-    assert AgentSettings.from_mapping({}) == AgentSettings()
-
-
 def test_a_mapping_sets_values_of_every_kind() -> None:
     given = {
         "grammar": "tags",
@@ -86,15 +82,6 @@ def test_the_cost_is_the_sum_of_prompt_screenshots_and_turns() -> None:
     cost.check(cost.total)
     with pytest.raises(ValueError, match=r"1000 of prompt \+ 3 x .* = 8500 tokens, but context_tokens is 8499"):
         cost.check(8499)
-
-
-def test_screenshots_that_exceed_the_row_are_refused_and_the_error_shows_the_sum() -> None:
-    with pytest.raises(ValueError, match="an episode does not fit into its row") as refusal:
-        AgentSettings(context_tokens=4096, max_turns=10)
-    message = str(refusal.value)
-    assert "2048 of prompt + 10 x (980 of screenshot + 0 of tree and terminal)" in message
-    assert "+ 10 turns x (512 of reply + 96 of observation) = 17928 tokens, but context_tokens is 4096" in message
-    assert "images_per_row" in message
 
 
 def test_fewer_screenshots_per_row_lower_its_cost() -> None:

@@ -90,6 +90,7 @@ def test_each_error_has_an_owner(error: Exception, before: str, after: str) -> N
     rulings = [ruling_of(error, acted=acted) for acted in (False, True)]
     texts = [f"{ruling.owner.value}{', repeat' if ruling.repeat else ''}" for ruling in rulings]
     assert texts == [before, after]
+    assert is_fault(error) == (after not in ("policy", "caller"))
 
 
 #: Who owns each reason of the contract after the agent acted, and whether the episode may be repeated.

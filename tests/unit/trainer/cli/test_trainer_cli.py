@@ -118,6 +118,7 @@ def test_compare_of_a_missing_file_names_the_command_that_writes_it(tmp_path: Pa
         (["play", "fake/enable", "--endpoint", "http://127.0.0.1:9/v1"], 2, "only --by model accepts it"),
         (["play", "fake/enable", "--by", "null", "--envd", "gpu.example.org:1"], 2, "clear text"),
         (["mcp", "--envd", "nowhere"], 2, "--envd nowhere: no port in 'nowhere'; give HOST:PORT"),
+        (["mcp", "--http", "0.0.0.0:8000"], 2, "--http 0.0.0.0:8000: not a loopback address"),
         (["mcp", "--http", "127.0.0.1:99999"], 2, "--http 127.0.0.1:99999: not a loopback address"),
         (["mcp", "--http", "127.0.0.1:a:abc:"], 2, "--http 127.0.0.1:a:abc:: not a loopback address"),
     ],

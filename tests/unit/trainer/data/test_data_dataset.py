@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,16 @@ def trajectory_of(task_id: str, *replies: str, images: int = 1, **metadata: obje
     )
 
 
+def masks_of(trajectory: StoredTrajectory, *masks: int) -> StoredTrajectory:
+    """Return a trajectory with these masks of its replies."""
+    given = iter(masks)
+    messages = tuple(
+        {**message, "step_loss_mask": next(given)} if message["role"] == "assistant" else message
+        for message in trajectory.messages
+    )
+    return replace(trajectory, messages=messages)
+
+
 def source(name: str, *trajectories: StoredTrajectory) -> tuple[str, ReadResult]:
     return name, ReadResult(trajectories=trajectories, failed_count=0, surplus_count=0, problems=())
 
@@ -55,8 +66,9 @@ def joined(*sources: tuple[str, ReadResult], share: float = 0.0) -> Dataset:
     return join(dict(sources), grammar=GRAMMAR, share=share)
 
 
-def test_of_two_duplicates_the_one_of_the_better_source_is_kept() -> None:
-    dataset = joined(source("good", trajectory_of("a")), source("bad", trajectory_of("a_chunk3"), trajectory_of("b")))
+def test_of_duplicates_which_may_differ_in_masks_the_one_of_the_better_source_is_kept() -> None:
+    masked = masks_of(trajectory_of("a_chunk3"), 0, 0)
+    dataset = joined(source("good", trajectory_of("a")), source("bad", masked, trajectory_of("b")))
     assert [(item.trajectory.task_id, item.source) for item in dataset.items] == [("a", "good"), ("b", "bad")]
     assert statistics(dataset)["dropped"] == {"good": {}, "bad": {"duplicate": 1}}
 
@@ -64,17 +76,6 @@ def test_of_two_duplicates_the_one_of_the_better_source_is_kept() -> None:
 def test_the_choice_between_duplicates_does_not_depend_on_the_order_of_lines() -> None:
     first, second = trajectory_of("a", suite="one"), trajectory_of("a", suite="two")
     assert joined(source("one", first, second)) == joined(source("one", second, first))
-
-
-def test_equal_messages_for_another_task_are_not_a_duplicate() -> None:
-    assert len(joined(source("one", trajectory_of("a"), trajectory_of("b"))).items) == 2
-
-
-def test_trajectories_that_differ_only_in_masks_are_duplicates() -> None:
-    masked = trajectory_of("a")
-    messages = tuple({**message, "step_loss_mask": 0} for message in masked.messages)
-    again = StoredTrajectory(task_id="a", messages=messages, images=masked.images)
-    assert len(joined(source("one", masked), source("two", again)).items) == 1
 
 
 @pytest.mark.parametrize(
@@ -238,16 +239,13 @@ def marks(row: dict[str, Any] | None) -> list[int]:
     return [message["step_loss_mask"] for message in row["messages"] if message["role"] == "assistant"]
 
 
-def test_only_the_models_turns_are_trained_and_each_message_is_marked() -> None:
-    row = sft_row(trajectory_of("a", CLICK, SAVE, DONE))
+def test_only_the_models_turns_are_trained_unless_they_are_masked_and_each_message_is_marked() -> None:
+    row = sft_row(masks_of(trajectory_of("a", CLICK, SAVE, DONE), 1, 0, 1))
     assert row is not None
     assert [(message["role"], message["step_loss_mask"]) for message in row["messages"]] == [
-        ("user", 0),
-        ("assistant", 1),
-        ("user", 0),
-        ("assistant", 1),
-        ("user", 0),
-        ("assistant", 1),
+        *[("user", 0), ("assistant", 1)],
+        *[("user", 0), ("assistant", 0)],
+        *[("user", 0), ("assistant", 1)],
     ]
 
 
@@ -256,14 +254,6 @@ def test_unparsable_and_early_turns_are_shown_and_not_trained() -> None:
     assert marks(sft_row(trajectory, grammar=GRAMMAR)) == [1, 0, 1, 1]
     assert marks(sft_row(trajectory, grammar=GRAMMAR, last_turns=2)) == [0, 0, 1, 1]
     assert marks(sft_row(trajectory)) == [1, 1, 1, 1]
-
-
-def test_an_untrained_turn_stays_untrained() -> None:
-    trajectory = trajectory_of("a", CLICK, DONE)
-    messages = [dict(message) for message in trajectory.messages]
-    messages[1]["step_loss_mask"] = 0
-    marked = StoredTrajectory(task_id="a", messages=tuple(messages), images=trajectory.images)
-    assert marks(sft_row(marked)) == [0, 1]
 
 
 def test_a_trajectory_without_trained_turns_has_no_row() -> None:

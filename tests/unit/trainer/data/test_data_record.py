@@ -86,35 +86,28 @@ async def test_it_waits_increasingly_long_while_the_screen_is_unchanged() -> Non
     assert trained_of(conversation) == {2, 8, 10}
 
 
-async def test_it_does_not_wait_after_a_change_of_the_screen() -> None:
-    conversation = conversation_of([TypeText("a")], [TypeText("b")], patience_s=(1, 2))
-    assert len(set(await replies_of(conversation, [0, 1, 2]))) == 2
-    assert trained_of(conversation) == {2, 4}
-
-
 @pytest.mark.parametrize(
-    ("shades", "trained"),
+    ("steps", "slow_steps", "shades", "trained"),
     [
-        # A wait for the change, one wait without a change, then the end.
-        ([0, 0, 1, 1, 1], {2, 8}),
-        # The screen changes during two waits.
-        ([0, 1, 2, 3, 3, 3], {2, 10}),
-        # It never is still.
-        ([0, 1, 2, 3, 4, 5], {2, 10}),
+        ([[TypeText("a")], [TypeText("b")]], [], [0, 1, 2], {2, 4}),
+        ([[Wait(timedelta(seconds=3))], [Done()]], [], [0, 0, 0], {2, 4}),
+        ([[Click(1, 1)], [Done()]], [0], [0, 0, 1, 1, 1], {2, 8}),
+        ([[Click(1, 1)], [Done()]], [0], [0, 1, 2, 3, 3, 3], {2, 10}),
+        ([[Click(1, 1)], [Done()]], [0], [0, 1, 2, 3, 4, 5], {2, 10}),
+    ],
+    ids=[
+        *("not after a change of the screen", "not after a wait"),
+        "a step with a condition: for the change, and once without a change",
+        "a step with a condition: while the screen changes",
+        "a step with a condition: twice if it never is still",
     ],
 )
-async def test_after_a_step_with_a_condition_it_waits_for_a_still_screen(
-    shades: Sequence[int], trained: set[int]
+async def test_it_waits_for_a_screen_that_changes_and_is_still(
+    steps: Sequence[Sequence[Action]], slow_steps: Collection[int], shades: Sequence[int], trained: set[int]
 ) -> None:
-    conversation = conversation_of([Click(1, 1)], [Done()], patience_s=(1, 2), slow_steps=[0])
+    conversation = conversation_of(*steps, patience_s=(1, 2), slow_steps=slow_steps)
     await replies_of(conversation, shades)
     assert trained_of(conversation) == trained
-
-
-async def test_it_does_not_wait_after_a_wait() -> None:
-    conversation = conversation_of([Wait(timedelta(seconds=3))], [Done()], patience_s=(1,))
-    await replies_of(conversation, [0, 0, 0])
-    assert trained_of(conversation) == {2, 4}
 
 
 async def test_a_message_without_an_image_means_an_unchanged_screen() -> None:

@@ -1,18 +1,24 @@
 """Selection of held-out tasks: by level, seed, task and text, for any order of tasks."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuaenv.client import Task
 from trainer.config import InputError
-from trainer.data.split import Splittable, split
+from trainer.data.split import split
 
 
-def make_tasks(**per_level: int) -> list[Splittable]:
+def task(task_id: str, instruction: str = "", *, level: int = 1, split: str = "train") -> Task:
+    return Task(task_id=task_id, instruction=instruction, level=level, suite="", split=split)
+
+
+def make_tasks(**per_level: int) -> list[Task]:
     return [
-        Splittable(task_id=f"{level}-{number}", text=f"do {level} {number}", level=int(level[1:]))
+        task(f"{level}-{number}", f"do {level} {number}", level=int(level[1:]))
         for level, count in per_level.items()
         for number in range(count)
     ]
@@ -48,10 +54,8 @@ def test_more_tasks_of_one_level_do_not_change_the_other_levels() -> None:
 
 
 def test_chunks_of_one_task_and_equal_texts_stay_together() -> None:
-    chunks = [Splittable(task_id=f"x_chunk{number}", level=1) for number in range(9)]
-    same_text = [
-        Splittable(task_id=f"y{number}", text=text, level=1) for number, text in enumerate(["Do  it", "do it"])
-    ]
+    chunks = [task(f"x_chunk{number}") for number in range(9)]
+    same_text = [task(f"y{number}", text) for number, text in enumerate(["Do  it", "do it"])]
     for seed in range(20):
         splits = split([*SOME, *chunks, *same_text], seed=seed)
         assert len({splits[task.task_id] for task in chunks}) == 1
@@ -60,11 +64,9 @@ def test_chunks_of_one_task_and_equal_texts_stay_together() -> None:
 
 def test_any_variants_of_one_template_stay_together() -> None:
     templates = [f"t{number}" for number in range(8)]
-    plain = [Splittable(task_id=template, text=f"plain {template}", level=1) for template in templates]
+    plain = [task(template, f"plain {template}") for template in templates]
     variants = [
-        Splittable(task_id=f"{template}?seed={number}", text=f"{template} {number}", level=1)
-        for template in templates
-        for number in (7, 123)
+        task(f"{template}?seed={number}", f"{template} {number}") for template in templates for number in (7, 123)
     ]
     for seed in range(10):
         by_plain, by_variants = split(plain, seed=seed), split(variants, seed=seed)
@@ -76,35 +78,23 @@ def test_any_variants_of_one_template_stay_together() -> None:
 
 def test_a_template_with_a_variant_that_equals_a_held_out_one_is_held_out() -> None:
     variants = [
-        Splittable(task_id="kept?seed=1", text="Sort the list", level=1, suite_split="held_out"),
-        Splittable(task_id="other?seed=1", text="sort  the list", level=1, suite_split="train"),
-        Splittable(task_id="other?seed=2", text="Sort the names", level=1, suite_split="train"),
-        Splittable(task_id="third", text="Open it", level=1, suite_split="train"),
+        task("kept?seed=1", "Sort the list", split="held_out"),
+        task("other?seed=1", "sort  the list"),
+        task("other?seed=2", "Sort the names"),
+        task("third", "Open it"),
     ]
     assert {task_id for task_id, name in split(variants).items() if name == "train"} == {"third"}
 
 
 def test_equal_texts_join_groups_that_ids_separated() -> None:
-    linked = [
-        Splittable(task_id="a_chunk0", text="one", level=1),
-        Splittable(task_id="b_chunk0", text="two", level=1),
-        Splittable(task_id="b_chunk1", text="one", level=1),
-    ]
+    linked = [task("a_chunk0", "one"), task("b_chunk0", "two"), task("b_chunk1", "one")]
     for seed in range(10):
         splits = split([*SOME, *linked], seed=seed)
         assert len({splits[task.task_id] for task in linked}) == 1
 
 
 def test_the_suites_own_split_is_kept() -> None:
-    given_split = [
-        Splittable(
-            task_id=task.task_id,
-            text=task.text,
-            level=task.level,
-            suite_split="held_out" if "-0" in task.task_id else "train",
-        )
-        for task in SOME
-    ]
+    given_split = [replace(each, split="held_out" if "-0" in each.task_id else "train") for each in SOME]
     assert {task_id for task_id, name in split(given_split).items() if name == "held_out"} == {
         "l1-0",
         "l2-0",
@@ -127,7 +117,7 @@ def test_tasks_that_all_have_a_level_of_their_own_cannot_be_split() -> None:
 
 def test_a_level_that_a_suites_own_split_leaves_out_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    tagged = [Splittable(task_id="a", level=1, suite_split="held_out"), *make_tasks(l1=2, l2=2)]
+    tagged = [task("a", split="held_out"), *make_tasks(l1=2, l2=2)]
     splits = split(tagged)
     assert [task_id for task_id, side in splits.items() if side == "held_out"] == ["a"]
     (record,) = [each for each in caplog.records if "level 2: the suite itself holds out 0 of its 2" in each.message]

@@ -9,7 +9,7 @@ from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation
 from trainer.cli.evaluate import _candidates
 from trainer.cli.run_file import RunConfig
-from trainer.evaluate.play import play_task
+from trainer.evaluate.play import play_attempt
 
 
 class NoMachines:
@@ -48,7 +48,7 @@ def no_conversation(_seed: int) -> Conversation:
 async def worlds(*attempts: tuple[str, int], is_perturbed: bool) -> list[Perturb | None]:
     environments = NoMachines()
     for name, seed in attempts:
-        await play_task(
+        await play_attempt(
             environments, task(name), no_conversation, settings=AgentSettings(), seed=seed, is_perturbed=is_perturbed
         )
     return environments.asked

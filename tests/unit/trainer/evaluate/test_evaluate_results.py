@@ -119,11 +119,6 @@ def test_an_invalid_results_file_is_refused_with_line_and_field(tmp_path: Path, 
         Results.read(path)
 
 
-def test_a_missing_file_names_the_command_that_writes_it(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="trainer eval --out"):
-        Results.read(tmp_path / "none.jsonl")
-
-
 def test_errors_are_counted_separately_and_enter_no_rate() -> None:
     summary = summarise(Results(RUN, [attempt("a", 1.0), attempt("b", 0.0), attempt("c", None)]))
     every = summary.rows[0]

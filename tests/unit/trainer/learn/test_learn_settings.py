@@ -72,11 +72,6 @@ def test_the_settings_of_an_ablation_name_it_and_are_valid(path: Path, monkeypat
     assert settings.rl.slime.get("custom_generate_function_path", GENERATE) == GENERATE
 
 
-def test_a_wrong_key_of_the_plug_in_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match=r"envd.groop: unknown key; did you mean group\?"):
-        changed(envd={"groop": "tree"}).plugin("127.0.0.1:1")
-
-
 def base_of(path: Path) -> Path:
     """Return the file that holds the settings of all arms of a comparison."""
     return next((each for each in OTHER_BASES if path.stem.startswith(each.stem)), BASELINE)

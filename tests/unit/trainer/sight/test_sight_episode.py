@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from trainer.agent.attempts import run_task
+from trainer.agent.attempts import play_task
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message, Reply
 from trainer.sight.check import MOST_TURNS
@@ -45,7 +45,7 @@ def shown(conversation: Mute) -> list[int]:
 
 async def test_every_turn_shows_the_next_picture_to_a_model_that_cannot_act() -> None:
     conversation = Mute()
-    trajectory = await run_task(
+    trajectory = await play_task(
         PictureEnvironments(PLAN), "sight/3", lambda: conversation, settings=settings_of(SETTINGS)
     )
     assert (trajectory.reason, len(trajectory.turns)) == ("turns", TURNS)
@@ -60,10 +60,3 @@ def test_an_episode_has_as_many_turns_as_a_row_has_pictures() -> None:
 
     assert (count(1), count(12), count(30)) == (3, 12, MOST_TURNS)
     assert count(30, images_per_row=5) == 5
-
-
-async def test_members_of_a_group_show_equal_pictures() -> None:
-    conversations = [Mute(), Mute()]
-    for conversation in conversations:
-        await run_task(PictureEnvironments(PLAN), "sight/3", lambda c=conversation: c, settings=settings_of(SETTINGS))  # type: ignore[misc]
-    assert [shown(each) for each in conversations] == [list(range(TURNS))] * 2

@@ -9,8 +9,6 @@ import pytest
 
 from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
 from trainer.data.curriculum import TaskChoice, by_solve_rate
-from trainer.slime.checks import refusals
-from trainer.slime.config import SlimeConfig
 from trainer.slime.hooks import chosen
 from trainer.slime.play.samples import task_of
 
@@ -92,13 +90,3 @@ def test_rates_are_saved_and_resumed_with_the_data_source() -> None:
     again.saved = {}
     again.load(4)
     assert tasks.state() == {"a": [False] * 8}
-
-
-def test_a_curriculum_needs_our_data_source() -> None:
-    config = SlimeConfig.from_mapping({"hosts": ["h:1"], "curriculum": "solve_rate"})
-    args = SimpleNamespace(data_source_path="slime.rollout.data_source.RolloutDataSourceWithBuffer")
-    assert list(refusals(args, config)) == [
-        "envd.curriculum solve_rate: set --data-source-path to trainer.slime.hooks.data_source, which applies it"
-    ]
-    args.data_source_path = "trainer.slime.hooks.data_source"
-    assert list(refusals(args, config)) == []

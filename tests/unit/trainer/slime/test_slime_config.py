@@ -18,6 +18,10 @@ from trainer.slime.config import Halt, SlimeConfig
 from trainer.slime.job import job_of
 
 HOSTS = {"hosts": ["127.0.0.1:50051"]}
+ADVANTAGES = "trainer.slime.hooks.advantages"
+BY_TOKEN = {"custom_advantage_function_path": ADVANTAGES}
+SIBLINGS = {"group": "tree", "credit": "siblings"}
+OTHER_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 
 
 def config(**mapping: Any) -> SlimeConfig:
@@ -65,6 +69,12 @@ def test_every_part_is_parsed() -> None:
         ),
         ({"group": "tree", "max_episodes": 4}, r"envd: max_episodes is 4, which does not count the forks"),
         ({"credit": "siblings"}, r"envd: credit: siblings compares members .*; set group to tree"),
+        ({**SIBLINGS, "replay": {"max_total": 4}}, "credit: siblings compares members that branched"),
+        ({"replay": {"sead": 1}}, r"envd\.replay\.sead: unknown key; did you mean seed"),
+        ({"replay": {"demonstrations": True}}, r"envd\.replay\.demonstrations: unknown key"),
+        ({"replay": {"files": "a.jsonl"}}, r"envd\.replay\.files is 'a\.jsonl'"),
+        ({"replay": {"success_at": 0}}, r"envd\.replay\.success_at is 0"),
+        ({"replay": {"seed": 0, "max_per_task": "ten"}}, r"envd\.replay\.max_per_task"),
         ({"halt": {"bellow": {}}}, r"envd\.halt\.bellow: unknown key; did you mean below\?"),
         ({"halt": {"below": {"entropy": 1}}}, r"envd\.halt: metric entropy: unknown; did you mean"),
         ({"halt": {"below": 0.5}}, r"envd\.halt\.below is 0\.5"),
@@ -129,6 +139,18 @@ def test_a_misspelt_key_below_a_list_or_a_mapping_is_named() -> None:
         ({"custom_convert_samples_to_train_data_path": "mine.c"}, {"replay": {"seed": 1}}, "replayed samples get"),
         ({"context_parallel_size": 2}, {}, "not split over context-parallel ranks"),
         ({"log_passrate": True}, {"agent": {"images_per_row": 4}}, "pass rates over rows"),
+        ({"use_tis": False}, {"replay": {"seed": 1}}, "--use-tis or --use-rollout-logprobs"),
+        ({"rollout_top_p": 0.95}, {"replay": {"seed": 1}}, "no top-p sets"),
+        (
+            {"data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer"},
+            {"curriculum": "solve_rate"},
+            "curriculum solve_rate: set --data-source-path to trainer.slime.hooks.data_source, which applies it",
+        ),
+        ({}, SIBLINGS, f"add --custom-advantage-function-path {ADVANTAGES}"),
+        ({"custom_advantage_function_path": ADVANTAGES}, {}, "set envd.credit to siblings"),
+        ({**BY_TOKEN, "custom_reward_post_process_path": "mine.f"}, SIBLINGS, "--custom-reward-post-process-path"),
+        ({**BY_TOKEN, "advantage_estimator": "ppo"}, SIBLINGS, "--advantage-estimator"),
+        ({**BY_TOKEN, "rewards_normalization": False}, SIBLINGS, "with normalised rewards"),
         ({"rollout_max_context_len": 8192}, {}, "32768, but --rollout-max-context-len is 8192"),
         (
             {
@@ -155,38 +177,34 @@ def test_valid_arguments_are_accepted() -> None:
     assert not list(refusals(Namespace(context_parallel_size=2), text_only))
     assert not list(refusals(Namespace(), config()))
     assert not list(warnings(Namespace(), config()))
+    assert not list(refusals(Namespace(use_tis=False, use_rollout_logprobs=True), config(replay={"seed": 1})))
+    ours = Namespace(data_source_path="trainer.slime.hooks.data_source")
+    assert not list(refusals(ours, config(curriculum="solve_rate")))
+    assert not list(refusals(Namespace(**BY_TOKEN), config(**SIBLINGS)))
 
 
 def test_dynamic_batches_accept_any_number_of_rows() -> None:
     assert row_unit(Namespace(use_dynamic_batch_size=True)) == 0
 
 
-def test_another_normaliser_and_short_replies_cause_warnings() -> None:
-    args = Namespace(custom_reward_post_process_path=None, rollout_max_response_len=128)
-    normaliser, reply = warnings(args, config())
-    assert "void samples" in normaliser
-    assert "512, is never reached" in reply
-
-
 @pytest.mark.parametrize(
-    ("args", "problem"),
+    ("args", "mapping", "problem"),
     [
-        (
-            {
-                "dynamic_sampling_filter_path": "slime.rollout.filter_hub.dynamic_sampling_filters."
-                "check_reward_nonzero_std"
-            },
-            "void samples may count as failures",
-        ),
-        ({"custom_rollout_log_function_path": None}, "no envd/* metrics are logged"),
+        ({"custom_reward_post_process_path": None}, {}, "rewards of void samples may enter"),
+        ({"rollout_max_response_len": 128}, {}, "512, is never reached"),
+        ({"dynamic_sampling_filter_path": OTHER_FILTER}, {}, "void samples may count as failures"),
+        ({"custom_rollout_log_function_path": None}, {}, "no envd/* metrics are logged"),
         (
             {"custom_eval_rollout_log_function_path": None, "eval_prompt_data": ["held", "held_out.jsonl"]},
+            {},
             "void samples lower eval/NAME",
         ),
+        ({"data_source_path": "mine.Source"}, {"replay": {"seed": 1}}, "the replay pool is lost"),
+        ({"data_source_path": "mine.Source", "partial_rollout": True}, {}, "aborted samples are lost"),
     ],
 )
-def test_hooks_that_may_count_void_samples_cause_warnings(args: dict[str, Any], problem: str) -> None:
-    (warning,) = warnings(Namespace(**args), config())
+def test_arguments_that_work_badly_cause_warnings(args: dict[str, Any], mapping: dict[str, Any], problem: str) -> None:
+    (warning,) = warnings(Namespace(**args), config(**mapping))
     assert problem in warning
 
 

@@ -4,10 +4,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.slime import stand_in_args
-from trainer.config import ConfigError
-from trainer.slime.checks import refusals
-from trainer.slime.config import SlimeConfig
 from trainer.slime.hooks import advantages
 from trainer.slime.monitor import EpisodeRecord, metrics_of
 from trainer.slime.play.samples import group_credit, token_advantages
@@ -47,38 +43,6 @@ def test_void_members_have_no_turns_and_no_names() -> None:
 def test_rewards_by_sample_are_refused_where_advantages_by_token_are_expected() -> None:
     with pytest.raises(ValueError, match=r"envd\.credit: siblings"):
         advantages(None, {"rewards": [1.0], "response_lengths": [3], "kl": []})
-
-
-@pytest.mark.parametrize(
-    ("envd", "given", "expected"),
-    [
-        (SIBLINGS, {}, f"add --custom-advantage-function-path {PATH}"),
-        ({"hosts": ["127.0.0.1:1"]}, {"custom_advantage_function_path": PATH}, "set envd.credit to siblings"),
-        (
-            SIBLINGS,
-            {"custom_advantage_function_path": PATH, "custom_reward_post_process_path": "mine.f"},
-            "--custom-reward-post-process-path",
-        ),
-        (SIBLINGS, {"custom_advantage_function_path": PATH, "advantage_estimator": "ppo"}, "--advantage-estimator"),
-        (SIBLINGS, {"custom_advantage_function_path": PATH, "rewards_normalization": False}, "with normalised rewards"),
-    ],
-)
-def test_arguments_that_contradict_the_credit_are_refused(
-    envd: dict[str, Any], given: dict[str, Any], expected: str
-) -> None:
-    args = stand_in_args(envd, **given)
-    assert any(expected in problem for problem in refusals(args, SlimeConfig.from_mapping(args.envd)))
-
-
-def test_fitting_arguments_pass() -> None:
-    args = stand_in_args(SIBLINGS, custom_advantage_function_path=PATH)
-    assert list(refusals(args, SlimeConfig.from_mapping(args.envd))) == []
-
-
-@pytest.mark.parametrize("more", [{"group": "fork"}, {"replay": {"max_total": 4}}])
-def test_siblings_need_a_tree_without_replay(more: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="credit: siblings compares members that branched"):
-        SlimeConfig.from_mapping({**SIBLINGS, **more})
 
 
 def test_the_shape_of_trees_is_a_metric() -> None:

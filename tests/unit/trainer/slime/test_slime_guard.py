@@ -43,16 +43,19 @@ def test_different_metrics_out_of_bounds_count_together() -> None:
         guard.check(1, {"void_frac": 1.0})
 
 
-def test_a_metric_on_its_bound_or_missing_is_within() -> None:
-    guard = Guard(HALT)
-    for rollout_id, seen in enumerate([{"sampled_entropy": 0.2, "void_frac": 0.5}, {}] * 5):
-        guard.check(rollout_id, seen)
-
-
-def test_empty_bounds_never_halt() -> None:
-    guard = Guard(Halt(above={}))
+@pytest.mark.parametrize(
+    ("halt", "seen"),
+    [
+        (HALT, {"sampled_entropy": 0.2, "void_frac": 0.5}),
+        (HALT, {}),
+        (Halt(above={}), {"sampled_entropy": 0.0, "void_frac": 1.0, "undecided_frac": 1.0}),
+    ],
+    ids=["on the bound", "missing", "without bounds"],
+)
+def test_a_metric_that_crosses_no_bound_never_halts(halt: Halt, seen: dict[str, float]) -> None:
+    guard = Guard(halt)
     for rollout_id in range(5):
-        guard.check(rollout_id, {"sampled_entropy": 0.0, "void_frac": 1.0, "undecided_frac": 1.0})
+        guard.check(rollout_id, seen)
 
 
 @pytest.mark.parametrize(("name", "within", "above"), [("void_frac", 0.5, 0.51), ("undecided_frac", 0.1, 0.11)])

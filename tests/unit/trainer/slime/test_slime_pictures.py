@@ -1,4 +1,4 @@
-"""Pictures in files that the engines read too."""
+"""Pictures in requests to engines, and in files that the engines read too."""
 
 import socket
 import uuid
@@ -10,11 +10,13 @@ import pytest
 from PIL import Image
 
 from tests.support.slime import Processor, ScriptedEngine, Tokenizer, slime_engine, stand_in_slime
+from trainer.agent.types import Message
 from trainer.learn.server import file_of, picture_of
 from trainer.slime.checks import require_readable
 from trainer.slime.config import Halted
 from trainer.slime.play.engine import PictureFiles
 from trainer.tokens.chat import Chat
+from trainer.tokens.rows import Row
 
 
 class Server(ScriptedEngine):
@@ -90,3 +92,15 @@ async def test_an_engine_that_reads_no_files_halts_the_run(tmp_path: Path) -> No
 async def test_an_engine_that_fails_is_left_to_the_first_episode(tmp_path: Path) -> None:
     assert not await check(Server(works=False), tmp_path)
     assert files_in(tmp_path) == []
+
+
+async def test_a_replaced_client_of_slime_is_used_and_gets_text() -> None:
+    server = ScriptedEngine(lambda _: "x")
+    with stand_in_slime(server):
+        engine = slime_engine()
+        row = Row(Chat(Tokenizer(), Processor()).opening([Message("user", (Image.new("RGB", (64, 64)),))]))
+        engine.encode(row.images)
+        sampled = await engine.sample(row, limit=5)
+    assert (sampled.text, sampled.prompt_tokens) == ("x<|im_end|>", row.token_count)
+    ((uri,),) = (request["image_data"] for request in server.requests)
+    assert isinstance(uri, str)

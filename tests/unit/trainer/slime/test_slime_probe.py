@@ -52,25 +52,28 @@ class Engine(SlimeEngine):
         return Reply(token_ids=(5,), log_probs=(-1.0,), text="", finish="length", prompt_tokens=prompt_tokens)
 
 
-async def test_an_engine_that_keeps_ids_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine("u")
-    assert await warn_of_engine(engine, Chat(MergingTokenizer(), Processor()))
+@pytest.mark.parametrize(
+    ("engine", "is_made", "said"),
+    [
+        (Engine("http://engine"), True, ""),
+        (
+            Engine("http://engine", tokenises_again=True),
+            True,
+            "[envd] engine http://engine: it tokenises prompts with images again",
+        ),
+        (Engine("http://engine", works=False), False, ""),
+    ],
+    ids=["it keeps ids", "it tokenises again", "it fails, which the first episode reports"],
+)
+async def test_an_engine_is_probed_once(
+    engine: Engine, is_made: bool, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await warn_of_engine(engine, Chat(MergingTokenizer(), Processor())) is is_made
     assert engine.asked_count == 1
-    assert not caplog.records
-
-
-async def test_an_engine_that_tokenises_prompts_again_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine("http://engine", tokenises_again=True)
-    assert await warn_of_engine(engine, Chat(MergingTokenizer(), Processor()))
-    assert "[envd] engine http://engine: it tokenises prompts with images again" in caplog.text
+    assert (said in caplog.text) if said else not caplog.records
 
 
 async def test_models_without_merged_tokens_are_not_probed() -> None:
     engine = Engine("u")
     assert await warn_of_engine(engine, Chat(Tokenizer(), Processor()))
     assert not engine.asked_count
-
-
-async def test_an_engine_that_fails_is_left_to_the_first_episode(caplog: pytest.LogCaptureFixture) -> None:
-    assert not await warn_of_engine(Engine("u", works=False), Chat(MergingTokenizer(), Processor()))
-    assert not caplog.records

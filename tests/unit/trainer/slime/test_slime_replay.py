@@ -14,12 +14,11 @@ from PIL import Image
 from cuaenv.client import Evaluation
 from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, rollout_metrics, stand_in_slime
 from trainer.agent.types import Outcome, Reply, Trajectory, Turn
-from trainer.config import ConfigError
 from trainer.replay.trajectory import StoredTrajectory, TokenRow
 from trainer.rewards.facts import TurnFacts
 from trainer.slime import job as registry
 from trainer.slime import slime_compat
-from trainer.slime.checks import refusals, warnings
+from trainer.slime.checks import warnings
 from trainer.slime.config import SlimeConfig
 from trainer.slime.hooks import data_source, keep_informative, normalize_rewards
 from trainer.slime.play import replay
@@ -137,11 +136,30 @@ def test_a_void_member_is_replaced_first() -> None:
     assert not group[1].remove_sample
 
 
-@pytest.mark.parametrize("scores", [[0.0, 1.0], [0.0, 0.5], [None, None]])
-def test_a_group_with_a_success_or_an_unknown_task_stays_unchanged(scores: list[float | None]) -> None:
+@pytest.mark.parametrize(
+    ("scores", "stored", "starts"),
+    [
+        ([0.0, 1.0], START, [START, START]),
+        ([0.0, 0.5], START, [START, START]),
+        ([None, None], START, [START, START]),
+        ([0.0, 0.0], "basis/chk_1/prompt", [START, START]),
+        ([0.0, 0.0], "other//prompt", [START, START]),
+        ([0.0, 0.0], "basis//other", [START, START]),
+        ([0.0, 0.0], "", [START, START]),
+        ([0.0, 0.0], START, [START, "other//prompt"]),
+        ([0.0, 0.0], "", ["", ""]),
+    ],
+    ids=[
+        *("solved", "half solved", "of an unknown task", "near the goal", "another definition of the task"),
+        *("another prompt", "an unknown start", "two starts", "all of unknown starts"),
+    ],
+)
+def test_a_group_gets_only_a_success_of_its_one_start_if_it_failed(
+    scores: list[float | None], stored: str, starts: list[str]
+) -> None:
     args = args_of()
-    pool(args).add(success())
-    group = [member(index, score) for index, score in enumerate(scores)]
+    pool(args).add(success(start=stored))
+    group = [member(index, score, start=start) for index, (score, start) in enumerate(zip(scores, starts, strict=True))]
     keep_informative(args, group)
     assert not any("replay" in facts_of(sample) for sample in group)
 
@@ -235,26 +253,6 @@ async def test_the_pool_keeps_successes_as_sampled_and_no_failures() -> None:
     assert (kept.reward, kept.metadata["reward_total"], kept.metadata["weight_versions"]) == (1.0, 0.9, [["3"], ["3"]])
 
 
-@pytest.mark.parametrize("start", ["basis/chk_1/prompt", "other//prompt", "basis//other", ""])
-def test_a_success_of_another_start_is_not_replayed(start: str) -> None:
-    """Near the goal, with another definition of the task, with another prompt, or unknown."""
-    args = args_of()
-    pool(args).add(success(start=start))
-    group = [member(index, 0.0) for index in range(4)]
-    assert not keep_informative(args, group).keep
-    assert not any("replay" in facts_of(sample) for sample in group)
-
-
-@pytest.mark.parametrize("starts", [[START, "other//prompt"], ["", ""]])
-def test_a_group_with_several_or_unknown_starts_gets_no_replay(starts: list[str]) -> None:
-    args = args_of()
-    for start in starts:
-        pool(args).add(success(start=start))
-    group = [member(index, 0.0, start=start) for index, start in enumerate(starts)]
-    keep_informative(args, group)
-    assert not any("replay" in facts_of(sample) for sample in group)
-
-
 async def test_the_pool_keeps_no_success_that_began_in_mid_episode_or_in_an_unknown_state() -> None:
     args = args_of()
     await replay.keep_success(pool(args), *lived(1.0, shared_turn_count=1))
@@ -310,33 +308,6 @@ def test_files_are_read_when_the_job_starts(
     assert "1 trajectories are never replayed" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("mapping", "complaint"),
-    [
-        ({"sead": 1}, "did you mean seed"),
-        ({"demonstrations": True}, "envd.replay.demonstrations: unknown key"),
-        ({"files": "a.jsonl"}, "envd.replay.files is 'a.jsonl'"),
-        ({"success_at": 0}, "success_at is 0"),
-        ({"seed": 0, "max_per_task": "ten"}, "envd.replay"),
-    ],
-)
-def test_invalid_replay_settings_are_refused(mapping: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        SlimeConfig.from_mapping({"hosts": ["h:1"], "replay": mapping})
-
-
-def test_replay_without_importance_weights_is_refused() -> None:
-    args = args_of()
-    config = SlimeConfig.from_mapping(args.envd)
-    assert list(refusals(args, config)) == []
-    args.use_tis = False
-    assert any("--use-tis or --use-rollout-logprobs" in reason for reason in refusals(args, config))
-    args.use_rollout_logprobs = True
-    assert list(refusals(args, config)) == []
-    args.rollout_top_p = 0.95
-    assert any("top-p" in reason for reason in refusals(args, config))
-
-
 def test_without_a_filter_the_normaliser_replays_a_success() -> None:
     args = args_of()
     args.dynamic_sampling_filter_path = None
@@ -365,12 +336,3 @@ def test_another_filter_or_rows_disable_replay_with_a_warning() -> None:
         normalize_rewards(args, group)
         assert not any("replay" in facts_of(sample) for sample in group)
         assert "nothing is ever replayed" in " ".join(warnings(args, SlimeConfig.from_mapping(args.envd)))
-
-
-def test_missing_hooks_cause_warnings() -> None:
-    args = args_of()
-    args.data_source_path = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
-    args.dynamic_sampling_filter_path = "mine.keep"
-    text = " ".join(warnings(args, SlimeConfig.from_mapping(args.envd)))
-    assert "the replay pool is lost" in text
-    assert "nothing is ever replayed" in text

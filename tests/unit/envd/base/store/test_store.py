@@ -91,14 +91,13 @@ def seen_from_outside(path: Path) -> list[str]:
         connection.close()
 
 
-async def test_committed_rows_are_visible_to_other_processes(store: SqliteStore, path: Path) -> None:
+async def test_committed_rows_are_visible_to_other_processes_and_read_back_unchanged(
+    store: SqliteStore, path: Path
+) -> None:
     await store.commit(upsert(machine("one")), upsert(machine("two")))
     assert seen_from_outside(path) == ["one", "two"]
     await store.commit(upsert(machine("one", pool="other")), delete_machine("two"))
     assert await store.rows(MachineRow) == [machine("one", pool="other")]
-
-
-async def test_bytes_and_text_are_read_back_unchanged(store: SqliteStore) -> None:
     answer = AnswerRow(
         kind="step", scope="ep-1", request_id="r", fingerprint=b"\x00\xff", answer='{"a": "\\ud800"}', time_s=2.25
     )
@@ -106,9 +105,7 @@ async def test_bytes_and_text_are_read_back_unchanged(store: SqliteStore) -> Non
     assert await store.rows(AnswerRow) == [answer]
 
 
-async def test_the_statements_of_one_commit_apply_together_or_not_at_all(
-    store: SqliteStore, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_statements_of_one_commit_are_atomic(store: SqliteStore, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(StoreError, match="nowhere"):
         await store.commit(upsert(machine("one")), WRONG)
     assert await store.rows(MachineRow) == []
@@ -154,9 +151,7 @@ async def test_statements_apply_in_call_order(store: SqliteStore) -> None:
     assert await store.rows(MachineRow) == [machine("one", pool="p199")]
 
 
-async def test_after_a_slow_write_the_thread_writes_for_a_hundred_times_as_long(
-    store: SqliteStore, clock: Clock
-) -> None:
+async def test_after_a_slow_write_the_thread_writes_for_100_times_as_long(store: SqliteStore, clock: Clock) -> None:
     loop_thread = threading.current_thread()
 
     async def loop_writes(*, takes_s: float = 0.0) -> bool:
@@ -329,9 +324,7 @@ async def test_a_file_that_is_not_a_database_is_refused(path: Path, content: byt
     assert path.read_bytes() == content
 
 
-async def test_a_full_disk_is_a_configuration_error_that_asks_for_space(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_is_an_error_that_asks_for_space(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connect = sqlite3.connect
 
     def full(*args: Any, **options: Any) -> sqlite3.Connection:

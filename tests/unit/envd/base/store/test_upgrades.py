@@ -109,9 +109,7 @@ async def test_an_episode_of_an_earlier_version_has_its_spec_and_its_progress(pa
         {"asked": "[" * 100_000},
     ],
 )
-async def test_an_episode_that_cannot_be_converted_is_kept_for_its_error(
-    path: Path, changes: dict[str, object]
-) -> None:
+async def test_an_episode_that_cannot_be_converted_is_kept(path: Path, changes: dict[str, object]) -> None:
     write(path, ROW | changes, answer=json.dumps({"episode": {"origin": 1}}))
     row, answer = await upgraded(path)
     assert (row.episode_id, row.owner, row.progress) == ("ep-1", "alice", "")

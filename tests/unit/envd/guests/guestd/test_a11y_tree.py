@@ -142,11 +142,6 @@ def test_a_tree_has_osworlds_attributes_and_is_well_formed() -> None:
     }
 
 
-def test_a_hidden_element_has_no_box() -> None:
-    root = tree_of(Accessible("desktop frame", Accessible("panel", states=["visible"])))
-    assert root[0].get(f"{{{NS}component}}screencoord") is None
-
-
 @pytest.mark.parametrize(("max_nodes", "seconds"), [(3, 10.0), (100, -1.0)])
 def test_a_tree_beyond_its_bounds_is_marked_as_truncated(max_nodes: int, seconds: float) -> None:
     desktop = Accessible("desktop frame", *(Accessible("panel") for _ in range(10)))
@@ -155,13 +150,15 @@ def test_a_tree_beyond_its_bounds_is_marked_as_truncated(max_nodes: int, seconds
     assert len(root) <= 3
 
 
-def test_a_cycle_of_accessibles_ends_at_the_maximum_depth() -> None:
+def test_a_cycle_ends_at_the_maximum_depth_and_a_hidden_element_has_no_box() -> None:
     loop = Accessible("panel")
     loop.get_child_count = lambda: 1
     loop.get_child_at_index = lambda index: loop
     root = tree_of(Accessible("desktop frame", loop), max_nodes=1000)
     assert root.get("truncated") == "true"
     assert len(list(root.iter())) == TreeBuilder.MAX_DEPTH + 1
+    root = tree_of(Accessible("desktop frame", Accessible("panel", states=["visible"])))
+    assert root[0].get(f"{{{NS}component}}screencoord") is None
 
 
 def test_a_hung_application_does_not_hide_the_others() -> None:
@@ -214,7 +211,7 @@ def test_a_terminal_query_returns_the_text_as_json(monkeypatch: pytest.MonkeyPat
     assert json.loads(run_query(query)) == "$ ls"
 
 
-def test_a_tree_of_visible_elements_omits_hidden_ones_and_extra_attributes() -> None:
+def test_a_tree_of_visible_elements_omits_hidden_ones_and_starts_with_the_one_in_use() -> None:
     hidden = Accessible("menu", Accessible("menu-item", name="Quit"), states=["visible"])
     button = Accessible("push button", name="OK", states=["visible", "showing"], attributes={"a": "b"}, action="click")
     desktop = Accessible("desktop frame", Accessible("application", hidden, button, states=[]))
@@ -228,9 +225,6 @@ def test_a_tree_of_visible_elements_omits_hidden_ones_and_extra_attributes() -> 
         f"{{{NS}component}}screencoord": "(3, 4)",
         f"{{{NS}component}}size": "(50, 60)",
     }
-
-
-def test_a_tree_of_visible_elements_lists_the_application_in_use_first() -> None:
     back, front = (Accessible("frame", states=["showing", state]) for state in ("visible", "active"))
     hung = Accessible("application", Accessible("frame", fails=True), name="hung")
     names = {"back": back, "front": front}

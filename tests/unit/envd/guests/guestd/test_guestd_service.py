@@ -84,18 +84,12 @@ def wait_until(condition: Callable[[], object]) -> None:
 # Commands
 
 
-def test_a_command_returns_output_error_and_exit_status(service: Service) -> None:
+def test_a_command_is_split_without_a_shell_and_returns_its_output_and_status(service: Service) -> None:
     answer = service.post("/execute", {"command": "echo out; echo err >&2; exit 3", "shell": True})
     assert answer.status == 200
     assert answer.json() == {"status": "success", "output": "out\n", "error": "err\n", "returncode": 3}
-
-
-def test_a_command_string_without_a_shell_is_split_and_tildes_are_expanded(service: Service) -> None:
     answer = service.post("/setup/execute", {"command": "printf '%s|%s' 'a b' ~/x"})
     assert answer.json()["output"] == f"a b|{service.home}/x"
-
-
-def test_a_command_that_cannot_start_is_an_error_with_the_reason(service: Service) -> None:
     answer = service.post("/execute", {"command": ["no-such-program"]})
     assert answer.status == 500
     assert answer.json()["status"] == "error"
@@ -144,7 +138,9 @@ def test_stdin_environment_directory_and_binary_output_pass_unchanged(service: S
     assert base64.b64decode(result["error"]) == b"/usr\n"
 
 
-def test_verification_waits_for_a_command_to_succeed(service: Service, tmp_path: Path) -> None:
+def test_verification_waits_for_a_command_and_a_failed_one_names_its_condition(
+    service: Service, tmp_path: Path
+) -> None:
     later = tmp_path / "later"
     body = {
         "command": f"(sleep 0.2; touch {later}) >/dev/null 2>&1 &",
@@ -156,9 +152,6 @@ def test_verification_waits_for_a_command_to_succeed(service: Service, tmp_path:
     result = service.post("/setup/execute_with_verification", body).json()
     assert (result["verification"], result["returncode"]) == ("passed", 0)
     assert result["wait_time"] > 0
-
-
-def test_a_failed_verification_names_its_condition(service: Service) -> None:
     body = {"command": ["true"], "verification": {"command_success": "false"}, "max_wait_time": 0.1}
     answer = service.post("/execute_with_verification", body)
     assert answer.status == 500
@@ -335,12 +328,9 @@ def test_without_at_spi_the_error_names_the_packages_to_install(service: Service
 # The protocol
 
 
-def test_unknown_routes_are_404_and_unknown_methods_405(service: Service) -> None:
+def test_unknown_routes_and_methods_and_requests_of_web_pages_are_rejected(service: Service) -> None:
     assert service.send("GET", "/nothing").status == 404
     assert service.send("GET", "/execute").status == 405
-
-
-def test_requests_from_web_pages_are_rejected(service: Service) -> None:
     answer = service.post("/execute", {"command": ["true"]}, Origin="http://example.org")
     assert answer.status == 403
 

@@ -370,9 +370,7 @@ async def test_windows_are_activated_and_closed(client: GuestdClient) -> None:
             await post(client, route, window_name="one")
 
 
-async def test_a_file_opens_in_its_program_and_a_missing_one_is_an_error(
-    client: GuestdClient, session: Session
-) -> None:
+async def test_a_file_opens_in_its_program_unless_it_is_missing(client: GuestdClient, session: Session) -> None:
     path = session.directory / "notes é.txt"
     path.touch()
     await post(client, "/setup/open_file", path=str(path), timeout=20)
@@ -382,9 +380,7 @@ async def test_a_file_opens_in_its_program_and_a_missing_one_is_an_error(
         await post(client, "/setup/open_file", path=f"{path}.no")
 
 
-async def test_an_opened_file_without_a_window_in_time_is_an_error_that_lists_the_windows(
-    client: GuestdClient, session: Session
-) -> None:
+async def test_an_opened_file_without_a_window_in_time_is_an_error(client: GuestdClient, session: Session) -> None:
     await open_terminal(client, "other", "cat")
     path = session.directory / "late.txt"
     path.touch()
@@ -407,9 +403,7 @@ async def test_a_session_is_not_ready_before_a_required_window_shows(client: Gue
     await close_window(client, "panel")
 
 
-async def test_without_a_window_manager_the_session_is_not_ready_and_guestd_outlives_its_x_server(
-    tmp_path: Path,
-) -> None:
+async def test_guestd_waits_for_a_window_manager_and_outlives_its_x_server(tmp_path: Path) -> None:
     with ExitStack() as stack:
         bare = run_session(stack, tmp_path, window_manager=False)
         async with GuestdClient(bare.url, lost=asyncio.Event()) as client:

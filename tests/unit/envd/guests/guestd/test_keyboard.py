@@ -38,26 +38,20 @@ def test_characters_of_the_layout_need_no_bindings() -> None:
     assert not batch.bindings
 
 
-def test_missing_characters_are_bound_before_the_first_stroke_two_per_keycode() -> None:
+def test_missing_characters_are_bound_two_per_keycode_and_rebound_in_batches() -> None:
     [batch] = plan_typing("é€Жé", LAYOUT)
     assert batch.bindings == {101: [0xE9, 0x010020AC], 100: [0x01000416, 0x01000416]}
     assert typed_by([batch], LAYOUT) == "é€Жé"
-
-
-def test_more_characters_than_spare_keycodes_hold_are_typed_in_batches_that_rebind() -> None:
     batches = plan_typing("αβγδεa", LAYOUT)
     assert [batch.rebinds for batch in batches] == [False, True]
     assert typed_by(batches, LAYOUT) == "αβγδεa"
 
 
-def test_a_call_reuses_the_bindings_of_an_earlier_call() -> None:
+def test_bindings_of_an_earlier_call_are_reused_or_replaced() -> None:
     keyboard = {**LAYOUT, 101: [0xE9, 0x010020AC]}
     [batch] = plan_typing("€é", keyboard)
     assert not batch.bindings
     assert typed_by([batch], keyboard) == "€é"
-
-
-def test_earlier_bindings_are_replaced_when_no_spare_keycode_is_left() -> None:
     bound = {100: (0x010003B1, 0x010003B2), 101: (0x010003B3, 0x010003B4)}
     keyboard = {**LAYOUT, **{code: list(pair) for code, pair in bound.items()}}
     [batch] = plan_typing("ж", keyboard)
@@ -76,13 +70,7 @@ def test_an_error_names_the_character_that_cannot_be_typed(character: str) -> No
         plan_typing(f"a{character}", LAYOUT)
 
 
-def test_a_keyboard_map_without_spare_keycodes_is_an_error() -> None:
-    full = {code: row for code, row in LAYOUT.items() if any(row)}
-    with pytest.raises(HttpError, match="keycode"):
-        plan_typing("é", full)
-
-
-def test_only_keycodes_without_a_key_are_bound() -> None:
+def test_only_keycodes_without_a_key_are_bound_and_change() -> None:
     # Of a Japanese layout; Georgian ones have Unicode keysyms on letters.
     keyboard = {
         97: [ord("\\"), ord("_")],
@@ -93,8 +81,8 @@ def test_only_keycodes_without_a_key_are_bound() -> None:
     }
     batches = plan_typing("αβγ", keyboard)
     assert {code for batch in batches for code in batch.bindings} == {100}
-
-
-def test_bindings_change_only_their_own_keycodes() -> None:
+    full = {code: row for code, row in LAYOUT.items() if any(row)}
+    with pytest.raises(HttpError, match="keycode"):
+        plan_typing("é", full)
     rows = list(consecutive_rows({9: (1, 1), 10: (2, 2), 93: (3, 3)}))
     assert rows == [(9, [(1, 1), (2, 2)]), (93, [(3, 3)])]

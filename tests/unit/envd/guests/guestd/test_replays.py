@@ -1,7 +1,5 @@
 """Deduplication of requests, and locks with a timeout."""
 
-import threading
-
 import pytest
 
 from envd.guests.guestd.messages import HttpError, Request, Response, json_response
@@ -11,42 +9,6 @@ from envd.guests.guestd.server import Replays
 
 def request(body: bytes = b"{}", path: str = "/execute") -> Request:
     return Request(path, {}, "application/json", body)
-
-
-def test_a_repeated_request_gets_the_recorded_response() -> None:
-    replays, calls = Replays(), []
-
-    def produce() -> Response:
-        calls.append(1)
-        return json_response({"n": len(calls)})
-
-    responses = [replays.respond(request(), "id", produce) for _ in range(3)]
-    assert len(calls) == 1
-    assert {response.body for response in responses} == {b'{"n": 1}\n'}
-
-
-def test_a_request_waits_for_the_running_request_with_its_id() -> None:
-    replays, calls, started, release = Replays(), [], threading.Event(), threading.Event()
-
-    def produce() -> Response:
-        calls.append(1)
-        started.set()
-        release.wait(60)
-        return json_response("done")
-
-    responses: list[bytes] = []
-    threads = [
-        threading.Thread(target=lambda: responses.append(replays.respond(request(), "id", produce).body))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    assert started.wait(60)
-    release.set()
-    for thread in threads:
-        thread.join(60)
-    assert responses == [b'"done"\n'] * 4
-    assert len(calls) == 1
 
 
 def test_reusing_an_id_with_another_body_is_an_error() -> None:

@@ -22,7 +22,7 @@ from envd.guests.guestd.x11 import Window
         ("firefox", False, False, False),
     ],
 )
-def test_windows_match_by_part_of_the_title_by_the_whole_title_or_by_class(
+def test_windows_match_by_title_in_part_or_whole_or_by_class(
     name: str, strict: bool, by_class: bool, found: bool
 ) -> None:
     window = Window(1, "notes.txt - Editor", "ed.Editor", 0, 0, 1, 1, active=True)

@@ -84,9 +84,7 @@ async def shell(tools: Toolbox, command: str, timeout_s: float = 30.0) -> Action
     return await tools.use(RunShell(command, timedelta(seconds=timeout_s)))
 
 
-async def test_directory_and_variables_stay_and_those_of_a_command_that_ends_the_shell_do_not(
-    tools: Toolbox, home: Path
-) -> None:
+async def test_directory_and_variables_stay_unless_a_command_ends_the_shell(tools: Toolbox, home: Path) -> None:
     (home / "notes").mkdir()
     made = await shell(tools, f'set NAME=Zoë & co\ncd /d "{HOME}\\notes"')
     assert made == ActionOutcome(output="", exit_code=0)

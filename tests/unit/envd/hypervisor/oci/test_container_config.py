@@ -117,12 +117,9 @@ def test_images_that_containers_cannot_run_are_named_with_the_remedy(image: Disk
     assert bool(found) == bool(problem)
 
 
-def test_a_group_that_is_mounted_as_the_root_is_not_repeated_in_the_path() -> None:
+def test_groups_are_found_and_not_repeated_in_a_path() -> None:
     assert _group("/sys/fs/cgroup", "/", "/a/b") == Path("/sys/fs/cgroup/a/b")
     assert _group("/sys/fs/cgroup/memory", "/docker/1", "/docker/1/envd") == Path("/sys/fs/cgroup/memory/envd")
-
-
-def test_the_groups_of_this_host_are_found() -> None:
     for directory in own_groups().values():
         assert (directory / "cgroup.procs").exists()
 
@@ -167,7 +164,7 @@ def test_subordinate_ids_are_read_by_name_and_number_and_must_suffice(tmp_path: 
     ("available", "first", "count"),
     [(4_294_967_295, 2_000_000_000, 65_536), (65_536, 10_000, 55_536), (131_072, 10_000, 65_536)],
 )
-def test_root_of_a_pods_user_namespace_uses_its_upper_ids(
+def test_root_of_a_pods_namespace_uses_upper_ids(
     monkeypatch: pytest.MonkeyPatch, available: int, first: int, count: int
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 0)
@@ -177,22 +174,19 @@ def test_root_of_a_pods_user_namespace_uses_its_upper_ids(
     assert own.lines(groups=False) == own.lines(groups=True) == [(0, first, 1), (1, first + 1, count - 1)]
 
 
-def test_a_user_namespace_with_too_few_ids_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namespace_has_ids_up_to_the_first_gap_and_must_have_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "uid_map"
+    file.write_text("    1000     500000      64536\n       0     400000       1000\n  90000 1 5\n")
+    assert ids._available(str(file)) == 65_536
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(ids, "_available", lambda _: 1)
     with pytest.raises(ConfigError, match="the user namespace has 1 ids, but containers need 12000"):
         ids.own_ids()
 
 
-def test_ids_are_counted_up_to_the_first_gap(tmp_path: Path) -> None:
-    file = tmp_path / "uid_map"
-    file.write_text("    1000     500000      64536\n       0     400000       1000\n  90000 1 5\n")
-    assert ids._available(str(file)) == 65_536
-
-
-def test_debugfs_is_found_where_the_path_of_an_ordinary_user_does_not_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debugfs_is_found_outside_an_ordinary_users_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "sbin" / "debugfs"
     program.parent.mkdir()
     program.touch(mode=0o755)

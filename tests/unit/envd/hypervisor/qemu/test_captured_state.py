@@ -26,9 +26,6 @@ def test_the_prefix_is_the_header_and_the_configuration_of_the_template(tmp_path
     assert state_prefix(state(tmp_path, CONFIGURATION + FIRST_SECTION * 1000), b"") == CONFIGURATION
     assert CONFIGURATION.startswith(b"QEVM\0\0\0\x03")
     assert HEADER_BYTES == 8
-
-
-def test_a_configuration_with_a_page_size_is_understood(tmp_path: Path) -> None:
     page_size = b"\x05\x1econfiguration/target-page-bits\0\0\0\x01\0\0\0\x0c"
     whole = CONFIGURATION + page_size
     assert state_prefix(state(tmp_path, whole + FIRST_SECTION), b"") == whole

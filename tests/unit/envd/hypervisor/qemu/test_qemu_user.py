@@ -88,15 +88,14 @@ def test_root_runs_qemu_itself_if_envd_lacks_a_privilege(facts: str, why: str) -
         choose_qemu_user("qemu", **NO_ACCESS, status=facts)
 
 
-def test_an_unknown_user_is_an_error_and_a_missing_usual_user_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_or_an_unknown_user_can_be_named_and_a_usual_one_be_missing(
+    public_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choose_qemu_user("root", **NO_ACCESS, status=status()).account is None
     with pytest.raises(ConfigError, match="no-such-user"):
         choose_qemu_user("no-such-user", **NO_ACCESS, status=status())
     monkeypatch.setattr(Account, "of", lambda name: None)
     assert choose_qemu_user("", **NO_ACCESS, status=status()).why == "there is no user libvirt-qemu or qemu"
-
-
-def test_root_can_be_chosen(public_dir: Path) -> None:
-    assert choose_qemu_user("root", **NO_ACCESS, status=status()).account is None
 
 
 def test_an_unprivileged_envd_runs_qemu_only_as_its_own_user() -> None:

@@ -18,15 +18,12 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_status_files_are_in_memory_where_only_their_user_can_enter(run: Path, memory: Path) -> None:
+def test_status_files_are_in_memory_where_the_next_daemon_finds_them(run: Path, memory: Path) -> None:
     keep_status_in_memory(run, memory=memory)
     (run / "status").touch()
     [directory] = memory.iterdir()
     assert [path.name for path in directory.iterdir()] == ["status"]
     assert directory.stat().st_mode & 0o777 == 0o700
-
-
-def test_the_next_daemon_finds_the_status_files_of_a_killed_one(run: Path, memory: Path) -> None:
     keep_status_in_memory(run, memory=memory)
     (run / "status").touch()
     keep_status_in_memory(run, memory=memory)

@@ -63,13 +63,21 @@ def keys(store: QemuTemplateStore) -> list[str]:
     return [template.key for template in store.all()]
 
 
-def test_another_daemon_finds_a_stored_template_by_its_key(tmp_path: Path) -> None:
+def test_a_stored_template_is_found_by_its_key_and_replaced_by_a_new_one(
+    tmp_path: Path, store: QemuTemplateStore
+) -> None:
     manifest = add_template(store_at(tmp_path), "k1")
     found = store_at(tmp_path).find("k1")
     assert found is not None
     assert found == manifest
     assert found.digest == manifest.digest
     assert store_at(tmp_path).find("k2") is None
+    first = add_template(store, "k1")
+    second = add_template(store, "k1")
+    assert first.memory_digest != second.memory_digest
+    found = store.find("k1")
+    assert found is not None
+    assert found == second == read_manifest(store.files_of(found))
 
 
 def test_an_incomplete_template_is_not_found_and_is_swept(store: QemuTemplateStore) -> None:
@@ -145,15 +153,6 @@ def test_pruning_removes_the_least_recently_used_and_keeps_those_in_use(tmp_path
     assert keys(store) == ["used", "new"]
     assert store.prune(limit_bytes=0) == ["new"]
     assert keys(store) == ["used"]
-
-
-def test_a_new_template_with_the_same_key_replaces_the_old_one(store: QemuTemplateStore) -> None:
-    first = add_template(store, "k1")
-    second = add_template(store, "k1")
-    assert first.memory_digest != second.memory_digest
-    found = store.find("k1")
-    assert found is not None
-    assert found == second == read_manifest(store.files_of(found))
 
 
 def test_holes_and_zeros_have_the_same_digest_and_other_bytes_another(tmp_path: Path) -> None:

@@ -92,9 +92,7 @@ def test_a_later_daemon_finds_and_ends_a_tpm(files: QemuFiles, start: Callable[.
     assert own.has_ended
 
 
-def test_a_tpm_gets_a_private_copy_of_its_images_state(
-    files: QemuFiles, start: Callable[..., Tpm], tmp_path: Path
-) -> None:
+def test_a_tpm_gets_a_copy_of_its_images_state(files: QemuFiles, start: Callable[..., Tpm], tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.write_bytes(b"state")
     start(state=state)
@@ -102,9 +100,7 @@ def test_a_tpm_gets_a_private_copy_of_its_images_state(
     assert files.tpm_state.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_missing_swtpm_is_an_error_that_names_the_package(
-    start: Callable[..., Tpm], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_swtpm_is_an_error_with_its_name(start: Callable[..., Tpm], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(HypervisorError, match=r"m1: .*swtpm"):
         start()

@@ -281,7 +281,7 @@ async def test_an_installation_that_does_not_change_is_reported_with_its_phase(b
         ),
     ],
 )
-async def test_a_failed_installation_names_its_cause(
+async def test_a_failed_installation_has_a_cause(
     builder: Builder, change: Callable[[Guest], None], problem: str
 ) -> None:
     change(builder.guest)
@@ -332,15 +332,12 @@ async def test_a_cancelled_build_leaves_nothing(builder: Builder) -> None:
     assert list(builder.catalogue.root.iterdir()) == []
 
 
-def test_emulated_machines_have_more_time_but_the_screen_must_be_still_for_as_long() -> None:
+def test_limits_depend_on_the_accelerator_and_a_clock_is_not_movement() -> None:
     slow = LIMITS.under(Accelerator.TCG)
     assert slow.stall > LIMITS.stall
     assert slow.boot > LIMITS.boot
     assert slow.still == LIMITS.still
     assert LIMITS.under(Accelerator.KVM) == LIMITS
-
-
-def test_a_clock_does_not_count_as_movement() -> None:
     before = np.zeros((720, 1280, 3), np.uint8)
     clock, window = before.copy(), before.copy()
     clock[700:715, 1200:1260] = 255

@@ -57,9 +57,7 @@ async def wanted(publisher: Publisher) -> AsyncIterator[MediaDownload]:
         )
 
 
-async def test_a_file_is_downloaded_once_with_progress(
-    publisher: Publisher, wanted: MediaDownload, tmp_path: Path
-) -> None:
+async def test_a_file_is_downloaded_once(publisher: Publisher, wanted: MediaDownload, tmp_path: Path) -> None:
     reported: list[tuple[str, float]] = []
     for _ in range(2):
         file = await download(wanted, tmp_path / "new", progress=lambda stage, done: reported.append((stage, done)))
@@ -72,7 +70,7 @@ async def test_a_file_is_downloaded_once_with_progress(
 
 
 @pytest.mark.parametrize("ignores_ranges", [False, True])
-async def test_an_interrupted_download_continues(
+async def test_a_download_continues(
     publisher: Publisher, wanted: MediaDownload, tmp_path: Path, ignores_ranges: bool
 ) -> None:
     publisher.cut_at = 100_000

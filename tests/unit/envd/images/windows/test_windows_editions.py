@@ -46,7 +46,7 @@ def test_an_edition_has_its_release_languages_and_evaluation_period(tmp_path: Pa
         (26100, "Server", Release.SERVER_2025),
     ],
 )
-def test_a_release_is_recognised_by_build_and_kind(
+def test_a_release_follows_from_build_and_kind(
     tmp_path: Path, build: int, installation_type: str, release: Release
 ) -> None:
     [edition] = editions_of(tmp_path, MediumEdition(build=build, installation_type=installation_type))
@@ -54,9 +54,7 @@ def test_a_release_is_recognised_by_build_and_kind(
 
 
 @pytest.mark.parametrize(("build", "installation_type"), [(17763, "Server"), (9600, "Client")])
-def test_an_unsupported_release_is_an_error_with_the_supported_ones(
-    tmp_path: Path, build: int, installation_type: str
-) -> None:
+def test_an_unsupported_release_is_an_error(tmp_path: Path, build: int, installation_type: str) -> None:
     [edition] = editions_of(tmp_path, MediumEdition(build=build, installation_type=installation_type))
     with pytest.raises(ImageError, match=rf"build {build} is not supported; use an ISO of Windows 10"):
         _ = edition.release

@@ -41,20 +41,16 @@ def _host_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "find_firmware", object)
 
 
-def test_a_plan_has_the_defaults_of_the_edition(options: WindowsOptions, tmp_path: Path) -> None:
+def test_a_plan_has_the_defaults_of_its_edition_and_the_key_of_a_licensed_one(
+    options: WindowsOptions, tmp_path: Path, media: Path
+) -> None:
     plan = plan_build(options, directory=tmp_path / "not there yet")
     assert plan.edition.name == "Windows 11 Enterprise Evaluation"
     assert (plan.options.language, plan.options.keyboard) == ("de-DE", "de-DE")
     assert plan.options.product_key == ""
-
-
-def test_a_licensed_edition_takes_a_key_or_explicitly_none(options: WindowsOptions, tmp_path: Path) -> None:
     with_key = replace(options, edition="Windows 11 Pro", product_key=KEY.lower())
     assert plan_build(with_key, directory=tmp_path).options.product_key == KEY
     assert plan_build(replace(with_key, product_key="none"), directory=tmp_path).options.product_key == ""
-
-
-def test_an_esd_file_is_read_like_a_wim_file(media: Path, options: WindowsOptions, tmp_path: Path) -> None:
     esd = replace(options, iso=media / "esd.iso", edition="", product_key=KEY)
     assert plan_build(esd, directory=tmp_path).edition.edition_id == "Professional"
 
@@ -104,9 +100,7 @@ def test_a_virtio_iso_without_drivers_for_the_release_is_an_error(options: Windo
         plan_build(replace(options, virtio_win=old), directory=tmp_path)
 
 
-def test_too_little_space_on_the_host_is_an_error(
-    options: WindowsOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_an_error(options: WindowsOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = type("Usage", (), {"free": 7 << 30})
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: free)
     with pytest.raises(ImageError, match=r"7 GiB .* 8 GiB"):
@@ -124,15 +118,13 @@ def test_a_missing_tool_is_an_error_with_its_package(
         plan_build(options, directory=tmp_path)
 
 
-def test_missing_firmware_is_an_error_with_its_package(
-    options: WindowsOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_firmware_is_an_error(options: WindowsOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "find_firmware", lambda: None)
     with pytest.raises(ImageError, match="package ovmf"):
         plan_build(options, directory=tmp_path)
 
 
-def test_the_digest_changes_with_everything_that_determines_the_image(
+def test_the_digest_changes_with_all_that_determines_the_image(
     media: Path, options: WindowsOptions, tmp_path: Path
 ) -> None:
     program = tmp_path / "setup.exe"

@@ -72,10 +72,6 @@ def test_the_agents_files_the_hidden_ones_and_the_truth_travel_apart(tmp_path: P
     assert names(CHECK_PARTS) == {"gt/total.txt", "check.sh"}
 
 
-def test_the_truth_is_never_staged_to_check_a_start() -> None:
-    assert not CuaGymCheck.runs_before_start
-
-
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
@@ -89,9 +85,7 @@ def test_the_truth_is_never_staged_to_check_a_start() -> None:
         (lambda bundle: os.truncate(bundle / "gt" / "total.txt", MAX_ARCHIVE_BYTES + 1), "more than 16 MiB"),
     ],
 )
-def test_a_wrong_bundle_is_a_problem_that_names_its_cause(
-    tmp_path: Path, spoil: Callable[[Path], object], problem: str
-) -> None:
+def test_a_wrong_bundle_is_a_problem_by_cause(tmp_path: Path, spoil: Callable[[Path], object], problem: str) -> None:
     spoil(make_bundle(tmp_path))
     (found,) = problems_of(tmp_path)
     assert problem in found

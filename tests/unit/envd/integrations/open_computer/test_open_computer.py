@@ -21,6 +21,7 @@ from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from envd.tasks.formats.entries import Problem
 from envd.tasks.formats.files import read_tasks
 from envd.tasks.model import Task
+from tests.opencomputer import mutants
 from tests.support.open_computer import CHECKS, make_repository
 
 
@@ -85,14 +86,11 @@ def test_a_wrong_task_is_a_problem_that_names_its_cause(root: Path, fields: dict
     assert found.where.endswith("notes_total/task.json")
 
 
-def test_a_link_among_a_tasks_files_is_refused(root: Path) -> None:
+def test_a_link_or_a_part_of_a_checkout_is_a_problem(root: Path, tmp_path: Path) -> None:
     (root / "task_generator/tasks/notes_total/env/link").symlink_to("/etc/passwd")
     (found,) = read_repository(root)
     assert isinstance(found, Problem)
     assert "env/link is a link" in found.message
-
-
-def test_a_directory_that_is_not_a_whole_checkout_is_a_problem(root: Path, tmp_path: Path) -> None:
     (root / "computer_env/backends/base.py").unlink()
     with pytest.raises(ConfigError, match=r"lacks computer_env/backends/base.py; name a whole checkout"):
         TaskCatalogue.load([TaskFile(root, read=read_repository)], include_builtin=False)
@@ -130,9 +128,7 @@ def spoil_inputs(root: Path) -> None:
         (lambda root: change(root, task="Link the word to https://example.org"), ("notes",)),
     ],
 )
-def test_lint_says_what_is_missing_for_a_task(
-    root: Path, spoil: Callable[[Path], None], needs: tuple[str, ...]
-) -> None:
+def test_lint_says_what_a_task_lacks(root: Path, spoil: Callable[[Path], None], needs: tuple[str, ...]) -> None:
     spoil(root)
     task = only(root)
     assert task.needs == needs
@@ -224,3 +220,18 @@ async def test_expressions_are_evaluated_in_the_sandbox_and_each_check_arrives(r
     assert [part.score for part in outcome.parts] == [1, 1, 1, 0]
     assert outcome.score == 0.75
     assert outcome.evidence == "3 of 4 checks passed"
+
+
+def test_the_program_that_prints_wrong_solutions_explains_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["mutants", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        mutants.main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: mutants [-h]")
+    monkeypatch.setattr("sys.argv", ["mutants"])
+    mutants.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) > 30
+    assert all(line["task_id"].startswith("opencomputer/") and line["steps"][-1] == ["done"] for line in lines)

@@ -14,14 +14,12 @@ JOB = WorkerJob(
 )
 
 
-def test_a_step_is_named_by_its_index_and_verb() -> None:
-    assert JOB.step_name(b'{"step": 0}\n') == "config[0] open"
-    assert JOB.step_name(b'{"step": 1}\n') == JOB.step_name(b'{"result": {}}\n') == ""
-
-
-def test_the_evidence_lists_each_metric() -> None:
+def test_a_result_counts_if_the_job_ended_by_itself_and_its_evidence_lists_each_metric() -> None:
     result = {"score": 0.5, "parts": [["half", 0.5, "'x'"], ["exact_match", 0, "missing"]]}
     assert outcome_of(result) == CheckOutcome(0.5, "half 0.5: 'x'; exact_match 0: missing")
+    assert parse_result(b'{"port": 5000}\n{"result": {"score": 1.0}}\n{"end": ""}\n') == {"score": 1.0}
+    assert JOB.step_name(b'{"step": 0}\n') == "config[0] open"
+    assert JOB.step_name(b'{"step": 1}\n') == JOB.step_name(b'{"result": {}}\n') == ""
 
 
 @pytest.mark.parametrize(
@@ -31,10 +29,6 @@ def test_a_score_outside_0_to_1_is_a_failure(score: object) -> None:
     for result in ({"score": score, "parts": []}, {"score": 1.0, "parts": [["m", score, "x"]]}):
         with pytest.raises(GuestError, match=r"not a score in \[0, 1\]"):
             outcome_of(result)
-
-
-def test_a_result_counts_if_the_job_ended_by_itself() -> None:
-    assert parse_result(b'{"port": 5000}\n{"result": {"score": 1.0}}\n{"end": ""}\n') == {"score": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,13 @@ def step(kind: str, **parameters: Any) -> dict[str, Any]:
 
 def test_a_task_without_obstacles_can_run() -> None:
     assert findings(task(step("launch", command=["gimp"])), HOST) == ()
+    assert findings(task(step("download", files=[{"url": "https://example.org/here", "path": "/x"}])), HOST) == ()
+    file = task(evaluator={"func": "infeasible"}, instruction="Install https://example.org")
+    assert findings(file, HOST) == ()
+    assert findings(task(step("launch", command="ls /home/user/vlc.txt")), HOST) == ()
+    assert findings(task(step("launch", command="pkill vlc")), HOST) != ()
+    host = HostSupplies(known=None, has_asset=lambda _: True, packages={GuestOs.LINUX: None})
+    assert findings(task(step("levitate"), domain="vlc"), host) == ()
 
 
 @pytest.mark.parametrize(
@@ -87,31 +94,12 @@ def test_each_obstacle_is_found(file: OsworldFile, expected: tuple[Obstacle, str
     assert findings(file, HOST) == (FoundObstacle(obstacle=expected[0], detail=expected[1]),)
 
 
-def test_fetched_files_are_not_an_obstacle() -> None:
-    assert findings(task(step("download", files=[{"url": "https://example.org/here", "path": "/x"}])), HOST) == ()
-
-
 def test_local_pages_need_no_internet_and_in_linux_no_port() -> None:
     steps = step("chrome_open_tabs", urls_to_open=["http://localhost/x", "chrome://settings"])
     assert findings(task(steps), HOST) == ()
     windows = HostSupplies(known=None, has_asset=lambda _: True, packages={GuestOs.WINDOWS: None})
     found = findings(task(steps, system=GuestOs.WINDOWS), windows)
     assert [finding.obstacle for finding in found] == [Obstacle.PORT]
-
-
-def test_an_infeasible_task_has_no_metric_and_needs_no_internet() -> None:
-    file = task(evaluator={"func": "infeasible"}, instruction="Install https://example.org")
-    assert findings(file, HOST) == ()
-
-
-def test_a_program_is_found_in_a_command_and_not_in_a_path() -> None:
-    assert findings(task(step("launch", command="ls /home/user/vlc.txt")), HOST) == ()
-    assert findings(task(step("launch", command="pkill vlc")), HOST) != ()
-
-
-def test_names_and_programs_are_not_checked_if_unknown() -> None:
-    host = HostSupplies(known=None, has_asset=lambda _: True, packages={GuestOs.LINUX: None})
-    assert findings(task(step("levitate"), domain="vlc"), host) == ()
 
 
 def test_web_pages_need_a_recording_unless_a_pool_has_the_web() -> None:

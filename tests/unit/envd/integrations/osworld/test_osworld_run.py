@@ -39,12 +39,9 @@ def test_a_runner_gets_its_arguments_and_machines_of_envd(tmp_path: Path, path: 
     assert process.stdout == f"['{runner}', '--headless'] <EnvdProvider 127.0.0.1:5 without a machine>\n"
 
 
-def test_a_runner_that_is_not_a_file_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+def test_a_runner_must_be_given_and_be_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"runner .*missing\.py: not a file; name a script"):
         main([str(tmp_path / "missing.py")])
-
-
-def test_without_a_runner_the_usage_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == 2

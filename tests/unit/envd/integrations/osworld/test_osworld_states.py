@@ -132,9 +132,7 @@ def test_the_results_that_one_function_scores_are_numbered(tmp_path: Path) -> No
     assert len(keys) == len(wrong) == 2 * len({key[:2] for key in keys})
 
 
-def test_all_files_but_the_first_are_emptied_where_a_function_gets_several(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_files_but_the_first_are_emptied_for_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MAKERS, "many", lambda _: iter([State("gold", "", b"1"), State("right", "the goal", b"1")]))
     files = {"type": "vm_file", "multi": True, "path": ["/a", "/b"], "dest": ["a", "b"]}
     expected = {"type": "cloud_file", "multi": True, "path": ["x", "y"], "dest": ["c", "d"], "gives": [0, 1]}
@@ -148,9 +146,7 @@ def test_all_files_but_the_first_are_emptied_where_a_function_gets_several(
 
 
 @pytest.mark.parametrize("is_input", [True, False])
-def test_damage_to_a_document_needs_one_that_was_there_before(
-    is_input: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_needs_a_document_of_the_start(is_input: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = [State("right", "the goal", b"1"), State("damage", "a table deleted", b"2"), State("almost", "x", b"3")]
     monkeypatch.setitem(MAKERS, "one", lambda _: iter(states))
     config = [{"type": "download", "parameters": {"files": [{"url": "u", "path": "/a.docx" if is_input else "/b"}]}}]
@@ -159,18 +155,24 @@ def test_damage_to_a_document_needs_one_that_was_there_before(
     assert ("damage" in {state["kind"] for state in found}) is is_input
 
 
-def test_a_value_is_given_as_a_rule(tmp_path: Path) -> None:
+def test_a_value_is_given_as_a_rule_and_tasks_take_turns(tmp_path: Path) -> None:
     rule = {"type": "rule", "rules": RULES["is_cookie_deleted"]}
     evaluator = {"func": "is_cookie_deleted", "result": {"type": "cookie_data", "dest": "Cookies"}, "expected": rule}
     state = list(states_of_task({"evaluator": evaluator}, Staged(tmp_path)))[-1]
     assert state["files"] == {}
     assert state["evaluator"]["result"] == [{"type": "rule", "rules": []}]
+    tasks = {"a": "f", "b": "f", "c": "f", "d": "g"}
+    states = [line(task, kind, 1, function=tasks[task]) for task in tasks for kind in ("right", "almost")]
+    played = in_turn(states)
+    assert len(played) == 8
+    assert {state["function"] for state in played[:4]} == {"f", "g"}
+    assert [state["task"] for state in played[::2]] == [state["task"] for state in played[1::2]]
 
 
 @pytest.mark.parametrize(
     ("evaluator", "problem"),
     [
-        ({**TEXT, "result": {"type": "active_tab_info"}}, "a result of active_tab_info"),
+        ({**TEXT, "result": {"type": "audio_in_slide"}}, "a result of audio_in_slide"),
         ({"func": "check_include_exclude", "result": {"type": "vm_command_line"}}, "no wrong state"),
     ],
 )
@@ -183,15 +185,6 @@ def line(
     task: str, kind: str, score: float | None, *, name: str = "x", function: str = "f", result: int = 1
 ) -> dict[str, Any]:
     return {"task": task, "function": function, "kind": kind, "name": name, "result": result, "score": score}
-
-
-def test_tasks_take_turns_by_function() -> None:
-    tasks = {"a": "f", "b": "f", "c": "f", "d": "g"}
-    states = [line(task, kind, 1, function=tasks[task]) for task in tasks for kind in ("right", "almost")]
-    played = in_turn(states)
-    assert len(played) == 8
-    assert {state["function"] for state in played[:4]} == {"f", "g"}
-    assert [state["task"] for state in played[::2]] == [state["task"] for state in played[1::2]]
 
 
 class Evaluators:

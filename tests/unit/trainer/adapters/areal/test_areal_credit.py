@@ -43,9 +43,13 @@ def test_returns_of_a_member_that_branched_are_those_of_its_own_turns() -> None:
         ({"branch_every": 15}, "would never branch"),
         ({"max_episodes": 4}, "does not count the forks"),
         ({"group": "off"}, r"envd\.group is 'off'"),
+        ({"group_size": 0}, r"envd\.group_size is 0"),
+        ({"group_size": "4"}, r"envd\.group_size is '4'"),
+        ({"turn_discount": 1.5}, r"envd\.turn_discount is 1\.5"),
+        ({"max_tokens": 3}, r"envd\.max_tokens: unknown key"),
     ],
 )
-def test_settings_that_contradict_a_tree_are_refused(changed: dict[str, Any], message: str) -> None:
+def test_settings_that_contradict_a_tree_or_are_invalid_are_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ArealConfig.from_mapping({**SIBLINGS, **changed})
 

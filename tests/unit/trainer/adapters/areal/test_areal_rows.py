@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from trainer.adapters.areal.engine import TurnRow
-from trainer.adapters.areal.group import ArealConfig
 from trainer.adapters.areal.rows import columns, discounted
-from trainer.config import ConfigError
 
 PAD = 9
 
@@ -56,29 +54,3 @@ def test_a_row_is_prompt_then_reply_then_padding() -> None:
 
 def test_rows_without_images_have_no_column_for_them() -> None:
     assert "mm_token_type_ids" not in columns([turn([1], [5])], image_id=None)
-
-
-def test_a_configuration_has_agent_and_reward() -> None:
-    config = ArealConfig.from_mapping(
-        {"hosts": ["127.0.0.1:50051"], "agent": {"max_turns": 3}, "reward": {"recipe": "task"}, "turn_discount": 1}
-    )
-    assert (config.hosts, config.agent.max_turns, config.group_size) == (("127.0.0.1:50051",), 3, 2)
-
-
-@pytest.mark.parametrize(
-    ("mapping", "message"),
-    [
-        ({}, "envd.hosts: missing"),
-        ({"hosts": []}, "envd.hosts"),
-        ({"hosts": ["h:1"], "max_tokens": 3}, "envd.max_tokens: unknown key"),
-        ({"hosts": ["h:1"], "group_size": 0}, "envd.group_size"),
-        ({"hosts": ["h:1"], "group_size": "4"}, "envd.group_size"),
-        ({"hosts": ["h:1"], "turn_discount": 1.5}, "envd.turn_discount"),
-        ({"hosts": ["h:1"], "agent": {"max_token": 3}}, "envd.agent.*max_token"),
-        ({"hosts": ["h:1"], "agent": 3}, "envd.agent"),
-        ({"hosts": ["h:1"], "reward": {"recipe": "luck"}}, "envd.reward"),
-    ],
-)
-def test_invalid_keys_and_values_are_refused_by_name(mapping: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ArealConfig.from_mapping(mapping)
