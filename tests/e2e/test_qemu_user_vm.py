@@ -44,7 +44,9 @@ def open_dir(cache_dir: Path, desktop_image: Image) -> Iterator[Path]:
     image = cache_dir / "images" / "desktop" / desktop_image.digest[:16]
     copy = directory / "c" / "images" / "desktop"
     copy.mkdir(parents=True)
-    shutil.copytree(image, copy / image.name, copy_function=_linked)
+    # Not the files that containers unpacked, whose devices and links cannot be copied.
+    unpacked = shutil.ignore_patterns("*container-*")
+    shutil.copytree(image, copy / image.name, copy_function=_linked, ignore=unpacked)
     (copy / "current").symlink_to(image.name)
     yield directory
     shutil.rmtree(directory)
