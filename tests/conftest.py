@@ -181,7 +181,7 @@ def module_dir(desktop_image: Image) -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def soak_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """Start a soak of a minute before the first test (a quarter of a core); return its output directory."""
+    """Start a soak of a minute before the first test (a third of a core); return its output directory."""
     if not any(_asks_for_soak(item) for item in request.session.items):
         yield None
         return

@@ -50,6 +50,12 @@ class EpisodeNotFound(NotFound, reason="EPISODE_NOT_FOUND"):
     """The episode was never opened here, was closed, or its lease expired."""
 
 
+def unknown_episode(episode_id: str) -> EpisodeNotFound:
+    return EpisodeNotFound(
+        f"episode {episode_id}: not found (never opened on this daemon, or closed long ago); reset a new one"
+    )
+
+
 class TaskNotFound(NotFound, reason="TASK_NOT_FOUND"):
     """The loaded suites have no such task."""
 

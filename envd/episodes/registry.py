@@ -30,6 +30,7 @@ from envd.base.errors import (
     LossUndecided,
     MachineLost,
     TokenQuotaReached,
+    unknown_episode,
 )
 from envd.base.losses import ENDS_MACHINE, Loss, LossOwner
 from envd.base.telemetry.metrics import Metrics
@@ -60,12 +61,6 @@ _CLOSED_TEXTS = {
     "LEASE_EXPIRED": "closed because its lease expired",
     "DRAINED": "closed because the daemon is stopping",
 }
-
-
-def unknown_episode(episode_id: str) -> EpisodeNotFound:
-    return EpisodeNotFound(
-        f"episode {episode_id}: not found (never opened on this daemon, or closed long ago); reset a new one"
-    )
 
 
 class EpisodeRegistry:

@@ -57,6 +57,11 @@ class TaskPerturb(Model):
         return self
 
 
+def task_name(foreign_id: str) -> str:
+    """Return an id of a foreign suite as the second part of a task's id."""
+    return re.sub(r"[^a-z0-9_-]+", "-", foreign_id.lower()).strip("-_") or "unnamed"
+
+
 def checked_path(path: str) -> str:
     """Return a guest path. Raises: ValueError: It is not absolute, or leads out of the root."""
     is_windows = re.match(r"[A-Za-z]:[\\/]", path) is not None

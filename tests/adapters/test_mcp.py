@@ -10,18 +10,19 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from mcp.client import Client
-from mcp.client.stdio import StdioServerParameters, stdio_client
 from PIL import Image
 from typer.testing import CliRunner
 
 from tests.support.desktops import DrawnDesktops
-from trainer.adapters.mcp import make_server
+from tests.support.mcp_client import client_of, mcp_client
 from trainer.adapters.session import SessionSettings
 from trainer.cli.app import app
+
+if TYPE_CHECKING:
+    from mcp.client import Client
 
 TASK = "fake/enable"
 BOX = {"action": "click", "x": 822, "y": 167}
@@ -29,9 +30,9 @@ DONE = {"action": "done"}
 
 
 @asynccontextmanager
-async def connected(desktops: DrawnDesktops, **options: Any) -> AsyncIterator[Client]:
+async def connected(desktops: DrawnDesktops, **options: Any) -> "AsyncIterator[Client]":
     settings = SessionSettings.connect(desktops.address, **options)
-    async with Client(make_server(settings, task=TASK)) as client:
+    async with client_of(settings, task=TASK) as client:
         yield client
 
 
@@ -44,13 +45,13 @@ def picture_of(result: Any) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(part.data)))
 
 
-async def opened(client: Client, task: str = "") -> str:
+async def opened(client: "Client", task: str = "") -> str:
     result = await client.call_tool("reset", {"task": task})
     (session,) = re.findall(r"^session: (\S+)$", text_of(result), re.MULTILINE)
     return str(session)
 
 
-async def play(client: Client, *actions: dict[str, Any]) -> dict[str, Any]:
+async def play(client: "Client", *actions: dict[str, Any]) -> dict[str, Any]:
     """Return the result of an episode."""
     session = await opened(client)
     for action in actions:
@@ -133,13 +134,14 @@ async def test_mistakes_are_tool_errors_and_lose_nothing(desktops: DrawnDesktops
 
 
 async def test_a_wrong_token_is_a_tool_error(guarded_address: str) -> None:
-    async with Client(make_server(SessionSettings.connect(guarded_address, token="wrong"), task=TASK)) as client:  # noqa: S106
+    settings = SessionSettings.connect(guarded_address, token="wrong")  # noqa: S106
+    async with client_of(settings, task=TASK) as client:
         result = await client.call_tool("reset", {})
     assert (result.is_error, "token" in text_of(result)) == (True, True)
 
 
 async def test_a_server_without_a_default_task_asks_for_one(desktops: DrawnDesktops) -> None:
-    async with Client(make_server(SessionSettings.connect(desktops.address))) as client:
+    async with client_of(SessionSettings.connect(desktops.address)) as client:
         result = await client.call_tool("reset", {})
         assert (result.is_error, "task is empty" in text_of(result)) == (True, True)
 
@@ -170,11 +172,12 @@ async def test_an_idle_session_is_void(desktops: DrawnDesktops) -> None:
 
 @pytest.mark.long
 async def test_the_command_serves_stdio(desktops: DrawnDesktops) -> None:
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
     command = ["-m", "trainer", "mcp", "--task", TASK]
     environment = {**os.environ, "ENVD_TARGET": desktops.address}
-    async with Client(
-        stdio_client(StdioServerParameters(command=sys.executable, args=command, env=environment))
-    ) as client:
+    parameters = StdioServerParameters(command=sys.executable, args=command, env=environment)
+    async with mcp_client(stdio_client(parameters)) as client:
         assert (await play(client, BOX, DONE))["score"] == 1.0
         # Left open, and closed at the end of the process.
         await opened(client)
@@ -186,7 +189,7 @@ async def test_the_command_serves_http_until_it_is_interrupted(desktops: DrawnDe
     assert process.stderr is not None
     line = (await process.stderr.readline()).decode()
     (url,) = re.findall(r"serving MCP at (\S+)", line)
-    async with Client(url) as client:
+    async with mcp_client(url) as client:
         assert (await play(client, DONE))["score"] == 0.0
         await opened(client)
     process.send_signal(signal.SIGINT)

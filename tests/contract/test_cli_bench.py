@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
@@ -39,6 +37,7 @@ from envd.pool.room import HostRoom
 from envd.pool.settings import PoolHost, PoolParameters
 from tests.support.command import CommandOutput, run_envd
 from tests.support.faulty import FaultyHypervisor
+from tests.support.served import EnvdProgram
 
 MIB = 1 << 20
 REAL: dict[str, object] = {"accelerator": "tcg", "machines": 8, "guest_memory_mib": 1024}
@@ -427,20 +426,15 @@ def machine_count(database: Path) -> int:
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_ends_a_benchmark_and_leaves_no_machine(tmp_path: Path, number: signal.Signals) -> None:
     database = tmp_path / "bench" / FILE_NAME
-    command = [sys.executable, "-m", "envd", "bench", "fork", "--hypervisor", "fake", "--state-dir", str(tmp_path)]
-    command += ["--repetitions", "10000", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            while not machine_count(database):
-                assert process.poll() is None
-                time.sleep(0.01)
-            process.send_signal(number)
-            out, err = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 128 + number, err
-    assert out == ""
-    assert "Traceback" not in err
+    options = ("--hypervisor", "fake", "--state-dir", tmp_path, "--repetitions", "10000", "--json")
+    errors = tmp_path / "errors"
+    with EnvdProgram("bench", "fork", *options, errors=errors) as bench:
+        while not machine_count(database):
+            assert bench.process.poll() is None
+            time.sleep(0.01)
+        assert bench.end(number) == 128 + number, errors.read_text()
+    assert bench.output == ""
+    assert "Traceback" not in errors.read_text()
     assert machine_count(database) == 0
 
 

@@ -582,7 +582,7 @@ async def test_transfers_end_when_the_sandbox_does(world: CompatWorld, e2b: E2bW
 
     world.server.hypervisor.services[8080] = serve
     sandbox = await e2b.create()
-    await sandbox.file("POST", "large", io.BytesIO(bytes(100 << 20)))
+    await sandbox.file("POST", "large", io.BytesIO(bytes(32 << 20)))
     host = {"Host": f"8080-{sandbox.sandbox_id}.localhost"}
     url = f"{sandbox.url}/files?path=large"
     async with (
@@ -590,7 +590,7 @@ async def test_transfers_end_when_the_sandbox_does(world: CompatWorld, e2b: E2bW
         e2b.http.get(url, headers=sandbox.headers) as download,
         e2b.http.get(e2b.url, headers=host) as page,
     ):
-        assert (download.content_length, await download.content.readexactly(4)) == (100 << 20, bytes(4))
+        assert (download.content_length, await download.content.readexactly(4)) == (32 << 20, bytes(4))
         assert await page.content.readexactly(4) == b"half"
         uploading = asyncio.create_task(sandbox.file("POST", "new", endless()))
         await asyncio.sleep(0.2)

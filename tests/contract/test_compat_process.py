@@ -82,11 +82,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def children_of(pid: int) -> list[int]:
-    """Return the processes of `envd compat` that a process has started."""
+def children_of(pid: int, protocol: bytes = b"") -> list[int]:
+    """Return the processes of `envd compat` that a process has started, of one protocol if it is given."""
     found = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split():
-        if b"\0compat\0" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"\0compat\0" + protocol in Path(f"/proc/{child}/cmdline").read_bytes():
             found.append(int(child))
     return found
 
@@ -135,8 +135,8 @@ def test_a_daemon_starts_a_protocol_again_that_ended_and_ends_it_with_itself(tmp
         episode_id = post(f"{url}/reset", TASK)[1]["episode_id"]
         first = children_of(daemon.process.pid)
         assert len(first) == 2
-        for pid in first:
-            os.kill(pid, signal.SIGKILL)
+        (killed,) = children_of(daemon.process.pid, b"slime-osworld")
+        os.kill(killed, signal.SIGKILL)
 
         def answers() -> bool:
             try:
@@ -151,6 +151,7 @@ def test_a_daemon_starts_a_protocol_again_that_ended_and_ends_it_with_itself(tmp
         assert episode_count(target) == 1
         until(lambda: len(children_of(daemon.process.pid)) == 2)
         second = children_of(daemon.process.pid)
+        assert set(first) - set(second) == {killed}, "the other one is left alone"
         daemon.send(signal.SIGTERM)
         daemon.send(signal.SIGTERM)
         assert daemon.wait() == 0

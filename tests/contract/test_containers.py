@@ -152,13 +152,16 @@ async def test_files_at_any_depth_count_and_are_removed(state_dir: Path, image: 
             await desktop.close()
 
 
-async def test_the_guests_root_cannot_nest_control_groups_without_a_limit(state_dir: Path, image: DiskImage) -> None:
-    async with started(state_dir, image) as (_, machine):
-        if machine.groups is None or not machine.groups.is_unified:
-            pytest.skip("version 1 of control groups has no such limit")
-        nest = "cd /sys/fs/cgroup && mkdir -p $(yes d | head -1200 | tr '\\n' /)"
-        assert (await GuestAgent(machine).run(["/bin/sh", "-c", nest], timeout_s=60)).exit_code
-        assert not (machine.groups.guest / "/".join(["d"] * 40)).exists()
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_guests_root_cannot_nest_control_groups_without_a_limit(
+    shared: tuple[OciHypervisor, OciMachine],
+) -> None:
+    _, machine = shared
+    if machine.groups is None or not machine.groups.is_unified:
+        pytest.skip("version 1 of control groups has no such limit")
+    nest = "cd /sys/fs/cgroup && mkdir -p $(yes d | head -1200 | tr '\\n' /)"
+    assert (await GuestAgent(machine).run(["/bin/sh", "-c", nest], timeout_s=60)).exit_code
+    assert not (machine.groups.guest / "/".join(["d"] * 40)).exists()
 
 
 async def test_a_fork_bomb_stays_in_its_machine(state_dir: Path, image: DiskImage) -> None:
@@ -483,17 +486,18 @@ async def test_without_control_groups_signals_stop_all_but_the_x_server(
         assert (machine.processor_s() or 0) > before_s
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_signals_find_the_processes_of_their_machine_among_those_of_other_daemons(
-    state_dir: Path, image: DiskImage
+    shared: tuple[OciHypervisor, OciMachine],
 ) -> None:
-    async with started(state_dir, image) as (_, machine):
-        assert machine.pid is not None
-        assert machine.groups is not None
-        tree = ProcessTree.of(machine.pid, machine_id=_MACHINE_ID, root_uid=0)
-        assert tree.first_pid == first_process(machine.groups.process_ids())
-        # Daemons number their containers alike.
-        with pytest.raises(ProcessLookupError):
-            ProcessTree.of(machine.pid, machine_id="another-daemons", root_uid=0)
+    _, machine = shared
+    assert machine.pid is not None
+    assert machine.groups is not None
+    tree = ProcessTree.of(machine.pid, machine_id=machine.machine_id, root_uid=0)
+    assert tree.first_pid == first_process(machine.groups.process_ids())
+    # Daemons number their containers alike.
+    with pytest.raises(ProcessLookupError):
+        ProcessTree.of(machine.pid, machine_id="another-daemons", root_uid=0)
 
 
 async def test_templates_are_listed_and_pruned_unless_a_daemon_uses_them(state_dir: Path, image: DiskImage) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from datetime import timedelta
@@ -21,6 +20,7 @@ from envd.base.streams import copy
 from envd.desktop.tunnel import open_port
 from envd.hypervisor.machine import MachineState
 from tests.support.local_guestd import LocalGuestd, serve_guestd
+from tests.support.served import EnvdProgram
 from tests.support.server import FakeServer, serve_fake
 
 TASK = "fake/count-to-five"
@@ -525,20 +525,16 @@ async def test_the_command_prints_the_local_address_and_ends_with_the_episode(
     server: FakeServer, episode: AsyncEpisode
 ) -> None:
     command = ("forward", episode.episode_id, str(ECHO), "--envd", server.address)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "envd", *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    host, _, port = (await process.stdout.readline()).decode().strip().partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"!")
-    assert await reader.readexactly(1) == b"!"
-    await episode.close()
-    errors = (await process.stderr.read()).decode()
-    writer.close()
-    assert await process.wait() == 1
-    assert f"error: episode {episode.episode_id}: closed at" in errors
+    with EnvdProgram(*command) as forward:
+        address = await asyncio.to_thread(forward.wait_for, r"^(\S+:\d+)$")
+        host, _, port = address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"!")
+        assert await reader.readexactly(1) == b"!"
+        await episode.close()
+        assert await asyncio.to_thread(forward.wait) == 1
+        writer.close()
+        assert f"error: episode {episode.episode_id}: closed at" in forward.output
 
 
 async def test_the_command_reports_an_unknown_episode_and_a_port_in_use(
@@ -550,9 +546,6 @@ async def test_the_command_reports_an_unknown_episode_and_a_port_in_use(
             (("ep-unknown", "80"), 1, "error: episode ep-unknown: "),
             ((episode.episode_id, "80", "--local", str(local_port)), 2, f"--local {local_port}: cannot listen"),
         ):
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "envd", "forward", *arguments, "--envd", server.address, stderr=-1
-            )
-            _, errors = await process.communicate()
-            assert process.returncode == status
-            assert text in errors.decode()
+            with EnvdProgram("forward", *arguments, "--envd", server.address) as forward:
+                assert await asyncio.to_thread(forward.wait) == status
+                assert text in forward.output

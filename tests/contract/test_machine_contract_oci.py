@@ -55,7 +55,7 @@ def read_framebuffer(root: Path) -> npt.NDArray[np.uint8]:
 
 
 class TestMachineContractOnContainers(ContainerContract):
-    fork_count: ClassVar[int] = 8
+    fork_count: ClassVar[int] = 4
     image: ClassVar[DiskImage]
     state_dir: ClassVar[Path]
 

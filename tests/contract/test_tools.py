@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mcp.client import Client
 
 from cuaenv.actions import MAX_TOOL_COUNT, Action
 from cuaenv.client import (
@@ -37,9 +36,9 @@ from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.types import ResetCommand, StepCommand
 from envd.tasks.model import Task
 from tests.support.faulty import FakeHost
+from tests.support.mcp_client import client_of
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import FakeServer, load_fake_tasks, serve_fake, served_client
-from trainer.adapters.mcp import make_server
 from trainer.adapters.session import SessionSettings
 from trainer.agent.attempts import run_task
 from trainer.agent.grammars import grammar
@@ -281,7 +280,7 @@ async def test_the_model_reads_the_result_in_its_next_turn(name: str, tool: str)
 async def test_an_mcp_client_reads_the_results_of_tools() -> None:
     async with serve_fake(extra_tasks=_TASKS, size=1) as server:
         settings = SessionSettings.connect(server.address)
-        async with Client(make_server(settings, task="fake/with-tools")) as client:
+        async with client_of(settings, task="fake/with-tools") as client:
             opened = await client.call_tool("reset", {})
             session = str(opened.content[0]).partition("session: ")[2].partition("\\n")[0].partition("'")[0]
             actions = [{"action": "run_shell", "command": "echo 42"}, {"action": "read_file", "path": "absent"}]

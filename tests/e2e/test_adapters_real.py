@@ -10,12 +10,11 @@ from typing import Any
 
 import gymnasium
 import pytest
-from mcp.client import Client
 
 from tests.support.leftovers import machine_leftovers
+from tests.support.mcp_client import client_of
 from tests.support.real_desktops import Backend
 from tests.support.served import ServedDaemon
-from trainer.adapters.mcp import make_server
 from trainer.adapters.session import SessionSettings
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -71,7 +70,7 @@ def test_gymnasium_truncates_an_episode_whose_machine_was_killed(served: _Served
 
 
 async def test_mcp_gives_no_score_for_a_session_whose_machine_was_killed(served: _Served) -> None:
-    async with Client(make_server(SessionSettings.connect(served.address), task=TASK)) as client:
+    async with client_of(SessionSettings.connect(served.address), task=TASK) as client:
 
         async def open_session() -> str:
             result: Any = await client.call_tool("reset", {"task": TASK})

@@ -47,7 +47,7 @@ def suite(tmp_path: Path) -> Path:
 
 
 def serve(suite: Path, name: str) -> ServedDaemon:
-    return ServedDaemon(suite.parent / name, "", "--hypervisor", "fake", "--pool", "8", "--tasks", str(suite))
+    return ServedDaemon(suite.parent / name, "", "--hypervisor", "fake", "--pool", "4", "--tasks", str(suite))
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ async def test_a_daemon_that_is_killed_gives_its_mutants_to_the_other(
     suite: Path, served: dict[str, ServedDaemon], hosts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(desktops, "_MAX_DOWN_S", 0.5)
-    tasks = load_tasks(Config(tasks=TasksConfig(suites=(str(suite),)))).select(["mine/"])
+    tasks = load_tasks(Config(tasks=TasksConfig(suites=(str(suite),)))).select(["mine/one", "mine/two"])
     played_count = await attack_and_kill(served, tasks, hosts, jobs=8, after=5)
     # What the daemon was playing was begun twice: a fork or the machine that it was copied from.
     assert len(hosts) > played_count + len(tasks)
@@ -160,14 +160,13 @@ async def test_a_killed_daemon_of_containers_gives_its_mutants_to_the_other(host
         await attack_and_kill(served, tasks, hosts, jobs=3, after=3)
 
 
-def test_a_daemon_of_another_release_and_an_image_are_refused(
-    suite: Path, served: dict[str, ServedDaemon], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = next(iter(served))
-    done = run_attack(suite, "--envd", address, "--image", "office")
-    assert (done.status, "--image and --envd" in done.err) == (2, True)
-    monkeypatch.setattr(desktops, "envd_version", lambda: "0.0.1")
-    done = run_attack(suite, "--envd", address)
+def test_a_daemon_of_another_release_and_an_image_are_refused(suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(suite, "left") as left:
+        address = left.wait_for(r"listening on (\S+)")
+        done = run_attack(suite, "--envd", address, "--image", "office")
+        assert (done.status, "--image and --envd" in done.err) == (2, True)
+        monkeypatch.setattr(desktops, "envd_version", lambda: "0.0.1")
+        done = run_attack(suite, "--envd", address)
     assert (done.status, "whose checkers may differ from those of 0.0.1" in done.err) == (2, True)
 
 

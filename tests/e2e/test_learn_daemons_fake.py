@@ -31,6 +31,12 @@ with started_daemons(Path(sys.argv[1]), SMOKE) as addresses:
 """
 
 
+@pytest.fixture
+def printed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print oracles in this process, which saves 2 s for each program; tests/unit/test_own_subprocesses.py runs one."""
+    monkeypatch.setattr(daemons, "_printed", lambda *words: run_envd("tasks", "oracles", *words, *DRAWN).out)
+
+
 @pytest.mark.long
 def test_a_run_that_was_killed_can_be_started_again_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", START, str(tmp_path)]
@@ -55,6 +61,7 @@ def test_oracles_are_printed_for_suites_of_drawn_and_of_real_desktops(suite: str
     assert {task.partition("/")[0] for task in tasks} == {suite}
 
 
+@pytest.mark.usefixtures("printed_here")
 def test_variants_are_played_without_listing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[object] = []
     list_tasks = AsyncEnvClient.list_tasks
@@ -64,7 +71,6 @@ def test_variants_are_played_without_listing_them(tmp_path: Path, monkeypatch: p
         return await list_tasks(self, **options)
 
     monkeypatch.setattr(AsyncEnvClient, "list_tasks", noted)
-    monkeypatch.setattr(daemons, "_printed", lambda *words: run_envd("tasks", "oracles", *words, *DRAWN).out)
     ids = ["drawn/press?seed=1", "drawn/press?seed=2", "drawn/none?seed=1"]
     print_oracles(tmp_path / "oracles.jsonl", suite="drawn", seeds=range(1, 3), templates=["drawn/press"])
     known = {oracle.task_id: oracle for oracle in read_oracles(tmp_path / "oracles.jsonl")}
@@ -81,10 +87,12 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.usefixtures("printed_here")
 def test_of_held_out_templates_no_variant_is_printed_and_of_the_others_each_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In two processes, with one seed each.
+    # By two commands, with one seed each, one after the other: they write to the output of this process.
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
     monkeypatch.setattr("trainer.learn.daemons._ORACLES_AT_ONCE", 1)
     print_oracles(tmp_path / "oracles.jsonl", suite="drawn", seeds=range(2))
     lines = lines_of(tmp_path / "oracles.jsonl")

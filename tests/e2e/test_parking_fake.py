@@ -34,6 +34,7 @@ from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.types import ResetCommand, StepCommand
 from envd.pool import pool
 from tests.e2e.test_fake_restart import OffsetClock
+from tests.support.clock import until
 from tests.support.faulty import FakeHost
 from tests.support.server import FakeServer, serve_fake, served_client
 
@@ -69,12 +70,6 @@ async def served(directory: Path, **options: Any) -> AsyncIterator[tuple[FakeSer
 
 def stored(directory: Path) -> list[Path]:
     return list(directory.glob("parked/*"))
-
-
-async def until(holds: Any, *, timeout_s: float = 20.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def test_more_episodes_than_machines_are_solved(tmp_path: Path) -> None:
@@ -144,7 +139,7 @@ async def test_an_agent_that_thinks_is_parked_first(tmp_path: Path, monkeypatch:
 
 async def test_calls_of_all_episodes_at_once_take_turns(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, client):
-        episodes = await opened(client, 6)
+        episodes = await opened(client, 5)
         for action in (EDITOR, TypeText(LINE), SAVE):
             results = await asyncio.gather(*(episode.step(action) for episode in episodes))
             assert not any(result.errors for result in results)
@@ -214,10 +209,10 @@ async def test_parked_episodes_outlive_their_daemon(tmp_path: Path, *, outlives:
     options: dict[str, Any] = {"size": 1, "capacity": 12, "resident": 3, "database": tmp_path / "envd.db"}
     host = FakeHost()
     async with serve_fake(**options, parked=store_in(tmp_path), host=host) as server:
-        groups = [await server.service.reset(ResetCommand(request_id=f"r{i}", task_id=TASK)) for i in range(6)]
+        groups = [await server.service.reset(ResetCommand(request_id=f"r{i}", task_id=TASK)) for i in range(5)]
         for episode_id in (group.episodes[0].episode_id for group in groups):
             await server.service.step(command(episode_id, 0, EDITOR))
-        await until(lambda: server.pool.statistics().parked_count >= 4)
+        await until(lambda: server.pool.statistics().parked_count >= 3)
         machines = server.service.machine_ids()
         await server.kill()
         # A killed daemon deletes nothing; this one does as its block ends.
@@ -397,9 +392,9 @@ async def test_episodes_that_begin_in_a_checkpoint_are_parked_like_others(tmp_pa
         async with client.reset(TASK) as first:
             await first.step(EDITOR)
             checkpoint = await first.checkpoint()
-        episodes = [await client.open(checkpoint) for _ in range(8)]
-        assert server.pool.statistics().parked_count >= 5
-        lines = [LINE if index % 2 else f"{LINE} Not {index}" for index in range(8)]
+        episodes = [await client.open(checkpoint) for _ in range(5)]
+        assert server.pool.statistics().parked_count >= 2
+        lines = [LINE if index % 2 else f"{LINE} Not {index}" for index in range(5)]
         for line, episode in zip(lines, episodes, strict=True):
             await episode.step(TypeText(line))
         for episode in episodes:
@@ -433,15 +428,15 @@ async def test_a_group_larger_than_all_machines_begins_in_one_state(tmp_path: Pa
     checkpoints = CheckpointStore(tmp_path / "checkpoints", settings=CheckpointsConfig(), reserve_bytes=0)
     view = View(a11y_tree=True)
     async with served(tmp_path, checkpoints=checkpoints) as (server, client):
-        async with client.reset_group(task_id, size=8, view=view) as group:
+        async with client.reset_group(task_id, size=5, view=view) as group:
             assert {episode.observation.frame_id for episode in group} == {group[0].observation.frame_id}
             assert {episode.observation.a11y_tree for episode in group} == {group[0].observation.a11y_tree}
             assert group[0].observation.a11y_tree
             assert server.pool.statistics().leased_count <= 3
             results = await asyncio.gather(*(episode.step(EDITOR) for episode in group))
             assert len({result.observation.frame_id for result in results}) == 1
-            checkpoint = await group[7].checkpoint()
-        async with client.reset_group(checkpoint, size=6) as group:
+            checkpoint = await group[4].checkpoint()
+        async with client.reset_group(checkpoint, size=4) as group:
             assert {episode.step_count for episode in group} == {1}
             await asyncio.gather(*(episode.step(TypeText(LINE)) for episode in group))
             assert len({episode.observation.frame_id for episode in group}) == 1
@@ -511,7 +506,7 @@ async def test_machines_that_are_kept_for_a_queued_group_are_taken_and_not_added
     async with served(tmp_path, size=2, resident=3) as (server, client):
         used_counts: list[int] = []
         server.pool.changes.listen(lambda: used_counts.append(server.pool._used_count))
-        episodes = await opened(client, 8)
+        episodes = await opened(client, 5)
         grouping = asyncio.ensure_future(client.reset_group(TASK, size=3, timeout=timedelta(minutes=10)))
 
         async def step(episode: AsyncEpisode) -> None:

@@ -22,7 +22,7 @@ _UNREAD_COUNT = 4
 _CALL_S = 20.0
 #: How long an export is left unread.
 _UNREAD_S = 3.0
-_PAUSE_S = 0.2
+_PAUSE_S = 1.0
 
 
 class _Neighbour:
@@ -42,7 +42,8 @@ class _Neighbour:
         while True:
             with suppress(grpc.aio.AioRpcError):
                 await work()
-            # Without it, this process and the daemon's answers to it take both cores of a small host.
+            # Without it, this process and the daemon's answers to it take both cores of a small host. With 0.2 s they
+            # take a third of a soak's CPU time.
             await asyncio.sleep(_PAUSE_S)
 
     async def _list(self) -> None:

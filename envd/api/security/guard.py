@@ -16,8 +16,7 @@ from envd.api.security.access import ALWAYS_SERVED, TRUSTED, Caller, bearer_toke
 from envd.api.security.secret_files import Reloaded
 from envd.api.security.tokens import TokenTable
 from envd.api.status import is_failure_of_ours, reason_of
-from envd.base.errors import InvalidRequest, RateLimited, Unauthenticated
-from envd.episodes.registry import unknown_episode
+from envd.base.errors import InvalidRequest, RateLimited, Unauthenticated, unknown_episode
 
 #: As grpc provides it.
 Metadata = Iterable[tuple[str, str | bytes]]

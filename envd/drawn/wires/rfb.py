@@ -8,7 +8,7 @@ its next refresh, or at once on a non-incremental request.
 import asyncio
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol, cast
 
@@ -229,25 +229,25 @@ class RfbConnection(asyncio.Protocol):
                 self._transport.close()
                 return
             self._size = (bounds.w, bounds.h)
-            self._send_rects([_header(bounds, _DESKTOP_SIZE)])
+            self._send_update_of(1, [_header(bounds, _DESKTOP_SIZE)])
         if self._acks:
-            self._send_rects(self._acks)
+            self._send_update_of(len(self._acks), self._acks)
             self._acks = []
         if self._is_requested and self._damage.rects:
             self._is_requested = False
             self._send_pixels()
 
     def _send_pixels(self) -> None:
-        pixels = self._screen.framebuffer.pixels
-        self._send_rects(
-            [
-                _header(rect, _RAW) + pixels[rect.y : rect.bottom, rect.x : rect.right].tobytes()
-                for rect in self._damage.take()
-            ]
-        )
+        pixels, rects = self._screen.framebuffer.pixels, self._damage.take()
+        parts: list[bytes | memoryview] = []
+        for rect in rects:
+            # Rows of the whole width are not copied here.
+            rows = np.ascontiguousarray(pixels[rect.y : rect.bottom, rect.x : rect.right])
+            parts += (_header(rect, _RAW), rows.data)
+        self._send_update_of(len(rects), parts)
 
-    def _send_rects(self, rects: list[bytes]) -> None:
-        self._send(b"".join((struct.pack(">BxH", 0, len(rects)), *rects)))
+    def _send_update_of(self, rect_count: int, parts: Sequence[bytes | memoryview]) -> None:
+        self._send(b"".join((struct.pack(">BxH", 0, rect_count), *parts)))
 
     def _cursor(self) -> bytes:
         height, width = len(_CURSOR_ROWS), 8

@@ -11,7 +11,7 @@ from cuaenv.client.errors import EpisodeEnded, TaskNotFound
 from envd.base.aio import shielded
 from envd.integrations.compat.callers import TokenHolder
 from envd.integrations.compat.routes import Body, bad_field, base64_png
-from envd.tasks.formats.entries import task_name
+from envd.tasks.fields import task_name
 
 _SYSTEMS = {"ubuntu": "linux", "linux": "linux", "windows": "windows"}
 _MAX_PAUSE_S = 60.0

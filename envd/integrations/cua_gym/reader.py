@@ -8,16 +8,8 @@ from pathlib import Path
 from envd.base.config_values import CUA_GYM
 from envd.integrations.cua_gym.bundle import CHECK_PARTS, SETUP_COMMANDS
 from envd.tasks.archives import entries
-from envd.tasks.formats.entries import (
-    Fields,
-    Found,
-    NamedFields,
-    Problem,
-    Source,
-    TaskFormatError,
-    make_task,
-    task_name,
-)
+from envd.tasks.fields import task_name
+from envd.tasks.formats.entries import Fields, Found, NamedFields, Problem, Source, TaskFormatError, make_task
 
 _DRIVER = "uda-gym"
 _REQUIRED = ("meta.json", "instruction.md", "setup.sh", "check.sh")

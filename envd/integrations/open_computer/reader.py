@@ -10,17 +10,8 @@ from typing import Any
 from envd.base.config_values import OPENCOMPUTER
 from envd.integrations.open_computer.verifiers import COMMON, TASKS, VERIFIERS, parts
 from envd.tasks.archives import entries
-from envd.tasks.fields import checked_path
-from envd.tasks.formats.entries import (
-    Fields,
-    Found,
-    NamedFields,
-    Problem,
-    Source,
-    TaskFormatError,
-    make_task,
-    task_name,
-)
+from envd.tasks.fields import checked_path, task_name
+from envd.tasks.formats.entries import Fields, Found, NamedFields, Problem, Source, TaskFormatError, make_task
 
 _MAX_TEXT_BYTES = 1 << 20
 #: As in OpenComputer.

@@ -1,6 +1,5 @@
 """Turn the entries of a task file into tasks, or into problems with their locations."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +67,6 @@ class Source:
     suite: str
     makes_bundles: bool = False
     """Whether it is a loader of bundles, whose tasks name directories of the host."""
-
-
-def task_name(foreign_id: str) -> str:
-    """Return an id of a foreign suite as the second part of a task's id."""
-    return re.sub(r"[^a-z0-9_-]+", "-", foreign_id.lower()).strip("-_") or "unnamed"
 
 
 def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callable[[Location], str]) -> Found:

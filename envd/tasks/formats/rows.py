@@ -9,9 +9,9 @@ from pydantic import Field
 
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.graded_text import GradedKind
-from envd.tasks.fields import Model
+from envd.tasks.fields import Model, task_name
 from envd.tasks.formats.documents import parse_json
-from envd.tasks.formats.entries import Fields, NamedFields, TaskFormatError, task_name
+from envd.tasks.formats.entries import Fields, NamedFields, TaskFormatError
 from envd.tasks.systems import task_systems
 
 _SYSTEMS = {"ubuntu": GuestOs.LINUX, "linux": GuestOs.LINUX, "windows": GuestOs.WINDOWS}
