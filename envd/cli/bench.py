@@ -13,7 +13,6 @@ from envd.base.errors import ConfigError
 from envd.bench import branch, checkpoint, episodes, fork, host_report, parked, scale, settle, step
 from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
-from envd.bench.episodes_peer import PeerPauses
 from envd.bench.plot import write_plots
 from envd.bench.report import BenchReport, compared
 from envd.bench.session import Steps, bench_config, open_bench
@@ -223,7 +222,7 @@ async def bench_episodes(
         episode_count=episode_count,
         peer_episode_count=peer_episode_count,
         think_s=think,
-        pauses=PeerPauses(pause_after_step_s=peer_step_pause),
+        peer_step_pause_s=peer_step_pause,
     )
     steps = Steps(report, plan.step_count)
     if oracles:
