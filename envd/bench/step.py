@@ -10,7 +10,7 @@ import base64
 import io
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -73,21 +73,6 @@ class StepTimes:
     def wire_ms(self) -> float:
         """Time that the daemon does not count: gRPC both ways, conversion, client."""
         return self.step_ms - self.daemon_ms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerTimes:
-    """One step as peers perform it, in milliseconds."""
-
-    input_ms: float
-    pause_ms: float
-    screenshot_ms: float
-    decode_ms: float
-
-    @property
-    def step_ms(self) -> float:
-        """The whole step."""
-        return self.input_ms + self.pause_ms + self.screenshot_ms + self.decode_ms
 
 
 #: Parts of a step, in the report's order.
@@ -213,7 +198,7 @@ async def _step(
 
 async def _play_as_peers(
     bench: BenchSession, task: Task, actions: Sequence[Action], *, steps: Steps
-) -> list[PeerTimes]:
+) -> list[dict[str, float]]:
     """Play on a machine leased directly from the pool, which runs throughout."""
     steps.begin("setting up for peers")
     async with bench.set_up_machine(task) as leased:
@@ -233,7 +218,8 @@ def _guestd(leased: LeasedMachine) -> GuestdClient:
     return GuestdClient(leased.machine.guestd_url, lost=leased.lost)
 
 
-async def _peer_step(guestd: GuestdClient, action: Action) -> PeerTimes:
+async def _peer_step(guestd: GuestdClient, action: Action) -> dict[str, float]:
+    """Perform a step as peers do; return the milliseconds of its parts, `_PEER_PARTS`."""
     begin_s = time.perf_counter()
     command = xdotool_command(action)
     result = await guestd.execute(command, timeout_s=_COMMAND_TIMEOUT_S)
@@ -248,12 +234,12 @@ async def _peer_step(guestd: GuestdClient, action: Action) -> PeerTimes:
     with Image.open(io.BytesIO(base64.b64decode(json.loads(message)["screenshot"]))) as image:
         np.asarray(image.convert("RGB"))
     end_s = time.perf_counter()
-    return PeerTimes(
-        input_ms=(acted_s - begin_s) * 1000,
-        pause_ms=(paused_s - acted_s) * 1000,
-        screenshot_ms=(shot_s - paused_s) * 1000,
-        decode_ms=(end_s - shot_s) * 1000,
-    )
+    return {
+        "step": (end_s - begin_s) * 1000,
+        "input": (acted_s - begin_s) * 1000,
+        "screenshot": (shot_s - paused_s) * 1000,
+        "decode": (end_s - shot_s) * 1000,
+    }
 
 
 def xdotool_command(action: Action) -> list[str]:
@@ -272,7 +258,7 @@ def xdotool_command(action: Action) -> list[str]:
 def step_report(
     conditions: dict[str, object],
     times: Sequence[StepTimes],
-    peer: Sequence[PeerTimes],
+    peer: Sequence[Mapping[str, float]],
     *,
     other_step_ms: Sequence[float] = (),
     other_bytes: float | None = None,
@@ -280,7 +266,7 @@ def step_report(
     """Return the report; `peer` is empty if no guest runs. Pure."""
     samples = {f"{part}_ms": [getattr(each, f"{part}_ms") for each in times] for part in _PARTS}
     samples["frame_kib"] = [kib(each.frame_bytes) for each in times]
-    samples |= {f"peer_{part}_ms": [getattr(each, f"{part}_ms") for each in peer] for part in _PEER_PARTS}
+    samples |= {f"peer_{part}_ms": [each[part] for each in peer] for part in _PEER_PARTS}
     samples["other_step_ms"] = list(other_step_ms)
     ours_ms = median(samples["step_ms"]) + median(samples["rebuild_ms"])
     peer_over_step = median(samples["peer_step_ms"]) / ours_ms if peer else None
