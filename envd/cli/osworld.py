@@ -124,7 +124,7 @@ def _row(file: OsworldFile, found: Sequence[FoundObstacle]) -> dict[str, object]
         "os": file.os.value,
         "infeasible": file.is_infeasible,
         "can_run": not found,
-        "obstacles": [{"kind": finding.obstacle.value, "what": finding.detail} for finding in found],
+        "obstacles": [{"kind": obstacle.value, "what": detail} for obstacle, detail in found],
     }
 
 
@@ -132,5 +132,5 @@ def _obstacles(files: Sequence[OsworldFile], found: Mapping[str, Sequence[FoundO
     """Count the tasks with each kind of obstacle."""
     kinds = Counter({obstacle.value: 0 for obstacle in Obstacle})
     for file in files:
-        kinds.update({finding.obstacle.value for finding in found[file.task_id]})
+        kinds.update({obstacle.value for obstacle, _ in found[file.task_id]})
     return kinds
