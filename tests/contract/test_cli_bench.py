@@ -27,7 +27,7 @@ from envd.bench.report import BenchReport, Condition, Figure, Value, percentile
 from envd.bench.scale import scale_configs, scale_report
 from envd.bench.scale_daemon import LAG_INTERVAL_S
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
-from envd.bench.step import PEER_PAUSE_S, StepTimes, script, step_report, xdotool_command
+from envd.bench.step import PEER_PAUSE_S, script, step_report, xdotool_command
 from envd.cli.bench import report_measures
 from envd.cli.own_daemon import run_until_signal
 from envd.drawn import fake_image
@@ -180,21 +180,21 @@ def test_the_meanings_of_figures_name_the_programs_constants() -> None:
     assert f"sleeps for {LAG_INTERVAL_S * 1000:g} ms" in meanings["loop_lag_ms_p99"]
 
 
-STEP = StepTimes(
-    step_ms=330.0,
-    input_ms=20.0,
-    settle_ms=306.0,
-    resume_ms=1.0,
-    observe_ms=0.5,
-    daemon_ms=329.0,
-    rebuild_ms=1.0,
-    frame_bytes=1 << 10,
-)
+STEP = {
+    "step": 330.0,
+    "input": 20.0,
+    "settle": 306.0,
+    "resume": 1.0,
+    "observe": 0.5,
+    "daemon": 329.0,
+    "rebuild": 1.0,
+    "frame_kib": 1.0,
+}
 PEER = {"step": 2930.0, "input": 300.0, "screenshot": 600.0, "decode": 30.0}
 
 
 def test_the_overhead_of_a_step_excludes_input_and_settling() -> None:
-    slow = replace(STEP, step_ms=350.0, daemon_ms=349.0)
+    slow = {**STEP, "step": 350.0, "daemon": 349.0}
     report = step_report(REAL, [*[STEP] * 98, slow, slow], [PEER])
     found = results(report)
     assert found["overhead_ms_p50"] == pytest.approx(4.0)
