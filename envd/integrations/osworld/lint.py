@@ -96,9 +96,9 @@ def _find(file: OsworldFile, host: HostSupplies) -> Iterator[FoundObstacle]:
     metrics = [] if file.is_infeasible else [func] if isinstance(func, str) else list(func)
     if host.known is not None:
         for kind, names, known in (
-            ("setup verb", verbs, host.known.verbs),
-            ("getter", getters, host.known.getters),
-            ("metric", metrics, host.known.metrics),
+            ("setup verb", verbs, host.known["verbs"]),
+            ("getter", getters, host.known["getters"]),
+            ("metric", metrics, host.known["metrics"]),
         ):
             yield from ((Obstacle.UNKNOWN_FUNCTION, f"{kind} {name}") for name in names if name not in known)
     for name in (*(set(verbs) & _CREDENTIALS_VERBS), *(set(getters) & _CREDENTIALS_GETTERS)):

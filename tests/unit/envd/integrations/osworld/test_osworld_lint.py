@@ -10,13 +10,12 @@ import pytest
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.files import OsworldFile
 from envd.integrations.osworld.lint import HostSupplies, Obstacle, findings
-from envd.integrations.osworld.workers import KnownNames
 
-KNOWN = KnownNames(
-    verbs=frozenset({"launch", "download", "login", "execute", "command", "chrome_open_tabs"}),
-    getters=frozenset({"rule", "cloud_file", "vm_file", "active_tab_info", "googledrive_file"}),
-    metrics=frozenset({"exact_match", "compare"}),
-)
+KNOWN = {
+    "verbs": ["launch", "download", "login", "execute", "command", "chrome_open_tabs"],
+    "getters": ["rule", "cloud_file", "vm_file", "active_tab_info", "googledrive_file"],
+    "metrics": ["exact_match", "compare"],
+}
 HOST = HostSupplies(known=KNOWN, has_asset=lambda url: url.endswith("/here"), packages={GuestOs.LINUX: {"gimp"}})
 
 
