@@ -1,6 +1,6 @@
 """The machines of a pool, each with its record and its one task, and the reservations for further machines.
 
-A machine is created, ready, used once, destroyed: `MachineTable.add` starts the task that does all of it. How the
+A machine is created, idle, used once, destroyed: `MachineTable.add` starts the task that does all of it. How the
 machine is created is the task's `Work`: `prepared` and `adopted` return those of machines that wait for a state and of
 a previous daemon's, `template` has others. A machine that waits gets its state once its user is known.
 
@@ -23,7 +23,7 @@ from envd.desktop.desktop import Desktop
 from envd.desktop.display_connection import ConnectionState
 from envd.hypervisor.machine import Hypervisor, Machine, MachineUsage
 from envd.pool.backoff import Backoff
-from envd.pool.leased import FrozenDesktop, Grant, LeasedMachine, Reservation
+from envd.pool.leased import Admission, FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.planner import LifecycleState, PlannedMachine
 from envd.pool.queue import Turnover
 from envd.pool.room import growth_of
@@ -344,12 +344,12 @@ class MachineTable:
             load=partial(self._load, record, frozen) if record.is_waiting and frozen else None,
         )
 
-    def take_back(self, grant: Grant) -> None:
-        """Undo a grant whose machines were not used, so that they are idle again."""
-        for reservation in grant.reservations:
+    def take_back(self, admission: Admission) -> None:
+        """Undo an admission whose machines were not used, so that they are idle again."""
+        for reservation in admission.reservations:
             if (promised := self.withdraw(reservation)) is not None:
                 promised.retire()
-        for machine in grant.machines:
+        for machine in admission.machines:
             record = self.withdraw(machine)
             if record is not None and record.state is LifecycleState.LEASED:
                 record.state = LifecycleState.IDLE
