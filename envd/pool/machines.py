@@ -24,7 +24,7 @@ from envd.desktop.display_connection import ConnectionState
 from envd.hypervisor.machine import Hypervisor, Machine, MachineUsage
 from envd.pool.backoff import Backoff
 from envd.pool.leased import Admission, FrozenDesktop, LeasedMachine, Reservation
-from envd.pool.planner import LifecycleState, PlannedMachine
+from envd.pool.planner import LifecycleState
 from envd.pool.queue import Turnover
 from envd.pool.room import growth_of
 
@@ -202,12 +202,20 @@ class MachineTable:
             (f"machine {machine_id} could not be destroyed: {why}" for machine_id, why in self._undestroyed.items()), ""
         )
 
-    def planned(self, now_s: float) -> list[PlannedMachine]:
-        """Return the planner's view at a time on the monotonic clock."""
-        return [
-            PlannedMachine(machine_id=record.machine_id, state=record.planned_state, idle_s=now_s - record.idle_since_s)
-            for record in self._records.values()
-        ]
+    def idle_s(self, now_s: float) -> dict[str, float]:
+        """Return the idle machines, for the planner: seconds since each became idle, by its id.
+
+        `now_s` is a time on the monotonic clock.
+        """
+        return {
+            record.machine_id: now_s - record.idle_since_s
+            for record in self
+            if record.planned_state is LifecycleState.IDLE
+        }
+
+    def planned_counts(self) -> Counter[LifecycleState]:
+        """Return the number of machines in each state, for the planner."""
+        return Counter(record.planned_state for record in self)
 
     def growth_bytes(self, *, forked_bytes: int, booted_bytes: int) -> int:
         """Return the memory that machines and reservations have yet to grow into, given what forks and boots reach."""

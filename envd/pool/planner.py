@@ -16,7 +16,7 @@ machines that are kept for a group do not stay idle while another group can use 
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heapify, heappop, heappush
@@ -35,16 +35,6 @@ class LifecycleState(Enum):
     LEASED = "leased"
     #: No longer usable; being destroyed.
     DYING = "dying"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedMachine:
-    """One machine as the planner sees it."""
-
-    machine_id: str
-    state: LifecycleState
-    idle_s: float = 0.0
-    """Seconds since it became idle. Meaningful only when `IDLE`."""
 
 
 RunShares = Mapping[str, RunShare]
@@ -183,8 +173,9 @@ class Turns:
 
 
 def plan(
-    machines: Iterable[PlannedMachine],
+    idle_s: Mapping[str, float],
     *,
+    counts: Mapping[LifecycleState, int],
     reserved_count: int,
     waiting: Sequence[Demand],
     idle_target: int,
@@ -200,6 +191,8 @@ def plan(
     """Admit whole groups, then move the pool towards `idle_target` spare machines.
 
     Args:
+        idle_s: The idle machines: seconds since each became idle, by its id.
+        counts: The machines by state, idle ones included.
         reserved_count: Reservations that have no machine yet.
         waiting: Demands of the queued groups, in order of arrival; each within [1, resident] and its run's quota.
         idle_target: Spare machines: those to have idle beyond demand.
@@ -212,12 +205,10 @@ def plan(
         shares: Weights and quotas of runs; by default equal and unbounded.
         turn: The turn that the last plan kept, if its group still waits.
     """
-    machines = list(machines)
     shares = shares or {}
-    states = [machine.state for machine in machines]
     # Freshest first: the oldest of a surplus then ages out instead of circulating.
-    idle = sorted((machine for machine in machines if machine.state is LifecycleState.IDLE), key=lambda m: m.idle_s)
-    room = resident - len(machines) - reserved_count
+    idle = sorted(idle_s, key=lambda machine_id: idle_s[machine_id])
+    room = resident - sum(counts.values()) - reserved_count
     first = None if turn is None else turn.index
     turns = Turns(waiting, held=held or {}, shares=shares, resident=resident, first=first)
     admitted, turn = _admit(
@@ -226,7 +217,7 @@ def plan(
     machine_ids: list[tuple[str, ...]] = []
     for index in admitted:
         count = waiting[index].idle
-        machine_ids.append(tuple(machine.machine_id for machine in idle[:count]))
+        machine_ids.append(tuple(idle[:count]))
         idle = idle[count:]
         room -= waiting[index].reserved
         host_room -= waiting[index].reserved
@@ -244,9 +235,9 @@ def plan(
     everyone = [*queue, *(group for index, group in enumerate(waiting) if index not in seen)]
     free = min(room, host_room)
     # A dying machine holds its memory until the hypervisor confirms that it is gone, so it counts against `resident`.
-    dying_count = states.count(LifecycleState.DYING)
+    dying_count = counts.get(LifecycleState.DYING, 0)
     kept = idle[: len(idle) - _evict_count(queue, idle_count=len(idle), coming_count=free + dying_count)]
-    starting_count = states.count(LifecycleState.STARTING)
+    starting_count = counts.get(LifecycleState.STARTING, 0)
 
     def starts(free: int) -> int:
         """Return how many machines to start if there is room for `free` more."""
@@ -262,7 +253,7 @@ def plan(
         admitted=admitted,
         turn=turn,
         start_count=start_count,
-        destroy=tuple(m.machine_id for m in [*(m for m in surplus if m.idle_s >= max_idle_s), *idle[len(kept) :]]),
+        destroy=(*(each for each in surplus if idle_s[each] >= max_idle_s), *idle[len(kept) :]),
         host_is_short=head_lacks_memory or start_count < starts(room),
     )
 

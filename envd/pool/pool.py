@@ -489,7 +489,8 @@ class Pool:
         # A waiter that was cancelled in this iteration of the loop stays queued until its own code runs.
         groups = [group for group in self._queue if not group.admitted.done()]
         steps = plan(
-            self._machines.planned(now_s),
+            self._machines.idle_s(now_s),
+            counts=self._machines.planned_counts(),
             reserved_count=self._machines.reserved_count,
             waiting=[group.demand for group in groups],
             idle_target=self._idle_target(),

@@ -2,11 +2,12 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from envd.base.telemetry.metrics import Metrics
-from envd.pool.planner import Demand, LifecycleState, PlannedMachine, RunShares, plan
+from envd.pool.planner import Demand, LifecycleState, RunShares, plan
 from envd.pool.queue import AdmissionQueue, Turnover, WaitingGroup
 from tests.simulation.clock import EventQueue
 from tests.simulation.scenario import Durations
@@ -74,7 +75,7 @@ class SimHost:
             "simulated", limit=256, shares=self._shares, resident=self.capacity, turnover=Turnover(), metrics=_METRICS
         )
         self._waiting: dict[WaitingGroup, Group] = {}
-        self._machines: dict[str, PlannedMachine] = {}
+        self._machines: dict[str, LifecycleState] = {}
         self._held: dict[str, int] = {}
         self.idle_count = self.leased_count = self.dying_count = 0
         self.waiting_count = 0
@@ -90,8 +91,8 @@ class SimHost:
     def _put(self, machine_id: str, state: LifecycleState) -> None:
         old = self._machines.get(machine_id)
         if old is not None:
-            self._count(old.state, -1)
-        self._machines[machine_id] = PlannedMachine(machine_id=machine_id, state=state)
+            self._count(old, -1)
+        self._machines[machine_id] = state
         self._count(state, 1)
 
     def _count(self, state: LifecycleState, change: int) -> None:
@@ -175,7 +176,8 @@ class SimHost:
             return
         groups = list(self._queue)
         steps = plan(
-            self._machines.values(),
+            {machine_id: 0.0 for machine_id, state in self._machines.items() if state is LifecycleState.IDLE},
+            counts=Counter(self._machines.values()),
             reserved_count=0,
             waiting=[waiting.demand for waiting in groups],
             idle_target=self.capacity,

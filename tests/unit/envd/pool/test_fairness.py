@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envd.base.config import DEFAULT_RUN, RunShare
-from envd.pool.planner import Demand, KeptTurn, LifecycleState, Plan, PlannedMachine, RunShares, Turns, share_of
+from envd.pool.planner import Demand, KeptTurn, LifecycleState, Plan, RunShares, Turns, share_of
 from envd.pool.planner import plan as plan_pool
 
 CAPACITY = 8
@@ -39,10 +39,9 @@ def plan(
 ) -> Plan:
     """Plan for a pool whose machines are idle or leased, with an idle target of 0."""
     leased_count = sum((held or {}).values())
-    machines = [PlannedMachine(machine_id=f"idle-{i}", state=LifecycleState.IDLE) for i in range(idle_count)]
-    machines += [PlannedMachine(machine_id=f"leased-{i}", state=LifecycleState.LEASED) for i in range(leased_count)]
     return plan_pool(
-        machines,
+        {f"idle-{i}": 0.0 for i in range(idle_count)},
+        counts={LifecycleState.IDLE: idle_count, LifecycleState.LEASED: leased_count},
         reserved_count=0,
         waiting=waiting,
         idle_target=0,
@@ -233,10 +232,9 @@ def test_every_plan_keeps_the_rules_between_runs(
     held = Counter(leased)
     heads = heads_of(waiting, held, of)
     turn = None if passed_count is None or not heads else KeptTurn(index=heads[-1], passed_count=passed_count)
-    machines = [PlannedMachine(machine_id=f"i{i}", state=LifecycleState.IDLE) for i in range(idle_count)]
-    machines += [PlannedMachine(machine_id=f"l{i}", state=LifecycleState.LEASED) for i in range(len(leased))]
     steps = plan_pool(
-        machines,
+        {f"i{i}": 0.0 for i in range(idle_count)},
+        counts={LifecycleState.IDLE: idle_count, LifecycleState.LEASED: len(leased)},
         reserved_count=0,
         waiting=waiting,
         idle_target=0,
@@ -262,7 +260,7 @@ def test_every_plan_keeps_the_rules_between_runs(
 
     left = [index for index in range(len(waiting)) if index not in steps.admitted]
     idle_left = idle_count - sum(map(len, steps.machine_ids))
-    room = CAPACITY - len(machines) - sum(waiting[index].reserved for index in steps.admitted)
+    room = CAPACITY - idle_count - len(leased) - sum(waiting[index].reserved for index in steps.admitted)
     free = min(room, host_room - sum(waiting[index].reserved for index in steps.admitted))
     could_go = [
         index

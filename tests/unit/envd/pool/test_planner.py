@@ -1,5 +1,6 @@
 """The rules of `envd.pool.planner`: one row per rule, and all of them together under random load."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,14 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envd.pool.planner import Demand, LifecycleState, Plan, PlannedMachine, missing_count
+from envd.pool.planner import Demand, LifecycleState, Plan, missing_count
 from envd.pool.planner import plan as plan_pool
 
 CAPACITY = 4
+Machine = tuple[LifecycleState, str, float]
+"""State and id of a machine, and for how long it has been idle."""
 
 
 def plan(
-    *machines: PlannedMachine,
+    *machines: Machine,
     waiting: Sequence[int | Demand] = (),
     reserved_count: int = 0,
     idle_target: int = 1,
@@ -23,7 +26,8 @@ def plan(
     open_room: int | None = None,
 ) -> Plan:
     return plan_pool(
-        machines,
+        idle_of(machines),
+        counts=Counter(state for state, *_ in machines),
         reserved_count=reserved_count,
         waiting=[Demand(idle=group) if isinstance(group, int) else group for group in waiting],
         idle_target=idle_target,
@@ -35,12 +39,16 @@ def plan(
     )
 
 
-def idle(machine_id: str, idle_s: float = 0.0) -> PlannedMachine:
-    return PlannedMachine(machine_id=machine_id, state=LifecycleState.IDLE, idle_s=idle_s)
+def idle_of(machines: Sequence[Machine]) -> dict[str, float]:
+    return {machine_id: idle_s for state, machine_id, idle_s in machines if state is LifecycleState.IDLE}
 
 
-def in_state(state: LifecycleState, count: int) -> list[PlannedMachine]:
-    return [PlannedMachine(machine_id=f"{state.value}-{i}", state=state) for i in range(count)]
+def idle(machine_id: str, idle_s: float = 0.0) -> Machine:
+    return (LifecycleState.IDLE, machine_id, idle_s)
+
+
+def in_state(state: LifecycleState, count: int) -> list[Machine]:
+    return [(state, f"{state.value}-{i}", 0.0) for i in range(count)]
 
 
 STARTING, LEASED, DYING = LifecycleState.STARTING, LifecycleState.LEASED, LifecycleState.DYING
@@ -114,7 +122,7 @@ def test_leased_machines_are_missing_beyond_those_that_come(
         (in_state(LEASED, 4), {"waiting": [2], "idle_target": 2}, 0),
     ],
 )
-def test_machines_start(machines: list[PlannedMachine], options: dict[str, Any], start_count: int) -> None:
+def test_machines_start(machines: list[Machine], options: dict[str, Any], start_count: int) -> None:
     assert plan(*machines, **options).start_count == start_count
 
 
@@ -146,7 +154,7 @@ def test_machines_start(machines: list[PlannedMachine], options: dict[str, Any],
     ],
 )
 def test_groups_are_admitted(
-    machines: list[PlannedMachine], options: dict[str, Any], machine_ids: tuple[tuple[str, ...], ...]
+    machines: list[Machine], options: dict[str, Any], machine_ids: tuple[tuple[str, ...], ...]
 ) -> None:
     assert plan(*machines, **options).machine_ids == machine_ids
 
@@ -169,7 +177,7 @@ def test_groups_are_admitted(
     ],
 )
 def test_idle_machines_are_destroyed(
-    machines: list[PlannedMachine], options: dict[str, Any], destroyed: tuple[str, ...]
+    machines: list[Machine], options: dict[str, Any], destroyed: tuple[str, ...]
 ) -> None:
     assert plan(*machines, **options).destroy == destroyed
 
@@ -231,11 +239,11 @@ def test_every_plan_keeps_the_rules(
 ) -> None:
     capacity = 8
     reserved_count = min(reserved_count, capacity - len(states))
-    machines = [
-        PlannedMachine(machine_id=str(i), state=state, idle_s=float(age)) for i, (state, age) in enumerate(states)
-    ]
+    machines = [(state, str(i), float(age)) for i, (state, age) in enumerate(states)]
+    counts = Counter(state for state, _ in states)
     steps = plan_pool(
-        machines,
+        idle_of(machines),
+        counts=counts,
         reserved_count=reserved_count,
         waiting=waiting,
         idle_target=idle_target,
@@ -247,7 +255,7 @@ def test_every_plan_keeps_the_rules(
 
     used = [machine_id for group in steps.machine_ids for machine_id in group] + list(steps.destroy)
     assert len(used) == len(set(used)), "no machine appears twice"
-    assert all(machines[int(machine_id)].state is LifecycleState.IDLE for machine_id in used)
+    assert idle_of(machines).keys() >= set(used)
     admitted, queue = waiting[: len(steps.machine_ids)], waiting[len(steps.machine_ids) :]
     assert [len(group) for group in steps.machine_ids] == [group.idle for group in admitted], (
         "whole groups, in their order"
@@ -256,21 +264,21 @@ def test_every_plan_keeps_the_rules(
     reserved = sum(group.reserved for group in admitted)
     room = capacity - len(machines) - reserved_count - reserved
     free = min(room, host_room - reserved)
-    idle_count = sum(m.state is LifecycleState.IDLE for m in machines) - sum(map(len, steps.machine_ids))
+    idle_count = counts[LifecycleState.IDLE] - sum(map(len, steps.machine_ids))
     assert not queue or queue[0].idle > idle_count or queue[0].reserved > free, "a group that fits is admitted"
 
-    starting_count = sum(m.state is LifecycleState.STARTING for m in machines) + steps.start_count
+    starting_count = counts[STARTING] + steps.start_count
     assert steps.start_count >= 0
     assert steps.start_count == 0 or starting_count <= max_starting
     assert steps.start_count <= max(0, free), "never over capacity, never over memory"
     wanted = sum(group.idle for group in queue) + idle_target
     spared = sum(group.reserved for group in queue)
-    dying_count = sum(m.state is LifecycleState.DYING for m in machines) + len(steps.destroy)
+    dying_count = counts[DYING] + len(steps.destroy)
     assert (
         idle_count - len(steps.destroy) + starting_count >= wanted
         or steps.start_count == max(0, free)
         or starting_count >= max_starting
         or free - steps.start_count + dying_count <= spared
     ), "work-conserving: a machine starts unless none is wanted or allowed, or groups wait for the room"
-    evicted = [i for i in steps.destroy if machines[int(i)].idle_s < 60.0]
+    evicted = [i for i in steps.destroy if idle_of(machines)[i] < 60.0]
     assert not evicted or queue[0].reserved > free, "a young machine is destroyed only for a reservation"
