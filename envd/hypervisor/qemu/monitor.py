@@ -102,7 +102,7 @@ class Monitor:
                 if self._connection is None:
                     self._connection = await self._connect()
                 return await self._connection.execute(command, arguments, file=file, done_event=done_event)
-        except _CommandFailed as error:
+        except HypervisorError as error:
             raise HypervisorError(f"machine {self._machine_id}: QEMU rejected {command}: {error}") from error
         except (OSError, EOFError, ValueError) as error:
             self.close()
@@ -218,10 +218,6 @@ class Monitor:
             await asyncio.sleep(_POLL_S)
 
 
-class _CommandFailed(Exception):
-    """QEMU's response to a command is an error."""
-
-
 class _Connection(asyncio.Protocol):
     """One connection to a monitor, with at most one command in flight."""
 
@@ -267,7 +263,7 @@ class _Connection(asyncio.Protocol):
         A response that arrives after the event, or after the caller was cancelled, is ignored.
 
         Raises:
-            _CommandFailed: The response is an error.
+            HypervisorError: The response is an error.
             OSError, EOFError, ValueError: The connection has ended.
         """
         if self._end is not None:
@@ -297,7 +293,7 @@ class _Connection(asyncio.Protocol):
             return
         if message.get("id") == self._command_id:
             if error := message.get("error"):
-                self._done.set_exception(_CommandFailed(error.get("desc", error)))
+                self._done.set_exception(HypervisorError(error.get("desc", error)))
             else:
                 self._done.set_result(message.get("return"))
         elif message.get("event", "") == self._done_event != "" or (self._done is self.greeted and "QMP" in message):
