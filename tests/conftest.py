@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -162,6 +162,13 @@ def short_dir(desktop_image: Image) -> Iterator[Path]:
     assert desktop_image.name == "desktop"
     with _short_directory() as directory:
         yield directory
+
+
+@pytest.fixture
+def daemons() -> Iterator[ExitStack]:
+    """End the daemons that a test enters and does not end: last parameter, because their directory goes afterwards."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture(scope="module")

@@ -36,16 +36,6 @@ find "$home" -xdev "$@" -type f -size -4096k -print0 2>/dev/null | xargs -0 -r s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuestState:
-    """What a demonstration can change."""
-
-    files: Mapping[str, str]
-    """SHA-256 by path, of the files in the user's home that programs do not write by themselves."""
-    windows: frozenset[tuple[str, str]]
-    """Title and `instance.Class`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
     """A checker that the end of a demonstration satisfies and its start does not."""
 
@@ -57,8 +47,8 @@ class Proposal:
     """False for changes that are often a side effect, such as a window that was opened."""
 
 
-async def read_state(episode: AsyncEpisode) -> GuestState:
-    """Read the state of an episode's guest."""
+async def _read_files(episode: AsyncEpisode) -> Mapping[str, str]:
+    """Return SHA-256 by path, of the files in the user's home that programs do not write by themselves."""
     pruned = [word for path in _VOLATILE for word in ("-path", path, "-prune", "-o")]
     listed = await episode.run_command(["sh", "-c", _LIST, "list-files", HOME, *pruned])
     if len(listed.stdout) > _MAX_LIST_BYTES:
@@ -69,18 +59,22 @@ async def read_state(episode: AsyncEpisode) -> GuestState:
         # Names with LF or backslashes begin with a backslash; no checker can name them.
         if match := re.fullmatch(r"([0-9a-f]{64})  (.+)", line, re.DOTALL):
             files[match[2]] = match[1]
+    return files
+
+
+async def _read_windows(episode: AsyncEpisode) -> frozenset[tuple[str, str]]:
+    """Return title and `instance.Class` of each open window."""
     query = window_query(GuestOs.LINUX)
     windows = (await episode.run_command(query.argv, as_root=query.as_root)).stdout.decode(errors="replace")
-    return GuestState(files=files, windows=frozenset((each.title, each.wm_class) for each in parse_windows(windows)))
+    return frozenset((each.title, each.wm_class) for each in parse_windows(windows))
 
 
 async def propose(before: AsyncEpisode, after: AsyncEpisode) -> list[Proposal]:
     """Return proposals, the likely ones first; the last one says that nothing else may change."""
-    start, end = await asyncio.gather(read_state(before), read_state(after))
+    start, end = await asyncio.gather(_read_files(before), _read_files(after))
+    start_windows, end_windows = await asyncio.gather(_read_windows(before), _read_windows(after))
     found: list[Proposal] = []
-    changed = sorted(
-        path for path in start.files.keys() | end.files.keys() if start.files.get(path) != end.files.get(path)
-    )
+    changed = sorted(path for path in start.keys() | end.keys() if start.get(path) != end.get(path))
     for path in changed:
         found += await _about_file(path, start, end, before, after)
     found += [
@@ -89,7 +83,7 @@ async def propose(before: AsyncEpisode, after: AsyncEpisode) -> list[Proposal]:
             checker={"kind": "window", "window": {"title": f"^{re.escape(title)}$"}},
             is_likely=False,
         )
-        for title, _ in sorted(end.windows - start.windows)
+        for title, _ in sorted(end_windows - start_windows)
     ]
     found.sort(key=lambda proposal: not proposal.is_likely)
     if changed:
@@ -99,15 +93,15 @@ async def propose(before: AsyncEpisode, after: AsyncEpisode) -> list[Proposal]:
 
 
 async def _about_file(
-    path: str, start: GuestState, end: GuestState, before: AsyncEpisode, after: AsyncEpisode
+    path: str, start: Mapping[str, str], end: Mapping[str, str], before: AsyncEpisode, after: AsyncEpisode
 ) -> list[Proposal]:
-    if path not in end.files:
+    if path not in end:
         return [Proposal(what=f"{path} was deleted", checker={"kind": "file_absent", "path": path})]
-    what = f"{path} was {'changed' if path in start.files else 'created'}"
+    what = f"{path} was {'changed' if path in start else 'created'}"
     text = await _text(after, path)
     if text is None:
-        return [Proposal(what=what, checker={"kind": "file_bytes", "path": path, "sha256": end.files[path]})]
-    if PurePosixPath(path).suffix in _INI_SUFFIXES and path in start.files:
+        return [Proposal(what=what, checker={"kind": "file_bytes", "path": path, "sha256": end[path]})]
+    if PurePosixPath(path).suffix in _INI_SUFFIXES and path in start:
         old = await _text(before, path)
         if old is not None and (entries := _changed_entries(old, text)):
             return [

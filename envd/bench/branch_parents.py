@@ -6,7 +6,6 @@ from typing import Protocol
 
 from cuaenv.actions import Action, Move, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEpisode, View
-from envd.bench.default_tasks import EditorTask
 from envd.bench.report import Condition
 from envd.bench.session import BenchSession
 from envd.hypervisor.machine import GuestOs
@@ -47,9 +46,9 @@ class EditorParent:
 
     who = "an editor"
 
-    def __init__(self, task: EditorTask) -> None:
-        self.task_id = task.task_id
-        self._path = task.document
+    def __init__(self, task_id: str, document: str) -> None:
+        self.task_id = task_id
+        self._path = document
         self._saved = ""
         self._text = ""
 

@@ -9,19 +9,14 @@ from pydantic import BaseModel, TypeAdapter
 from envd.hypervisor.machine import GuestOs
 
 
-class EditorTask(BaseModel):
-    """A task whose desktop has one document open in an editor."""
-
-    task_id: str
-    document: str
-
-
 class DefaultTasks(BaseModel):
     """Tasks of one suite, by what they are played for."""
 
     demo: str
     without_setup: str
-    editor: EditorTask
+    editor: str
+    """A task whose desktop has `document` open in an editor."""
+    document: str
     settle: tuple[str, ...]
 
 

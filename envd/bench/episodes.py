@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from cuaenv.actions import Action, Done, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEpisode, StepResult
 from envd.authoring.playing import max_steps_of, play
 from envd.base.errors import ConfigError
-from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
+from envd.bench.episodes_peer import EVALUATE_PAUSE_S, RESET_PAUSE_S, PeerEpisode, PlayedEpisode, play_as_peer
 from envd.bench.report import BenchReport, Condition, figures_of, mib
 from envd.bench.session import BenchSession, Steps
 from envd.hypervisor.qemu.processes import memory_of
@@ -71,7 +71,8 @@ class EpisodesPlan:
     peer_episode_count: int
     """Number of the peer's episodes; rounded up to the same number for each of its environments."""
     think_s: float
-    pauses: PeerPauses
+    peer_step_pause_s: float
+    """Pause of the peer after each action."""
 
     @property
     def group_count(self) -> int:
@@ -138,7 +139,7 @@ async def measure_episodes(
     conditions = bench.conditions(
         concurrency=plan.concurrency,
         think_s=plan.think_s,
-        peer_pauses_s=list(asdict(plan.pauses).values()),
+        peer_pauses_s=[RESET_PAUSE_S, plan.peer_step_pause_s, EVALUATE_PAUSE_S],
         tasks=list(SCRIPTS),
     )
     ours, peer = Side(), Side()
@@ -205,7 +206,7 @@ async def _play_peer(
             python,
             episodes,
             think_s=plan.think_s,
-            pauses=plan.pauses,
+            step_pause_s=plan.peer_step_pause_s,
             on_episode=lambda: steps.done("playing the peer's"),
         )
 

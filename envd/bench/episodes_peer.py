@@ -20,15 +20,9 @@ from envd.hypervisor.machine import Machine
 
 _PROGRAM = Path(__file__).parent / "peer_program.py"
 _TAIL_CHARS = 600
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerPauses:
-    """Fixed pauses in seconds. The defaults are those of OSWorld's runner, and of `DesktopEnv.step`."""
-
-    pause_after_reset_s: float = 60.0
-    pause_after_step_s: float = 2.0
-    pause_before_evaluate_s: float = 20.0
+#: Fixed pauses of OSWorld's runner.
+RESET_PAUSE_S = 60.0
+EVALUATE_PAUSE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +55,13 @@ async def play_as_peer(
     episodes: Sequence[PeerEpisode],
     *,
     think_s: float,
-    pauses: PeerPauses,
+    step_pause_s: float,
     on_episode: Callable[[], None],
 ) -> list[PlayedEpisode]:
-    """Play episodes one after another in one `DesktopEnv`; its machines are destroyed afterwards."""
+    """Play episodes one after another in one `DesktopEnv`; its machines are destroyed afterwards.
+
+    `DesktopEnv.step` pauses for `step_pause_s` after each action.
+    """
     played: list[PlayedEpisode] = []
     machine: Machine | None = None
     spec = bench.template.spec
@@ -72,7 +69,9 @@ async def play_as_peer(
         "episodes": [asdict(episode) for episode in episodes],
         "screen_px": [spec.screen_width_px, spec.screen_height_px],
         "think_s": think_s,
-        **asdict(pauses),
+        "pause_after_reset_s": RESET_PAUSE_S,
+        "pause_after_step_s": step_pause_s,
+        "pause_before_evaluate_s": EVALUATE_PAUSE_S,
     }
     try:
         async with _peer(python) as (process, log):

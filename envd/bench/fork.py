@@ -3,7 +3,8 @@
 import asyncio
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from statistics import median
 
 from envd.base.aio import shielded
@@ -20,16 +21,8 @@ _RUN_S = 0.1
 _COMMANDS = {GuestOs.LINUX: ("/bin/sh", "-c", "exit 0"), GuestOs.WINDOWS: ("cmd.exe", "/c", "exit 0")}
 #: The memory target is for this load.
 _TARGET_MACHINES, _TARGET_MEMORY_MIB = 8, 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsedMemory:
-    """Memory of forks after each has answered a command, per machine, in bytes."""
-
-    pss_bytes: float
-    private_dirty_bytes: float
-    standby_pss_bytes: float
-    daemon_growth_bytes: float
+#: The figures of `memory_figures` if machines have no processes.
+NO_MEMORY: Mapping[str, Value] = dict.fromkeys(("marginal_pss_mib", "private_dirty_mib", "standby_pss_mib"))
 
 
 def step_count(repetitions: int) -> int:
@@ -137,8 +130,8 @@ async def _forks_per_min(bench: BenchSession, *, repetitions: int, concurrency: 
     return 60 * repetitions / (time.perf_counter() - begin_s)
 
 
-async def used_memory(bench: BenchSession, task_id: str) -> UsedMemory | None:
-    """Wake every machine of the pool, run one command in each, and measure them; None without processes."""
+async def used_memory(bench: BenchSession, task_id: str) -> Mapping[str, Value]:
+    """Wake every machine of the pool, run one command in each, and return the figures of their memory."""
     await bench.refilled()
     machine_count = bench.pool.settings.resident
     before = memory_of(os.getpid()) if bench.runs_guests else None
@@ -153,18 +146,29 @@ async def used_memory(bench: BenchSession, task_id: str) -> UsedMemory | None:
             if result.exit_code:
                 raise BenchFailed(f"episode {episode.episode_id}: {command} exited with {result.exit_code}")
         if before is None:
-            return None
+            return NO_MEMORY
         await bench.pool.measure_memory()
         status = bench.pool.statistics()
         if status.leased_count != machine_count or status.idle_count or status.starting_count:
             raise BenchFailed(f"{machine_count} machines are to be measured, and there are others: {status}")
         growth_bytes = memory_of(os.getpid()).pss_bytes - before.pss_bytes
-    return UsedMemory(
+    return memory_figures(
         pss_bytes=status.pss_bytes / machine_count,
         private_dirty_bytes=status.memory_bytes / machine_count,
         standby_pss_bytes=standby_bytes / machine_count,
         daemon_growth_bytes=growth_bytes / machine_count,
     )
+
+
+def memory_figures(
+    *, pss_bytes: float, private_dirty_bytes: float, standby_pss_bytes: float, daemon_growth_bytes: float
+) -> dict[str, Value]:
+    """Return the figures of the memory of forks after each has answered a command. Pure; takes bytes per machine."""
+    return {
+        "marginal_pss_mib": mib(pss_bytes + daemon_growth_bytes),
+        "private_dirty_mib": mib(private_dirty_bytes),
+        "standby_pss_mib": mib(standby_pss_bytes),
+    }
 
 
 def fork_report(
@@ -177,7 +181,7 @@ def fork_report(
     resume_ms: list[float],
     pause_ms: list[float],
     forks_per_min: tuple[float, float],
-    memory: UsedMemory | None,
+    memory: Mapping[str, Value],
 ) -> BenchReport:
     samples = {
         "acquire_ms": acquire_ms,
@@ -193,9 +197,7 @@ def fork_report(
         "cold_boot_over_acquire": 1000 * cold_boot_s / median(acquire_ms),
         "forks_per_min_1": forks_per_min[0],
         "forks_per_min_2": forks_per_min[1],
-        "marginal_pss_mib": mib(memory.pss_bytes + memory.daemon_growth_bytes) if memory else None,
-        "private_dirty_mib": mib(memory.private_dirty_bytes) if memory else None,
-        "standby_pss_mib": mib(memory.standby_pss_bytes) if memory else None,
+        **memory,
     }
     return BenchReport(
         benchmark="fork",

@@ -51,24 +51,17 @@ async def _processes(module: str, inputs: Sequence[str]) -> AsyncIterator[list[C
             await asyncio.gather(*(child.process.wait() for child in children))
 
 
-class Daemons:
-    """The daemons under load, made by `daemon_processes`."""
-
-    def __init__(self, children: Sequence[Child], ready: Sequence[dict[str, Any]]) -> None:
-        self._children = children
-        self.addresses: tuple[str, ...] = tuple(each["address"] for each in ready)
-        self.conditions: dict[str, object] = ready[0]["conditions"]
-        """Description of the host and of the machines."""
-
-    async def measured(self) -> tuple[float, list[float]]:
-        """Return the CPU time in s of all of them and the delays of their event loops in ms, since the last call."""
-        found = await asyncio.gather(*map(_ask, self._children))
-        return sum(each["cpu_s"] for each in found), [lag_ms for each in found for lag_ms in each["lags_ms"]]
-
-
 @asynccontextmanager
-async def daemon_processes(configs: Sequence[Config], *, on_progress: Callable[[str], None]) -> AsyncIterator[Daemons]:
-    """Start a daemon for each configuration and wait until their machines are ready. Raises: BenchFailed."""
+async def daemon_processes(
+    configs: Sequence[Config], *, on_progress: Callable[[str], None]
+) -> AsyncIterator[tuple[Sequence[Child], tuple[str, ...], dict[str, object]]]:
+    """Start a daemon for each configuration and wait until their machines are ready.
+
+    Yields the processes, their addresses, and a description of the host and of the machines.
+
+    Raises:
+        BenchFailed: One ended.
+    """
 
     async def ready(child: Child) -> dict[str, Any]:
         while "stage" in (message := await _receive(child)):
@@ -76,7 +69,14 @@ async def daemon_processes(configs: Sequence[Config], *, on_progress: Callable[[
         return message
 
     async with _processes(_DAEMON_PROGRAM, [config.model_dump_json() for config in configs]) as children:
-        yield Daemons(children, await asyncio.gather(*map(ready, children)))
+        found = await asyncio.gather(*map(ready, children))
+        yield children, tuple(each["address"] for each in found), found[0]["conditions"]
+
+
+async def daemons_load(daemons: Sequence[Child]) -> tuple[float, list[float]]:
+    """Return the CPU time in s of all daemons and the delays of their event loops in ms, since the last call."""
+    found = await asyncio.gather(*map(_ask, daemons))
+    return sum(each["cpu_s"] for each in found), [lag_ms for each in found for lag_ms in each["lags_ms"]]
 
 
 async def opened_count(clients: Sequence[Child]) -> int:

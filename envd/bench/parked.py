@@ -22,7 +22,6 @@ from cuaenv.actions import Action, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEpisode, Checkpoint, EnvError, View
 from envd.base.config import Config
 from envd.bench.branch_parents import STEP_TIMEOUT
-from envd.bench.default_tasks import EditorTask
 from envd.bench.episodes import tree_cpu_s
 from envd.bench.report import BenchReport, Condition, exempt_without_guests, figures_of, mib, percentile
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
@@ -38,7 +37,9 @@ _SAVE = (PressKeys(["ctrl", "s"]), Wait(timedelta(seconds=1)))
 class ParkedPlan:
     """The load."""
 
-    task: EditorTask
+    task: str
+    """Its desktop has `document` open in an editor."""
+    document: str
     episode_count: int
     resident_count: int
     """Machines in memory."""
@@ -88,10 +89,10 @@ async def measure_parked(settings: Config, plan: ParkedPlan, *, steps: Steps) ->
     in_memory_plan = replace(plan, episode_count=plan.resident_count, think_s=think_s)
     own = bench_config(settings, standby_count=2, capacity=capacity + 2, resident=plan.resident_count + 2)
     async with open_bench(own, steps=steps) as bench:
-        conditions = bench.conditions(**{**asdict(plan), "task": plan.task.task_id})
+        conditions = bench.conditions(**{name: value for name, value in asdict(plan).items() if name != "document"})
         steps.begin("opening an editor")
-        async with bench.client.reset(plan.task.task_id, timeout=_OPEN_TIMEOUT) as editor:
-            text = (await editor.read_file(plan.task.document)).decode()
+        async with bench.client.reset(plan.task, timeout=_OPEN_TIMEOUT) as editor:
+            text = (await editor.read_file(plan.document)).decode()
             # An emulated guest takes seconds to open an editor, and a tenth of that to continue from there.
             opened = await editor.checkpoint()
         try:
@@ -239,7 +240,7 @@ async def _type(
         await step(TypeText(word))
         text += word
     await step(*_SAVE)
-    found = (await episode.read_file(plan.task.document)).decode()
+    found = (await episode.read_file(plan.document)).decode()
     # Editors end the last line.
     if found.rstrip("\n") == text.rstrip("\n"):
         played.correct_count += 1

@@ -7,7 +7,7 @@ import textwrap
 from typing import Any
 
 from envd.base.config import Config
-from envd.bench.load import daemon_processes, load_processes, opened_count, part, run_phase
+from envd.bench.load import daemon_processes, daemons_load, load_processes, opened_count, part, run_phase
 from envd.bench.load_client import MAX_STEPS, LoadPlan, LoadResult, echo_server
 from envd.bench.report import BenchReport, Condition, figures_of, percentile
 from envd.bench.session import Steps, bench_config
@@ -49,9 +49,9 @@ async def measure_scale(
     process_count = -(-daemon_count // _DAEMONS_PER_LOAD_PROCESS)
     steps.begin("starting")
     starting = daemon_processes(configs, on_progress=lambda stage: steps.begin(textwrap.shorten(stage, 200)))
-    async with echo_server() as echo_address, starting as daemons:
+    async with echo_server() as echo_address, starting as (daemons, addresses, described):
         plan = LoadPlan(
-            addresses=daemons.addresses,
+            addresses=addresses,
             echo_address=echo_address,
             task_id=_TASK,
             pool=next(iter(configs[0].pools)),
@@ -63,14 +63,14 @@ async def measure_scale(
             steps.begin("opening episodes")
             episode_count = await opened_count(clients)
             steps.done("stepping")
-            await daemons.measured()
+            await daemons_load(daemons)
             stepped = await run_phase(clients)
-            server_cpu_s, lags_ms = await daemons.measured()
+            server_cpu_s, lags_ms = await daemons_load(daemons)
             steps.done("calling an echo")
             bare = await run_phase(clients)
             steps.done("closing episodes")
     conditions: dict[str, Any] = {
-        **daemons.conditions,
+        **described,
         "daemon_count": daemon_count,
         "machine_count": machine_count,
         "duration_s": duration_s,

@@ -13,7 +13,6 @@ from envd.base.errors import ConfigError
 from envd.bench import branch, checkpoint, episodes, fork, host_report, parked, scale, settle, step
 from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
-from envd.bench.episodes_peer import PeerPauses
 from envd.bench.plot import write_plots
 from envd.bench.report import BenchReport, compared
 from envd.bench.session import Steps, bench_config, open_bench
@@ -115,7 +114,8 @@ async def bench_branch(
     settings, task_id = _task_without_setup(settings, image)
     own = bench_config(settings, standby_count=branch.TARGET_GROUP_SIZE, capacity=_BRANCH_CAPACITY, image=image)
     async with open_bench(own, steps=steps) as session:
-        parent: BranchParent = EditorParent(_default_tasks(settings).editor)
+        tasks = _default_tasks(settings)
+        parent: BranchParent = EditorParent(tasks.editor, tasks.document)
         if image not in {"", DEFAULT_IMAGE}:
             parent = WritingParent(task_id, session.template.spec.image.os)
         return await branch.measure_branch(
@@ -138,7 +138,7 @@ async def bench_checkpoint(
         return await checkpoint.measure_checkpoints(
             session,
             light_task_id=tasks.without_setup,
-            parent=EditorParent(tasks.editor),
+            parent=EditorParent(tasks.editor, tasks.document),
             repetitions=repetitions,
             depth=depth,
             steps=steps,
@@ -157,8 +157,10 @@ async def bench_parked(
     price_per_hour: Price = 0.0,
 ) -> BenchReport:
     """Measure the steps of more open episodes than machines; fail unless every document has what was typed."""
+    tasks = _default_tasks(settings)
     plan = parked.ParkedPlan(
-        task=_default_tasks(settings).editor,
+        task=tasks.editor,
+        document=tasks.document,
         episode_count=episodes,
         resident_count=resident,
         step_count=steps,
@@ -220,7 +222,7 @@ async def bench_episodes(
         episode_count=episode_count,
         peer_episode_count=peer_episode_count,
         think_s=think,
-        pauses=PeerPauses(pause_after_step_s=peer_step_pause),
+        peer_step_pause_s=peer_step_pause,
     )
     steps = Steps(report, plan.step_count)
     if oracles:
@@ -253,7 +255,7 @@ async def bench_step(
     against: Against = "",  # noqa: ARG001 -- the decorator's
 ) -> BenchReport:
     """Measure the overhead of a step beyond input and settling, and the same actions performed as peers do."""
-    task = load_tasks(settings).get(_default_tasks(settings).editor.task_id)
+    task = load_tasks(settings).get(_default_tasks(settings).editor)
     steps = Steps(report, step.step_count(repetitions, peer_repetitions))
     # The peers' machine is the one that replaces the leased standby machine.
     own = bench_config(settings, standby_count=1, capacity=2 + others)

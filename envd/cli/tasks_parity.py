@@ -19,7 +19,7 @@ from envd.authoring.results import PlayResults
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.bench.episodes import require_osworld
-from envd.bench.parity_peer import DesktopEnvSide
+from envd.bench.parity_peer import play_side_in_desktop_env
 from envd.cli.command import command
 from envd.cli.own_daemon import own_daemon_options, run_until_signal, with_hypervisor
 from envd.cli.remote import RemoteDaemon, TlsCa, TlsCert, TlsKey
@@ -110,15 +110,18 @@ def parity_command(
             if unscored:
                 most = max(map(len, scripts.values()))
                 # DesktopEnv boots machines of its own, so the pool only makes the template.
-                task_count = parallel_count if side.desktop_env is None else 1
+                task_count = parallel_count if side.osworld is None else 1
                 own = side.config and parity_config(
                     side.config, parallel_count=task_count, script_count=most, image=side_image
                 )
                 remote = RemoteDaemon(envd=side.target, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
-                if side.desktop_env is not None and own is not None:
-                    playing = side.desktop_env.play(
+                if side.osworld is not None and own is not None:
+                    python, tasks = side.osworld
+                    playing = play_side_in_desktop_env(
                         own,
                         unscored,
+                        python=python,
+                        tasks=tasks,
                         side=side.name,
                         screens=screens,
                         parallel_count=parallel_count,
@@ -150,7 +153,8 @@ class _Side:
     target: str
     config: Config | None
     """Settings of the daemon that the command starts; None for a running one."""
-    desktop_env: DesktopEnvSide | None = None
+    osworld: tuple[Path, Path] | None = None
+    """OSWorld's Python and directory of tasks if its DesktopEnv plays this side."""
 
     def digest(self, task: Task, script: ParityScript, *, image: str) -> str:
         """Return the digest (16 hex digits) of what is played. A running daemon has the checkers of its own release."""
@@ -172,9 +176,8 @@ def _side_of(settings: Config, name: SideName, target: str, wanted: Sequence[str
         )
     if others := [each for each in wanted if not each.startswith("osworld")]:
         raise ConfigError(f"--{name} {DESKTOP_ENV}: task {others[0]} is not OSWorld's; name tasks osworld/ID")
-    python, tasks = require_osworld(settings.cache_dir)
-    desktop_env = DesktopEnvSide(python=python, tasks=tasks)
-    return _Side(name=name, target=target, config=with_suites(settings, wanted), desktop_env=desktop_env)
+    osworld = require_osworld(settings.cache_dir)
+    return _Side(name=name, target=target, config=with_suites(settings, wanted), osworld=osworld)
 
 
 def _trajectories_of(task: Task, recorded: Mapping[str, Sequence[ParityScript]]) -> Sequence[ParityScript]:

@@ -46,7 +46,7 @@ from envd.episodes.recovery import PersistedState, load_persisted
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeStatus
 from envd.hypervisor.backends import backend_of, open_hypervisor
-from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor, Machine
+from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor, LeftoverKind, Machine
 from envd.images.catalogue import ImageCatalogue
 from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE
@@ -318,6 +318,9 @@ async def open_episodes(
         run(lag.run(), "loop-lag")
         run(service.checkpoints.keep_swept(Clock()), "checkpoints")
         await service.recover(machines.persisted, machines.adopted)
+        for kind in LeftoverKind:
+            # Prometheus sees no increase in a series that begins at 1.
+            metrics.leftovers.labels(kind=kind.value)
         audit = Audit(
             sources=[machines.hypervisor, *stray_rows(store, machines.pools, has_episode=service.journal.is_tracked)],
             interval_s=config.limits.audit_interval_s,

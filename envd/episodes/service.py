@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from envd.base.aio import Changes
 from envd.base.clock import Clock, LoopLag, wait_until
 from envd.base.config import LimitsConfig
-from envd.base.store.store import NullStore, Store
+from envd.base.store.store import Store
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.automatic import AutomaticCheckpointing
 from envd.episodes.checkpointing import Checkpointing
@@ -90,7 +90,7 @@ class EpisodeService:
         """Bounds of its episodes."""
         self._metrics = metrics or Metrics()
         self._clock = clock or Clock()
-        self.journal = Journal(store or NullStore(), clock=self._clock)
+        self.journal = Journal(store or Store(), clock=self._clock)
         """Persists its episodes."""
         self._registry = EpisodeRegistry(clock=self._clock, metrics=self._metrics, journal=self.journal)
         self.events = self._registry.events

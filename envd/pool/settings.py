@@ -6,7 +6,7 @@ from pydantic import Field
 
 from envd.base.clock import Clock
 from envd.base.config import PoolConfig
-from envd.base.store.store import NullStore, Store
+from envd.base.store.store import Store
 from envd.base.telemetry.metrics import Metrics
 from envd.hypervisor.machine import DiskImage, Hypervisor, MachineSpec
 from envd.pool.planner import RunShares
@@ -67,5 +67,5 @@ class PoolHost:
     metrics: Metrics = field(default_factory=Metrics)
     """Counts admissions and refusals; by default not exported."""
     clock: Clock = field(default_factory=Clock)
-    store: Store = field(default_factory=NullStore)
+    store: Store = field(default_factory=Store)
     """Database for the machines; by default none."""

@@ -5,6 +5,7 @@ import os
 import signal
 import sqlite3
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,10 @@ from envd.base.errors import GuestUnresponsive
 from envd.base.store.store import FILE_NAME
 from envd.bench.branch import TimedBranch, branch_report, measure_branch
 from envd.bench.branch_parents import WritingParent, check_branch
-from envd.bench.fork import UsedMemory, fork_report
+from envd.bench.fork import NO_MEMORY, fork_report, memory_figures
 from envd.bench.load import load_processes, opened_count, run_phase
 from envd.bench.load_client import LoadPlan, LoadResult, echo_server
-from envd.bench.report import BenchReport, Condition, Figure, percentile
+from envd.bench.report import BenchReport, Condition, Figure, Value, percentile
 from envd.bench.scale import scale_configs, scale_report
 from envd.bench.scale_daemon import LAG_INTERVAL_S
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
@@ -53,7 +54,7 @@ def results(report: BenchReport) -> dict[str, float | None]:
     return {figure.name: figure.value for figure in report.figures}
 
 
-def fork_found(conditions: dict[str, object], *, memory: UsedMemory | None = None) -> BenchReport:
+def fork_found(conditions: dict[str, object], *, memory: Mapping[str, Value] = NO_MEMORY) -> BenchReport:
     return fork_report(
         conditions,
         cold_boot_s=40.0,
@@ -101,7 +102,7 @@ def test_a_target_is_met_missed_or_does_not_apply() -> None:
 
 
 def test_forks_are_compared_by_medians_and_memory_includes_the_growth_of_the_daemon() -> None:
-    memory = UsedMemory(
+    memory = memory_figures(
         pss_bytes=140.0 * MIB,
         private_dirty_bytes=90.0 * MIB,
         standby_pss_bytes=50.0 * MIB,
@@ -115,7 +116,7 @@ def test_forks_are_compared_by_medians_and_memory_includes_the_growth_of_the_dae
 
 
 def test_targets_do_not_apply_to_other_loads() -> None:
-    memory = UsedMemory(pss_bytes=MIB, private_dirty_bytes=MIB, standby_pss_bytes=MIB, daemon_growth_bytes=0)
+    memory = memory_figures(pss_bytes=MIB, private_dirty_bytes=MIB, standby_pss_bytes=MIB, daemon_growth_bytes=0)
     four = {target.name: target for target in fork_found({**REAL, "machines": 4}, memory=memory).targets}
     assert four["marginal_pss_mib"].exempt == "machines is 4, not 8"
     assert set(verdicts(fork_found(FAKE)).values()) == {None}

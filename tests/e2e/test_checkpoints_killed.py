@@ -39,7 +39,6 @@ class Host:
         if images is not None:
             (self.cache_dir / "images").symlink_to(images)
         self._config = CONFIG.format(hypervisor=hypervisor)
-        self.start()
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +85,7 @@ def play(host: Host, task: str, *, seed: int, points: int, settle: Settle | None
     length = 2 * points + _NEXT
     plan, stops = plan_of(rng, length), sorted(rng.sample(range(1, 2 * points), points))
     options: dict[str, Any] = {"settle": settle, "timeout": _START, "max_steps": 100}
+    host.start()
     with EnvClient(host.address) as client:
         with client.reset(task, **options) as twin:
             frames = [twin.step(action).observation.frame_id for action in plan]

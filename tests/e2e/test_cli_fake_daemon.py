@@ -53,6 +53,8 @@ def test_an_episode_on_a_served_pool_appears_in_the_metrics(daemon: ServedDaemon
     assert 'envd_step_duration_seconds_count{phase="total",pool="desktop"} 2.0' in series
     assert 'envd_episodes_ended_total{pool="desktop",run="other",state="terminated"} 1.0' in series
     assert 'envd_rpc_duration_seconds_count{code="OK",method="Evaluate"} 1.0' in series
+    # EnvdLeak fires for an increase, also of the first one.
+    assert 'envd_leftovers_total{kind="process"} 0.0' in series
     assert daemon.end() == 0
     assert daemon.lines[-1] == "stopped; nothing is left running\n"
 

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -258,10 +258,12 @@ def libvirtd(short_dir: Path) -> Iterator[Libvirtd]:
     libvirtd.close()
 
 
-def test_restarting_libvirtd_ends_no_episode(short_dir: Path, template_dir: Path, libvirtd: Libvirtd) -> None:
+def test_restarting_libvirtd_ends_no_episode(
+    short_dir: Path, template_dir: Path, libvirtd: Libvirtd, daemons: ExitStack
+) -> None:
     state_dir = short_dir / "s"
     config = CONFIG.format(template_dir=template_dir) + f'uri = "{libvirtd.uri}"\n'
-    served = ServedDaemon(state_dir, config)
+    served = daemons.enter_context(ServedDaemon(state_dir, config))
     address = served.wait_for(r"listening on (\S+)")
 
     def machine_of(episode: AsyncEpisode) -> str:
@@ -306,9 +308,6 @@ def test_restarting_libvirtd_ends_no_episode(short_dir: Path, template_dir: Path
             with pytest.raises(MachineLost):
                 await doomed.step(Move(100, 100), timeout=LONG_TIMEOUT)
 
-    try:
-        asyncio.run(run())
-    finally:
-        status = served.end()
-    assert status == 0
+    asyncio.run(run())
+    assert served.end() == 0
     assert daemon_leftovers(state_dir) == []

@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -90,9 +91,9 @@ def suite(module_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def address(state_dir: Path, template_dir: Path, suite: Path) -> Iterator[str]:
-    served = ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir, suite=suite))
-    yield served.wait_for(r"listening on (\S+)")
-    assert served.end() == 0
+    with ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir, suite=suite)) as served:
+        yield served.wait_for(r"listening on (\S+)")
+        assert served.end() == 0
     assert machine_leftovers(state_dir) == []
     assert list((state_dir / "captures").glob("*")) == []
 
@@ -292,7 +293,9 @@ def test_a_pool_of_16_serves_16_episodes_at_once(address: str) -> None:
     assert asyncio.run(run()) == [f"episode {number}" for number in range(16)]
 
 
-def test_a_damaged_template_is_reported_and_a_new_one_booted(module_dir: Path, template_dir: Path, suite: Path) -> None:
+def test_a_damaged_template_is_reported_and_a_new_one_booted(
+    module_dir: Path, template_dir: Path, suite: Path, daemons: ExitStack
+) -> None:
     """Needs the template used or made by this module's daemon."""
     copy = module_dir / "t"
     key = max(template_dir.glob("*/snapshot.json"), key=lambda path: path.stat().st_mtime).parent.name
@@ -301,7 +304,7 @@ def test_a_damaged_template_is_reported_and_a_new_one_booted(module_dir: Path, t
     manifest = copy / key / "snapshot.json"
     (copy / "memory.ram").write_bytes(b"\1" * 4096)
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "memory_path": str(copy / "memory.ram")}))
-    served = ServedDaemon(module_dir / "c", CONFIG.format(template_dir=copy, suite=suite))
+    served = daemons.enter_context(ServedDaemon(module_dir / "c", CONFIG.format(template_dir=copy, suite=suite)))
     served.wait_for(r"pool desktop: (preparing) the template")
     deadline_s = time.monotonic() + 60
     while "the stored template is not usable" not in (log := served.log_file.read_text()):

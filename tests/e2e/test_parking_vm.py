@@ -65,11 +65,11 @@ def wait_until_parked(client: EnvClient, episode: Episode) -> None:
 
 
 def test_a_second_parking_writes_only_what_has_changed_and_survives_a_kill(
-    short_dir: Path, template_dir: Path, listen: str
+    short_dir: Path, template_dir: Path, listen: str, daemons: ExitStack
 ) -> None:
     state_dir = short_dir / "s"
     config = CONFIG.format(template_dir=template_dir)
-    first = ServedDaemon(state_dir, config, listen=listen)
+    first = daemons.enter_context(ServedDaemon(state_dir, config, listen=listen))
     first.wait_for(r"listening on (\S+)", timeout_s=300)
     with ExitStack() as stack:
         client = stack.enter_context(EnvClient(listen))
@@ -94,7 +94,7 @@ def test_a_second_parking_writes_only_what_has_changed_and_survives_a_kill(
         assert {path.name for path in state.glob("changes*")} == {"changes1.zst", "changes2.zst"}
         assert (state / "memory.zst").stat().st_nlink == 1, "its machine is gone"
         first.end(signal.SIGKILL)
-        second = ServedDaemon(state_dir, config, listen=listen)
+        second = daemons.enter_context(ServedDaemon(state_dir, config, listen=listen))
         second.wait_for(r"listening on (\S+)", timeout_s=300)
         with pytest.raises(MachineLost):
             other.step(Click(1, 1))

@@ -42,13 +42,13 @@ def libvirtd(short_dir: Path) -> Iterator[Libvirtd]:
 
 
 def test_episodes_and_branches_continue_under_the_next_daemon(
-    short_dir: Path, template_dir: Path, libvirtd: Libvirtd
+    short_dir: Path, template_dir: Path, libvirtd: Libvirtd, daemons: ExitStack
 ) -> None:
     state_dir = short_dir / "s"
     with socket.create_server(("127.0.0.1", 0)) as free:
         listen = f"127.0.0.1:{free.getsockname()[1]}"
     config = CONFIG.format(template_dir=template_dir, uri=libvirtd.uri)
-    first = ServedDaemon(state_dir, config, listen=listen)
+    first = daemons.enter_context(ServedDaemon(state_dir, config, listen=listen))
     first.wait_for(r"listening on (\S+)")
     with ExitStack() as stack:
         client = stack.enter_context(EnvClient(listen))
@@ -58,7 +58,7 @@ def test_episodes_and_branches_continue_under_the_next_daemon(
         (branch,) = stack.enter_context(client.fork(parent, count=1))
         first.end(signal.SIGKILL)
 
-        second = ServedDaemon(state_dir, config, listen=listen)
+        second = daemons.enter_context(ServedDaemon(state_dir, config, listen=listen))
         second.wait_for(r"listening on (\S+)", timeout_s=300)
         branch.step(TypeText("desktop!"), SAVE)
         (late,) = stack.enter_context(client.fork(branch, count=1))

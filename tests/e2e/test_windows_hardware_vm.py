@@ -122,11 +122,11 @@ def test_a_checkpoint_has_tpm_and_uefi_variables_in_a_rollback_and_under_a_later
 
 
 def test_a_group_with_a_setup_and_its_branches_have_tpms_of_their_own_which_end_with_a_killed_daemon(
-    state_dir: Path, config: str
+    state_dir: Path, config: str, daemons: ExitStack
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         listen = f"127.0.0.1:{free.getsockname()[1]}"
-    first = ServedDaemon(state_dir, config, listen=listen)
+    first = daemons.enter_context(ServedDaemon(state_dir, config, listen=listen))
     first.wait_for(r"listening on (\S+)")
     with (
         EnvClient(listen) as client,
@@ -146,7 +146,7 @@ def test_a_group_with_a_setup_and_its_branches_have_tpms_of_their_own_which_end_
             killed = set(tpm_processes(owner))
             assert len(killed) >= len(episodes)
             first.end(signal.SIGKILL)
-            second = ServedDaemon(state_dir, config, listen=listen)
+            second = daemons.enter_context(ServedDaemon(state_dir, config, listen=listen))
             second.wait_for(r"listening on (\S+)", timeout_s=300)
             assert killed.isdisjoint(tpm_processes(owner))
     assert second.end() == 0

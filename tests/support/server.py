@@ -18,7 +18,7 @@ from envd import drawn
 from envd.api.server import ApiServer, read_token_table
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
-from envd.base.store.store import NullStore, SqliteStore
+from envd.base.store.store import SqliteStore, Store
 from envd.base.telemetry.metrics import Metrics
 from envd.desktop.desktop import Desktop
 from envd.desktop.session import GuestPauses
@@ -159,12 +159,12 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         hypervisor = FaultyHypervisor(faults=chosen.faults, host=chosen.host)
         stack.push_async_callback(hypervisor.close)
         clock = chosen.clock or Clock()
-        persisted = await load_persisted(store or NullStore(), clock=clock, pools=["fake"], tasks=tasks)
+        persisted = await load_persisted(store or Store(), clock=clock, pools=["fake"], tasks=tasks)
         machines = await hypervisor.adopt(persisted.machine_ids)
         reaped = await hypervisor.reap()
-        await unregister_all(store or NullStore(), adopted=machines, reaped=reaped)
+        await unregister_all(store or Store(), adopted=machines, reaped=reaped)
         settings = chosen.pool_settings()
-        pool_host = PoolHost(hypervisor=hypervisor, room=chosen.room, store=store or NullStore())
+        pool_host = PoolHost(hypervisor=hypervisor, room=chosen.room, store=store or Store())
         pool = Pool(settings, image=fake_image(), host=pool_host, make_desktop=partial(Desktop, pauses=QUICK_PAUSES))
         metrics = Metrics()
         security = chosen.security or SecurityConfig()

@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from envd.base.errors import ConfigError, StoreError
 from envd.base.store.upgrades import UPGRADES
@@ -169,31 +169,20 @@ _APPLICATION_ID = 0x656E7664
 _REMEDIES = {sqlite3.SQLITE_FULL: "free space on its disk", sqlite3.SQLITE_IOERR: "check its disk, which may be full"}
 
 
-class Store(Protocol):
-    """A database of episodes, responses and machines."""
+class Store:
+    """A database of episodes, responses and machines. This one keeps nothing, `SqliteStore` keeps them in a file."""
 
-    def commit(self, *statements: Statement) -> "asyncio.Future[None]":
+    def commit(self, *statements: Statement) -> "asyncio.Future[None]":  # noqa: ARG002 -- kept by `SqliteStore`
         """Write; the future is done after the commit. Raises: StoreError, here or there: nothing was written."""
-
-    def write_soon(self, *statements: Statement) -> None:
-        """Write without waiting; a failure is logged, and the next audit repairs it."""
-
-    async def rows(self, kind: type[Row]) -> list[Row]:
-        """Return a table after all earlier calls have applied. Raises: StoreError."""
-
-
-class NullStore:
-    """Keeps nothing: for a service that need not survive its process."""
-
-    def commit(self, *statements: Statement) -> "asyncio.Future[None]":  # noqa: ARG002 -- the protocol's
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
 
     def write_soon(self, *statements: Statement) -> None:
-        """See `Store`."""
+        """Write without waiting; a failure is logged, and the next audit repairs it."""
 
-    async def rows(self, kind: type[Row]) -> list[Row]:  # noqa: ARG002 -- the protocol's
+    async def rows(self, kind: type[Row]) -> list[Row]:  # noqa: ARG002 -- kept by `SqliteStore`
+        """Return a table after all earlier calls have applied. Raises: StoreError."""
         return []
 
 
@@ -208,7 +197,7 @@ class _Job:
     error: StoreError | None = None
 
 
-class SqliteStore:
+class SqliteStore(Store):
     """The database of one state directory; see `Store`. Belongs to the event loop that created it."""
 
     def __init__(

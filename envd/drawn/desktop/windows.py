@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from envd.drawn.desktop.canvas import CELL_HEIGHT_PX, CELL_WIDTH_PX, Canvas, Colour, Rect, Words, picture_of
 from envd.drawn.desktop.keyboard import KeyPress
@@ -300,19 +299,6 @@ class EditorWindow(DrawnWindow):
             self._damage(self.title_bar)
 
 
-class _ControlsLayout(NamedTuple):
-    button: Rect
-    label: Rect
-    checkbox: Rect
-
-
-@functools.lru_cache(maxsize=64)
-def _controls_layout(window: Rect) -> _ControlsLayout:
-    button = Rect(window.x + 16, window.y + TITLE_HEIGHT_PX + 16, 90, 32)
-    label = Rect(window.x + 16, button.bottom + 10, window.w - 32, CELL_HEIGHT_PX)
-    return _ControlsLayout(button, label, Rect(window.x + 16, label.bottom + 14, 96, CELL_HEIGHT_PX))
-
-
 class ControlsWindow(DrawnWindow):
     """A button that counts its clicks, and a checkbox. Tab moves the focus; space and Enter activate."""
 
@@ -325,35 +311,42 @@ class ControlsWindow(DrawnWindow):
         self._focused = "Count"
 
     @property
-    def _layout(self) -> "_ControlsLayout":
-        return _controls_layout(self.rect)
+    def _button(self) -> Rect:
+        return Rect(self.rect.x + 16, self.rect.y + TITLE_HEIGHT_PX + 16, 90, 32)
+
+    @property
+    def _label(self) -> Rect:
+        return Rect(self.rect.x + 16, self._button.bottom + 10, self.rect.w - 32, CELL_HEIGHT_PX)
+
+    @property
+    def _checkbox(self) -> Rect:
+        return Rect(self.rect.x + 16, self._label.bottom + 14, 96, CELL_HEIGHT_PX)
 
     def buttons(self) -> dict[str, Rect]:
-        return {**super().buttons(), "Count": self._layout.button, "Enabled": self._layout.checkbox}
+        return {**super().buttons(), "Count": self._button, "Enabled": self._checkbox}
 
     def elements(self) -> list[DrawnElement]:
         focus = {name: ("focused",) if name == self._focused else () for name in ("Count", "Enabled")}
         checked = ("checked",) if self.is_checked else ()
-        button, label, checkbox = self._layout
         return [
             *super().elements(),
-            DrawnElement(name="Count", role="push-button", rect=button, states=focus["Count"]),
-            DrawnElement(name="Clicks", role="label", rect=label, text=f"Clicks: {self.click_count}"),
-            DrawnElement(name="Enabled", role="check-box", rect=checkbox, states=focus["Enabled"] + checked),
+            DrawnElement(name="Count", role="push-button", rect=self._button, states=focus["Count"]),
+            DrawnElement(name="Clicks", role="label", rect=self._label, text=f"Clicks: {self.click_count}"),
+            DrawnElement(name="Enabled", role="check-box", rect=self._checkbox, states=focus["Enabled"] + checked),
         ]
 
     def focus_rects(self) -> list[Rect]:
-        return [self.title_bar, self._layout.button, self._layout.checkbox]
+        return [self.title_bar, self._button, self._checkbox]
 
     def activate(self, name: str) -> None:
         if name == "Count":
             self.click_count += 1
             self._files[CLICKS_PATH] = b"%d\n" % self.click_count
-            self._damage(self._layout.label)
+            self._damage(self._label)
         elif name == "Enabled":
             self.is_checked = not self.is_checked
             self._files[CHECKBOX_PATH] = b"on\n" if self.is_checked else b"off\n"
-            self._damage(self._layout.checkbox)
+            self._damage(self._checkbox)
         super().activate(name)
 
     def press(self, x: int, y: int) -> None:
@@ -369,8 +362,8 @@ class ControlsWindow(DrawnWindow):
 
     def draw_body(self, canvas: Canvas, *, active: bool) -> None:
         focused = self._focused if active else ""
-        button, label, box = self._layout
-        draw_button(canvas, button, "Count", pressed=self.armed == "Count", focused=focused == "Count")
+        label, box = self._label, self._checkbox
+        draw_button(canvas, self._button, "Count", pressed=self.armed == "Count", focused=focused == "Count")
         if canvas.shows(label):
             canvas.text(label.x, label.y, f"Clicks: {self.click_count}", ink=INK, paper=FACE)
         if canvas.shows(box):
@@ -384,5 +377,5 @@ class ControlsWindow(DrawnWindow):
     def _focus(self, name: str) -> None:
         if name != self._focused:
             self._focused = name
-            for rect in (self._layout.button, self._layout.checkbox):
+            for rect in (self._button, self._checkbox):
                 self._damage(rect)

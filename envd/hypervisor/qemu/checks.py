@@ -53,9 +53,10 @@ async def check_kvm(config: Config) -> HostCheck:
         name="kvm",
         status=Status.FAIL if required else Status.WARN,
         detail=f"{detail}; machines run under TCG, which is slow",
-        fix="sudo usermod -aG kvm $USER, and log in again"
+        fix="sudo usermod -aG kvm $USER, and log in again; where /dev/kvm is not of that group:"
+        " sudo chgrp kvm /dev/kvm; sudo chmod 660 /dev/kvm"
         if joins_group
-        else "use a host with working virtualisation; only speed is affected",
+        else "serve containers at native speed (--hypervisor oci:), or use a host with working virtualisation",
     )
 
 

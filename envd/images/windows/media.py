@@ -111,16 +111,10 @@ def open_disc(path: Path) -> Iterator[Disc]:
         iso.close()
 
 
-@dataclass(frozen=True, slots=True)
-class BootPatch:
-    """Bytes of an ISO file to replace, so that its boot catalogue names the boot image without a prompt."""
+def no_prompt_patch(disc: Disc) -> tuple[int, bytes]:
+    """Return the change that makes firmware start an ISO without waiting for a key: an offset and the bytes for it.
 
-    offset: int
-    data: bytes
-
-
-def no_prompt_patch(disc: Disc) -> BootPatch:
-    """Return the change that makes firmware start an ISO without waiting for a key.
+    With them the boot catalogue names the boot image without a prompt.
 
     Raises:
         ImageError: The ISO does not boot with UEFI, or it has no such boot image.
@@ -138,7 +132,7 @@ def no_prompt_patch(disc: Disc) -> BootPatch:
             if entry is not None:
                 # The load address is at byte 8 of an entry (El Torito 1.0, figure 5).
                 offset = catalogue * SECTOR_BYTES + entry + 8
-                return BootPatch(offset, struct.pack("<I", disc.sector(path)))
+                return offset, struct.pack("<I", disc.sector(path))
     raise ImageError(f"ISO {disc.path}: not bootable with UEFI; use an unmodified 64-bit ISO from Microsoft")
 
 
@@ -298,16 +292,8 @@ def _edition(image: etree._Element) -> Edition:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverFiles:
-    """Paths in a virtio-win ISO."""
-
-    drivers: Mapping[str, tuple[str, ...]]
-    agent: str
-
-
-def find_guest_files(disc: Disc, release: Release) -> DriverFiles:
-    """Return the drivers for a release of Windows, and the guest agent.
+def find_guest_files(disc: Disc, release: Release) -> tuple[Mapping[str, tuple[str, ...]], str]:
+    """Return the files of each driver for a release of Windows, and the guest agent: paths in a virtio-win ISO.
 
     Raises:
         ImageError: One is missing; the message lists all that are.
@@ -329,13 +315,11 @@ def find_guest_files(disc: Disc, release: Release) -> DriverFiles:
             "Fedora project (virtio-win-pkg-scripts)"
         )
     # Symbols are for debuggers only.
-    return DriverFiles(
-        drivers={
-            name: tuple(file for file in files if PurePosixPath(file).suffix.lower() != ".pdb")
-            for name, files in drivers.items()
-        },
-        agent=agent,
-    )
+    without_symbols = {
+        name: tuple(file for file in files if PurePosixPath(file).suffix.lower() != ".pdb")
+        for name, files in drivers.items()
+    }
+    return without_symbols, agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

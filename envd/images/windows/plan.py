@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 from base64 import b64encode
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from io import BytesIO
@@ -29,9 +30,7 @@ from envd.images.catalogue import file_sha256
 from envd.images.windows.media import (
     LOGON_DRIVERS,
     SETUP_DRIVERS,
-    BootPatch,
     Disc,
-    DriverFiles,
     Edition,
     Progress,
     choose_edition,
@@ -100,8 +99,13 @@ class BuildPlan:
     options: WindowsOptions
     """The options, with all defaults filled in."""
     edition: Edition
-    patch: BootPatch
-    guest_files: DriverFiles
+    patch_offset: int
+    patch: bytes
+    """Replaces the bytes of the ISO at the offset; see `no_prompt_patch`."""
+    drivers: Mapping[str, tuple[str, ...]]
+    """Paths in the virtio-win ISO, by driver."""
+    agent: str
+    """Path in the virtio-win ISO."""
     programs: tuple[Program, ...]
 
     def digest(self, report: Progress) -> str:
@@ -128,14 +132,16 @@ def plan_build(options: WindowsOptions, *, directory: Path) -> BuildPlan:
     with open_disc(options.iso) as disc:
         edition = choose_edition(editions_of(disc), options.edition)
         release = edition.release
-        patch = no_prompt_patch(disc)
-    with open_disc(options.virtio_win) as drivers:
-        guest_files = find_guest_files(drivers, release)
+        patch_offset, patch = no_prompt_patch(disc)
+    with open_disc(options.virtio_win) as disc:
+        drivers, agent = find_guest_files(disc, release)
     plan = BuildPlan(
         options=_checked(options, edition),
         edition=edition,
+        patch_offset=patch_offset,
         patch=patch,
-        guest_files=guest_files,
+        drivers=drivers,
+        agent=agent,
         programs=tuple(parse_program(program) for program in options.programs),
     )
     _check_space(options, edition, directory)
@@ -265,22 +271,23 @@ def write_answer_disc(
     path: Path,
     *,
     answers: bytes,
-    guest_files: DriverFiles,
-    drivers: Disc,
+    virtio_win: Disc,
+    drivers: Mapping[str, tuple[str, ...]],
+    agent: str,
     is_server: bool,
     programs: tuple[Program, ...],
 ) -> None:
-    """Write the answer disc."""
+    """Write the answer disc; `drivers` and `agent` are paths in `virtio_win`."""
     tree: dict[str, bytes | Path] = {ANSWER_FILE: answers}
     manifest = {"drivers": list(LOGON_DRIVERS), "is_server": is_server, "programs": _programs(programs, tree)}
     tree[f"{GUEST_DIRECTORY}/manifest.json"] = json.dumps(manifest, indent=2).encode()
     for name, data in guest_scripts().items():
         tree[f"{GUEST_DIRECTORY}/{name}"] = data
-    tree[f"{GUEST_DIRECTORY}/{PurePosixPath(guest_files.agent).name}"] = _read(drivers, guest_files.agent)
-    for driver, paths in guest_files.drivers.items():
+    tree[f"{GUEST_DIRECTORY}/{PurePosixPath(agent).name}"] = _read(virtio_win, agent)
+    for driver, paths in drivers.items():
         parent = SETUP_DRIVER_DIRECTORY if driver in SETUP_DRIVERS else f"{GUEST_DIRECTORY}/drivers"
         for file in paths:
-            tree[f"{parent}/{driver}/{PurePosixPath(file).name}"] = _read(drivers, file)
+            tree[f"{parent}/{driver}/{PurePosixPath(file).name}"] = _read(virtio_win, file)
     _write_iso(path, tree)
 
 
@@ -336,7 +343,7 @@ class Media:
         """Return what the machine boots from: the empty disk, then the discs."""
         return DiskImage(
             name="windows-setup",
-            digest=plan.patch.data.hex(),
+            digest=plan.patch.hex(),
             disk=self.disk,
             os=GuestOs.WINDOWS,
             hardware=Hardware.WINDOWS,
@@ -359,13 +366,14 @@ def write_media(plan: BuildPlan, directory: Path) -> Media:
     answers = answer_file(plan.options, plan.edition, password=secrets.token_urlsafe(_PASSWORD_BYTES))
     media.answers.touch(mode=0o600)
     media.answers.write_bytes(answers)
-    write_boot_disc(media.boot_disc, plan.options.iso, plan.patch)
-    with open_disc(plan.options.virtio_win) as drivers:
+    write_boot_disc(media.boot_disc, plan.options.iso, offset=plan.patch_offset, patch=plan.patch)
+    with open_disc(plan.options.virtio_win) as virtio_win:
         write_answer_disc(
             media.answer_disc,
             answers=answers,
-            guest_files=plan.guest_files,
-            drivers=drivers,
+            virtio_win=virtio_win,
+            drivers=plan.drivers,
+            agent=plan.agent,
             is_server=plan.edition.release.is_server,
             programs=plan.programs,
         )
@@ -378,17 +386,17 @@ def qemu_img(*arguments: str) -> None:
     run_tool(["qemu-img", *arguments], what=f"disk: qemu-img {arguments[0]}", error=ImageError)
 
 
-def write_boot_disc(path: Path, iso: Path, patch: BootPatch) -> None:
+def write_boot_disc(path: Path, iso: Path, *, offset: int, patch: bytes) -> None:
     """Write the Windows ISO with another entry in its boot catalogue, as an overlay of a few KiB on top of the ISO.
 
     Windows' ISOs wait for a key before they boot, and return to the firmware without one. They also have a boot image
     that does not wait. The overlay names that one; the ISO file stays as it is.
     """
     data = path.with_name("patch")
-    data.write_bytes(patch.data)
+    data.write_bytes(patch)
     _run("qemu-img", "create", "-q", "-f", "qcow2", "-b", str(iso.resolve()), "-F", "raw", path.name, cwd=path.parent)
     # qemu-io splits its commands at spaces, so they must not contain our paths.
-    command = f"write -q -s {data.name} {patch.offset} {len(patch.data)}"
+    command = f"write -q -s {data.name} {offset} {len(patch)}"
     _run("qemu-io", "-f", "qcow2", "-c", command, path.name, cwd=path.parent)
     data.unlink()
 

@@ -76,13 +76,13 @@ async def _step(
     request: web.Request, caller: TokenHolder[ArealSession], *, action: str, pause: float = 0.0
 ) -> web.Response:
     with _episode(request, caller) as episode:
-        acted = await act(episode, action, pause_s=pause)
+        observation, error = await act(episode, action, pause_s=pause)
         return json_response(
             {
-                "obs": _shown(episode, acted.observation),
+                "obs": _shown(episode, observation),
                 "reward": 0.0,
                 "done": episode.state is not State.ACTIVE,
-                "info": {"error": acted.error} if acted.error else {},
+                "info": {"error": error} if error else {},
             }
         )
 

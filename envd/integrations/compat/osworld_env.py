@@ -1,7 +1,7 @@
 """What two protocols share with OSWorld's `DesktopEnv`: its settings, its task files, and its actions as text."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from cuaenv.actions import Action
 from cuaenv.agent_text.pyautogui_calls import parse_action
@@ -133,18 +133,11 @@ def shown(episode: AsyncEpisode, observation: Observation, *, screenshot: str) -
     }
 
 
-class Acted(NamedTuple):
-    """The result of an action in an agent's own words."""
-
-    observation: Observation
-    error: str
-    """The agent's mistake; empty if there is none."""
-
-
-async def act(episode: AsyncEpisode, text: str, *, pause_s: float) -> Acted:
+async def act(episode: AsyncEpisode, text: str, *, pause_s: float) -> tuple[Observation, str]:
     """Perform an action in OSWorld's form: pyautogui calls with literal arguments, or WAIT, DONE or FAIL.
 
-    Text that is neither is the agent's mistake: nothing is performed, and the episode continues.
+    Returns what the screen then shows, and the agent's mistake, empty if there is none. Text that is no action is such
+    a mistake: nothing is performed, and the episode continues.
 
     Args:
         text: The action; it is parsed and never executed.
@@ -167,12 +160,12 @@ async def act(episode: AsyncEpisode, text: str, *, pause_s: float) -> Acted:
                 code="FAILED_PRECONDITION",
                 reason="EPISODE_ENDED",
             ) from mistake
-        return Acted(await episode.observe(refresh=True), f"invalid action: {mistake}")
+        return await episode.observe(refresh=True), f"invalid action: {mistake}"
     return await perform(episode, actions)
 
 
-async def perform(episode: AsyncEpisode, actions: list[Action]) -> Acted:
-    """Perform actions as one step. Raises: see `AsyncEpisode.step`."""
+async def perform(episode: AsyncEpisode, actions: list[Action]) -> tuple[Observation, str]:
+    """Perform actions as one step; returns as `act`. Raises: see `AsyncEpisode.step`."""
     # To its end, also if the client leaves: its next step must know how many there were.
     result = await shielded(episode.step(*actions))
-    return Acted(result.observation, "; ".join(result.errors))
+    return result.observation, "; ".join(result.errors)

@@ -44,14 +44,14 @@ async def _step(
     _request: web.Request, caller: TokenHolder[ProtocolSession], *, episode_id: str, action: str, pause: float = 2.0
 ) -> web.Response:
     with caller.using_episode(episode_id) as episode:
-        acted = await act(episode, action, pause_s=pause)
+        observation, error = await act(episode, action, pause_s=pause)
         return json_response(
             {
-                **_shown(episode, acted.observation),
+                **_shown(episode, observation),
                 "reward": 0.0,
                 "done": episode.state is not State.ACTIVE,
                 "step": episode.step_count,
-                "info": {"error": acted.error} if acted.error else {},
+                "info": {"error": error} if error else {},
             }
         )
 

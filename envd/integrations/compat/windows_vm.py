@@ -153,7 +153,8 @@ async def _is_alive(request: web.Request, caller: TokenHolder[ProtocolSession]) 
 async def _perform(request: web.Request, caller: TokenHolder[ProtocolSession], actions: list[Action]) -> str:
     """Perform actions as one step; return the guest's objection, or an empty text."""
     with caller.using_episode(_id(request)) as episode:
-        return (await perform(episode, actions)).error
+        _, error = await perform(episode, actions)
+    return error
 
 
 def _chord(text: str, field: str) -> Action:

@@ -58,17 +58,6 @@ class RecordedExchange:
     """Where the response's record begins in the file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedResponse:
-    """A recorded response."""
-
-    status: int
-    phrase: str
-    headers: Headers
-    body: bytes
-    time_s: float
-
-
 def cookies_of(header: str) -> frozenset[str]:
     """Return the cookies in a request's `Cookie` header, as `name=value`."""
     return frozenset(filter(None, (part.strip() for part in header.split(";"))))
@@ -96,17 +85,12 @@ class WebRecording:
             candidates, key=lambda entry: 2 * len(entry.cookies & cookies) - len(entry.cookies - cookies), default=None
         )
 
-    def read(self, entry: RecordedExchange) -> RecordedResponse:
+    def read(self, entry: RecordedExchange) -> tuple[str, Headers, bytes]:
+        """Return the phrase of a response's status, its headers and its body."""
         self._file.seek(entry.offset)
         record = next(iter(ArchiveIterator(self._file)))
         phrase = record.http_headers.statusline.partition(" ")[2]
-        return RecordedResponse(
-            status=entry.status,
-            phrase=phrase,
-            headers=record.http_headers.headers,
-            body=_content(record),
-            time_s=entry.time_s,
-        )
+        return phrase, record.http_headers.headers, _content(record)
 
 
 def records(

@@ -189,14 +189,14 @@ class _Exchanges:
             self._report("not_recorded", flow)
             text = f"{request.method} {request.url} was not recorded."
             return _page(504, f"Not in the web recording {self._name}", text)
-        found = recording.read(entry)
-        response = http.Response.make(found.status, found.body, ())
-        response.reason = found.phrase
-        response.headers = http.Headers([(n.encode("latin-1"), v.encode("latin-1")) for n, v in found.headers])
-        if found.body:
-            response.headers["content-length"] = str(len(found.body))
+        phrase, headers, body = recording.read(entry)
+        response = http.Response.make(entry.status, body, ())
+        response.reason = phrase
+        response.headers = http.Headers([(n.encode("latin-1"), v.encode("latin-1")) for n, v in headers])
+        if body:
+            response.headers["content-length"] = str(len(body))
         # Cookies and pages that had not expired then have not expired now.
-        response.timestamp_start = found.time_s
+        response.timestamp_start = entry.time_s
         response.refresh(time.time())
         self._report("replayed", flow)
         return response

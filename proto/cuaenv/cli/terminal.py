@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import select
 import shutil
 import sys
 import time
@@ -115,6 +116,8 @@ def reports_errors(
                 err.print("[bold red]interrupted[/]")
                 raise typer.Exit(EXIT_INTERRUPTED) from None
             except (*expected, *usage_errors) as error:
+                if isinstance(error, BrokenPipeError) and _lost_its_reader():
+                    raise  # typer ends the command without a message
                 err.print(f"[bold red]error:[/] {escape(message_of(error))}", soft_wrap=True)
                 if kwargs.get("as_json"):
                     emit_json({"error": {"reason": reason_of(error), "message": message_of(error)}})
@@ -123,6 +126,13 @@ def reports_errors(
         return wrapper
 
     return decorate
+
+
+def _lost_its_reader() -> bool:
+    """Return whether standard output is a pipe whose reader, such as `head`, has ended."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 @contextmanager

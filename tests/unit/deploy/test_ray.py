@@ -2,7 +2,7 @@
 
 import configparser
 import json
-import re
+import shlex
 from pathlib import Path
 
 import yaml
@@ -17,9 +17,9 @@ def test_the_unit_offers_slots_and_no_cpus_and_leaves_the_daemon_to_its_own_unit
     unit.optionxform = str  # type: ignore[assignment]
     unit.read(DEPLOY / "ray/envd-host.service")
     command = unit["Service"]["ExecStart"]
-    offered = re.search(r"--resources=(\{.*?\})", command)
-    assert offered is not None
-    assert capacities_of(json.loads(offered[1])) == {"desktop": 48}
+    # systemd splits and unquotes as a shell does.
+    (offered,) = [each for each in shlex.split(command) if each.startswith("--resources=")]
+    assert capacities_of(json.loads(offered.removeprefix("--resources="))) == {"desktop": 48}
     assert "--num-cpus=0" in command
     assert (DEPLOY / "systemd" / unit["Unit"]["After"].split()[-1]).exists()
 

@@ -117,14 +117,6 @@ class Context:
             raise RuntimeError(message)
 
 
-class MetricScore(NamedTuple):
-    """The score of one metric."""
-
-    name: str
-    score: float
-    evidence: str
-
-
 def set_up(
     context: Context, steps: Sequence[tuple[int, Mapping[str, Any]]], *, on_step: Callable[[int], None]
 ) -> dict[str, object]:
@@ -151,17 +143,18 @@ def evaluate(context: Context, tools: OsworldModules, evaluator: Mapping[str, An
     is_list = isinstance(evaluator["func"], list)
     names: list[str] = evaluator["func"] if is_list else [evaluator["func"]]
     conjunction = evaluator.get("conj", "and")
-    parts: list[MetricScore] = []
+    parts: list[list[object]] = []
+    scores: list[float] = []
     for index, name in enumerate(names):
         result, expected, options = (
             _item(evaluator, key, index, is_list=is_list) for key in ("result", "expected", "options")
         )
-        part = _measure(context, tools, name, result=result, expected=expected, options=options or {})
-        parts.append(part)
-        if (conjunction == "and" and part.score == 0.0) or (conjunction == "or" and part.score == 1.0):
-            return _result(part.score, parts)
-    scores = [part.score for part in parts]
-    return _result(sum(scores) / len(scores) if conjunction == "and" else max(scores), parts)
+        score, evidence = _measure(context, tools, name, result=result, expected=expected, options=options or {})
+        parts.append([name, score, evidence])
+        if (conjunction == "and" and score == 0.0) or (conjunction == "or" and score == 1.0):
+            return {"score": score, "parts": parts}
+        scores.append(score)
+    return {"score": sum(scores) / len(scores) if conjunction == "and" else max(scores), "parts": parts}
 
 
 def _item(evaluator: Mapping[str, Any], key: str, index: int, *, is_list: bool) -> Any:
@@ -174,7 +167,8 @@ def _item(evaluator: Mapping[str, Any], key: str, index: int, *, is_list: bool) 
 
 def _measure(
     context: Context, tools: OsworldModules, name: str, *, result: Any, expected: Any, options: Mapping[str, Any]
-) -> MetricScore:
+) -> tuple[float, str]:
+    """Return the score of one metric, and the evidence for it. Raises: JobError."""
     metric = getattr(tools.metrics, name, None)
     if metric is None:
         raise JobError(f"OSWorld has no metric {name!r}")
@@ -193,12 +187,12 @@ def _measure(
         raise
     except FileNotFoundError as error:
         _require_responses(context, name)
-        return MetricScore(name, 0.0, f"a file is missing: {error}"[:_MAX_QUOTED_CHARS])
+        return 0.0, f"a file is missing: {error}"[:_MAX_QUOTED_CHARS]
     except Exception as error:
         _require_responses(context, name)
         # OSWorld's getters and metrics raise errors when results are missing.
         if context.traffic.absent:
-            return MetricScore(name, 0.0, f"missing in the guest: {context.traffic.absent}"[:_MAX_QUOTED_CHARS])
+            return 0.0, f"missing in the guest: {context.traffic.absent}"[:_MAX_QUOTED_CHARS]
         raise JobError(f"{name} raised an error: {_described(error)}") from error
     _require_responses(context, name)
     if not isinstance(score, bool | int | float) and not hasattr(score, "__float__"):
@@ -207,7 +201,7 @@ def _measure(
     if math.isnan(number) or not 0.0 <= number <= 1.0:
         raise JobError(f"{name} returned {number}, which is not in [0, 1]")
     shown = repr(arguments[0])
-    return MetricScore(name, number, (f"missing in the guest: {absent}" if absent else shown)[:_MAX_QUOTED_CHARS])
+    return number, (f"missing in the guest: {absent}" if absent else shown)[:_MAX_QUOTED_CHARS]
 
 
 def _get(context: Context, tools: OsworldModules, config: Mapping[str, Any] | None) -> Any:
@@ -222,10 +216,6 @@ def _get(context: Context, tools: OsworldModules, config: Mapping[str, Any] | No
 def _require_responses(context: Context, name: str) -> None:
     if context.traffic.broken:
         raise JobError(f"{name}: the guest did not answer a request completely: {context.traffic.broken}")
-
-
-def _result(score: float, parts: Sequence[MetricScore]) -> dict[str, object]:
-    return {"score": score, "parts": [[part.name, part.score, part.evidence] for part in parts]}
 
 
 def _described(error: BaseException) -> str:

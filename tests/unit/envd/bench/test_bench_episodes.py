@@ -14,6 +14,7 @@ from envd.authoring.parity.playing import PlannedScript, PlayedScript, parity_co
 from envd.authoring.parity.scripts import ParityScript
 from envd.base.config_sources import load
 from envd.base.errors import ConfigError
+from envd.bench import episodes_peer, parity_peer
 from envd.bench.episodes import (
     EpisodesPlan,
     Side,
@@ -24,15 +25,14 @@ from envd.bench.episodes import (
     tree_cpu_s,
     tree_pss_bytes,
 )
-from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
-from envd.bench.parity_peer import DesktopEnvSide
+from envd.bench.episodes_peer import PeerEpisode, PlayedEpisode, play_as_peer
+from envd.bench.parity_peer import play_side_in_desktop_env
 from envd.bench.report import BenchFailed
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
 from envd.cli.own_daemon import run_until_signal
 from envd.tasks.model import Task
 from tests.support.command import run_envd
 
-NO_PAUSES = PeerPauses(pause_after_reset_s=0, pause_after_step_s=0, pause_before_evaluate_s=0)
 #: The part of OSWorld's `DesktopEnv` that the program uses. Every screenshot is another one; the third action crashes.
 DESKTOP_ENV = """
 import types, urllib.request
@@ -77,6 +77,13 @@ class DesktopEnv:
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes_peer, "RESET_PAUSE_S", 0.0)
+    monkeypatch.setattr(episodes_peer, "EVALUATE_PAUSE_S", 0.0)
+    monkeypatch.setattr(parity_peer, "STEP_PAUSE_S", 0.0)
+
+
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
     """Return a program that runs Python with the stand-in, whatever its first argument."""
@@ -100,7 +107,7 @@ def play(tmp_path: Path, python: Path, episodes: list[PeerEpisode]) -> tuple[lis
         async with open_bench(bench_config(settings, standby_count=1, capacity=1), steps=steps) as bench:
             try:
                 return await play_as_peer(
-                    bench, python, episodes, think_s=0, pauses=NO_PAUSES, on_episode=lambda: reported.append(None)
+                    bench, python, episodes, think_s=0, step_pause_s=0, on_episode=lambda: reported.append(None)
                 )
             finally:
                 assert machine_ids(bench) == [record for record in machine_ids(bench) if "bench-" not in record]
@@ -141,9 +148,17 @@ def test_osworlds_environment_is_a_side_of_a_comparison(tmp_path: Path, python: 
     config = parity_config(settings, parallel_count=1, script_count=1)
     screens = tmp_path / "screens"
     results: list[PlayedScript] = []
-    peer = DesktopEnvSide(python=python, tasks=tmp_path, pauses=NO_PAUSES)
     run_until_signal(
-        peer.play(config, planned, side="right", screens=screens, parallel_count=2, on_result=results.append)
+        play_side_in_desktop_env(
+            config,
+            planned,
+            python=python,
+            tasks=tmp_path,
+            side="right",
+            screens=screens,
+            parallel_count=2,
+            on_result=results.append,
+        )
     )
     nothing, crashed = sorted(results, key=lambda each: each.script)
     assert (crashed.side, crashed.score, crashed.screens) == ("right", None, ())
@@ -175,7 +190,7 @@ def test_an_unsolved_episode_fails_the_run(ours: float, peer: float) -> None:
 
 
 def test_episodes_are_rounded_up_to_whole_groups() -> None:
-    plan = EpisodesPlan(concurrency=4, episode_count=9, peer_episode_count=1, think_s=2.0, pauses=NO_PAUSES)
+    plan = EpisodesPlan(concurrency=4, episode_count=9, peer_episode_count=1, think_s=2.0, peer_step_pause_s=2.0)
     assert (plan.group_count, plan.peer_turn_count, plan.step_count) == (3, 1, 16)
 
 

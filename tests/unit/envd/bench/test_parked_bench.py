@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 
-from envd.bench.default_tasks import EditorTask
 from envd.bench.parked import ParkedPlan, host_figures
 
 PLAN = ParkedPlan(
-    task=EditorTask(task_id="desktop/note", document="/note.txt"),
+    task="desktop/note",
+    document="/note.txt",
     episode_count=100,
     resident_count=10,
     step_count=4,

@@ -1,5 +1,11 @@
 """Output of envd's commands, and how they fail."""
 
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import typer
 from rich.table import Table
@@ -46,3 +52,21 @@ def test_lines_that_other_programs_read_are_not_padded(capsys: pytest.CaptureFix
     table.add_row("b", "a longer one")
     terminal.out.print(table)
     assert capsys.readouterr().out == "task  instruction\na     short\nb     a longer one\n"
+
+
+def test_a_reader_that_has_enough_ends_a_command_without_a_message(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "envd", "certs", str(tmp_path / "certs")]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_lost_connection_is_an_error_while_the_output_is_read(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as caught:
+        command(error=BrokenPipeError(errno.EPIPE, "Broken pipe"))
+    assert capfd.readouterr().err == "error: [Errno 32] Broken pipe\n"
+    assert caught.value.exit_code == terminal.EXIT_FAILED

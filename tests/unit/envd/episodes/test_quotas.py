@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envd.base.errors import GroupTooLarge, TokenQuotaReached
-from envd.base.store.store import NullStore
+from envd.base.store.store import Store
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.journal import Journal
 from envd.episodes.registry import EpisodeRegistry
@@ -22,7 +22,7 @@ class Registry(EpisodeRegistry):
 
     def __init__(self, held: Counter[str]) -> None:
         clock = ManualClock()
-        super().__init__(clock=clock, metrics=Metrics(), journal=Journal(NullStore(), clock=clock))
+        super().__init__(clock=clock, metrics=Metrics(), journal=Journal(Store(), clock=clock))
         self.held = held
 
     def machine_count(self, owner: str) -> int:

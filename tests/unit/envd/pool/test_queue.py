@@ -363,7 +363,7 @@ def test_the_interval_of_returns(times_s: list[float], now_s: float, interval_s:
     ("times_s", "machine_count", "start_s", "retry_after_s"),
     [
         pytest.param([], 4, 2.0, 4.0, id="no return yet: a start each"),
-        pytest.param([30.0], 8, 2.0, 6.0, id="one return is no rate"),
+        pytest.param([30.0], 8, 2.0, 6.0, id="one return has no rate"),
         pytest.param([0.0, 10.0, 20.0, 30.0], 3, 2.0, 32.0, id="the rate of returns"),
         pytest.param([0.0, 30.0], 50, 2.0, 120.0, id="at most 2 minutes"),
         pytest.param([30.0] * 9, 1, 0.0, 1.0, id="at least a second"),

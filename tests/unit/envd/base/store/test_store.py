@@ -19,9 +19,9 @@ from envd.base.store.store import (
     SCHEMA_VERSION,
     AnswerRow,
     MachineRow,
-    NullStore,
     SqliteStore,
     Statement,
+    Store,
     delete_episode,
     delete_machine,
     upsert,
@@ -360,8 +360,8 @@ async def test_a_missing_directory_is_a_configuration_error(tmp_path: Path) -> N
         SqliteStore(tmp_path / "nowhere" / "envd.db")
 
 
-async def test_a_null_store_keeps_nothing() -> None:
-    null = NullStore()
+async def test_a_store_without_a_file_keeps_nothing() -> None:
+    null = Store()
     await null.commit(upsert(machine("one")))
     null.write_soon(upsert(machine("one")))
     assert await null.rows(MachineRow) == []

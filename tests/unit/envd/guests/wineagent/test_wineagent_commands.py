@@ -29,7 +29,7 @@ async def test_a_file_that_does_not_exist_is_absent_as_on_windows(world: World, 
     assert await world.agent.read_file(path) is None
 
 
-async def test_a_directory_is_no_file_and_parent_directories_stay_on_the_drive(world: World) -> None:
+async def test_a_directory_is_not_a_file_and_parent_directories_stay_on_the_drive(world: World) -> None:
     with pytest.raises(GuestError, match="Access is denied"):
         await world.agent.read_file("C:\\Users")
     await world.agent.write_file("C:\\..\\..\\escaped.txt", b"x")

@@ -91,18 +91,18 @@ def test_a_missing_iso_or_driver_is_an_error(tmp_path: Path) -> None:
 def test_the_boot_disc_boots_the_image_without_a_prompt_and_leaves_the_iso(tmp_path: Path, windows_iso: Path) -> None:
     before = windows_iso.read_bytes()
     with open_disc(windows_iso) as disc:
-        patch = no_prompt_patch(disc)
+        offset, patch = no_prompt_patch(disc)
         prompt, no_prompt = disc.sector(f"/{PROMPT_IMAGE}"), disc.sector(f"/{NO_PROMPT_IMAGE}")
-    assert int.from_bytes(before[patch.offset : patch.offset + 4], "little") == prompt
+    assert int.from_bytes(before[offset : offset + 4], "little") == prompt
     overlay = tmp_path / "a directory" / "boot.qcow2"
     overlay.parent.mkdir()
-    write_boot_disc(overlay, windows_iso, patch)
+    write_boot_disc(overlay, windows_iso, offset=offset, patch=patch)
     assert [file.name for file in overlay.parent.iterdir()] == ["boot.qcow2"]
     raw = tmp_path / "boot.raw"
     subprocess.run(["qemu-img", "convert", "-O", "raw", str(overlay), str(raw)], check=True)
     after = raw.read_bytes()
-    assert int.from_bytes(after[patch.offset : patch.offset + 4], "little") == no_prompt
-    assert after[: patch.offset] + before[patch.offset : patch.offset + 4] + after[patch.offset + 4 :] == before
+    assert int.from_bytes(after[offset : offset + 4], "little") == no_prompt
+    assert after[:offset] + before[offset : offset + 4] + after[offset + 4 :] == before
     assert windows_iso.read_bytes() == before
 
 
@@ -121,22 +121,24 @@ def test_an_iso_without_a_boot_image_is_an_error(tmp_path: Path, boot_images: di
 
 def test_drivers_are_those_of_the_release_without_symbols(virtio_iso: Path) -> None:
     with open_disc(virtio_iso) as disc:
-        found = find_guest_files(disc, Release.SERVER_2025)
-    assert found.agent == "/guest-agent/qemu-ga-x86_64.msi"
-    assert set(found.drivers) == {"vioscsi", "NetKVM", "vioserial", "viorng", "pvpanic", "viogpudo"}
-    assert sorted(found.drivers["vioscsi"]) == [f"/vioscsi/2k25/amd64/vioscsi.{end}" for end in ("cat", "inf", "sys")]
+        drivers, agent = find_guest_files(disc, Release.SERVER_2025)
+    assert agent == "/guest-agent/qemu-ga-x86_64.msi"
+    assert set(drivers) == {"vioscsi", "NetKVM", "vioserial", "viorng", "pvpanic", "viogpudo"}
+    assert sorted(drivers["vioscsi"]) == [f"/vioscsi/2k25/amd64/vioscsi.{end}" for end in ("cat", "inf", "sys")]
 
 
 def test_the_answer_disc_has_what_setup_looks_for(tmp_path: Path, virtio_iso: Path) -> None:
     program = tmp_path / "Editor Setup.exe"
     program.write_bytes(b"MZ")
     path = tmp_path / "answers.iso"
-    with open_disc(virtio_iso) as drivers:
+    with open_disc(virtio_iso) as disc:
+        drivers, agent = find_guest_files(disc, Release.WINDOWS_11)
         write_answer_disc(
             path,
             answers=b"<unattend/>",
-            guest_files=find_guest_files(drivers, Release.WINDOWS_11),
+            virtio_win=disc,
             drivers=drivers,
+            agent=agent,
             is_server=False,
             programs=(Program(file=program, arguments=("/S",)),),
         )
