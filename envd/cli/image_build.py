@@ -110,12 +110,7 @@ def wine(settings: Config, *, mirror: Mirror = "", rebuild: Rebuild = False, as_
 def _extended(
     recipe: ImageRecipe, *, name: str, packages: str, files: Path | None, run: Path | None
 ) -> tuple[ImageRecipe, dict[str, bytes]]:
-    """Return a recipe under its own name and with more packages, and the added files.
-
-    Raises:
-        ConfigError: The name is missing, invalid, or reserved.
-        ImageError: A package's name is invalid, or a file cannot be added.
-    """
+    """Return a recipe under its own name, with more packages, and the added files. Raises: ConfigError, ImageError."""
     names = tuple(filter(None, (each.strip() for each in packages.split(","))))
     if not name and (names or files or run):
         raise ConfigError("--name: missing; an image with --packages, --files or --run needs a name of its own")

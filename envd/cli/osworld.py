@@ -16,7 +16,7 @@ from envd.cli.terminal import columns, stop_on_sigterm
 from envd.integrations.osworld.environment import PACKAGE, Environment, examples_of
 from envd.integrations.osworld.files import OsworldFile, read_files
 from envd.integrations.osworld.host import host_of
-from envd.integrations.osworld.lint import FoundObstacle, Obstacle, findings
+from envd.integrations.osworld.lint import FoundObstacle, Obstacle, findings, texts_of
 from envd.integrations.osworld.workers import KnownNames, OsworldWorkers
 
 app = typer.Typer(no_args_is_help=True, help="OSWorld's tasks, with its own setup and evaluators.")
@@ -79,7 +79,7 @@ def lint(
         )
         return
     rows = (
-        (file.task_id, file.domain, "no" if found[file.task_id] else "yes", "; ".join(map(str, found[file.task_id])))
+        (file.task_id, file.domain, "no" if found[file.task_id] else "yes", "; ".join(texts_of(found[file.task_id])))
         for file in files
     )
     out.print(columns(("task", "domain", "can run", "why not"), rows))

@@ -84,6 +84,11 @@ def missing_files(file: OsworldFile, has_asset: Callable[[str], bool]) -> tuple[
     return ((Obstacle.ASSETS, detail),) if missing else ()
 
 
+def texts_of(found: Sequence[FoundObstacle]) -> tuple[str, ...]:
+    """Return reasons as texts, each `kind: detail`."""
+    return tuple(f"{obstacle.value}: {detail}" for obstacle, detail in found)
+
+
 def _find(file: OsworldFile, host: HostSupplies) -> Iterator[FoundObstacle]:
     verbs = [str(step["type"]) for step in (*file.setup, *(file.evaluator.get("postconfig") or ()))]
     getters = [
