@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Checks and tests the alert rules.
 PROMTOOL := $(BIN)/promtool
-MYPY := $(BIN)/mypy envd trainer proto/cuaenv tests
+MYPY := $(BIN)/mypy envd trainer proto/cuaenv tests docs
 # slime and torch have their own environment: nothing else here needs them.
 SLIME_VENV := .venv-slime
 SLIME_STAMP := $(SLIME_VENV)/.installed

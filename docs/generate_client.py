@@ -15,7 +15,10 @@ from typing import Any, get_args
 from cuaenv import client
 from cuaenv.actions import Action
 
-_CLASSES = {"Clients": [client.AsyncEnvClient, client.Tls, client.RetryPolicy], "Episodes": [client.AsyncEpisode]}
+_CLASSES: dict[str, list[type]] = {
+    "Clients": [client.AsyncEnvClient, client.Tls, client.RetryPolicy],
+    "Episodes": [client.AsyncEpisode],
+}
 _DATA = {
     "Options": [client.View, client.Settle, client.Perturb],
     "Results": [
@@ -130,7 +133,8 @@ def _entry(line: str) -> str:
 
 def _errors(kind: type, indent: str) -> Iterator[str]:
     yield f"| {indent}`{kind.__name__}` | {_cell(_text(kind))} |"
-    for child in kind.__subclasses__():
+    children: list[type] = kind.__subclasses__()
+    for child in children:
         if child.__name__ in client.__all__:
             yield from _errors(child, indent + "&nbsp;&nbsp;&nbsp;")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from envd.base.config_sources import load
 from envd.cli.osworld import examine
 from envd.integrations.osworld.files import OsworldFile
-from envd.integrations.osworld.lint import FoundObstacle, Obstacle, cover
+from envd.integrations.osworld.lint import FoundObstacle, Obstacle
 
 PAGE = Path(__file__).resolve().parent / "evidence" / "osworld.md"
 _BEGIN, _END = "<!-- coverage: made by docs/generate_osworld.py -->", "<!-- coverage ends -->"
@@ -23,20 +23,17 @@ def page(text: str, files: Sequence[OsworldFile], found: Mapping[str, Sequence[F
 
 
 def _coverage(files: Sequence[OsworldFile], found: Mapping[str, Sequence[FoundObstacle]]) -> Iterator[str]:
-    kinds = list(Obstacle)
-    yield f"| domain | tasks | can run | lack only files | {' | '.join(kind.value for kind in kinds)} |"
-    yield f"|{'---|' * (len(kinds) + 4)}"
-    rows = cover(files, found)
-    for row in rows:
-        name = f"{row.suite} {row.domain}"
-        counts = [row.total, row.runnable, row.fetchable, *(row.obstacles[kind] for kind in kinds)]
+    yield f"| domain | tasks | can run | lack only files | {' | '.join(kind.value for kind in Obstacle)} |"
+    yield f"|{'---|' * (len(Obstacle) + 4)}"
+    sums = [0] * (len(Obstacle) + 3)
+    for name in sorted({f"{file.suite} {file.domain}" for file in files}):
+        tasks = [
+            {obstacle for obstacle, _ in found[file.task_id]} for file in files if f"{file.suite} {file.domain}" == name
+        ]
+        counts = [len(tasks), tasks.count(set()), tasks.count({Obstacle.ASSETS})]
+        counts += [sum(kind in each for each in tasks) for kind in Obstacle]
         yield f"| {name} | {' | '.join(map(str, counts))} |"
-    sums = [
-        sum(row.total for row in rows),
-        sum(row.runnable for row in rows),
-        sum(row.fetchable for row in rows),
-        *(sum(row.obstacles[kind] for row in rows) for kind in kinds),
-    ]
+        sums = [total + count for total, count in zip(sums, counts, strict=True)]
     yield f"| all | {' | '.join(map(str, sums))} |"
 
 

@@ -331,7 +331,7 @@ def _write_iso(path: Path, tree: dict[str, bytes | Path]) -> None:
 def write_media(plan: BuildPlan, directory: Path) -> DiskImage:
     """Write what an installation starts from, and return what its machine boots from.
 
-    These are an empty disk, the disc to boot and the disc with the answers. `ANSWER_FILE` is also beside them.
+    These are an empty disk, the disc to boot and the disc with the answers. `ANSWER_FILE` is written there, too.
     """
     boot_disc, answer_disc, disk = (directory / name for name in ("boot.qcow2", "answers.iso", "empty.qcow2"))
     answers = answer_file(plan.options, plan.edition, password=secrets.token_urlsafe(_PASSWORD_BYTES))

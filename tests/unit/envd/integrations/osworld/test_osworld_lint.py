@@ -10,6 +10,7 @@ import pytest
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.files import OsworldFile
 from envd.integrations.osworld.lint import HostSupplies, Obstacle, findings
+from tests.support.docs import program
 
 KNOWN = {
     "verbs": ["launch", "download", "login", "execute", "command", "chrome_open_tabs"],
@@ -110,3 +111,22 @@ def test_web_pages_need_a_recording_unless_a_pool_has_the_web() -> None:
         (Obstacle.RECORDING, "it opens web pages"),
     )
     assert findings(file, replace(host, has_web=True)) == ()
+
+
+def test_the_page_of_tasks_that_can_run_counts_them_by_domain() -> None:
+    page = program("generate_osworld")
+    files = [task(id="a"), task(id="b"), task(id="c", domain="os", related_apps=["terminal"])]
+    found = {
+        files[0].task_id: ((Obstacle.ASSETS, "one file"), (Obstacle.ASSETS, "another")),
+        files[1].task_id: ((Obstacle.ASSETS, "a file"), (Obstacle.INTERNET, "a page")),
+        files[2].task_id: (),
+    }
+
+    text = page.page(page.PAGE.read_text(encoding="utf-8"), files, found)
+
+    counts = dict.fromkeys(Obstacle, 0) | {Obstacle.ASSETS: 2, Obstacle.INTERNET: 1}
+    columns = " | ".join(str(count) for count in counts.values())
+    assert f"| osworld gimp | 2 | 0 | 1 | {columns} |\n" in text
+    assert f"| osworld os | 1 | 1 | 0 | {' | '.join('0' for _ in Obstacle)} |\n" in text
+    assert f"| all | 3 | 1 | 1 | {columns} |\n" in text
+    assert f"| `{files[2].task_id}` |  | terminal |\n" in text
