@@ -99,7 +99,7 @@ NO_CHECKPOINTS: Final = AutomaticCheckpoints()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class EpisodeOrigin:
     """Source of an episode's first state. Equal origins prove that episodes began in the same state."""
 
     template_digest: ShortText
@@ -137,7 +137,7 @@ class EpisodeSpec:
     max_steps: StepCount
     settle: SettlePolicy
     automatic: AutomaticCheckpoints = NO_CHECKPOINTS
-    origin: Origin
+    origin: EpisodeOrigin
     create_time: Moment
 
 

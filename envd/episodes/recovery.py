@@ -21,7 +21,7 @@ from envd.episodes.journal import StoredEpisode, load, stored_in
 from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, RequestKey, RequestKind
 from envd.episodes.progress import EpisodeSpec, EpisodeState
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepResult
+from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepOutcome
 from envd.hypervisor.machine import Machine
 from envd.pool.leased import LeasedMachine, lost_machine
 from envd.pool.pool import Pool
@@ -40,7 +40,7 @@ _RECORDED: Final[Mapping[str, tuple[RequestKind, type[Any]]]] = {
     kind.name: (kind, result_type)
     for kind, result_type in (
         (RESET, OpenedGroup),
-        (STEP, StepResult),
+        (STEP, StepOutcome),
         (EVALUATE, EvaluateResult),
         (FORK, OpenedGroup),
         (ROLLBACK, RollbackResult),

@@ -45,7 +45,7 @@ from envd.episodes.checkpoints.store import CheckpointStore, in_thread
 from envd.episodes.checkpoints.views import read_view
 from envd.episodes.episode import Episode
 from envd.episodes.journal import Journal
-from envd.episodes.progress import EpisodeSpec, EpisodeState, Origin, Progress
+from envd.episodes.progress import EpisodeOrigin, EpisodeSpec, EpisodeState, Progress
 from envd.episodes.registry import EpisodeRegistry
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation, lost_machine, parked_machine
 from envd.pool.pool import MAX_YIELD_S, Pool
@@ -466,7 +466,7 @@ class Parking:
             owner=owner,
             max_steps=1,
             settle=pool.settings.settle,
-            origin=Origin(
+            origin=EpisodeOrigin(
                 template_digest=frozen.snapshot.digest,
                 overlay_parent=frozen.snapshot.disk_digest,
                 first_frame_id=frozen.view.frame.frame_id,
