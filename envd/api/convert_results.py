@@ -24,12 +24,13 @@ from envd.desktop.observation import (
     UnchangedImage,
 )
 from envd.episodes.checkpoints.manifest import Manifest
-from envd.episodes.progress import CheckpointTrigger, EpisodeOrigin, EpisodeState, ScoreResult
+from envd.episodes.progress import CheckpointTrigger, EpisodeOrigin, EpisodeState
 from envd.episodes.types import EpisodeStatus, EvaluateResult, OpenedGroup, RollbackResult, StepOutcome
 from envd.pool.queue import QueueEntry
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task
 from envd.tasks.templates import split_of
+from envd.tasks.text import ScoreResult
 
 _STATES = {
     EpisodeState.ACTIVE: env_pb2.Episode.STATE_ACTIVE,

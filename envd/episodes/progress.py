@@ -29,7 +29,7 @@ from cuaenv.actions import (
 )
 from envd.base.config import SettlePolicy
 from envd.base.losses import ENDS_MACHINE
-from envd.tasks.text import CheckResult
+from envd.tasks.text import ScoreResult
 from envd.tasks.user import Exchange
 
 #: Actions of people that an observation reports; older ones are in the recording.
@@ -139,19 +139,6 @@ class EpisodeSpec:
     automatic: AutomaticCheckpoints = NO_CHECKPOINTS
     origin: EpisodeOrigin
     create_time: Moment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreResult:
-    """The score of a state."""
-
-    score: float
-    """A value in [0, 1]."""
-    checks: tuple[CheckResult, ...]
-    timings_ms: dict[str, float]
-    basis_digest: str = ""
-    """Digest of what the score depends on, see `envd.tasks.basis`."""
-    cached: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,9 @@ from cuaenv.actions import Action
 from cuaenv.results import UnrecordedRequest
 from envd.base.config import SettlePolicy
 from envd.desktop.observation import ActionOutcome, Observation, ObservationOptions
-from envd.episodes.progress import NO_CHECKPOINTS, AutomaticCheckpoints, EpisodeSpec, Progress, ScoreResult
+from envd.episodes.progress import NO_CHECKPOINTS, AutomaticCheckpoints, EpisodeSpec, Progress
 from envd.tasks.perturbations import PerturbationDraw
+from envd.tasks.text import ScoreResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

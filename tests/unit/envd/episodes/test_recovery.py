@@ -23,11 +23,11 @@ from envd.desktop.observation import (
     SettleResult,
 )
 from envd.episodes.journal import MAX_TEXT_CHARS, dump, load, stored_in, without_pixels
-from envd.episodes.progress import AutomaticCheckpoints, EpisodeState, Progress, ScoreResult
+from envd.episodes.progress import AutomaticCheckpoints, EpisodeState, Progress
 from envd.episodes.recovery import decide, load_persisted
 from envd.episodes.types import OpenedGroup, StepOutcome
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.text import CheckResult
+from envd.tasks.text import CheckResult, ScoreResult
 from envd.tasks.user import Exchange
 from tests.support.episode_values import NOON, episode_info, episode_spec
 

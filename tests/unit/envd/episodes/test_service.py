@@ -29,7 +29,7 @@ from envd.base.errors import (
     InvalidRequest,
     LossUndecided,
     MachineLost,
-    NotFound,
+    ObjectNotFound,
     PoolExhausted,
     PoolNotFound,
     RequestIdReused,
@@ -873,7 +873,7 @@ async def test_watching_pools_yields_at_once_then_newest_states_only(world: Worl
 async def test_guest_files_and_commands_work_if_the_pool_allows_them(world: World, episode_id: str) -> None:
     await world.service.write_file(episode_id, "/home/user/a", b"\xff\x00")
     assert await world.service.read_file(episode_id, "/home/user/a", max_bytes=10) == b"\xff\x00"
-    with pytest.raises(NotFound, match="no file '/home/user/b'"):
+    with pytest.raises(ObjectNotFound, match="no file '/home/user/b'"):
         await world.service.read_file(episode_id, "/home/user/b", max_bytes=10)
     result = await world.service.run_command(episode_id, ["uname", "-a"], timeout_s=60.0)
     assert (result.exit_code, result.stdout) == (0, b"uname -a")
