@@ -19,7 +19,7 @@ from envd.desktop.display_connection import DesktopView
 from envd.desktop.observation import Encoding, Observation, ObservationOptions, SettleResult
 from envd.episodes.progress import EpisodeOrigin, Progress
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Group:
 
 
 async def start_from(
-    pool: Pool,
+    pool: MachinePool,
     frozen: FrozenDesktop,
     reservations: Sequence[Reservation],
     *,

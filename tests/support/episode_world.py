@@ -22,7 +22,7 @@ from envd.episodes.progress import EpisodeState
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeStatus, ForkCommand, OpenedGroup, ResetCommand, StepCommand
 from envd.pool.planner import RunShares
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.settings import PoolHost, PoolParameters
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.fields import TaskPerturb
@@ -144,7 +144,7 @@ class World:
     """A service on one pool, with all stubs behind it."""
 
     service: EpisodeService
-    pool: Pool
+    pool: MachinePool
     hypervisor: StubHypervisor
     clock: ManualClock
     tasks: StubTasks
@@ -251,7 +251,7 @@ async def running_world(
         shares=shares or {},
         failing_after=failing_after,
     )
-    pool = Pool(
+    pool = MachinePool(
         settings, image=IMAGE, host=PoolHost(hypervisor=hypervisor, clock=clock), make_desktop=hypervisor.desktop
     )
     service = EpisodeService(

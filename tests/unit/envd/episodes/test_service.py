@@ -45,7 +45,7 @@ from envd.episodes.episode import MAX_CALL_S
 from envd.episodes.progress import EpisodeState
 from envd.episodes.resetting import choose_pool
 from envd.hypervisor.machine import DiskImage, GuestOs
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.settings import PoolHost, PoolParameters
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import CAPACITY, TASK, World
@@ -142,9 +142,11 @@ async def test_a_wrong_reset_is_refused_and_keeps_no_machine(
 
 def make_pool(
     name: str, *, image: str = "desktop", os: GuestOs = GuestOs.LINUX, provides: frozenset[str] = frozenset()
-) -> Pool:
+) -> MachinePool:
     disk = DiskImage(name=image, digest="0" * 64, disk=Path("/nowhere"), os=os, provides=provides)
-    return Pool(PoolParameters(name=name, capacity=1, size=0), image=disk, host=PoolHost(hypervisor=StubHypervisor()))
+    return MachinePool(
+        PoolParameters(name=name, capacity=1, size=0), image=disk, host=PoolHost(hypervisor=StubHypervisor())
+    )
 
 
 def test_the_pool_is_the_requested_one_or_the_tasks_own_or_the_only_one_that_fits() -> None:
