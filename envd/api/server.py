@@ -9,10 +9,11 @@ or is stopping.
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -130,7 +131,12 @@ class ApiServer:
             ConfigError: The address cannot be bound.
         """
         server = grpc.aio.server(interceptors=[self._interceptor], options=self._options)
-        handlers: Any = _GenericHandlers(server)
+        # By their generic handlers alone. For each method that is registered too, grpc.aio keeps a task that waits for
+        # the method's next call, and renews all these waits at every call: with 24 methods 15 us of the 166 us of CPU
+        # time that a call costs without any work.
+        handlers: Any = SimpleNamespace(
+            add_generic_rpc_handlers=server.add_generic_rpc_handlers, add_registered_method_handlers=lambda *_: None
+        )
         env_pb2_grpc.add_CUAEnvServicer_to_server(self._servicer, handlers)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, handlers)
         reflection.enable_server_reflection((SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME), server)
@@ -181,20 +187,6 @@ class ApiServer:
         if self._credentials is None:
             return server.add_insecure_port(self._listen)
         return server.add_secure_port(self._listen, self._credentials)
-
-
-class _GenericHandlers:
-    """Adds services to a server by their generic handlers alone.
-
-    For each method that is registered too, grpc.aio keeps a task that waits for the method's next call, and renews all
-    these waits at every call: with 24 methods 15 us of the 166 us of CPU time that a call costs without any work.
-    """
-
-    def __init__(self, server: grpc.aio.Server) -> None:
-        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
-
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, object]) -> None:
-        """Ignore them; the generic handlers serve these methods."""
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """Measures branches of live episodes, and checks that a child continues from its parent and the parent is unchanged."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from cuaenv.client import AsyncEpisode
 from envd.bench.branch_parents import STEP_TIMEOUT, TARGET_DIRTY_MIB, BranchParent, frame_id_of
@@ -14,25 +13,10 @@ from envd.bench.session import BenchSession, Steps
 _WARM_UPS = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedBranch:
-    """One `Fork` with one child."""
-
-    branch_ms: float
-    parent_pause_ms: float
-    copy_ms: float
-    start_ms: float
-    total_ms: float
-    """Duration of the call as reported by the daemon."""
-    dirty_bytes: int | None
-    """None without a process to measure."""
-
-    @property
-    def other_ms(self) -> float:
-        """The daemon's time outside of `copy_ms` and `start_ms`."""
-        return self.total_ms - self.copy_ms - self.start_ms
-
-
+#: Times of a `Fork` with one child; `other_ms` is the daemon's time outside of `copy_ms` and `start_ms`.
+_TIMES = ("branch_ms", "parent_pause_ms", "copy_ms", "start_ms", "other_ms")
+#: One branch: these times, and `dirty_mib` if there is a process to measure.
+TimedBranch = Mapping[str, float]
 #: The target of groups is for this size.
 TARGET_GROUP_SIZE = 8
 
@@ -103,17 +87,16 @@ async def _branched(bench: BenchSession, parent: AsyncEpisode) -> AsyncIterator[
     async with bench.client.fork(parent, count=1) as [child]:
         branch_ms = (time.perf_counter() - begin_s) * 1000
         timings_ms = child.opening_timings_ms
-        yield (
-            child,
-            TimedBranch(
-                branch_ms=branch_ms,
-                parent_pause_ms=timings_ms["pause"],
-                copy_ms=timings_ms["copy"],
-                start_ms=timings_ms["start"],
-                total_ms=timings_ms["total"],
-                dirty_bytes=dirty_bytes,
-            ),
-        )
+        sample = {
+            "branch_ms": branch_ms,
+            "parent_pause_ms": timings_ms["pause"],
+            "copy_ms": timings_ms["copy"],
+            "start_ms": timings_ms["start"],
+            "other_ms": timings_ms["total"] - timings_ms["copy"] - timings_ms["start"],
+        }
+        if dirty_bytes is not None:
+            sample["dirty_mib"] = mib(dirty_bytes)
+        yield child, sample
 
 
 def branch_report(
@@ -128,11 +111,7 @@ def branch_report(
     figures: list[Figure] = []
     all_samples: dict[str, list[float]] = {}
     for prefix, subject, samples in (("light_", "a fresh desktop", light), ("", who, worked)):
-        measured = {
-            name: [getattr(sample, name) for sample in samples]
-            for name in ("branch_ms", "parent_pause_ms", "copy_ms", "start_ms", "other_ms")
-        }
-        measured["dirty_mib"] = [mib(sample.dirty_bytes) for sample in samples if sample.dirty_bytes is not None]
+        measured = {name: [sample[name] for sample in samples if name in sample] for name in (*_TIMES, "dirty_mib")}
         exempt = exempt_without_guests(conditions)
         if (dirty := percentile(measured["dirty_mib"], 50)) is not None and dirty > TARGET_DIRTY_MIB:
             exempt = exempt or f"{dirty:.0f} MiB are dirty; the target is for {TARGET_DIRTY_MIB} MiB"

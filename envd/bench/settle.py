@@ -8,7 +8,6 @@ which a step returns as settled; a caret that blinks is not content.
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from cuaenv.actions import Action, Done, Fail, Wait
@@ -28,20 +27,6 @@ _QUERY_TIMEOUT_S = 120.0
 _QUERY_INTERVAL_S = 0.5
 _IDLE_MS = (25, 50, 75, 100, 150, 200)
 _QUIET_MS = (50, 100, 150, 200, 300, 500, 1000)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyFigures:
-    """One policy on all recordings."""
-
-    settle_ms: Sequence[float]
-    is_late: Sequence[bool]
-    is_settled: Sequence[bool]
-
-    @property
-    def late_change_rate(self) -> float:
-        """Share of the steps with a late change."""
-        return sum(self.is_late) / len(self.is_late)
 
 
 async def measure_settle(bench: BenchSession, tasks: Sequence[Task], *, watch_s: float, steps: Steps) -> BenchReport:
@@ -107,15 +92,23 @@ def _without_last_waits(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     return actions[: inputs[-1] + 1] if inputs else ()
 
 
-async def judge(recorded: Sequence[StepRecording], policy: SettlePolicy, *, watch_s: float) -> PolicyFigures:
-    """Replay one policy over all recordings."""
-    settle_ms, is_late, is_settled = [], [], []
+async def judge(
+    recorded: Sequence[StepRecording], policy: SettlePolicy, *, watch_s: float
+) -> tuple[list[float], float, float]:
+    """Replay one policy over all recordings.
+
+    Returns:
+        The milliseconds that each step settled, the share of the steps with a late change, and that of the steps which
+        did not settle.
+    """
+    settle_ms: list[float] = []
+    late_count = unsettled_count = 0
     for step in recorded:
         result, at_s = await replay_settling(step, policy)
         settle_ms.append(result.settle_ms)
-        is_settled.append(result.settled)
-        is_late.append(result.settled and step.has_change_after(at_s, watch_s=watch_s))
-    return PolicyFigures(settle_ms=settle_ms, is_late=is_late, is_settled=is_settled)
+        unsettled_count += not result.settled
+        late_count += result.settled and step.has_change_after(at_s, watch_s=watch_s)
+    return settle_ms, late_count / len(recorded), unsettled_count / len(recorded)
 
 
 async def settle_report(
@@ -123,19 +116,19 @@ async def settle_report(
 ) -> BenchReport:
     """Replay the policies over the recordings and return the report."""
 
-    async def with_times(**times_ms: int) -> PolicyFigures:
+    async def with_times(**times_ms: int) -> tuple[list[float], float, float]:
         return await judge(recorded, policy.model_copy(update=times_ms), watch_s=watch_s)
 
-    own = await with_times()
+    settle_ms, late_change_rate, unsettled_rate = own = await with_times()
     curve = {f"fixed {quiet_ms} ms": await with_times(quiet_ms=quiet_ms, idle_ms=0) for quiet_ms in _QUIET_MS}
-    fixed = curve["fixed 300 ms"]
+    fixed_settle_ms, fixed_late_change_rate, _ = curve["fixed 300 ms"]
     curve |= {f"idle {idle_ms} ms": await with_times(idle_ms=idle_ms) for idle_ms in _IDLE_MS}
-    samples = {"settle_ms": own.settle_ms, "fixed_settle_ms": fixed.settle_ms}
+    samples = {"settle_ms": settle_ms, "fixed_settle_ms": fixed_settle_ms}
     values: dict[str, Value] = {
         "steps": len(recorded),
-        "late_change_rate": own.late_change_rate,
-        "fixed_late_change_rate": fixed.late_change_rate,
-        "unsettled_rate": 1 - sum(own.is_settled) / len(recorded),
+        "late_change_rate": late_change_rate,
+        "fixed_late_change_rate": fixed_late_change_rate,
+        "unsettled_rate": unsettled_rate,
     }
     return BenchReport(
         benchmark="settle",
@@ -146,11 +139,11 @@ async def settle_report(
             "curve": [
                 {
                     "policy": name,
-                    "late_change_rate": each.late_change_rate,
-                    "settle_ms_p50": median(each.settle_ms),
-                    "settle_ms_p90": percentile(each.settle_ms, 90) or 0.0,
+                    "late_change_rate": late_rate,
+                    "settle_ms_p50": median(times_ms),
+                    "settle_ms_p90": percentile(times_ms, 90) or 0.0,
                 }
-                for name, each in {"pool": own, **curve}.items()
+                for name, (times_ms, late_rate, _) in {"pool": own, **curve}.items()
             ]
         },
     )

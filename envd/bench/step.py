@@ -10,9 +10,8 @@ import base64
 import io
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -40,54 +39,6 @@ _STEP_TIMEOUT_S = 300.0
 _COMMAND_TIMEOUT_S = 60.0
 #: Other episodes that are set up at once.
 _GROUP_SIZE = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """One step over gRPC, in milliseconds."""
-
-    step_ms: float
-    """Time from the client's call until it has the response."""
-    input_ms: float
-    settle_ms: float
-    resume_ms: float
-    observe_ms: float
-    """Taking the frame and encoding it."""
-    daemon_ms: float
-    """The whole step as reported by the daemon."""
-    rebuild_ms: float
-    """Time until the client has the pixels."""
-    frame_bytes: int
-
-    @property
-    def overhead_ms(self) -> float:
-        """All time except input and waiting for the guest's reaction to it."""
-        return self.step_ms - self.input_ms - self.settle_ms
-
-    @property
-    def pause_ms(self) -> float:
-        """The daemon's time after the frame was encoded, mostly for pausing the guest."""
-        return self.daemon_ms - self.resume_ms - self.input_ms - self.settle_ms - self.observe_ms
-
-    @property
-    def wire_ms(self) -> float:
-        """Time that the daemon does not count: gRPC both ways, conversion, client."""
-        return self.step_ms - self.daemon_ms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerTimes:
-    """One step as peers perform it, in milliseconds."""
-
-    input_ms: float
-    pause_ms: float
-    screenshot_ms: float
-    decode_ms: float
-
-    @property
-    def step_ms(self) -> float:
-        """The whole step."""
-        return self.input_ms + self.pause_ms + self.screenshot_ms + self.decode_ms
 
 
 #: Parts of a step, in the report's order.
@@ -155,8 +106,10 @@ async def _others(
         yield episodes
 
 
-async def _play(bench: BenchSession, task_id: str, actions: Sequence[Action], *, steps: Steps) -> list[StepTimes]:
-    times: list[StepTimes] = []
+async def _play(
+    bench: BenchSession, task_id: str, actions: Sequence[Action], *, steps: Steps
+) -> list[dict[str, float]]:
+    times: list[dict[str, float]] = []
     seen: Observation | None = None
     async with bench.reset(task_id, max_steps=len(actions)) as episode:
         for index, action in enumerate(actions):
@@ -176,8 +129,8 @@ async def _other_step(episode: AsyncEpisode) -> float:
 
 async def _step(
     episode: AsyncEpisode, action: Action, *, index: int, seen: Observation | None
-) -> tuple[StepTimes, Observation]:
-    """Take one step; return its times and its observation. `seen` is the one before."""
+) -> tuple[dict[str, float], Observation]:
+    """Take one step; return what is measured of it, for `parts_of`, and its observation. `seen` is the one before."""
     begin_s = time.perf_counter()
     request = env_pb2.StepRequest(
         request_id=new_id(),
@@ -198,22 +151,22 @@ async def _step(
     observation = await episode.host.decode(response.observation, seen)
     _ = observation.rgb_HWC
     rebuild_ms = (time.perf_counter() - begin_s) * 1000
-    times = StepTimes(
-        step_ms=step_ms,
-        input_ms=timings_ms["input"],
-        settle_ms=timings_ms["settle"],
-        resume_ms=timings_ms.get("resume", 0.0),
-        observe_ms=timings_ms["observe"],
-        daemon_ms=timings_ms["total"],
-        rebuild_ms=rebuild_ms,
-        frame_bytes=frame.ByteSize(),
-    )
-    return times, observation
+    measured = {
+        "step": step_ms,
+        "input": timings_ms["input"],
+        "settle": timings_ms["settle"],
+        "resume": timings_ms.get("resume", 0.0),
+        "observe": timings_ms["observe"],
+        "daemon": timings_ms["total"],
+        "rebuild": rebuild_ms,
+        "frame_kib": kib(frame.ByteSize()),
+    }
+    return measured, observation
 
 
 async def _play_as_peers(
     bench: BenchSession, task: Task, actions: Sequence[Action], *, steps: Steps
-) -> list[PeerTimes]:
+) -> list[dict[str, float]]:
     """Play on a machine leased directly from the pool, which runs throughout."""
     steps.begin("setting up for peers")
     async with bench.set_up_machine(task) as leased:
@@ -233,7 +186,8 @@ def _guestd(leased: LeasedMachine) -> GuestdClient:
     return GuestdClient(leased.machine.guestd_url, lost=leased.lost)
 
 
-async def _peer_step(guestd: GuestdClient, action: Action) -> PeerTimes:
+async def _peer_step(guestd: GuestdClient, action: Action) -> dict[str, float]:
+    """Perform a step as peers do; return the milliseconds of its parts, `_PEER_PARTS`."""
     begin_s = time.perf_counter()
     command = xdotool_command(action)
     result = await guestd.execute(command, timeout_s=_COMMAND_TIMEOUT_S)
@@ -248,12 +202,12 @@ async def _peer_step(guestd: GuestdClient, action: Action) -> PeerTimes:
     with Image.open(io.BytesIO(base64.b64decode(json.loads(message)["screenshot"]))) as image:
         np.asarray(image.convert("RGB"))
     end_s = time.perf_counter()
-    return PeerTimes(
-        input_ms=(acted_s - begin_s) * 1000,
-        pause_ms=(paused_s - acted_s) * 1000,
-        screenshot_ms=(shot_s - paused_s) * 1000,
-        decode_ms=(end_s - shot_s) * 1000,
-    )
+    return {
+        "step": (end_s - begin_s) * 1000,
+        "input": (acted_s - begin_s) * 1000,
+        "screenshot": (shot_s - paused_s) * 1000,
+        "decode": (end_s - shot_s) * 1000,
+    }
 
 
 def xdotool_command(action: Action) -> list[str]:
@@ -269,18 +223,38 @@ def xdotool_command(action: Action) -> list[str]:
             raise ValueError(f"{action}: not an action of the script")
 
 
+def parts_of(measured: Mapping[str, float]) -> dict[str, float]:
+    """Return the milliseconds of each of `_PARTS`.
+
+    Args:
+        measured: `step`, from the client's call until it has the response; `daemon`, the same as reported by the
+            daemon; `observe`, taking the frame and encoding it; `rebuild`, until the client has the pixels; and others.
+    """
+    step, daemon, settled = measured["step"], measured["daemon"], measured["input"] + measured["settle"]
+    return {
+        **measured,
+        # All time except input and waiting for the guest's reaction to it.
+        "overhead": step - settled,
+        # The daemon's time after the frame was encoded, mostly for pausing the guest.
+        "pause": daemon - measured["resume"] - settled - measured["observe"],
+        # Time that the daemon does not count: gRPC both ways, conversion, client.
+        "wire": step - daemon,
+    }
+
+
 def step_report(
     conditions: dict[str, object],
-    times: Sequence[StepTimes],
-    peer: Sequence[PeerTimes],
+    measured: Sequence[Mapping[str, float]],
+    peer: Sequence[Mapping[str, float]],
     *,
     other_step_ms: Sequence[float] = (),
     other_bytes: float | None = None,
 ) -> BenchReport:
     """Return the report; `peer` is empty if no guest runs. Pure."""
-    samples = {f"{part}_ms": [getattr(each, f"{part}_ms") for each in times] for part in _PARTS}
-    samples["frame_kib"] = [kib(each.frame_bytes) for each in times]
-    samples |= {f"peer_{part}_ms": [getattr(each, f"{part}_ms") for each in peer] for part in _PEER_PARTS}
+    parts = [parts_of(each) for each in measured]
+    samples = {f"{part}_ms": [each[part] for each in parts] for part in _PARTS}
+    samples["frame_kib"] = [each["frame_kib"] for each in measured]
+    samples |= {f"peer_{part}_ms": [each[part] for each in peer] for part in _PEER_PARTS}
     samples["other_step_ms"] = list(other_step_ms)
     ours_ms = median(samples["step_ms"]) + median(samples["rebuild_ms"])
     peer_over_step = median(samples["peer_step_ms"]) / ours_ms if peer else None

@@ -14,7 +14,7 @@ from envd.cli.command import command
 from envd.cli.image_output import give_to_sudo_user, print_image
 from envd.cli.options import config_options
 from envd.cli.terminal import stop_on_sigterm
-from envd.images.additions import Additions
+from envd.images.additions import added_files, with_packages
 from envd.images.build import build_image
 from envd.images.catalogue import ImageCatalogue
 from envd.images.recipe import ImageRecipe, desktop_recipe, for_containers, office_recipe, osworld_recipe, wine_recipe
@@ -71,8 +71,8 @@ def desktop(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     recipe = for_containers(recipe) if containers else recipe
-    recipe, additions = _extended(recipe, name=name, packages=packages, files=files, run=run)
-    _build(settings, recipe, additions, rebuild=rebuild, as_json=as_json)
+    recipe, added = _extended(recipe, name=name, packages=packages, files=files, run=run)
+    _build(settings, recipe, added, rebuild=rebuild, as_json=as_json)
 
 
 @app.command("office")
@@ -89,48 +89,45 @@ def office(
     as_json: Json = False,
 ) -> None:
     """Build the desktop with large applications: LibreOffice, GIMP, Inkscape, FreeCAD, browsers and others."""
-    recipe, additions = _extended(office_recipe(mirror=mirror), name=name, packages=packages, files=files, run=run)
-    _build(settings, recipe, additions, rebuild=rebuild, as_json=as_json)
+    recipe, added = _extended(office_recipe(mirror=mirror), name=name, packages=packages, files=files, run=run)
+    _build(settings, recipe, added, rebuild=rebuild, as_json=as_json)
 
 
 @app.command("osworld")
 @command(config_options("cache_dir"))
 def osworld(settings: Config, *, mirror: Mirror = "", rebuild: Rebuild = False, as_json: Json = False) -> None:
     """Build the desktop of OSWorld's tasks: Debian with LibreOffice, Chromium, GIMP and VLC."""
-    _build(settings, osworld_recipe(mirror=mirror), Additions(), rebuild=rebuild, as_json=as_json)
+    _build(settings, osworld_recipe(mirror=mirror), {}, rebuild=rebuild, as_json=as_json)
 
 
 @app.command("wine")
 @command(config_options("cache_dir"))
 def wine(settings: Config, *, mirror: Mirror = "", rebuild: Rebuild = False, as_json: Json = False) -> None:
     """Build a free stand-in for Windows: Debian with Wine, for tasks that need no Microsoft program."""
-    _build(settings, wine_recipe(mirror=mirror), Additions(), rebuild=rebuild, as_json=as_json)
+    _build(settings, wine_recipe(mirror=mirror), {}, rebuild=rebuild, as_json=as_json)
 
 
 def _extended(
     recipe: ImageRecipe, *, name: str, packages: str, files: Path | None, run: Path | None
-) -> tuple[ImageRecipe, Additions]:
-    """Return a recipe under its own name, and what is added to it. Raises: ConfigError."""
+) -> tuple[ImageRecipe, dict[str, bytes]]:
+    """Return a recipe under its own name, with more packages, and the added files. Raises: ConfigError, ImageError."""
     names = tuple(filter(None, (each.strip() for each in packages.split(","))))
-    additions = Additions(packages=names, directory=files, script=run)
     if not name and (names or files or run):
         raise ConfigError("--name: missing; an image with --packages, --files or --run needs a name of its own")
     if not name:
-        return recipe, additions
+        return recipe, {}
     try:
         check_image_name(name)
     except ValueError as error:
         raise ConfigError(f"--name {error}") from error
     if name in _RESERVED:
         raise ConfigError(f"--name {name}: the name of a recipe of envd; choose another")
-    return replace(recipe, name=name), additions
+    return with_packages(replace(recipe, name=name), names), added_files(files, run)
 
 
-def _build(settings: Config, recipe: ImageRecipe, additions: Additions, *, rebuild: bool, as_json: bool) -> None:
+def _build(settings: Config, recipe: ImageRecipe, added: dict[str, bytes], *, rebuild: bool, as_json: bool) -> None:
     stop_on_sigterm()
     with progress(f"image {recipe.name}") as report:
-        image = build_image(
-            recipe, ImageCatalogue(settings.cache_dir), additions=additions, progress=report, rebuild=rebuild
-        )
+        image = build_image(recipe, ImageCatalogue(settings.cache_dir), added=added, progress=report, rebuild=rebuild)
     give_to_sudo_user(settings.cache_dir)
     print_image(image, as_json=as_json)

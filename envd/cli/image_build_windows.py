@@ -20,7 +20,7 @@ from envd.cli.image_output import give_to_sudo_user, parse_screen, print_image
 from envd.cli.options import config_options
 from envd.cli.terminal import stop_on_sigterm
 from envd.daemon.state_lock import holder, locked
-from envd.hypervisor.machine import Accelerator, ExtraDrive, MachineSpec
+from envd.hypervisor.machine import Accelerator, DiskImage, ExtraDrive, MachineSpec
 from envd.hypervisor.qemu.domain_xml import domain_xml
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.host import find_firmware
@@ -28,7 +28,7 @@ from envd.hypervisor.qemu.snapshots.files import QemuFiles
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.images.windows.build import BuildLimits, build_windows
 from envd.images.windows.media import EVALUATIONS, VIRTIO_WIN, MediaDownload, Release, download
-from envd.images.windows.plan import USER, BuildPlan, Media, WindowsOptions, plan_build, write_media
+from envd.images.windows.plan import ANSWER_FILE, USER, BuildPlan, WindowsOptions, plan_build, write_media
 
 _DOMAIN = "domain.xml"
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
@@ -132,8 +132,7 @@ def _build(
             "--cache-dir"
         )
 
-    async def build(media: Media) -> Image:
-        machine = media.image(plan)
+    async def build(media: DiskImage) -> Image:
         # QEMU also reads the ISO, which the boot disc is an overlay of.
         iso = ExtraDrive(path=plan.options.iso, disk_format="raw", is_cdrom=True)
         hypervisor = await LibvirtHypervisor.open(
@@ -141,7 +140,7 @@ def _build(
             settings.hypervisor.model_copy(update={"uri": "", "template_dir": None, "template_memory_dir": None}),
             state_dir=directory,
             cache_dir=settings.cache_dir,
-            images=[replace(machine, drives=(*machine.drives, iso))],
+            images=[replace(media, drives=(*media.drives, iso))],
         )
         if hypervisor.accelerator is Accelerator.TCG:
             err.print("without KVM, Windows takes many hours to install; `envd doctor` shows why there is none")
@@ -159,7 +158,7 @@ def _build(
         return asyncio.run(build(write_media(plan, scratch)))
 
 
-def _dry_run(plan: BuildPlan, directory: Path, *, memory_mib: int, vcpu_count: int) -> Media:
+def _dry_run(plan: BuildPlan, directory: Path, *, memory_mib: int, vcpu_count: int) -> DiskImage:
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise ConfigError(f"--dry-run {directory}: not empty; name a new directory")
@@ -167,7 +166,7 @@ def _dry_run(plan: BuildPlan, directory: Path, *, memory_mib: int, vcpu_count: i
     files = QemuFiles(directory=directory.resolve() / "machine")
     spec = MachineSpec(
         machine_id="install",
-        image=media.image(plan),
+        image=media,
         memory_mib=memory_mib,
         vcpu_count=vcpu_count,
         screen_width_px=plan.options.screen_width_px,
@@ -188,10 +187,11 @@ def _dry_run(plan: BuildPlan, directory: Path, *, memory_mib: int, vcpu_count: i
     return media
 
 
-def _print_media(plan: BuildPlan, directory: Path, media: Media, *, as_json: bool) -> None:
+def _print_media(plan: BuildPlan, directory: Path, media: DiskImage, *, as_json: bool) -> None:
     if as_json:
-        discs = {"answers": media.answers, "boot_disc": media.boot_disc, "answer_disc": media.answer_disc}
-        files = {**discs, "domain": directory / _DOMAIN}
+        boot_disc, answer_disc = (drive.path for drive in media.drives)
+        answers = media.disk.with_name(ANSWER_FILE)
+        files = {"answers": answers, "boot_disc": boot_disc, "answer_disc": answer_disc, "domain": directory / _DOMAIN}
         emit_json({"edition": plan.edition.name, **{name: str(file) for name, file in files.items()}})
         return
     out.print(f"{plan.edition.name}: wrote to {directory}, and started nothing:", markup=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from envd.cli.terminal import columns, stop_on_sigterm
 from envd.integrations.osworld.environment import PACKAGE, Environment, examples_of
 from envd.integrations.osworld.files import OsworldFile, read_files
 from envd.integrations.osworld.host import host_of
-from envd.integrations.osworld.lint import FoundObstacle, Obstacle, findings
+from envd.integrations.osworld.lint import FoundObstacle, Obstacle, findings, texts_of
 from envd.integrations.osworld.workers import KnownNames, OsworldWorkers
 
 app = typer.Typer(no_args_is_help=True, help="OSWorld's tasks, with its own setup and evaluators.")
@@ -79,7 +79,7 @@ def lint(
         )
         return
     rows = (
-        (file.task_id, file.domain, "no" if found[file.task_id] else "yes", "; ".join(map(str, found[file.task_id])))
+        (file.task_id, file.domain, "no" if found[file.task_id] else "yes", "; ".join(texts_of(found[file.task_id])))
         for file in files
     )
     out.print(columns(("task", "domain", "can run", "why not"), rows))
@@ -124,7 +124,7 @@ def _row(file: OsworldFile, found: Sequence[FoundObstacle]) -> dict[str, object]
         "os": file.os.value,
         "infeasible": file.is_infeasible,
         "can_run": not found,
-        "obstacles": [{"kind": finding.obstacle.value, "what": finding.detail} for finding in found],
+        "obstacles": [{"kind": obstacle.value, "what": detail} for obstacle, detail in found],
     }
 
 
@@ -132,5 +132,5 @@ def _obstacles(files: Sequence[OsworldFile], found: Mapping[str, Sequence[FoundO
     """Count the tasks with each kind of obstacle."""
     kinds = Counter({obstacle.value: 0 for obstacle in Obstacle})
     for file in files:
-        kinds.update({finding.obstacle.value for finding in found[file.task_id]})
+        kinds.update({obstacle.value for obstacle, _ in found[file.task_id]})
     return kinds

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from envd.drawn.files import DrawnFiles
 from envd.drawn.parts import ProgramResult
 from envd.drawn.toolbox import DrawnToolbox
+from envd.tasks.queries import OpenWindow
 
 #: The shell scripts that run: one command, its output printed, discarded or appended to a file.
 _SCRIPT = re.compile(r"(exec )?(?P<command>[^;&|<>`$()\n]+?) *(?P<redirection>>/dev/null 2>&1|>> *(?P<path>\S+))?")
@@ -66,21 +67,10 @@ class GuestClock:
         return self._run_ns + (0 if self._since_ns is None else time.monotonic_ns() - self._since_ns)
 
 
-class WindowEntry(NamedTuple):
-    """A window as the window manager lists it."""
-
-    window_id: int
-    wm_class: str
-    """`instance.Class`."""
-    title: str
-    box: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Left, top, width and height in pixels."""
-
-
 class WindowManager(Protocol):
     """Answers `wmctrl` and `ps`."""
 
-    def list_windows(self) -> list[WindowEntry]:
+    def list_windows(self) -> list[OpenWindow]:
         """Return open windows, the active one last."""
 
     def activate_window(self, title: str) -> bool:
@@ -293,7 +283,7 @@ class Programs:
                 found = windows.list_windows()
                 boxes = [" ".join(map(str, each.box)) + " " if "-G" in arguments else "" for each in found]
                 rows = (
-                    f"0x{each.window_id:08x}  0 {box}{each.wm_class}  guest {each.title}\n"
+                    f"{each.window_id}  0 {box}{each.wm_class}  guest {each.title}\n"
                     for each, box in zip(found, boxes, strict=True)
                 )
                 return ProgramResult(stdout="".join(rows).encode())
@@ -309,13 +299,13 @@ class Programs:
         found = windows.list_windows() if windows is not None else []
         match arguments:
             case ["getwindowfocus"] if found:
-                return ProgramResult(stdout=f"{found[-1].window_id}\n".encode())
+                return ProgramResult(stdout=f"{int(found[-1].window_id, 16)}\n".encode())
             case ["search", "--onlyvisible", "--class", name]:
                 fitting = [each for each in found if name.lower() in each.wm_class.lower()]
-                text = "".join(f"{each.window_id}\n" for each in fitting)
+                text = "".join(f"{int(each.window_id, 16)}\n" for each in fitting)
                 return ProgramResult(stdout=text.encode(), exit_code=0 if fitting else 1)
             case ["getwindowname", number]:
-                titles = [each.title for each in found if str(each.window_id) == number]
+                titles = [each.title for each in found if str(int(each.window_id, 16)) == number]
                 return ProgramResult(stdout=f"{titles[0]}\n".encode()) if titles else ProgramResult(exit_code=1)
             case _:
                 return _usage_error("xdotool", "getwindowfocus, search --onlyvisible --class and getwindowname")

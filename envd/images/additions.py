@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from envd.base.errors import ImageError
@@ -16,39 +16,34 @@ _MAX_BYTES = 1 << 30
 _MAX_SCRIPT_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Additions:
-    """What an image has in addition to its recipe."""
+def with_packages(recipe: ImageRecipe, packages: Sequence[str]) -> ImageRecipe:
+    """Return a recipe with more packages of its distribution. Raises: ImageError: A name is not that of a package."""
+    for package in packages:
+        if not _PACKAGE.fullmatch(package):
+            raise ImageError(f"package {package!r}: not a package name; write NAME or NAME=VERSION")
+    return replace(recipe, packages=tuple(dict.fromkeys((*recipe.packages, *packages))))
 
-    packages: Sequence[str] = ()
-    """Packages of the recipe's distribution."""
-    directory: Path | None = None
-    """A tree of files, laid out as the guest's root: `etc/motd`, `home/user/.config/...`. Its files replace others."""
-    script: Path | None = None
-    """A program that runs in the new root as root, after everything is installed."""
 
-    def extend(self, recipe: ImageRecipe) -> ImageRecipe:
-        """Return the recipe with the packages. Raises: ImageError: A name is not that of a package."""
-        for package in self.packages:
-            if not _PACKAGE.fullmatch(package):
-                raise ImageError(f"package {package!r}: not a package name; write NAME or NAME=VERSION")
-        return replace(recipe, packages=tuple(dict.fromkeys((*recipe.packages, *self.packages))))
+def added_files(directory: Path | None, script: Path | None) -> dict[str, bytes]:
+    """Return the files that a user adds, by absolute path without the leading slash; the user's home is `etc/skel`.
 
-    def files(self) -> dict[str, bytes]:
-        """Return the files, by absolute path without the leading slash; the user's home is `etc/skel`.
+    Args:
+        directory: A tree of files, laid out as the guest's root: `etc/motd`, `home/user/.config/...`. Its files
+            replace others.
+        script: A program that runs in the new root as root, after everything is installed.
 
-        Raises:
-            ImageError: A file is a link, is not an ordinary one, cannot be read, or replaces a file of envd.
-        """
-        found: dict[str, bytes] = {}
-        try:
-            if self.directory is not None:
-                found.update(_tree(self.directory))
-            if self.script is not None:
-                found[USER_SCRIPT] = _script(self.script)
-        except OSError as error:
-            raise ImageError(f"{error.filename}: cannot be read: {error.strerror}; check the path") from error
-        return found
+    Raises:
+        ImageError: A file is a link, is not an ordinary one, cannot be read, or replaces a file of envd.
+    """
+    found: dict[str, bytes] = {}
+    try:
+        if directory is not None:
+            found.update(_tree(directory))
+        if script is not None:
+            found[USER_SCRIPT] = _script(script)
+    except OSError as error:
+        raise ImageError(f"{error.filename}: cannot be read: {error.strerror}; check the path") from error
+    return found
 
 
 def _tree(directory: Path) -> Iterator[tuple[str, bytes]]:

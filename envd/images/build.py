@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +20,6 @@ from envd.base.errors import ImageError
 from envd.base.tools import run_tool
 from envd.guests.guestd import VERSION as GUESTD_VERSION
 from envd.hypervisor.machine import Firmware, GuestOs
-from envd.images.additions import Additions
 from envd.images.catalogue import PACKAGES_FILE, Image, ImageCatalogue, file_sha256
 from envd.images.recipe import (
     CUSTOMIZE_FILE,
@@ -56,8 +55,6 @@ _EXCLUDED_PATHS = (files("envd.images") / "packages" / "excluded-paths.txt").rea
 _MINGW = "x86_64-w64-mingw32-"
 _COMPILER_FLAGS = ("-O2", "-s", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-municode", "-mwindows")
 
-_NO_ADDITIONS = Additions()
-
 Progress = Callable[[str, float], None]
 """Called with the current stage in words, and the fraction of the whole build that is done, in [0, 1]."""
 
@@ -66,7 +63,7 @@ def build_image(
     recipe: ImageRecipe,
     catalogue: ImageCatalogue,
     *,
-    additions: Additions = _NO_ADDITIONS,
+    added: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
     rebuild: bool = False,
 ) -> Image:
@@ -74,13 +71,15 @@ def build_image(
 
     An interrupted or failed build leaves nothing behind.
 
+    Args:
+        added: Files of the user, see `added_files`.
+
     Raises:
-        ImageError: A tool is missing or failed; the message has the end of its output. An addition is invalid, its
-            script failed, or a package does not exist.
+        ImageError: A tool is missing or failed; the message has the end of its output. The user's script failed, or a
+            package does not exist.
     """
     report = progress or (lambda _stage, _fraction: None)
-    recipe = additions.extend(recipe)
-    overlay = overlay_files(recipe) | additions.files()
+    overlay = {**overlay_files(recipe), **(added or {})}
     digest = recipe_digest(recipe, overlay)
     if not rebuild and (image := catalogue.find(recipe.name, digest)):
         # Another recipe or version of envd may have built a newer image under this name.

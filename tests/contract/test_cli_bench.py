@@ -18,7 +18,7 @@ from envd.base.config import Config, HypervisorConfig
 from envd.base.config_sources import load
 from envd.base.errors import GuestUnresponsive
 from envd.base.store.store import FILE_NAME
-from envd.bench.branch import TimedBranch, branch_report, measure_branch
+from envd.bench.branch import branch_report, measure_branch
 from envd.bench.branch_parents import WritingParent, check_branch
 from envd.bench.fork import NO_MEMORY, fork_report, memory_figures
 from envd.bench.load import load_processes, opened_count, run_phase
@@ -27,7 +27,7 @@ from envd.bench.report import BenchReport, Condition, Figure, Value, percentile
 from envd.bench.scale import scale_configs, scale_report
 from envd.bench.scale_daemon import LAG_INTERVAL_S
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
-from envd.bench.step import PEER_PAUSE_S, PeerTimes, StepTimes, script, step_report, xdotool_command
+from envd.bench.step import PEER_PAUSE_S, script, step_report, xdotool_command
 from envd.cli.bench import report_measures
 from envd.cli.own_daemon import run_until_signal
 from envd.drawn import fake_image
@@ -126,8 +126,8 @@ GROUPS = {**REAL, "group_size": 8}
 
 
 def test_targets_do_not_apply_to_a_branch_with_more_dirty_memory() -> None:
-    small = TimedBranch(branch_ms=119, parent_pause_ms=26, copy_ms=40, start_ms=50, total_ms=140, dirty_bytes=32 * MIB)
-    large = replace(small, dirty_bytes=40 * MIB)
+    small = {"branch_ms": 119, "parent_pause_ms": 26, "copy_ms": 40, "start_ms": 50, "other_ms": 50, "dirty_mib": 32}
+    large = {**small, "dirty_mib": 40}
     report = branch_report(GROUPS, light=[small], worked=[large], group_ms=[599.0], who="an editor", check=PASSED)
     assert verdicts(report) == {
         "light_branch_ms_p50": True,
@@ -180,21 +180,21 @@ def test_the_meanings_of_figures_name_the_programs_constants() -> None:
     assert f"sleeps for {LAG_INTERVAL_S * 1000:g} ms" in meanings["loop_lag_ms_p99"]
 
 
-STEP = StepTimes(
-    step_ms=330.0,
-    input_ms=20.0,
-    settle_ms=306.0,
-    resume_ms=1.0,
-    observe_ms=0.5,
-    daemon_ms=329.0,
-    rebuild_ms=1.0,
-    frame_bytes=1 << 10,
-)
-PEER = PeerTimes(input_ms=300.0, pause_ms=2000.0, screenshot_ms=600.0, decode_ms=30.0)
+STEP = {
+    "step": 330.0,
+    "input": 20.0,
+    "settle": 306.0,
+    "resume": 1.0,
+    "observe": 0.5,
+    "daemon": 329.0,
+    "rebuild": 1.0,
+    "frame_kib": 1.0,
+}
+PEER = {"step": 2930.0, "input": 300.0, "screenshot": 600.0, "decode": 30.0}
 
 
 def test_the_overhead_of_a_step_excludes_input_and_settling() -> None:
-    slow = replace(STEP, step_ms=350.0, daemon_ms=349.0)
+    slow = {**STEP, "step": 350.0, "daemon": 349.0}
     report = step_report(REAL, [*[STEP] * 98, slow, slow], [PEER])
     found = results(report)
     assert found["overhead_ms_p50"] == pytest.approx(4.0)
@@ -254,7 +254,7 @@ def test_a_branch_is_correct_if_the_child_continues_and_the_parent_is_unchanged(
 
 
 def test_a_failed_check_fails_the_report_and_a_missed_target_does_not() -> None:
-    slow = TimedBranch(branch_ms=5000, parent_pause_ms=500, copy_ms=1, start_ms=1, total_ms=5000, dirty_bytes=MIB)
+    slow = {"branch_ms": 5000, "parent_pause_ms": 500, "copy_ms": 1, "start_ms": 1, "other_ms": 4998, "dirty_mib": 1}
     report = branch_report(GROUPS, light=[slow], worked=[slow], group_ms=[5000.0], who="an editor", check=PASSED)
     assert set(verdicts(report).values()) == {False}
     assert report.passed

@@ -88,9 +88,9 @@ async def score(workers: OsworldWorkers, guest: LocalGuestd, evaluator: Mapping[
 async def test_start_returns_the_names_in_the_package(workers: OsworldWorkers) -> None:
     names = await workers.start()
     verbs = {"launch", "open", "execute", "download", "sleep", "chrome_open_tabs", "update_browse_history"}
-    assert names.verbs == verbs
-    assert "vm_file" in names.getters
-    assert "exact_match" in names.metrics
+    assert set(names["verbs"]) == verbs
+    assert "vm_file" in names["getters"]
+    assert "exact_match" in names["metrics"]
 
 
 async def test_the_installation_records_the_names_in_the_package(

@@ -155,7 +155,7 @@ async def test_a_fault_ends_the_build_with_a_picture_and_logs(
     iso = make_installer(tmp_path / "windows.iso", cache_dir=cache_dir, fault=fault.name)
     plan = plan_build(WindowsOptions(iso=iso, virtio_win=virtio_win), directory=tmp_path)
     media = write_media(plan, tmp_path)
-    hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, images=[media.image(plan)])
+    hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, images=[media])
     reports = tmp_path / "reports"
     try:
         build = WindowsBuild(

@@ -10,7 +10,8 @@ from cuaenv.results import CommandResult
 from envd.base.errors import GuestError, GuestUnresponsive
 from envd.desktop.desktop import Desktop
 from envd.drawn.files import DrawnFiles
-from envd.drawn.programs import Programs, WindowEntry
+from envd.drawn.programs import Programs
+from envd.tasks.queries import OpenWindow
 
 
 class MemoryDesktop(Desktop):
@@ -20,9 +21,9 @@ class MemoryDesktop(Desktop):
         """Create a desktop with an empty home directory and no windows, and processes that can be frozen or not."""
         self._can_be_frozen = can_freeze
         self.files = DrawnFiles()
-        self.windows: list[WindowEntry] = []
+        self.windows: list[OpenWindow] = []
         """Windows that the window manager lists, the active one last."""
-        self.opens: dict[tuple[str, ...], WindowEntry] = {}
+        self.opens: dict[tuple[str, ...], OpenWindow] = {}
         """Windows opened by launching a command."""
         self.answers: dict[tuple[str, ...], CommandResult | Exception] = {}
         """Results of commands by their first words, in place of the fake programs."""
@@ -105,18 +106,18 @@ class MemoryDesktop(Desktop):
 
     # The fake programs' window manager
 
-    def list_windows(self) -> list[WindowEntry]:
+    def list_windows(self) -> list[OpenWindow]:
         """Return open windows, the active one last."""
         return self.windows
 
     def activate_window(self, title: str) -> bool:
         """Raise a window by id."""
-        chosen = [window for window in self.windows if hex(window.window_id) == hex(int(title, 16))]
+        chosen = [window for window in self.windows if int(window.window_id, 16) == int(title, 16)]
         self.windows = [window for window in self.windows if window not in chosen] + chosen
         return bool(chosen)
 
     def close_window(self, title: str) -> bool:
         """Close a window by id."""
-        chosen = [window for window in self.windows if window.window_id == int(title, 16)]
+        chosen = [window for window in self.windows if int(window.window_id, 16) == int(title, 16)]
         self.windows = [window for window in self.windows if window not in chosen]
         return bool(chosen)

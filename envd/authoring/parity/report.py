@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from envd.authoring.parity.playing import PlayedScript, stored_screen
-from envd.authoring.parity.screens import NAMED_CAUSES, ScreenDifference, compare
+from envd.authoring.parity.screens import NAMED_CAUSES, Box, compare
 from envd.authoring.results import embedded_png, page
 
 #: Scores that differ by less are equal: they may be sums of fractions.
@@ -44,7 +44,7 @@ class Pair:
     left: PlayedScript | None
     """None if it was not played yet."""
     right: PlayedScript | None
-    differences: Mapping[str, Sequence[ScreenDifference]]
+    differences: Mapping[str, Sequence[tuple[Box, str]]]
     """Where the first and the last screens differ; without those that were not seen on both sides."""
 
     @property
@@ -78,8 +78,8 @@ def pair_up(lefts: Iterable[PlayedScript], rights: Iterable[PlayedScript], scree
     return pairs
 
 
-def _compared(left: PlayedScript, right: PlayedScript, screens: Path) -> dict[str, Sequence[ScreenDifference]]:
-    found: dict[str, Sequence[ScreenDifference]] = {}
+def _compared(left: PlayedScript, right: PlayedScript, screens: Path) -> dict[str, Sequence[tuple[Box, str]]]:
+    found: dict[str, Sequence[tuple[Box, str]]] = {}
     for when, *names in zip(("first", "last"), left.screens, right.screens, strict=False):
         seen = [stored_screen(screens, name) for name in names]
         if all(seen):
@@ -173,7 +173,7 @@ class ParityReport:
             )
             sides.append(f"<h3>{name}: {_score(side)}</h3><p>{html.escape(_detail(side))}</p>{picture}")
         boxes = pair.differences.get("last", ())
-        shown = "; ".join(f"{list(each.box)} {each.cause}".strip() for each in boxes[:_MOST_SHOWN_BOXES])
+        shown = "; ".join(f"{list(box)} {cause}".strip() for box, cause in boxes[:_MOST_SHOWN_BOXES])
         differences = f"<p>{len(boxes)} differences on the last screen: {shown}</p>" if boxes else ""
         state = "void" if pair.is_void else "scores agree, screens differ" if pair.agrees else "disagreement"
         heading = f"{html.escape(pair.task_id)}: {html.escape(pair.script)}"
@@ -220,10 +220,10 @@ class ParityReport:
 _HEADINGS = ("scripts", "played", "scored", "agreed", "void", "not played", "agreement", "Cohen's kappa")
 
 
-def _causes(differences: Sequence[ScreenDifference]) -> str:
+def _causes(differences: Sequence[tuple[Box, str]]) -> str:
     if not differences:
         return "equal"
-    return "named" if all(each.cause in NAMED_CAUSES for each in differences) else "other"
+    return "named" if all(cause in NAMED_CAUSES for _, cause in differences) else "other"
 
 
 def _score(result: PlayedScript | None) -> str:
@@ -241,5 +241,5 @@ def _plain(pair: Pair) -> dict[str, object]:
         name: side.model_dump(exclude={"side"}) if side else None
         for name, side in (("left", pair.left), ("right", pair.right))
     }
-    causes = {when: Counter(each.cause or "other" for each in found) for when, found in pair.differences.items()}
+    causes = {when: Counter(cause or "other" for _, cause in found) for when, found in pair.differences.items()}
     return {"task_id": pair.task_id, "script": pair.script, **sides, "differences": causes}

@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,28 +17,27 @@ _BAR_HEIGHT_PX, _CLOCK_WIDTH_PX = 32, 240
 NAMED_CAUSES = frozenset({"caret", "clock"})
 
 
-class ScreenDifference(NamedTuple):
-    """A part of the screen that differs."""
-
-    box: tuple[int, int, int, int]
-    """Left, top, width and height of all pixels that differ in adjacent tiles."""
-    cause: str
-    """One of `NAMED_CAUSES`, `size` if the screens have unlike sizes, or empty."""
+#: Left, top, width and height of pixels.
+Box = tuple[int, int, int, int]
 
 
-def compare(left_png: bytes, right_png: bytes) -> list[ScreenDifference]:
-    """Return where two screens differ; nothing if they are equal."""
+def compare(left_png: bytes, right_png: bytes) -> list[tuple[Box, str]]:
+    """Return where two screens differ, with the cause; nothing if they are equal.
+
+    A box has all pixels that differ in adjacent tiles. A cause is one of `NAMED_CAUSES`, `size` if the screens have
+    unlike sizes, or empty.
+    """
     if left_png == right_png:
         return []
     left_HWC, right_HWC = (np.asarray(Image.open(io.BytesIO(png)).convert("RGB")) for png in (left_png, right_png))
     height_px, width_px = left_HWC.shape[:2]
     if left_HWC.shape != right_HWC.shape:
-        return [ScreenDifference((0, 0, width_px, height_px), "size")]
+        return [((0, 0, width_px, height_px), "size")]
     differs_HW = (left_HWC != right_HWC).any(axis=2)
-    return [ScreenDifference(box, cause_of(box, width_px)) for box in _boxes(differs_HW)]
+    return [(box, cause_of(box, width_px)) for box in _boxes(differs_HW)]
 
 
-def cause_of(box: tuple[int, int, int, int], width_px: int) -> str:
+def cause_of(box: Box, width_px: int) -> str:
     """Return the cause of a difference on a screen of this width, by its place and size; empty if it is unknown."""
     left, top, width, height = box
     if width <= _CARET_WIDTH_PX < height <= _CARET_HEIGHT_PX:
@@ -48,7 +46,7 @@ def cause_of(box: tuple[int, int, int, int], width_px: int) -> str:
     return "clock" if top + height <= _BAR_HEIGHT_PX and width <= _CLOCK_WIDTH_PX and is_central else ""
 
 
-def _boxes(differs_HW: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int]]:
+def _boxes(differs_HW: npt.NDArray[np.bool_]) -> Iterator[Box]:
     """Yield the bounding box of the differing pixels of each group of adjacent tiles, also diagonally adjacent ones."""
     rows, columns = (-(-length // TILE_PX) for length in differs_HW.shape)
     open_tiles = {

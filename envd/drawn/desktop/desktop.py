@@ -24,7 +24,7 @@ from envd.drawn.desktop.windows import (
     draw_button,
 )
 from envd.drawn.files import DrawnFiles
-from envd.drawn.programs import WindowEntry
+from envd.tasks.queries import OpenWindow
 
 MIN_WIDTH_PX = 480
 MIN_HEIGHT_PX = 320
@@ -182,14 +182,14 @@ class DrawnDesktop:
         self._flush()
         return True
 
-    def list_windows(self) -> list[WindowEntry]:
+    def list_windows(self) -> list[OpenWindow]:
         """Return open windows as the window manager lists them, the active one last."""
         return [
-            WindowEntry(
-                _FIRST_WINDOW_ID + self._known.index(window),
-                f"{window.name.lower()}.{window.name}",
-                window.title,
-                (window.rect.x, window.rect.y, window.rect.w, window.rect.h),
+            OpenWindow(
+                window_id=f"0x{_FIRST_WINDOW_ID + self._known.index(window):08x}",
+                wm_class=f"{window.name.lower()}.{window.name}",
+                title=window.title,
+                box=(window.rect.x, window.rect.y, window.rect.w, window.rect.h),
             )
             for window in self.windows
         ]
@@ -284,7 +284,7 @@ class DrawnDesktop:
     def _find_window(self, title: str) -> DrawnWindow | None:
         if title.startswith("0x"):
             ids = {window: listed.window_id for window, listed in zip(self.windows, self.list_windows(), strict=True)}
-            return next((window for window, id in ids.items() if id == int(title, 16)), None)
+            return next((window for window, id in ids.items() if int(id, 16) == int(title, 16)), None)
         return next((window for window in reversed(self.windows) if title.lower() in window.title.lower()), None)
 
     def _damage_focus(self, window: DrawnWindow) -> None:

@@ -29,7 +29,7 @@ from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.images.catalogue import Image, ImageCatalogue, file_sha256
 from envd.images.windows.media import Progress
-from envd.images.windows.plan import BuildPlan, Media, qemu_img
+from envd.images.windows.plan import BuildPlan, qemu_img
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -171,7 +171,7 @@ class WindowsBuild:
         self.defender = ""
         """Status of Microsoft Defender's service at the end of the first logon, such as `Stopped`."""
 
-    async def run(self, media: Media) -> None:
+    async def run(self, media: DiskImage) -> None:
         """Install, prove and seal.
 
         Raises:
@@ -180,7 +180,7 @@ class WindowsBuild:
         shutil.rmtree(self._reports, ignore_errors=True)
         self._reports.mkdir(parents=True)
         try:
-            await self._in_machine("install", media.image(self._plan), self._install)
+            await self._in_machine("install", media, self._install)
             self._progress("first start", 0.75)
             await self._in_machine("first-start", self._sealed(), self._prove)
             self._progress("second start", 0.93)
@@ -371,7 +371,7 @@ async def build_windows(
     plan: BuildPlan,
     hypervisor: LibvirtHypervisor,
     catalogue: ImageCatalogue,
-    media: Media,
+    media: DiskImage,
     *,
     name: str,
     recipe: str,

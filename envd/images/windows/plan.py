@@ -328,48 +328,19 @@ def _write_iso(path: Path, tree: dict[str, bytes | Path]) -> None:
     iso.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Media:
-    """Files that an installation starts from."""
+def write_media(plan: BuildPlan, directory: Path) -> DiskImage:
+    """Write what an installation starts from, and return what its machine boots from.
 
-    answers: Path
-    """The answer file, which is also on the answer disc."""
-    boot_disc: Path
-    answer_disc: Path
-    disk: Path
-    """An empty disk."""
-
-    def image(self, plan: BuildPlan) -> DiskImage:
-        """Return what the machine boots from: the empty disk, then the discs."""
-        return DiskImage(
-            name="windows-setup",
-            digest=plan.patch.hex(),
-            disk=self.disk,
-            os=GuestOs.WINDOWS,
-            hardware=Hardware.WINDOWS,
-            firmware=Firmware.UEFI,
-            has_guestd=False,
-            drives=(
-                ExtraDrive(path=self.boot_disc, is_cdrom=True),
-                ExtraDrive(path=self.answer_disc, disk_format="raw", is_cdrom=True),
-            ),
-        )
-
-
-def write_media(plan: BuildPlan, directory: Path) -> Media:
-    media = Media(
-        answers=directory / ANSWER_FILE,
-        boot_disc=directory / "boot.qcow2",
-        answer_disc=directory / "answers.iso",
-        disk=directory / "empty.qcow2",
-    )
+    These are an empty disk, the disc to boot and the disc with the answers. `ANSWER_FILE` is also beside them.
+    """
+    boot_disc, answer_disc, disk = (directory / name for name in ("boot.qcow2", "answers.iso", "empty.qcow2"))
     answers = answer_file(plan.options, plan.edition, password=secrets.token_urlsafe(_PASSWORD_BYTES))
-    media.answers.touch(mode=0o600)
-    media.answers.write_bytes(answers)
-    write_boot_disc(media.boot_disc, plan.options.iso, offset=plan.patch_offset, patch=plan.patch)
+    (directory / ANSWER_FILE).touch(mode=0o600)
+    (directory / ANSWER_FILE).write_bytes(answers)
+    write_boot_disc(boot_disc, plan.options.iso, offset=plan.patch_offset, patch=plan.patch)
     with open_disc(plan.options.virtio_win) as virtio_win:
         write_answer_disc(
-            media.answer_disc,
+            answer_disc,
             answers=answers,
             virtio_win=virtio_win,
             drivers=plan.drivers,
@@ -377,8 +348,20 @@ def write_media(plan: BuildPlan, directory: Path) -> Media:
             is_server=plan.edition.release.is_server,
             programs=plan.programs,
         )
-    qemu_img("create", "-q", "-f", "qcow2", str(media.disk), f"{plan.options.disk_gib}G")
-    return media
+    qemu_img("create", "-q", "-f", "qcow2", str(disk), f"{plan.options.disk_gib}G")
+    return DiskImage(
+        name="windows-setup",
+        digest=plan.patch.hex(),
+        disk=disk,
+        os=GuestOs.WINDOWS,
+        hardware=Hardware.WINDOWS,
+        firmware=Firmware.UEFI,
+        has_guestd=False,
+        drives=(
+            ExtraDrive(path=boot_disc, is_cdrom=True),
+            ExtraDrive(path=answer_disc, disk_format="raw", is_cdrom=True),
+        ),
+    )
 
 
 def qemu_img(*arguments: str) -> None:

@@ -9,7 +9,7 @@ from envd.base.config_values import CUA_GYM
 from envd.integrations.cua_gym.bundle import CHECK_PARTS, SETUP_COMMANDS
 from envd.tasks.archives import entries
 from envd.tasks.fields import task_name
-from envd.tasks.formats.entries import Fields, Found, NamedFields, Problem, Source, TaskFormatError, make_task
+from envd.tasks.formats.entries import Fields, Found, Problem, Source, TaskFormatError, make_task
 
 _DRIVER = "uda-gym"
 _REQUIRED = ("meta.json", "instruction.md", "setup.sh", "check.sh")
@@ -48,8 +48,8 @@ def read_bundles(directory: Path) -> Found:
 
 def _read_bundle(bundle: Path) -> Found:
     source = Source(file=str(bundle), directory=None, suite=CUA_GYM, makes_bundles=True)
-    named = NamedFields(name=task_name(bundle.name), fields=lambda: _fields(bundle))
-    yield from make_task(source, lambda: named, locate=lambda _: source.file)
+    name = task_name(bundle.name)
+    yield from make_task(source, lambda: (name, lambda: _fields(bundle)), locate=lambda _: source.file)
 
 
 def _fields(bundle: Path) -> Fields:

@@ -11,7 +11,7 @@ from envd.base.config_values import OPENCOMPUTER
 from envd.integrations.open_computer.verifiers import COMMON, TASKS, VERIFIERS, parts
 from envd.tasks.archives import entries
 from envd.tasks.fields import checked_path, task_name
-from envd.tasks.formats.entries import Fields, Found, NamedFields, Problem, Source, TaskFormatError, make_task
+from envd.tasks.formats.entries import Fields, Found, Problem, Source, TaskFormatError, make_task
 
 _MAX_TEXT_BYTES = 1 << 20
 #: As in OpenComputer.
@@ -40,8 +40,8 @@ def read_repository(root: Path) -> Found:
 
 def _read_task(file: Path, root: Path) -> Found:
     source = Source(file=str(file), directory=None, suite=OPENCOMPUTER, makes_bundles=True)
-    named = NamedFields(name=task_name(file.parent.name), fields=lambda: _fields(file, root))
-    yield from make_task(source, lambda: named, locate=lambda _: source.file)
+    name = task_name(file.parent.name)
+    yield from make_task(source, lambda: (name, lambda: _fields(file, root)), locate=lambda _: source.file)
 
 
 def _fields(file: Path, root: Path) -> Fields:

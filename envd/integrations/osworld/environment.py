@@ -65,10 +65,10 @@ class Environment(PinnedEnvironment):
     def known_names(self) -> KnownNames | None:
         """Return the names in the package, as recorded by its installation; None if they were not recorded."""
         try:
-            names = json.loads((self.directory / _NAMES_FILE).read_bytes())
+            names: KnownNames = json.loads((self.directory / _NAMES_FILE).read_bytes())
         except (OSError, ValueError):
             return None
-        return KnownNames(**{key: frozenset(values) for key, values in names.items()})
+        return names
 
     def install(self, *, progress: Progress) -> None:
         """Create the virtual environment, unless it exists. Takes minutes and 1.5 GB.

@@ -8,7 +8,7 @@ from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 from envd.integrations.osworld.catalogue import IMAGE
 from envd.integrations.osworld.files import OsworldFile
-from envd.integrations.osworld.lint import HostSupplies, findings, missing_files
+from envd.integrations.osworld.lint import HostSupplies, findings, missing_files, texts_of
 from envd.integrations.osworld.workers import KnownNames
 from envd.tasks.assets import AssetCache
 from envd.tasks.fields import AssetRef
@@ -32,11 +32,11 @@ def obstacles_of(files: Sequence[OsworldFile], host: HostSupplies) -> Callable[[
     """
     by_id = {file.task_id: file for file in files}
     without_files = replace(host, has_asset=lambda _: True)
-    fixed = {file.task_id: tuple(map(str, findings(file, without_files))) for file in files}
+    fixed = {file.task_id: texts_of(findings(file, without_files)) for file in files}
 
     def find(task_id: str) -> tuple[str, ...] | None:
         file = by_id.get(task_id)
-        return None if file is None else (*fixed[task_id], *map(str, missing_files(file, host.has_asset)))
+        return None if file is None else fixed[task_id] + texts_of(missing_files(file, host.has_asset))
 
     return find
 

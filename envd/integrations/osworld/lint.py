@@ -38,15 +38,8 @@ class Obstacle(Enum):
     """A part of the task's file is not of the form that OSWorld's have."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundObstacle:
-    """One reason, with its detail."""
-
-    obstacle: Obstacle
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.obstacle.value}: {self.detail}"
+#: One reason, with its detail.
+FoundObstacle = tuple[Obstacle, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +71,9 @@ _WEB_PAGE = re.compile(r"https?://(?!localhost|127\.)")
 def findings(file: OsworldFile, host: HostSupplies) -> tuple[FoundObstacle, ...]:
     """Return the reasons why a task cannot run here, without duplicates; empty if it can."""
     try:
-        found = [FoundObstacle(obstacle=obstacle, detail=detail) for obstacle, detail in _find(file, host)]
+        found = list(_find(file, host))
     except (AttributeError, KeyError, TypeError) as error:
-        found = [FoundObstacle(obstacle=Obstacle.MALFORMED, detail=repr(error))]
+        found = [(Obstacle.MALFORMED, repr(error))]
     return tuple(dict.fromkeys([*found, *missing_files(file, host.has_asset)]))
 
 
@@ -88,10 +81,15 @@ def missing_files(file: OsworldFile, has_asset: Callable[[str], bool]) -> tuple[
     """Return the finding that files of a task are not in the cache; empty if they are."""
     missing = [url for url in asset_urls(file.setup, file.evaluator).values() if not has_asset(url)]
     detail = f"{len(missing)} files are not fetched, such as {missing[0]}" if missing else ""
-    return (FoundObstacle(obstacle=Obstacle.ASSETS, detail=detail),) if missing else ()
+    return ((Obstacle.ASSETS, detail),) if missing else ()
 
 
-def _find(file: OsworldFile, host: HostSupplies) -> Iterator[tuple[Obstacle, str]]:
+def texts_of(found: Sequence[FoundObstacle]) -> tuple[str, ...]:
+    """Return reasons as texts, each `kind: detail`."""
+    return tuple(f"{obstacle.value}: {detail}" for obstacle, detail in found)
+
+
+def _find(file: OsworldFile, host: HostSupplies) -> Iterator[FoundObstacle]:
     verbs = [str(step["type"]) for step in (*file.setup, *(file.evaluator.get("postconfig") or ()))]
     getters = [
         str(part["type"])
@@ -103,9 +101,9 @@ def _find(file: OsworldFile, host: HostSupplies) -> Iterator[tuple[Obstacle, str
     metrics = [] if file.is_infeasible else [func] if isinstance(func, str) else list(func)
     if host.known is not None:
         for kind, names, known in (
-            ("setup verb", verbs, host.known.verbs),
-            ("getter", getters, host.known.getters),
-            ("metric", metrics, host.known.metrics),
+            ("setup verb", verbs, host.known["verbs"]),
+            ("getter", getters, host.known["getters"]),
+            ("metric", metrics, host.known["metrics"]),
         ):
             yield from ((Obstacle.UNKNOWN_FUNCTION, f"{kind} {name}") for name in names if name not in known)
     for name in (*(set(verbs) & _CREDENTIALS_VERBS), *(set(getters) & _CREDENTIALS_GETTERS)):
@@ -124,7 +122,7 @@ def _find(file: OsworldFile, host: HostSupplies) -> Iterator[tuple[Obstacle, str
     yield from _missing_programs(file, host)
 
 
-def _web_pages(file: OsworldFile, getters: Sequence[str]) -> Iterator[tuple[Obstacle, str]]:
+def _web_pages(file: OsworldFile, getters: Sequence[str]) -> Iterator[FoundObstacle]:
     if file.content.get("proxy"):
         yield Obstacle.RECORDING, "its pages are on the live web"
     yield from ((Obstacle.RECORDING, name) for name in getters if name in _WEB_GETTERS)
@@ -135,7 +133,7 @@ def _web_pages(file: OsworldFile, getters: Sequence[str]) -> Iterator[tuple[Obst
             yield Obstacle.RECORDING, "it opens web pages"
 
 
-def _missing_programs(file: OsworldFile, host: HostSupplies) -> Iterator[tuple[Obstacle, str]]:
+def _missing_programs(file: OsworldFile, host: HostSupplies) -> Iterator[FoundObstacle]:
     if file.os not in host.packages:
         yield Obstacle.IMAGE, f"no image has {file.os.value}"
         return

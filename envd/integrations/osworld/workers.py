@@ -41,13 +41,8 @@ _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_CONNECTIONS = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownNames:
-    """The names of the setup verbs, getters and metrics of an installation of OSWorld."""
-
-    verbs: frozenset[str]
-    getters: frozenset[str]
-    metrics: frozenset[str]
+#: The names in an installation of OSWorld: of its setup `verbs`, `getters` and `metrics`.
+KnownNames = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +113,8 @@ class OsworldWorkers:
         if greeting["shortcoming"] and not self._is_warned:
             self._is_warned = True
             logger.warning("OSWorld evaluations: %s", greeting["shortcoming"])
-        return KnownNames(**{key: frozenset(names) for key, names in greeting["ready"].items()})
+        names: KnownNames = greeting["ready"]
+        return names
 
     async def aclose(self) -> None:
         """Stop the worker and all running jobs."""

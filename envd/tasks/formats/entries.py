@@ -43,17 +43,10 @@ class Problem:
 
 #: A task before validation, without its id.
 Fields = dict[str, object]
+#: The name of a task, and a function that returns its fields; it may raise `TaskFormatError` or `ValidationError`.
+NamedFields = tuple[str, Callable[[], Mapping[str, object]]]
 #: The tasks of a file, and its problems.
 Found = Iterator[Task | Problem]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedFields:
-    """A task before validation."""
-
-    name: str
-    fields: Callable[[], Mapping[str, object]]
-    """Returns the fields of `Task` without its id; may raise `TaskFormatError` or `ValidationError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +71,9 @@ def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callab
     """
     task_id = ""
     try:
-        named = read()
-        task_id = f"{source.suite}/{named.name}"
-        task = Task.model_validate({**named.fields(), "task_id": task_id})
+        name, fields = read()
+        task_id = f"{source.suite}/{name}"
+        task = Task.model_validate({**fields(), "task_id": task_id})
         parts = (*task.setup, *(leaves(task.checker) if task.checker else ()))
         if not source.makes_bundles and (kinds := kinds_of_loaders() & {part.kind for part in parts}):
             directories = " or ".join(f"`--tasks {suite}:DIR`" for suite in DIRECTORY_SUITES)

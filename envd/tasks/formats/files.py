@@ -123,7 +123,7 @@ def _named(entry: Mapping[str, object]) -> NamedFields:
             raise TaskFormatError("derived from suite and name; remove it", "task_id")
         return fields
 
-    return NamedFields(name=str(entry["name"]), fields=checked)
+    return str(entry["name"]), checked
 
 
 def _parquet_rows(path: Path) -> Iterator[Mapping[str, object]]:

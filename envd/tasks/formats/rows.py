@@ -52,14 +52,14 @@ def _read_config(config: Mapping[str, object], level: Mapping[str, object]) -> N
     read = next((system.read_task for system in task_systems() if system.read_task), None)
     if read is None:
         raise TaskFormatError("a task of OSWorld; this installation lacks envd.integrations.osworld")
-    return NamedFields(name=task_name(str(config.get("id", ""))), fields=lambda: read(config, _os(level)))
+    return task_name(str(config.get("id", ""))), lambda: read(config, _os(level))
 
 
 def _read_own(task: Mapping[str, object]) -> NamedFields:
     if not isinstance(task.get("name"), str):
         raise TaskFormatError("a task must have a name", "task")
     fields = {key: value for key, value in task.items() if key != "name"}
-    return NamedFields(name=str(task["name"]), fields=lambda: fields)
+    return str(task["name"]), lambda: fields
 
 
 class _ExpectedResult(Model):
@@ -88,7 +88,7 @@ def _read_graded(row: Mapping[str, object]) -> NamedFields:
     }
     # These rows have no names. A digest of the content gives the same name in every file, so that splits agree.
     identity = json.dumps([instruction, target.model_dump()], sort_keys=True)
-    return NamedFields(name=f"t-{hashlib.sha256(identity.encode()).hexdigest()[:12]}", fields=lambda: fields)
+    return f"t-{hashlib.sha256(identity.encode()).hexdigest()[:12]}", lambda: fields
 
 
 def _instruction(prompt: object) -> str:

@@ -12,7 +12,7 @@ from cuaenv.actions import Done, Fail, Move, TypeText, Wait
 from cuaenv.agent_text.values import ParseError
 from envd.authoring.parity.playing import PlayedScript, SideName, add_screen, stored_screen
 from envd.authoring.parity.report import ParityReport, cohens_kappa, pair_up
-from envd.authoring.parity.screens import ScreenDifference, compare
+from envd.authoring.parity.screens import compare
 from envd.authoring.parity.scripts import WALK_STEPS, ParityScript, read_trajectories, scripts_of, walk
 from envd.base.errors import ConfigError
 from envd.tasks.model import Task
@@ -135,14 +135,14 @@ def png(*boxes: tuple[int, int, int, int], size_px: tuple[int, int] = SIZE_PX) -
     ],
 )
 def test_a_difference_is_one_box_with_its_cause(box: tuple[int, int, int, int], cause: str) -> None:
-    assert compare(png(), png(box)) == [ScreenDifference(box, cause)]
+    assert compare(png(), png(box)) == [(box, cause)]
 
 
 def test_distant_differences_are_separate_and_equal_screens_have_none() -> None:
     boxes = ((10, 10, 5, 5), (700, 500, 1, 20))
-    assert compare(png(), png(*boxes)) == [ScreenDifference(boxes[0], ""), ScreenDifference(boxes[1], "caret")]
+    assert compare(png(), png(*boxes)) == [(boxes[0], ""), (boxes[1], "caret")]
     assert compare(png(*boxes), png(*boxes)) == []
-    assert compare(png(), png(size_px=(640, 400))) == [ScreenDifference((0, 0, 1280, 800), "size")]
+    assert compare(png(), png(size_px=(640, 400))) == [((0, 0, 1280, 800), "size")]
 
 
 def played(side: SideName, script: str, score: float | None, *screens: str, detail: str = "") -> PlayedScript:

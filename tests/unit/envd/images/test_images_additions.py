@@ -1,13 +1,13 @@
 """What a user adds to an image: packages, files, a script."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from envd.base.errors import ImageError
-from envd.images.additions import Additions
+from envd.images.additions import added_files, with_packages
 from envd.images.build import _InstallOutput
 from envd.images.recipe import USER_SCRIPT, desktop_recipe, office_recipe, overlay_files, recipe_digest
 
@@ -20,32 +20,31 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def digest(additions: Additions) -> str:
-    recipe = additions.extend(desktop_recipe())
-    return recipe_digest(recipe, overlay_files(recipe) | additions.files())
+def digest(packages: Sequence[str] = (), directory: Path | None = None, script: Path | None = None) -> str:
+    recipe = with_packages(desktop_recipe(), packages)
+    return recipe_digest(recipe, overlay_files(recipe) | added_files(directory, script))
 
 
 def test_packages_files_and_script_each_change_the_digest(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     script = tmp_path_factory.mktemp("script") / "install"
     script.write_text("#!/bin/sh\n")
-    given = [Additions(), Additions(packages=["gedit"]), Additions(directory=tree), Additions(script=script)]
-    assert len({digest(each) for each in given}) == len(given)
-    before = digest(given[2])
+    before = digest(directory=tree)
+    assert len({digest(), digest(packages=["gedit"]), before, digest(script=script)}) == 4
     (tree / "etc/motd").write_text("other\n")
-    assert digest(given[2]) != before
-    assert digest(Additions()) == recipe_digest(desktop_recipe(), overlay_files(desktop_recipe()))
+    assert digest(directory=tree) != before
+    assert digest() == recipe_digest(desktop_recipe(), overlay_files(desktop_recipe()))
 
 
 def test_files_of_the_home_directory_are_added_to_its_skeleton_and_a_package_once(tree: Path) -> None:
-    assert Additions(directory=tree).files() == {"etc/motd": b"hello\n", "etc/skel/.config/app.ini": b"[app]\n"}
-    recipe = Additions(packages=["gedit", "openbox", "vim=2:9.0.1378-2"]).extend(desktop_recipe())
+    assert added_files(tree, None) == {"etc/motd": b"hello\n", "etc/skel/.config/app.ini": b"[app]\n"}
+    recipe = with_packages(desktop_recipe(), ["gedit", "openbox", "vim=2:9.0.1378-2"])
     assert recipe.packages == (*desktop_recipe().packages, "gedit", "vim=2:9.0.1378-2")
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-o=x", "Gedit", "a;b", "../a"])
 def test_a_word_that_is_not_a_package_name_is_refused(name: str) -> None:
     with pytest.raises(ImageError, match="not a package name"):
-        Additions(packages=[name]).extend(desktop_recipe())
+        with_packages(desktop_recipe(), [name])
 
 
 @pytest.mark.parametrize(
@@ -63,17 +62,17 @@ def test_files_that_mislead_the_build_are_refused(
 ) -> None:
     spoil(tree)
     if problem is None:  # an empty directory adds nothing; a file in it would replace one of envd
-        assert len(Additions(directory=tree).files()) == 2
+        assert len(added_files(tree, None)) == 2
         (tree / "usr/lib/envd/session").write_text("#!/bin/sh\n")
         problem = "envd's own files"
     with pytest.raises(ImageError, match=problem):
-        Additions(directory=tree).files()
+        added_files(tree, None)
 
 
 def test_a_script_without_an_interpreter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "install").write_text("apt install x\n")
     with pytest.raises(ImageError, match="begins with #!"):
-        Additions(script=tmp_path / "install").files()
+        added_files(None, tmp_path / "install")
 
 
 def output_of(*lines: str) -> tuple[_InstallOutput, list[tuple[str, float]]]:

@@ -12,7 +12,6 @@ import pytest
 from cuaenv.actions import Done, Fail
 from cuaenv.results import CommandResult
 from envd.base.errors import EvaluatorFailed, GuestError, MachineLost, TooLarge
-from envd.drawn.programs import WindowEntry
 from envd.tasks.checker_union import AnyLeafChecker
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
 from envd.tasks.checkers.programs import ProcessRunning, WindowPresent, judge_processes, judge_windows
@@ -95,7 +94,7 @@ async def test_output_above_its_limit_scores_0_like_a_large_file(checker: dict[s
 
 async def test_a_list_of_windows_above_its_limit_scores_0() -> None:
     desktop = MemoryDesktop()
-    desktop.windows.append(WindowEntry(1, "a.A", "x" * 70_000))
+    desktop.windows.append(OpenWindow(window_id="0x00000001", wm_class="a.A", title="x" * 70_000))
     evaluation = await score_of({"kind": "window", "window": {"title": "y"}, "present": False}, desktop)
     assert evaluation.score == 0
     assert "the limit is 65536" in evaluation.checks[0].evidence
@@ -225,7 +224,7 @@ async def test_a_command_that_cannot_be_run_gives_no_score(desktop: MemoryDeskto
 
 
 async def test_windows_are_found_by_title_and_class(desktop: MemoryDesktop) -> None:
-    desktop.windows = [WindowEntry(0x10, "mousepad.Mousepad", "~/a.txt - Mousepad")]
+    desktop.windows = [OpenWindow(window_id="0x00000010", wm_class="mousepad.Mousepad", title="~/a.txt - Mousepad")]
 
     async def score(present: bool, **match: str) -> float:
         return (await score_of({"kind": "window", "window": match, "present": present}, desktop)).score
@@ -299,7 +298,7 @@ def test_an_empty_process_list_gives_no_score() -> None:
 
 
 async def test_processes_are_queried_in_the_guest(desktop: MemoryDesktop) -> None:
-    desktop.windows = [WindowEntry(0x10, "galculator.Galculator", "galculator")]
+    desktop.windows = [OpenWindow(window_id="0x00000010", wm_class="galculator.Galculator", title="galculator")]
     assert (await score_of({"kind": "process", "program": "galculator"}, desktop)).score == 1.0
     assert (await score_of({"kind": "process", "program": "mousepad"}, desktop)).score == 0.0
 

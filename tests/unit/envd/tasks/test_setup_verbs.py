@@ -9,17 +9,17 @@ import pytest
 
 from cuaenv.results import CommandResult
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
-from envd.drawn.programs import WindowEntry
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.assets import AssetCache
 from envd.tasks.model import Task
+from envd.tasks.queries import OpenWindow
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
 from envd.tasks.text import CheckOutcome
 from tests.support.memory_desktop import MemoryDesktop
 
-EDITOR = WindowEntry(0x60, "mousepad.Mousepad", "~/a.txt - Mousepad")
-CALCULATOR = WindowEntry(0x70, "galculator.Galculator", "galculator")
+EDITOR = OpenWindow(window_id="0x00000060", wm_class="mousepad.Mousepad", title="~/a.txt - Mousepad")
+CALCULATOR = OpenWindow(window_id="0x00000070", wm_class="galculator.Galculator", title="galculator")
 PATH = "/home/user/a.txt"
 WRITE = {"kind": "write_file", "path": PATH, "text": "x"}
 WITH_PASSWORD = SetupResources(client_password="s3cret")  # noqa: S106 - of no guest

@@ -2,7 +2,6 @@
 
 from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, PressKeys, Scroll, Wait
 from cuaenv.results import CommandResult
-from envd.drawn.programs import WindowEntry
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checker_union import AnyLeafChecker, leaves
 from envd.tasks.checkers.files import FileText
@@ -11,6 +10,7 @@ from envd.tasks.checkers.unchanged import Unchanged
 from envd.tasks.evaluate import evaluate, remember_start
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step, without_target
+from envd.tasks.queries import OpenWindow
 from envd.tasks.verbs import Launch, Open, WriteSetupFile
 from tests.support.memory_desktop import MemoryDesktop
 
@@ -150,9 +150,13 @@ def set_up(task: Task) -> MemoryDesktop:
             case WriteSetupFile():
                 desktop.files[verb.path] = verb.data()
             case Launch(argv=argv):
-                desktop.windows.append(WindowEntry(number, f"{argv[0]}.{argv[0].title()}", argv[-1]))
+                desktop.windows.append(
+                    OpenWindow(window_id=f"0x{number:08x}", wm_class=f"{argv[0]}.{argv[0].title()}", title=argv[-1])
+                )
             case Open(path=path):
-                desktop.windows.append(WindowEntry(number, "mousepad.Mousepad", f"{path} - Mousepad"))
+                desktop.windows.append(
+                    OpenWindow(window_id=f"0x{number:08x}", wm_class="mousepad.Mousepad", title=f"{path} - Mousepad")
+                )
             case _:
                 pass
     return desktop

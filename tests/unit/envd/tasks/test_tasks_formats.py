@@ -27,7 +27,7 @@ GRADED = {
     ),
     "messages": [{"role": "user", "content": INSTRUCTION}],
 }
-NAME = read_row(GRADED).name
+NAME = read_row(GRADED)[0]
 
 OSWORLD: dict[str, Any] = {
     "id": NAME,
@@ -149,16 +149,16 @@ def test_tables_have_null_fields_of_other_rows_own_tasks_and_a_default_suite(tmp
 
 def test_a_graded_row_is_named_by_its_content_alone() -> None:
     other = {**GRADED, "prompt": "Another one."}
-    assert read_row(dict(reversed(GRADED.items()))).name == NAME
-    assert read_row(other).name != NAME
-    assert read_row({**GRADED, "prompt": None}).name == NAME
+    assert read_row(dict(reversed(GRADED.items())))[0] == NAME
+    assert read_row(other)[0] != NAME
+    assert read_row({**GRADED, "prompt": None})[0] == NAME
 
 
 def test_the_operating_system_follows_from_the_row_or_from_the_paths() -> None:
     linux = {**OSWORLD, "evaluator": {"func": "infeasible"}, "instruction": "Print it."}
-    assert read_row({"task_config": linux}).fields()["os"] is GuestOs.LINUX
-    assert read_row({"task_config": linux, "env_config": {"os_type": "Windows"}}).fields()["os"] is GuestOs.WINDOWS
-    assert read_row({"task_config": OSWORLD}).fields()["os"] is GuestOs.WINDOWS
+    assert read_row({"task_config": linux})[1]()["os"] is GuestOs.LINUX
+    assert read_row({"task_config": linux, "env_config": {"os_type": "Windows"}})[1]()["os"] is GuestOs.WINDOWS
+    assert read_row({"task_config": OSWORLD})[1]()["os"] is GuestOs.WINDOWS
 
 
 @pytest.mark.parametrize("path", ["/home/user/d/a.txt", "~/d/a.txt", "d/a.txt"])

@@ -22,7 +22,7 @@ from envd.hypervisor.qemu.snapshots.files import QemuFiles, create_overlay
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.images.windows import build as build_module
 from envd.images.windows.build import BuildLimits, build_windows
-from envd.images.windows.plan import BuildPlan, Media, WindowsOptions, plan_build, write_media
+from envd.images.windows.plan import BuildPlan, WindowsOptions, plan_build, write_media
 from tests.support.windows_media import MediumEdition, make_virtio_iso, make_windows_iso, virtio_files
 
 SCREEN = (640, 480)
@@ -147,7 +147,7 @@ class Builder:
         self.scratch.mkdir()
 
     async def run(self, limits: BuildLimits = LIMITS) -> Image:
-        media: Media = write_media(self.plan, self.scratch)
+        media = write_media(self.plan, self.scratch)
         return await build_windows(
             self.plan,
             cast("LibvirtHypervisor", self.hypervisor),

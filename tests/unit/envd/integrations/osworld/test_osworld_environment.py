@@ -91,9 +91,7 @@ def test_an_installation_appears_atomically(tmp_path: Path, monkeypatch: pytest.
     found.install(progress=report)
     assert found.is_installed
     assert ran[-1] == "import desktop_env"
-    names = found.known_names()
-    assert names is not None
-    assert names.verbs == {"launch"}
+    assert found.known_names() == {"verbs": ["launch"], "getters": [], "metrics": []}
     ran.clear()
     found.install(progress=report)
     assert ran == []

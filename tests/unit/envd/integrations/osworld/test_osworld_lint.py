@@ -9,14 +9,13 @@ import pytest
 
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.files import OsworldFile
-from envd.integrations.osworld.lint import FoundObstacle, HostSupplies, Obstacle, findings
-from envd.integrations.osworld.workers import KnownNames
+from envd.integrations.osworld.lint import HostSupplies, Obstacle, findings
 
-KNOWN = KnownNames(
-    verbs=frozenset({"launch", "download", "login", "execute", "command", "chrome_open_tabs"}),
-    getters=frozenset({"rule", "cloud_file", "vm_file", "active_tab_info", "googledrive_file"}),
-    metrics=frozenset({"exact_match", "compare"}),
-)
+KNOWN = {
+    "verbs": ["launch", "download", "login", "execute", "command", "chrome_open_tabs"],
+    "getters": ["rule", "cloud_file", "vm_file", "active_tab_info", "googledrive_file"],
+    "metrics": ["exact_match", "compare"],
+}
 HOST = HostSupplies(known=KNOWN, has_asset=lambda url: url.endswith("/here"), packages={GuestOs.LINUX: {"gimp"}})
 
 
@@ -91,7 +90,7 @@ def test_a_task_without_obstacles_can_run() -> None:
     ],
 )  # fmt: skip
 def test_each_obstacle_is_found(file: OsworldFile, expected: tuple[Obstacle, str]) -> None:
-    assert findings(file, HOST) == (FoundObstacle(obstacle=expected[0], detail=expected[1]),)
+    assert findings(file, HOST) == (expected,)
 
 
 def test_local_pages_need_no_internet_and_in_linux_no_port() -> None:
@@ -99,15 +98,15 @@ def test_local_pages_need_no_internet_and_in_linux_no_port() -> None:
     assert findings(task(steps), HOST) == ()
     windows = HostSupplies(known=None, has_asset=lambda _: True, packages={GuestOs.WINDOWS: None})
     found = findings(task(steps, system=GuestOs.WINDOWS), windows)
-    assert [finding.obstacle for finding in found] == [Obstacle.PORT]
+    assert [obstacle for obstacle, _ in found] == [Obstacle.PORT]
 
 
 def test_web_pages_need_a_recording_unless_a_pool_has_the_web() -> None:
     steps = step("chrome_open_tabs", urls_to_open=["https://example.org/"])
     file = task(steps, evaluator={"func": "compare", "result": {"type": "info_from_website"}})
     host = replace(HOST, known=None)
-    assert list(map(str, findings(file, host))) == [
-        "web recording: info_from_website",
-        "web recording: it opens web pages",
-    ]
+    assert findings(file, host) == (
+        (Obstacle.RECORDING, "info_from_website"),
+        (Obstacle.RECORDING, "it opens web pages"),
+    )
     assert findings(file, replace(host, has_web=True)) == ()
