@@ -23,7 +23,7 @@ from envd.desktop.observation import A11yFormat, CursorMode, Encoding, Observati
 from envd.episodes.progress import AutomaticCheckpoints, CheckpointTrigger
 from envd.episodes.types import CheckpointCommand, ForkCommand, ResetCommand, RollbackCommand, StepCommand
 from envd.tasks.fields import MAX_PERTURBATIONS
-from envd.tasks.perturbations import Perturb
+from envd.tasks.perturbations import PerturbationDraw
 from envd.tasks.templates import MAX_SEED
 
 MAX_GROUP_SIZE = 64
@@ -125,13 +125,13 @@ def reset_command(
     )
 
 
-def _perturb(request: env_pb2.ResetRequest) -> Perturb | None:
+def _perturb(request: env_pb2.ResetRequest) -> PerturbationDraw | None:
     if not request.HasField("perturb"):
         return None
     if request.checkpoint_id:
         raise InvalidRequest("perturb", "not supported with a checkpoint; remove it")
     asked = request.perturb
-    return Perturb(
+    return PerturbationDraw(
         seed=int_in_range(asked.seed, "perturb.seed", low=0, high=MAX_SEED),
         kinds=tuple(asked.kinds),
         count=int_in_range(asked.count, "perturb.count", default=1, low=1, high=MAX_PERTURBATIONS),

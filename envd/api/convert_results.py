@@ -14,7 +14,7 @@ from cuaenv.v1 import env_pb2
 from envd.base.config import LimitsConfig
 from envd.base.version import envd_version
 from envd.desktop.observation import (
-    Elements,
+    A11yElements,
     EncodedFrame,
     Encoding,
     Keyframe,
@@ -24,12 +24,13 @@ from envd.desktop.observation import (
     UnchangedImage,
 )
 from envd.episodes.checkpoints.manifest import Manifest
-from envd.episodes.progress import CheckpointTrigger, EpisodeState, Origin, ScoreResult
-from envd.episodes.types import EpisodeStatus, EvaluateResult, OpenedGroup, RollbackResult, StepResult
+from envd.episodes.progress import CheckpointTrigger, EpisodeOrigin, EpisodeState
+from envd.episodes.types import EpisodeStatus, EvaluateResult, OpenedGroup, RollbackResult, StepOutcome
 from envd.pool.queue import QueueEntry
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task
 from envd.tasks.templates import split_of
+from envd.tasks.text import ScoreResult
 
 _STATES = {
     EpisodeState.ACTIVE: env_pb2.Episode.STATE_ACTIVE,
@@ -85,7 +86,7 @@ def _group_observations(result: OpenedGroup, *, share_images: bool) -> Iterator[
             yield observation
 
 
-def step_response(result: StepResult) -> env_pb2.StepResponse:
+def step_response(result: StepOutcome) -> env_pb2.StepResponse:
     return env_pb2.StepResponse(
         episode=episode_message(result.episode),
         observation=observation_message(result.observation),
@@ -168,7 +169,7 @@ def episode_message(info: EpisodeStatus, *, with_origin: bool = False) -> env_pb
     )
 
 
-def _origin(origin: Origin) -> env_pb2.Origin:
+def _origin(origin: EpisodeOrigin) -> env_pb2.Origin:
     return env_pb2.Origin(
         template_digest=origin.template_digest,
         overlay_parent=origin.overlay_parent,
@@ -317,7 +318,7 @@ def frame_message(frame: EncodedFrame) -> env_pb2.Frame:
     return message
 
 
-def _elements(elements: Elements | None) -> env_pb2.A11yElements | None:
+def _elements(elements: A11yElements | None) -> env_pb2.A11yElements | None:
     if elements is None:
         return None
     return env_pb2.A11yElements(

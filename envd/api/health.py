@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from envd.base.aio import Changes
-from envd.base.errors import NotFound, RateLimited
+from envd.base.errors import ObjectNotFound, RateLimited
 
 MAX_WATCHER_COUNT: Final = 256
 """Watchers of all peers together."""
@@ -37,7 +37,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
-            raise NotFound(f"service {request.service!r}: not served here")
+            raise ObjectNotFound(f"service {request.service!r}: not served here")
         return _Status(status=self._status())
 
     async def Watch(

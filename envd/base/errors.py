@@ -42,11 +42,11 @@ class RequestIdReused(InvalidRequest, reason="REQUEST_ID_REUSED"):
         super().__init__("request_id", f"{request_id} was already used with another body; make a new one per request")
 
 
-class NotFound(EnvdError, reason="NOT_FOUND"):
+class ObjectNotFound(EnvdError, reason="NOT_FOUND"):
     """The named object does not exist."""
 
 
-class EpisodeNotFound(NotFound, reason="EPISODE_NOT_FOUND"):
+class EpisodeNotFound(ObjectNotFound, reason="EPISODE_NOT_FOUND"):
     """The episode was never opened here, was closed, or its lease expired."""
 
 
@@ -56,19 +56,19 @@ def unknown_episode(episode_id: str) -> EpisodeNotFound:
     )
 
 
-class TaskNotFound(NotFound, reason="TASK_NOT_FOUND"):
+class TaskNotFound(ObjectNotFound, reason="TASK_NOT_FOUND"):
     """The loaded suites have no such task."""
 
 
-class PoolNotFound(NotFound, reason="POOL_NOT_FOUND"):
+class PoolNotFound(ObjectNotFound, reason="POOL_NOT_FOUND"):
     """This daemon has no such pool."""
 
 
-class ImageNotFound(NotFound, reason="IMAGE_NOT_FOUND"):
+class ImageNotFound(ObjectNotFound, reason="IMAGE_NOT_FOUND"):
     """The catalogue has no such image."""
 
 
-class CheckpointNotFound(NotFound, reason="CHECKPOINT_NOT_FOUND"):
+class CheckpointNotFound(ObjectNotFound, reason="CHECKPOINT_NOT_FOUND"):
     """The checkpoint was never created on this host, was deleted, or has expired."""
 
 

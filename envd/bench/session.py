@@ -22,7 +22,7 @@ from envd.daemon.ephemeral import ephemeral_config
 from envd.hypervisor.machine import Snapshot
 from envd.hypervisor.qemu.processes import machine_pids, written_guest_bytes
 from envd.pool.leased import LeasedMachine
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.room import host_memory_mib
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
@@ -62,7 +62,7 @@ class BenchSession:
 
     daemon: Daemon
     client: AsyncEnvClient
-    pool: Pool
+    pool: MachinePool
 
     @property
     def runs_guests(self) -> bool:

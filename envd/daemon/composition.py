@@ -55,7 +55,7 @@ from envd.integrations.osworld.workers import OsworldWorkers
 from envd.pool.audit import Audit, stray_rows
 from envd.pool.leased import LINGER_S
 from envd.pool.machines import unregister_all
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.room import HostClaims, HostRoom, host_memory_mib, read_available_bytes
 from envd.pool.settings import PoolHost, PoolParameters
 from envd.pool.status import POOL_SERIES
@@ -81,7 +81,7 @@ class Daemon:
 
     config: Config
     hypervisor: Hypervisor
-    pools: tuple[Pool, ...]
+    pools: tuple[MachinePool, ...]
     service: EpisodeService
     server: ApiServer
     address: str
@@ -178,7 +178,7 @@ class Machines:
     """The hypervisor, the pools that fork machines on it, and what a previous daemon left."""
 
     hypervisor: Hypervisor
-    pools: tuple[Pool, ...]
+    pools: tuple[MachinePool, ...]
     persisted: PersistedState
     adopted: Mapping[str, Machine]
     """Machines of persisted episodes, by id."""
@@ -230,13 +230,15 @@ def _room(config: Config, *, runs_guests: bool, claims: HostClaims) -> HostRoom:
     )
 
 
-def _pools(config: Config, inputs: Inputs, host: PoolHost, *, exits: Mapping[str, Exit | None]) -> Iterator[Pool]:
+def _pools(
+    config: Config, inputs: Inputs, host: PoolHost, *, exits: Mapping[str, Exit | None]
+) -> Iterator[MachinePool]:
     for name, pool in config.pools.items():
         if pool.parks and (reason := host.hypervisor.capabilities.not_forkable):
             raise ConfigError(f"pools.{name}.resident: its episodes cannot be parked: {reason}; remove the setting")
         image, image_screen_px = inputs.images[name]
         screen_px, web = pool.screen or image_screen_px, exits[name]
-        yield Pool(
+        yield MachinePool(
             PoolParameters(
                 **{**dict(pool), "screen": screen_px},
                 name=name,

@@ -19,7 +19,7 @@ from lxml import etree
 
 from cuaenv.region import Region
 from envd.base.errors import GuestError
-from envd.desktop.observation import Element, Elements
+from envd.desktop.observation import A11yElement, A11yElements
 
 #: A tree of guestd's 5,000 nodes has about 2 MiB.
 MAX_TREE_BYTES: Final = 16 << 20
@@ -60,7 +60,7 @@ _ACTIONABLE: Final = frozenset(
 _PAIR = re.compile(r"\s*\(\s*(-?\d{1,9})\s*,\s*(-?\d{1,9})\s*\)\s*")
 
 
-def parse_tree(xml: str, *, screen_px: tuple[int, int], max_nodes: int = MAX_NODES) -> Elements:
+def parse_tree(xml: str, *, screen_px: tuple[int, int], max_nodes: int = MAX_NODES) -> A11yElements:
     """Return the elements on a screen of (width, height).
 
     Raises:
@@ -74,7 +74,7 @@ def parse_tree(xml: str, *, screen_px: tuple[int, int], max_nodes: int = MAX_NOD
     flat = [element for window in windows for element in window]
     left_out = max(0, len(flat) - MAX_ELEMENTS)
     is_partial = root.get("truncated") == "true" or next(islice(root.iter("*"), max_nodes, None), None) is not None
-    return Elements(items=tuple(flat[:MAX_ELEMENTS]), left_out_count=left_out, is_cut=is_partial)
+    return A11yElements(items=tuple(flat[:MAX_ELEMENTS]), left_out_count=left_out, is_cut=is_partial)
 
 
 def is_cut(text: str, limit: int) -> bool:
@@ -82,7 +82,7 @@ def is_cut(text: str, limit: int) -> bool:
     return len(text) == limit and text.endswith("…")
 
 
-def with_marks(elements: Elements) -> Elements:
+def with_marks(elements: A11yElements) -> A11yElements:
     """Number actionable elements from 1 to at most `MAX_MARKS`, except those that the active window covers."""
     front = next((element for element in elements.items if "active" in element.states and element.depth == 0), None)
     number, items, is_front = 0, [], False
@@ -100,7 +100,7 @@ def with_marks(elements: Elements) -> Elements:
     return replace(elements, items=tuple(items))
 
 
-def outline(elements: Elements, *, max_chars: int) -> str:
+def outline(elements: A11yElements, *, max_chars: int) -> str:
     """Return elements as text, one a line, indented by nesting: mark, role, name, value, states, box.
 
     A box is (left, top, width, height) in pixels of the screen. A text that would exceed `max_chars` ends between two
@@ -120,7 +120,7 @@ def outline(elements: Elements, *, max_chars: int) -> str:
     return "\n".join([*lines[:kept], *note])
 
 
-def _line(element: Element) -> str:
+def _line(element: A11yElement) -> str:
     words = [f"[{element.mark}]"] if element.mark else []
     words.append(element.role)
     if element.name:
@@ -155,7 +155,7 @@ def _parse(xml: str) -> etree._Element:
         raise GuestError(f"not XML: {str(error)[:200]}") from error
 
 
-def _walk(root: etree._Element, screen_px: tuple[int, int], max_nodes: int) -> Iterator[tuple[int, Element]]:
+def _walk(root: etree._Element, screen_px: tuple[int, int], max_nodes: int) -> Iterator[tuple[int, A11yElement]]:
     """Yield the visible elements in the tree's order, each with the number of its top-level window."""
     window = 0
     # Nodes to visit, the next one last: (node, its depth in the list).
@@ -173,7 +173,7 @@ def _walk(root: etree._Element, screen_px: tuple[int, int], max_nodes: int) -> I
         stack += [(child, depth) for child in node.iterchildren("*", reversed=True)]
 
 
-def _element(node: etree._Element, depth: int, screen_px: tuple[int, int]) -> Element | None:
+def _element(node: etree._Element, depth: int, screen_px: tuple[int, int]) -> A11yElement | None:
     """Return a node as an element; None without a box on the screen."""
     attributes = {etree.QName(key).localname: value for key, value in node.attrib.items()}
     box = _box(str(attributes.get("screencoord", "")), str(attributes.get("size", "")), screen_px)
@@ -187,7 +187,7 @@ def _element(node: etree._Element, depth: int, screen_px: tuple[int, int]) -> El
         states.append("disabled")
     name = " ".join(str(attributes.get("name", "")).split())
     value = (node.text or "").strip() or str(attributes.get("value", ""))
-    return Element(
+    return A11yElement(
         role=role,
         name=_cut(name, MAX_NAME_CHARS),
         value="" if value == name else _cut(value, MAX_VALUE_CHARS),

@@ -29,9 +29,9 @@ from envd.desktop.freezing import freeze, thaw
 from envd.desktop.gateway import Exit, GuestGateway
 from envd.desktop.input.plan import Input
 from envd.desktop.observation import (
+    A11yElements,
     A11yFormat,
     ActionOutcome,
-    Elements,
     EncodedFrame,
     Observation,
     ObservationOptions,
@@ -354,7 +354,7 @@ class Desktop:
             return await self._view.encode(options)
         return await self._encoder.encode(frame, options, marks=marks)
 
-    async def _read_tree(self, options: ObservationOptions) -> tuple[str | None, Elements | None]:
+    async def _read_tree(self, options: ObservationOptions) -> tuple[str | None, A11yElements | None]:
         """Return the tree as text and as elements, each if requested."""
         xml = await self._session.accessibility(showing=options.a11y_format is not A11yFormat.OSWORLD_XML)
         if options.a11y_format is A11yFormat.OSWORLD_XML and not options.includes_elements:

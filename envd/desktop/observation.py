@@ -193,7 +193,7 @@ class ScreenComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Element:
+class A11yElement:
     """An element of an accessibility tree that is on the screen."""
 
     role: str
@@ -214,10 +214,10 @@ class Element:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elements:
+class A11yElements:
     """Visible elements: parents before children, the active window first."""
 
-    items: tuple[Element, ...]
+    items: tuple[A11yElement, ...]
     left_out_count: int = 0
     """Elements left out because there were too many."""
     is_cut: bool = False
@@ -230,7 +230,7 @@ class Observation:
 
     frame: EncodedFrame
     a11y_tree: str | None = None
-    a11y_elements: Elements | None = None
+    a11y_elements: A11yElements | None = None
     terminal: str | None = None
     settle: SettleResult | None = None
     screen_change: ScreenComparison | None = None

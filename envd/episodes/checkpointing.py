@@ -47,7 +47,7 @@ from envd.episodes.members import Group, Member, ParkSurplus, start_from
 from envd.episodes.progress import CheckpointTrigger
 from envd.episodes.types import CheckpointCommand, ResetCommand, RollbackCommand, RollbackResult
 from envd.pool.leased import FrozenDesktop, Reservation
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.tasks.basis import task_digest
 from envd.tasks.model import Task
 
@@ -215,7 +215,7 @@ class Checkpointing:
                 logger.warning("checkpoints: not swept: %s", error)
             await clock.sleep(_SWEEP_S)
 
-    async def find(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> tuple[Manifest, Task, Pool]:
+    async def find(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> tuple[Manifest, Task, MachinePool]:
         """Return a checkpoint of a caller, with its task and pool.
 
         Raises:
@@ -227,7 +227,7 @@ class Checkpointing:
         task, pool = self._usable(found)
         return found, task, pool
 
-    async def find_for(self, command: ResetCommand) -> tuple[Manifest, Task, Pool]:
+    async def find_for(self, command: ResetCommand) -> tuple[Manifest, Task, MachinePool]:
         """Return the checkpoint that a reset names. Raises: as `find`; InvalidRequest: a field contradicts it."""
         found, task, pool = await self.find(
             command.checkpoint_id, lambda owner: command.sees_all_owners or owner == command.owner
@@ -242,7 +242,7 @@ class Checkpointing:
             )
         return found, task, pool
 
-    def _usable(self, found: Manifest) -> tuple[Task, Pool]:
+    def _usable(self, found: Manifest) -> tuple[Task, MachinePool]:
         """Return the task and pool of a checkpoint. Raises: CheckpointUnusable: not those that it needs."""
         spec = found.spec
         pool, task = self._context.pools.get(spec.pool), self._context.tasks.find(spec.task_id)
@@ -256,7 +256,7 @@ class Checkpointing:
             require_template(found, pool.template)
         return task, pool
 
-    async def start_group(self, checkpoint: Manifest, pool: Pool, command: ResetCommand) -> Group:
+    async def start_group(self, checkpoint: Manifest, pool: MachinePool, command: ResetCommand) -> Group:
         """Lease machines and bring all of them to the state of a checkpoint, all or none.
 
         On failure and on cancellation no machine, reservation or state is kept. Timings: `acquire`, `restore`, `fork`
@@ -296,7 +296,7 @@ class Checkpointing:
     async def _start_members(
         self,
         checkpoint: Manifest,
-        pool: Pool,
+        pool: MachinePool,
         reservations: Sequence[Reservation],
         *,
         park_surplus: ParkSurplus | None = None,
@@ -367,7 +367,7 @@ class Checkpointing:
                 raise
 
     async def _successor(
-        self, episode: Episode, command: RollbackCommand, checkpoint: Manifest, pool: Pool, watch: Stopwatch
+        self, episode: Episode, command: RollbackCommand, checkpoint: Manifest, pool: MachinePool, watch: Stopwatch
     ) -> Member:
         """Return a machine with the checkpoint's state. On failure and on cancellation there is none."""
         subject = f"rollback of episode {episode.episode_id}"

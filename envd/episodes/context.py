@@ -19,7 +19,7 @@ from envd.episodes.ledger import Answer, Ledger, RequestKey
 from envd.episodes.members import TaskStates
 from envd.episodes.registry import EpisodeRegistry
 from envd.pool.leased import FrozenDesktop, LeasedMachine
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.base import Judge, judge_directly
 from envd.tasks.user_model import UserModel
@@ -41,7 +41,7 @@ class EpisodeContext:
     tasks: TaskCatalogue
     states: TaskStates
     """Frozen starts of tasks, and what discards them."""
-    pools: Mapping[str, Pool]
+    pools: Mapping[str, MachinePool]
     limits: LimitsConfig
     clock: Clock
     metrics: Metrics
@@ -125,7 +125,7 @@ class EpisodeContext:
     ) -> FrozenDesktop:
         """Freeze an episode's machine when no other call uses it, if the episode is at this step; `check` may refuse.
 
-        A guest that fails meanwhile voids the episode. Raises: as `Episode.require_step` and `Pool.freeze`.
+        A guest that fails meanwhile voids the episode. Raises: as `Episode.require_step` and `MachinePool.freeze`.
         """
         async with episode.lock:
             episode.require_step(step_index, epoch=epoch)

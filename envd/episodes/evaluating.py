@@ -20,13 +20,14 @@ from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import EVALUATE, SCORE, RequestKey
 from envd.episodes.opening import EpisodeOpening
-from envd.episodes.progress import EpisodeState, ScoreResult
+from envd.episodes.progress import EpisodeState
 from envd.episodes.registry import find_loss
 from envd.episodes.types import EvaluateResult, ResetCommand
 from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
-from envd.tasks.evaluate import Evaluation, judge_ended
+from envd.tasks.evaluate import judge_ended
 from envd.tasks.model import Task
+from envd.tasks.text import ScoreResult
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class RunCheckers(Protocol):
 
     async def __call__(
         self, task: Task, desktop: Desktop, *, last_action: Done | Fail | None, timeout_s: float
-    ) -> Evaluation:
+    ) -> ScoreResult:
         """Return the score of the guest's state. Raises: EvaluatorFailed, MachineLost."""
 
 
@@ -97,9 +98,8 @@ class Evaluating:
             finally:
                 end_copy(score == 0)
             episode.lease.renew(context.clock.monotonic())
-            scored = ScoreResult(
-                score=evaluation.score,
-                checks=evaluation.checks,
+            scored = replace(
+                evaluation,
                 timings_ms={**watch.timings_ms, "total": watch.total_ms},
                 basis_digest=basis.digest_of(episode.task, episode.machine.machine.spec, episode.spec.settle),
             )
@@ -122,7 +122,7 @@ class Evaluating:
             cached=scored.cached,
         )
 
-    async def _score_or_zero(self, episode: Episode, watch: Stopwatch) -> Evaluation:
+    async def _score_or_zero(self, episode: Episode, watch: Stopwatch) -> ScoreResult:
         """Run the checkers; if they cannot run because the guest ended itself or its session, see `judge_ended`.
 
         Raises:
@@ -169,7 +169,7 @@ class Evaluating:
             return False
         return True
 
-    async def _judge(self, episode: Episode, machine: LeasedMachine) -> Evaluation:
+    async def _judge(self, episode: Episode, machine: LeasedMachine) -> ScoreResult:
         return await judge(
             episode.task,
             machine,
@@ -211,9 +211,8 @@ class Evaluating:
             finally:
                 await pool.release([member.machine])
         evaluate_ms = (clock.monotonic() - began_s) * 1000 - resume_ms
-        return ScoreResult(
-            score=evaluation.score,
-            checks=evaluation.checks,
+        return replace(
+            evaluation,
             timings_ms={
                 **group.timings_ms,
                 "resume": resume_ms,
@@ -223,7 +222,7 @@ class Evaluating:
             basis_digest=basis.digest_of(task, member.machine.machine.spec, found.spec.settle),
         )
 
-    async def _judge_resumed(self, subject: str, task: Task, machine: LeasedMachine) -> tuple[Evaluation, float]:
+    async def _judge_resumed(self, subject: str, task: Task, machine: LeasedMachine) -> tuple[ScoreResult, float]:
         """Run the checkers; returns their result and the milliseconds of resuming. Raises: EvaluatorFailed."""
         try:
             async with machine.running() as resume_ms:
@@ -251,7 +250,7 @@ async def judge(
     last_action: Done | Fail | None,
     timeout_s: float,
     subject: str,
-) -> Evaluation:
+) -> ScoreResult:
     """Run a task's checkers on a running machine.
 
     Args:

@@ -9,7 +9,7 @@ from cuaenv.actions import Action, action_text, shortened
 from envd.desktop.display.frames import Frame
 from envd.desktop.observation import ActionOutcome
 from envd.episodes.episode import Episode
-from envd.episodes.types import StepCommand, StepResult
+from envd.episodes.types import StepCommand, StepOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class EpisodeEvents:
     def opened(self, episode: Episode) -> None:
         self._each(lambda observer: observer.opened(episode))
 
-    def stepped(self, episode: Episode, command: StepCommand, result: StepResult, *, time: datetime) -> None:
+    def stepped(self, episode: Episode, command: StepCommand, result: StepOutcome, *, time: datetime) -> None:
         if not self._observers:
             return
         settle = result.observation.settle

@@ -11,7 +11,7 @@ from typing import Self
 
 from cuaenv.results import CommandResult
 from envd.base.aio import race
-from envd.base.errors import AccessDenied, GuestError, MachineLost, NotFound, RateLimited
+from envd.base.errors import AccessDenied, GuestError, MachineLost, ObjectNotFound, RateLimited
 from envd.base.streams import CHUNK_BYTES, close
 from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
@@ -157,13 +157,13 @@ class GuestAccess:
         Raises:
             EpisodeNotFound, MachineLost: See `Stepping.observe`.
             AccessDenied: The pool does not allow it.
-            NotFound: No such file.
+            ObjectNotFound: No such file.
             GuestError: It is larger than `max_bytes`, or cannot be read.
         """
         async with self._desktop(episode_id) as desktop:
             data = await desktop.read_file(path, max_bytes=max_bytes)
         if data is None:
-            raise NotFound(f"episode {episode_id}: no file {path!r} in its guest")
+            raise ObjectNotFound(f"episode {episode_id}: no file {path!r} in its guest")
         return data
 
     async def write_file(self, episode_id: str, path: str, data: bytes) -> None:

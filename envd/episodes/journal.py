@@ -29,7 +29,7 @@ from envd.desktop.observation import Observation
 from envd.episodes.episode import Episode
 from envd.episodes.ledger import RequestKey
 from envd.episodes.progress import EpisodeSpec, Progress
-from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepResult
+from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Journal:
         await self._store.commit(*(upsert(row_of(episode, self._clock)) for episode in episodes), upsert(answer))
 
     async def answered(
-        self, request: RequestKey, episode: Episode, result: StepResult | EvaluateResult | RollbackResult
+        self, request: RequestKey, episode: Episode, result: StepOutcome | EvaluateResult | RollbackResult
     ) -> None:
         """Persist a response and the episode's state after it.
 
@@ -182,7 +182,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def without_pixels(result: T) -> T:
-    if isinstance(result, StepResult | RollbackResult):
+    if isinstance(result, StepOutcome | RollbackResult):
         return replace(result, observation=_stripped(result.observation))
     if isinstance(result, OpenedGroup):
         return replace(result, observations=tuple(_stripped(observation) for observation in result.observations))

@@ -17,9 +17,9 @@ from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.display.frames import marks_of
 from envd.desktop.display_connection import DesktopView
 from envd.desktop.observation import Encoding, Observation, ObservationOptions, SettleResult
-from envd.episodes.progress import Origin, Progress
+from envd.episodes.progress import EpisodeOrigin, Progress
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Member:
 
     machine: LeasedMachine
     observation: Observation
-    origin: Origin
+    origin: EpisodeOrigin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Group:
 
 
 async def start_from(
-    pool: Pool,
+    pool: MachinePool,
     frozen: FrozenDesktop,
     reservations: Sequence[Reservation],
     *,
@@ -105,7 +105,7 @@ async def start_from(
         started += parked
         observations += observations[:1] * len(parked)
         watch.lap("park")
-    origin = Origin(
+    origin = EpisodeOrigin(
         template_digest=frozen.snapshot.digest,
         overlay_parent=frozen.snapshot.disk_digest,
         first_frame_id=view.frame.frame_id,

@@ -31,7 +31,7 @@ from envd.episodes.progress import NO_CHECKPOINTS, CheckpointTrigger, EpisodeSpe
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
 from envd.episodes.types import ForkCommand, OpenedGroup, ResetCommand
 from envd.pool.leased import LeasedMachine
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.tasks.basis import task_digest
 from envd.tasks.model import Task
 from envd.tasks.perturbations import own_perturb, perturb
@@ -128,7 +128,7 @@ class EpisodeOpening:
         group: Group,
         command: ResetCommand,
         *,
-        pool: Pool,
+        pool: MachinePool,
         task: Task,
         run: str,
         max_steps: int,
@@ -159,7 +159,7 @@ class EpisodeOpening:
             request, group, specs, pool=pool, task=task, lease_ttl_s=lease_ttl_s, instruction=task.instruction
         )
 
-    async def _start(self, pool: Pool, task: Task, command: ResetCommand) -> Group:
+    async def _start(self, pool: MachinePool, task: Task, command: ResetCommand) -> Group:
         return await reset_group(pool, task, command, context=self._context, run_setup=self._run_setup)
 
     @asynccontextmanager
@@ -206,7 +206,7 @@ class EpisodeOpening:
         )
 
     @contextmanager
-    def _resetting(self, command: ResetCommand, pool: Pool) -> Iterator[None]:
+    def _resetting(self, command: ResetCommand, pool: MachinePool) -> Iterator[None]:
         """Count a reset while it runs, with its machines, and its failure."""
         context = self._context
         self.resetting_count += 1
@@ -289,7 +289,7 @@ class EpisodeOpening:
         ]
         return await self._publish(request, group, specs, pool=pool, task=episode.task, lease_ttl_s=ttl_s)
 
-    async def _copy(self, parent: Episode, command: ForkCommand, pool: Pool) -> Group:
+    async def _copy(self, parent: Episode, command: ForkCommand, pool: MachinePool) -> Group:
         """Copy an episode's machine, all copies or none. The caller keeps the parent's lease from expiring.
 
         Reserves capacity for the copies, freezes the parent, then forks the copies from that state: the parent is
@@ -348,7 +348,7 @@ class EpisodeOpening:
         group: Group,
         specs: Sequence[EpisodeSpec],
         *,
-        pool: Pool,
+        pool: MachinePool,
         task: Task,
         lease_ttl_s: float,
         instruction: str = "",
@@ -381,7 +381,7 @@ class EpisodeOpening:
         return result
 
     def _create(
-        self, group: Group, specs: Sequence[EpisodeSpec], *, pool: Pool, task: Task, lease_ttl_s: float
+        self, group: Group, specs: Sequence[EpisodeSpec], *, pool: MachinePool, task: Task, lease_ttl_s: float
     ) -> tuple[Episode, ...]:
         """Create an episode per machine; their leases start now, and the registry releases the machines from now on.
 

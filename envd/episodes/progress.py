@@ -29,7 +29,7 @@ from cuaenv.actions import (
 )
 from envd.base.config import SettlePolicy
 from envd.base.losses import ENDS_MACHINE
-from envd.tasks.text import CheckResult
+from envd.tasks.text import ScoreResult
 from envd.tasks.user import Exchange
 
 #: Actions of people that an observation reports; older ones are in the recording.
@@ -99,7 +99,7 @@ NO_CHECKPOINTS: Final = AutomaticCheckpoints()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class EpisodeOrigin:
     """Source of an episode's first state. Equal origins prove that episodes began in the same state."""
 
     template_digest: ShortText
@@ -137,21 +137,8 @@ class EpisodeSpec:
     max_steps: StepCount
     settle: SettlePolicy
     automatic: AutomaticCheckpoints = NO_CHECKPOINTS
-    origin: Origin
+    origin: EpisodeOrigin
     create_time: Moment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreResult:
-    """The score of a state."""
-
-    score: float
-    """A value in [0, 1]."""
-    checks: tuple[CheckResult, ...]
-    timings_ms: dict[str, float]
-    basis_digest: str = ""
-    """Digest of what the score depends on, see `envd.tasks.basis`."""
-    cached: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

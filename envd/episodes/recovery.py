@@ -21,10 +21,10 @@ from envd.episodes.journal import StoredEpisode, load, stored_in
 from envd.episodes.ledger import EVALUATE, FORK, RESET, ROLLBACK, STEP, RequestKey, RequestKind
 from envd.episodes.progress import EpisodeSpec, EpisodeState
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepResult
+from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepOutcome
 from envd.hypervisor.machine import Machine
 from envd.pool.leased import LeasedMachine, lost_machine
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.tasks.basis import task_digest
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
@@ -40,7 +40,7 @@ _RECORDED: Final[Mapping[str, tuple[RequestKind, type[Any]]]] = {
     kind.name: (kind, result_type)
     for kind, result_type in (
         (RESET, OpenedGroup),
-        (STEP, StepResult),
+        (STEP, StepOutcome),
         (EVALUATE, EvaluateResult),
         (FORK, OpenedGroup),
         (ROLLBACK, RollbackResult),
@@ -191,7 +191,13 @@ async def _recover_episode(
 
 
 def _recreated(
-    row: EpisodeRow, stored: StoredEpisode, *, machine: LeasedMachine, pool: Pool, task: Task, context: EpisodeContext
+    row: EpisodeRow,
+    stored: StoredEpisode,
+    *,
+    machine: LeasedMachine,
+    pool: MachinePool,
+    task: Task,
+    context: EpisodeContext,
 ) -> Episode:
     """Recreate an episode of a previous daemon in its persisted state, with the rest of its lease.
 

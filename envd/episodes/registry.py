@@ -40,7 +40,7 @@ from envd.episodes.journal import Journal
 from envd.episodes.progress import EpisodeState
 from envd.episodes.types import OpenedGroup
 from envd.pool.leased import LeasedMachine
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class EpisodeRegistry:
         self._journal = journal
         self._metrics = metrics
         self._episodes: dict[str, Episode] = {}
-        self._pools: dict[str, Pool] = {}
+        self._pools: dict[str, MachinePool] = {}
         self._closing: dict[str, asyncio.Task[None]] = {}
         self._closed: OrderedDict[str, tuple[str, str]] = OrderedDict()
         """Why an episode is not open, and its owner."""
@@ -111,7 +111,7 @@ class EpisodeRegistry:
         await self.close_all("DRAINED")
         await self._tasks.cancel()
 
-    def add(self, episode: Episode, pool: Pool) -> None:
+    def add(self, episode: Episode, pool: MachinePool) -> None:
         """Add a new episode; from now on the registry releases its machine."""
         self._episodes[episode.episode_id] = episode
         self._pools[episode.episode_id] = pool

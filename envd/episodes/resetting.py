@@ -27,7 +27,7 @@ from envd.episodes.members import ALREADY_SETTLED, Group, Member, StateKey, Task
 from envd.episodes.progress import Progress
 from envd.episodes.types import ResetCommand
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.tasks.model import Task, missing_needs
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class RunSetup(Protocol):
         """Return when the guest is at the task's start. Raises: SetupFailed, MachineLost."""
 
 
-def choose_pool(task: Task, requested: str, pools: Mapping[str, Pool]) -> Pool:
+def choose_pool(task: Task, requested: str, pools: Mapping[str, MachinePool]) -> MachinePool:
     """Return the pool to run a task in: the requested one, the task's own, or the only one that fits.
 
     Raises:
@@ -75,7 +75,7 @@ def choose_pool(task: Task, requested: str, pools: Mapping[str, Pool]) -> Pool:
     return fitting[0]
 
 
-def _provided(task: Task, pool: Pool) -> Pool:
+def _provided(task: Task, pool: MachinePool) -> MachinePool:
     """Return the pool. Raises: SetupFailed: Its image does not provide what the task needs."""
     if lacking := missing_needs(task, pool.image.provides):
         raise SetupFailed(
@@ -86,7 +86,7 @@ def _provided(task: Task, pool: Pool) -> Pool:
 
 
 async def reset_group(
-    pool: Pool, task: Task, command: ResetCommand, *, context: EpisodeContext, run_setup: RunSetup
+    pool: MachinePool, task: Task, command: ResetCommand, *, context: EpisodeContext, run_setup: RunSetup
 ) -> Group:
     """Lease machines and bring them all to the start of the task; if one dies, start over once with new ones.
 
@@ -115,7 +115,7 @@ async def reset_group(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _state_key(pool: Pool, task: Task, template: FrozenDesktop) -> StateKey | None:
+def _state_key(pool: MachinePool, task: Task, template: FrozenDesktop) -> StateKey | None:
     """Return the cache key of the state after the task's setup on a template; None if it is not cached."""
     if not task.freeze_setup or not pool.settings.task_templates or not pool.copies_running_machines:
         return None
@@ -130,7 +130,7 @@ class _Reset:
 
     task: Task
     command: ResetCommand
-    pool: Pool
+    pool: MachinePool
     context: EpisodeContext
     run_setup: RunSetup
     watch: Stopwatch
@@ -267,5 +267,5 @@ class _Reset:
         )
 
 
-def _names(pools: Mapping[str, Pool]) -> str:
+def _names(pools: Mapping[str, MachinePool]) -> str:
     return ", ".join(sorted(pools)) or "no pools"

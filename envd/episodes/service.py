@@ -36,7 +36,7 @@ from envd.episodes.resetting import RunSetup
 from envd.episodes.stepping import Stepping
 from envd.episodes.types import EpisodeStatus
 from envd.hypervisor.machine import Machine
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.queue import QueueEntry
 from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
@@ -57,7 +57,7 @@ class EpisodeService:
 
     def __init__(
         self,
-        pools: Iterable[Pool],
+        pools: Iterable[MachinePool],
         *,
         tasks: TaskCatalogue,
         limits: LimitsConfig | None = None,

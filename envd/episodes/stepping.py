@@ -24,7 +24,7 @@ from envd.episodes.episode import Episode
 from envd.episodes.ledger import STEP, RequestKey
 from envd.episodes.progress import EpisodeState
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.types import StepCommand, StepResult
+from envd.episodes.types import StepCommand, StepOutcome
 from envd.tasks.model import allowed_tools
 from envd.tasks.user import Exchange, answer_or_nothing
 
@@ -47,7 +47,7 @@ class Stepping:
         self._automatic = automatic
         self._throttle = LoopThrottle(_STEPS_PER_ITERATION)
 
-    async def step(self, command: StepCommand) -> StepResult:
+    async def step(self, command: StepCommand) -> StepOutcome:
         """Perform actions in an episode, then observe. Idempotent on `request_id`; one step at a time per episode.
 
         A cancelled caller leaves the step running, for a retry to join. A failure after the first action started
@@ -71,7 +71,7 @@ class Stepping:
             result = replace(result, observation=observation)
         return replace(result, replayed=True) if answer.replayed else result
 
-    async def _step(self, episode: Episode, command: StepCommand, request: RequestKey) -> StepResult:
+    async def _step(self, episode: Episode, command: StepCommand, request: RequestKey) -> StepOutcome:
         context = self._context
         watch, timings_ms = Stopwatch(context.clock), dict[str, float]()
         # One that has ended refuses the step without a machine.
@@ -108,7 +108,7 @@ class Stepping:
                     timings_ms["checkpoint"] = watch.total_ms - began_ms
         timings_ms = {**watch.timings_ms, **timings_ms, "total": watch.total_ms}
         context.metrics.step_done(pool=episode.spec.pool, timings_ms=timings_ms)
-        result = StepResult(
+        result = StepOutcome(
             episode=episode.info(context.clock),
             observation=observation,
             outcomes=outcomes,

@@ -8,8 +8,9 @@ from cuaenv.actions import Action
 from cuaenv.results import UnrecordedRequest
 from envd.base.config import SettlePolicy
 from envd.desktop.observation import ActionOutcome, Observation, ObservationOptions
-from envd.episodes.progress import NO_CHECKPOINTS, AutomaticCheckpoints, EpisodeSpec, Progress, ScoreResult
-from envd.tasks.perturbations import Perturb
+from envd.episodes.progress import NO_CHECKPOINTS, AutomaticCheckpoints, EpisodeSpec, Progress
+from envd.tasks.perturbations import PerturbationDraw
+from envd.tasks.text import ScoreResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class ResetCommand:
     """Maximum machines that the owner may hold; None for no limit."""
     settle: SettlePolicy | None = None
     observe: ObservationOptions = field(default_factory=ObservationOptions)
-    perturb: Perturb | None = None
+    perturb: PerturbationDraw | None = None
     timeout_s: float = 600.0
     """Limit for admission and setup."""
     admission_timeout_s: float = math.inf
@@ -157,7 +158,7 @@ class StepCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepOutcome:
     """The effect of a step and the agent's new observation."""
 
     episode: EpisodeStatus

@@ -14,7 +14,7 @@ from envd.base.clock import Clock
 from envd.base.errors import EnvdError
 from envd.base.store.store import EpisodeRow, MachineRow, Statement, Store, delete_episode, delete_machine
 from envd.hypervisor.machine import Leftover, LeftoverKind
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class StrayRows:
         return {each for each in ids if not self.exists(each)}
 
 
-def stray_rows(store: Store, pools: Sequence[Pool], *, has_episode: Callable[[str], bool]) -> list[StrayRows]:
+def stray_rows(store: Store, pools: Sequence[MachinePool], *, has_episode: Callable[[str], bool]) -> list[StrayRows]:
     """Return the audits of the tables of machines, which are in no pool, and of episodes."""
 
     def has_machine(machine_id: str) -> bool:

@@ -38,7 +38,7 @@ class FrozenDesktop:
 
 
 class LeasedMachine:
-    """A machine that one call or episode has until `Pool.release`. Paused and asleep until its first use."""
+    """A machine that one call or episode has until `MachinePool.release`. Paused and asleep until its first use."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ async def freeze(leased: LeasedMachine, *, hypervisor: Hypervisor) -> FrozenDesk
 class Reservation:
     """Capacity and memory for one machine, which waits for a state or does not exist yet.
 
-    `Pool.fork` fills it; `Pool.release` returns it, with its machine.
+    `MachinePool.fork` fills it; `MachinePool.release` returns it, with its machine.
     """
 
     def __init__(self, pool: str, *, run: str = "", is_urgent: bool = False) -> None:
@@ -234,7 +234,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The machines and reservations that an admitted group got. The user returns all of it with `Pool.release`."""
+    """The machines and reservations of an admitted group. The user returns all of it with `MachinePool.release`."""
 
     machines: tuple[LeasedMachine, ...]
     reservations: tuple[Reservation, ...] = ()

@@ -1,7 +1,7 @@
 """Decide what a pool does next. Pure: no I/O, no clock, no await.
 
-`Pool` calls `plan` after every change and carries out the result, so every rule about admission, sizing and eviction
-can be read and tested here.
+`MachinePool` calls `plan` after every change and carries out the result, so every rule about admission, sizing and
+eviction can be read and tested here.
 
 Runs share a pool by weight (`Turns`). A run is a label that clients give their resets. Next is the run that holds the
 fewest machines for its weight; among equals, the run whose group came first. Within a run, groups are admitted in

@@ -46,7 +46,7 @@ MAX_YIELD_S: Final = 10.0
 """Longest wait of a parked episode's call for groups that came before it: they may wait for much longer."""
 
 
-class Pool:
+class MachinePool:
     """Machines of one image: some idle, some leased, the others starting or dying."""
 
     def __init__(
@@ -162,7 +162,7 @@ class Pool:
         return self._template.frozen
 
     def __repr__(self) -> str:
-        return f"<Pool {self.name!r} {self.statistics()}>"
+        return f"<MachinePool {self.name!r} {self.statistics()}>"
 
     def statistics(self) -> PoolStatus:
         """Return the present counts and the totals since the start."""

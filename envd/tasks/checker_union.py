@@ -10,7 +10,7 @@ from envd.tasks.checkers.data import CsvCell, IniEntry, JsonValueAt, Registry, X
 from envd.tasks.checkers.files import Directory, FileAbsent, FileBytes, FileText
 from envd.tasks.checkers.graded_text import GradedText
 from envd.tasks.checkers.images import ImageLike
-from envd.tasks.checkers.programs import Command, PoweredOff, Process, Window
+from envd.tasks.checkers.programs import Command, PoweredOff, ProcessRunning, WindowPresent
 from envd.tasks.checkers.session import AgentAnswer, Clipboard, OnScreen
 from envd.tasks.checkers.unchanged import Unchanged
 from envd.tasks.fields import Model
@@ -58,8 +58,8 @@ _OwnLeafChecker = (
     | ImageLike
     | Command
     | PoweredOff
-    | Process
-    | Window
+    | ProcessRunning
+    | WindowPresent
     | Clipboard
     | OnScreen
     | Registry

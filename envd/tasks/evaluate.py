@@ -7,7 +7,7 @@ raises, and its episode has no score.
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cuaenv.actions import Done, Fail
 from envd.base.clock import running_timeout
@@ -18,19 +18,11 @@ from envd.tasks.checker_union import AllOf, AnyChecker, AnyLeafChecker, AnyOf, W
 from envd.tasks.checkers.base import GuestInspector, Judge, judge_directly
 from envd.tasks.checkers.programs import PoweredOff
 from envd.tasks.model import Task
-from envd.tasks.text import CheckOutcome, CheckResult
+from envd.tasks.text import CheckOutcome, CheckResult, ScoreResult
 
 logger = logging.getLogger(__name__)
 
 _EVIDENCE_CHARS = 2000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """A task's score, with the results of its checkers."""
-
-    score: float
-    checks: tuple[CheckResult, ...]
 
 
 async def evaluate(
@@ -42,7 +34,7 @@ async def evaluate(
     bridge: TaskBridge | None = None,
     judge: Judge = judge_directly,
     freezes: bool = True,
-) -> Evaluation:
+) -> ScoreResult:
     """Score a task. Read-only: the guest does not change, unless a `command` checker's own command changes it.
 
     What needs the running session is checked first. All processes of the agent are stopped while the rest is checked,
@@ -100,7 +92,7 @@ async def require_unsolved(task: Task, desktop: Desktop, *, timeout_s: float, ju
         raise SetupFailed(f"task {task.task_id}: already solved after its setup, {found[:500]}; fix setup or checker")
 
 
-def judge_ended(task: Task, cause: str, reason: str = "") -> Evaluation:
+def judge_ended(task: Task, cause: str, reason: str = "") -> ScoreResult:
     """Score a task whose guest ended itself and left no machine: 1 if that was its goal, and 0 otherwise.
 
     Args:
@@ -113,7 +105,7 @@ def judge_ended(task: Task, cause: str, reason: str = "") -> Evaluation:
     return _single("guest", CheckOutcome(0.0, evidence))
 
 
-def judge_infeasible(last_action: Done | Fail | None) -> Evaluation:
+def judge_infeasible(last_action: Done | Fail | None) -> ScoreResult:
     """Score an infeasible task: 1 for declaring it infeasible, 0 for anything else."""
     if isinstance(last_action, Fail):
         return _single("infeasible", CheckOutcome(1.0, "the agent declared the task infeasible, which is right"))
@@ -123,9 +115,9 @@ def judge_infeasible(last_action: Done | Fail | None) -> Evaluation:
 
 async def _check_all(
     task: Task, checker: AnyChecker, inspector: GuestInspector, *, freezes: bool
-) -> dict[int, Evaluation]:
+) -> dict[int, ScoreResult]:
     """Return the result of each leaf by its `id`: none is skipped, as each yields evidence. Raises: EvaluatorFailed."""
-    results: dict[int, Evaluation] = {}
+    results: dict[int, ScoreResult] = {}
     rest: list[AnyLeafChecker] = []
     for leaf in leaves(checker):
         if leaf.asks_session(inspector.os):
@@ -146,7 +138,7 @@ async def _check_all(
     return results
 
 
-async def _check(task: Task, leaf: AnyLeafChecker, inspector: GuestInspector) -> Evaluation:
+async def _check(task: Task, leaf: AnyLeafChecker, inspector: GuestInspector) -> ScoreResult:
     name = leaf.name or describe(leaf)
     try:
         return _single(name, await leaf.check(inspector))
@@ -156,13 +148,13 @@ async def _check(task: Task, leaf: AnyLeafChecker, inspector: GuestInspector) ->
         raise EvaluatorFailed(f"task {task.task_id}: check {name!r} failed: {error}") from error
 
 
-def _combined(checker: AnyChecker, results: Mapping[int, Evaluation]) -> Evaluation:
+def _combined(checker: AnyChecker, results: Mapping[int, ScoreResult]) -> ScoreResult:
     """Return the score of a checker from the results of its leaves."""
     if not isinstance(checker, AllOf | AnyOf | Weighted):
         return results[id(checker)]
     parts = [_combined(part, results) for part in parts_of(checker)]
     checks = tuple(check for part in parts for check in part.checks)
-    return Evaluation(score=combine(checker, [part.score for part in parts]), checks=checks)
+    return ScoreResult(score=combine(checker, [part.score for part in parts]), checks=checks)
 
 
 def describe(checker: AnyLeafChecker) -> str:
@@ -170,7 +162,7 @@ def describe(checker: AnyLeafChecker) -> str:
     return f"{checker.kind} {checker.subject}".strip()
 
 
-def _single(name: str, outcome: CheckOutcome) -> Evaluation:
+def _single(name: str, outcome: CheckOutcome) -> ScoreResult:
     parts = outcome.parts or (CheckResult(name=name, score=outcome.score, evidence=outcome.evidence),)
     checks = (replace(part, evidence=part.evidence[:_EVIDENCE_CHARS]) for part in parts)
-    return Evaluation(score=outcome.score, checks=tuple(checks))
+    return ScoreResult(score=outcome.score, checks=tuple(checks))

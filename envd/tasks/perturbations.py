@@ -24,7 +24,7 @@ _Entries = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Perturb:
+class PerturbationDraw:
     """What a reset asks for."""
 
     seed: int
@@ -118,15 +118,15 @@ _KINDS: Final[Mapping[PerturbationKind, tuple[Callable[[Sampler], _Entries], boo
 KINDS: Final = get_args(PerturbationKind)
 
 
-def own_perturb(task: Task, reset_id: str) -> Perturb | None:
+def own_perturb(task: Task, reset_id: str) -> PerturbationDraw | None:
     """Return what a task itself perturbs in a reset: equal for equal ids, as of retries; None for a clean world."""
     if task.perturb is None:
         return None
     seed = int.from_bytes(hashlib.sha256(reset_id.encode()).digest()[:4]) >> 1
-    return Perturb(seed=seed, kinds=task.perturb.kinds, count=task.perturb.count)
+    return PerturbationDraw(seed=seed, kinds=task.perturb.kinds, count=task.perturb.count)
 
 
-def perturb(task: Task, wanted: Perturb) -> tuple[Task, tuple[str, ...]]:
+def perturb(task: Task, wanted: PerturbationDraw) -> tuple[Task, tuple[str, ...]]:
     """Return a task with the perturbations of a seed in its setup, and their kinds.
 
     Its state is not kept for later resets.

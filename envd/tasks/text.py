@@ -6,7 +6,7 @@ Guest files are untrusted bytes. They are decoded and compared by declared rules
 import codecs
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Self
 
 from pydantic import model_validator
@@ -44,6 +44,20 @@ class CheckOutcome(NamedTuple):
     evidence: str
     parts: tuple[CheckResult, ...] = ()
     """The checks that the score is made of, to report in its place; empty if it is one check."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreResult:
+    """The score of a state of a task, with the results of its checkers."""
+
+    score: float
+    """A value in [0, 1]."""
+    checks: tuple[CheckResult, ...]
+    timings_ms: dict[str, float] = field(default_factory=dict)
+    """By phase; `envd.episodes` measures them, and adds the digest."""
+    basis_digest: str = ""
+    """Digest of what the score depends on, see `envd.tasks.basis`."""
+    cached: bool = False
 
 
 class TextExpectation(Model):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$", max_length=8192)]
 
 
-class WriteFile(SetupBase):
+class WriteSetupFile(SetupBase):
     """Write a file as the user and create its parents. Idempotent: replaces an existing file."""
 
     kind: Literal["write_file"]
@@ -277,7 +277,7 @@ class SetClipboard(SessionVerb):
 
 
 _OwnVerb = (
-    WriteFile
+    WriteSetupFile
     | MakeDirectory
     | Remove
     | Download

@@ -34,14 +34,14 @@ def areal_config(directory: Path, **actor: Any) -> Any:
     from areal.api.cli_args import parse_cli_args, to_structured_cfg
     from omegaconf import OmegaConf
 
-    from trainer.adapters.areal.train import DesktopConfig
+    from trainer.adapters.areal.train import DesktopGRPOConfig
 
     held = dict(effective("areal_osworld", stage="full"))
     held["actor"] = {**held["actor"], "use_decoupled_loss": False, "recompute_logprob": False, **actor}
     file = directory / "config.yaml"
     file.write_text(yaml.safe_dump(held, sort_keys=False))
     read, _ = parse_cli_args(["--config", str(file)])
-    return OmegaConf.to_object(to_structured_cfg(read, config_cls=DesktopConfig))
+    return OmegaConf.to_object(to_structured_cfg(read, config_cls=DesktopGRPOConfig))
 
 
 @pytest.fixture(autouse=True)

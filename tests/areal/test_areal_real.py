@@ -182,12 +182,12 @@ def load(held: Mapping[str, Any], directory: Path) -> Any:
     from areal.api.cli_args import parse_cli_args, to_structured_cfg
     from omegaconf import OmegaConf
 
-    from trainer.adapters.areal.train import DesktopConfig
+    from trainer.adapters.areal.train import DesktopGRPOConfig
 
     file = directory / "config.yaml"
     file.write_text(yaml.safe_dump(dict(held), sort_keys=False))
     read, _ = parse_cli_args(["--config", str(file)])
-    return OmegaConf.to_object(to_structured_cfg(read, config_cls=DesktopConfig))
+    return OmegaConf.to_object(to_structured_cfg(read, config_cls=DesktopGRPOConfig))
 
 
 def test_tasks_are_read_line_by_line(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from envd.cli.own_daemon import run_until_signal
 from envd.drawn import fake_image
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.room import HostRoom
 from envd.pool.settings import PoolHost, PoolParameters
 from tests.support.command import CommandOutput, run_envd
@@ -484,7 +484,7 @@ async def test_the_clients_of_a_load_use_all_daemons_from_several_processes(tmp_
 
 async def test_a_benchmark_without_room_on_its_host_says_so() -> None:
     hypervisor = FaultyHypervisor()
-    pool = Pool(
+    pool = MachinePool(
         PoolParameters(name="p", capacity=2, size=1),
         image=fake_image(),
         host=PoolHost(hypervisor=hypervisor, room=HostRoom(memory_reserve_bytes=1 << 60)),

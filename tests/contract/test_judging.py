@@ -26,7 +26,7 @@ from envd.tasks.checkers.base import FoundFile
 from envd.tasks.checkers.data import IniEntry, JsonValueAt, judge_data
 from envd.tasks.checkers.files import Directory, FileText, judge_directory, judge_file_text
 from envd.tasks.checkers.images import ImageLike, judge_image
-from envd.tasks.checkers.programs import Process, Window, judge_processes, judge_windows
+from envd.tasks.checkers.programs import ProcessRunning, WindowPresent, judge_processes, judge_windows
 from envd.tasks.text import CheckOutcome
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -242,7 +242,7 @@ async def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, mo
 
 
 async def test_a_refusal_of_a_judge_function_is_raised_as_it_is(judges: JudgeWorkers) -> None:
-    checker = Process(kind="process", program="a")
+    checker = ProcessRunning(kind="process", program="a")
     with pytest.raises(GuestError, match="processes"):
         await judges(judge_processes, b"", checker)
 
@@ -422,7 +422,7 @@ async def test_without_a_sandbox_judges_run_under_limits_and_the_log_says_so_onc
 async def test_every_kind_of_guest_data_can_be_sent_to_a_worker(judges: JudgeWorkers) -> None:
     directory = Directory.model_validate({"kind": "directory", "path": "/a", "entries": ["b/"]})
     assert (await judges(judge_directory, frozenset({"b/"}), directory)).score == 1.0
-    window = Window.model_validate({"kind": "window", "window": {"title": "t"}})
+    window = WindowPresent.model_validate({"kind": "window", "window": {"title": "t"}})
     assert (await judges(judge_windows, b"0x1  0 a.A desktop t\n", window)).score == 1.0
     json_value = JsonValueAt(kind="json_value", path="/a", at=("x",), equals=1)
     assert (await judges(judge_data, found(b'{"x": 1}'), json_value)).score == 1.0

@@ -10,7 +10,7 @@ from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint, Click, Machi
 from envd.base.config import CheckpointsConfig
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.pool.leased import LeasedMachine
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from tests.support.faulty import FaultyMachine
 from tests.support.server import served_client
 
@@ -45,7 +45,7 @@ async def test_a_machine_that_dies_fails_the_call_and_nothing_is_kept(
         checkpoint = await episode.checkpoint()
         await episode.step(Click(379, 311))
         machines = server.service.machine_ids()
-        fork, forks = Pool.fork, list[LeasedMachine]()
+        fork, forks = MachinePool.fork, list[LeasedMachine]()
 
         async def fork_dying(*arguments: Any) -> LeasedMachine:
             leased = await fork(*arguments)
@@ -62,7 +62,7 @@ async def test_a_machine_that_dies_fails_the_call_and_nothing_is_kept(
             return leased
 
         with monkeypatch.context() as patched:
-            patched.setattr(Pool, "fork", fork_dying)
+            patched.setattr(MachinePool, "fork", fork_dying)
             with pytest.raises(MachineLost if way == "group" else SetupFailed):
                 await start(way, client, episode, checkpoint)
         assert server.service.machine_ids() == machines

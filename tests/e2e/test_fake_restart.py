@@ -33,7 +33,7 @@ from envd.base.store.store import AnswerRow, EpisodeRow, MachineRow, SqliteStore
 from envd.desktop.observation import Encoding, Keyframe, ObservationOptions
 from envd.episodes.progress import AutomaticCheckpoints, CheckpointTrigger, EpisodeState, Progress
 from envd.episodes.recovery import load_persisted
-from envd.episodes.types import ForkCommand, ResetCommand, StepCommand, StepResult
+from envd.episodes.types import ForkCommand, ResetCommand, StepCommand, StepOutcome
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.user import Exchange
 from tests.support.faulty import FakeHost
@@ -544,7 +544,7 @@ async def test_an_outcome_that_cannot_be_recorded_voids_the_episode_at_a_restart
             await commit(*statements)  # type: ignore[arg-type]
 
         monkeypatch.setattr(store, "commit", second_fails)
-        result: StepResult = await server.service.step(step_command(episode_id, 0))
+        result: StepOutcome = await server.service.step(step_command(episode_id, 0))
         assert result.episode.progress.step_count == 1
         await server.kill()
     async with system.daemon() as server:

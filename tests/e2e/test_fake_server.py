@@ -13,7 +13,7 @@ from cuaenv.client import AsyncEnvClient, AsyncEpisode
 from envd.base.config import LimitsConfig
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step, without_target
-from envd.tasks.verbs import Execute, WriteFile
+from envd.tasks.verbs import Execute, WriteSetupFile
 from tests.support.faulty import FaultyMachine
 from tests.support.server import FakeServer, load_fake_tasks, serve_fake, served_client
 
@@ -91,7 +91,7 @@ NOTED = Task(
     level=1,
     setup=(
         Execute(kind="execute", argv=("sh", "-c", "echo once >>/home/user/setups.txt")),
-        WriteFile(kind="write_file", path="/home/user/a.txt", text="a"),
+        WriteSetupFile(kind="write_file", path="/home/user/a.txt", text="a"),
     ),
     checker=TASKS["fake/count-to-five"].checker,
 )

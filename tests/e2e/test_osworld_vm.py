@@ -31,7 +31,7 @@ from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task, osworld_tasks
 from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.workers import OsworldWorkers, WorkerJob
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.settings import PoolHost, PoolParameters
 from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
@@ -170,7 +170,7 @@ async def address(
     )
     settings = PoolParameters(name="osworld", capacity=3, size=1, allow_guest_access=True, always_running=True)
     service = EpisodeService(
-        [Pool(settings, image=image, host=PoolHost(hypervisor=hypervisor))],
+        [MachinePool(settings, image=image, host=PoolHost(hypervisor=hypervisor))],
         tasks=TaskCatalogue([*osworld_tasks(environment.tasks), TWICE_READ], hidden=[desktop_task()]),
         run_setup=partial(run_setup, resources=SetupResources(bridge=bridge)),
         run_checkers=partial(evaluate, bridge=bridge),

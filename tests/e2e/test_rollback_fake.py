@@ -40,13 +40,14 @@ from envd.base.config import CheckpointsConfig
 from envd.base.errors import RequestIdReused
 from envd.base.store.store import EpisodeRow
 from envd.episodes.checkpoints.store import CheckpointStore
-from envd.episodes.progress import EpisodeState, Progress, ScoreResult
+from envd.episodes.progress import EpisodeState, Progress
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.types import ResetCommand, RollbackCommand, StepCommand
 from envd.hypervisor.machine import MachineState
 from envd.tasks import perturbations
+from envd.tasks.text import ScoreResult
 from envd.tasks.user import Exchange
 from tests.support.callers import Tokens
 from tests.support.faulty import FakeHost, Faults

@@ -4,11 +4,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from envd.base.config import SettlePolicy
-from envd.episodes.progress import EpisodeSpec, Origin, Progress
+from envd.episodes.progress import EpisodeOrigin, EpisodeSpec, Progress
 from envd.episodes.types import EpisodeStatus
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
-ORIGIN = Origin(template_digest="t", overlay_parent="o", first_frame_id="f")
+ORIGIN = EpisodeOrigin(template_digest="t", overlay_parent="o", first_frame_id="f")
 
 
 def episode_spec(**changes: Any) -> EpisodeSpec:

@@ -22,13 +22,12 @@ from envd.episodes.progress import EpisodeState
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeStatus, ForkCommand, OpenedGroup, ResetCommand, StepCommand
 from envd.pool.planner import RunShares
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.settings import PoolHost, PoolParameters
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.evaluate import Evaluation
 from envd.tasks.fields import TaskPerturb
 from envd.tasks.model import Task
-from envd.tasks.text import CheckResult
+from envd.tasks.text import CheckResult, ScoreResult
 from envd.tasks.verbs import MakeDirectory
 from tests.support.clock import ManualClock, run_ready
 from tests.support.stubs import IMAGE, StubDesktop, StubHypervisor, StubMachine, StubSnapshot
@@ -96,7 +95,7 @@ class StubTasks:
 
     async def run_checkers(
         self, task: Task, desktop: Desktop, *, last_action: Done | Fail | None, timeout_s: float
-    ) -> Evaluation:
+    ) -> ScoreResult:
         """Return the score when the gate is open."""
         self.checks += 1
         self.last_action = last_action
@@ -105,7 +104,7 @@ class StubTasks:
         error = self.check_errors.pop(0) if self.check_errors else self.check_error
         if error is not None:
             raise error
-        return Evaluation(score=self.score, checks=(CheckResult(name="stub", score=self.score, evidence="seen"),))
+        return ScoreResult(score=self.score, checks=(CheckResult(name="stub", score=self.score, evidence="seen"),))
 
 
 class RecordingMetrics(Metrics):
@@ -145,7 +144,7 @@ class World:
     """A service on one pool, with all stubs behind it."""
 
     service: EpisodeService
-    pool: Pool
+    pool: MachinePool
     hypervisor: StubHypervisor
     clock: ManualClock
     tasks: StubTasks
@@ -252,7 +251,7 @@ async def running_world(
         shares=shares or {},
         failing_after=failing_after,
     )
-    pool = Pool(
+    pool = MachinePool(
         settings, image=IMAGE, host=PoolHost(hypervisor=hypervisor, clock=clock), make_desktop=hypervisor.desktop
     )
     service = EpisodeService(

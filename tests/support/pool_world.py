@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from envd.base.telemetry.metrics import Metrics
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.room import HostRoom
 from envd.pool.settings import PoolHost, PoolParameters
 from envd.pool.template import TemplateCache
@@ -66,11 +66,11 @@ class PoolWorld:
         assert self.hypervisor.machines == {}, "a closed pool leaves nothing"
         assert all(snapshot.discarded for snapshot in self.hypervisor.snapshots), "closed pools discard their templates"
 
-    def make(self, name: str | None = None, *, room: HostRoom | None = None, **settings: Any) -> Pool:
+    def make(self, name: str | None = None, *, room: HostRoom | None = None, **settings: Any) -> MachinePool:
         """Return a new pool with these settings; by default it keeps its whole capacity ready."""
         values: dict[str, Any] = self._defaults | settings | ({} if name is None else {"name": name})
         values = {"size": values["capacity"], "max_starting": values["capacity"]} | values
-        pool = Pool(
+        pool = MachinePool(
             PoolParameters(**values),
             image=IMAGE,
             host=PoolHost(
@@ -85,12 +85,12 @@ class PoolWorld:
         self._stack.push_async_callback(pool.close)
         return pool
 
-    async def started(self, name: str | None = None, **more: Any) -> Pool:
+    async def started(self, name: str | None = None, **more: Any) -> MachinePool:
         """Return a new pool that has started its machines."""
         return await start(self.make(name, **more))
 
 
-async def start(*pools: Pool) -> Pool:
+async def start(*pools: MachinePool) -> MachinePool:
     """Start pools and wait for their machines; return the last one."""
     for pool in pools:
         await pool.start()

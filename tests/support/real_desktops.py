@@ -23,7 +23,7 @@ from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.images.catalogue import ImageCatalogue
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.settings import PoolHost, PoolParameters
 from envd.tasks.catalogue import TaskCatalogue
 from tests.support.containers import container_pids, machine_processes
@@ -79,7 +79,7 @@ class Backend:
         disk_image = ImageCatalogue(self.cache_dir).disk_image(image)
         hypervisor = await open_hypervisor(self.config(state_dir), images=[disk_image])
         make_desktop = partial(Desktop, has_powershell=disk_image.os is GuestOs.WINDOWS)
-        pool = Pool(settings, image=disk_image, host=PoolHost(hypervisor=hypervisor), make_desktop=make_desktop)
+        pool = MachinePool(settings, image=disk_image, host=PoolHost(hypervisor=hypervisor), make_desktop=make_desktop)
         service = EpisodeService([pool], tasks=tasks)
         server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
         await service.start()

@@ -27,7 +27,7 @@ from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.recovery import load_persisted
 from envd.episodes.service import EpisodeService
 from envd.pool.machines import unregister_all
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.room import HostRoom
 from envd.pool.settings import PoolHost, PoolParameters
 from envd.tasks.bridge import TaskBridge
@@ -51,7 +51,7 @@ class FakeServer:
     """Address for clients."""
     server: ApiServer
     hypervisor: FaultyHypervisor
-    pool: Pool
+    pool: MachinePool
     service: EpisodeService
     metrics: Metrics
     tasks: TaskCatalogue
@@ -165,7 +165,9 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         await unregister_all(store or Store(), adopted=machines, reaped=reaped)
         settings = chosen.pool_settings()
         pool_host = PoolHost(hypervisor=hypervisor, room=chosen.room, store=store or Store())
-        pool = Pool(settings, image=fake_image(), host=pool_host, make_desktop=partial(Desktop, pauses=QUICK_PAUSES))
+        pool = MachinePool(
+            settings, image=fake_image(), host=pool_host, make_desktop=partial(Desktop, pauses=QUICK_PAUSES)
+        )
         metrics = Metrics()
         security = chosen.security or SecurityConfig()
         if chosen.checkpoints is not None and (tokens := read_token_table(security, metrics)) is not None:

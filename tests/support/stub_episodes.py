@@ -25,7 +25,7 @@ from envd.desktop.observation import A11yFormat, EncodedFrame, Observation, Obse
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.hypervisor.machine import Machine
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.queue import QueueEntry
 from envd.pool.settings import PoolHost, PoolParameters
 from envd.pool.status import PoolStatus
@@ -134,7 +134,9 @@ class StubEpisodes(EpisodeService):
         stub_tasks.check_gate.set()
         self._hypervisor.gates["capture"] = self.gate
         settings = PoolParameters(name="fake", capacity=_CAPACITY, size=0, max_starting=8, allow_guest_access=True)
-        pool = Pool(settings, image=IMAGE, host=PoolHost(hypervisor=self._hypervisor), make_desktop=self._connect)
+        pool = MachinePool(
+            settings, image=IMAGE, host=PoolHost(hypervisor=self._hypervisor), make_desktop=self._connect
+        )
         super().__init__(
             [pool],
             tasks=tasks,

@@ -31,13 +31,13 @@ from envd.tasks.basis import judged_digest
 from envd.tasks.checker_union import AnyLeafChecker, leaves
 from envd.tasks.checkers.data import IniEntry, JsonValueAt
 from envd.tasks.checkers.files import FileCheck
-from envd.tasks.checkers.programs import Command, Window
+from envd.tasks.checkers.programs import Command, WindowPresent
 from envd.tasks.checkers.session import AgentAnswer, Clipboard
 from envd.tasks.checkers.unchanged import Unchanged
 from envd.tasks.model import Task
 from envd.tasks.oracle import Aimed, OracleAction, OracleSteps, write_action
 from envd.tasks.text import TextExpectation
-from envd.tasks.verbs import UploadFile, WriteFile
+from envd.tasks.verbs import UploadFile, WriteSetupFile
 
 #: Distance in pixels to the neighbour of a widget.
 _NEIGHBOUR_PX = 48
@@ -331,7 +331,7 @@ def _answers(task: Task, checks: Sequence[AnyLeafChecker]) -> Iterator[Mutant]:
 def _inputs(task: Task) -> Iterator[str]:
     for verb in task.setup:
         match verb:
-            case WriteFile(path=path):
+            case WriteSetupFile(path=path):
                 yield path
             case UploadFile(files=files):
                 yield from (file.path for file in files)
@@ -365,7 +365,7 @@ def _programs(checks: Iterable[AnyLeafChecker]) -> Iterator[tuple[str, str]]:
                         output = ((wanted or {}).get("rules") or {}).get("expected", "")
                         if _PROGRAM.fullmatch(program):
                             yield PurePosixPath(program).name, str(output)
-            case Window(window=window):
+            case WindowPresent(window=window):
                 yield "wmctrl", f"0x00000001  0 {window.wm_class or 'x.X'}  guest {window.title}\n"
             case Clipboard(equals=equals, contains=contains):
                 yield "xclip", equals or contains or ""

@@ -23,7 +23,7 @@ from cuaenv.frames.size import fit
 from cuaenv.region import Region
 from envd.base.errors import InvalidRequest
 from envd.desktop.display.rfb import CursorShape
-from envd.desktop.observation import CursorMode, Elements, Encoding, ObservationOptions, Point
+from envd.desktop.observation import A11yElements, CursorMode, Encoding, ObservationOptions, Point
 
 _FONT_PX = 12
 _PADDING_PX = 1
@@ -43,7 +43,7 @@ class Mark(NamedTuple):
     box: Region
 
 
-def marks_of(elements: Elements | None) -> tuple[Mark, ...]:
+def marks_of(elements: A11yElements | None) -> tuple[Mark, ...]:
     """Return the marks of the elements that have one."""
     return tuple(Mark(element.mark, element.box) for element in elements.items if element.mark) if elements else ()
 

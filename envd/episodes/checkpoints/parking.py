@@ -45,10 +45,10 @@ from envd.episodes.checkpoints.store import CheckpointStore, in_thread
 from envd.episodes.checkpoints.views import read_view
 from envd.episodes.episode import Episode
 from envd.episodes.journal import Journal
-from envd.episodes.progress import EpisodeSpec, EpisodeState, Origin, Progress
+from envd.episodes.progress import EpisodeOrigin, EpisodeSpec, EpisodeState, Progress
 from envd.episodes.registry import EpisodeRegistry
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation, lost_machine, parked_machine
-from envd.pool.pool import MAX_YIELD_S, Pool
+from envd.pool.pool import MAX_YIELD_S, MachinePool
 from envd.pool.queue import GRACE_S, has_caller
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ _TTL = timedelta(days=3650)
 class _Line:
     """The calls of one pool that wait for a machine, and the episodes that are being parked for them."""
 
-    pool: Pool
+    pool: MachinePool
     waiting_since_s: list[float] = field(default_factory=list)
     """When each of them came, oldest first."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -110,7 +110,7 @@ class Parking:
         registry: EpisodeRegistry,
         store: CheckpointStore | None,
         *,
-        pools: Mapping[str, Pool],
+        pools: Mapping[str, MachinePool],
         journal: Journal,
         clock: Clock,
         metrics: Metrics,
@@ -281,7 +281,7 @@ class Parking:
             await wait_until(self._clock, until_s, or_event=changed)
         return reservation
 
-    def _exhausted(self, episode: Episode, pool: Pool, why: str) -> PoolExhausted:
+    def _exhausted(self, episode: Episode, pool: MachinePool, why: str) -> PoolExhausted:
         return PoolExhausted(
             f"episode {episode.episode_id}: parked, and pool {pool.name!r} has no machine for it: {why}; retry with the"
             " same request_id, or raise the pool's resident",
@@ -434,7 +434,7 @@ class Parking:
 
     # -- across daemons ---------------------------------------------------------------------------------------------
 
-    async def find(self, machine_id: str, pool: Pool) -> LeasedMachine | None:
+    async def find(self, machine_id: str, pool: MachinePool) -> LeasedMachine | None:
         """Return the stand-in of the state that a previous daemon persisted as an episode's machine, for `keep`.
 
         None if the id is a machine's. Raises: CheckpointNotFound, CheckpointCorrupt, CheckpointUnusable, StoreError.
@@ -448,7 +448,7 @@ class Parking:
         return parked_machine(pool.spec_of(machine_id), view)
 
     async def park_copies(
-        self, pool: Pool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
+        self, pool: MachinePool, frozen: FrozenDesktop, *, count: int, run: str, owner: str
     ) -> Sequence[LeasedMachine]:
         """Store copies of a state; return the stand-ins of episodes that begin parked, for `keep`.
 
@@ -466,7 +466,7 @@ class Parking:
             owner=owner,
             max_steps=1,
             settle=pool.settings.settle,
-            origin=Origin(
+            origin=EpisodeOrigin(
                 template_digest=frozen.snapshot.digest,
                 overlay_parent=frozen.snapshot.disk_digest,
                 first_frame_id=frozen.view.frame.frame_id,
@@ -536,7 +536,7 @@ class Parking:
         ]
         self._lines[pool].pool.set_parked(len(sizes_bytes), size_bytes=sum(sizes_bytes))
 
-    def _moved(self, pool: Pool, to: str, watch: Stopwatch) -> None:
+    def _moved(self, pool: MachinePool, to: str, watch: Stopwatch) -> None:
         self._metrics.parking.labels(pool=pool.name, to=to).observe(watch.total_ms / 1000)
 
     @property

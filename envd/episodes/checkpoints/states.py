@@ -13,7 +13,7 @@ from envd.episodes.checkpoints.store import CheckpointStore, Draft, in_thread, s
 from envd.episodes.checkpoints.views import read_view, write_view
 from envd.episodes.progress import EpisodeSpec, Progress
 from envd.pool.leased import FrozenDesktop
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 
 #: How long a state waits for its pool's template.
 _TEMPLATE_S: Final = 30.0
@@ -49,7 +49,7 @@ def describe_state(
 
 
 async def write_state(
-    described: Manifest, frozen: FrozenDesktop, pool: Pool, store: CheckpointStore, *, shares_files: bool = False
+    described: Manifest, frozen: FrozenDesktop, pool: MachinePool, store: CheckpointStore, *, shares_files: bool = False
 ) -> Manifest:
     """Store a frozen state under a description, and return that with its files. On failure nothing is stored.
 
@@ -79,7 +79,7 @@ async def draft_of(described: Manifest, store: CheckpointStore) -> AsyncIterator
 
 
 async def read_state(
-    checkpoint: Manifest, pool: Pool, store: CheckpointStore, *, clock: Clock, shares_files: bool = False
+    checkpoint: Manifest, pool: MachinePool, store: CheckpointStore, *, clock: Clock, shares_files: bool = False
 ) -> FrozenDesktop:
     """Return a stored state; discard its snapshot after the last fork. `shares_files` as for `Hypervisor.restore`.
 

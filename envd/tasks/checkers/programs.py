@@ -60,7 +60,7 @@ class Command(LeafChecker):
         return await inspector.judge(judge_command, result, self)
 
 
-class Process(LeafChecker):
+class ProcessRunning(LeafChecker):
     """Whether a program runs, by the name that the kernel shows; in Windows without `.exe`."""
 
     runs_before_start: ClassVar[bool] = True
@@ -83,7 +83,7 @@ class Process(LeafChecker):
         return await inspector.judge(judge_processes, listing.stdout, self)
 
 
-class Window(LeafChecker):
+class WindowPresent(LeafChecker):
     """Whether a window is open."""
 
     runs_before_start: ClassVar[bool] = True
@@ -135,14 +135,14 @@ def judge_command(result: CommandResult, checker: Command) -> CheckOutcome:
     return judge_text(result.stdout.decode(errors="replace"), checker.stdout)
 
 
-def judge_windows(listing: bytes, checker: Window) -> CheckOutcome:
+def judge_windows(listing: bytes, checker: WindowPresent) -> CheckOutcome:
     """Score the list of open windows, as `query_windows` returns it. Raises: GuestError: A line is malformed."""
     windows = parse_windows(listing.decode(errors="replace"))
     is_right = (find_window(windows, checker.window) is not None) == checker.present
     return CheckOutcome(float(is_right), f"open: {describe_windows(windows)}")
 
 
-def judge_processes(listing: bytes, checker: Process) -> CheckOutcome:
+def judge_processes(listing: bytes, checker: ProcessRunning) -> CheckOutcome:
     """Score the running programs, from lines of a state and a name. Raises: GuestError: The list is empty."""
     count = count_processes(listing, checker.program)
     return CheckOutcome(float((count > 0) == checker.running), f"{count} processes named {checker.program} are running")

@@ -10,7 +10,7 @@ from cuaenv.actions import Done
 from cuaenv.results import CommandResult
 from envd.base.errors import GuestError
 from envd.desktop.a11y import MAX_NAME_CHARS, MAX_VALUE_CHARS, is_cut
-from envd.desktop.observation import Element, Elements, Encoding, ObservationOptions
+from envd.desktop.observation import A11yElement, A11yElements, Encoding, ObservationOptions
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import QUERY_TIMEOUT_S, GuestInspector, LeafChecker
 from envd.tasks.fields import Regex
@@ -118,7 +118,7 @@ class OnScreen(LeafChecker):
         return await inspector.judge(judge_screen, seen.a11y_elements, self)
 
 
-def judge_screen(seen: Elements, checker: OnScreen) -> CheckOutcome:
+def judge_screen(seen: A11yElements, checker: OnScreen) -> CheckOutcome:
     """Score the elements on the screen.
 
     Raises:
@@ -138,7 +138,7 @@ def judge_screen(seen: Elements, checker: OnScreen) -> CheckOutcome:
     return CheckOutcome(float(not checker.present), f"not among the {len(seen.items)} elements on the screen")
 
 
-def _matches(element: Element, checker: OnScreen) -> bool:
+def _matches(element: A11yElement, checker: OnScreen) -> bool:
     return (
         _is_of_kind(element, checker)
         and re.search(checker.named, element.name) is not None
@@ -146,7 +146,7 @@ def _matches(element: Element, checker: OnScreen) -> bool:
     )
 
 
-def _could_match(element: Element, checker: OnScreen) -> bool:
+def _could_match(element: A11yElement, checker: OnScreen) -> bool:
     """Whether an element that does not match could match with its complete texts."""
     texts = ((checker.named, element.name, MAX_NAME_CHARS), (checker.value, element.value, MAX_VALUE_CHARS))
     return _is_of_kind(element, checker) and all(
@@ -154,7 +154,7 @@ def _could_match(element: Element, checker: OnScreen) -> bool:
     )
 
 
-def _is_of_kind(element: Element, checker: OnScreen) -> bool:
+def _is_of_kind(element: A11yElement, checker: OnScreen) -> bool:
     return checker.role in ("", element.role) and set(checker.states) <= set(element.states)
 
 

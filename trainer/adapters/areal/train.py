@@ -23,7 +23,7 @@ from trainer.config import ConfigError
 
 
 @dataclass
-class DesktopConfig(GRPOConfig):  # type: ignore[misc] # AReaL is not installed for type checks
+class DesktopGRPOConfig(GRPOConfig):  # type: ignore[misc] # AReaL is not installed for type checks
     """AReaL's configuration with our key."""
 
     envd: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     from areal import PPOTrainer  # noqa: PLC0415
     from datasets import Dataset  # noqa: PLC0415
 
-    config, _ = load_expr_config(list(argv), DesktopConfig)
+    config, _ = load_expr_config(list(argv), DesktopGRPOConfig)
     # Checked here, before a worker starts.
     envd = ArealConfig.from_mapping(config.envd)
     check_credit(config, envd)

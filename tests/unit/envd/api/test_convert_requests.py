@@ -30,7 +30,7 @@ from envd.base.config import SettlePolicy
 from envd.base.errors import InvalidRequest, Unimplemented
 from envd.desktop.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
 from envd.episodes.types import ForkCommand, ResetCommand
-from envd.tasks.perturbations import Perturb
+from envd.tasks.perturbations import PerturbationDraw
 
 
 def seconds(length_s: float) -> Duration:
@@ -102,7 +102,7 @@ def test_every_field_of_a_reset_is_converted() -> None:
             cursor=CursorMode.HIDDEN,
             known_image_id="ab",
         ),
-        perturb=Perturb(seed=7, kinds=("update", "theme"), count=2),
+        perturb=PerturbationDraw(seed=7, kinds=("update", "theme"), count=2),
         timeout_s=90.0,
         fingerprint=fingerprint_of(request),
     )

@@ -38,8 +38,8 @@ from envd.desktop.observation import (
     TileDelta,
     UnchangedImage,
 )
-from envd.episodes.progress import EpisodeState, Origin, Progress
-from envd.episodes.types import EpisodeStatus, EvaluateResult, OpenedGroup, StepResult
+from envd.episodes.progress import EpisodeOrigin, EpisodeState, Progress
+from envd.episodes.types import EpisodeStatus, EvaluateResult, OpenedGroup, StepOutcome
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task
@@ -50,7 +50,7 @@ from tests.support.stub_episodes import pool_info
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=UTC)
 
 
-ORIGIN = Origin(template_digest="t1", overlay_parent="d1", first_frame_id="f1")
+ORIGIN = EpisodeOrigin(template_digest="t1", overlay_parent="d1", first_frame_id="f1")
 
 
 def info(
@@ -131,7 +131,7 @@ def test_an_origin_is_sent_only_when_an_episode_is_opened() -> None:
 
 def test_a_step_response_has_the_result_of_each_action() -> None:
     response = step_response(
-        StepResult(
+        StepOutcome(
             episode=info(),
             observation=observation(),
             outcomes=(ActionOutcome(input_ms=1.5), ActionOutcome(error="no key 'foo'")),
@@ -149,7 +149,7 @@ def test_a_step_response_names_what_the_web_recording_does_not_have() -> None:
         UnrecordedRequest(kind="websocket", method="GET", url="https://example.org/socket"),
     )
     response = step_response(
-        StepResult(episode=info(), observation=observation(), outcomes=(), timings_ms={}, unrecorded=missing)
+        StepOutcome(episode=info(), observation=observation(), outcomes=(), timings_ms={}, unrecorded=missing)
     )
     assert list(map(read_unrecorded, response.unrecorded_requests)) == [
         cuaenv.client.UnrecordedRequest(kind="not_recorded", method="GET", url="https://example.org/?"),
@@ -213,7 +213,7 @@ def test_a_step_response_has_changed_and_moving_regions() -> None:
     change = ScreenComparison(base_frame_id="f0", changed_fraction=0.25, changed_regions=(part,))
     settle = SettleResult(settled=False, settle_ms=5.0, change_count=2, moving=(part,))
     seen = replace(observation(), screen_change=change, settle=settle)
-    response = step_response(StepResult(episode=info(), observation=seen, outcomes=(), timings_ms={}))
+    response = step_response(StepOutcome(episode=info(), observation=seen, outcomes=(), timings_ms={}))
     rect = env_pb2.Rect(x_px=1, y_px=2, width_px=3, height_px=4)
     assert response.screen_change == env_pb2.ScreenChange(
         base_frame_id="f0", changed_fraction=0.25, changed_regions=[rect]

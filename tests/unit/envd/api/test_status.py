@@ -16,7 +16,7 @@ Code = grpc.StatusCode
 TABLE: list[tuple[errors.EnvdError, Code, str]] = [
     (errors.InvalidRequest("a.b", "is wrong"), Code.INVALID_ARGUMENT, "BAD_FIELD"),
     (errors.RequestIdReused("r-1"), Code.INVALID_ARGUMENT, "REQUEST_ID_REUSED"),
-    (errors.NotFound("x"), Code.NOT_FOUND, "NOT_FOUND"),
+    (errors.ObjectNotFound("x"), Code.NOT_FOUND, "NOT_FOUND"),
     (errors.EpisodeNotFound("x"), Code.NOT_FOUND, "EPISODE_NOT_FOUND"),
     (errors.TaskNotFound("x"), Code.NOT_FOUND, "TASK_NOT_FOUND"),
     (errors.PoolNotFound("x"), Code.NOT_FOUND, "POOL_NOT_FOUND"),

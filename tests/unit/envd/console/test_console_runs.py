@@ -7,7 +7,8 @@ import pytest
 
 from envd.console import runs
 from envd.console.runs import Runs
-from envd.episodes.progress import EpisodeState, Progress, ScoreResult
+from envd.episodes.progress import EpisodeState, Progress
+from envd.tasks.text import ScoreResult
 from tests.support.clock import ManualClock
 from tests.support.episode_values import episode_spec
 

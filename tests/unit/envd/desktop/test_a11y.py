@@ -11,7 +11,7 @@ from cuaenv.region import Region
 from envd.base.errors import GuestError
 from envd.desktop.a11y import MAX_ELEMENTS, MAX_MARKS, MAX_NODES, outline, parse_tree, with_marks
 from envd.desktop.display.frames import marks_of
-from envd.desktop.observation import Element, Elements
+from envd.desktop.observation import A11yElement, A11yElements
 
 SCREEN = (1280, 800)
 HEAD = (
@@ -29,11 +29,11 @@ def node(role: str, name: str = "", *children: str, box: str = "10,20,30,40", st
     return f"<{role} name={quoteattr(name)} {attributes} {at} {more}>{''.join(children)}</{role}>"
 
 
-def read(*nodes: str, max_nodes: int = MAX_NODES) -> Elements:
+def read(*nodes: str, max_nodes: int = MAX_NODES) -> A11yElements:
     return parse_tree(HEAD + "".join(nodes) + TAIL, screen_px=SCREEN, max_nodes=max_nodes)
 
 
-def lines(elements: Elements, max_chars: int = 8192) -> list[str]:
+def lines(elements: A11yElements, max_chars: int = 8192) -> list[str]:
     return outline(elements, max_chars=max_chars).splitlines()
 
 
@@ -83,7 +83,7 @@ def test_an_actionable_element_that_is_not_enabled_is_disabled() -> None:
         HEAD + node("push-button", "Paste").replace('st:enabled="true"', "") + TAIL, screen_px=SCREEN
     ).items
     assert button.states == ("disabled",)
-    assert marks_of(with_marks(Elements(items=(button,)))) == ()
+    assert marks_of(with_marks(A11yElements(items=(button,)))) == ()
 
 
 def test_the_active_window_comes_first_and_the_others_keep_their_order() -> None:
@@ -194,7 +194,7 @@ BOXES = st.builds(
 )
 ELEMENTS = st.lists(
     st.builds(
-        Element,
+        A11yElement,
         role=st.sampled_from(["frame", "push-button"]),
         name=NAMES,
         value=NAMES,
@@ -203,11 +203,11 @@ ELEMENTS = st.lists(
         depth=st.integers(0, 5),
     ),
     max_size=20,
-).map(lambda items: Elements(items=tuple(items)))
+).map(lambda items: A11yElements(items=tuple(items)))
 
 
 @given(ELEMENTS, st.integers(64, 4000))
-def test_an_outline_of_any_elements_keeps_its_length_and_its_lines(elements: Elements, limit: int) -> None:
+def test_an_outline_of_any_elements_keeps_its_length_and_its_lines(elements: A11yElements, limit: int) -> None:
     text = outline(elements, max_chars=limit)
     assert len(text) <= limit
     shown = text.splitlines()

@@ -21,7 +21,7 @@ from envd.tasks.checkers.files import FileText
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step, without_target
 from envd.tasks.templates import Template, split_of
-from envd.tasks.verbs import Launch, WriteFile
+from envd.tasks.verbs import Launch, WriteSetupFile
 
 TEMPLATES = list(DRAWN.by_id.values())
 SEEDS = (None, *range(20))
@@ -33,7 +33,7 @@ def opened(task: Task) -> DrawnDesktop:
     desktop = DrawnDesktop(Framebuffer(np.zeros((320, 512, 4), np.uint8), shared=False), files=DrawnFiles())
     for verb in task.setup:
         match verb:
-            case WriteFile():
+            case WriteSetupFile():
                 desktop.files[verb.path] = verb.data()
             case Launch():
                 assert desktop.launch(*verb.argv)
@@ -118,7 +118,7 @@ def _clauses(template: Template, split: str) -> list[str]:
 def test_widgets_lie_inside_their_windows_and_show_their_names(template: Template) -> None:
     for seed in SEEDS:
         for verb in template.variant(seed).setup:
-            if isinstance(verb, WriteFile):
+            if isinstance(verb, WriteSetupFile):
                 form = read_form(verb.path, verb.data())
                 assert form.x + form.w <= 512
                 assert form.y + form.h <= 288
@@ -136,7 +136,7 @@ PAGES = [each for each in TEMPLATES if each.domain == "pages"]
 def test_a_page_that_is_left_early_and_a_wrong_item_cannot_be_undone(template: Template) -> None:
     """The oracle follows after either mistake, and it does not help."""
     task = template.variant(3)
-    forms = [read_form(verb.path, verb.data()) for verb in reversed(task.setup) if isinstance(verb, WriteFile)]
+    forms = [read_form(verb.path, verb.data()) for verb in reversed(task.setup) if isinstance(verb, WriteSetupFile)]
     leave = next(each for each in forms[0].widgets if each.closes)
     with_items = [(form, each) for form in forms for each in form.widgets if each.needed]
     assert with_items, "a page has an item that must stay"
@@ -157,6 +157,7 @@ def test_a_page_that_is_left_early_and_a_wrong_item_cannot_be_undone(template: T
 
 @pytest.mark.parametrize("template", PAGES, ids=lambda template: template.task_id)
 def test_only_pages_of_escape_have_a_power_button(template: Template) -> None:
-    forms = [read_form(verb.path, verb.data()) for verb in template.variant(1).setup if isinstance(verb, WriteFile)]
+    verbs = template.variant(1).setup
+    forms = [read_form(verb.path, verb.data()) for verb in verbs if isinstance(verb, WriteSetupFile)]
     powers = [sum(each.kind == "power" for each in form.widgets) for form in forms]
     assert powers == [int(template.task_id.startswith("escape/"))] * len(forms)

@@ -23,11 +23,11 @@ from envd.desktop.observation import (
     SettleResult,
 )
 from envd.episodes.journal import MAX_TEXT_CHARS, dump, load, stored_in, without_pixels
-from envd.episodes.progress import AutomaticCheckpoints, EpisodeState, Progress, ScoreResult
+from envd.episodes.progress import AutomaticCheckpoints, EpisodeState, Progress
 from envd.episodes.recovery import decide, load_persisted
-from envd.episodes.types import OpenedGroup, StepResult
+from envd.episodes.types import OpenedGroup, StepOutcome
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.text import CheckResult
+from envd.tasks.text import CheckResult, ScoreResult
 from envd.tasks.user import Exchange
 from tests.support.episode_values import NOON, episode_info, episode_spec
 
@@ -55,7 +55,7 @@ SEEN = Observation(
     screen_change=ScreenComparison(base_frame_id="e", changed_fraction=0.5, changed_regions=(), grey_difference=0.25),
     timings_ms={"observe": 1.0},
 )
-STEP = StepResult(
+STEP = StepOutcome(
     episode=INFO,
     observation=SEEN,
     outcomes=(ActionOutcome(error="no such key", input_ms=2.0),),
@@ -156,7 +156,7 @@ async def test_a_database_with_values_of_wrong_types_does_not_stop_the_start(tmp
 
 
 def test_a_step_is_persisted_without_pixels_and_otherwise_complete() -> None:
-    kept = load(StepResult, dump(without_pixels(STEP)))
+    kept = load(StepOutcome, dump(without_pixels(STEP)))
     frame = replace(FRAME, content=None, image_id="")
     assert kept == replace(STEP, observation=replace(SEEN, frame=frame))
 
@@ -166,7 +166,7 @@ def test_half_of_a_surrogate_pair_is_kept_in_a_guests_text_and_refused_elsewhere
     assert load(ActionOutcome, dump(outcome)) == outcome
     assert load(Progress, dump(Progress(cause="\ud800"))).cause == "\ud800"
     with pytest.raises(ValueError, match="lone surrogate"):
-        load(StepResult, dump(without_pixels(STEP)).replace('"frame_id": "f"', r'"frame_id": "\ud800"'))
+        load(StepOutcome, dump(without_pixels(STEP)).replace('"frame_id": "f"', r'"frame_id": "\ud800"'))
 
 
 def test_long_text_is_not_persisted() -> None:

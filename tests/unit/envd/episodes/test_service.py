@@ -29,7 +29,7 @@ from envd.base.errors import (
     InvalidRequest,
     LossUndecided,
     MachineLost,
-    NotFound,
+    ObjectNotFound,
     PoolExhausted,
     PoolNotFound,
     RequestIdReused,
@@ -45,7 +45,7 @@ from envd.episodes.episode import MAX_CALL_S
 from envd.episodes.progress import EpisodeState
 from envd.episodes.resetting import choose_pool
 from envd.hypervisor.machine import DiskImage, GuestOs
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.settings import PoolHost, PoolParameters
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import CAPACITY, TASK, World
@@ -142,9 +142,11 @@ async def test_a_wrong_reset_is_refused_and_keeps_no_machine(
 
 def make_pool(
     name: str, *, image: str = "desktop", os: GuestOs = GuestOs.LINUX, provides: frozenset[str] = frozenset()
-) -> Pool:
+) -> MachinePool:
     disk = DiskImage(name=image, digest="0" * 64, disk=Path("/nowhere"), os=os, provides=provides)
-    return Pool(PoolParameters(name=name, capacity=1, size=0), image=disk, host=PoolHost(hypervisor=StubHypervisor()))
+    return MachinePool(
+        PoolParameters(name=name, capacity=1, size=0), image=disk, host=PoolHost(hypervisor=StubHypervisor())
+    )
 
 
 def test_the_pool_is_the_requested_one_or_the_tasks_own_or_the_only_one_that_fits() -> None:
@@ -873,7 +875,7 @@ async def test_watching_pools_yields_at_once_then_newest_states_only(world: Worl
 async def test_guest_files_and_commands_work_if_the_pool_allows_them(world: World, episode_id: str) -> None:
     await world.service.write_file(episode_id, "/home/user/a", b"\xff\x00")
     assert await world.service.read_file(episode_id, "/home/user/a", max_bytes=10) == b"\xff\x00"
-    with pytest.raises(NotFound, match="no file '/home/user/b'"):
+    with pytest.raises(ObjectNotFound, match="no file '/home/user/b'"):
         await world.service.read_file(episode_id, "/home/user/b", max_bytes=10)
     result = await world.service.run_command(episode_id, ["uname", "-a"], timeout_s=60.0)
     assert (result.exit_code, result.stdout) == (0, b"uname -a")

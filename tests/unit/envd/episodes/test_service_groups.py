@@ -22,7 +22,7 @@ from envd.episodes.progress import AutomaticCheckpoints
 from envd.episodes.types import OpenedGroup
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
-from envd.tasks.perturbations import Perturb
+from envd.tasks.perturbations import PerturbationDraw
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import FROZEN, NO_PIXELS, PERTURBED, PLAIN, TASK, World, running_world
 from tests.support.stubs import StubDesktop
@@ -284,7 +284,9 @@ async def test_a_perturbed_reset_runs_its_own_setup_and_says_what_was_perturbed(
     task_id = FROZEN[0].task_id
     clean = await world.reset(task_id=task_id)
     await world.service.close(clean.episodes[0].episode_id)
-    perturbed = await world.reset(task_id=task_id, group_size=2, perturb=Perturb(seed=4, kinds=("update", "theme")))
+    perturbed = await world.reset(
+        task_id=task_id, group_size=2, perturb=PerturbationDraw(seed=4, kinds=("update", "theme"))
+    )
     check_that_all_began_alike(perturbed)
     assert world.tasks.setups == 2, "the cached state is that of the clean world"
     assert [info.progress.perturbations for info in perturbed.episodes] == [("update",)] * 2
@@ -294,7 +296,7 @@ async def test_a_perturbed_reset_runs_its_own_setup_and_says_what_was_perturbed(
 
 
 async def test_a_task_without_setup_gets_one_if_its_world_is_perturbed(world: World) -> None:
-    result = await world.reset(task_id=PLAIN.task_id, perturb=Perturb(seed=4))
+    result = await world.reset(task_id=PLAIN.task_id, perturb=PerturbationDraw(seed=4))
     assert world.tasks.setups == 1
     assert len(result.episodes[0].progress.perturbations) == 1
 
@@ -313,14 +315,14 @@ async def test_a_task_perturbs_each_reset_differently_and_its_retry_and_group_eq
         drawn.add(episode.progress.perturbations)
         await world.service.close(episode.episode_id)
     assert drawn == {("background", "theme"), ("background", "update"), ("theme", "update")}
-    other = Perturb(seed=1, kinds=("notification",))
+    other = PerturbationDraw(seed=1, kinds=("notification",))
     (episode,) = (await world.reset(task_id=PERTURBED.task_id, perturb=other)).episodes
     assert episode.progress.perturbations == ("notification",)
 
 
 async def test_an_unknown_perturbation_takes_no_machine(world: World) -> None:
     with pytest.raises(InvalidRequest, match="tornado: unknown"):
-        await world.reset(perturb=Perturb(seed=4, kinds=("tornado",)))
+        await world.reset(perturb=PerturbationDraw(seed=4, kinds=("tornado",)))
     assert world.tasks.setups == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 from envd.base.errors import HypervisorError, PoolFailing
 from envd.pool.backoff import Backoff, BreakerState
 from envd.pool.leased import Admission
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from tests.support.clock import run_ready
 from tests.support.pool_world import PoolWorld, start
 
@@ -20,7 +20,7 @@ def break_forks(world: PoolWorld, count: int = ALWAYS) -> None:
     world.hypervisor.errors["fork"] = [HypervisorError("no space left in /var/lib/envd")] * count
 
 
-async def failing(world: PoolWorld, pool: Pool) -> Pool:
+async def failing(world: PoolWorld, pool: MachinePool) -> MachinePool:
     """Start a pool, then fail its machines until its breaker opens: three times, with pauses of 1 and 2 s."""
     await start(pool)
     break_forks(world)
@@ -31,11 +31,11 @@ async def failing(world: PoolWorld, pool: Pool) -> Pool:
     return pool
 
 
-def breaker(pool: Pool) -> BreakerState:
+def breaker(pool: MachinePool) -> BreakerState:
     return pool.statistics().breaker
 
 
-def ask(pool: Pool, count: int = 1) -> asyncio.Task[Admission]:
+def ask(pool: MachinePool, count: int = 1) -> asyncio.Task[Admission]:
     return asyncio.create_task(pool.acquire(count, timeout_s=600.0))
 
 

@@ -6,19 +6,19 @@ import pytest
 
 from envd.base.errors import Draining, HypervisorError, MachineLost
 from envd.pool.leased import Admission, FrozenDesktop, LeasedMachine
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from tests.support.clock import begun, cancelled_after, run_ready, run_turns
 from tests.support.pool_world import PoolWorld
 
 POOL = {"capacity": 4, "size": 1, "max_idle_s": 1e9, "expected_memory_mib": 256}
 
 
-def counts(pool: Pool) -> tuple[int, int, int]:
+def counts(pool: MachinePool) -> tuple[int, int, int]:
     s = pool.statistics()
     return s.idle_count, s.leased_count, s.reserved_count
 
 
-def template(pool: Pool) -> FrozenDesktop:
+def template(pool: MachinePool) -> FrozenDesktop:
     assert pool.template is not None
     return pool.template
 

@@ -6,19 +6,19 @@ import pytest
 
 from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, PoolExhausted
 from envd.pool.leased import LeasedMachine
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.pool_world import PoolWorld, start
 from tests.support.stubs import StubDesktop
 
 
-async def lease(pool: Pool, count: int = 1, *, timeout_s: float = 1.0) -> tuple[LeasedMachine, ...]:
+async def lease(pool: MachinePool, count: int = 1, *, timeout_s: float = 1.0) -> tuple[LeasedMachine, ...]:
     admission = await pool.acquire(count, timeout_s=timeout_s)
     assert admission.reservations == ()
     return admission.machines
 
 
-def counts(pool: Pool) -> tuple[int, int, int, int, int]:
+def counts(pool: MachinePool) -> tuple[int, int, int, int, int]:
     s = pool.statistics()
     return s.idle_count, s.leased_count, s.starting_count, s.dying_count, s.waiting_count
 
@@ -29,7 +29,7 @@ def stub_desktop(machine: LeasedMachine) -> StubDesktop:
 
 
 @pytest.fixture
-async def pool(world: PoolWorld) -> Pool:
+async def pool(world: PoolWorld) -> MachinePool:
     """Start a pool of one machine."""
     return await world.started(capacity=1)
 
@@ -60,7 +60,7 @@ async def test_no_more_machines_start_at_once_than_the_settings_say(world: PoolW
     assert len(await waiter) == 6
 
 
-async def test_a_machine_is_used_once_then_destroyed_and_replaced(world: PoolWorld, pool: Pool) -> None:
+async def test_a_machine_is_used_once_then_destroyed_and_replaced(world: PoolWorld, pool: MachinePool) -> None:
     (first,) = await lease(pool, 1, timeout_s=1.0)
     await pool.release([first])
     assert first.machine_id not in world.hypervisor.machines
@@ -70,7 +70,9 @@ async def test_a_machine_is_used_once_then_destroyed_and_replaced(world: PoolWor
     assert len(world.hypervisor.forks) == 2
 
 
-async def test_release_is_idempotent_and_a_dying_machine_counts_until_it_is_gone(world: PoolWorld, pool: Pool) -> None:
+async def test_release_is_idempotent_and_a_dying_machine_counts_until_it_is_gone(
+    world: PoolWorld, pool: MachinePool
+) -> None:
     machines = await lease(pool, 1, timeout_s=1.0)
     world.hypervisor.destroy_gate.clear()
     releasing = await begun(pool.release(machines))
@@ -147,7 +149,9 @@ async def test_a_machine_that_just_died_is_not_leased(world: PoolWorld) -> None:
     assert machine.machine_id != dead.machine_id
 
 
-async def test_a_machine_that_dies_leased_is_destroyed_and_replaced_at_once(world: PoolWorld, pool: Pool) -> None:
+async def test_a_machine_that_dies_leased_is_destroyed_and_replaced_at_once(
+    world: PoolWorld, pool: MachinePool
+) -> None:
     machines = await lease(pool, 1, timeout_s=1.0)
     world.hypervisor.forks[0].die()
     await run_ready()
@@ -213,7 +217,7 @@ async def test_a_surplus_machine_ages_out(world: PoolWorld) -> None:
     await pool.release(held)
 
 
-async def test_destroying_is_retried_and_its_failure_reported(world: PoolWorld, pool: Pool) -> None:
+async def test_destroying_is_retried_and_its_failure_reported(world: PoolWorld, pool: MachinePool) -> None:
     machines = await lease(pool, 1, timeout_s=1.0)
     world.hypervisor.forks[0].destroy_errors = [HypervisorError("domain is busy")] * 2
     releasing = await begun(pool.release(machines))
@@ -286,7 +290,7 @@ async def test_closing_continues_when_its_caller_is_cancelled(world: PoolWorld) 
 
 
 async def test_closing_gives_up_on_a_machine_that_cannot_be_destroyed(
-    world: PoolWorld, caplog: pytest.LogCaptureFixture, pool: Pool
+    world: PoolWorld, caplog: pytest.LogCaptureFixture, pool: MachinePool
 ) -> None:
     (machine,) = world.hypervisor.forks
     machine.destroy_errors = [HypervisorError("domain is busy")] * 3

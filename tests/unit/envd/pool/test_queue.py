@@ -14,7 +14,7 @@ from envd.base.errors import EnvdError, GroupTooLarge, PoolExhausted
 from envd.base.telemetry.metrics import Metrics
 from envd.pool.leased import Admission
 from envd.pool.planner import Demand
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.queue import AdmissionQueue, QueueEntry, Turnover, WaitingGroup, queue_report
 from envd.pool.status import PoolStatus
 from tests.support.clock import run_ready
@@ -25,7 +25,7 @@ from tests.support.stub_episodes import pool_info
 class Users:
     """Waiting and admitted groups."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: MachinePool) -> None:
         self.pool = pool
         self.waiting: list[tuple[str, asyncio.Task[Admission]]] = []
 
@@ -70,7 +70,7 @@ async def users(world: PoolWorld) -> AsyncIterator["MakeUsers"]:
 MakeUsers = Callable[..., Awaitable[Users]]
 
 
-def held(pool: Pool) -> Mapping[str, int]:
+def held(pool: MachinePool) -> Mapping[str, int]:
     return pool.statistics().held_by_run
 
 

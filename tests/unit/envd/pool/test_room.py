@@ -14,7 +14,7 @@ import pytest
 from envd.base.checks import Status
 from envd.base.config_sources import load
 from envd.base.errors import ConfigError, HypervisorError, PoolExhausted, PoolFailing
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.room import HostClaims, HostRoom, check_memory, growth_of, machines_that_fit, read_available_bytes
 from tests.support.clock import begun, run_ready
 from tests.support.pool_world import PoolWorld
@@ -39,7 +39,7 @@ class Host:
         )
 
 
-def counts(pool: Pool) -> tuple[int, int, int]:
+def counts(pool: MachinePool) -> tuple[int, int, int]:
     s = pool.statistics()
     return s.idle_count, s.leased_count, s.reserved_count
 

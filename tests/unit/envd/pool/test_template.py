@@ -17,19 +17,19 @@ from envd.base.errors import (
     PoolFailing,
 )
 from envd.pool.backoff import BreakerState
-from envd.pool.pool import Pool
+from envd.pool.pool import MachinePool
 from envd.pool.room import HostRoom
 from tests.support.clock import begun, run_ready
 from tests.support.pool_world import PoolWorld, start
 from tests.support.stubs import StubDesktop
 
 
-def template_of(pool: Pool) -> str:
+def template_of(pool: MachinePool) -> str:
     """Return the template's digest; empty while there is none."""
     return pool.statistics().template_digest
 
 
-def idle_count(pool: Pool) -> int:
+def idle_count(pool: MachinePool) -> int:
     return pool.statistics().idle_count
 
 

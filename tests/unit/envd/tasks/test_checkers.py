@@ -14,11 +14,11 @@ from cuaenv.results import CommandResult
 from envd.base.errors import EvaluatorFailed, GuestError, MachineLost, TooLarge
 from envd.tasks.checker_union import AnyLeafChecker
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
-from envd.tasks.checkers.programs import Process, Window, judge_processes, judge_windows
-from envd.tasks.evaluate import Evaluation, evaluate, judge_ended
+from envd.tasks.checkers.programs import ProcessRunning, WindowPresent, judge_processes, judge_windows
+from envd.tasks.evaluate import evaluate, judge_ended
 from envd.tasks.model import Task
 from envd.tasks.queries import OpenWindow, parse_windows
-from envd.tasks.text import CheckOutcome
+from envd.tasks.text import CheckOutcome, ScoreResult
 from tests.support.memory_desktop import MemoryDesktop
 
 PATH = "/home/user/a.txt"
@@ -31,7 +31,7 @@ def task(checker: dict[str, Any] | None, **fields: Any) -> Task:
 
 async def score_of(
     checker: dict[str, Any] | None, desktop: MemoryDesktop, *, last_action: Done | Fail | None = None, **fields: Any
-) -> Evaluation:
+) -> ScoreResult:
     return await evaluate(task(checker, **fields), desktop, last_action=last_action, timeout_s=60.0)
 
 
@@ -272,7 +272,7 @@ async def test_windows_of_a_windows_guest_are_listed_by_a_script(desktop: Memory
 
 
 def test_evidence_for_windows_lists_those_that_are_open() -> None:
-    checker = Window.model_validate({"kind": "window", "window": {"title": "x"}})
+    checker = WindowPresent.model_validate({"kind": "window", "window": {"title": "x"}})
     assert judge_windows(b"", checker).evidence == "open: no windows"
     assert judge_windows(b"0x1  0 a.A desktop t\n", checker).evidence == "open: 't' (a.A)"
 
@@ -281,7 +281,7 @@ def test_a_process_is_found_by_its_whole_name_and_a_zombie_does_not_run() -> Non
     listing = "Ss   systemd\nS    galculator\nZ    mousepad <defunct>\nR    my tool\n"
 
     def score(program: str, *, running: bool = True) -> float:
-        return judge_processes(listing.encode(), Process(kind="process", program=program, running=running)).score
+        return judge_processes(listing.encode(), ProcessRunning(kind="process", program=program, running=running)).score
 
     assert score("galculator") == 1.0
     assert score("calculator") == 0.0
@@ -292,7 +292,7 @@ def test_a_process_is_found_by_its_whole_name_and_a_zombie_does_not_run() -> Non
 
 
 def test_an_empty_process_list_gives_no_score() -> None:
-    checker = Process(kind="process", program="galculator", running=False)
+    checker = ProcessRunning(kind="process", program="galculator", running=False)
     with pytest.raises(GuestError, match="processes"):
         judge_processes(b"", checker)
 

@@ -15,7 +15,7 @@ from cuaenv.region import Region
 from cuaenv.results import CommandResult
 from envd.base.errors import EvaluatorFailed, GuestError
 from envd.desktop.a11y import MAX_VALUE_CHARS
-from envd.desktop.observation import Element, Elements
+from envd.desktop.observation import A11yElement, A11yElements
 from envd.tasks.checkers.images import MAX_PIXELS, read_pixels
 from envd.tasks.checkers.session import AgentAnswer, OnScreen, judge_answer, judge_screen
 from envd.tasks.evaluate import evaluate
@@ -162,13 +162,13 @@ async def test_an_empty_clipboard_is_never_right() -> None:
         await score(MemoryDesktop(), {"kind": "clipboard", "matches": ".*"})
 
 
-def on_screen(*elements: Element, **more: Any) -> Elements:
-    return Elements(items=elements, **more)
+def on_screen(*elements: A11yElement, **more: Any) -> A11yElements:
+    return A11yElements(items=elements, **more)
 
 
-def element(role: str, name: str, *states: str, value: str = "") -> Element:
+def element(role: str, name: str, *states: str, value: str = "") -> A11yElement:
     box = Region(x_px=0, y_px=0, width_px=9, height_px=9)
-    return Element(role=role, name=name, value=value, states=states, box=box, depth=1)
+    return A11yElement(role=role, name=name, value=value, states=states, box=box, depth=1)
 
 
 WRAP = element("check-box", "Word wrap", "checked")

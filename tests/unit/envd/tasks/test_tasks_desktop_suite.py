@@ -11,7 +11,7 @@ from envd.tasks.evaluate import evaluate, remember_start
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step, without_target
 from envd.tasks.queries import OpenWindow
-from envd.tasks.verbs import Launch, Open, WriteFile
+from envd.tasks.verbs import Launch, Open, WriteSetupFile
 from tests.support.memory_desktop import MemoryDesktop
 
 CATALOGUE = TaskCatalogue.load()
@@ -112,7 +112,7 @@ async def test_a_lost_file_of_the_user_scores_zero() -> None:
     lost = 0
     for task in TASKS:
         changed = {path for check in leaves_of(task) if isinstance(check, Unchanged) for path in check.excluded}
-        written = [verb.path for verb in task.setup if isinstance(verb, WriteFile)]
+        written = [verb.path for verb in task.setup if isinstance(verb, WriteSetupFile)]
         mine = [path for path in written if path.startswith("/home/user/") and path not in changed]
         if not mine or task.infeasible:
             continue
@@ -147,7 +147,7 @@ def set_up(task: Task) -> MemoryDesktop:
     desktop = empty()
     for number, verb in enumerate(task.setup):
         match verb:
-            case WriteFile():
+            case WriteSetupFile():
                 desktop.files[verb.path] = verb.data()
             case Launch(argv=argv):
                 desktop.windows.append(

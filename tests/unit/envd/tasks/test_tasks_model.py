@@ -11,7 +11,7 @@ from envd.tasks.checkers.files import FileText
 from envd.tasks.checkers.session import AgentAnswer
 from envd.tasks.model import Task
 from envd.tasks.oracle import parse_action
-from envd.tasks.verbs import Launch, WriteFile
+from envd.tasks.verbs import Launch, WriteSetupFile
 
 FILE = {"kind": "file_text", "path": "/home/user/a.txt", "equals": "x"}
 
@@ -36,7 +36,7 @@ def test_verbs_and_checkers_are_discriminated_by_kind() -> None:
         ],
         checker={"kind": "all", "checks": [FILE, {"kind": "any", "checks": [{"kind": "answer", "equals": "1"}]}]},
     )
-    assert [type(verb) for verb in it.setup] == [WriteFile, Launch]
+    assert [type(verb) for verb in it.setup] == [WriteSetupFile, Launch]
     assert it.checker is not None
     assert [type(check) for check in leaves(it.checker)] == [FileText, AgentAnswer]
 

@@ -8,7 +8,7 @@ from cuaenv.actions import TypeText
 from envd.tasks.catalogue import TaskCatalogue, TaskFile, read_all
 from envd.tasks.formats.entries import Problem
 from envd.tasks.templates import split_of
-from envd.tasks.verbs import WriteFile
+from envd.tasks.verbs import WriteSetupFile
 
 TASK = """
 suite: shop
@@ -37,7 +37,7 @@ def test_each_row_of_the_parameters_is_a_task(tmp_path: Path) -> None:
     assert [task.instruction for task in tasks] == ["Add eggs to a.txt.", "Add 7 to b.txt.", "Add tea to c.txt."]
     assert [task.oracle[0] for task in tasks] == [(TypeText("eggs"),), (TypeText("7"),), (TypeText("tea"),)]
     (verb,) = tasks[1].setup
-    assert isinstance(verb, WriteFile)
+    assert isinstance(verb, WriteSetupFile)
     assert verb.path == "/home/user/b.txt"
     assert len({split_of(task) for task in tasks}) == 1
 

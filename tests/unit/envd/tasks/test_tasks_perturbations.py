@@ -8,7 +8,7 @@ from envd.hypervisor.machine import GuestOs
 from envd.tasks.basis import _NOT_SCORED, _digest, task_digest
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
-from envd.tasks.perturbations import _KINDS, KINDS, Perturb, own_perturb, perturb
+from envd.tasks.perturbations import _KINDS, KINDS, PerturbationDraw, own_perturb, perturb
 from envd.tasks.verbs import Execute, Launch
 
 FIELDS = {"task_id": "suite/name", "instruction": "Do it.", "level": 1, "infeasible": True}
@@ -17,7 +17,7 @@ TASK = TaskCatalogue.load().get("desktop/type-greeting")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_adds_its_verbs_to_the_setup_and_changes_nothing_else(kind: str) -> None:
-    task, kinds = perturb(TASK, Perturb(seed=3, kinds=(kind,)))
+    task, kinds = perturb(TASK, PerturbationDraw(seed=3, kinds=(kind,)))
     assert kinds == (kind,)
     own = len(TASK.setup)
     is_before = kind in {"background", "font_scale", "theme"}
@@ -29,26 +29,26 @@ def test_every_kind_adds_its_verbs_to_the_setup_and_changes_nothing_else(kind: s
 
 
 def test_equal_seeds_give_equal_worlds_and_others_differ() -> None:
-    worlds = [perturb(TASK, Perturb(seed=seed, count=3)) for seed in range(40)]
-    assert worlds == [perturb(TASK, Perturb(seed=seed, count=3)) for seed in range(40)]
+    worlds = [perturb(TASK, PerturbationDraw(seed=seed, count=3)) for seed in range(40)]
+    assert worlds == [perturb(TASK, PerturbationDraw(seed=seed, count=3)) for seed in range(40)]
     assert all(len(set(kinds)) == 3 for _, kinds in worlds)
     assert {kind for _, kinds in worlds for kind in kinds} == set(KINDS)
     assert len({task.model_dump_json(include={"setup"}) for task, _ in worlds}) == 40
     for seed in range(20):
-        _, kinds = perturb(TASK, Perturb(seed=seed, kinds=("update", "theme"), count=1))
+        _, kinds = perturb(TASK, PerturbationDraw(seed=seed, kinds=("update", "theme"), count=1))
         assert set(kinds) < {"update", "theme"}
 
 
 @pytest.mark.parametrize(
     ("wanted", "problem"),
     [
-        (Perturb(seed=1, kinds=("tornado",)), "perturb.kinds: tornado: unknown; choose of background"),
-        (Perturb(seed=1, kinds=("update",), count=2), "perturb.count: 2 is not 1 to 1"),
-        (Perturb(seed=1, count=0), "perturb.count: 0 is not 1 to 8"),
-        (Perturb(seed=1, count=9), "perturb.count: 9 is not 1 to 8"),
+        (PerturbationDraw(seed=1, kinds=("tornado",)), "perturb.kinds: tornado: unknown; choose of background"),
+        (PerturbationDraw(seed=1, kinds=("update",), count=2), "perturb.count: 2 is not 1 to 1"),
+        (PerturbationDraw(seed=1, count=0), "perturb.count: 0 is not 1 to 8"),
+        (PerturbationDraw(seed=1, count=9), "perturb.count: 9 is not 1 to 8"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(wanted: Perturb, problem: str) -> None:
+def test_what_cannot_be_drawn_is_refused(wanted: PerturbationDraw, problem: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         perturb(TASK, wanted)
     assert problem in str(refused.value)
@@ -87,12 +87,12 @@ def test_a_task_file_with_impossible_perturbations_is_refused(fields: dict[str, 
 def test_windows_tasks_are_refused() -> None:
     task = TASK.model_copy(update={"os": GuestOs.WINDOWS})
     with pytest.raises(InvalidRequest, match="not supported in windows guests"):
-        perturb(task, Perturb(seed=1))
+        perturb(task, PerturbationDraw(seed=1))
 
 
 def test_no_pop_up_keeps_the_setup_waiting() -> None:
     for kind in KINDS:
-        task, _ = perturb(TASK, Perturb(seed=5, kinds=(kind,)))
+        task, _ = perturb(TASK, PerturbationDraw(seed=5, kinds=(kind,)))
         for verb in set(task.setup) - set(TASK.setup):
             if isinstance(verb, Execute) and "sleep" in verb.argv[-1]:
                 assert verb.argv[-1].endswith("</dev/null &")

@@ -12,7 +12,7 @@ from envd.guests.wineagent.scripts import Output, tree
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import GuestInspector
 from envd.tasks.checkers.data import Registry
-from envd.tasks.checkers.programs import Process
+from envd.tasks.checkers.programs import ProcessRunning
 from envd.tasks.queries import OpenWindow, parse_windows
 from envd.tasks.values import ValueExpectation
 from tests.support.stubs import StubDesktop
@@ -81,7 +81,7 @@ async def test_a_directory_is_made_listed_and_removed(world: World) -> None:
 async def test_processes_are_listed_without_their_ending(world: World) -> None:
     world.helper_answers("processes", 'ok ["notepad.exe","Explorer.EXE","[System Process]"]')
     for program, score in (("notepad", 1.0), ("Explorer", 1.0), ("cmd", 0.0)):
-        outcome = await Process(kind="process", program=program).check(inspector(world))
+        outcome = await ProcessRunning(kind="process", program=program).check(inspector(world))
         assert outcome.score == score
 
 
