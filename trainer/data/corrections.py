@@ -166,7 +166,7 @@ class Corrections:
         transcript.add(prompts.task_message(facts["instruction"], _observed(picture), settings))
         for number, step in enumerate(steps):
             if number:
-                reply = self._grammar.parse(transcript.messages[-1].content, space.picture())
+                reply = self._grammar.parse(transcript.messages[-1]["content"], space.picture())
                 result, (picture, _) = _result(steps[number - 1], reply, settings), screens[number]
                 transcript.add(prompts.observation_message(result, _observed(picture)))
             is_trained = step.source == trained and number >= first

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final
 
-from trainer.data.transcripts import ChatMessage, Transcript, transcript_of
+from trainer.data.transcripts import Transcript, transcript_of
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER, StoredTrajectory, image_bytes
 
 Features = Mapping[str, Any]
@@ -59,7 +59,7 @@ def preferences(trajectories: Sequence[StoredTrajectory], *, success_at: float) 
                     "prompt": _messages(prompt),
                     "chosen": _messages([good.messages[count]]),
                     "rejected": _messages([bad.messages[count]]),
-                    "images": _images(bad.images[: sum(each.content.count(IMAGE_PLACEHOLDER) for each in prompt)]),
+                    "images": _images(bad.images[: sum(each["content"].count(IMAGE_PLACEHOLDER) for each in prompt)]),
                     "task_id": task_id,
                     "chosen_reward": chosen_reward,
                     "rejected_reward": rejected_reward,
@@ -77,13 +77,13 @@ def _shared_count(one: Transcript, other: Transcript) -> int:
 def _with_images(transcript: Transcript) -> Iterator[tuple[str, str, list[str]]]:
     first = 0
     for message in transcript.messages:
-        after = first + message.content.count(IMAGE_PLACEHOLDER)
-        yield message.role, message.content, transcript.images[first:after]
+        after = first + message["content"].count(IMAGE_PLACEHOLDER)
+        yield message["role"], message["content"], transcript.images[first:after]
         first = after
 
 
-def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    return [{"role": each.role, "content": list(_parts(each.content))} for each in messages]
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": each["role"], "content": list(_parts(each["content"]))} for each in messages]
 
 
 def _parts(text: str) -> Iterator[dict[str, str | None]]:

@@ -19,46 +19,42 @@ class Unusable(Exception):
     """An episode gives no trajectory of the wanted kind; the message has the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message."""
-
-    role: str
-    content: str
-    """Text with `<image>` for each image."""
-    trained: bool = False
-    """Whether it is a reply that is to be trained."""
-    source: str = ""
-    """Who acted in a reply, `agent` or `human`; empty if that is not recorded."""
-
-
 @dataclass(slots=True)
 class Transcript:
     """One context: its messages and images."""
 
-    messages: list[ChatMessage] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Messages as in `StoredTrajectory`; each content is a text with `<image>` for each image."""
     images: list[str] = field(default_factory=list)
     """Data URIs, in order of appearance."""
 
     def add(self, message: Message, *, trained: bool = False, source: str = "") -> None:
-        """Add a message of the agent's loop."""
+        """Add a message of the agent's loop.
+
+        Args:
+            message: The message.
+            trained: Whether it is a reply that is to be trained.
+            source: Who acted in a reply, `agent` or `human`; empty if that is not recorded.
+        """
         content = "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in message.parts)
-        self.messages.append(ChatMessage(message.role, content, trained, source))
+        entry: dict[str, Any] = {"role": message.role, "content": content}
+        if message.role == "assistant" and not trained:
+            entry["step_loss_mask"] = 0
+        if source:
+            entry["source"] = source
+        self.messages.append(entry)
         self.images += [data_uri(part, compress_level=6) for part in message.parts if not isinstance(part, str)]
 
     def stored(self, task_id: str, *, reward: float, metadata: Mapping[str, Any]) -> StoredTrajectory:
         """Return it as a trajectory."""
-        messages = []
-        for message in self.messages:
-            entry: dict[str, Any] = {"role": message.role, "content": message.content}
-            if message.role == "assistant" and not message.trained:
-                entry["step_loss_mask"] = 0
-            if message.source:
-                entry["source"] = message.source
-            messages.append(entry)
         return StoredTrajectory(
-            task_id=task_id, messages=tuple(messages), images=tuple(self.images), reward=reward, metadata=metadata
+            task_id=task_id, messages=tuple(self.messages), images=tuple(self.images), reward=reward, metadata=metadata
         )
+
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Return whether a stored message is a reply that is to be trained."""
+    return bool(message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1)
 
 
 def transcript_of(trajectory: StoredTrajectory) -> Transcript:
@@ -71,8 +67,7 @@ def transcript_of(trajectory: StoredTrajectory) -> Transcript:
     transcript = Transcript()
     for message in trajectory.messages:
         content = "".join(_texts(message["content"], given, transcript.images))
-        trained = message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1
-        transcript.messages.append(ChatMessage(message["role"], content, trained, message.get("source") or ""))
+        transcript.messages.append({**message, "content": content})
     surplus = len(list(given))
     if surplus:
         raise InputError(f"{surplus} of {len(trajectory.images)} images have no placeholder in the messages")
@@ -118,8 +113,8 @@ def unparsable_turns(transcript: Transcript, grammar: Grammar) -> dict[int, str]
     picture = Picture(NORMALISED + 1, NORMALISED + 1, pointer=(0, 0))
     problems: dict[int, str] = {}
     for index, turn in enumerate(transcript.messages):
-        if turn.role == "assistant":
-            parsed = grammar.parse(turn.content, picture)
+        if turn["role"] == "assistant":
+            parsed = grammar.parse(turn["content"], picture)
             if not parsed.parsed:
                 problems[index] = parsed.error or f"only the fallback {parsed.fallback} parses it"
     return problems
