@@ -214,7 +214,7 @@ def test_parts_and_placeholders_are_equivalent() -> None:
     )
     transcript = transcript_of(parts)
     assert [turn["content"] for turn in transcript.messages] == ["<image>Do it.", "<image>"]
-    assert transcript.images == [uri, uri]
+    assert transcript.images == (uri, uri)
 
 
 @pytest.mark.parametrize(
