@@ -99,7 +99,7 @@ class PoolConfig(_Section):
     image: Annotated[str, AfterValidator(check_image_name)] = Field(default="", validate_default=False)
     """Name of an image in the catalogue. Default: the pool's own name."""
     size: int = Field(default=1, ge=0, le=MAX_MACHINES)
-    """Machines kept ready: started ahead of demand, they only load a state for a reset or a branch."""
+    """Spare machines: started ahead of demand, they only load a state for a reset or a branch."""
     capacity: int = Field(default_factory=lambda data: max(1, data["size"]), ge=1, le=MAX_MACHINES)
     """Maximum episodes that are open at once. Default: `size`, at least 1."""
     resident: int = Field(default_factory=lambda data: data["capacity"], ge=1, le=MAX_MACHINES)
@@ -150,7 +150,7 @@ class PoolConfig(_Section):
     """The rule by which a screen counts as settled, unless the client overrides it."""
 
     @model_validator(mode="after")
-    def _room_for_the_ready_ones(self) -> Self:
+    def _has_room_for_spare_machines(self) -> Self:
         if self.capacity < self.size:
             raise ValueError(f"capacity {self.capacity} is below size {self.size}; raise capacity, or lower size")
         return self

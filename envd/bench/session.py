@@ -138,8 +138,8 @@ class BenchSession:
     @asynccontextmanager
     async def set_up_machine(self, task: Task) -> AsyncIterator[LeasedMachine]:
         """Lease a machine directly from the pool, run it throughout the block, and perform a task's setup on it."""
-        granted = await self.pool.acquire(timeout_s=_SETUP_TIMEOUT_S)
-        [leased] = granted.machines
+        admission = await self.pool.acquire(timeout_s=_SETUP_TIMEOUT_S)
+        [leased] = admission.machines
         try:
             async with leased.running():
                 await run_setup(task, leased.desktop, timeout_s=_SETUP_TIMEOUT_S)

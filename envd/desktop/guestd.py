@@ -12,10 +12,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import aiohttp
-from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, FailFast, Field, JsonValue, TypeAdapter, ValidationError
 from yarl import URL
 
 from cuaenv.results import CommandResult
@@ -81,16 +81,6 @@ class KeyboardLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TreeBody:
-    xml: Annotated[str, Field(validation_alias="AT")]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Terminal:
-    output: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Executed:
     output: str
     error: str
@@ -111,15 +101,9 @@ class _Failure:
 _SESSION = TypeAdapter(SessionInfo)
 _POINTER = TypeAdapter(PointerState)
 _KEYBOARD = TypeAdapter(KeyboardLayout)
-_TREE = TypeAdapter(_TreeBody)
-_TERMINAL = TypeAdapter(_Terminal)
 _EXECUTED = TypeAdapter(_Executed)
+_OBJECT = TypeAdapter(dict[str, JsonValue])
 _FAILURE = TypeAdapter(_Failure)
-
-
-class _RawResponse(NamedTuple):
-    status: int
-    body: bytes
 
 
 class GuestdClient:
@@ -159,23 +143,21 @@ class GuestdClient:
 
         OSWorld's service has no such route: there, a successful screenshot counts as ready.
         """
-        response = await self._request("GET", "/envd/session", timeout_s=timeout_s)
-        if response.status == 404:
+        status, body = await self._request("GET", "/envd/session", timeout_s=timeout_s)
+        if status == 404:
             return await self._osworld_session(timeout_s)
-        return await _parse(_SESSION, _checked(response, "/envd/session"), "/envd/session")
+        return await _parse(_SESSION, _checked(status, body, "/envd/session"), "/envd/session")
 
     async def _osworld_session(self, timeout_s: float) -> SessionInfo:
-        platform = await self._request("GET", "/platform", timeout_s=timeout_s)
-        problem = ""
-        if platform.status == 200:
-            screenshot = await self._request("GET", "/screenshot", timeout_s=timeout_s)
-            if screenshot.status != 200 or not screenshot.body.startswith(b"\x89PNG"):
-                problem = f"/screenshot returned {screenshot.status}: {_failure(screenshot).message}"
-        else:
-            problem = f"/platform returned {platform.status}: {_failure(platform).message}"
-        return SessionInfo(
-            ready=not problem, display=None, window_manager=None, windows=(), version="", problem=problem
-        )
+        path = "/platform"
+        status, body = await self._request("GET", path, timeout_s=timeout_s)
+        is_ready = status == 200
+        if is_ready:
+            path = "/screenshot"
+            status, body = await self._request("GET", path, timeout_s=timeout_s)
+            is_ready = status == 200 and body.startswith(b"\x89PNG")
+        problem = "" if is_ready else f"{path} returned {status}: {failure_text(body)}"
+        return SessionInfo(ready=is_ready, display=None, window_manager=None, windows=(), version="", problem=problem)
 
     async def screenshot(self, *, timeout_s: float = 30.0) -> bytes:
         """Return the screen with its pointer, as PNG. Raises: GuestError, GuestUnresponsive, MachineLost."""
@@ -189,12 +171,14 @@ class GuestdClient:
         """
         query = {"showing": "1"} if showing else None
         body = await self._call("GET", "/accessibility", query=query, timeout_s=timeout_s)
-        return (await _parse(_TREE, body, "/accessibility")).xml
+        if (xml := await _text_in(body, "AT", "/accessibility")) is None:
+            raise _malformed("/accessibility", "AT: Field required")
+        return xml
 
     async def terminal(self, *, timeout_s: float = 30.0) -> str | None:
         """Return the text of the focused terminal, or None. Raises: GuestError, GuestUnresponsive, MachineLost."""
         body = await self._call("GET", "/terminal", timeout_s=timeout_s)
-        return (await _parse(_TERMINAL, body, "/terminal")).output
+        return await _text_in(body, "output", "/terminal")
 
     async def change_wallpaper(self, path: str, *, timeout_s: float = 30.0) -> None:
         """Set the wallpaper to a picture in the guest. Raises: GuestError, GuestUnresponsive, MachineLost."""
@@ -215,10 +199,10 @@ class GuestdClient:
             GuestUnresponsive: Not done within `timeout_s`; part of the text may have been typed.
         """
         content = _json({"text": text, "held": list(held)} if held else {"text": text})
-        response = await self._request("POST", "/envd/type_text", content=content, timeout_s=timeout_s)
-        if response.status == 409:
-            return _failure(response).message
-        _checked(response, "/envd/type_text")
+        status, body = await self._request("POST", "/envd/type_text", content=content, timeout_s=timeout_s)
+        if status == 409:
+            return failure_text(body)
+        _checked(status, body, "/envd/type_text")
         return ""
 
     async def keyboard(self, *, timeout_s: float = 10.0) -> KeyboardLayout | None:
@@ -227,10 +211,10 @@ class GuestdClient:
         Raises:
             GuestError: There is no X session, for example.
         """
-        response = await self._request("GET", "/envd/keyboard", timeout_s=timeout_s)
-        if response.status == 404:
+        status, body = await self._request("GET", "/envd/keyboard", timeout_s=timeout_s)
+        if status == 404:
             return None
-        return await _parse(_KEYBOARD, _checked(response, "/envd/keyboard"), "/envd/keyboard")
+        return await _parse(_KEYBOARD, _checked(status, body, "/envd/keyboard"), "/envd/keyboard")
 
     async def pointer(self, *, timeout_s: float = 10.0) -> PointerState:
         """Return the state of the pointer. Raises: GuestError, GuestUnresponsive, MachineLost."""
@@ -281,8 +265,8 @@ class GuestdClient:
         Raises:
             GuestError: It cannot be written; an existing file is unchanged.
         """
-        response = await self._request("POST", "/setup/upload", content=_upload(path, data), timeout_s=timeout_s)
-        _checked(response, f"/setup/upload {path}")
+        status, body = await self._request("POST", "/setup/upload", content=_upload(path, data), timeout_s=timeout_s)
+        _checked(status, body, f"/setup/upload {path}")
 
     # Transport
 
@@ -297,7 +281,8 @@ class GuestdClient:
     ) -> bytes:
         """Return the body of a successful response. Raises: GuestError, GuestUnresponsive, MachineLost."""
         content = None if json_body is None else _json(json_body)
-        return _checked(await self._request(method, path, content=content, query=query, timeout_s=timeout_s), path)
+        status, body = await self._request(method, path, content=content, query=query, timeout_s=timeout_s)
+        return _checked(status, body, path)
 
     async def _request(
         self,
@@ -307,10 +292,10 @@ class GuestdClient:
         content: tuple[str, bytes] | None = None,
         query: Mapping[str, str] | None = None,
         timeout_s: float,
-    ) -> _RawResponse:
+    ) -> tuple[int, bytes]:
         """Send a request within `timeout_s`; retry a broken connection if a repeat cannot repeat an effect.
 
-        `content` is the type of the body, and the body.
+        `content` is the type of the body, and the body. Returns the response's status and body.
         """
         if self._lost.is_set():
             raise self._machine_lost(path)
@@ -346,14 +331,14 @@ class GuestdClient:
         content: tuple[str, bytes] | None,
         query: Mapping[str, str] | None,
         headers: Mapping[str, str],
-    ) -> _RawResponse:
+    ) -> tuple[int, bytes]:
         if self._closed:
             raise GuestUnresponsive(f"the connection to guestd at {self._base_url} is closed")
         if self._http is None:
             self._http = self._connect()
         http = self._http
 
-        async def attempt(headers: Mapping[str, str]) -> _RawResponse:
+        async def attempt(headers: Mapping[str, str]) -> tuple[int, bytes]:
             async with http.request(
                 method,
                 self._base_url.with_path(path),
@@ -365,7 +350,7 @@ class GuestdClient:
                 allow_redirects=False,
             ) as response:
                 self._server = response.headers.get("Server", "")
-                return _RawResponse(response.status, await _read(response, path))
+                return response.status, await _read(response, path)
 
         try:
             try:
@@ -432,25 +417,25 @@ def _json(body: Mapping[str, Any]) -> tuple[str, bytes]:
     return "application/json", json.dumps(body).encode()
 
 
-def _checked(response: _RawResponse, request: str) -> bytes:
+def _checked(status: int, body: bytes, request: str) -> bytes:
     """Return the body of a successful response.
 
     Raises:
         GuestUnresponsive: The guest is too busy, or a command did not end in time.
         GuestError: The call failed otherwise.
     """
-    if 200 <= response.status < 300:
-        return response.body
-    failure = _failure(response)
-    message = f"{request}: guestd returned {response.status}: {failure.message}"
-    if response.status == 503 and _RESTARTED in failure.message:
+    if 200 <= status < 300:
+        return body
+    failure = _failure(body)
+    message = f"{request}: guestd returned {status}: {failure.message}"
+    if status == 503 and _RESTARTED in failure.message:
         raise GuestServiceEnded(message)
-    raise GuestUnresponsive(message) if response.status == 503 or failure.timed_out else GuestError(message)
+    raise GuestUnresponsive(message) if status == 503 or failure.timed_out else GuestError(message)
 
 
-def _failure(response: _RawResponse) -> _Failure:
+def _failure(body: bytes) -> _Failure:
     """Return the content of an error response, with the message from JSON or plain text."""
-    body = response.body[:_ERROR_RESPONSE_BYTES]
+    body = body[:_ERROR_RESPONSE_BYTES]
     try:
         failure = _FAILURE.validate_json(body)
     except ValidationError:
@@ -461,7 +446,15 @@ def _failure(response: _RawResponse) -> _Failure:
 
 def failure_text(body: bytes) -> str:
     """Return the message in the body of an error response, bounded."""
-    return _failure(_RawResponse(0, body)).message
+    return _failure(body).message
+
+
+async def _text_in(body: bytes, field: str, path: str) -> str | None:
+    """Return the text of a field of a response; None if it is missing or null. Raises: GuestError: it is not a text."""
+    text = (await _parse(_OBJECT, body, path)).get(field)
+    if text is not None and not isinstance(text, str):
+        raise _malformed(path, f"{field}: Input should be a valid string")
+    return text
 
 
 async def _parse(adapter: TypeAdapter[T], body: bytes, path: str) -> T:

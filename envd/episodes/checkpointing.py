@@ -264,7 +264,7 @@ class Checkpointing:
         """
         watch = Stopwatch(self._context.clock)
         run, parked_count = command.run or checkpoint.spec.run, pool.settings.surplus_of(command.group_size)
-        granted = await pool.acquire(
+        admission = await pool.acquire(
             0,
             reserved=command.group_size - parked_count,
             parked=parked_count,
@@ -273,11 +273,11 @@ class Checkpointing:
             timeout_s=command.timeout_s,
         )
         watch.lap("acquire")
-        async with pool.releasing_on_failure(granted.reservations):
+        async with pool.releasing_on_failure(admission.reservations):
             members = await self._start_members(
                 checkpoint,
                 pool,
-                granted.reservations,
+                admission.reservations,
                 park_surplus=(
                     partial(self._context.parking.park_copies, pool, count=parked_count, run=run, owner=command.owner)
                     if parked_count

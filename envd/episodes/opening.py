@@ -308,7 +308,7 @@ class EpisodeOpening:
         if not parent.lock.locked():
             check()
         # The parent keeps its machine, so the run cannot free it for the copies.
-        granted = await pool.acquire(
+        admission = await pool.acquire(
             0,
             reserved=command.fork_count,
             run=parent.spec.run,
@@ -317,7 +317,7 @@ class EpisodeOpening:
             timeout_s=command.timeout_s,
         )
         watch.lap("acquire")
-        async with pool.releasing_on_failure(granted.reservations):
+        async with pool.releasing_on_failure(admission.reservations):
             frozen = await self._context.freeze(parent, command.step_index, check=check)
             progress = parent.progress  # of the frozen state: the parent continues only at the next await
             release = self._automatic.last_use(parent, frozen, CheckpointTrigger.BRANCH_POINT)
@@ -325,7 +325,7 @@ class EpisodeOpening:
             try:
                 with traces.timed("start"):
                     members = await start_from(
-                        pool, frozen, granted.reservations, options=command.observe, subject=subject, watch=starting
+                        pool, frozen, admission.reservations, options=command.observe, subject=subject, watch=starting
                     )
             except MachineLost as error:
                 # A copy died, which the caller does not know yet: do not blame the parent.

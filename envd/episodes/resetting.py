@@ -149,28 +149,28 @@ class _Reset:
     async def attempt(self, state: TaskState | None, *, deadline_s: float) -> Group:
         """Lease machines and bring them to the start of the task, from its cached state if there is one."""
         count = self.command.group_size - self.surplus_count
-        # Ready machines are in the template's state; machines for another state are forked from that.
+        # Idle machines are in the template's state; machines for another state are forked from that.
         is_forked = self.task.has_start and self.pool.copies_running_machines
-        ready_count = 0 if state is not None else 1 if is_forked else count
-        granted = await self.pool.acquire(
-            ready_count,
-            reserved=count - ready_count,
+        idle_count = 0 if state is not None else 1 if is_forked else count
+        admission = await self.pool.acquire(
+            idle_count,
+            reserved=count - idle_count,
             parked=self.surplus_count,
             run=self.command.run,
             owner=self.command.owner,
             timeout_s=min(deadline_s - self.context.clock.monotonic(), self.command.admission_timeout_s),
         )
         self.watch.lap("acquire")
-        async with self.pool.releasing_on_failure([*granted.machines, *granted.reservations]):
+        async with self.pool.releasing_on_failure([*admission.machines, *admission.reservations]):
             if state is not None:
                 settle = SettleResult(settled=state.settle.settled, settle_ms=0.0, change_count=0)
-                members = await self._start(state.frozen, (), granted.reservations, settle=settle)
+                members = await self._start(state.frozen, (), admission.reservations, settle=settle)
             elif is_forked:
-                members = await self._set_up(granted.machines[0], granted.reservations, deadline_s=deadline_s)
+                members = await self._set_up(admission.machines[0], admission.reservations, deadline_s=deadline_s)
             elif self.task.has_start:
-                members = await self._set_up_each(granted.machines, deadline_s=deadline_s)
+                members = await self._set_up_each(admission.machines, deadline_s=deadline_s)
             else:
-                members = await self._start_unused(granted.machines)
+                members = await self._start_unused(admission.machines)
         return Group(
             members=members, progress=Progress(), timings_ms={**self.watch.timings_ms, "total": self.watch.total_ms}
         )

@@ -165,7 +165,7 @@ class EpisodeService:
         self._registry.extend_leases_by(lag)
 
     async def start(self) -> None:
-        """Start the pools and the reaper; returns before any machine is ready. Call once."""
+        """Start the pools and the reaper; returns before any machine is idle. Call once."""
         for pool in self._pools.values():
             await pool.start()
         self._registry.start()

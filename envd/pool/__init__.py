@@ -1,1 +1,1 @@
-"""Keep machines ready and grant them to runs by fair share."""
+"""Keep spare machines and lease them to runs by fair share."""

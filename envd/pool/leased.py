@@ -233,8 +233,8 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """The machines and reservations that a group got. The user returns all of it with `Pool.release`."""
+class Admission:
+    """The machines and reservations that an admitted group got. The user returns all of it with `Pool.release`."""
 
     machines: tuple[LeasedMachine, ...]
     reservations: tuple[Reservation, ...] = ()

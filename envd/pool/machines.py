@@ -1,6 +1,6 @@
 """The machines of a pool, each with its record and its one task, and the reservations for further machines.
 
-A machine is created, ready, used once, destroyed: `MachineTable.add` starts the task that does all of it. How the
+A machine is created, idle, used once, destroyed: `MachineTable.add` starts the task that does all of it. How the
 machine is created is the task's `Work`: `prepared` and `adopted` return those of machines that wait for a state and of
 a previous daemon's, `template` has others. A machine that waits gets its state once its user is known.
 
@@ -23,8 +23,8 @@ from envd.desktop.desktop import Desktop
 from envd.desktop.display_connection import ConnectionState
 from envd.hypervisor.machine import Hypervisor, Machine, MachineUsage
 from envd.pool.backoff import Backoff
-from envd.pool.leased import FrozenDesktop, Grant, LeasedMachine, Reservation
-from envd.pool.planner import LifecycleState, PlannedMachine
+from envd.pool.leased import Admission, FrozenDesktop, LeasedMachine, Reservation
+from envd.pool.planner import LifecycleState
 from envd.pool.queue import Turnover
 from envd.pool.room import growth_of
 
@@ -202,12 +202,20 @@ class MachineTable:
             (f"machine {machine_id} could not be destroyed: {why}" for machine_id, why in self._undestroyed.items()), ""
         )
 
-    def planned(self, now_s: float) -> list[PlannedMachine]:
-        """Return the planner's view at a time on the monotonic clock."""
-        return [
-            PlannedMachine(machine_id=record.machine_id, state=record.planned_state, idle_s=now_s - record.idle_since_s)
-            for record in self._records.values()
-        ]
+    def idle_s(self, now_s: float) -> dict[str, float]:
+        """Return the idle machines, for the planner: seconds since each became idle, by its id.
+
+        `now_s` is a time on the monotonic clock.
+        """
+        return {
+            record.machine_id: now_s - record.idle_since_s
+            for record in self
+            if record.planned_state is LifecycleState.IDLE
+        }
+
+    def planned_counts(self) -> Counter[LifecycleState]:
+        """Return the number of machines in each state, for the planner."""
+        return Counter(record.planned_state for record in self)
 
     def growth_bytes(self, *, forked_bytes: int, booted_bytes: int) -> int:
         """Return the memory that machines and reservations have yet to grow into, given what forks and boots reach."""
@@ -344,12 +352,12 @@ class MachineTable:
             load=partial(self._load, record, frozen) if record.is_waiting and frozen else None,
         )
 
-    def take_back(self, grant: Grant) -> None:
-        """Undo a grant whose machines were not used, so that they are idle again."""
-        for reservation in grant.reservations:
+    def take_back(self, admission: Admission) -> None:
+        """Undo an admission whose machines were not used, so that they are idle again."""
+        for reservation in admission.reservations:
             if (promised := self.withdraw(reservation)) is not None:
                 promised.retire()
-        for machine in grant.machines:
+        for machine in admission.machines:
             record = self.withdraw(machine)
             if record is not None and record.state is LifecycleState.LEASED:
                 record.state = LifecycleState.IDLE

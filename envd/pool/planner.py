@@ -4,19 +4,19 @@
 can be read and tested here.
 
 Runs share a pool by weight (`Turns`). A run is a label that clients give their resets. Next is the run that holds the
-fewest machines for its weight; among equals, the run whose group came first. Within a run, groups are served in order
-of arrival. A group that must wait for machines of its own run, because of its quota or of `resident`, has no turn
+fewest machines for its weight; among equals, the run whose group came first. Within a run, groups are admitted in
+order of arrival. A group that must wait for machines of its own run, because of its quota or of `resident`, has no turn
 until they are returned.
 
 A group whose turn comes while there are too few machines for it keeps the turn, and machines that become free are
 kept for it. A group of another run that fits may pass it under two conditions: its run then holds no more for its
 weight than the waiting group's run will hold, and all passing groups together take no more machines than the waiting
-group wants. So a large group is served eventually, however many small ones arrive; runs keep their shares; and machines
-that are kept for a group do not stay idle while another group can use them.
+group wants. So a large group is admitted eventually, however many small ones arrive; runs keep their shares; and
+machines that are kept for a group do not stay idle while another group can use them.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heapify, heappop, heappush
@@ -37,16 +37,6 @@ class LifecycleState(Enum):
     DYING = "dying"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedMachine:
-    """One machine as the planner sees it."""
-
-    machine_id: str
-    state: LifecycleState
-    idle_s: float = 0.0
-    """Seconds since it became idle. Meaningful only when `IDLE`."""
-
-
 RunShares = Mapping[str, RunShare]
 """The shares of runs in a pool, as `limits.runs` has them: `DEFAULT_RUN` names that of all runs that are not named."""
 
@@ -60,8 +50,8 @@ def share_of(shares: RunShares, run: str) -> RunShare:
 class Demand:
     """The machines that a group waits for: all of them or none."""
 
-    ready: int
-    """Idle machines."""
+    idle: int
+    """Machines that are idle now."""
     reserved: int = 0
     """Reservations for machines that the group forks itself."""
     parked: int = 0
@@ -71,7 +61,7 @@ class Demand:
 
     @property
     def machine_count(self) -> int:
-        return self.ready + self.reserved
+        return self.idle + self.reserved
 
     @property
     def member_count(self) -> int:
@@ -93,8 +83,8 @@ class KeptTurn:
 class Plan:
     """Steps to take now. No machine appears twice."""
 
-    granted: tuple[tuple[str, ...], ...]
-    """Machines for each admitted group, in order of admission; each group also gets its reservations."""
+    machine_ids: tuple[tuple[str, ...], ...]
+    """Idle machines for each admitted group, in order of admission; each group also gets its reservations."""
     admitted: tuple[int, ...] = ()
     """Indexes of those groups in the queue."""
     turn: KeptTurn | None = None
@@ -108,7 +98,7 @@ class Plan:
 
 
 class Turns:
-    """Yields whose turn it is, as groups are served or skipped. For one pass over the queue."""
+    """Yields whose turn it is, as groups are admitted or skipped. For one pass over the queue."""
 
     def __init__(
         self,
@@ -129,7 +119,7 @@ class Turns:
         """
         self._waiting = waiting
         self.held: defaultdict[str, int] = defaultdict(int, held)
-        """Machines by run, including those of the groups that were served."""
+        """Machines by run, including those of the groups that were admitted."""
         self._shares = shares
         self._resident = resident
         self._first = first
@@ -142,14 +132,14 @@ class Turns:
             self._push_head(run)
 
     def level(self, index: int) -> float:
-        """Return what a group's run would hold for its weight if the group were served."""
+        """Return what a group's run would hold for its weight if the group were admitted."""
         group = self._waiting[index]
         return (self.held[group.run] + group.machine_count) / share_of(self._shares, group.run).weight
 
     def next(self) -> int | None:
         """Return the index of the group whose turn it is; None at the end.
 
-        Unless the caller then calls `serve` for it, its run has no further turn.
+        Unless the caller then calls `admit` for it, its run has no further turn.
         """
         if self._first is not None:
             first, self._first = self._first, None
@@ -158,7 +148,7 @@ class Turns:
             return first
         return heappop(self._heads)[1] if self._heads else None
 
-    def serve(self, index: int) -> None:
+    def admit(self, index: int) -> None:
         """Count its machines as held by its run; the run's next group is the one behind it."""
         run = self._waiting[index].run
         self.held[run] += self._waiting[index].machine_count
@@ -166,11 +156,11 @@ class Turns:
         self._push_head(run)
 
     def order(self) -> list[int]:
-        """Serve all groups that have a turn; return their indexes in that order, as if machines were never short."""
+        """Admit all groups that have a turn; return their indexes in that order, as if machines were never short."""
         order: list[int] = []
         while (index := self.next()) is not None:
             order.append(index)
-            self.serve(index)
+            self.admit(index)
         return order
 
     def _push_head(self, run: str) -> None:
@@ -183,8 +173,9 @@ class Turns:
 
 
 def plan(
-    machines: Iterable[PlannedMachine],
+    idle_s: Mapping[str, float],
     *,
+    counts: Mapping[LifecycleState, int],
     reserved_count: int,
     waiting: Sequence[Demand],
     idle_target: int,
@@ -200,9 +191,11 @@ def plan(
     """Admit whole groups, then move the pool towards `idle_target` spare machines.
 
     Args:
+        idle_s: The idle machines: seconds since each became idle, by its id.
+        counts: The machines by state, idle ones included.
         reserved_count: Reservations that have no machine yet.
         waiting: Demands of the queued groups, in order of arrival; each within [1, resident] and its run's quota.
-        idle_target: Spare machines to keep ready beyond demand.
+        idle_target: Spare machines: those to have idle beyond demand.
         resident: Most machines and reservations at once, dying machines included.
         host_room: Further machines and reservations that the host's memory and disk allow.
         max_starting: Most machines that may be starting at once; 0 during a pause after a failure.
@@ -212,22 +205,20 @@ def plan(
         shares: Weights and quotas of runs; by default equal and unbounded.
         turn: The turn that the last plan kept, if its group still waits.
     """
-    machines = list(machines)
     shares = shares or {}
-    states = [machine.state for machine in machines]
     # Freshest first: the oldest of a surplus then ages out instead of circulating.
-    idle = sorted((machine for machine in machines if machine.state is LifecycleState.IDLE), key=lambda m: m.idle_s)
-    room = resident - len(machines) - reserved_count
+    idle = sorted(idle_s, key=lambda machine_id: idle_s[machine_id])
+    room = resident - sum(counts.values()) - reserved_count
     first = None if turn is None else turn.index
     turns = Turns(waiting, held=held or {}, shares=shares, resident=resident, first=first)
     admitted, turn = _admit(
         waiting, turns, idle_count=len(idle), room=room, host_room=host_room, open_room=open_room, turn=turn
     )
-    granted: list[tuple[str, ...]] = []
+    machine_ids: list[tuple[str, ...]] = []
     for index in admitted:
-        ready = waiting[index].ready
-        granted.append(tuple(machine.machine_id for machine in idle[:ready]))
-        idle = idle[ready:]
+        count = waiting[index].idle
+        machine_ids.append(tuple(idle[:count]))
+        idle = idle[count:]
         room -= waiting[index].reserved
         host_room -= waiting[index].reserved
     order = Turns(
@@ -244,25 +235,25 @@ def plan(
     everyone = [*queue, *(group for index, group in enumerate(waiting) if index not in seen)]
     free = min(room, host_room)
     # A dying machine holds its memory until the hypervisor confirms that it is gone, so it counts against `resident`.
-    dying_count = states.count(LifecycleState.DYING)
+    dying_count = counts.get(LifecycleState.DYING, 0)
     kept = idle[: len(idle) - _evict_count(queue, idle_count=len(idle), coming_count=free + dying_count)]
-    starting_count = states.count(LifecycleState.STARTING)
+    starting_count = counts.get(LifecycleState.STARTING, 0)
 
     def starts(free: int) -> int:
         """Return how many machines to start if there is room for `free` more."""
         budget = free + dying_count + len(idle) + starting_count
-        wanted = _ready_wanted(everyone, idle_target=idle_target, budget=budget)
+        wanted = _idle_wanted(everyone, idle_target=idle_target, budget=budget)
         return max(0, min(free, wanted - len(kept) - starting_count, max_starting - starting_count))
 
-    surplus = kept[sum(group.ready for group in everyone) + idle_target :]
+    surplus = kept[sum(group.idle for group in everyone) + idle_target :]
     start_count = starts(free)
     head_lacks_memory = bool(queue) and free < queue[0].reserved <= room
     return Plan(
-        granted=tuple(granted),
+        machine_ids=tuple(machine_ids),
         admitted=admitted,
         turn=turn,
         start_count=start_count,
-        destroy=tuple(m.machine_id for m in [*(m for m in surplus if m.idle_s >= max_idle_s), *idle[len(kept) :]]),
+        destroy=(*(each for each in surplus if idle_s[each] >= max_idle_s), *idle[len(kept) :]),
         host_is_short=head_lacks_memory or start_count < starts(room),
     )
 
@@ -277,23 +268,23 @@ def _admit(
     open_room: int | None,
     turn: KeptTurn | None,
 ) -> tuple[tuple[int, ...], KeptTurn | None]:
-    """Serve every group that fits and whose turn it is, or that may pass the group with the turn.
+    """Admit every group that fits and whose turn it is, or that may pass the group with the turn.
 
-    Returns the served groups in order, and the turn that is kept afterwards.
+    Returns the admitted groups in order, and the turn that is kept afterwards.
     """
     admitted: list[int] = []
     while (index := turns.next()) is not None:
         group = waiting[index]
-        fits = group.ready <= idle_count and group.reserved <= min(room, host_room)
+        fits = group.idle <= idle_count and group.reserved <= min(room, host_room)
         fits = fits and (open_room is None or group.member_count <= open_room)
         if fits and (turn is None or index == turn.index or _may_pass(index, turn, waiting=waiting, turns=turns)):
             turn = _turn_after(index, waiting, turn)
             admitted.append(index)
-            idle_count -= group.ready
+            idle_count -= group.idle
             room -= group.reserved
             host_room -= group.reserved
             open_room = None if open_room is None else open_room - group.member_count
-            turns.serve(index)
+            turns.admit(index)
         elif turn is None and (idle_count or room > 0):
             # Keep the turn only if there is a machine or room to keep; otherwise it stays undecided.
             turn = KeptTurn(index=index)
@@ -301,13 +292,13 @@ def _admit(
 
 
 def _may_pass(index: int, turn: KeptTurn, *, waiting: Sequence[Demand], turns: Turns) -> bool:
-    """Return whether a group may be served while another group has the turn."""
+    """Return whether a group may be admitted while another group has the turn."""
     passed_count = turn.passed_count + waiting[index].machine_count
     return passed_count <= waiting[turn.index].machine_count and turns.level(index) <= turns.level(turn.index)
 
 
 def _turn_after(index: int, waiting: Sequence[Demand], turn: KeptTurn | None) -> KeptTurn | None:
-    """Return the kept turn after a group has been served."""
+    """Return the kept turn after a group has been admitted."""
     if turn is None or turn.index == index:
         return None
     return replace(turn, passed_count=turn.passed_count + waiting[index].machine_count)
@@ -316,14 +307,14 @@ def _turn_after(index: int, waiting: Sequence[Demand], turn: KeptTurn | None) ->
 def _evict_count(queue: Sequence[Demand], *, idle_count: int, coming_count: int) -> int:
     """Return how many idle machines to destroy, so that the group whose turn it is gets its reservations.
 
-    Idle machines are cheap to replace, and groups that may pass have been served already.
+    Idle machines are cheap to replace, and groups that may pass have been admitted already.
     """
     if not queue:
         return 0
-    return max(0, min(idle_count - queue[0].ready, queue[0].reserved - max(0, coming_count)))
+    return max(0, min(idle_count - queue[0].idle, queue[0].reserved - max(0, coming_count)))
 
 
-def _ready_wanted(queue: Sequence[Demand], *, idle_target: int, budget: int) -> int:
+def _idle_wanted(queue: Sequence[Demand], *, idle_target: int, budget: int) -> int:
     """Return how many machines should be idle or starting, out of `budget` for them and the queued reservations.
 
     In queue order: a machine for one group is not there for the next. Spare machines come last.
@@ -332,23 +323,23 @@ def _ready_wanted(queue: Sequence[Demand], *, idle_target: int, budget: int) -> 
     for group in queue:
         if budget <= 0:
             break
-        wanted += min(group.ready, budget)
+        wanted += min(group.idle, budget)
         budget -= group.machine_count
     return wanted + min(idle_target, max(0, budget))
 
 
 def missing_count(
-    counts: Mapping[LifecycleState, int], *, wanted_count: int, queued_count: int, spare_count: int, host_is_short: bool
+    counts: Mapping[LifecycleState, int], *, wanted_count: int, queued_count: int, free_count: int, host_is_short: bool
 ) -> int:
     """Return how many leased machines have to be given up for others; not positive if there is room for all.
 
     Args:
         counts: The machines by state.
-        wanted_count: Machines for parked episodes with calls, and those that are kept ready.
+        wanted_count: Machines for parked episodes with calls, and spare ones.
         queued_count: Machines that queued groups wait for, as far as these may be opened; negative for none.
-        spare_count: Machines that may be added; negative if there are too many.
+        free_count: Machines that may be added; negative if there are too many.
     """
     coming_count = counts[LifecycleState.IDLE] + counts[LifecycleState.DYING]
     if not host_is_short:
-        coming_count += counts[LifecycleState.STARTING] + max(0, spare_count)
+        coming_count += counts[LifecycleState.STARTING] + max(0, free_count)
     return wanted_count + max(0, queued_count) - coming_count

@@ -1,4 +1,4 @@
-"""Carry out the planner's decisions: start machines ahead of demand, grant them once, destroy and replace them.
+"""Carry out the planner's decisions: start machines ahead of demand, lease them once, destroy and replace them.
 
 Invariants, which hold because one event loop is atomic between awaits:
 
@@ -27,7 +27,7 @@ from envd.desktop.desktop import Desktop
 from envd.desktop.display_connection import ConnectionState
 from envd.hypervisor.machine import DiskImage, Machine, MachineSpec
 from envd.pool.backoff import Backoff
-from envd.pool.leased import FrozenDesktop, Grant, LeasedMachine, Reservation, freeze
+from envd.pool.leased import Admission, FrozenDesktop, LeasedMachine, Reservation, freeze
 from envd.pool.machines import MachineRecord, MachineTable, Work
 from envd.pool.planner import Demand, LifecycleState, missing_count, plan
 from envd.pool.queue import AdmissionQueue, QueueEntry, WaitingGroup, queue_report, quota_note
@@ -47,7 +47,7 @@ MAX_YIELD_S: Final = 10.0
 
 
 class Pool:
-    """Machines of one image: some ready, some leased, the others starting or dying."""
+    """Machines of one image: some idle, some leased, the others starting or dying."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Pool:
 
     @property
     def template(self) -> FrozenDesktop | None:
-        """The state that its ready machines are forked from; None while there is none."""
+        """The state that its machines are forked from; None while there is none."""
         return self._template.frozen
 
     def __repr__(self) -> str:
@@ -216,7 +216,7 @@ class Pool:
         return machine_id in self._machines
 
     async def start(self) -> None:
-        """Start to get a template and to fork machines; returns before any is ready. Call once."""
+        """Start to get a template and to fork machines; returns before any is idle. Call once."""
         if self._is_started:
             raise RuntimeError(f"{self!r} was started before; create a new pool")
         self._is_started = True
@@ -242,8 +242,8 @@ class Pool:
         owner: str = "",
         retained_count: int = 0,
         timeout_s: float,
-    ) -> Grant:
-        """Take `count` ready machines and `reserved` reservations, all or none, when it is the run's turn.
+    ) -> Admission:
+        """Take `count` idle machines and `reserved` reservations, all or none, when it is the run's turn.
 
         The machines are forks of the pool's template that have not run yet, and may still load its state. A reservation
         is for one machine that the caller forks from another state, with `fork`. Return everything with `release`. On
@@ -258,10 +258,10 @@ class Pool:
         Raises:
             GroupTooLarge: The pool, or the run's quota, can never hold that many.
             PoolExhausted: The queue is full, or it was not the run's turn within `timeout_s`.
-            PoolFailing: Machines do not start, and none were ready; or the host's disk is full.
+            PoolFailing: Machines do not start, and too few were idle; or the host's disk is full.
             Draining: The pool is draining.
         """
-        demand = Demand(ready=count, reserved=reserved, parked=parked, run=run)
+        demand = Demand(idle=count, reserved=reserved, parked=parked, run=run)
         if demand.machine_count < 1 or min(count, reserved) < 0:
             raise GroupTooLarge(f"a group of {count} machines and {reserved} reservations is empty; ask for at least 1")
         refusal = self._queue.never(demand, retained_count=retained_count, open_limit=self.settings.capacity)
@@ -277,16 +277,16 @@ class Pool:
             self._queue.leave(group)
             raise self._queue.queue_full(demand, now_s=now_s, status=self.statistics())
         try:
-            granted = await group.admitted
+            admission = await group.admitted
         except asyncio.CancelledError:
             self._take_back(group)
             raise
         self._metrics.group_admitted(
             pool=self.name, run=run, machine_count=demand.machine_count, wait_s=self._clock.monotonic() - now_s
         )
-        for machine in granted.machines:
+        for machine in admission.machines:
             machine.start_loading(self._tasks)
-        return granted
+        return admission
 
     async def fork(self, reservation: Reservation, frozen: FrozenDesktop) -> LeasedMachine:
         """Use up a reservation for a fork of a frozen state, paused and asleep.
@@ -359,9 +359,9 @@ class Pool:
         self._reconcile()
 
     def reserve_for_parked(self, *, run: str, since_s: float) -> Reservation | None:
-        """Reserve a machine for a parked episode if there is one now: one that is ready, or one more.
+        """Reserve a machine for a parked episode if there is one now: one that is idle, or one more.
 
-        Groups that were queued before `since_s`, when its call came, are served first: else steps that take every
+        Groups that were queued before `since_s`, when its call came, are admitted first: else steps that take every
         machine would keep them waiting without end.
         """
         if self._clock.monotonic() < since_s + MAX_YIELD_S and self.is_queued_before(since_s):
@@ -390,13 +390,13 @@ class Pool:
         """Return how many leased machines have to be given up, so that others get theirs.
 
         Others are `waiting_count` parked episodes with calls, the queued groups as far as they may be opened, and the
-        machines that are kept ready. Not positive if there is room for all.
+        spare machines. Not positive if there is room for all.
         """
         return missing_count(
             self._machines.counts(),
             wanted_count=waiting_count + self.settings.size,
             queued_count=min(self._queue.machine_count, self._open_room or 0),
-            spare_count=self.settings.resident - self._used_count,
+            free_count=self.settings.resident - self._used_count,
             host_is_short=bool(self._room.shortage),
         )
 
@@ -419,7 +419,7 @@ class Pool:
     def drain(self, *, is_over: bool = False) -> None:
         """Stop leasing: refuse queued groups, destroy idle and starting machines. Idempotent.
 
-        Leased machines stay, and granted reservations can still be filled. If the drain `is_over`, nothing more is
+        Leased machines stay, and reservations can still be filled. If the drain `is_over`, nothing more is
         forked, and a machine that cannot be destroyed in a few attempts is left behind.
         """
         self._draining = True
@@ -463,20 +463,20 @@ class Pool:
                 self._queue.refuse_disk_full(self._room.host.disk_shortage)
             self._follow_plan()
             self._refuse_if_failing()
-            # A group that times out may have blocked those behind it. No group times out that could be served now.
+            # A group that times out may have blocked those behind it. No group times out that could be admitted now.
             now_s, held = self._clock.monotonic(), self._machines.held()
             if self._queue.refuse_late(now_s=now_s, status=self.statistics(), held=held):
                 self._follow_plan()
         self.changes.notify()
 
     def _refuse_if_failing(self) -> None:
-        """If the pool is failing, refuse all groups that the ready machines cannot serve."""
+        """If the pool is failing, refuse all groups that want more machines than are idle."""
         self._backoff.log_change(self.name)
         if not self._backoff.is_failing or not len(self._queue):
             return
-        # Ready machines may have been kept for a large group, which will not be served: serve the smaller ones.
+        # Idle machines may have been kept for a large group, which will not be admitted: admit the smaller ones.
         status, now_s = self.statistics(), self._clock.monotonic()
-        too_large = [group for group in self._queue if group.demand.ready > status.idle_count]
+        too_large = [group for group in self._queue if group.demand.idle > status.idle_count]
         self._queue.refuse_failing(too_large, self._backoff, now_s=now_s, status=status)
         self._follow_plan()
         self._queue.refuse_failing(self._queue, self._backoff, now_s=now_s, status=self.statistics())
@@ -489,7 +489,8 @@ class Pool:
         # A waiter that was cancelled in this iteration of the loop stays queued until its own code runs.
         groups = [group for group in self._queue if not group.admitted.done()]
         steps = plan(
-            self._machines.planned(now_s),
+            self._machines.idle_s(now_s),
+            counts=self._machines.planned_counts(),
             reserved_count=self._machines.reserved_count,
             waiting=[group.demand for group in groups],
             idle_target=self._idle_target(),
@@ -503,10 +504,10 @@ class Pool:
             turn=self._queue.turn(groups),
         )
         self._queue.set_turn(groups, steps.turn)
-        for index, machine_ids in zip(steps.admitted, steps.granted, strict=True):
+        for index, machine_ids in zip(steps.admitted, steps.machine_ids, strict=True):
             group = groups[index]
             self._queue.leave(group)
-            group.admitted.set_result(self._grant(group.demand, machine_ids))
+            group.admitted.set_result(self._admit(group.demand, machine_ids))
         for machine_id in steps.destroy:
             self._machines[machine_id].retire()
         for _ in range(steps.start_count):
@@ -535,13 +536,13 @@ class Pool:
             return self.settings.size
         return max(self.settings.size, self._machines.counts()[LifecycleState.IDLE] + 1)
 
-    def _grant(self, demand: Demand, machine_ids: Iterable[str]) -> Grant:
-        return Grant(
+    def _admit(self, demand: Demand, machine_ids: Iterable[str]) -> Admission:
+        return Admission(
             machines=tuple(
                 self._machines.hand_out(self._machines[machine_id], run=demand.run) for machine_id in machine_ids
             ),
             reservations=self._machines.reserve(
-                demand.reserved, pool=self.name, run=demand.run, is_urgent=not demand.ready
+                demand.reserved, pool=self.name, run=demand.run, is_urgent=not demand.idle
             ),
         )
 

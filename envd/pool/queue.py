@@ -1,6 +1,6 @@
 """The queue for machines: which groups wait and which has the kept turn, why each waits, and why some are refused.
 
-`planner` decides which group is served next; this module keeps what it must remember between two decisions and
+`planner` decides which group is admitted next; this module keeps what it must remember between two decisions and
 refuses groups, each of which is counted (`AdmissionQueue`), measures how fast machines are returned (`Turnover`), and
 explains the queue (`queue_report`). Time is an argument.
 """
@@ -15,7 +15,7 @@ from typing import Literal
 from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted, PoolFailing
 from envd.base.telemetry.metrics import Metrics
 from envd.pool.backoff import Backoff
-from envd.pool.leased import Grant
+from envd.pool.leased import Admission
 from envd.pool.planner import Demand, KeptTurn, RunShares, Turns, share_of
 from envd.pool.status import PoolStatus
 
@@ -50,7 +50,7 @@ class WaitingGroup:
     passed_count: int = 0
     """Machines that went to other runs since its turn came."""
     has_caller: Callable[[], bool] = field(default_factory=has_caller.get)
-    admitted: asyncio.Future[Grant] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    admitted: asyncio.Future[Admission] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Turnover:
@@ -188,7 +188,7 @@ class AdmissionQueue:
             self.refuse(group, "pool_failing", self._failing(backoff, now_s=now_s, status=status))
 
     def refuse_disk_full(self, shortage: str) -> None:
-        """Refuse all groups because machines, also ready ones, cannot write to the host's disk."""
+        """Refuse all groups because machines, also idle ones, cannot write to the host's disk."""
         for group in self:
             error = PoolFailing(
                 f"pool {self._pool!r} leases no machine: {shortage}; try another host, or this one then",
@@ -291,7 +291,7 @@ class QueueEntry:
     machine_count: int
     """Machines that it waits for."""
     position: int
-    """1 for the group that is served next."""
+    """1 for the group that is admitted next."""
     waited_s: float
     left_s: float
     """Time until it is refused."""

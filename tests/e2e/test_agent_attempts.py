@@ -16,7 +16,7 @@ from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import FakeServer, served_client
 from trainer.agent.attempts import play_task
-from trainer.agent.forks import Forks, GroupMember
+from trainer.agent.groups import GroupMember, Groups
 from trainer.agent.loop import AgentEpisode, play_episode
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome, Reply, Trajectory
@@ -135,10 +135,10 @@ async def play_group(
     client: AsyncEnvClient, task: str, new_conversation: Callable[[], Conversation], *, size: int, **options: Any
 ) -> list[Trajectory]:
     """Play the members of a group together, as frameworks do."""
-    forks = Forks()
+    groups = Groups()
     runs = (
         play_task(
-            GroupMember(client, forks, group="", size=size, wait_s=60.0),
+            GroupMember(client, groups, group="", size=size, wait_s=60.0),
             task,
             new_conversation,
             settings=SETTINGS,

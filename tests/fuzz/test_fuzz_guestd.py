@@ -99,9 +99,9 @@ class Scripted(GuestdClient):
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__("http://127.0.0.1:1", lost=asyncio.Event())
-        self._response = guestd_module._RawResponse(status, body)
+        self._response = status, body
 
-    async def _request(self, *_args: Any, **_options: Any) -> guestd_module._RawResponse:
+    async def _request(self, *_args: Any, **_options: Any) -> tuple[int, bytes]:
         return self._response
 
 

@@ -57,7 +57,7 @@ class Fleet:
                 shares=shares,
                 durations=scenario.durations,
                 rng=self._rng,
-                granted=self._granted,
+                admitted=self._admitted,
                 changed=self._changed,
             )
             for index in range(scenario.host_count)
@@ -127,7 +127,7 @@ class Fleet:
         if self._placement is not None:
             self._placement.changed(host)
 
-    def _granted(self, host: SimHost, group: Group) -> None:
+    def _admitted(self, host: SimHost, group: Group) -> None:
         self._waiting.pop(group, None)
         if self._begin_s <= group.enter_s and group.attempt == 0:
             self._waits[group.size].append(self._events.now_s - group.enter_s)

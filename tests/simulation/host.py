@@ -2,11 +2,12 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from envd.base.telemetry.metrics import Metrics
-from envd.pool.planner import Demand, LifecycleState, PlannedMachine, RunShares, plan
+from envd.pool.planner import Demand, LifecycleState, RunShares, plan
 from envd.pool.queue import AdmissionQueue, Turnover, WaitingGroup
 from tests.simulation.clock import EventQueue
 from tests.simulation.scenario import Durations
@@ -46,7 +47,7 @@ class SimHost:
         shares: RunShares,
         durations: Durations,
         rng: random.Random,
-        granted: Callable[["SimHost", Group], None],
+        admitted: Callable[["SimHost", Group], None],
         changed: Callable[["SimHost"], None],
     ) -> None:
         """Start with all machines ready."""
@@ -62,7 +63,7 @@ class SimHost:
         self._shares = shares
         self._durations = durations
         self._rng = rng
-        self._granted = granted
+        self._admitted = admitted
         self._changed = changed
         self._reconciling = False
         self._ids = 0
@@ -74,7 +75,7 @@ class SimHost:
             "simulated", limit=256, shares=self._shares, resident=self.capacity, turnover=Turnover(), metrics=_METRICS
         )
         self._waiting: dict[WaitingGroup, Group] = {}
-        self._machines: dict[str, PlannedMachine] = {}
+        self._machines: dict[str, LifecycleState] = {}
         self._held: dict[str, int] = {}
         self.idle_count = self.leased_count = self.dying_count = 0
         self.waiting_count = 0
@@ -90,8 +91,8 @@ class SimHost:
     def _put(self, machine_id: str, state: LifecycleState) -> None:
         old = self._machines.get(machine_id)
         if old is not None:
-            self._count(old.state, -1)
-        self._machines[machine_id] = PlannedMachine(machine_id=machine_id, state=state)
+            self._count(old, -1)
+        self._machines[machine_id] = state
         self._count(state, 1)
 
     def _count(self, state: LifecycleState, change: int) -> None:
@@ -109,7 +110,7 @@ class SimHost:
         now_s = self._events.now_s
         future: asyncio.Future[object] = asyncio.Future(loop=_LOOP)
         waiting = WaitingGroup(
-            demand=Demand(ready=group.size, run=group.run),
+            demand=Demand(idle=group.size, run=group.run),
             enter_s=now_s,
             deadline_s=now_s + patience_s,
             admitted=future,  # type: ignore[arg-type]
@@ -175,7 +176,8 @@ class SimHost:
             return
         groups = list(self._queue)
         steps = plan(
-            self._machines.values(),
+            {machine_id: 0.0 for machine_id, state in self._machines.items() if state is LifecycleState.IDLE},
+            counts=Counter(self._machines.values()),
             reserved_count=0,
             waiting=[waiting.demand for waiting in groups],
             idle_target=self.capacity,
@@ -188,24 +190,24 @@ class SimHost:
             turn=self._queue.turn(groups),
         )
         self._queue.set_turn(groups, steps.turn)
-        for index, machine_ids in zip(steps.admitted, steps.granted, strict=True):
+        for index, machine_ids in zip(steps.admitted, steps.machine_ids, strict=True):
             waiting = groups[index]
             self._queue.leave(waiting)
-            self._grant(self._waiting.pop(waiting), machine_ids)
+            self._admit(self._waiting.pop(waiting), machine_ids)
         for _ in range(steps.start_count):
             machine_id = self._new_id()
             self._put(machine_id, LifecycleState.STARTING)
             self._events.after(self._durations.fork.draw(self._rng), self._started, machine_id, self.generation)
         self._changed(self)
 
-    def _grant(self, group: Group, machine_ids: tuple[str, ...]) -> None:
+    def _admit(self, group: Group, machine_ids: tuple[str, ...]) -> None:
         self.waiting_count -= group.size
         self._held[group.run] = self._held.get(group.run, 0) + group.size
         group.host, group.start_s, group.running_count = self, self._events.now_s, group.size
         self.groups[group] = None
         for machine_id in machine_ids:
             self._put(machine_id, LifecycleState.LEASED)
-        self._granted(self, group)
+        self._admitted(self, group)
         for machine_id, duration_s in zip(machine_ids, group.durations_s, strict=True):
             self._events.after(duration_s, self.end_member, machine_id, group, self.generation)
 

@@ -42,7 +42,7 @@ from cuaenv.client import (
     shared_client,
 )
 from trainer.agent.coordinates import points_of
-from trainer.agent.forks import Forks, GroupMember
+from trainer.agent.groups import GroupMember, Groups
 from trainer.agent.ownership import GUEST_ENDED, failure_of, is_fault, reward_of
 from trainer.agent.starts import start_of, step_limit
 from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts
@@ -380,7 +380,7 @@ def _ended_before(episode: AsyncEpisode, action_count: int) -> StepResult:
     )
 
 
-_forks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Forks] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Groups] = weakref.WeakKeyDictionary()
 
 
 async def open_session(
@@ -408,7 +408,7 @@ async def open_session(
     member = GroupMember(
         shared_client(settings.client),
         # A framework may run several loops, each in its own thread.
-        _forks.setdefault(asyncio.get_running_loop(), Forks()),
+        _groups.setdefault(asyncio.get_running_loop(), Groups()),
         group=(start if group is None else group, settings.client),
         size=settings.group_size,
         wait_s=settings.group_wait.total_seconds(),

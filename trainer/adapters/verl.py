@@ -20,7 +20,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 from cuaenv.client import Checkpoint, EnvError, shared_client
 from trainer.adapters.session import SessionVoid
 from trainer.agent.attempts import Environments, play_task
-from trainer.agent.forks import Forks, GroupMember
+from trainer.agent.groups import GroupMember, Groups
 from trainer.agent.ownership import is_fault
 from trainer.agent.starts import task_id_of
 from trainer.agent.training import TrainingConfig
@@ -96,7 +96,7 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
 
     def _environments(self, group: "_Arrivals") -> Environments:
         client = shared_client(self._config.client)
-        return GroupMember(client, group.forks, group="", size=group.size, wait_s=_GROUP_WAIT_S)
+        return GroupMember(client, group.groups, group="", size=group.size, wait_s=_GROUP_WAIT_S)
 
     def _output(self, made: Row, engine: "_Engine", trajectory: Trajectory, data: Mapping[str, Any]) -> AgentLoopOutput:
         facts = trajectory.facts(max_turns=self._config.agent.max_turns, metadata=data)
@@ -132,7 +132,7 @@ class _Arrivals:
     """The sessions of one prompt."""
 
     size: int = 0
-    forks: Forks = field(default_factory=Forks)
+    groups: Groups = field(default_factory=Groups)
 
 
 _arriving: dict[Any, _Arrivals] = {}

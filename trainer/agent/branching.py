@@ -8,7 +8,7 @@ from typing import Any, Protocol, Unpack
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint
 from cuaenv.client.view import ResetOptions
-from trainer.agent.forks import Tree
+from trainer.agent.groups import Tree
 from trainer.agent.loop import AgentEpisode, Traced, play_episode, untraced
 from trainer.agent.settings import AgentSettings
 from trainer.agent.training import GroupConfig

@@ -104,7 +104,7 @@ class GroupConfig(TrainingConfig):
 
     group: Literal["fork", "tree", "off"] = "fork"
     """`fork`: the members of a group start on forks of one state. `tree`: they branch from each other mid-episode, see
-    `trainer.agent.forks`. `off`: each resets alone, from the same template."""
+    `trainer.agent.groups`. `off`: each resets alone, from the same template."""
     group_wait_s: float = Field(default=60.0, gt=0)
     """Time for which a group keeps a machine for a member that its trainer has not started yet, and a tree waits for
     machines to branch to."""

@@ -26,7 +26,7 @@ hooks.generate                              slime's call
       Rollout.play_attempts                 until slime aborts it
         attempts.play_task                   each attempt on a machine of its own
           Rollout.reset                     opens an episode: where an aborted sample continues, or
-            GroupMember.reset               Forks.member ──► AsyncEnvClient.open_group ──► Reset
+            GroupMember.reset               Groups.member ──► AsyncEnvClient.open_group ──► Reset
             TreeMember.reset                Tree.member: waits for a branch of another member
           Rollout.play_episode              from the start, a branch point, or where it was interrupted
             loop.play_episode                turns, and then AsyncEpisode.evaluate ──► Evaluate

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cuaenv.client import Checkpoint, shared_client
-from trainer.agent.forks import Forks
+from trainer.agent.groups import Groups
 from trainer.agent.ownership import Owner, ruling_of
 from trainer.config import ConfigError, ExtensionError, json_of
 from trainer.data.curriculum import TaskChoice, curriculum_of
@@ -49,7 +49,7 @@ class Job:
         # By what they examine. Those that are noted are done, or running.
         self._checks: dict[Hashable, Future[None]] = {}
         # An evaluation may have a loop of its own, in another thread.
-        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[DaemonWatch, Forks]] = (
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[DaemonWatch, Groups]] = (
             weakref.WeakKeyDictionary()
         )
         self._workers: dict[str, Workers] = {}
@@ -90,13 +90,13 @@ class Job:
 
     def here(self) -> Resources:
         """Return what samples share in the running event loop. Raises: OSError: A configured file is unreadable."""
-        new = DaemonWatch(self.config.daemon_timeout_s), Forks()
-        watch, forks = self._loops.setdefault(asyncio.get_running_loop(), new)
+        new = DaemonWatch(self.config.daemon_timeout_s), Groups()
+        watch, groups = self._loops.setdefault(asyncio.get_running_loop(), new)
         return Resources(
             config=self.config,
             client=shared_client(self.config.client),
             watch=watch,
-            forks=forks,
+            groups=groups,
             http=self.http,
             files=self.files,
             pool=self.pool,

@@ -43,16 +43,6 @@ _PIXELS_PER_ITERATION = 1 << 18
 _TILES_PER_ITERATION = 400
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScreenUpdate:
-    """One framebuffer update that changed pixels, other than blinking."""
-
-    time_s: float
-    """Monotonic time of its arrival."""
-    regions: tuple[Region, ...]
-    """Around the pixels that differ; one region around all if there would be more than 64."""
-
-
 @dataclass(slots=True, eq=False)
 class _ScreenRefresh:
     """One running request to refresh the shadow."""
@@ -105,7 +95,9 @@ class Screen:
         """The pointer's image, or None if the guest draws it into its screen."""
         self.caps_lock = False
         """Whether the guest's Caps Lock light is on."""
-        self._changes: deque[ScreenUpdate] = deque(maxlen=_RECENT_CHANGES)
+        # The latest updates with changed pixels, other than blinking: when each came, on the monotonic clock, and the
+        # regions around the pixels that differ, or one around all if there would be more than `_MAX_RECTS_PER_CHANGE`.
+        self._changes: deque[tuple[float, list[Region]]] = deque(maxlen=_RECENT_CHANGES)
         self._last_change_s = self._complete_s = monotonic()
         self.change_count = 0
         """Updates with changed pixels so far, other than blinking."""
@@ -118,11 +110,6 @@ class Screen:
         height_px, width_px = self._bgrx_HW.shape
         return width_px, height_px
 
-    @property
-    def changes(self) -> tuple[ScreenUpdate, ...]:
-        """The latest changes, oldest first."""
-        return tuple(self._changes)
-
     def last_change_outside_s(self, ignored: tuple[Region, ...]) -> float:
         """Return the monotonic time of the last change that is not within ignored regions.
 
@@ -130,20 +117,21 @@ class Screen:
         """
         if not ignored:
             return self._last_change_s
-        for change in reversed(self._changes):
-            if any(not is_within(region, ignored) for region in change.regions):
-                return change.time_s
+        for time_s, regions in reversed(self._changes):
+            if any(not is_within(region, ignored) for region in regions):
+                return time_s
         if len(self._changes) == _RECENT_CHANGES:
-            return self._changes[0].time_s
+            oldest_s, _ = self._changes[0]
+            return oldest_s
         return self._complete_s
 
     def moving_since(self, since_s: float, ignored: tuple[Region, ...]) -> list[Region]:
         """Return the regions that changed since a monotonic time, without those within ignored ones."""
         return [
             region
-            for change in self._changes
-            if change.time_s >= since_s
-            for region in change.regions
+            for time_s, regions in self._changes
+            if time_s >= since_s
+            for region in regions
             if not is_within(region, ignored)
         ]
 
@@ -339,7 +327,7 @@ class Screen:
                 changed = [around(changed)]
             self.change_count += 1
             self._last_change_s = now_s
-            self._changes.append(ScreenUpdate(time_s=now_s, regions=tuple(changed)))
+            self._changes.append((now_s, changed))
         if is_new:
             self._fresh_time = max(self._fresh_time, datetime.now(UTC))
             self._notify_changed()

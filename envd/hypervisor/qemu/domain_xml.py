@@ -7,8 +7,7 @@ envd starts the TPM of a machine (`tpm.py`), not libvirt: for a TPM of libvirt's
 which swtpm_setup makes keys for 2 s.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from uuid import UUID
@@ -34,16 +33,6 @@ _ENLIGHTENMENTS = ("relaxed", "vapic", "vpindex", "runtime", "synic", "stimer", 
 _DISK_BUS = {Hardware.VIRTIO: ("virtio", "vd"), Hardware.PC: ("sata", "sd"), Hardware.WINDOWS: ("scsi", "sd")}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Confinement:
-    """User that a libvirtd runs QEMU as, and security models that would deny QEMU our files."""
-
-    user_id: int
-    group_id: int
-    models: tuple[str, ...]
-    """The host's security models that ignore files named on QEMU's command line; switched off for our machines."""
-
-
 def domain_name(owner: str, machine_id: str) -> str:
     """Return the name of a machine's domain; the owner distinguishes two daemons on one host."""
     return f"envd-{owner}-{machine_id}"
@@ -60,7 +49,7 @@ def domain_xml(
     template_disks: Sequence[Path] = (),
     firmware: Path | None = None,
     tcg_cache_mib: int = 0,
-    confinement: Confinement | None = None,
+    security_labels: Mapping[str, str] | None = None,
 ) -> str:
     """Return the domain's XML.
 
@@ -72,7 +61,8 @@ def domain_xml(
             state to load.
         firmware: Code of this host's OVMF. Required for UEFI images.
         tcg_cache_mib: Limit of the translation cache under TCG; 0 for QEMU's default.
-        confinement: How a libvirtd confines it; None for the embedded driver, which envd configures.
+        security_labels: Those for a libvirtd, from `security_labels_of`; none for the embedded driver, which envd
+            configures.
     """
     root = etree.Element("domain", {"type": accelerator.value if accelerator is Accelerator.KVM else "qemu"},
                          nsmap={"qemu": QEMU_NS})  # fmt: skip
@@ -96,11 +86,12 @@ def domain_xml(
     _add(root, "on_reboot", "destroy" if template_disks else "restart")
     _add(root, "on_crash", "destroy")
     _add_devices(root, spec, files, accelerator, template_disks)
-    if confinement is not None:
-        # Our own user, and no change of files' owners: many machines share templates and base disks.
-        label = _add(root, "seclabel", type="static", model="dac", relabel="no")
-        _add(label, "label", f"+{confinement.user_id}:+{confinement.group_id}")
-        for model in confinement.models:
+    for model, label in (security_labels or {}).items():
+        if label:
+            # No change of files' owners: many machines share templates and base disks.
+            element = _add(root, "seclabel", type="static", model=model, relabel="no")
+            _add(element, "label", label)
+        else:
             _add(root, "seclabel", type="none", model=model)
     command = _add(root, f"{{{QEMU_NS}}}commandline")
     for argument in _qemu_arguments(spec, files, memory_path, is_fork=bool(template_disks)):
@@ -275,11 +266,15 @@ def _add(parent: etree._Element, tag: str, text: str | None = None, **attributes
     return element
 
 
-def read_confinement(capabilities: str, *, user_id: int, group_id: int) -> Confinement:
-    """Return the labels for machines on a host, from libvirt's capabilities XML."""
+def security_labels_of(capabilities: str, *, user_id: int, group_id: int) -> dict[str, str]:
+    """Return a machine's label for each security model, from the XML of a libvirtd's capabilities.
+
+    QEMU runs as the given user. Models that would deny it files that are named on its command line are switched off:
+    their label is empty.
+    """
     models = etree.fromstring(capabilities.encode()).findall("host/secmodel/model")
     names = {str(model.text) for model in models}
-    return Confinement(user_id=user_id, group_id=group_id, models=tuple(sorted(names & {"apparmor", "selinux"})))
+    return {"dac": f"+{user_id}:+{group_id}", **dict.fromkeys(sorted(names & {"apparmor", "selinux"}), "")}
 
 
 def marked_machine(xml: str, *, owner: str) -> str | None:

@@ -29,7 +29,7 @@ from envd.hypervisor.qemu.accelerator import choose_accelerator
 from envd.hypervisor.qemu.backend import CAPABILITIES
 from envd.hypervisor.qemu.capture import Freezer, capture, load_state
 from envd.hypervisor.qemu.connection import LibvirtLink
-from envd.hypervisor.qemu.domain_xml import domain_name, domain_xml, read_confinement
+from envd.hypervisor.qemu.domain_xml import domain_name, domain_xml, security_labels_of
 from envd.hypervisor.qemu.host import (
     NAME_FIX,
     check_path_lengths,
@@ -79,10 +79,10 @@ class LibvirtHypervisor:
         self.accelerator = accelerator
         self._tcg_cache_mib = tcg_cache_mib
         self._qemu_user = qemu_user
-        self._confinement = None
+        self._security_labels: dict[str, str] = {}
         if not link.is_embedded:
             capabilities = link.connection.getCapabilities()
-            self._confinement = read_confinement(capabilities, user_id=os.geteuid(), group_id=os.getegid())
+            self._security_labels = security_labels_of(capabilities, user_id=os.geteuid(), group_id=os.getegid())
         self._machines_dir = state_dir / "machines"
         self._machines: dict[str, LibvirtMachine] = {}
         """Machines by domain name."""
@@ -387,7 +387,7 @@ class LibvirtHypervisor:
                 template_disks=template_disks,
                 firmware=firmware,
                 tcg_cache_mib=self._tcg_cache_mib,
-                confinement=self._confinement,
+                security_labels=self._security_labels,
             )
             flags = 0 if snapshot is None else libvirt.VIR_DOMAIN_START_PAUSED
             machine.attach(await self._link.call(self._link.connection.createXML, xml, flags))

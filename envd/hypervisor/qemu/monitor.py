@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -102,7 +102,7 @@ class Monitor:
                 if self._connection is None:
                     self._connection = await self._connect()
                 return await self._connection.execute(command, arguments, file=file, done_event=done_event)
-        except _CommandFailed as error:
+        except HypervisorError as error:
             raise HypervisorError(f"machine {self._machine_id}: QEMU rejected {command}: {error}") from error
         except (OSError, EOFError, ValueError) as error:
             self.close()
@@ -165,21 +165,21 @@ class Monitor:
         """Prepare a machine that was started with `-incoming defer` for `load`."""
         await self.execute("migrate-set-capabilities", IGNORE_SHARED_MEMORY)
 
-    async def set_backing(self, overlay: "OverlayNode", disks: Sequence[Path]) -> None:
+    async def set_backing(self, overlay: Mapping[str, JsonValue], disks: Sequence[Path]) -> None:
         """Put an overlay that is not in use yet on other disks.
 
         Args:
-            overlay: The overlay; it is on the template's disk.
+            overlay: Its options, from `overlay_node`; it is on the template's disk.
             disks: qcow2 files; the first is an overlay on the template's disk, each other one on its predecessor.
         """
-        backing = overlay.template_node
+        backing = overlay["backing"]
         for index, disk in enumerate(disks):
-            node = f"{overlay.node}-{index}"
+            node = f"{overlay['node-name']}-{index}"
             file: dict[str, JsonValue] = {"driver": "file", "filename": str(disk)}
             options: dict[str, JsonValue] = {"driver": "qcow2", "node-name": node, "read-only": True, "file": file}
             await self.execute("blockdev-add", {**options, "backing": backing})
             backing = node
-        await self.execute("blockdev-reopen", {"options": [{**overlay.options, "backing": backing}]})
+        await self.execute("blockdev-reopen", {"options": [{**overlay, "backing": backing}]})
 
     async def load(self, path: Path) -> None:
         """Load a state, once, after `expect_state`; the machine is then paused."""
@@ -216,10 +216,6 @@ class Monitor:
             if time.monotonic() > deadline_s:
                 raise HypervisorError(f"{failure}: still {status} after {_MIGRATION_TIMEOUT_S:g} s")
             await asyncio.sleep(_POLL_S)
-
-
-class _CommandFailed(Exception):
-    """QEMU's response to a command is an error."""
 
 
 class _Connection(asyncio.Protocol):
@@ -267,7 +263,7 @@ class _Connection(asyncio.Protocol):
         A response that arrives after the event, or after the caller was cancelled, is ignored.
 
         Raises:
-            _CommandFailed: The response is an error.
+            HypervisorError: The response is an error.
             OSError, EOFError, ValueError: The connection has ended.
         """
         if self._end is not None:
@@ -297,7 +293,7 @@ class _Connection(asyncio.Protocol):
             return
         if message.get("id") == self._command_id:
             if error := message.get("error"):
-                self._done.set_exception(_CommandFailed(error.get("desc", error)))
+                self._done.set_exception(HypervisorError(error.get("desc", error)))
             else:
                 self._done.set_result(message.get("return"))
         elif message.get("event", "") == self._done_event != "" or (self._done is self.greeted and "QMP" in message):
@@ -310,23 +306,18 @@ class _Connection(asyncio.Protocol):
             self._done.exception()  # Marked as retrieved: asyncio logs errors that nothing awaits.
 
 
-class OverlayNode(NamedTuple):
-    """A machine's overlay among QEMU's block devices."""
+def overlay_node(arguments: Sequence[str], overlay: Path) -> dict[str, JsonValue]:
+    """Return all options of an overlay's block device: QEMU resets those that are missing when it is opened again.
 
-    node: str
-    template_node: str
-    """The disk of its template."""
-    options: dict[str, JsonValue]
-    """All of its options; QEMU resets those that are missing when it opens a block device again."""
-
-
-def overlay_node(arguments: Sequence[str], overlay: Path) -> OverlayNode:
-    """Find an overlay on the command line of its QEMU. Raises: HypervisorError: not there, or not on another disk."""
-    nodes = [json.loads(value) for name, value in pairwise(arguments) if name == "-blockdev"]
+    Raises: HypervisorError: it is not on the command line of its QEMU, or not on another disk.
+    """
+    nodes: list[dict[str, JsonValue]] = [
+        json.loads(value) for name, value in pairwise(arguments) if name == "-blockdev"
+    ]
     files = {node["node-name"] for node in nodes if node.get("filename") == str(overlay)}
     for node in nodes:
         if node.get("file") in files and node.get("backing"):
-            return OverlayNode(node=node["node-name"], template_node=node["backing"], options=node)
+            return node
     raise HypervisorError(f"disk {overlay}: QEMU was not started with it as an overlay")
 
 

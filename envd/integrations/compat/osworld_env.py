@@ -136,7 +136,7 @@ def shown(episode: AsyncEpisode, observation: Observation, *, screenshot: str) -
 async def act(episode: AsyncEpisode, text: str, *, pause_s: float) -> tuple[Observation, str]:
     """Perform an action in OSWorld's form: pyautogui calls with literal arguments, or WAIT, DONE or FAIL.
 
-    Returns what the screen then shows, and the agent's mistake, empty if there is none. Text that is no action is such
+    Returns what the screen then shows, and the agent's mistake, empty if there is none. Text without an action is such
     a mistake: nothing is performed, and the episode continues.
 
     Args:

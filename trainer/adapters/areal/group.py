@@ -13,7 +13,7 @@ from trainer.adapters.areal.engine import ArealEngine, Ask, TurnRow
 from trainer.adapters.areal.rows import discounted
 from trainer.agent.attempts import Environments, play_task
 from trainer.agent.branching import BranchContext, TreeMember
-from trainer.agent.forks import Forks, GroupMember, Tree
+from trainer.agent.groups import GroupMember, Groups, Tree
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import Owner, ruling_on
 from trainer.agent.starts import task_id_of
@@ -115,7 +115,7 @@ async def _play_members(
     environments: Environments, start: str | Checkpoint, new_conversation: NewConversation, config: ArealConfig
 ) -> list[Trajectory]:
     """Play the members of a group together; each repeats its own losses, alone."""
-    forks, size = Forks(), config.group_size
+    groups, size = Groups(), config.group_size
     tree = Tree[BranchContext](root_count=config.branch_roots)
     options: dict[str, Any] = {"settings": config.agent, "pool": config.pool, "attempts": config.attempts}
 
@@ -123,7 +123,7 @@ async def _play_members(
         if not isinstance(environments, AsyncEnvClient):
             return await play_task(environments, start, new_conversation, **options)
         if config.group == "fork":
-            in_group = GroupMember(environments, forks, group=start, size=size, wait_s=config.group_wait_s)
+            in_group = GroupMember(environments, groups, group=start, size=size, wait_s=config.group_wait_s)
             return await play_task(in_group, start, new_conversation, **options)
         member = TreeMember(environments, tree, config=config, size=size)
 

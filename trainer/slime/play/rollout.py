@@ -30,7 +30,7 @@ from cuaenv.client import (
 from cuaenv.client.view import ResetOptions
 from trainer.agent.attempts import play_task
 from trainer.agent.branching import TreeMember
-from trainer.agent.forks import Forks, GroupMember
+from trainer.agent.groups import GroupMember, Groups
 from trainer.agent.loop import AgentEpisode, play_episode
 from trainer.agent.ownership import ruling_on
 from trainer.agent.prompts import prompt_hash
@@ -63,7 +63,7 @@ class Resources:
     config: SlimeConfig
     client: AsyncEnvClient
     watch: "DaemonWatch"
-    forks: Forks
+    groups: Groups
     http: EngineClient
     files: PictureFiles | None
     """Where pictures are written; None to send them in requests."""
@@ -135,12 +135,12 @@ class Rollout:
         self._start = start
         self._resumed = partial_of(self.sample) if self._keeps_partial else None
         self._group = GroupMember(
-            client, self.here.forks, group=group_index, size=group_size, wait_s=config.group_wait_s
+            client, self.here.groups, group=group_index, size=group_size, wait_s=config.group_wait_s
         )
         if config.group == "tree" and group_size > 1:
             self._group = self._tree = TreeMember(
                 client,
-                self.here.forks.tree((group_index, start), root_count=config.branch_roots),
+                self.here.groups.tree((group_index, start), root_count=config.branch_roots),
                 config=config,
                 size=group_size,
                 lease_ttl=config.lease_ttl,

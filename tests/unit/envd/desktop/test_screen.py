@@ -152,7 +152,9 @@ async def test_a_change_has_the_bounds_of_the_differing_pixels(display: FakeDisp
     display._dirty.append((0, 0, 64, 48))
     display.answer()
     await until(lambda: screen.change_count > changes)
-    assert screen.changes[-1].regions == (Region(x_px=7, y_px=5, width_px=3, height_px=2),)
+    assert screen.moving_since(screen.last_change_outside_s(()), ()) == [
+        Region(x_px=7, y_px=5, width_px=3, height_px=2)
+    ]
 
 
 async def test_thousands_of_rectangles_are_applied_while_other_tasks_run() -> None:
@@ -169,7 +171,9 @@ async def test_thousands_of_rectangles_are_applied_while_other_tasks_run() -> No
             await asyncio.sleep(0)
             turns += 1
         assert turns >= 2 * (len(strips) // 512), "those that read and those that apply"
-        assert screen.changes[-1].regions == (Region(x_px=0, y_px=0, width_px=624, height_px=480),)
+        assert screen.moving_since(screen.last_change_outside_s(()), ()) == [
+            Region(x_px=0, y_px=0, width_px=624, height_px=480)
+        ]
         assert np.array_equal(screen._bgrx_HW, display.bgrx_HW)
         await asyncio.wait_for(screen.refresh(), 60)
 
@@ -231,7 +235,9 @@ async def test_large_rectangles_are_compared_in_slices_and_answer_a_refresh(monk
             assert np.array_equal(screen._bgrx_HW, display.bgrx_HW)
             assert max(size for _, size in compared) <= 1 << 18
             assert len({turn for turn, _ in compared}) >= 1600 * 2560 // (1 << 18)
-    assert screen.changes[-1].regions == (Region(x_px=0, y_px=0, width_px=2560, height_px=1600),)
+    assert screen.moving_since(screen.last_change_outside_s(()), ()) == [
+        Region(x_px=0, y_px=0, width_px=2560, height_px=1600)
+    ]
 
 
 async def test_a_large_frame_is_made_in_a_thread_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:

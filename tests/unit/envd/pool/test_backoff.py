@@ -6,7 +6,7 @@ import pytest
 
 from envd.base.errors import HypervisorError, PoolFailing
 from envd.pool.backoff import Backoff, BreakerState
-from envd.pool.leased import Grant
+from envd.pool.leased import Admission
 from envd.pool.pool import Pool
 from tests.support.clock import run_ready
 from tests.support.pool_world import PoolWorld, start
@@ -35,7 +35,7 @@ def breaker(pool: Pool) -> BreakerState:
     return pool.statistics().breaker
 
 
-def ask(pool: Pool, count: int = 1) -> asyncio.Task[Grant]:
+def ask(pool: Pool, count: int = 1) -> asyncio.Task[Admission]:
     return asyncio.create_task(pool.acquire(count, timeout_s=600.0))
 
 

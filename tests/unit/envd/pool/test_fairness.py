@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envd.base.config import DEFAULT_RUN, RunShare
-from envd.pool.planner import Demand, KeptTurn, LifecycleState, Plan, PlannedMachine, RunShares, Turns, share_of
+from envd.pool.planner import Demand, KeptTurn, LifecycleState, Plan, RunShares, Turns, share_of
 from envd.pool.planner import plan as plan_pool
 
 CAPACITY = 8
@@ -19,8 +19,8 @@ def shares(others: RunShare | None = None, **named: RunShare) -> RunShares:
     return {**named, DEFAULT_RUN: others or RunShare()}
 
 
-def wanted(run: str, ready: int = 1, reserved: int = 0) -> Demand:
-    return Demand(ready=ready, reserved=reserved, run=run)
+def wanted(run: str, idle: int = 1, reserved: int = 0) -> Demand:
+    return Demand(idle=idle, reserved=reserved, run=run)
 
 
 def order(
@@ -39,10 +39,9 @@ def plan(
 ) -> Plan:
     """Plan for a pool whose machines are idle or leased, with an idle target of 0."""
     leased_count = sum((held or {}).values())
-    machines = [PlannedMachine(machine_id=f"idle-{i}", state=LifecycleState.IDLE) for i in range(idle_count)]
-    machines += [PlannedMachine(machine_id=f"leased-{i}", state=LifecycleState.LEASED) for i in range(leased_count)]
     return plan_pool(
-        machines,
+        {f"idle-{i}": 0.0 for i in range(idle_count)},
+        counts={LifecycleState.IDLE: idle_count, LifecycleState.LEASED: leased_count},
         reserved_count=0,
         waiting=waiting,
         idle_target=0,
@@ -66,7 +65,7 @@ QUOTA_OF_3 = shares(a=RunShare(quota=3))
 @pytest.mark.parametrize(
     ("waiting", "options", "expected"),
     [
-        # A run is served in order of arrival.
+        # A run's groups are admitted in order of arrival.
         ([wanted("a", 3), A, wanted("a", 2)], {}, [0, 1, 2]),
         # The run that holds the fewest machines is next.
         ([A, B], {"held": {"a": 2, "b": 1}}, [1, 0]),
@@ -198,7 +197,7 @@ def test_idle_machines_make_room_for_the_reservations_of_the_turn() -> None:
 # All rules together
 
 runs = st.sampled_from(["", "a", "b", "c"])
-groups = st.builds(Demand, ready=st.integers(0, 5), reserved=st.integers(0, 3), run=runs).filter(
+groups = st.builds(Demand, idle=st.integers(0, 5), reserved=st.integers(0, 3), run=runs).filter(
     lambda group: 1 <= group.machine_count <= CAPACITY
 )
 run_shares = st.dictionaries(
@@ -233,10 +232,9 @@ def test_every_plan_keeps_the_rules_between_runs(
     held = Counter(leased)
     heads = heads_of(waiting, held, of)
     turn = None if passed_count is None or not heads else KeptTurn(index=heads[-1], passed_count=passed_count)
-    machines = [PlannedMachine(machine_id=f"i{i}", state=LifecycleState.IDLE) for i in range(idle_count)]
-    machines += [PlannedMachine(machine_id=f"l{i}", state=LifecycleState.LEASED) for i in range(len(leased))]
     steps = plan_pool(
-        machines,
+        {f"i{i}": 0.0 for i in range(idle_count)},
+        counts={LifecycleState.IDLE: idle_count, LifecycleState.LEASED: len(leased)},
         reserved_count=0,
         waiting=waiting,
         idle_target=0,
@@ -249,28 +247,28 @@ def test_every_plan_keeps_the_rules_between_runs(
         turn=turn,
     )
 
-    assert len(steps.admitted) == len(set(steps.admitted)) == len(steps.granted)
-    assert [len(ids) for ids in steps.granted] == [waiting[index].ready for index in steps.admitted], "whole groups"
+    assert len(steps.admitted) == len(set(steps.admitted)) == len(steps.machine_ids)
+    assert [len(ids) for ids in steps.machine_ids] == [waiting[index].idle for index in steps.admitted], "whole groups"
     for run in {group.run for group in waiting}:
         mine = [index for index in range(len(waiting)) if waiting[index].run == run]
-        served = [index for index in steps.admitted if waiting[index].run == run]
-        assert served == mine[: len(served)], "order of arrival within a run"
+        admitted = [index for index in steps.admitted if waiting[index].run == run]
+        assert admitted == mine[: len(admitted)], "order of arrival within a run"
 
     after = held + Counter(run_of_each_machine(waiting, steps.admitted))
     assert all(after[run] <= quota_of(of, run) for run in {waiting[index].run for index in steps.admitted})
     assert after.total() <= CAPACITY
 
     left = [index for index in range(len(waiting)) if index not in steps.admitted]
-    idle_left = idle_count - sum(map(len, steps.granted))
-    room = CAPACITY - len(machines) - sum(waiting[index].reserved for index in steps.admitted)
+    idle_left = idle_count - sum(map(len, steps.machine_ids))
+    room = CAPACITY - idle_count - len(leased) - sum(waiting[index].reserved for index in steps.admitted)
     free = min(room, host_room - sum(waiting[index].reserved for index in steps.admitted))
     could_go = [
         index
         for index in heads_of(waiting, after, of, among=left)
-        if waiting[index].ready <= idle_left and waiting[index].reserved <= free
+        if waiting[index].idle <= idle_left and waiting[index].reserved <= free
     ]
     for index in could_go:
-        assert steps.turn is not None, "work-conserving: a group that fits is served, unless a turn is kept"
+        assert steps.turn is not None, "work-conserving: a group that fits is admitted, unless a turn is kept"
         assert index != steps.turn.index
         size = waiting[steps.turn.index].machine_count
         is_enough = steps.turn.passed_count + waiting[index].machine_count > size
@@ -278,7 +276,7 @@ def test_every_plan_keeps_the_rules_between_runs(
         assert is_enough or is_above, "... which has been passed enough, or by this run would be passed unfairly"
 
     if turn is not None and turn.index not in steps.admitted:
-        assert steps.turn is not None, "a turn stays kept until its group is served"
+        assert steps.turn is not None, "a turn stays kept until its group is admitted"
         assert steps.turn.index == turn.index
         passed = sum(waiting[index].machine_count for index in steps.admitted)
         assert steps.turn.passed_count == turn.passed_count + passed

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from envd.base.errors import Draining, HypervisorError, MachineLost
-from envd.pool.leased import FrozenDesktop, Grant, LeasedMachine
+from envd.pool.leased import Admission, FrozenDesktop, LeasedMachine
 from envd.pool.pool import Pool
 from tests.support.clock import begun, cancelled_after, run_ready, run_turns
 from tests.support.pool_world import PoolWorld
@@ -25,12 +25,12 @@ def template(pool: Pool) -> FrozenDesktop:
 
 async def test_a_group_leases_one_ready_machine_and_fills_reservations_with_forks_of_it(world: PoolWorld) -> None:
     pool = await world.started()
-    granted = await pool.acquire(1, reserved=3, timeout_s=1.0)
+    admission = await pool.acquire(1, reserved=3, timeout_s=1.0)
     await run_ready()
     assert counts(pool) == (0, 1, 3)
-    (first,) = granted.machines
+    (first,) = admission.machines
     frozen = await pool.freeze(first)
-    others = [await pool.fork(reservation, frozen) for reservation in granted.reservations]
+    others = [await pool.fork(reservation, frozen) for reservation in admission.reservations]
     assert counts(pool) == (0, 4, 0)
     assert all(other.frozen is frozen and other.desktop.is_asleep for other in others)
     assert len(world.hypervisor.machines) == 4
@@ -43,11 +43,11 @@ async def test_a_group_leases_one_ready_machine_and_fills_reservations_with_fork
 async def test_idle_machines_are_evicted_for_reservations(world: PoolWorld) -> None:
     pool = await world.started(size=4)
     assert counts(pool) == (4, 0, 0)
-    granted = await pool.acquire(1, reserved=2, timeout_s=1.0)
+    admission = await pool.acquire(1, reserved=2, timeout_s=1.0)
     await run_ready()
     assert counts(pool) == (1, 1, 2)
     assert world.hypervisor.peak_count == 4
-    await pool.release(granted.reservations)
+    await pool.release(admission.reservations)
     await run_ready()
     assert counts(pool) == (3, 1, 0), "released reservations are replaced by spare machines"
 
@@ -70,14 +70,14 @@ async def test_a_failed_fork_keeps_its_reservation_for_a_retry(world: PoolWorld,
 
 async def test_releasing_a_reservation_destroys_its_machine(world: PoolWorld) -> None:
     pool = await world.started(size=0)
-    granted = await pool.acquire(0, reserved=2, timeout_s=1.0)
-    forks = [await pool.fork(reservation, template(pool)) for reservation in granted.reservations]
-    await pool.release(granted.reservations)
+    admission = await pool.acquire(0, reserved=2, timeout_s=1.0)
+    forks = [await pool.fork(reservation, template(pool)) for reservation in admission.reservations]
+    await pool.release(admission.reservations)
     assert all(fork.machine_id not in world.hypervisor.machines for fork in forks)
-    await pool.release([*granted.reservations, *forks])
+    await pool.release([*admission.reservations, *forks])
     assert counts(pool)[1:] == (0, 0)
     with pytest.raises(RuntimeError, match="has a machine, or was released"):
-        await pool.fork(granted.reservations[0], template(pool))
+        await pool.fork(admission.reservations[0], template(pool))
 
 
 async def test_releasing_a_reservation_ends_its_fork(world: PoolWorld) -> None:
@@ -122,29 +122,29 @@ async def test_a_lease_cancelled_at_any_await_returns_machines_and_reservations(
         waiter.cancel()
         await asyncio.gather(waiter, releasing, return_exceptions=True)
         if not waiter.cancelled():
-            granted: Grant = waiter.result()
-            await pool.release([*granted.machines, *granted.reservations])
+            admission: Admission = waiter.result()
+            await pool.release([*admission.machines, *admission.reservations])
         await run_ready()
         assert counts(pool) == (2, 0, 0), f"cancelled after {turns} iterations"
     assert world.hypervisor.peak_count <= 4
 
 
-async def test_granted_reservations_can_be_filled_until_the_pool_closes(world: PoolWorld) -> None:
+async def test_reservations_can_be_filled_until_the_pool_closes(world: PoolWorld) -> None:
     pool = await world.started()
-    granted = await pool.acquire(0, reserved=2, timeout_s=1.0)
+    admission = await pool.acquire(0, reserved=2, timeout_s=1.0)
     frozen = template(pool)
     pool.drain()
-    await pool.fork(granted.reservations[0], frozen)
+    await pool.fork(admission.reservations[0], frozen)
     assert counts(pool) == (0, 1, 1)
     assert len(world.hypervisor.machines) == 2
     world.hypervisor.gates["load"].clear()
-    forking = await begun(pool.fork(granted.reservations[1], frozen))
+    forking = await begun(pool.fork(admission.reservations[1], frozen))
     await pool.close()
     assert world.hypervisor.machines == {}
     with pytest.raises(Draining):
         await forking
     with pytest.raises(Draining):
-        await pool.fork(granted.reservations[1], frozen)
+        await pool.fork(admission.reservations[1], frozen)
 
 
 async def test_a_fork_for_a_reservation_does_not_count_as_a_spare_machine(world: PoolWorld) -> None:
@@ -162,10 +162,10 @@ async def test_a_fork_for_a_reservation_does_not_count_as_a_spare_machine(world:
 
 async def test_forks_for_reservations_count_against_max_starting(world: PoolWorld) -> None:
     pool = await world.started(size=0, max_starting=2)
-    granted = await pool.acquire(0, reserved=4, timeout_s=1.0)
+    admission = await pool.acquire(0, reserved=4, timeout_s=1.0)
     before = world.hypervisor.counts["fork"]
     world.hypervisor.gates["fork"].clear()
-    forking = [asyncio.create_task(pool.fork(reservation, template(pool))) for reservation in granted.reservations]
+    forking = [asyncio.create_task(pool.fork(reservation, template(pool))) for reservation in admission.reservations]
     await run_ready()
     assert world.hypervisor.counts["fork"] - before == 2
     world.hypervisor.gates["fork"].set()
@@ -179,10 +179,10 @@ async def test_a_reservation_gets_a_ready_machine_which_only_loads_its_state(wor
     pool = await world.started(size=3, capacity=8)
     ready = set(world.hypervisor.machines)
     world.hypervisor.gates["fork"].clear()
-    granted = await pool.acquire(1, reserved=2, timeout_s=1.0)
-    frozen = await pool.freeze(granted.machines[0])
-    forks = [await pool.fork(reservation, frozen) for reservation in granted.reservations]
-    used = {machine.machine_id for machine in (*granted.machines, *forks)}
+    admission = await pool.acquire(1, reserved=2, timeout_s=1.0)
+    frozen = await pool.freeze(admission.machines[0])
+    forks = [await pool.fork(reservation, frozen) for reservation in admission.reservations]
+    used = {machine.machine_id for machine in (*admission.machines, *forks)}
     assert len(used & ready) >= 2, "all but at most one, whose state had been loaded to test the template"
     world.hypervisor.gates["fork"].set()
     await run_ready()
@@ -194,16 +194,16 @@ async def test_a_reservation_gets_a_ready_machine_which_only_loads_its_state(wor
 async def test_spare_machines_start_after_a_fork_that_is_waited_for_unless_a_group_is_queued(world: PoolWorld) -> None:
     # The first ready machine has loaded the template to test it, so it cannot load another state.
     pool = await world.started(size=3, capacity=8)
-    granted = await pool.acquire(0, reserved=2, timeout_s=1.0)
+    admission = await pool.acquire(0, reserved=2, timeout_s=1.0)
     before = len(world.hypervisor.machines)
     await run_ready()
     assert len(world.hypervisor.machines) == before
-    await pool.fork(granted.reservations[0], template(pool))
+    await pool.fork(admission.reservations[0], template(pool))
     await run_ready()
     assert len(world.hypervisor.machines) == before, "one is not filled yet"
     (machine, *_) = (await pool.acquire(2, timeout_s=1.0)).machines
     assert machine.machine_id in world.hypervisor.machines
-    await pool.fork(granted.reservations[1], template(pool))
+    await pool.fork(admission.reservations[1], template(pool))
     await run_ready()
     assert counts(pool) == (3, 4, 0)
 

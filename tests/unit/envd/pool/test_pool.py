@@ -13,9 +13,9 @@ from tests.support.stubs import StubDesktop
 
 
 async def lease(pool: Pool, count: int = 1, *, timeout_s: float = 1.0) -> tuple[LeasedMachine, ...]:
-    granted = await pool.acquire(count, timeout_s=timeout_s)
-    assert granted.reservations == ()
-    return granted.machines
+    admission = await pool.acquire(count, timeout_s=timeout_s)
+    assert admission.reservations == ()
+    return admission.machines
 
 
 def counts(pool: Pool) -> tuple[int, int, int, int, int]:

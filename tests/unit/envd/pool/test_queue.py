@@ -12,7 +12,7 @@ import pytest
 from envd.base.config import RunShare
 from envd.base.errors import EnvdError, GroupTooLarge, PoolExhausted
 from envd.base.telemetry.metrics import Metrics
-from envd.pool.leased import Grant
+from envd.pool.leased import Admission
 from envd.pool.planner import Demand
 from envd.pool.pool import Pool
 from envd.pool.queue import AdmissionQueue, QueueEntry, Turnover, WaitingGroup, queue_report
@@ -23,23 +23,23 @@ from tests.support.stub_episodes import pool_info
 
 
 class Users:
-    """Waiting and granted leases."""
+    """Waiting and admitted groups."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.waiting: list[tuple[str, asyncio.Task[Grant]]] = []
+        self.waiting: list[tuple[str, asyncio.Task[Admission]]] = []
 
     async def ask(
         self, run: str, count: int = 1, *, reserved: int = 0, timeout_s: float = 600.0
-    ) -> asyncio.Task[Grant]:
+    ) -> asyncio.Task[Admission]:
         task = asyncio.create_task(self.pool.acquire(count, reserved=reserved, run=run, timeout_s=timeout_s))
         self.waiting.append((run, task))
         await run_ready()
         return task
 
-    async def release(self, task: asyncio.Task[Grant]) -> None:
-        granted = task.result()
-        await self.pool.release([*granted.machines, *granted.reservations])
+    async def release(self, task: asyncio.Task[Admission]) -> None:
+        admission = task.result()
+        await self.pool.release([*admission.machines, *admission.reservations])
         for _ in range(3):
             await run_ready()
 
@@ -148,12 +148,12 @@ async def test_hundreds_of_mixed_groups_are_served_in_order_within_their_quotas(
     async def use(run: str, number: int) -> None:
         count = dice.choice([size for size in (1, 1, 1, 2, 4, 8, 16) if size <= (share(run).quota or capacity)])
         ready = dice.randint(0, count)
-        granted = await pool.acquire(ready, reserved=count - ready, run=run, timeout_s=1e6)
+        admission = await pool.acquire(ready, reserved=count - ready, run=run, timeout_s=1e6)
         served[run].append(number)
         try:
             await world.clock.sleep(dice.randint(1, 12))
         finally:
-            await pool.release([*granted.machines, *granted.reservations])
+            await pool.release([*admission.machines, *admission.reservations])
 
     def share(run: str) -> RunShare:
         return RUNS.get(run, RunShare())
@@ -185,24 +185,24 @@ async def test_hundreds_of_mixed_groups_are_served_in_order_within_their_quotas(
 
 async def test_reservations_and_their_machines_count_for_their_run(world: PoolWorld, users: MakeUsers) -> None:
     pool = await world.started(capacity=4)
-    granted = await pool.acquire(1, reserved=2, run="a", timeout_s=1.0)
+    admission = await pool.acquire(1, reserved=2, run="a", timeout_s=1.0)
     assert held(pool) == {"a": 3}
-    frozen = await pool.freeze(granted.machines[0])
-    machine = await pool.fork(granted.reservations[0], frozen)
+    frozen = await pool.freeze(admission.machines[0])
+    machine = await pool.fork(admission.reservations[0], frozen)
     assert held(pool) == {"a": 3}
     await pool.release([machine])
     assert held(pool) == {"a": 2}
-    await pool.release(granted.reservations)
+    await pool.release(admission.reservations)
     assert held(pool) == {"a": 1}
-    await pool.release(granted.machines)
+    await pool.release(admission.machines)
     assert held(pool) == {}
     await frozen.snapshot.discard()
 
 
 async def test_a_leased_machine_that_dies_no_longer_counts_for_its_run(world: PoolWorld) -> None:
     pool = await world.started(capacity=2, shares={"a": RunShare(quota=1)})
-    granted = await pool.acquire(run="a", timeout_s=1.0)
-    granted.machines[0].machine.lost.set()
+    admission = await pool.acquire(run="a", timeout_s=1.0)
+    admission.machines[0].machine.lost.set()
     await run_ready()
     assert held(pool) == {}
     assert len((await pool.acquire(run="a", timeout_s=60.0)).machines) == 1
@@ -223,7 +223,7 @@ async def test_a_cancelled_group_loses_its_turn(users: MakeUsers) -> None:
 # Refusals
 
 
-async def refusal(waiting: asyncio.Task[Grant]) -> EnvdError:
+async def refusal(waiting: asyncio.Task[Admission]) -> EnvdError:
     with pytest.raises(EnvdError) as caught:
         await waiting
     return caught.value
@@ -297,7 +297,7 @@ SHARES = {"small": RunShare(quota=2)}
 async def report(*groups: tuple[str, int], held: dict[str, int], status: PoolStatus) -> tuple[QueueEntry, ...]:
     queue = AdmissionQueue("desktop", limit=9, shares=SHARES, resident=4, turnover=Turnover(), metrics=Metrics())
     for index, (run, count) in enumerate(groups):
-        demand = Demand(ready=count, run=run)
+        demand = Demand(idle=count, run=run)
         queue.enter(WaitingGroup(demand=demand, owner=f"token-{run}", enter_s=float(index), deadline_s=60.0))
     return queue_report(queue, held=held, shares=SHARES, status=status, now_s=10.0)
 

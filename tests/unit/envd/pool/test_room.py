@@ -164,11 +164,11 @@ async def test_a_timeout_reports_a_memory_shortage(world: PoolWorld) -> None:
 async def test_reservations_hold_memory_like_machines(world: PoolWorld) -> None:
     host = Host(1024 + 3 * 256)
     pool = await world.started(size=0, room=host.room)
-    granted = await pool.acquire(0, reserved=2, timeout_s=1.0)
+    admission = await pool.acquire(0, reserved=2, timeout_s=1.0)
     waiter = asyncio.create_task(pool.acquire(0, reserved=2, timeout_s=60.0))
     await world.clock.advance(5.0)
     assert not waiter.done()
-    await pool.release(granted.reservations)
+    await pool.release(admission.reservations)
     assert len((await waiter).reservations) == 2
 
 

@@ -43,9 +43,9 @@ async def test_a_template_is_booted_once_and_its_test_fork_is_the_first_machine(
     assert idle_count(pool) == 2
     assert pool.template is not None
     assert pool.statistics().template_digest == pool.template.snapshot.digest
-    granted = await pool.acquire(2, timeout_s=1.0)
-    assert {machine.frozen for machine in granted.machines} == {pool.template}
-    assert all(machine.desktop.is_asleep for machine in granted.machines), "the test fork too"
+    admission = await pool.acquire(2, timeout_s=1.0)
+    assert {machine.frozen for machine in admission.machines} == {pool.template}
+    assert all(machine.desktop.is_asleep for machine in admission.machines), "the test fork too"
     assert world.hypervisor.peak_count == 2
 
 
@@ -90,8 +90,8 @@ async def test_leases_wait_and_nothing_is_forked_while_the_template_boots(world:
     assert not reserving.done(), "the booting machine counts against capacity"
     assert (pool.statistics().starting_count, world.hypervisor.counts["fork"]) == (1, 0)
     world.hypervisor.ready_gate.set()
-    granted = await waiting
-    await pool.release(granted.machines)
+    admission = await waiting
+    await pool.release(admission.machines)
     assert len((await reserving).reservations) == 2
     assert world.hypervisor.peak_count <= 2
 
@@ -341,7 +341,7 @@ async def test_a_removed_template_is_rebuilt_when_a_fork_of_it_fails(
 ) -> None:
     pool = await world.started()
     old = template_of(pool)
-    granted = await pool.acquire(1, timeout_s=1.0)
+    admission = await pool.acquire(1, timeout_s=1.0)
     world.hypervisor.stored.clear()
     world.hypervisor.removed.add(old)
     world.hypervisor.ready_gate.clear()
@@ -350,13 +350,13 @@ async def test_a_removed_template_is_rebuilt_when_a_fork_of_it_fails(
     await world.clock.advance(1.0)
     assert "the template was removed; creating another one" in pool.statistics().problem
     assert template_of(pool) == ""
-    assert not granted.machines[0].lost.is_set(), "leased machines stay"
+    assert not admission.machines[0].lost.is_set(), "leased machines stay"
     world.hypervisor.ready_gate.set()
     await run_ready()
     assert template_of(pool) not in {"", old}
     assert (idle_count(pool), pool.statistics().problem) == (1, "")
     assert ["the template was removed" in r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == [True]
-    await pool.release(granted.machines)
+    await pool.release(admission.machines)
     await run_ready()
     assert [machine.snapshot.digest for machine in world.hypervisor.machines.values() if machine.snapshot] == [
         template_of(pool)
@@ -379,12 +379,12 @@ async def test_a_removed_template_is_noticed_without_forks_and_rebuilt_once_for_
 
 async def test_a_full_pool_rebuilds_its_template_once_there_is_room(world: PoolWorld) -> None:
     pool = await world.started(capacity=1)
-    granted = await pool.acquire(1, timeout_s=1.0)
+    admission = await pool.acquire(1, timeout_s=1.0)
     world.hypervisor.stored.clear()
     world.hypervisor.removed.add(template_of(pool))
     await world.clock.advance(pool.settings.measure_interval_s)
     assert (template_of(pool), world.hypervisor.counts["create"], len(world.hypervisor.machines)) == ("", 1, 1)
-    await pool.release(granted.machines)
+    await pool.release(admission.machines)
     await run_ready()
     assert template_of(pool)
     assert (idle_count(pool), world.hypervisor.peak_count) == (1, 1)

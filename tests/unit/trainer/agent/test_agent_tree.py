@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from cuaenv.client import NotForkable, Unavailable
-from trainer.agent.forks import Fork, Forks, OpenOne, Tree
+from trainer.agent.groups import Fork, Groups, OpenOne, Tree
 
 
 class Machine:
@@ -254,10 +254,10 @@ async def test_random_cancellations_leave_no_machine_and_no_member(hall: Hall, s
 
 
 def test_a_group_has_one_tree_while_it_has_members() -> None:
-    forks = Forks()
-    tree = forks.tree(("g", 1))
-    assert forks.tree(("g", 1)) is tree
-    assert forks.tree(("g", 2)) is not tree
+    groups = Groups()
+    tree = groups.tree(("g", 1))
+    assert groups.tree(("g", 1)) is tree
+    assert groups.tree(("g", 2)) is not tree
     left = weakref.ref(tree)
     del tree
     gc.collect()

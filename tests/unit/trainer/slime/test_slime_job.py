@@ -14,7 +14,7 @@ from tests.support.clock import until
 from trainer import slime
 from trainer.agent import attempts, loop
 from trainer.agent.branching import TreeMember
-from trainer.agent.forks import Forks, GroupMember, Tree
+from trainer.agent.groups import GroupMember, Groups, Tree
 from trainer.config import ConfigError
 from trainer.slime import hooks
 from trainer.slime.job import Job, job_of
@@ -128,18 +128,18 @@ def test_a_name_of_0_2_0_is_refused_and_the_new_one_exists(name: str) -> None:
 
 
 async def test_samples_of_one_event_loop_share_groups_and_those_of_another_loop_do_not(job: Job) -> None:
-    forks = job.here().forks
-    assert job.here().forks is forks
+    groups = job.here().groups
+    assert job.here().groups is groups
 
     async def elsewhere() -> None:
-        assert job.here().forks is not forks
+        assert job.here().groups is not groups
 
     await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
 
 
 def test_the_walk_of_a_sample_names_functions_that_exist() -> None:
     walk = (slime.__doc__ or "").rpartition("```text\n")[2].partition("```")[0]
-    classes: list[Any] = [Job, Workers, Rollout, GroupMember, TreeMember, Forks, Tree, AsyncEnvClient, AsyncEpisode]
+    classes: list[Any] = [Job, Workers, Rollout, GroupMember, TreeMember, Groups, Tree, AsyncEnvClient, AsyncEpisode]
     known = {each.__name__: each for each in [*classes, loop._PlayedEpisode, TokenConversation, SlimeEngine]}
     known |= {"attempts": attempts, "loop": loop, "hooks": hooks, "samples": samples, "monitor": RunMonitor}
     named = re.findall(r"\b(\w+)\.(\w+)", walk)

@@ -11,12 +11,11 @@ from lxml import etree
 
 from envd.hypervisor.machine import Accelerator, DiskImage, ExtraDrive, Firmware, GuestOs, Hardware, MachineSpec
 from envd.hypervisor.qemu.domain_xml import (
-    Confinement,
     domain_name,
     domain_xml,
     marked_machine,
     parse_forwarded_port,
-    read_confinement,
+    security_labels_of,
 )
 from envd.hypervisor.qemu.snapshots.files import QemuFiles
 
@@ -55,7 +54,7 @@ def xml(
     template_disks: Sequence[Path] = (),
     firmware: Path | None = OVMF,
     tcg_cache_mib: int = 0,
-    confinement: Confinement | None = None,
+    security_labels: dict[str, str] | None = None,
 ) -> etree._Element:
     spec = MachineSpec(machine_id=machine_id, image=image, screen_width_px=1024, screen_height_px=768)
     text = domain_xml(
@@ -68,7 +67,7 @@ def xml(
         template_disks=template_disks,
         firmware=firmware,
         tcg_cache_mib=tcg_cache_mib,
-        confinement=confinement,
+        security_labels=security_labels,
     )
     return etree.fromstring(text)
 
@@ -153,8 +152,7 @@ def test_a_libvirtd_runs_machines_as_our_user_and_keeps_file_owners() -> None:
         <secmodel><model>none</model></secmodel><secmodel><model>apparmor</model></secmodel>
         <secmodel><model>dac</model><baselabel type='kvm'>+64055:+64055</baselabel></secmodel>
     </host></capabilities>"""
-    confinement = read_confinement(capabilities, user_id=7, group_id=8)
-    root = xml(confinement=confinement)
+    root = xml(security_labels=security_labels_of(capabilities, user_id=7, group_id=8))
     assert [dict(label.attrib) for label in root.iter("seclabel")] == [
         {"type": "static", "model": "dac", "relabel": "no"},
         {"type": "none", "model": "apparmor"},

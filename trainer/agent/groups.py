@@ -10,7 +10,7 @@ from there with the history so far as their prompt. The shared prefix is trained
 When no member is left to branch from, a waiting member starts from the beginning. A member is in the tree until its
 episode is closed.
 
-No locks: code between two awaits is atomic in an event loop, and each loop has its own `Forks`.
+No locks: code between two awaits is atomic in an event loop, and each loop has its own `Groups`.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ Fork = Callable[[int], Awaitable[Sequence[AsyncEpisode]]]
 """Forks an episode the given number of times; if cancelled, it leaves no fork open."""
 
 
-class Forks:
+class Groups:
     """The groups of one event loop: those that have free slots, and the trees that have members."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Forks:
         self._trees: weakref.WeakValueDictionary[Hashable, Tree[Any]] = weakref.WeakValueDictionary()
 
     def __repr__(self) -> str:
-        return f"<Forks {len(self._open)} with free slots>"
+        return f"<Groups {len(self._open)} with free slots>"
 
     def tree(self, key: Hashable, *, root_count: int = 1) -> "Tree[Any]":
         """Return the tree of that key, or a new one if no member holds it."""
@@ -152,28 +152,28 @@ class _Group:
 class GroupMember:
     """`trainer.agent.attempts.Environments` of one member of a group: its first episode there, repeated ones alone."""
 
-    def __init__(self, client: AsyncEnvClient, forks: Forks, *, group: Hashable, size: int, wait_s: float) -> None:
+    def __init__(self, client: AsyncEnvClient, groups: Groups, *, group: Hashable, size: int, wait_s: float) -> None:
         """Prepare; opens nothing.
 
         Args:
             client: Opens the episodes.
-            forks: The groups of the running loop.
+            groups: The groups of the running loop.
             group: Key of the group among those that start where this member does.
             size: Members of the group; 1 to open each episode alone.
             wait_s: How long the group keeps a slot for a missing member.
         """
         self._client = client
-        self._forks = forks
+        self._groups = groups
         self._group = group
         self._size = size
         self._wait_s = wait_s
 
     async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncEpisode:
-        """Open an episode, as `Forks.member` does the first time. Raises: EnvError."""
+        """Open an episode, as `Groups.member` does the first time. Raises: EnvError."""
         size, self._size = self._size, 1
         if size == 1:
             return await self._client.reset(task, **options)
-        return await self._forks.member(
+        return await self._groups.member(
             (self._group, task),
             size=size,
             open_group=lambda count: self._client.open_group(task, size=count, **options),

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from cuaenv.client import GroupTooLarge, Unavailable
-from trainer.agent.forks import Forks, OpenGroup
+from trainer.agent.groups import Groups, OpenGroup
 
 
 class Slot:
@@ -46,8 +46,8 @@ class Hall:
     def open_count(self) -> int:
         return sum(not slot.is_closed for group in self.groups for slot in group)
 
-    def member(self, forks: Forks, *, size: int = 2, key: str = "g", wait_s: float = 20.0) -> Any:
-        return forks.member(key, size=size, open_group=cast(OpenGroup, self.open_group), wait_s=wait_s)
+    def member(self, groups: Groups, *, size: int = 2, key: str = "g", wait_s: float = 20.0) -> Any:
+        return groups.member(key, size=size, open_group=cast(OpenGroup, self.open_group), wait_s=wait_s)
 
 
 async def until_open(hall: Hall, count: int) -> None:
@@ -57,66 +57,66 @@ async def until_open(hall: Hall, count: int) -> None:
 
 
 async def test_members_share_one_group_and_have_separate_slots() -> None:
-    hall, forks = Hall(), Forks()
-    slots = await asyncio.gather(*(hall.member(forks, size=3) for _ in range(3)))
+    hall, groups = Hall(), Groups()
+    slots = await asyncio.gather(*(hall.member(groups, size=3) for _ in range(3)))
     assert hall.groups == [slots]
-    assert "0 with free slots" in repr(forks)
+    assert "0 with free slots" in repr(groups)
 
 
 async def test_members_come_one_after_the_other() -> None:
-    hall, forks = Hall(), Forks()
-    slots = [await hall.member(forks, size=3) for _ in range(3)]
+    hall, groups = Hall(), Groups()
+    slots = [await hall.member(groups, size=3) for _ in range(3)]
     assert hall.groups == [slots]
     assert hall.open_count == 3
 
 
 async def test_other_keys_are_other_groups() -> None:
-    hall, forks = Hall(), Forks()
-    await hall.member(forks, key="a")
-    await hall.member(forks, key="b")
+    hall, groups = Hall(), Groups()
+    await hall.member(groups, key="a")
+    await hall.member(groups, key="b")
     assert len(hall.groups) == 2
 
 
 async def test_a_member_of_a_full_group_opens_another() -> None:
-    hall, forks = Hall(), Forks()
+    hall, groups = Hall(), Groups()
     for _ in range(3):
-        await hall.member(forks)
+        await hall.member(groups)
     assert [len(group) for group in hall.groups] == [2, 2]
 
 
 async def test_a_free_slot_is_released_after_the_wait_and_a_later_member_opens_another_group() -> None:
-    hall, forks = Hall(), Forks()
-    taken = await hall.member(forks, wait_s=0.0)
+    hall, groups = Hall(), Groups()
+    taken = await hall.member(groups, wait_s=0.0)
     ((_, free),) = hall.groups
     await until_open(hall, 1)
     assert (free.is_closed, taken.is_closed) == (True, False)
-    await hall.member(forks)
+    await hall.member(groups)
     assert len(hall.groups) == 2
 
 
 async def test_every_member_gets_the_error_of_opening() -> None:
-    hall, forks = Hall(error=Unavailable("no host")), Forks()
+    hall, groups = Hall(error=Unavailable("no host")), Groups()
     hall.may_open.clear()
-    members = [asyncio.create_task(hall.member(forks)) for _ in range(2)]
+    members = [asyncio.create_task(hall.member(groups)) for _ in range(2)]
     await asyncio.sleep(0)
     hall.may_open.set()
     errors = await asyncio.gather(*members, return_exceptions=True)
     assert [(type(error), str(error)) for error in errors] == [(Unavailable, "no host")] * 2
     assert errors[0] is not errors[1], "each has a traceback of its own"
-    assert "0 with free slots" in repr(forks)
+    assert "0 with free slots" in repr(groups)
 
 
 async def test_members_of_a_too_large_group_open_episodes_alone() -> None:
-    hall, forks = Hall(error=GroupTooLarge("2 of 1")), Forks()
-    await asyncio.gather(hall.member(forks), hall.member(forks))
+    hall, groups = Hall(error=GroupTooLarge("2 of 1")), Groups()
+    await asyncio.gather(hall.member(groups), hall.member(groups))
     assert [len(group) for group in hall.groups] == [1, 1]
 
 
 async def test_a_cancelled_member_leaves_the_group_open_without_its_slot() -> None:
-    hall, forks = Hall(), Forks()
+    hall, groups = Hall(), Groups()
     hall.may_open.clear()
-    came = asyncio.create_task(hall.member(forks))
-    other = asyncio.create_task(hall.member(forks))
+    came = asyncio.create_task(hall.member(groups))
+    other = asyncio.create_task(hall.member(groups))
     await asyncio.sleep(0)
     came.cancel()
     await asyncio.wait({came})
@@ -127,8 +127,8 @@ async def test_a_cancelled_member_leaves_the_group_open_without_its_slot() -> No
 
 
 async def test_a_member_cancelled_when_its_group_opens_leaves_no_episode() -> None:
-    hall, forks = Hall(), Forks()
-    came = asyncio.create_task(hall.member(forks, size=1))
+    hall, groups = Hall(), Groups()
+    came = asyncio.create_task(hall.member(groups, size=1))
     while not hall.groups:
         await asyncio.sleep(0)
     came.cancel()
@@ -137,9 +137,9 @@ async def test_a_member_cancelled_when_its_group_opens_leaves_no_episode() -> No
 
 
 async def test_a_group_without_members_is_not_opened() -> None:
-    hall, forks = Hall(), Forks()
+    hall, groups = Hall(), Groups()
     hall.may_open.clear()
-    came = asyncio.create_task(hall.member(forks))
+    came = asyncio.create_task(hall.member(groups))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     came.cancel()
@@ -147,17 +147,17 @@ async def test_a_group_without_members_is_not_opened() -> None:
     await asyncio.sleep(0)
     assert (hall.cancelled_count, hall.groups) == (1, [])
     hall.may_open.set()
-    await hall.member(forks)
+    await hall.member(groups)
     assert len(hall.groups) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_random_cancellations_leave_only_the_slots_of_members_that_got_them(seed: int) -> None:
     rng = random.Random(seed)
-    hall, forks = Hall(), Forks()
+    hall, groups = Hall(), Groups()
     hall.may_open.clear()
     members = [
-        asyncio.create_task(hall.member(forks, size=rng.randint(1, 3), key=rng.choice("abc"), wait_s=0.0))
+        asyncio.create_task(hall.member(groups, size=rng.randint(1, 3), key=rng.choice("abc"), wait_s=0.0))
         for _ in range(30)
     ]
     for number, task in enumerate(rng.sample(members, 15)):
