@@ -14,7 +14,7 @@ a field that `_FIELDS` lacks fail the import.
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from datetime import timedelta
 from typing import Any, cast, get_args
 
@@ -192,13 +192,12 @@ _POINTS = {"x": ("at", "to"), "start_x": ("start",), "end_x": ("end",)}
 _NAMES = {"type_text": "type", "press_keys": "press"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    name: str
-    json_name: str
-    values: _Values
-    default: Any
-    """`MISSING` if the field is required."""
+def _json_name(field: Field[Any]) -> str:
+    return _FIELDS[field.name][0]
+
+
+def _values(field: Field[Any]) -> _Values:
+    return _FIELDS[field.name][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,19 +209,19 @@ class ActionForms:
     """Its field in the `oneof` of the contract."""
     name: str
     """Its name in JSON."""
-    fields: Mapping[str, _Field]
+    fields: Mapping[str, Field[Any]]
     """Fields by their names in JSON."""
-    points: Mapping[str, tuple[_Field, _Field]]
+    points: Mapping[str, tuple[Field[Any], Field[Any]]]
     """Its positions, by their names in the contract."""
-    others: tuple[_Field, ...]
+    others: tuple[Field[Any], ...]
     """The fields that are not part of a position."""
 
     def schema(self) -> dict[str, object]:
         """Return the schema of the JSON object."""
         properties: dict[str, object] = {"action": {"type": "string", "const": self.name}}
         for name, field in self.fields.items():
-            default = {} if field.default in (MISSING, None) else {"default": field.values.write(field.default)}
-            properties[name] = {**field.values.schema, **default}
+            default = {} if field.default in (MISSING, None) else {"default": _values(field).write(field.default)}
+            properties[name] = {**_values(field).schema, **default}
         return {
             "type": "object",
             "title": self.kind.__name__,
@@ -241,18 +240,18 @@ class ActionForms:
         read: dict[str, Any] = {}
         for name, field in self.fields.items():
             if values.get(name) is not None:
-                read[field.name] = field.values.read(values[name], f"{self.name}.{name}")
+                read[field.name] = _values(field).read(values[name], f"{self.name}.{name}")
             elif field.default is MISSING:
                 raise BadAction(f"{self.name}.{name}", "is required")
         for x, y in self.points.values():
             if (x.name in read) != (y.name in read):
-                raise BadAction(self.name, f"give {x.json_name} and {y.json_name}, or neither")
+                raise BadAction(self.name, f"give {_json_name(x)} and {_json_name(y)}, or neither")
         return self.kind(**read)
 
     def write(self, action: Action) -> dict[str, object]:
         """Return the fields of an action's JSON object, without default values."""
         values = {name: (field, getattr(action, field.name)) for name, field in self.fields.items()}
-        return {name: field.values.write(value) for name, (field, value) in values.items() if value != field.default}
+        return {name: _values(field).write(value) for name, (field, value) in values.items() if value != field.default}
 
     def own_field(self) -> str | None:
         """Return the field whose value alone is the argument in the one-key form; None for actions of the pointer."""
@@ -266,7 +265,7 @@ def _forms() -> Iterator[ActionForms]:
         if message.name not in kinds:
             raise TypeError(f"action {message.name} of the contract is missing in cuaenv.actions.Action")
         kind = kinds.pop(message.name)
-        own = {field.name: _Field(field.name, *_FIELDS[field.name], field.default) for field in fields(kind)}
+        own = {field.name: field for field in fields(kind)}
         points = {
             point: (own[x_name], own[x_name.removesuffix("x") + "y"])
             for x_name, names in _POINTS.items()
@@ -277,7 +276,7 @@ def _forms() -> Iterator[ActionForms]:
         unread = set(message.fields_by_name) ^ {*points, *(field.name for field in others)}
         if unread:
             raise TypeError(f"action {message.name}: {', '.join(unread)} is not in both the contract and the dataclass")
-        by_json_name = {field.json_name: field for field in own.values()}
+        by_json_name = {_json_name(field): field for field in own.values()}
         yield ActionForms(kind, wire.name, _NAMES.get(wire.name, wire.name), by_json_name, points, others)
     if kinds:
         raise TypeError(f"the contract has no message for {', '.join(kinds)}")
@@ -347,11 +346,11 @@ def from_proto(message: env_pb2.Action, *, place: Callable[[int, int], tuple[int
     for field in form.others:
         value = _wire_value(body, field, f"{wire_name}.{field.name}")
         if value is not None:
-            values[field.name] = field.values.read(value, f"{wire_name}.{field.name}")
+            values[field.name] = _values(field).read(value, f"{wire_name}.{field.name}")
     return form.kind(**values)
 
 
-def _wire_value(body: Message, field: _Field, path: str) -> object:
+def _wire_value(body: Message, field: Field[Any], path: str) -> object:
     """Return the JSON value of a message's field; None if it is unset and has a default."""
     value = getattr(body, field.name)
     is_message = isinstance(value, Message)
@@ -410,4 +409,4 @@ def to_one_key(action: Action) -> dict[str, object]:
     if own is None or values.keys() - {own}:
         return {form.name: values}
     field = form.fields[own]
-    return {form.name: field.values.write(getattr(action, field.name))}
+    return {form.name: _values(field).write(getattr(action, field.name))}

@@ -23,7 +23,7 @@ from trainer.data.oracles import Oracle, read_oracles
 from trainer.data.prompts import prompt_rows
 from trainer.data.record import record
 from trainer.data.sft import sft_row
-from trainer.data.transcripts import Unusable, transcript_of, unparsable_turns
+from trainer.data.transcripts import Unusable, is_trained, transcript_of, unparsable_turns
 from trainer.replay.reader import ReadResult
 from trainer.replay.trajectory import StoredTrajectory
 
@@ -61,7 +61,7 @@ async def test_every_oracle_becomes_a_conversation_that_the_grammar_parses(oracl
         assert trajectory.reward == 1.0
         steps = of(oracles, trajectory.task_id).steps
         conversation = transcript_of(trajectory)
-        assert sum(turn.trained for turn in conversation.messages) == len(steps)
+        assert sum(map(is_trained, conversation.messages)) == len(steps)
         assert len(conversation.images) == len(steps)
         assert unparsable_turns(conversation, SETTINGS.make_grammar()) == {}
         again = StoredTrajectory.from_row(json.loads(json.dumps(trajectory.as_row())))
@@ -69,14 +69,14 @@ async def test_every_oracle_becomes_a_conversation_that_the_grammar_parses(oracl
     result = ReadResult(trajectories=tuple(trajectories), failed_count=0, surplus_count=0, problems=())
     joined = join({"oracles": result}, grammar=SETTINGS.make_grammar(), share=0)
     assert len(joined.items) == len(oracles)
-    assert {item.platform for item in joined.items} == {"linux"}
+    assert {item.metadata["os"] for item in joined.items} == {"linux"}
 
 
 async def test_each_turn_is_trained_in_the_row_in_which_it_was_sampled(oracles: list[Oracle]) -> None:
     settings = AgentSettings(max_turns=8, images_per_row=2, images_kept=1)
     chunks = await recorded(of(oracles, "fake/save-note"), settings)
     assert [chunk.task_id for chunk in chunks] == ["fake/save-note_chunk0", "fake/save-note_chunk1"]
-    trained = [turn.content for chunk in chunks for turn in transcript_of(chunk).messages if turn.trained]
+    trained = [turn["content"] for chunk in chunks for turn in transcript_of(chunk).messages if is_trained(turn)]
     assert len(trained) == len(set(trained)) == 4
     rows = [sft_row(chunk) for chunk in chunks]
     assert [sum(message["step_loss_mask"] for message in row["messages"]) for row in rows if row] == [2, 2]
@@ -98,8 +98,8 @@ async def test_waits_for_the_screen_are_played_and_not_trained() -> None:
     async with served_client(size=1) as (_, client):
         [task] = [task for task in await client.list_tasks() if task.task_id == "fake/enable"]
         [trajectory] = await record(client, task, nothing_then_done, settings=SETTINGS, patience_s=(0.01, 0.02))
-    turns = [turn for turn in transcript_of(trajectory).messages if turn.role == "assistant"]
-    assert [turn.trained for turn in turns] == [True, True, False, False, True]
+    turns = [turn for turn in transcript_of(trajectory).messages if turn["role"] == "assistant"]
+    assert list(map(is_trained, turns)) == [True, True, False, False, True]
 
 
 async def test_a_daemons_tasks_become_rows_that_slime_reads(tmp_path: Path) -> None:

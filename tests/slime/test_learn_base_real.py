@@ -73,9 +73,11 @@ def test_joined_questions_have_the_logits_of_rows_of_their_own(settings: Any, po
     frame = torch.randint(0, 256, (height * width * 3,), generator=torch.Generator().manual_seed(0))
     screen = ([POINT, READ], bytes(frame.tolist()))
     rows = packed(questions, [screen], settings, pad_id=policy.pad_id)
-    patches = policy.patches(rows.frames)
-    at = rows.is_trained.nonzero(as_tuple=True)
-    joined = policy.logits(rows.ids.long(), patches, at, branch_BT=rows.branch, place_BT=rows.place.long()).detach()
+    patches = policy.patches(rows["frames"])
+    at = rows["is_trained"].nonzero(as_tuple=True)
+    joined = policy.logits(
+        rows["ids"].long(), patches, at, branch_BT=rows["branch"], place_BT=rows["place"].long()
+    ).detach()
     own = []
     for ids, length in questions.branches([POINT, READ]):
         row = torch.tensor([[*questions.beginning, *ids]])
@@ -142,7 +144,7 @@ def test_processes_that_end_are_an_error(settings: Any, policy: Any) -> None:
     with pytest.raises(LearnError, match=r"envd.drawn.screens: it ended"):
         next(read_screens(settings, 0, "--unknown"))
     with RowSource(settings, policy.checkpoint, policy.device, seed=0) as source:
-        assert len(source.batch().ids) == settings.base.screens
+        assert len(source.batch()["ids"]) == settings.base.screens
         source._processes[0].kill()
         with pytest.raises(LearnError, match="a process that draws ended"):
             take_all(source)

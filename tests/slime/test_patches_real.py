@@ -92,7 +92,7 @@ def test_a_processor_that_does_more_is_not_replaced_by_a_table() -> None:
 
 
 def test_memory_of_tensors_is_used_again_when_they_are_gone_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "_free", [])
+    monkeypatch.setattr(patches, "_free", {})
     real, (one, other) = processor(**HALF), screens((640, 640), (640, 640))
     first = image_tensors(real, [one])["pixel_values"]
     address, wanted = first.data_ptr(), first.clone()
@@ -109,11 +109,11 @@ def test_memory_of_tensors_is_used_again_when_they_are_gone_and_not_before(monke
 
 
 def test_memory_of_another_size_is_dropped_when_new_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    free: list[Any] = []
+    free: dict[int, Any] = {}
     monkeypatch.setattr(patches, "_free", free)
     real = processor(**HALF)
     image_tensors(real, screens((640, 640)))
-    assert [block.values.size for block in free] == [640 * 640 * 3 * 2]
+    assert [block.size for block in free.values()] == [640 * 640 * 3 * 2]
     held = image_tensors(real, screens((640, 640), (640, 640), (640, 640)))
     assert not free
     image_tensors(real, screens((64, 64)))

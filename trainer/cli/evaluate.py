@@ -40,18 +40,6 @@ _MAX_CONCURRENCY = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    """A model to evaluate."""
-
-    label: str
-    url: str
-    """Empty for the player `null`."""
-    model: str
-    is_perturbed: bool = False
-    """Whether its attempts are made in perturbed worlds, each drawn from its seed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     """What the evaluations of one command share."""
 
@@ -130,8 +118,8 @@ def eval_command(
         key=config.key(),
     )
     for candidate in candidates:
-        if candidate.url:
-            checked_url(candidate.url, with_key=bool(plan.key))
+        if candidate.endpoint:
+            checked_url(candidate.endpoint, with_key=bool(plan.key))
     files = asyncio.run(_evaluate_all(make_client(config.envd, config.tls_ca, run=config.run), candidates, plan))
     results = [Results.read(file) for file in files]
     _report(results, files, with_pages=config.report, as_json=as_json)
@@ -139,7 +127,7 @@ def eval_command(
         raise typer.Exit(status)
 
 
-async def _evaluate_all(client: AsyncEnvClient, candidates: list[_Candidate], plan: _Plan) -> list[Path]:
+async def _evaluate_all(client: AsyncEnvClient, candidates: list[RunConfig], plan: _Plan) -> list[Path]:
     """Evaluate one after the other, so that they do not compete for machines. Returns the results files."""
     config = plan.config
     async with client:
@@ -163,7 +151,7 @@ async def _evaluate_all(client: AsyncEnvClient, candidates: list[_Candidate], pl
 
 
 async def _evaluate_one(
-    client: AsyncEnvClient, candidate: _Candidate, plan: _Plan, *, tasks: list[Task], concurrency: int
+    client: AsyncEnvClient, candidate: RunConfig, plan: _Plan, *, tasks: list[Task], concurrency: int
 ) -> Path:
     config = plan.config
     async with AsyncExitStack() as stack:
@@ -174,7 +162,7 @@ async def _evaluate_one(
             label=label,
             settings={
                 **_settings_json(plan, url=url, model=model, tasks=tasks),
-                **({"perturbed": True} if candidate.is_perturbed else {}),
+                **({"perturbed": True} if candidate.perturb else {}),
             },
             prompt_hash=prompt_hash(plan.settings),
         )
@@ -190,18 +178,18 @@ async def _evaluate_one(
             concurrency=concurrency,
             pool=config.pool,
             replays=config.replays,
-            is_perturbed=candidate.is_perturbed,
+            is_perturbed=candidate.perturb,
             report=stack.enter_context(progress(f"eval {label}")),
         )
     return path
 
 
-async def _player(stack: AsyncExitStack, candidate: _Candidate, plan: _Plan) -> tuple[str, str, ConversationFactory]:
+async def _player(stack: AsyncExitStack, candidate: RunConfig, plan: _Plan) -> tuple[str, str, ConversationFactory]:
     """Return the URL and the name of a model, and what begins its conversations."""
-    if not candidate.url:
+    if not candidate.endpoint:
         grammar = plan.settings.make_grammar()
         return "", "null", lambda _seed: NullPlayer(grammar)
-    server = await stack.enter_async_context(open_endpoint(candidate.url, key=plan.key))
+    server = await stack.enter_async_context(open_endpoint(candidate.endpoint, key=plan.key))
     model = candidate.model or await (server.only_model() if plan.chat is None else server.model_path())
     if plan.chat is not None:
         native = native_conversations(server, plan.chat, settings=plan.settings, sampling=plan.sampling)
@@ -262,25 +250,29 @@ def _report(results: list[Results], files: list[Path], *, with_pages: bool, as_j
         err.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def _candidates(config: RunConfig, by: Player = "model") -> list[_Candidate]:
-    """Return the models to evaluate. Raises: UsageError."""
+def _candidates(config: RunConfig, by: Player = "model") -> list[RunConfig]:
+    """Return the configuration of each model to evaluate: with its own `endpoint`, `model`, `label` and `perturb`.
+
+    `endpoint` is empty for the player `null`; with `perturb`, all attempts are in perturbed worlds, drawn from seeds.
+
+    Raises:
+        UsageError: The flags name no model, or too many.
+    """
     if by == "null":
         if config.endpoint or config.before or config.after or config.model:
             raise UsageError("--by null plays without a model; leave out endpoint, model, before and after")
-        clean = _Candidate(label=config.label, url="", model="")
-        return [clean, replace(clean, label="perturbed", is_perturbed=True)] if config.perturb else [clean]
+        return [replace(config, perturb=False), replace(config, label="perturbed")] if config.perturb else [config]
     if by != "model":
         raise UsageError(f"--by {by} plays one episode: see `trainer play`; use model or null here")
     if config.perturb:
         if not config.endpoint or config.before or config.after:
             raise UsageError("perturb compares one model with itself; use it with --endpoint URL alone")
-        clean = _Candidate(label="clean", url=config.endpoint, model=config.model)
-        return [clean, replace(clean, label="perturbed", is_perturbed=True)]
+        return [replace(config, label="clean", perturb=False), replace(config, label="perturbed")]
     if config.endpoint and not (config.before or config.after):
-        return [_Candidate(label=config.label, url=config.endpoint, model=config.model)]
+        return [config]
     if config.before and config.after and not config.endpoint:
         return [
-            _Candidate(label="before", url=config.before, model=config.before_model or config.model),
-            _Candidate(label="after", url=config.after, model=config.after_model or config.model),
+            replace(config, label="before", endpoint=config.before, model=config.before_model or config.model),
+            replace(config, label="after", endpoint=config.after, model=config.after_model or config.model),
         ]
     raise UsageError("use --endpoint URL for one model, or --before URL and --after URL for two")

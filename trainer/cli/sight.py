@@ -9,16 +9,16 @@ from typing import Annotated
 import typer
 
 from cuaenv.cli.terminal import out
+from trainer.agent.types import ModelFailed
 from trainer.cli.options import AgentFile, SlimeHome, read_settings, slime_checkout
 from trainer.cli.output import UsageError, reports_errors
 from trainer.learn import LearnError
-from trainer.slime.play.sight import SightError
 
 #: Pictures that are cheap for a CPU.
 SMALL = {"image_max_pixels": 65_536, "max_turns": 3, "prompt_tokens": 4096}
 
 
-@reports_errors(LearnError, SightError, OSError, ValueError)
+@reports_errors(LearnError, ModelFailed, OSError, ValueError)
 def sight_command(
     *,
     agent: AgentFile = None,

@@ -6,7 +6,7 @@ whose arguments are the JSON object of `cuaenv.action_codec`, with points in pix
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +18,7 @@ from cuaenv.action_codec import FORMS, to_json
 from cuaenv.agent_text.values import ParseError
 from trainer.agent.coordinates import CoordinateSpace, points_of, to_screen_points
 from trainer.agent.grammars import Grammar
-from trainer.data.transcripts import ChatMessage, transcript_of
+from trainer.data.transcripts import is_trained, transcript_of
 from trainer.files import write_atomically
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER, StoredTrajectory, image_bytes
 
@@ -82,20 +82,20 @@ class _Writer:
     picture_px: tuple[int, int] = _NO_PICTURE_PX
     pointer: tuple[int, int] | None = (0, 0)
 
-    def add(self, message: ChatMessage) -> None:
+    def add(self, message: Mapping[str, Any]) -> None:
         """Add a message: as a step, or, after a reply, as what the agent saw next."""
-        content = self._content(message.content)
+        content = self._content(message["content"])
         last = self.steps[-1] if self.steps else {}
-        if message.role in ("user", "tool") and last.get("source") == "agent" and "observation" not in last:
+        if message["role"] in ("user", "tool") and last.get("source") == "agent" and "observation" not in last:
             calls = last.get("tool_calls") or [{}]
             source = {"source_call_id": calls[-1]["tool_call_id"]} if calls[-1] else {}
             last["observation"] = {"results": [{**source, "content": content}]}
             return
-        step: dict[str, Any] = {"source": _ROLES[message.role], "message": content}
-        if message.role == "assistant":
-            calls, mistake = self._calls(message.content)
+        step: dict[str, Any] = {"source": _ROLES[message["role"]], "message": content}
+        if message["role"] == "assistant":
+            calls, mistake = self._calls(message["content"])
             extra: dict[str, object] = {"mistake": mistake} if mistake else {}
-            if not message.trained:
+            if not is_trained(message):
                 extra["step_loss_mask"] = 0
             step |= {"tool_calls": calls} if calls else {}
             step |= {"extra": extra} if extra else {}

@@ -21,7 +21,7 @@ from trainer.agent.grammars import Parsed, UnsupportedAction, split_actions
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message
 from trainer.config import InputError
-from trainer.data.transcripts import Transcript, Unusable
+from trainer.data.transcripts import Unusable, with_message
 from trainer.replay.trajectory import StoredTrajectory, image_bytes
 
 if TYPE_CHECKING:
@@ -161,18 +161,9 @@ class Corrections:
         offered = tuple(map(str, facts.get("tools", ())))
         picture, screen_px = screens[0]
         space = CoordinateSpace.of(settings.units, image_px=picture.size, screen_px=screen_px)
-        transcript = Transcript()
-        transcript.add(prompts.system_message(settings, space.picture(), offered=offered))
-        transcript.add(prompts.task_message(facts["instruction"], _observed(picture), settings))
-        for number, step in enumerate(steps):
-            if number:
-                reply = self._grammar.parse(transcript.messages[-1].content, space.picture())
-                result, (picture, _) = _result(steps[number - 1], reply, settings), screens[number]
-                transcript.add(prompts.observation_message(result, _observed(picture)))
-            is_trained = step.source == trained and number >= first
-            transcript.add(Message("assistant", (self._reply(step, space),)), trained=is_trained, source=step.source)
-        return transcript.stored(
-            facts["task_id"],
+        made = StoredTrajectory(
+            task_id=facts["task_id"],
+            messages=(),
             reward=0.0 if episode.score is None else episode.score,
             metadata={
                 "instruction": facts["instruction"],
@@ -182,6 +173,17 @@ class Corrections:
                 "prompt_hash": prompts.prompt_hash(settings),
             },
         )
+        made = with_message(made, prompts.system_message(settings, space.picture(), offered=offered))
+        made = with_message(made, prompts.task_message(facts["instruction"], _observed(picture), settings))
+        for number, step in enumerate(steps):
+            if number:
+                parsed = self._grammar.parse(made.messages[-1]["content"], space.picture())
+                result, (picture, _) = _result(steps[number - 1], parsed, settings), screens[number]
+                made = with_message(made, prompts.observation_message(result, _observed(picture)))
+            is_trained = step.source == trained and number >= first
+            reply = Message("assistant", (self._reply(step, space),))
+            made = with_message(made, reply, trained=is_trained, source=step.source)
+        return made
 
     def _reply(self, step: RecordedStep, space: CoordinateSpace) -> str:
         actions = [to_model_points(action, space) for action in step.actions]

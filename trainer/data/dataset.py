@@ -21,35 +21,24 @@ _UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """One trajectory of the dataset."""
-
-    trajectory: StoredTrajectory
-    source: str
-    platform: str
-    """`linux`, `windows`, or `unknown` without `os` or `platform` in the metadata."""
-    split: Split
-
-    def as_row(self) -> dict[str, Any]:
-        """Return the trajectory's row, with its source, platform and split in the metadata."""
-        added = {"source": self.source, "os": self.platform, "split": self.split}
-        return replace(self.trajectory, metadata={**self.trajectory.metadata, **added}).as_row()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
     """The joined trajectories, and counts of the dropped ones."""
 
-    items: tuple[Item, ...]
-    """Items ordered by base id, then by rank of their source."""
-    dropped: Mapping[str, Mapping[str, int]]
-    """Number of items by source that are failed, surplus, malformed, duplicates, unreadable, or have wrong images."""
+    items: tuple[StoredTrajectory, ...]
+    """Ordered by base id, then by rank of their source; `source`, `os` and `split` of the metadata are the dataset's.
 
-    def parts(self) -> dict[tuple[str, Split], list[Item]]:
+    `os` is `linux`, `windows`, or `unknown` without `os` or `platform` before.
+    """
+    dropped: Mapping[str, Mapping[str, int]]
+    """Numbers by source of those that are failed, surplus, malformed, duplicates, unreadable, or have wrong images."""
+
+    def parts(self) -> dict[tuple[str, Split], list[StoredTrajectory]]:
         platforms = (*dict.fromkeys(_PLATFORMS.values()), _UNKNOWN)
-        parts: dict[tuple[str, Split], list[Item]] = {(name, split): [] for name in platforms for split in SPLITS}
+        parts: dict[tuple[str, Split], list[StoredTrajectory]] = {
+            (name, split): [] for name in platforms for split in SPLITS
+        }
         for item in self.items:
-            parts[item.platform, item.split].append(item)
+            parts[item.metadata["os"], item.metadata["split"]].append(item)
         return parts
 
 
@@ -83,16 +72,11 @@ def join(sources: Mapping[str, ReadResult], *, grammar: Grammar, share: float = 
                 kept[key] = (rank, trajectory)
     splits = split((_task_of(trajectory) for _, trajectory in kept.values()), share=share, seed=seed)
     ordered = sorted(kept.values(), key=lambda each: (each[1].base_id, each[0], each[1].task_id, each[1].digest))
-    items = tuple(
-        Item(
-            trajectory=trajectory,
-            source=names[rank],
-            platform=platform_of(trajectory),
-            split=splits[trajectory.base_id],
-        )
-        for rank, trajectory in ordered
-    )
-    return Dataset(items=items, dropped=dropped)
+    items = []
+    for rank, trajectory in ordered:
+        added = {"source": names[rank], "os": platform_of(trajectory), "split": splits[trajectory.base_id]}
+        items.append(replace(trajectory, metadata={**trajectory.metadata, **added}))
+    return Dataset(items=tuple(items), dropped=dropped)
 
 
 def platform_of(trajectory: StoredTrajectory) -> str:
@@ -126,17 +110,17 @@ def statistics(dataset: Dataset) -> dict[str, Any]:
     """Return counts of the kept and dropped trajectories, as JSON."""
     return {
         "trajectories": len(dataset.items),
-        "tasks": len({item.trajectory.base_id for item in dataset.items}),
-        "images": sum(len(item.trajectory.images) for item in dataset.items),
-        "by_source": _counts(item.source for item in dataset.items),
-        "by_platform": _counts(item.platform for item in dataset.items),
-        "by_split": _counts(item.split for item in dataset.items),
+        "tasks": len({item.base_id for item in dataset.items}),
+        "images": sum(len(item.images) for item in dataset.items),
+        "by_source": _counts(item.metadata["source"] for item in dataset.items),
+        "by_platform": _counts(item.metadata["os"] for item in dataset.items),
+        "by_split": _counts(item.metadata["split"] for item in dataset.items),
         "by_level": {
-            name: _counts(str(_task_of(item.trajectory).level) for item in dataset.items if item.split == name)
+            name: _counts(str(_task_of(item).level) for item in dataset.items if item.metadata["split"] == name)
             for name in ("train", "held_out")
         },
         "replies": _spread(
-            [sum(message["role"] == "assistant" for message in item.trajectory.messages) for item in dataset.items]
+            [sum(message["role"] == "assistant" for message in item.messages) for item in dataset.items]
         ),
         "dropped": {name: _counts(counts) for name, counts in sorted(dataset.dropped.items())},
     }

@@ -5,6 +5,7 @@ An oracle replaces the model in the agent's own loop, so prompts and screenshots
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 from cuaenv.client import Action, Done, Fail, Task, Wait
@@ -16,7 +17,7 @@ from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message, ModelFailed, Outcome, Reply
 from trainer.data.oracles import Oracle
 from trainer.data.prompts import task_metadata
-from trainer.data.transcripts import Transcript, Unusable
+from trainer.data.transcripts import Unusable, with_message
 from trainer.replay.trajectory import StoredTrajectory
 
 #: Successive waits, in seconds, while an input has not changed the screen: an emulated guest may take 30 s to open a
@@ -76,8 +77,9 @@ async def record(
     }
     contexts = conversations[-1].contexts
     return [
-        context.stored(
-            task_id if len(contexts) == 1 else f"{task_id}_chunk{number}",
+        replace(
+            context,
+            task_id=task_id if len(contexts) == 1 else f"{task_id}_chunk{number}",
             reward=trajectory.evaluation.score,
             metadata=metadata,
         )
@@ -97,6 +99,7 @@ class OracleConversation:
         patience_s: Sequence[float] = PATIENCE_S,
     ) -> None:
         """See `record` for the arguments."""
+        self._task_id = oracle.task_id
         self._steps = [(step, index in oracle.slow_steps) for index, step in enumerate(oracle.steps)]
         self._settings = settings
         self._grammar = settings.make_grammar()
@@ -108,11 +111,11 @@ class OracleConversation:
         self._screen: object = None
         self._has_changed = True
         self._image_px = screen_px
-        self.contexts: list[Transcript] = []
+        self.contexts: list[StoredTrajectory] = []
         """The messages so far."""
 
     async def begin(self, messages: Sequence[Message]) -> None:
-        self.contexts.append(Transcript())
+        self.contexts.append(StoredTrajectory(task_id=self._task_id, messages=()))
         self._image_px = self._screen_px
         for message in messages:
             self._add(message)
@@ -148,7 +151,7 @@ class OracleConversation:
         return self._reply(actions, is_trained=True)
 
     def _add(self, message: Message) -> None:
-        self.contexts[-1].add(message)
+        self.contexts[-1] = with_message(self.contexts[-1], message)
         sizes = [part.size for part in message.parts if not isinstance(part, str)]
         self._image_px = sizes[-1] if sizes else self._image_px
 
@@ -163,7 +166,7 @@ class OracleConversation:
             text = self._render(actions)
         except UnsupportedAction as error:
             raise ModelFailed(f"{self._settings.grammar}: {error}") from error
-        self.contexts[-1].add(Message("assistant", (text,)), trained=is_trained)
+        self.contexts[-1] = with_message(self.contexts[-1], Message("assistant", (text,)), trained=is_trained)
         return Reply(text=text)
 
     def _can_render(self, actions: Sequence[Action]) -> bool:

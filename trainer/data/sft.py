@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.agent.grammars import Grammar
 from trainer.data.dataset import platform_of
-from trainer.data.transcripts import transcript_of, unparsable_turns
+from trainer.data.transcripts import is_trained, transcript_of, unparsable_turns
 from trainer.replay.trajectory import StoredTrajectory
 
 
@@ -25,14 +25,14 @@ def sft_row(
     """
     transcript = transcript_of(trajectory)
     unparsable = unparsable_turns(transcript, grammar) if grammar is not None else {}
-    trained = [index for index, turn in enumerate(transcript.messages) if turn.trained and index not in unparsable]
+    trained = [index for index, turn in enumerate(transcript.messages) if is_trained(turn) and index not in unparsable]
     trained = trained[-last_turns:] if last_turns else trained
     if not trained:
         return None
     metadata = trajectory.metadata
     return {
         "messages": [
-            {"role": turn.role, "content": turn.content, "step_loss_mask": int(index in trained)}
+            {"role": turn["role"], "content": turn["content"], "step_loss_mask": int(index in trained)}
             for index, turn in enumerate(transcript.messages)
         ],
         "images": list(transcript.images),

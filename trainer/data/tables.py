@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final
 
-from trainer.data.transcripts import ChatMessage, Transcript, transcript_of
+from trainer.data.transcripts import transcript_of
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER, StoredTrajectory, image_bytes
 
 Features = Mapping[str, Any]
@@ -44,8 +44,8 @@ def preferences(trajectories: Sequence[StoredTrajectory], *, success_at: float) 
 
     Episodes of one state, as groups and forks have them, agree in text and pixels until their replies differ.
     """
-    successes: dict[str, list[tuple[float, Transcript]]] = defaultdict(list)
-    failures: dict[str, list[tuple[float, Transcript]]] = defaultdict(list)
+    successes: dict[str, list[tuple[float, StoredTrajectory]]] = defaultdict(list)
+    failures: dict[str, list[tuple[float, StoredTrajectory]]] = defaultdict(list)
     for trajectory in sorted(trajectories, key=lambda each: (each.task_id, each.digest)):
         side = successes if trajectory.reward >= success_at else failures
         side[trajectory.task_id].append((trajectory.reward, transcript_of(trajectory)))
@@ -59,14 +59,14 @@ def preferences(trajectories: Sequence[StoredTrajectory], *, success_at: float) 
                     "prompt": _messages(prompt),
                     "chosen": _messages([good.messages[count]]),
                     "rejected": _messages([bad.messages[count]]),
-                    "images": _images(bad.images[: sum(each.content.count(IMAGE_PLACEHOLDER) for each in prompt)]),
+                    "images": _images(bad.images[: sum(each["content"].count(IMAGE_PLACEHOLDER) for each in prompt)]),
                     "task_id": task_id,
                     "chosen_reward": chosen_reward,
                     "rejected_reward": rejected_reward,
                 }
 
 
-def _shared_count(one: Transcript, other: Transcript) -> int:
+def _shared_count(one: StoredTrajectory, other: StoredTrajectory) -> int:
     """Return how many leading messages are equal before two replies that differ; 0 if no replies follow them."""
     pairs = list(zip(_with_images(one), _with_images(other), strict=False))
     count = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -74,16 +74,16 @@ def _shared_count(one: Transcript, other: Transcript) -> int:
     return count if differ else 0
 
 
-def _with_images(transcript: Transcript) -> Iterator[tuple[str, str, list[str]]]:
+def _with_images(transcript: StoredTrajectory) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     first = 0
     for message in transcript.messages:
-        after = first + message.content.count(IMAGE_PLACEHOLDER)
-        yield message.role, message.content, transcript.images[first:after]
+        after = first + message["content"].count(IMAGE_PLACEHOLDER)
+        yield message["role"], message["content"], transcript.images[first:after]
         first = after
 
 
-def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    return [{"role": each.role, "content": list(_parts(each.content))} for each in messages]
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": each["role"], "content": list(_parts(each["content"]))} for each in messages]
 
 
 def _parts(text: str) -> Iterator[dict[str, str | None]]:

@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from trainer.agent.coordinates import NORMALISED, Picture
@@ -19,64 +19,47 @@ class Unusable(Exception):
     """An episode gives no trajectory of the wanted kind; the message has the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message."""
+def with_message(
+    trajectory: StoredTrajectory, message: Message, *, trained: bool = False, source: str = ""
+) -> StoredTrajectory:
+    """Return a trajectory with one more message, of the agent's loop.
 
-    role: str
-    content: str
-    """Text with `<image>` for each image."""
-    trained: bool = False
-    """Whether it is a reply that is to be trained."""
-    source: str = ""
-    """Who acted in a reply, `agent` or `human`; empty if that is not recorded."""
-
-
-@dataclass(slots=True)
-class Transcript:
-    """One context: its messages and images."""
-
-    messages: list[ChatMessage] = field(default_factory=list)
-    images: list[str] = field(default_factory=list)
-    """Data URIs, in order of appearance."""
-
-    def add(self, message: Message, *, trained: bool = False, source: str = "") -> None:
-        """Add a message of the agent's loop."""
-        content = "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in message.parts)
-        self.messages.append(ChatMessage(message.role, content, trained, source))
-        self.images += [data_uri(part, compress_level=6) for part in message.parts if not isinstance(part, str)]
-
-    def stored(self, task_id: str, *, reward: float, metadata: Mapping[str, Any]) -> StoredTrajectory:
-        """Return it as a trajectory."""
-        messages = []
-        for message in self.messages:
-            entry: dict[str, Any] = {"role": message.role, "content": message.content}
-            if message.role == "assistant" and not message.trained:
-                entry["step_loss_mask"] = 0
-            if message.source:
-                entry["source"] = message.source
-            messages.append(entry)
-        return StoredTrajectory(
-            task_id=task_id, messages=tuple(messages), images=tuple(self.images), reward=reward, metadata=metadata
-        )
+    Args:
+        trajectory: The messages before it.
+        message: The message.
+        trained: Whether it is a reply that is to be trained.
+        source: Who acted in a reply, `agent` or `human`; empty if that is not recorded.
+    """
+    content = "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in message.parts)
+    entry: dict[str, Any] = {"role": message.role, "content": content}
+    if message.role == "assistant" and not trained:
+        entry["step_loss_mask"] = 0
+    if source:
+        entry["source"] = source
+    images = (data_uri(part, compress_level=6) for part in message.parts if not isinstance(part, str))
+    return replace(trajectory, messages=(*trajectory.messages, entry), images=(*trajectory.images, *images))
 
 
-def transcript_of(trajectory: StoredTrajectory) -> Transcript:
-    """Return a trajectory as texts and images.
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Return whether a stored message is a reply that is to be trained."""
+    return bool(message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1)
+
+
+def transcript_of(trajectory: StoredTrajectory) -> StoredTrajectory:
+    """Return a trajectory whose contents are texts with `<image>` for each image, and whose images are data URIs.
 
     Raises:
         InputError: The numbers of images and placeholders differ, or an image has an unknown format.
     """
     given = iter(trajectory.images)
-    transcript = Transcript()
-    for message in trajectory.messages:
-        content = "".join(_texts(message["content"], given, transcript.images))
-        trained = message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1
-        transcript.messages.append(ChatMessage(message["role"], content, trained, message.get("source") or ""))
+    images: list[str] = []
+    messages = [
+        {**message, "content": "".join(_texts(message["content"], given, images))} for message in trajectory.messages
+    ]
     surplus = len(list(given))
     if surplus:
         raise InputError(f"{surplus} of {len(trajectory.images)} images have no placeholder in the messages")
-    return transcript
+    return replace(trajectory, messages=tuple(messages), images=tuple(images))
 
 
 def _texts(content: str | Sequence[Any], given: Iterator[str], images: list[str]) -> Iterator[str]:
@@ -112,14 +95,14 @@ def _data_uri(image: str | None) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def unparsable_turns(transcript: Transcript, grammar: Grammar) -> dict[int, str]:
+def unparsable_turns(transcript: StoredTrajectory, grammar: Grammar) -> dict[int, str]:
     """Return the indices of the model's messages that do not follow the grammar strictly, with the reasons."""
     # Strict parsing uses the picture only for points relative to the pointer, never its size.
     picture = Picture(NORMALISED + 1, NORMALISED + 1, pointer=(0, 0))
     problems: dict[int, str] = {}
     for index, turn in enumerate(transcript.messages):
-        if turn.role == "assistant":
-            parsed = grammar.parse(turn.content, picture)
+        if turn["role"] == "assistant":
+            parsed = grammar.parse(turn["content"], picture)
             if not parsed.parsed:
                 problems[index] = parsed.error or f"only the fallback {parsed.fallback} parses it"
     return problems

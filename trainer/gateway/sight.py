@@ -13,6 +13,7 @@ from PIL import Image
 
 from trainer.agent.loop import play_episode
 from trainer.agent.settings import AgentSettings
+from trainer.agent.types import ModelFailed
 from trainer.evaluate.chat import ChatConversation, Sampling
 from trainer.evaluate.endpoint import open_endpoint
 from trainer.gateway.engine import gateway_engine
@@ -24,7 +25,6 @@ from trainer.learn.sight import ModelServer, tiny_model
 from trainer.sight.check import Episode, Patches, Report, SampledReply, compare, given_pictures, turns_of_row
 from trainer.sight.episode import PictureEpisode, plan_of, settings_of, tokens_of
 from trainer.sight.model import SightModel
-from trainer.slime.play.sight import SightError
 from trainer.tokens.chat import Chat
 from trainer.tokens.engine_client import EngineClient
 
@@ -39,7 +39,7 @@ def examine(
     """Return the report of `trainer sight --gateway`; arguments are those of `trainer.learn.sight.examine`.
 
     Raises:
-        SightError: An episode failed.
+        ModelFailed: An episode failed.
     """
     plan = plan_of(agent)
     with tempfile.TemporaryDirectory() as directory:
@@ -54,7 +54,7 @@ def examine(
 
 
 async def played(agent: AgentSettings, model: SightModel, engine: str) -> list[Episode]:
-    """Play the episodes of the plan; return them as their rows have them. Raises: SightError: One failed."""
+    """Play the episodes of the plan; return them as their rows have them. Raises: ModelFailed: One failed."""
     chat = Chat(model.tokenizer, model.processor)
     limits = GatewaySettings(
         context_tokens=agent.context_tokens,
@@ -89,7 +89,7 @@ async def _played(
         conversation = ChatConversation(endpoint, model="policy", sampling=sampling)
         trajectory = await play_episode(PictureEpisode(pictures), conversation, settings=settings)
     if trajectory.error is not None:
-        raise SightError(f"the check's episode {number} failed: {trajectory.error}") from trajectory.error
+        raise ModelFailed(f"the check's episode {number} failed: {trajectory.error}") from trajectory.error
     chat, turns = Chat(model.tokenizer, model.processor), list[SampledReply]()
     for recorded in gateway.find(name).rows:
         row = token_row(recorded.row)

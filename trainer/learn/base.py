@@ -23,7 +23,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -76,18 +75,14 @@ _PHRASES = (
 Screen = tuple[list[dict[str, Any]], bytes]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScreenRows:
-    """Screens as rows of tokens of one length."""
-
-    ids: torch.Tensor
-    branch: torch.Tensor
-    """0 for the beginning of a row, and the number of its question for each other token."""
-    place: torch.Tensor
-    """Where each token would be if its question were the only one."""
-    is_trained: torch.Tensor
-    frames: torch.Tensor
-    """(screens, height, width, 3) uint8."""
+#: Types of the columns of `packed`, in the order in which a process sends them.
+_COLUMNS = {
+    "ids": torch.int32,
+    "branch": torch.int32,
+    "place": torch.int32,
+    "is_trained": torch.bool,
+    "frames": torch.uint8,
+}
 
 
 class Questions:
@@ -166,8 +161,15 @@ def _after_last(ids: Sequence[int], wanted: int) -> int:
     return len(ids) - list(reversed(ids)).index(wanted)
 
 
-def packed(questions: Questions, screens: Sequence[Screen], settings: Settings, *, pad_id: int) -> ScreenRows:
-    """Return screens as rows, each with as many of its questions as fit."""
+def packed(
+    questions: Questions, screens: Sequence[Screen], settings: Settings, *, pad_id: int
+) -> dict[str, torch.Tensor]:
+    """Return screens as rows of tokens of one length, each with as many of its questions as fit.
+
+    `ids` has the tokens; `branch` is 0 for the beginning of a row, and the number of its question for each other token;
+    `place` is where each token would be if its question were the only one; `is_trained` marks replies; and `frames` has
+    the pictures (screens, height, width, 3).
+    """
     length, beginning = settings.base.row_tokens, questions.beginning
     ids = np.full((len(screens), length), pad_id, np.int32)
     branch, place = np.full((len(screens), length), -1, np.int32), np.zeros((len(screens), length), np.int32)
@@ -186,7 +188,7 @@ def packed(questions: Questions, screens: Sequence[Screen], settings: Settings, 
             is_trained[row, end - reply_length : end] = True
         frames[row] = _scaled(frame, settings)
     parts = {"ids": ids, "branch": branch, "place": place, "is_trained": is_trained, "frames": frames}
-    return ScreenRows(**{name: torch.from_numpy(part) for name, part in parts.items()})
+    return {name: torch.from_numpy(part) for name, part in parts.items()}
 
 
 def _scaled(frame: bytes, settings: Settings) -> npt.NDArray[np.uint8]:
@@ -232,7 +234,7 @@ def _send_rows(pipe: Connection, settings: Settings, checkpoint: Path, seed: int
         while True:
             screens = [next(source) for _ in range(_SCREENS_AT_ONCE)]
             rows = packed(questions, screens, settings, pad_id=int(tokenizer.pad_token_id))
-            pipe.send_bytes(b"".join(getattr(rows, name).numpy().tobytes() for name in ScreenRows.__slots__))
+            pipe.send_bytes(b"".join(rows[name].numpy().tobytes() for name in _COLUMNS))
 
 
 def _read_tokenizer(checkpoint: Path) -> tuple[Any, Any]:
@@ -253,7 +255,7 @@ class RowSource:
             WorkerProcess(_send_rows, settings, checkpoint, seed + index, name=f"screens-{index}")
             for index in range(count)
         ]
-        self._batches: queue.Queue[ScreenRows | Exception] = queue.Queue(maxsize=3)
+        self._batches: queue.Queue[dict[str, torch.Tensor] | Exception] = queue.Queue(maxsize=3)
         self._is_closed = False
         self.pause = threading.Lock()
         """Held to keep the device to oneself: a CUDA graph cannot be captured while another thread copies."""
@@ -272,8 +274,12 @@ class RowSource:
                 self._batches.get_nowait()
         self._thread.join(_LOG_EVERY_S)
 
-    def batch(self) -> ScreenRows:
-        """Return the next batch, on the device. Raises: LearnError: A process ended, or sends nothing."""
+    def batch(self) -> dict[str, torch.Tensor]:
+        """Return the next batch, the columns of `packed`, on the device.
+
+        Raises:
+            LearnError: A process ended, or sends nothing.
+        """
         try:
             found = self._batches.get(timeout=_START_S)
         except queue.Empty:
@@ -284,7 +290,7 @@ class RowSource:
 
     def _collect(self) -> None:
         pipes = {process.pipe: process for process in self._processes}
-        parts: list[ScreenRows] = []
+        parts: list[dict[str, torch.Tensor]] = []
         copying = torch.cuda.Stream() if self._device.type == "cuda" else None
         try:
             while not self._is_closed:
@@ -301,24 +307,23 @@ class RowSource:
             if not self._is_closed:
                 self._batches.put(error)
 
-    def _rows_of(self, data: bytearray) -> ScreenRows:
+    def _rows_of(self, data: bytearray) -> dict[str, torch.Tensor]:
         width, height = self._settings.image_px
         count, length = _SCREENS_AT_ONCE, self._settings.base.row_tokens
         found, start = {}, 0
-        for name in ScreenRows.__slots__:
+        for name, kind in _COLUMNS.items():
             shape = (count, height, width, 3) if name == "frames" else (count, length)
-            kind = {"frames": torch.uint8, "is_trained": torch.bool}.get(name, torch.int32)
             size = int(np.prod(shape)) * kind.itemsize
             found[name] = torch.frombuffer(data, dtype=kind, count=int(np.prod(shape)), offset=start).view(shape)
             start += size
-        return ScreenRows(**found)
+        return found
 
-    def _joined(self, parts: Sequence[ScreenRows]) -> ScreenRows:
+    def _joined(self, parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         count = self._settings.base.screens
-        joined = {name: torch.cat([getattr(part, name) for part in parts])[:count] for name in ScreenRows.__slots__}
+        joined = {name: torch.cat([part[name] for part in parts])[:count] for name in _COLUMNS}
         if self._device.type == "cuda":
             joined = {name: each.pin_memory().to(self._device, non_blocking=True) for name, each in joined.items()}
-        return ScreenRows(**joined)
+        return joined
 
 
 # Training
@@ -422,15 +427,15 @@ def write_untrained(settings: Settings, directory: Path, *, seed: int) -> None:
     write_checkpoint(directory, pieces=pieces, size=SIZES[settings.size], seed=seed)
 
 
-def _loss(policy: Policy, batch: ScreenRows) -> tuple[torch.Tensor, int]:
+def _loss(policy: Policy, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
     """Return the mean loss of the replies' tokens, and the number of replies."""
     if policy.device.type == "cuda":
-        for name in ScreenRows.__slots__:
-            getattr(batch, name).record_stream(torch.cuda.current_stream())
-    ids = batch.ids.long()
-    rows, columns = batch.is_trained.nonzero(as_tuple=True)
+        for column in batch.values():
+            column.record_stream(torch.cuda.current_stream())
+    ids = batch["ids"].long()
+    rows, columns = batch["is_trained"].nonzero(as_tuple=True)
     logits = policy.logits(
-        ids, policy.patches(batch.frames), (rows, columns), branch_BT=batch.branch, place_BT=batch.place.long()
+        ids, policy.patches(batch["frames"]), (rows, columns), branch_BT=batch["branch"], place_BT=batch["place"].long()
     )
     targets = ids[rows, columns]
     count = int((targets == policy.end_id).sum())

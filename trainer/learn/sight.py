@@ -37,7 +37,7 @@ def examine(
 
     Raises:
         LearnError: There is no checkout.
-        SightError: An episode failed.
+        ModelFailed: An episode failed.
     """
     use_slime(slime_home)
     plan = plan_of(agent)

@@ -48,22 +48,19 @@ def image_tensors(processor: Any, images: "Sequence[Image.Image]") -> dict[str, 
     return {"pixel_values": torch.from_numpy(values).view(torch.bfloat16), "image_grid_thw": grids}
 
 
-class _Block:
-    """Memory for tensors."""
+def _new_block(count: int) -> "npt.NDArray[np.int16]":
+    """Return new memory for tensors."""
+    import numpy as np  # noqa: PLC0415
 
-    def __init__(self, count: int) -> None:
-        import numpy as np  # noqa: PLC0415
-
-        if not _is_shared:
-            # numpy asks for huge pages, which saves half the time of filling so large an array.
-            self.values = np.empty(count, np.int16)
-            return
-        fd = os.memfd_create("pictures")
-        os.ftruncate(fd, 2 * count)
-        self.values = np.frombuffer(mmap.mmap(fd, 0), np.int16)
-        address = self.values.ctypes.data
-        _shared[address] = fd
-        weakref.finalize(self, _close, address).atexit = False
+    if not _is_shared:
+        # numpy asks for huge pages, which saves half the time of filling so large an array.
+        return np.empty(count, np.int16)
+    fd = os.memfd_create("pictures")
+    os.ftruncate(fd, 2 * count)
+    block = np.frombuffer(mmap.mmap(fd, 0), np.int16)
+    _shared[block.ctypes.data] = fd
+    weakref.finalize(block, _close, block.ctypes.data).atexit = False
+    return block
 
 
 _is_shared = False
@@ -89,28 +86,27 @@ def _close(address: int) -> None:
 
 
 #: Blocks that no tensor uses, for new tensors: the kernel takes 10 to 33 ms to clear the pages of a picture. A process
-#: keeps as much as its tensors took at one time. Finalizers run anywhere, so only atomic operations of a list are used.
-_free: list[_Block] = []
+#: keeps as much as its tensors took at one time. Finalizers run anywhere, so only atomic operations of a dictionary, by
+#: address, are used.
+_free: "dict[int, npt.NDArray[np.int16]]" = {}
 
 
 def _array(rows: int, columns: int) -> "npt.NDArray[np.int16]":
     """Return an array with any content. Its memory is used again when nothing refers to the array, as tensors do."""
     count, block = rows * columns, None
-    for each in sorted(_free.copy(), key=lambda each: each.values.size):
+    for address, each in sorted(_free.copy().items(), key=lambda item: item[1].size):
         # Another thread may take it first.
-        if count <= each.values.size <= 2 * count and block is None:
-            with suppress(ValueError):
-                _free.remove(each)
-                block = each
+        if count <= each.size <= 2 * count and block is None:
+            block = _free.pop(address, None)
     if block is None:
         # Blocks that do not fit are dropped, so that rows of many sizes do not keep the sum of their memory.
         dropped = 0
-        with suppress(IndexError):
+        with suppress(KeyError):
             while dropped < count:
-                dropped += _free.pop().values.size
-    block = block or _Block(count)
-    values = block.values[:count].reshape(rows, columns)
-    weakref.finalize(values, _free.append, block).atexit = False
+                dropped += _free.popitem()[1].size
+        block = _new_block(count)
+    values = block[:count].reshape(rows, columns)
+    weakref.finalize(values, _free.__setitem__, block.ctypes.data, block).atexit = False
     return values
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.agent.loop import play_episode
+from trainer.agent.types import ModelFailed
 from trainer.sight.check import Episode, Patches, Report, compare, given_pictures, turns_of_row
 from trainer.sight.episode import PictureEpisode, plan_of, settings_of, tokens_of
 from trainer.slime.play.rollout import Resources, Rollout
@@ -22,14 +23,10 @@ from trainer.slime.slime_compat import Sample, generate_state
 logger = logging.getLogger(__name__)
 
 
-class SightError(Exception):
-    """The check found a fault, or an episode of it failed."""
-
-
 async def play_pictures(
     args: Any, sample: Sample, sampling_params: Mapping[str, Any], number: int, *, here: Resources
 ) -> list[Sample]:
-    """Play an episode of the plan; return its rows. Raises: SightError: It failed."""
+    """Play an episode of the plan; return its rows. Raises: ModelFailed: It failed."""
     reset_sample(sample)
     own = {"agent": settings_of(here.config.agent), "replay": None, "pad_rows_to": 1}
     shared = replace(here, config=here.config.model_copy(update=own), pool=None)
@@ -42,7 +39,7 @@ async def play_pictures(
     rows = flatten([await rollout.result_of(trajectory)])
     for row in rows:
         if is_void(row):
-            raise SightError(f"the check's episode {number} failed: {facts_of(row)}")
+            raise ModelFailed(f"the check's episode {number} failed: {facts_of(row)}")
     return rows
 
 

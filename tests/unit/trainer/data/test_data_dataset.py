@@ -69,7 +69,7 @@ def joined(*sources: tuple[str, ReadResult], share: float = 0.0) -> Dataset:
 def test_of_duplicates_which_may_differ_in_masks_the_one_of_the_better_source_is_kept() -> None:
     masked = masks_of(trajectory_of("a_chunk3"), 0, 0)
     dataset = joined(source("good", trajectory_of("a")), source("bad", masked, trajectory_of("b")))
-    assert [(item.trajectory.task_id, item.source) for item in dataset.items] == [("a", "good"), ("b", "bad")]
+    assert [(item.task_id, item.metadata["source"]) for item in dataset.items] == [("a", "good"), ("b", "bad")]
     assert statistics(dataset)["dropped"] == {"good": {}, "bad": {"duplicate": 1}}
 
 
@@ -89,7 +89,7 @@ def test_the_choice_between_duplicates_does_not_depend_on_the_order_of_lines() -
 )
 def test_unusable_trajectories_are_dropped_and_counted(broken: StoredTrajectory, reason: str) -> None:
     dataset = joined(source("one", broken, trajectory_of("b")))
-    assert [item.trajectory.task_id for item in dataset.items] == ["b"]
+    assert [item.task_id for item in dataset.items] == ["b"]
     assert dataset.dropped["one"][reason] == 1
 
 
@@ -103,7 +103,7 @@ def test_each_platform_is_a_part() -> None:
             trajectory_of("d", os=""),
         )
     )
-    assert {item.trajectory.task_id: item.platform for item in dataset.items} == {
+    assert {item.task_id: item.metadata["os"] for item in dataset.items} == {
         "a": "linux",
         "b": "windows",
         "c": "linux",
@@ -133,7 +133,7 @@ def many() -> list[StoredTrajectory]:
 def test_no_task_is_in_both_splits_and_every_level_is_in_both() -> None:
     dataset = joined(source("one", *many()), share=0.2)
     bases = {
-        name: {item.trajectory.base_id for item in dataset.items if item.split == name}
+        name: {item.base_id for item in dataset.items if item.metadata["split"] == name}
         for name in ("train", "held_out")
     }
     assert bases["train"].isdisjoint(bases["held_out"])
@@ -213,8 +213,8 @@ def test_parts_and_placeholders_are_equivalent() -> None:
         images=(PICTURE,),
     )
     transcript = transcript_of(parts)
-    assert [turn.content for turn in transcript.messages] == ["<image>Do it.", "<image>"]
-    assert transcript.images == [uri, uri]
+    assert [turn["content"] for turn in transcript.messages] == ["<image>Do it.", "<image>"]
+    assert transcript.images == (uri, uri)
 
 
 @pytest.mark.parametrize(

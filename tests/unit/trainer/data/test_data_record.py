@@ -17,6 +17,7 @@ from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message, ModelFailed
 from trainer.data.oracles import Oracle, read_oracles
 from trainer.data.record import OracleConversation
+from trainer.data.transcripts import is_trained
 
 SCREEN = (1280, 800)
 
@@ -37,7 +38,7 @@ def conversation_of(
 
 def trained_of(conversation: OracleConversation) -> set[int]:
     (context,) = conversation.contexts
-    return {index for index, message in enumerate(context.messages) if message.trained}
+    return {index for index, message in enumerate(context.messages) if is_trained(message)}
 
 
 async def replies_of(conversation: OracleConversation, shades: Sequence[int]) -> list[str]:

@@ -70,13 +70,8 @@ async def test_other_attempts_have_a_clean_world() -> None:
 
 def test_one_model_is_compared_with_itself() -> None:
     clean, perturbed = _candidates(RunConfig(endpoint="http://127.0.0.1:9/v1", perturb=True))
-    assert (clean.label, clean.is_perturbed, perturbed.label, perturbed.is_perturbed) == (
-        "clean",
-        False,
-        "perturbed",
-        True,
-    )
-    assert clean.url == perturbed.url
+    assert (clean.label, clean.perturb, perturbed.label, perturbed.perturb) == ("clean", False, "perturbed", True)
+    assert clean.endpoint == perturbed.endpoint
 
 
 @pytest.mark.parametrize("fields", [{}, {"before": "http://x/v1", "after": "http://y/v1"}])
