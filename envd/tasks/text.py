@@ -54,7 +54,7 @@ class ScoreResult:
     """A value in [0, 1]."""
     checks: tuple[CheckResult, ...]
     timings_ms: dict[str, float] = field(default_factory=dict)
-    """By phase; `envd.episodes` measures them, and adds the digest."""
+    """Milliseconds of each phase; `envd.episodes` measures them and sets the digest."""
     basis_digest: str = ""
     """Digest of what the score depends on, see `envd.tasks.basis`."""
     cached: bool = False
