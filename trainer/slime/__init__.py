@@ -24,12 +24,12 @@ hooks.generate                              slime's call
     Workers.play_sample                     with worker processes, the next line happens in one
     Job.play_here                           a time limit; any error makes the sample void
       Rollout.play_attempts                 until slime aborts it
-        attempts.play_task                   each attempt on a machine of its own
+        attempts.play_task                  each attempt on a machine of its own
           Rollout.reset                     opens an episode: where an aborted sample continues, or
             GroupMember.reset               Groups.member ──► AsyncEnvClient.open_group ──► Reset
             TreeMember.reset                Tree.member: waits for a branch of another member
           Rollout.play_episode              from the start, a branch point, or where it was interrupted
-            loop.play_episode                turns, and then AsyncEpisode.evaluate ──► Evaluate
+            loop.play_episode               turns, and then AsyncEpisode.evaluate ──► Evaluate
               _PlayedEpisode.play_turns     until the episode or its limit ends
                 _PlayedEpisode._play_turn   TokenConversation.generate ──► SlimeEngine.sample ──► SGLang's /generate
                                             _act ──► AsyncEpisode.step ──► Step
