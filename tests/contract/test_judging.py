@@ -428,3 +428,48 @@ async def test_every_kind_of_guest_data_can_be_sent_to_a_worker(judges: JudgeWor
     assert (await judges(judge_data, found(b'{"x": 1}'), json_value)).score == 1.0
     image = ImageLike(kind="image_like", path="/a", guest_path="/b")
     assert (await judges(judge_image, found(png()), found(png()), image)).score == 1.0
+
+
+#: Forks into a group of the hierarchy that the argument names, with and without clone3(2), and prints the groups of both
+#: children: the first before it enters.
+FORKS_INTO_A_GROUP = """
+import os, sys
+from envd.base.sandbox import cgroup
+
+class Uncontrolled(cgroup.ControlGroup):
+    # Hosts that use version 1 have no controllers in version 2.
+    def _write(self, file, text):
+        pass
+
+def child_of(group, enters):
+    if group.fork() == 0:
+        if enters:
+            group.enter()
+        print(open("/proc/self/cgroup").read().splitlines()[-1], flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+    group.remove()
+
+hierarchy = cgroup.Hierarchy(sys.argv[1], "memory.max")
+child_of(Uncontrolled(hierarchy, memory_bytes=1 << 30, cpus=1), enters=False)
+cgroup._fork_into = lambda group: -1
+child_of(Uncontrolled(hierarchy, memory_bytes=1 << 30, cpus=1), enters=True)
+print(os.listdir(sys.argv[1]))
+"""
+
+
+def version_2() -> str:
+    """Return where control groups of version 2 are and can be created; empty if nowhere."""
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text(encoding="ascii").splitlines()]
+    return next((line[4] for line in mounts if "cgroup2" in line and os.access(line[4], os.W_OK)), "")
+
+
+@pytest.mark.skipif(not version_2(), reason="needs control groups of version 2")
+async def test_a_child_is_created_in_its_group_or_enters_it() -> None:
+    program = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", FORKS_INTO_A_GROUP, version_2(), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    first, second, names = (await program.communicate())[0].decode().splitlines()
+    for line in (first, second):
+        assert line.endswith(f"/envd-evaluation-{program.pid}")
+    assert f"envd-evaluation-{program.pid}" not in names

@@ -212,7 +212,9 @@ def _supervise(supervise: Supervise, channel: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def run_in_child(channel: socket.socket, time_s: float | None, work: Callable[[int], None]) -> str:
+def run_in_child(
+    channel: socket.socket, time_s: float | None, work: Callable[[int], None], *, fork: Callable[[], int] = os.fork
+) -> str:
     """Run a job's code in a child, until it ends, its time is up or its socket is closed; return what ended it.
 
     Call it after `enclosure.separate`: the child is then process 1 of a namespace, and all processes of the job end
@@ -220,10 +222,11 @@ def run_in_child(channel: socket.socket, time_s: float | None, work: Callable[[i
 
     Args:
         work: Takes the `alive` of `enclosure.enclose`. Its exceptions are the job's failure.
+        fork: Makes the child.
     """
     # The read end becomes readable (end of file) once this process is gone.
     alive, held = os.pipe()
-    runner = os.fork()
+    runner = fork()
     if runner == 0:
         status = 1
         try:

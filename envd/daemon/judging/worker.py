@@ -68,7 +68,7 @@ def prepare(memory_mib: int, cpu_s: int, visible: list[str]) -> tuple[Mapping[st
         try:
             if not problem:
                 enclosure.separate(number)
-            return fork_server.run_in_child(channel, None, judge)
+            return fork_server.run_in_child(channel, None, judge, fork=group.fork if group else os.fork)
         finally:
             if group:
                 group.remove()

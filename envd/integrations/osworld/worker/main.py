@@ -54,7 +54,7 @@ def _prepare(visible: list[str]) -> tuple[Mapping[str, object], fork_server.Supe
             enclosure.separate(number)
             with socket.create_server(("127.0.0.1", GUEST_PORT)) as listener:
                 socket.send_fds(channel, [_line({"port": GUEST_PORT})], [listener.fileno()])
-            return fork_server.run_in_child(channel, job["timeout_s"], run)
+            return fork_server.run_in_child(channel, job["timeout_s"], run, fork=group.fork if group else os.fork)
         finally:
             if group:
                 group.remove()
