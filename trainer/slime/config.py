@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cuaenv.problems import did_you_mean
 from trainer.agent.training import GroupConfig
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.data.curriculum import ALL, curriculum_of
 from trainer.replay.pool import PoolSettings
 
@@ -143,8 +143,8 @@ class SlimeConfig(GroupConfig):
 
 
 def envd_of(args: Any) -> Mapping[str, Any]:
-    """Return the mapping `envd:` in slime's args. Raises: ConfigError: There is none."""
+    """Return the mapping `envd:` in slime's args. Raises: InputError: There is none."""
     mapping = getattr(args, "envd", None)
     if not isinstance(mapping, Mapping):
-        raise ConfigError("--custom-config-path: no mapping `envd:`; name a YAML file that has one")
+        raise InputError("--custom-config-path: no mapping `envd:`; name a YAML file that has one")
     return mapping

@@ -74,7 +74,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     to the loop that runs them.
 
     Raises:
-        ConfigError: The configuration is invalid, or no row of a data file can be played; no episode was opened.
+        InputError: The configuration is invalid, or no row of a data file can be played; no episode was opened.
         Halted: The run cannot go well: see `envd.halt`, `envd.max_lost_groups` and `envd.daemon_timeout_s`.
     """
     return await job_of(args).play_sample(args, sample, sampling_params, evaluation=evaluation)
@@ -166,7 +166,7 @@ def data_source(args: Any) -> Any:
     It saves and resumes pool and aborted samples, and passes over tasks as `envd.curriculum` says.
 
     Raises:
-        ConfigError: A data file has rows that slime cannot read, or none that can be played.
+        InputError: A data file has rows that slime cannot read, or none that can be played.
     """
     job = job_of(args)
     # Before slime reads them: its own errors do not name the row.
