@@ -85,7 +85,7 @@ class SlimeConfig(GroupConfig):
     """The run halts if no daemon answers for this time."""
     picture_dir: str = ""
     """Directory that this process and all engines read at the same path, such as one in /dev/shm if they share a host:
-    requests name the files of pictures, see `trainer.slime.play.engine`. Empty: requests carry a row's pictures."""
+    requests name the files of pictures, see `trainer.tokens.picture_files`. Empty: requests carry a row's pictures."""
     record_dir: str = ""
     """Directory of the files that `trainer.slime.hooks.record_sample` writes; empty for none."""
     sight: Literal["off", "warn", "refuse"] = "off"

@@ -22,7 +22,7 @@ from trainer.replay.pool import ReplayPool
 from trainer.slime import checks, slime_compat
 from trainer.slime.config import Halted, SlimeConfig, envd_of
 from trainer.slime.monitor import RunMonitor
-from trainer.slime.play.engine import PictureFiles, SlimeEngine, engine_url
+from trainer.slime.play.engine import SlimeEngine, engine_url
 from trainer.slime.play.replay import load_files
 from trainer.slime.play.rollout import DaemonWatch, Resources, Rollout
 from trainer.slime.play.samples import facts_of, is_void, reset_sample, task_of, void_result
@@ -30,6 +30,7 @@ from trainer.slime.play.sight import sight_problem
 from trainer.slime.play.workers import WorkerLost, Workers
 from trainer.slime.slime_compat import Sample
 from trainer.tokens.engine_client import EngineClient
+from trainer.tokens.picture_files import PictureFiles
 
 logger = logging.getLogger(__name__)
 
