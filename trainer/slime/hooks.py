@@ -6,7 +6,7 @@ Hooks of users find here what ours know of a sample: `is_void`, `facts_of`, `fla
 import asyncio
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -387,9 +387,9 @@ def fill_conversation(sample: Sample, chat: Chat, masks: Any) -> None:
     """Fill a sample with the tokens, masks and image tensors of its conversation. Raises: InputError, ModelFailed."""
     images = (sample.multimodal_inputs or {}).get("images") or []
     ids, mask = masks.get_loss_mask(sample.prompt, tools=(sample.metadata or {}).get("tools"))
-    counts = [chat.image_token_count(image.width, image.height) for image in images]
-    pairs = list(expanded(ids, mask, image_id=chat.image_id, counts=counts))
-    tokens, loss_mask = [token for token, _ in pairs], [one for _, one in pairs]
+    repeats = chat.repeats(ids, images)
+    tokens = [token for token, count in zip(ids, repeats, strict=True) for _ in range(count)]
+    loss_mask = [one for one, count in zip(mask, repeats, strict=True) for _ in range(count)]
     if 1 not in loss_mask or loss_mask[0] == 1:
         raise InputError("no turn is trained, or the first trained turn has no prompt")
     sample.tokens = tokens
@@ -397,18 +397,3 @@ def fill_conversation(sample: Sample, chat: Chat, masks: Any) -> None:
     sample.response_length = len(sample.loss_mask)
     sample.reward = 0.0
     sample.multimodal_train_inputs = chat.tensors([image.convert("RGB") for image in images], tokens)
-
-
-def expanded(
-    ids: Sequence[int], mask: Sequence[int], *, image_id: int | None, counts: Sequence[int]
-) -> Iterator[tuple[int, int]]:
-    """Yield ids with their masks, repeating each image's placeholder once per image token.
-
-    Raises:
-        InputError: The numbers of placeholders and images differ.
-    """
-    if ids.count(image_id) != len(counts):
-        raise InputError(f"the chat template made {ids.count(image_id)} placeholders for {len(counts)} images")
-    remaining = iter(counts)
-    for token, one in zip(ids, mask, strict=True):
-        yield from [(token, one)] * (next(remaining) if token == image_id else 1)
