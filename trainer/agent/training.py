@@ -71,7 +71,9 @@ class TrainingConfig(BaseModel):
         """
         task = row.get(self.task_key) or more.get(self.task_key)
         if not isinstance(task, str) or not task:
-            raise InputError(f"data set row: no {self.task_key} (envd.task_key); it has {', '.join(row)}")
+            raise InputError(
+                f"no task id; add {self.task_key} (envd.task_key) to the row of the data set, or its metadata"
+            )
         return start_of({**more, **row}, task)
 
     @property

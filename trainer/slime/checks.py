@@ -18,7 +18,7 @@ from PIL import Image
 
 from cuaenv.client import AsyncEnvClient, Checkpoint, EnvError, Pool, Task
 from cuaenv.problems import did_you_mean
-from trainer.agent.starts import start_of, task_id_of
+from trainer.agent.starts import task_id_of
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed
 from trainer.config import InputError
 from trainer.data.curriculum import ALL
@@ -205,15 +205,12 @@ def row_unit(args: Any) -> int:
 # Data files
 
 
-def start_of_row(metadata: object, label: object, task_key: str) -> str | Checkpoint:
+def start_of_row(metadata: object, label: object, config: SlimeConfig) -> str | Checkpoint:
     """Return where the samples of a row start. Raises: InputError: The row cannot be played."""
+    key = config.task_key
     if metadata is not None and not isinstance(metadata, Mapping):
-        raise InputError(f"metadata is a {type(metadata).__name__}; write an object with {task_key} (envd.task_key)")
-    columns = metadata or {}
-    task = columns.get(task_key) or label
-    if not isinstance(task, str) or not task:
-        raise InputError(f"no task id; add {task_key} (envd.task_key) to the metadata of the data set")
-    return start_of(columns, task)
+        raise InputError(f"metadata is a {type(metadata).__name__}; write an object with {key} (envd.task_key)")
+    return config.start_of_row(metadata or {}, {key: label})
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +291,7 @@ def _problems(file: DataFile, config: SlimeConfig, tasks: Mapping[str, Task]) ->
     for number, row in _rows(file):
         count += 1
         try:
-            start = start_of_row(row.get(file.metadata_key), row.get(file.label_key), config.task_key)
+            start = start_of_row(row.get(file.metadata_key), row.get(file.label_key), config)
         except InputError as error:
             malformed_count += 1
             problems.append(f"row {number}: {error}")

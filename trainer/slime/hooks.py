@@ -83,7 +83,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 async def play_sight(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:  # noqa: ARG001 -- slime passes it
     """Play the episode that a sample's task `sight/NUMBER` names, for the generate function of `trainer sight`."""
     job = job_of(args)
-    start = checks.start_of_row(sample.metadata, sample.label, job.config.task_key)
+    start = checks.start_of_row(sample.metadata, sample.label, job.config)
     number = int(task_id_of(start).rpartition("/")[2])
     return await play_pictures(args, sample, sampling_params, number, here=job.here())
 

@@ -157,7 +157,7 @@ class Job:
     def _start_of(self, sample: Sample) -> tuple[str | Checkpoint, str]:
         """Return where a sample starts, and why its row cannot be played; its metadata is a dictionary then."""
         try:
-            return checks.start_of_row(sample.metadata, sample.label, self.config.task_key), ""
+            return checks.start_of_row(sample.metadata, sample.label, self.config), ""
         except InputError as error:
             sample.metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
             return "", str(error)
