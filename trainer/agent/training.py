@@ -71,8 +71,9 @@ class TrainingConfig(BaseModel):
         """
         task = row.get(self.task_key) or more.get(self.task_key)
         if not isinstance(task, str) or not task:
+            found = ", ".join(row) or "no columns"
             raise InputError(
-                f"no task id; add {self.task_key} (envd.task_key) to the row of the data set, or its metadata"
+                f"no task id; add {self.task_key} (envd.task_key) to the row or its metadata; it has {found}"
             )
         return start_of({**more, **row}, task)
 

@@ -254,7 +254,7 @@ async def test_a_cancelled_prompt_leaves_no_machine(make: Callable[..., Rollout]
 async def test_a_mistake_is_reported_and_opens_nothing(
     make: Callable[..., Rollout], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for row, message in (({"task_id": "fake/none"}, "fake/none"), ({"task_id": ""}, "no task_id")):
+    for row, message in (({"task_id": "fake/none"}, "fake/none"), ({"task_id": ""}, "no task id")):
         rollout = make(Engine())
         await rollout.start("seven", count=1, **row)
         assert await rollout.finish("seven") == ("failure", {})

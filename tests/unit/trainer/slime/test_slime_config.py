@@ -252,5 +252,5 @@ def test_a_row_starts_at_its_task_which_other_columns_may_name() -> None:
     config = SlimeConfig.from_mapping({"hosts": ["h:1"], "task_key": "name"})
     assert config.start_of_row({"name": "a/b"}, {"name": "a/c"}) == "a/b"
     assert config.start_of_row({"prompt": ""}, {"name": "a/c"}) == "a/c"
-    with pytest.raises(InputError, match=r"no task id; add name \(envd.task_key\)"):
+    with pytest.raises(InputError, match=r"no task id; add name \(envd.task_key\) .*; it has prompt"):
         config.start_of_row({"prompt": ""}, {})
