@@ -36,7 +36,7 @@ BUDGETS = {
     "trainer/replay": 630,
     "trainer/rewards": 600,
     "trainer/sight": 650,
-    "trainer/slime": 3250,
+    "trainer/slime": 3220,
     "trainer/tokens": 1060,
     "proto/cuaenv": 7790,
 }

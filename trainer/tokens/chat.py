@@ -114,12 +114,12 @@ class Chat:
         """Return how often each id of a prompt occurs for training: placeholders once per token of their image.
 
         Raises:
-            ModelFailed: The numbers of placeholders and images differ.
+            ModelFailed: The model is text-only, or the numbers of placeholders and images differ.
         """
+        counts = iter([self.image_token_count(image.width, image.height) for image in images])
         placeholder_count = sum(token_id == self.image_id for token_id in token_ids)
         if placeholder_count != len(images):
             raise ModelFailed(f"the chat template made {placeholder_count} placeholders for {len(images)} images")
-        counts = iter([self.image_token_count(image.width, image.height) for image in images])
         return [next(counts) if token_id == self.image_id else 1 for token_id in token_ids]
 
     def tensors(self, images: "Sequence[Image.Image]", train_ids: Sequence[int]) -> dict[str, Any] | None:
