@@ -176,3 +176,52 @@ def test_the_stage_runs_resumes_and_starts_the_demonstrations(tmp_path: Path) ->
     assert "cloning will start from" in cloned.stderr
     cloned = learn("clone")
     assert cloned.returncode == 0, cloned.stderr[-3000:]
+
+
+STEP_OF_TWO = """
+import sys, torch
+from trainer.learn.base import _agreed, _process_group
+from trainer.learn.states import train_step
+
+with _process_group("cpu") as (_, rank):
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    loss = model(torch.tensor([[1.0, 0.0]] if rank else [[0.0, 1.0]])).sum() * (1 + rank) / 10
+    norm = train_step(model, torch.optim.SGD(model.parameters()), loss, learning_rate=1.0, what="a step")
+    agreed = _agreed(5.0 + rank, 3 + rank, torch.device("cpu"))
+    with open(f"{sys.argv[1]}/{rank}", "w") as file:
+        print([round(value, 4) for value in [norm, *model.weight[0].tolist(), *agreed]], file=file)
+"""
+
+
+def by_two(directory: Path, *command: str) -> "subprocess.CompletedProcess[str]":
+    """Run a program twice, as torchrun does on a host with two GPUs."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=environment, cwd=directory, check=False
+    )
+
+
+def test_processes_of_torchrun_take_the_mean_step(tmp_path: Path) -> None:
+    (tmp_path / "step.py").write_text(STEP_OF_TWO)
+    done = by_two(tmp_path, "step.py", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads((tmp_path / name).read_text()) for name in "01"]
+    # Gradients (0, 0.1) and (0.2, 0); the seconds of rank 0, the sum of the counts.
+    assert found == [[0.1118, 0.9, 0.95, 5.0, 7]] * 2
+
+
+@pytest.mark.long
+def test_two_processes_of_torchrun_train_one_base(tmp_path: Path) -> None:
+    words = ("trainer", "learn", "base", "--smoke", "--run", str(tmp_path / "run"))
+    done = by_two(tmp_path, "--module", "--", *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    base = tmp_path / "run" / "base"
+    probes = json.loads((base / "probes.json").read_text())
+    logged = [json.loads(line) for line in (base / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in logged if line["stage"] == "base"]
+    # One of them logs.
+    assert (steps[-1], len(set(steps))) == (6, len(steps))
+    assert probes["step"] == 6
+    assert (base / "model" / "packed.safetensors").is_file()

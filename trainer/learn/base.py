@@ -22,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed
 from PIL import Image
 
 from cuaenv.agent_text.values import ParseError
@@ -249,7 +250,7 @@ class RowSource:
 
     def __init__(self, settings: Settings, checkpoint: Path, device: torch.device, *, seed: int) -> None:
         """Start the processes."""
-        count = settings.base.processes or max(1, len(os.sched_getaffinity(0)) // 2)
+        count = settings.base.processes or max(1, len(os.sched_getaffinity(0)) // 2 // _world())
         self._settings, self._device = settings, device
         self._processes = [
             WorkerProcess(_send_rows, settings, checkpoint, seed + index, name=f"screens-{index}")
@@ -291,7 +292,7 @@ class RowSource:
     def _collect(self) -> None:
         pipes = {process.pipe: process for process in self._processes}
         parts: list[dict[str, torch.Tensor]] = []
-        copying = torch.cuda.Stream() if self._device.type == "cuda" else None
+        copying = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         try:
             while not self._is_closed:
                 for pipe in wait([*pipes], timeout=1.0):
@@ -329,10 +330,42 @@ class RowSource:
 # Training
 
 
-def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, resume: bool) -> Policy:
+def _world() -> int:
+    """Return the number of training processes that torchrun started, each for a GPU of its own; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def _process_group(device: str) -> Iterator[tuple[str, int]]:
+    """Yield this process's device, and its rank among those that torchrun started, which take each step together."""
+    if _world() == 1:
+        yield device, 0
+        return
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield device, torch.distributed.get_rank()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _agreed(seconds: float, count: int, device: torch.device) -> tuple[float, int]:
+    """Return the seconds of the process of rank 0, and the sum of all processes' counts."""
+    if not torch.distributed.is_initialized():
+        return seconds, count
+    own_s = seconds if torch.distributed.get_rank() == 0 else 0.0
+    both = torch.tensor([own_s, count], dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(both)
+    return float(both[0]), int(both[1])
+
+
+def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, resume: bool) -> None:
     """Train from random weights, or from the last saved step; write the weights to `directory/model`.
 
-    `directory/probes.json` has the results of the probes. An interruption (SIGINT, SIGTERM) saves the state.
+    `directory/probes.json` has the results of the probes. An interruption (SIGINT, SIGTERM) saves the state. Of several
+    processes of torchrun, that of rank 0 logs, probes and saves.
 
     Raises:
         LearnError: The state belongs to other settings, or screens cannot be drawn.
@@ -340,36 +373,40 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
     options = settings.base
     torch.manual_seed(seed)
     untrained = directory / "untrained"
-    state = load_state(directory, settings, stage="base", resume=resume)
-    if state is None or not untrained.exists():
-        write_untrained(settings, untrained, seed=seed)
-    policy = Policy(untrained, device=settings.torch_device, image_px=settings.image_px)
-    optimizer = make_optimizer(policy.model, learning_rate=options.learning_rate)
-    done, before_s, samples = 0, 0.0, 0
-    if state is not None:
-        policy.model.load_state_dict(state.model)
-        optimizer.load_state_dict(state.optimizer)
-        done, before_s, samples = state.done, float(state.more["seconds"]), int(state.more["samples"])
-    if options.is_compiled:
-        policy.compile()
-    questions = Questions(settings, policy.tokenizer, policy.processor)
     with ExitStack() as running:
-        # Other screens than before an interruption.
-        first_seed = (seed * 1000 + done) * 1000
+        device, rank = running.enter_context(_process_group(settings.torch_device))
+        state = load_state(directory, settings, stage="base", resume=resume)
+        if rank == 0 and (state is None or not untrained.exists()):
+            write_untrained(settings, untrained, seed=seed)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        policy = Policy(untrained, device=device, image_px=settings.image_px)
+        optimizer = make_optimizer(policy.model, learning_rate=options.learning_rate)
+        done, before_s, samples = 0, 0.0, 0
+        if state is not None:
+            policy.model.load_state_dict(state.model)
+            optimizer.load_state_dict(state.optimizer)
+            done, before_s, samples = state.done, float(state.more["seconds"]), int(state.more["samples"])
+        if options.is_compiled:
+            policy.compile()
+        questions = Questions(settings, policy.tokenizer, policy.processor)
+        # Other screens than before an interruption, and than another process's.
+        first_seed = ((seed * 1000 + done) * 100 + rank) * 1000
         source = running.enter_context(RowSource(settings, untrained, policy.device, seed=first_seed))
         threads = running.enter_context(ThreadPoolExecutor())
-        probes = {name: threads.submit(_probe_set, settings, 0, *words) for name, words in _PROBES.items()}
+        probes = {name: threads.submit(_probe_set, settings, 0, *words) for name, words in _PROBES.items() if rank == 0}
         started_s = time.monotonic()
         last = dict.fromkeys(("log", "probe", "save"), started_s)
-        logged = (done, samples, started_s)
+        logged, trained_s = (done, samples, started_s), before_s
 
         def seconds() -> float:
             return before_s + time.monotonic() - started_s
 
         def save() -> None:
-            more = {"seconds": seconds(), "samples": samples}
-            save_state(directory, RunState.of(policy.model, optimizer, settings, stage="base", done=done, **more))
-            pack_checkpoint(untrained, policy.model.state_dict(), directory / "model")
+            if rank == 0:
+                more = {"seconds": seconds(), "samples": samples}
+                save_state(directory, RunState.of(policy.model, optimizer, settings, stage="base", done=done, **more))
+                pack_checkpoint(untrained, policy.model.state_dict(), directory / "model")
 
         def probe(limit: int) -> dict[str, float]:
             sets = {name: screens.result() for name, screens in probes.items()}
@@ -378,16 +415,19 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
             return _written(directory, {"step": done, "samples": samples, "train_s": seconds()}, results)
 
         try:
-            while done < options.steps and (not options.seconds or seconds() < options.seconds):
+            while done < options.steps and (not options.seconds or trained_s < options.seconds):
                 waited_s = time.monotonic()
                 batch = source.batch()
                 waited_s = time.monotonic() - waited_s
-                along = max(done / options.steps, seconds() / options.seconds if options.seconds else 0.0)
+                along = max(done / options.steps, trained_s / options.seconds if options.seconds else 0.0)
                 rate = cosine(done, along, peak=options.learning_rate, warmup=options.warmup_steps)
                 loss, count = _loss(policy, batch)
                 norm = train_step(policy.model, optimizer, loss, learning_rate=rate, what=f"base step {done}")
+                trained_s, count = _agreed(seconds(), count, policy.device)
                 done, samples = done + 1, samples + count
                 now_s = time.monotonic()
+                if rank:
+                    continue
                 if now_s - last["log"] > _LOG_EVERY_S or done == options.steps:
                     speed = (samples - logged[1]) / (now_s - logged[2])
                     values = {"loss": float(loss.detach()), "grad_norm": norm, "learning_rate": rate}
@@ -407,10 +447,10 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
             save()
             raise
         save()
-        # The weights that are kept have 8 bits.
-        policy.model.load_state_dict(read_packed(directory / "model"))
-        log.write("probe", done, probe(options.probe_questions))
-    return policy
+        if rank == 0:
+            # The weights that are kept have 8 bits.
+            policy.model.load_state_dict(read_packed(directory / "model"))
+            log.write("probe", done, probe(options.probe_questions))
 
 
 def write_untrained(settings: Settings, directory: Path, *, seed: int) -> None:

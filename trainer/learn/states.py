@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed
 
 from trainer.learn import LearnError
 from trainer.learn.settings import Settings, fingerprint
@@ -36,13 +37,15 @@ def cosine(step: int, along: float, *, peak: float, warmup: int) -> float:
 def train_step(
     model: Any, optimizer: torch.optim.Optimizer, loss: torch.Tensor | None, *, learning_rate: float, what: str
 ) -> float:
-    """Make one optimiser step and return the norm of the gradient.
+    """Make one optimiser step and return the norm of the gradient, which is the mean of all processes of a group.
 
     Raises:
         LearnError: Loss or gradient is not finite; the weights are unchanged.
     """
     if loss is not None:
         loss.backward()
+    if torch.distributed.is_initialized():
+        _average([each.grad for each in model.parameters() if each.grad is not None])
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM))
     if not math.isfinite(norm):
         raise LearnError(f"{what}: the gradient is not finite; resume from the last checkpoint with a lower rate")
@@ -51,6 +54,15 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def _average(gradients: list[torch.Tensor]) -> None:
+    """Replace gradients by the mean of all processes, sent as one."""
+    flat = torch.cat([each.flatten() for each in gradients])
+    torch.distributed.all_reduce(flat)
+    flat /= torch.distributed.get_world_size()
+    for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
