@@ -26,14 +26,13 @@ _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 class InputError(ValueError):
-    """What the user named or wrote, such as a file or a choice of tasks, cannot be used; the message has the remedy."""
+    """What the user named or wrote, such as a setting, a file or a choice of tasks, cannot be used.
+
+    The message names it and the remedy. An invalid configuration is refused before the first episode.
+    """
 
 
-class ConfigError(InputError):
-    """The configuration is invalid; the message names the key and the remedy. Raised before the first episode."""
-
-
-class ExtensionError(ConfigError):
+class ExtensionError(InputError):
     """Own code that a setting names broke its contract; the message names the setting, the code and the remedy."""
 
 
@@ -45,17 +44,17 @@ def parse(kind: type[T], mapping: Mapping[str, object], *, path: str = "") -> T:
         mapping: Missing keys have their defaults.
 
     Raises:
-        ConfigError: A key is unknown or missing, or a value is invalid.
+        InputError: A key is unknown or missing, or a value is invalid.
     """
     try:
         # In JSON, strict mode accepts lists for tuples and strings for paths.
         return TypeAdapter(kind).validate_json(json_of(mapping))
     except ValidationError as error:
-        raise ConfigError(_message(kind, error, path)) from error
+        raise InputError(_message(kind, error, path)) from error
 
 
 def json_of(mapping: Mapping[str, object]) -> str:
-    """Return a mapping as canonical JSON; paths are texts. Raises: ConfigError: A value is a date, a set or another."""
+    """Return a mapping as canonical JSON; paths are texts. Raises: InputError: A value is a date, a set or another."""
     return json.dumps(mapping, sort_keys=True, default=_plain)
 
 
@@ -63,7 +62,7 @@ def _plain(value: object) -> str:
     if isinstance(value, PurePath):
         return str(value)
     # YAML reads 2026-11-28 as a date, and `!!set` as a set.
-    raise ConfigError(f"{value} is a {type(value).__name__}, which no key takes; write a text in quotes")
+    raise InputError(f"{value} is a {type(value).__name__}, which no key takes; write a text in quotes")
 
 
 def _message(kind: type, error: ValidationError, path: str) -> str:
@@ -102,22 +101,22 @@ def named(field: str, text: str, known: Mapping[str, T]) -> T | Any:
         known: Ours, by name.
 
     Raises:
-        ConfigError: The name is unknown, or cannot be imported.
+        InputError: The name is unknown, or cannot be imported.
     """
     if text in known:
         return known[text]
     module, colon, name = text.partition(":")
     if not colon:
         hint = did_you_mean(text, known) or f"; choose one of {', '.join(known)}, or your own as module:NAME"
-        raise ConfigError(f"unknown {field} {text!r}{hint}")
+        raise InputError(f"unknown {field} {text!r}{hint}")
     try:
         found: Any = import_module(module)
     except Exception as error:
         # Code of the module runs, so it can raise anything.
-        raise ConfigError(f"{field} {text}: importing {module} failed: {type(error).__name__}: {error}") from error
+        raise InputError(f"{field} {text}: importing {module} failed: {type(error).__name__}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{field} {text}: {module} has no {name}{did_you_mean(part, dir(found))}")
+            raise InputError(f"{field} {text}: {module} has no {name}{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
     return found
 
@@ -128,13 +127,13 @@ def is_own(text: str) -> bool:
 
 
 def require_call(field: str, text: str, function: object, *given: object, **options: object) -> None:
-    """Check that a function or class takes these arguments. Raises: ConfigError."""
+    """Check that a function or class takes these arguments. Raises: InputError."""
     if not callable(function):
-        raise ConfigError(f"{field} {text}: is a {type(function).__name__}; name a class or a function")
+        raise InputError(f"{field} {text}: is a {type(function).__name__}; name a class or a function")
     try:
         inspect.signature(function).bind(*given, **options)
     except TypeError as error:
-        raise ConfigError(f"{field} {text}: it cannot be called as documented: {error}") from error
+        raise InputError(f"{field} {text}: it cannot be called as documented: {error}") from error
     except ValueError:
         # Some functions in C have no signature; calling them finds out.
         return

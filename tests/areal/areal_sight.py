@@ -16,7 +16,7 @@ class SightWorkflow(DesktopWorkflow):
     """
 
     def __init__(self, *, gconfig: Any, **options: Any) -> None:
-        """Check the configuration, as `DesktopWorkflow` does. Raises: ConfigError."""
+        """Check the configuration, as `DesktopWorkflow` does. Raises: InputError."""
         super().__init__(gconfig=gconfig.new(greedy=True), **options)
         self.plan = plan_of(self._config.agent)
         """The pictures."""

@@ -19,7 +19,7 @@ from trainer.adapters.areal.checks import check_credit
 from trainer.adapters.areal.engine import TurnRow
 from trainer.adapters.areal.group import ArealConfig, values_of
 from trainer.adapters.areal.rows import batch
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.recipes.catalogue import effective
 from trainer.tokens.chat import Chat
 
@@ -139,7 +139,7 @@ def test_areals_normalisation_divides_all_of_a_batch_by_one_number(tmp_path: Pat
 )
 def test_refused_settings_would_change_the_advantages(changed: dict[str, Any], tmp_path: Path) -> None:
     config = areal_config(tmp_path, **{"adv_norm": None, **changed})
-    with pytest.raises(ConfigError, match=next(iter(changed))):
+    with pytest.raises(InputError, match=next(iter(changed))):
         check_credit(config, ArealConfig.from_mapping(ENVD))
     batches, expected = groups()
     found = [tokens for group in learned(config, batches) for tokens in trained(group)]

@@ -20,7 +20,7 @@ from tests.support.server import serve_fake
 from tests.support.slime import Processor, Tokenizer
 from trainer.adapters.areal.group import ArealConfig
 from trainer.agent.grammars import grammar
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.recipes.catalogue import effective
 
 pytestmark = [
@@ -121,7 +121,7 @@ async def test_without_pictures_there_are_no_image_columns() -> None:
 
 
 async def test_n_samples_above_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"n_samples is 4.*group_size"):
+    with pytest.raises(InputError, match=r"n_samples is 4.*group_size"):
         async with workflow(n_samples=4):
             pass
 
@@ -139,7 +139,7 @@ def test_a_model_without_a_processor_is_refused_unless_text_only() -> None:
             envd={"hosts": ["127.0.0.1:1"], "agent": {**AGENT, **agent}},
         )
 
-    with pytest.raises(ConfigError, match=r"processor None: transformers cannot load it.*text_only"):
+    with pytest.raises(InputError, match=r"processor None: transformers cannot load it.*text_only"):
         make()
     make(text_only=True, a11y_tree=True)
 
@@ -197,5 +197,5 @@ def test_tasks_are_read_line_by_line(tmp_path: Path) -> None:
     file.write_text('{"prompt": [], "metadata": {"task_id": "fake/enable"}}\n')
     assert read_rows(file, task_key="task_id") == [{"task_id": "fake/enable"}]
     file.write_text("{}\n")
-    with pytest.raises(ConfigError, match="is not a list of tasks"):
+    with pytest.raises(InputError, match="is not a list of tasks"):
         read_rows(file, task_key="task_id")

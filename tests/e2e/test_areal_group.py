@@ -16,7 +16,7 @@ from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import END, Processor, Tokenizer
 from trainer.adapters.areal.group import ArealConfig, play_group
 from trainer.adapters.areal.rows import columns
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.tokens.chat import Chat
 
 TEXT_ONLY = {**AGENT, "text_only": True, "a11y_tree": True}
@@ -136,7 +136,7 @@ async def test_old_screenshots_are_omitted_from_later_turns_only() -> None:
 async def test_a_data_set_row_without_a_task_is_refused() -> None:
     config = ArealConfig.from_mapping({"hosts": ["127.0.0.1:1"]})
     async with AsyncEnvClient(config.hosts) as client:
-        with pytest.raises(ConfigError, match=r"data set row: no task_id .*it has prompt"):
+        with pytest.raises(InputError, match=r"no task id; add task_id .*it has prompt"):
             await play_group(
                 client, {"prompt": "x"}, ScriptedEngine(counting).ask, chat=Chat(Tokenizer()), config=config
             )

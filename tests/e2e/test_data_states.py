@@ -24,7 +24,7 @@ from trainer.adapters.areal.group import ArealConfig, play_group
 from trainer.adapters.session import SessionSettings, session
 from trainer.agent.starts import start_of, state_of
 from trainer.cli.app import app
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.slime import job as registry
 from trainer.slime.hooks import generate, keep_informative
 from trainer.slime.play.samples import facts_of, is_void
@@ -188,7 +188,7 @@ async def test_areal_starts_a_group_in_the_state_of_its_row(tmp_path: Path) -> N
             # Three of the five clicks were made before the checkpoint.
             assert (result.metrics["reward"], result.metrics["turns"]) == ([1.0, 1.0], [3.0, 3.0])
             data["metadata"] = {"checkpoint": {**row["metadata"]["checkpoint"], "task_id": "fake/other"}}
-            with pytest.raises(ConfigError, match="is a checkpoint of fake/other"):
+            with pytest.raises(InputError, match="is a checkpoint of fake/other"):
                 await play_group(client, data, engine.ask, chat=chat, config=config)
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.counting import AGENT, PARAMS, TASK, turn_in
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.gateway.slime import generate
 from trainer.slime.play.samples import facts_of, flatten, is_void
 
@@ -112,9 +112,9 @@ async def test_a_harness_that_never_stops_is_scored_after_its_turns() -> None:
 )
 async def test_a_configuration_that_cannot_work_is_refused(envd: dict[str, Any], words: str) -> None:
     async with world() as (server, _):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(InputError, match=words):
             await played(args_of(server, **envd))
-    with pytest.raises(ConfigError, match="no mapping `harness:`"):
+    with pytest.raises(InputError, match="no mapping `harness:`"):
         await played(stand_in_args({"hosts": ["h:1"]}))
-    with pytest.raises(ConfigError, match="program"):
+    with pytest.raises(InputError, match="program"):
         await played(stand_in_args({"hosts": ["h:1"]}, harness={"program": []}))

@@ -17,7 +17,7 @@ from tests.support.counting import AGENT, PARAMS, SAY, TASK, counting, turn_in
 from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, rollout_metrics, stand_in_args, stand_in_slime
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.slime.hooks import generate
 from trainer.slime.play.samples import facts_of, is_void
 from trainer.tokens import sglang
@@ -491,7 +491,7 @@ async def test_text_only_needs_no_image_processor() -> None:
 
 async def test_a_misspelt_key_is_refused_before_any_reset() -> None:
     async with world() as there:
-        with pytest.raises(ConfigError, match=r"envd\.agent\.max_turn: unknown key; did you mean max_turns"):
+        with pytest.raises(InputError, match=r"envd\.agent\.max_turn: unknown key; did you mean max_turns"):
             await generate(there.args(agent={"max_turn": 3}), group_of(1)[0], PARAMS)
         assert there.reset_sizes() == []
 

@@ -11,7 +11,7 @@ from cuaenv.client import Done
 from tests.support.counting import AGENT, PARAMS, SAY, TASK
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, rollout_metrics, stand_in_args, stand_in_slime
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.slime import job as registry
 from trainer.slime import slime_compat
 from trainer.slime.hooks import data_source, generate
@@ -110,7 +110,7 @@ async def test_a_file_without_a_playable_row_ends_the_job_before_an_episode(tmp_
     async with serve_fake(size=1, capacity=2) as server:
         with (
             stand_in_slime(ScriptedEngine(lambda _: "")),
-            pytest.raises(ConfigError, match="no row can be played: row 1"),
+            pytest.raises(InputError, match="no row can be played: row 1"),
         ):
             await played(job(file, server), {"task_id": TASK})
         assert not server.hypervisor.machines or all(
@@ -131,7 +131,7 @@ def test_rows_that_slime_cannot_read_are_refused_by_file_and_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Any, changed: dict[str, Any], problem: str
 ) -> None:
     monkeypatch.setattr(slime_compat, "data_source", lambda args: pytest.fail("slime reads it"))
-    with stand_in_slime(ScriptedEngine(lambda _: "")), pytest.raises(ConfigError, match=problem):
+    with stand_in_slime(ScriptedEngine(lambda _: "")), pytest.raises(InputError, match=problem):
         data_source(job(written(tmp_path, GOOD, row), **changed))
 
 
@@ -151,7 +151,7 @@ def test_rows_of_evaluations_are_checked_and_those_of_other_environments_are_not
     )
     with stand_in_slime(ScriptedEngine(lambda _: "")):
         args = job("", eval_datasets=[evaluated])
-        with pytest.raises(ConfigError, match="no row can be played: row 1: no task id"):
+        with pytest.raises(InputError, match="no row can be played: row 1: no task id"):
             data_source(args)
         evaluated.custom_generate_function_path = "mine.generate"
         assert data_source(args) is source

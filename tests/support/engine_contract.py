@@ -26,9 +26,9 @@ from trainer.gateway.gateway import TokenGateway
 from trainer.gateway.record import token_row
 from trainer.gateway.server import serve
 from trainer.gateway.settings import GatewaySettings
-from trainer.slime.play.engine import PictureFiles
 from trainer.tokens.chat import Chat
 from trainer.tokens.engine_client import EngineClient
+from trainer.tokens.picture_files import PictureFiles
 from trainer.tokens.rows import Segment
 from trainer.tokens.sglang import is_context_full
 

@@ -27,8 +27,9 @@ from trainer.learn.server import answer_of, picture_of
 from trainer.learn.slime_job import OVERRIDES
 from trainer.slime.config import SlimeConfig
 from trainer.slime.monitor import metrics_of, records_of
-from trainer.slime.play.engine import PictureFiles, SlimeEngine
+from trainer.slime.play.engine import SlimeEngine
 from trainer.tokens.engine_client import EngineClient
+from trainer.tokens.picture_files import PictureFiles
 
 IMAGE = "<|image_pad|>"
 END = "<|im_end|>"

@@ -36,8 +36,8 @@ BUDGETS = {
     "trainer/replay": 630,
     "trainer/rewards": 600,
     "trainer/sight": 650,
-    "trainer/slime": 3350,
-    "trainer/tokens": 1000,
+    "trainer/slime": 3220,
+    "trainer/tokens": 1060,
     "proto/cuaenv": 7790,
 }
 

@@ -82,7 +82,7 @@ class DesktopEnv(vf.Env[DesktopEnvConfig]):
     """One episode: the model acts on a desktop until it says that the task is done, or a budget ends."""
 
     def __init__(self, config: DesktopEnvConfig) -> None:
-        """Check the settings. Raises: ConfigError: a setting is invalid."""
+        """Check the settings. Raises: InputError: a setting is invalid."""
         super().__init__(config)
         self._agent = AgentSettings.from_mapping(config.agent)
         if self._agent.images_per_row:

@@ -25,7 +25,7 @@ from trainer.agent.ownership import is_fault
 from trainer.agent.starts import task_id_of
 from trainer.agent.training import TrainingConfig
 from trainer.agent.types import ModelFailed, Reply, Trajectory
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.tokens.chat import Chat
 from trainer.tokens.conversation import TokenConversation
 from trainer.tokens.rows import Row
@@ -43,18 +43,18 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
             envd: See `TrainingConfig`. The row of an episode must not be divided: `agent.images_per_row` is 0.
 
         Raises:
-            ConfigError: A key is unknown or a value is invalid.
+            InputError: A key is unknown or a value is invalid.
         """
         super().__init__(*arguments, **options)
         plain = OmegaConf.to_container(envd) if OmegaConf.is_config(envd) else envd
         self._config = TrainingConfig.from_mapping(plain)
         if self._config.agent.images_per_row:
-            raise ConfigError(
+            raise InputError(
                 f"envd.agent.images_per_row is {self._config.agent.images_per_row}: verl trains one row per session;"
                 " set it to 0 and limit agent.max_turns"
             )
         if self.processor is None and not self._config.agent.text_only:
-            raise ConfigError("the model has no processor for images; use a vision model or set envd.agent.text_only")
+            raise InputError("the model has no processor for images; use a vision model or set envd.agent.text_only")
         self._chat = Chat(self.tokenizer, self.processor, template_options=dict(self.apply_chat_template_kwargs))
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
@@ -63,7 +63,7 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
         Raises:
             SessionVoid: The episode was lost; it has no score.
             EnvError: The request was refused, for example because the task is unknown.
-            ConfigError: The row has no task id, or a malformed checkpoint.
+            InputError: The row has no task id, or a malformed checkpoint.
         """
         start = self._config.start_of_row(row, row.get("extra_info") or {})
         limits = self.rollout_config

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Final, Protocol
 
 from trainer.agent.types import Reply
-from trainer.config import ConfigError, ExtensionError, called, named, require_call
+from trainer.config import ExtensionError, InputError, called, named, require_call
 
 STANDARD: Final = "standard"
 _REPLY = Reply(text="a reply", token_ids=(1, 2), log_probs=(-0.1, -2.0))
@@ -38,12 +38,12 @@ def own_policy(name: str) -> BranchPolicy:
     """Return an own policy, named as `module:FUNCTION`; its results are checked.
 
     Raises:
-        ConfigError: It is not a `BranchPolicy`.
+        InputError: It is not a `BranchPolicy`.
     """
     known: Mapping[str, BranchPolicy] = {}
     function = named("branch", name, known)
     if isinstance(function, type):
-        raise ConfigError(f"branch {name}: is a class; name a function, or an object that can be called")
+        raise InputError(f"branch {name}: is a class; name a function, or an object that can be called")
     require_call("branch", name, function, turns_since=1, reply=_REPLY)
     own = partial(_checked, name, function)
     own(turns_since=1, reply=_REPLY)

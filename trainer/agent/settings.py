@@ -169,7 +169,7 @@ class AgentSettings:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> Self:
-        """Parse settings from a YAML file. Raises: ConfigError."""
+        """Parse settings from a YAML file. Raises: InputError."""
         return parse(cls, mapping)
 
     def make_grammar(self, offered: Sequence[str] | None = None) -> Grammar:
@@ -177,7 +177,7 @@ class AgentSettings:
         return grammar(self.grammar, fallbacks=self.fallbacks, tools=self.tools_of(offered))
 
     def make_prompt(self) -> Prompt:
-        """Return the prompt. Raises: ConfigError."""
+        """Return the prompt. Raises: InputError."""
         return prompt_of(self.prompt)
 
     def recorded(self) -> dict[str, object]:

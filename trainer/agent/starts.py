@@ -6,7 +6,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter, ValidationError
 
 from cuaenv.client import Checkpoint
-from trainer.config import ConfigError
+from trainer.config import InputError
 
 STATE_COLUMN: Final = "checkpoint"
 """Column of the checkpoint in a row, or in its metadata."""
@@ -20,16 +20,16 @@ def state_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def start_of(columns: Mapping[str, Any], task: str) -> str | Checkpoint:
-    """Return where a row starts: its checkpoint, or else its task. Raises: ConfigError: its checkpoint is malformed."""
+    """Return where a row starts: its checkpoint, or else its task. Raises: InputError: its checkpoint is malformed."""
     state = columns.get(STATE_COLUMN)
     if state is None:
         return task
     try:
         checkpoint = _ADAPTER.validate_python(state)
     except (TypeError, ValidationError) as error:
-        raise ConfigError(f"row of task {task}: column {STATE_COLUMN} is not one of `trainer data states`") from error
+        raise InputError(f"row of task {task}: column {STATE_COLUMN} is not one of `trainer data states`") from error
     if checkpoint.task_id != task:
-        raise ConfigError(f"row of task {task}: {checkpoint.checkpoint_id} is a checkpoint of {checkpoint.task_id}")
+        raise InputError(f"row of task {task}: {checkpoint.checkpoint_id} is a checkpoint of {checkpoint.task_id}")
     return checkpoint
 
 

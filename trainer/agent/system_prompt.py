@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Final
 
-from trainer.config import ConfigError, called, is_own, named, require_call
+from trainer.config import InputError, called, is_own, named, require_call
 
 SYSTEM = (
     "You carry out a task on a desktop computer, through its screen, mouse and keyboard. After each of your replies the"
@@ -51,23 +51,23 @@ def prompt_of(name: str) -> Prompt:
         name: `standard`, or `module:CLASS` of an own one, which takes no arguments.
 
     Raises:
-        ConfigError: The name is unknown, or the own class lacks a method, raises, or returns no text.
+        InputError: The name is unknown, or the own class lacks a method, raises, or returns no text.
     """
     kind = named("prompt", name, _PROMPTS)
     if not is_own(name):
         return kind()
     if not inspect.isclass(kind):
-        raise ConfigError(f"prompt {name}: is a {type(kind).__name__}; name a class")
+        raise InputError(f"prompt {name}: is a {type(kind).__name__}; name a class")
     require_call("prompt", name, kind)
     made: Any = called("prompt", name, kind)
     given = {"shown": "a screenshot", "max_turns": 15, "instructions": "How to act."}
     for method, positional, options in (("system", (), given), ("task", ("Open the editor.",), {})):
         function = getattr(made, method, None)
         if function is None:
-            raise ConfigError(f"prompt {name}: it has no method {method}; see trainer.agent.system_prompt.Prompt")
+            raise InputError(f"prompt {name}: it has no method {method}; see trainer.agent.system_prompt.Prompt")
         require_call("prompt", f"{name}.{method}", function, *positional, **options)
         text = called("prompt", f"{name}.{method}", function, *positional, **options)
         if not isinstance(text, str):
-            raise ConfigError(f"prompt {name}.{method}: it returned a {type(text).__name__}; return a text")
+            raise InputError(f"prompt {name}.{method}: it returned a {type(text).__name__}; return a text")
     prompt: Prompt = made
     return prompt

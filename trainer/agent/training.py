@@ -11,7 +11,7 @@ from trainer.agent.branch_policy import STANDARD, BranchPolicy, own_policy, stan
 from trainer.agent.ownership import reward_of
 from trainer.agent.settings import AgentSettings
 from trainer.agent.starts import start_of
-from trainer.config import STRICT, ConfigError, parse
+from trainer.config import STRICT, InputError, parse
 from trainer.rewards.facts import Breakdown, EpisodeFacts
 from trainer.rewards.recipes import Recipe, recipe_of
 
@@ -49,7 +49,7 @@ class TrainingConfig(BaseModel):
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """Parse the mapping under `envd:`. Raises: ConfigError."""
+        """Parse the mapping under `envd:`. Raises: InputError."""
         return parse(cls, mapping, path="envd")
 
     @cached_property
@@ -67,11 +67,14 @@ class TrainingConfig(BaseModel):
         """Return where the episodes of a data set row start; `more` has columns that the row may lack.
 
         Raises:
-            ConfigError: The row has no task id, or a malformed checkpoint.
+            InputError: The row has no task id, or a malformed checkpoint.
         """
         task = row.get(self.task_key) or more.get(self.task_key)
         if not isinstance(task, str) or not task:
-            raise ConfigError(f"data set row: no {self.task_key} (envd.task_key); it has {', '.join(row)}")
+            found = ", ".join(row) or "no columns"
+            raise InputError(
+                f"no task id; add {self.task_key} (envd.task_key) to the row or its metadata; it has {found}"
+            )
         return start_of({**more, **row}, task)
 
     @property
@@ -126,7 +129,7 @@ class GroupConfig(TrainingConfig):
 
     @cached_property
     def branch_policy(self) -> BranchPolicy:
-        """When members branch. Raises: ConfigError."""
+        """When members branch. Raises: InputError."""
         if self.branch == STANDARD:
             return standard_policy(every=self.branch_every, above=self.branch_above)
         return own_policy(self.branch)

@@ -15,7 +15,6 @@ import typer
 from cuaenv.cli.terminal import err, out, progress
 from trainer.cli.options import SlimeHome, slime_checkout
 from trainer.cli.output import UsageError, reports_errors
-from trainer.config import ConfigError
 from trainer.learn import LearnError
 from trainer.learn.daemons import print_oracles, started_daemons
 from trainer.learn.settings import SMOKE, Settings
@@ -27,7 +26,7 @@ _Stage = Literal["setup", "base", "demos", "clone", "rl", "report", "all"]
 _ALL: Final[tuple[_Stage, ...]] = ("demos", "clone", "rl", "report")
 
 
-@reports_errors(LearnError, ConfigError, Halted, OSError)
+@reports_errors(LearnError, Halted, OSError)
 def learn_command(
     *,
     stage: Annotated[

@@ -13,7 +13,7 @@ from cuaenv.problems import without_path
 from trainer.agent.settings import AgentSettings
 from trainer.cli.options import DEFAULT_RUN, DEFAULT_TARGET, read_settings
 from trainer.cli.output import UsageError
-from trainer.config import STRICT, ConfigError, parse
+from trainer.config import STRICT, InputError, parse
 from trainer.evaluate.chat import Sampling
 from trainer.evaluate.endpoint import read_key
 from trainer.evaluate.selection import Selection, SplitName, read_task_ids
@@ -146,5 +146,5 @@ def read_run(file: Path | None, flags: Mapping[str, object]) -> RunConfig:
         held = {name: value for name, value in held.items() if name not in _ENDPOINTS}
     try:
         return parse(RunConfig, held | given)
-    except ConfigError as error:
+    except InputError as error:
         raise UsageError(str(error) if file is None else f"{file} {error}") from error

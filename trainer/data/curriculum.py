@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
-from trainer.config import ConfigError, ExtensionError, called, is_own, named, require_call
+from trainer.config import ExtensionError, InputError, called, is_own, named, require_call
 from trainer.data.split import template_id
 
 ALL: Final = "all"
@@ -57,12 +57,12 @@ _CURRICULA: Mapping[str, Curriculum] = {ALL: every_task, "solve_rate": by_solve_
 
 
 def curriculum_of(name: str) -> Curriculum:
-    """Return a curriculum by its name: `all`, `solve_rate` or an own one as `module:FUNCTION`. Raises: ConfigError."""
+    """Return a curriculum by its name: `all`, `solve_rate` or an own one as `module:FUNCTION`. Raises: InputError."""
     function = named("curriculum", name, _CURRICULA)
     if not is_own(name):
         return function
     if isinstance(function, type):
-        raise ConfigError(f"curriculum {name}: is a class; name a function, or an object that can be called")
+        raise InputError(f"curriculum {name}: is a class; name a function, or an object that can be called")
     trials = (TaskHistory(task_id="trial"), TaskHistory(task_id="trial", solved=(True, False), passed_over=1))
     require_call("curriculum", name, function, trials[0])
 

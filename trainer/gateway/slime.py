@@ -15,7 +15,7 @@ from typing import Any
 from cuaenv.client import AsyncEpisode, EnvError
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.types import Conversation, ModelFailed, NoReply, Outcome, Reply, Trajectory, Turn
-from trainer.config import ConfigError, parse
+from trainer.config import InputError, parse
 from trainer.gateway.gateway import TokenGateway
 from trainer.gateway.harness import HarnessFailed, HarnessSettings, run_harness
 from trainer.gateway.server import serve
@@ -35,32 +35,32 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     """Play a sample's task by the harness of `harness:`; returns its rows. Otherwise as `trainer.slime.hooks.generate`.
 
     Raises:
-        ConfigError: The configuration is invalid; no episode was opened.
+        InputError: The configuration is invalid; no episode was opened.
         Halted: The run cannot go well.
     """
     harness_of(args)
     job = job_of(args)
     if job.config.group == "tree" or getattr(args, "partial_rollout", False):
-        raise ConfigError(
+        raise InputError(
             "harness: the state of a harness cannot be copied; set envd.group to fork, and remove --partial-rollout"
         )
     if not job.config.agent.images_per_row:
-        raise ConfigError(
+        raise InputError(
             "envd.agent.images_per_row is 0: a harness may rewrite its history, so an episode may have several rows;"
             " set it to the most pictures of a row"
         )
     if job.config.recipe == TaskScore(strict=True):
-        raise ConfigError(
+        raise InputError(
             "envd.reward: strict: a harness ends the episode, and not by a reply, so each reward would be 0; remove it"
         )
     return await job.play_sample(args, sample, sampling_params, evaluation=evaluation, rollout_type=HarnessRollout)
 
 
 def harness_of(args: Any) -> HarnessSettings:
-    """Return the harness in slime's args. Raises: ConfigError."""
+    """Return the harness in slime's args. Raises: InputError."""
     mapping = getattr(args, "harness", None)
     if not isinstance(mapping, Mapping):
-        raise ConfigError("--custom-config-path: no mapping `harness:`; add one with `command: [PROGRAM, ...]`")
+        raise InputError("--custom-config-path: no mapping `harness:`; add one with `command: [PROGRAM, ...]`")
     return parse(HarnessSettings, mapping, path="harness")
 
 

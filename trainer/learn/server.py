@@ -87,7 +87,7 @@ class GenerateServer:
         raise NotImplementedError
 
     def make_app(self) -> web.Application:
-        return _Port(self.generate).app()
+        return _app(self.generate)
 
     async def _start(self) -> None:
         for _ in range(self._port_count):
@@ -103,37 +103,36 @@ class GenerateServer:
             await runner.cleanup()
 
 
-class _Port:
-    def __init__(self, generate: Callable[..., Any]) -> None:
-        self._answer = generate
-        self._aborted_count = 0
-        self._running_count = 0
+def _app(generate: Callable[..., Any]) -> web.Application:
+    """Return the routes of one port."""
+    aborted_count = running_count = 0
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
-        app.router.add_post("/generate", self._generate)
-        app.router.add_post("/abort_request", self._abort)
-        app.router.add_get("/workers", self._workers)
-        app.router.add_get("/v1/loads", self._loads)
-        return app
-
-    async def _workers(self, request: web.Request) -> web.Response:
+    async def list_workers(request: web.Request) -> web.Response:
         return web.json_response({"workers": [{"url": f"http://{request.host}"}]})
 
-    async def _loads(self, _: web.Request) -> web.Response:
-        return web.json_response({"loads": [{"num_running_reqs": self._running_count, "num_waiting_reqs": 0}]})
+    async def loads(_: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_running_reqs": running_count, "num_waiting_reqs": 0}]})
 
-    async def _abort(self, _: web.Request) -> web.Response:
-        self._aborted_count += 1
+    async def abort(_: web.Request) -> web.Response:
+        nonlocal aborted_count
+        aborted_count += 1
         return web.json_response({})
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        payload, aborted_count = await request.json(), self._aborted_count
-        self._running_count += 1
+    async def reply(request: web.Request) -> web.Response:
+        nonlocal running_count
+        payload, earlier_count = await request.json(), aborted_count
+        running_count += 1
         try:
-            answer = await self._answer(payload, is_aborted=lambda: self._aborted_count != aborted_count)
+            answer = await generate(payload, is_aborted=lambda: aborted_count != earlier_count)
         except LearnError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
         finally:
-            self._running_count -= 1
+            running_count -= 1
         return web.json_response(answer)
+
+    app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
+    app.router.add_post("/generate", reply)
+    app.router.add_post("/abort_request", abort)
+    app.router.add_get("/workers", list_workers)
+    app.router.add_get("/v1/loads", loads)
+    return app

@@ -209,7 +209,7 @@ class Settings(BaseModel):
         """Return these settings with those of YAML files; a later file overrides an earlier one.
 
         Raises:
-            ConfigError: A key is unknown or a value invalid.
+            InputError: A key is unknown or a value invalid.
             LearnError: A file cannot be read.
         """
         import yaml  # noqa: PLC0415 -- for this alone
@@ -255,7 +255,7 @@ class Settings(BaseModel):
         }
 
     def plugin(self, host: str) -> dict[str, Any]:
-        """Return the mapping `envd:` of the plug-in for one daemon. Raises: ConfigError: `rl.envd` is invalid."""
+        """Return the mapping `envd:` of the plug-in for one daemon. Raises: InputError: `rl.envd` is invalid."""
         mapping = {
             "hosts": [host],
             "engine_timeout_s": 120.0,

@@ -26,14 +26,7 @@ from trainer.slime.play.samples import flatten
 ABSENT = ("megatron", "pylatexenc", "qwen_vl_utils", "ray", "requests", "sglang", "sglang_router", "urllib3", "wandb")
 
 
-class _NothingType(type):
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Nothing()
-
-
-class _Nothing(metaclass=_NothingType):
+class _Nothing:
     """Stands for any class or function of an absent package; as a decorator it changes nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -42,7 +35,10 @@ class _Nothing(metaclass=_NothingType):
     def __call__(self, *given: Any, **_: Any) -> Any:
         return given[0] if len(given) == 1 and callable(given[0]) else _Nothing()
 
-    __getattr__ = _NothingType.__getattr__
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()
 
 
 def _attribute(name: str) -> Any:

@@ -64,7 +64,7 @@ def effective(name: str, *, stage: str, hosts: str = "") -> Mapping[str, Any]:
 
 
 def agent_of(config: Mapping[str, Any]) -> AgentSettings:
-    """Return the agent's settings of a recipe in a stage. Raises: ConfigError."""
+    """Return the agent's settings of a recipe in a stage. Raises: InputError."""
     return AgentSettings.from_mapping(config["envd"]["agent"])
 
 

@@ -11,18 +11,17 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictFloat,
     StrictInt,
+    StrictStr,
+    TypeAdapter,
     ValidationError,
-    model_validator,
 )
 
 from cuaenv.problems import problem_of
@@ -33,8 +32,29 @@ if TYPE_CHECKING:
 
 IMAGE_PLACEHOLDER = "<image>"
 
+_ROLES = ("system", "user", "assistant", "tool")
 #: Roles of conversations in ShareGPT's form.
-_ROLES = {"human": "user", "gpt": "assistant"}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+#: slime's mark of a turn that is not trained, and who acted in a turn of an assistant, `agent` or `human`.
+_OPTIONAL_KEYS = ("step_loss_mask", "source")
+
+
+def _message(given: object) -> Mapping[str, Any]:
+    """Return a message with the keys that are stored. Raises: InputError."""
+    if not isinstance(given, Mapping):
+        raise InputError("a message must be a JSON object")
+    message = {"role": given.get("from"), "content": given.get("value"), **given}
+    role, content = _SHAREGPT_ROLES.get(str(message["role"]), message["role"]), message["content"]
+    if role not in _ROLES:
+        raise InputError(f"role {role!r} is not one of {', '.join(_ROLES)}")
+    if not isinstance(content, str | list):
+        raise InputError(f"content is a {type(content).__name__}; it must be a text or a list of parts")
+    return {"role": role, "content": content, **{key: message[key] for key in _OPTIONAL_KEYS if key in message}}
+
+
+def _image(image: str) -> str:
+    image_bytes(image)
+    return image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +89,16 @@ class TokenRow:
 class StoredTrajectory:
     """A trajectory of the policy or a demonstration."""
 
-    task_id: str
-    messages: tuple[Mapping[str, Any], ...]
+    task_id: Annotated[str, Field(min_length=1)]
+    messages: Annotated[tuple[Annotated[Mapping[str, Any], BeforeValidator(_message)], ...], Field(min_length=1)]
     """Each with `role` and `content`, which is a text with `<image>` placeholders or a list of parts."""
-    images: tuple[str, ...] = ()
+    images: tuple[Annotated[str, AfterValidator(_image)], ...] = ()
     """Base64 or data URIs, in order of appearance."""
-    reward: float = 1.0
+    reward: Annotated[StrictFloat, Field(allow_inf_nan=False)] = 1.0
     metadata: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[TokenRow, ...] = ()
     """Tokens and log-probabilities as sampled. Empty for a demonstration, which has no log-probabilities."""
-    start: str = ""
+    start: StrictStr = ""
     """Identifies the state and the prompt that it began with, in any form; see `ReplayPool.pick`."""
 
     @property
@@ -111,8 +131,8 @@ class StoredTrajectory:
             row["rows"] = [asdict(token_row) for token_row in self.rows]
         return row
 
-    @classmethod
-    def from_row(cls, row: object) -> Self:
+    @staticmethod
+    def from_row(row: object) -> "StoredTrajectory":
         """Parse a JSON object.
 
         The id is `metadata.task_id`, else `id`, else `task_id`. A row without `reward` is a demonstration: 1.0.
@@ -125,7 +145,7 @@ class StoredTrajectory:
         metadata = row.get("metadata") or {}
         named = metadata.get("task_id") if isinstance(metadata, Mapping) else None
         try:
-            read = _Row.model_validate(
+            return _ADAPTER.validate_python(
                 {
                     "task_id": named or row.get("id") or row.get("task_id"),
                     "messages": row.get("messages") or row.get("conversations"),
@@ -139,15 +159,9 @@ class StoredTrajectory:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise InputError(f"{'.'.join(map(str, first['loc']))}: {problem_of(first)}") from error
-        return cls(
-            task_id=read.task_id,
-            messages=tuple(message.model_dump(exclude_unset=True) for message in read.messages),
-            images=tuple(read.images),
-            reward=read.reward,
-            metadata=read.metadata,
-            rows=tuple(read.rows),
-            start=read.start,
-        )
+
+
+_ADAPTER = TypeAdapter(StoredTrajectory)
 
 
 def base_id(task_id: str) -> str:
@@ -177,40 +191,3 @@ def image_of(image: str) -> "Image.Image":
     from PIL import Image  # noqa: PLC0415 -- only pictures need it
 
     return Image.open(io.BytesIO(image_bytes(image))).convert("RGB")
-
-
-def _checked_image(image: str) -> str:
-    image_bytes(image)
-    return image
-
-
-class _Message(BaseModel):
-    role: Annotated[
-        Literal["system", "user", "assistant", "tool"], BeforeValidator(lambda role: _ROLES.get(str(role), role))
-    ]
-    content: str | list[Any]
-    step_loss_mask: Any = None
-    """slime's mark of a turn that is not trained."""
-    source: Any = None
-    """Who acted in a turn of an assistant, `agent` or `human`, if people did."""
-
-    model_config = ConfigDict(strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_sharegpt(cls, message: Any) -> Any:
-        if isinstance(message, Mapping) and not ("role" in message and "content" in message):
-            return {"role": message.get("from"), "content": message.get("value"), **message}
-        return message
-
-
-class _Row(BaseModel):
-    """The validated fields of a row."""
-
-    messages: Annotated[list[_Message], Field(min_length=1)]
-    images: list[Annotated[str, AfterValidator(_checked_image)]]
-    reward: Annotated[float, Field(strict=True, allow_inf_nan=False)]
-    metadata: dict[str, Any]
-    rows: list[TokenRow]
-    task_id: Annotated[str, Field(min_length=1)]
-    start: Annotated[str, Field(strict=True)]

@@ -57,6 +57,24 @@ class Credit:
             raise IndexError(f"turn {turn} is shared; the first own one is {self.first_turn}")
         return self.advantages[turn - self.first_turn]
 
+    def of_tokens(self, loss_mask: Sequence[int], *, first_turn: int) -> list[float]:
+        """Return the advantage of each response token of a row: that of its turn, 0 for tokens that are not trained.
+
+        Args:
+            loss_mask: The row's mask. Each run of ones in it is a reply: an observation follows it.
+            first_turn: Turn of the row's first reply.
+
+        Raises:
+            IndexError: The mask has more replies than the member has turns.
+        """
+        found: list[float] = []
+        turn, before = first_turn - 1, 0
+        for trained in loss_mask:
+            turn += trained and not before
+            found.append(self.of_turn(turn) if trained else 0.0)
+            before = trained
+        return found
+
 
 def sibling_credit(members: Sequence[CreditedMember], *, by_deviation: bool = True) -> list[Credit]:
     """Return the credit of each member.

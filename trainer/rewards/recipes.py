@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from cuaenv.problems import did_you_mean
-from trainer.config import STRICT, ConfigError, ExtensionError, called, is_own, named, parse, require_call
+from trainer.config import STRICT, ExtensionError, InputError, called, is_own, named, parse, require_call
 from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts
 from trainer.rewards.shaped import Shaped
 
@@ -71,7 +71,7 @@ _TRIALS = (
 
 
 def recipe_of(reward: str | Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a setting: a name, or `recipe:` with its options. Raises: ConfigError, as `recipe`."""
+    """Return the recipe of a setting: a name, or `recipe:` with its options. Raises: InputError, as `recipe`."""
     if isinstance(reward, str):
         return recipe(reward)
     return recipe(str(reward.get("recipe", "task")), **{key: reward[key] for key in reward if key != "recipe"})
@@ -86,12 +86,12 @@ def recipe(name: str = "task", **options: object) -> Recipe:
         options: Fields of its class, such as those of `trainer.rewards.shaped.Shaped`.
 
     Raises:
-        ConfigError: The recipe or an option is unknown, a value is out of range, or an own recipe cannot score made-up
+        InputError: The recipe or an option is unknown, a value is out of range, or an own recipe cannot score made-up
             episodes: it raises, or returns neither a `Breakdown` nor a finite number.
     """
     for prefix, example in _MOVED.items():
         if name.startswith(prefix) and not is_own(name):
-            raise ConfigError(
+            raise InputError(
                 f"reward {name!r} is no longer built in; copy docs/examples/own/{example.partition(':')[0]}.py of the"
                 f" repository to where Python finds it, and name it as {example}"
             )
@@ -129,7 +129,7 @@ def _own(name: str, kind: Any, options: Mapping[str, object]) -> Callable[[Episo
     if not inspect.isclass(kind):
         require_call("reward", name, kind, _TRIALS[0])
         if options:
-            raise ConfigError(f"reward {name}: a function takes no options, but there is {', '.join(options)}")
+            raise InputError(f"reward {name}: a function takes no options, but there is {', '.join(options)}")
         function: Callable[[EpisodeFacts], Any] = kind
         return function
     if dataclasses.is_dataclass(kind):
@@ -137,13 +137,13 @@ def _own(name: str, kind: Any, options: Mapping[str, object]) -> Callable[[Episo
         for key in options:
             if key not in known:
                 near = did_you_mean(key, known) or f"; known keys: {', '.join(known) or 'none'}"
-                raise ConfigError(f"{name}.{key}: unknown key{near}")
+                raise InputError(f"{name}.{key}: unknown key{near}")
         reward: Any = parse(kind, options, path=name)
     else:
         require_call("reward", name, kind, **options)
         reward = called("reward", name, kind, **options)
     if not callable(reward):
-        raise ConfigError(f"reward {name}: it has no __call__(self, facts); see trainer.rewards.recipes.Recipe")
+        raise InputError(f"reward {name}: it has no __call__(self, facts); see trainer.rewards.recipes.Recipe")
     require_call("reward", name, reward, _TRIALS[0])
     made: Callable[[EpisodeFacts], Any] = reward
     return made

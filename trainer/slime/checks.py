@@ -18,9 +18,9 @@ from PIL import Image
 
 from cuaenv.client import AsyncEnvClient, Checkpoint, EnvError, Pool, Task
 from cuaenv.problems import did_you_mean
-from trainer.agent.starts import start_of, task_id_of
+from trainer.agent.starts import task_id_of
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.data.curriculum import ALL
 from trainer.slime import slime_compat
 from trainer.slime.config import Halted, SlimeConfig
@@ -48,9 +48,9 @@ _SIDE_PX = 64
 
 
 def check(args: Any, config: SlimeConfig) -> None:
-    """Refuse arguments that cannot work; warn of others. Raises: ConfigError."""
+    """Refuse arguments that cannot work; warn of others. Raises: InputError."""
     for problem in refusals(args, config):
-        raise ConfigError(problem)
+        raise InputError(problem)
     for warning in warnings(args, config):
         logger.warning("[envd] %s", warning)
 
@@ -205,15 +205,12 @@ def row_unit(args: Any) -> int:
 # Data files
 
 
-def start_of_row(metadata: object, label: object, task_key: str) -> str | Checkpoint:
-    """Return where the samples of a row start. Raises: ConfigError: The row cannot be played."""
+def start_of_row(metadata: object, label: object, config: SlimeConfig) -> str | Checkpoint:
+    """Return where the samples of a row start. Raises: InputError: The row cannot be played."""
+    key = config.task_key
     if metadata is not None and not isinstance(metadata, Mapping):
-        raise ConfigError(f"metadata is a {type(metadata).__name__}; write an object with {task_key} (envd.task_key)")
-    columns = metadata or {}
-    task = columns.get(task_key) or label
-    if not isinstance(task, str) or not task:
-        raise ConfigError(f"no task id; add {task_key} (envd.task_key) to the metadata of the data set")
-    return start_of(columns, task)
+        raise InputError(f"metadata is a {type(metadata).__name__}; write an object with {key} (envd.task_key)")
+    return config.start_of_row(metadata or {}, {key: label})
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +239,7 @@ def data_files(args: Any) -> tuple[DataFile, ...]:
 
 
 def refuse_rows(args: Any, config: SlimeConfig) -> None:
-    """Refuse rows that slime cannot read, and files without a row that can be played. Raises: ConfigError, OSError."""
+    """Refuse rows that slime cannot read, and files without a row that can be played. Raises: InputError, OSError."""
     for file in data_files(args):
         unread = [
             f"row {number}: {problem}"
@@ -250,7 +247,7 @@ def refuse_rows(args: Any, config: SlimeConfig) -> None:
             if (problem := _unread(row, file, has_images=not config.agent.text_only))
         ]
         if unread:
-            raise ConfigError(f"{file.path}: slime cannot read {len(unread)} rows: {_quoted(unread)}")
+            raise InputError(f"{file.path}: slime cannot read {len(unread)} rows: {_quoted(unread)}")
         _problems(file, config, {})
 
 
@@ -258,7 +255,7 @@ async def warn_of_rows(files: Sequence[DataFile], config: SlimeConfig, client: A
     """Warn of rows that cannot be played, also of those whose task no host has; return whether a host answered.
 
     Raises:
-        ConfigError: No row of a file can be played.
+        InputError: No row of a file can be played.
     """
     try:
         tasks = {task.task_id: task for task in await client.list_tasks(timeout=_LIST_TIMEOUT)}
@@ -267,7 +264,7 @@ async def warn_of_rows(files: Sequence[DataFile], config: SlimeConfig, client: A
     for file in files:
         try:
             count, problems = await asyncio.to_thread(_problems, file, config, tasks)
-        except ConfigError:
+        except InputError:
             raise
         except (OSError, ValueError) as error:
             # slime has read it: it was removed since then.
@@ -285,7 +282,7 @@ async def warn_of_rows(files: Sequence[DataFile], config: SlimeConfig, client: A
 
 
 def _problems(file: DataFile, config: SlimeConfig, tasks: Mapping[str, Task]) -> tuple[int, list[str]]:
-    """Return the number of rows, and why some cannot be played. Raises: ConfigError: It has none that can be played.
+    """Return the number of rows, and why some cannot be played. Raises: InputError: It has none that can be played.
 
     Args:
         tasks: Those of all hosts, by id; empty to check no task.
@@ -294,15 +291,15 @@ def _problems(file: DataFile, config: SlimeConfig, tasks: Mapping[str, Task]) ->
     for number, row in _rows(file):
         count += 1
         try:
-            start = start_of_row(row.get(file.metadata_key), row.get(file.label_key), config.task_key)
-        except ConfigError as error:
+            start = start_of_row(row.get(file.metadata_key), row.get(file.label_key), config)
+        except InputError as error:
             malformed_count += 1
             problems.append(f"row {number}: {error}")
             continue
         if tasks and (problem := _unknown(task_id_of(start), tasks)):
             problems.append(f"row {number}: {problem}")
     if count and malformed_count == count:
-        raise ConfigError(f"{file.path}: no row can be played: {_quoted(problems)}")
+        raise InputError(f"{file.path}: no row can be played: {_quoted(problems)}")
     return count, problems
 
 
@@ -334,7 +331,7 @@ def _rows(file: DataFile) -> Iterator[tuple[int, Mapping[str | None, Any]]]:
     """Yield rows with their numbers, from 1, as slime reads them. Raises: OSError, ValueError."""
     for number, row in enumerate(slime_compat.read_rows(file.path), start=1):
         if not isinstance(row, Mapping):
-            raise ConfigError(f"{file.path}: row {number} is a {type(row).__name__}; write an object")
+            raise InputError(f"{file.path}: row {number} is a {type(row).__name__}; write an object")
         yield number, row
 
 
@@ -382,7 +379,7 @@ def tree_obstacle(pools: Iterable[Pool]) -> str | None:
 async def warn_of_capacity(args: Any, config: SlimeConfig, client: AsyncEnvClient) -> bool:
     """Ask the daemons for their capacity, and warn if slime runs more episodes; return whether they answered.
 
-    Raises: ConfigError: The group is a tree, and a pool cannot copy running machines.
+    Raises: InputError: The group is a tree, and a pool cannot copy running machines.
     """
     try:
         pools = await client.list_pools(timeout=timedelta(seconds=10))
@@ -390,7 +387,7 @@ async def warn_of_capacity(args: Any, config: SlimeConfig, client: AsyncEnvClien
         return False  # the first reset reports the error
     used = [pool for pool in pools if config.pool in ("", pool.name)]
     if config.group == "tree" and (problem := tree_obstacle(used)):
-        raise ConfigError(f"{problem}; set envd.group to fork")
+        raise InputError(f"{problem}; set envd.group to fork")
     warning = capacity_warning(
         concurrency=args.sglang_server_concurrency * slime_compat.engine_count(args),
         group_size=args.n_samples_per_prompt,

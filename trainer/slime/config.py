@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cuaenv.problems import did_you_mean
 from trainer.agent.training import GroupConfig
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.data.curriculum import ALL, curriculum_of
 from trainer.replay.pool import PoolSettings
 
@@ -85,7 +85,7 @@ class SlimeConfig(GroupConfig):
     """The run halts if no daemon answers for this time."""
     picture_dir: str = ""
     """Directory that this process and all engines read at the same path, such as one in /dev/shm if they share a host:
-    requests name the files of pictures, see `trainer.slime.play.engine`. Empty: requests carry a row's pictures."""
+    requests name the files of pictures, see `trainer.tokens.picture_files`. Empty: requests carry a row's pictures."""
     record_dir: str = ""
     """Directory of the files that `trainer.slime.hooks.record_sample` writes; empty for none."""
     sight: Literal["off", "warn", "refuse"] = "off"
@@ -143,8 +143,8 @@ class SlimeConfig(GroupConfig):
 
 
 def envd_of(args: Any) -> Mapping[str, Any]:
-    """Return the mapping `envd:` in slime's args. Raises: ConfigError: There is none."""
+    """Return the mapping `envd:` in slime's args. Raises: InputError: There is none."""
     mapping = getattr(args, "envd", None)
     if not isinstance(mapping, Mapping):
-        raise ConfigError("--custom-config-path: no mapping `envd:`; name a YAML file that has one")
+        raise InputError("--custom-config-path: no mapping `envd:`; name a YAML file that has one")
     return mapping

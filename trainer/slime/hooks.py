@@ -6,7 +6,7 @@ Hooks of users find here what ours know of a sample: `is_void`, `facts_of`, `fla
 import asyncio
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -74,7 +74,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     to the loop that runs them.
 
     Raises:
-        ConfigError: The configuration is invalid, or no row of a data file can be played; no episode was opened.
+        InputError: The configuration is invalid, or no row of a data file can be played; no episode was opened.
         Halted: The run cannot go well: see `envd.halt`, `envd.max_lost_groups` and `envd.daemon_timeout_s`.
     """
     return await job_of(args).play_sample(args, sample, sampling_params, evaluation=evaluation)
@@ -83,7 +83,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 async def play_sight(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:  # noqa: ARG001 -- slime passes it
     """Play the episode that a sample's task `sight/NUMBER` names, for the generate function of `trainer sight`."""
     job = job_of(args)
-    start = checks.start_of_row(sample.metadata, sample.label, job.config.task_key)
+    start = checks.start_of_row(sample.metadata, sample.label, job.config)
     number = int(task_id_of(start).rpartition("/")[2])
     return await play_pictures(args, sample, sampling_params, number, here=job.here())
 
@@ -166,7 +166,7 @@ def data_source(args: Any) -> Any:
     It saves and resumes pool and aborted samples, and passes over tasks as `envd.curriculum` says.
 
     Raises:
-        ConfigError: A data file has rows that slime cannot read, or none that can be played.
+        InputError: A data file has rows that slime cannot read, or none that can be played.
     """
     job = job_of(args)
     # Before slime reads them: its own errors do not name the row.
@@ -387,9 +387,9 @@ def fill_conversation(sample: Sample, chat: Chat, masks: Any) -> None:
     """Fill a sample with the tokens, masks and image tensors of its conversation. Raises: InputError, ModelFailed."""
     images = (sample.multimodal_inputs or {}).get("images") or []
     ids, mask = masks.get_loss_mask(sample.prompt, tools=(sample.metadata or {}).get("tools"))
-    counts = [chat.image_token_count(image.width, image.height) for image in images]
-    pairs = list(expanded(ids, mask, image_id=chat.image_id, counts=counts))
-    tokens, loss_mask = [token for token, _ in pairs], [one for _, one in pairs]
+    repeats = chat.repeats(ids, images)
+    tokens = [token for token, count in zip(ids, repeats, strict=True) for _ in range(count)]
+    loss_mask = [one for one, count in zip(mask, repeats, strict=True) for _ in range(count)]
     if 1 not in loss_mask or loss_mask[0] == 1:
         raise InputError("no turn is trained, or the first trained turn has no prompt")
     sample.tokens = tokens
@@ -397,18 +397,3 @@ def fill_conversation(sample: Sample, chat: Chat, masks: Any) -> None:
     sample.response_length = len(sample.loss_mask)
     sample.reward = 0.0
     sample.multimodal_train_inputs = chat.tensors([image.convert("RGB") for image in images], tokens)
-
-
-def expanded(
-    ids: Sequence[int], mask: Sequence[int], *, image_id: int | None, counts: Sequence[int]
-) -> Iterator[tuple[int, int]]:
-    """Yield ids with their masks, repeating each image's placeholder once per image token.
-
-    Raises:
-        InputError: The numbers of placeholders and images differ.
-    """
-    if ids.count(image_id) != len(counts):
-        raise InputError(f"the chat template made {ids.count(image_id)} placeholders for {len(counts)} images")
-    remaining = iter(counts)
-    for token, one in zip(ids, mask, strict=True):
-        yield from [(token, one)] * (next(remaining) if token == image_id else 1)

@@ -16,13 +16,13 @@ from typing import Any
 from cuaenv.client import Checkpoint, shared_client
 from trainer.agent.groups import Groups
 from trainer.agent.ownership import Owner, ruling_of
-from trainer.config import ConfigError, ExtensionError, json_of
+from trainer.config import ExtensionError, InputError, json_of
 from trainer.data.curriculum import TaskChoice, curriculum_of
 from trainer.replay.pool import ReplayPool
 from trainer.slime import checks, slime_compat
 from trainer.slime.config import Halted, SlimeConfig, envd_of
 from trainer.slime.monitor import RunMonitor
-from trainer.slime.play.engine import PictureFiles, SlimeEngine, engine_url
+from trainer.slime.play.engine import SlimeEngine, engine_url
 from trainer.slime.play.replay import load_files
 from trainer.slime.play.rollout import DaemonWatch, Resources, Rollout
 from trainer.slime.play.samples import facts_of, is_void, reset_sample, task_of, void_result
@@ -30,6 +30,7 @@ from trainer.slime.play.sight import sight_problem
 from trainer.slime.play.workers import WorkerLost, Workers
 from trainer.slime.slime_compat import Sample
 from trainer.tokens.engine_client import EngineClient
+from trainer.tokens.picture_files import PictureFiles
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Job:
 
     @cached_property
     def tasks(self) -> TaskChoice:
-        """Which tasks of the data set are played. Raises: ConfigError."""
+        """Which tasks of the data set are played. Raises: InputError."""
         return TaskChoice(curriculum_of(self.config.curriculum))
 
     def resume_pool(self, directory: Path, *, name: str) -> None:
@@ -119,7 +120,7 @@ class Job:
             rollout_type: Type of its rollout.
 
         Raises:
-            ConfigError: The configuration is invalid, or no row of a data file can be played; no episode was opened.
+            InputError: The configuration is invalid, or no row of a data file can be played; no episode was opened.
             Halted: The run cannot go well.
         """
 
@@ -156,8 +157,8 @@ class Job:
     def _start_of(self, sample: Sample) -> tuple[str | Checkpoint, str]:
         """Return where a sample starts, and why its row cannot be played; its metadata is a dictionary then."""
         try:
-            return checks.start_of_row(sample.metadata, sample.label, self.config.task_key), ""
-        except ConfigError as error:
+            return checks.start_of_row(sample.metadata, sample.label, self.config), ""
+        except InputError as error:
             sample.metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
             return "", str(error)
 
@@ -218,7 +219,7 @@ class Job:
         """Check arguments, data, hosts and engine, each until the check could be made; other samples wait for it.
 
         Raises:
-            ConfigError: The arguments cannot work, or no row of a data file can be played.
+            InputError: The arguments cannot work, or no row of a data file can be played.
             Halted: The engine cannot be used.
         """
         config, url = self.config, engine_url(args)
@@ -268,7 +269,7 @@ class Job:
         is_made = False
         try:
             is_made = await examine()
-        except (ConfigError, Halted):
+        except (InputError, Halted):
             raise
         except Exception:
             logger.exception("[envd] the check of %s could not be made", key)
@@ -282,7 +283,7 @@ _jobs: dict[str, Job] = {}
 
 
 def job_of(args: Any) -> Job:
-    """Return this process's job of the configuration in slime's args. Raises: ConfigError."""
+    """Return this process's job of the configuration in slime's args. Raises: InputError."""
     text = json_of(envd_of(args))
     if text not in _jobs:
         # Another thread may have made it meanwhile.

@@ -110,6 +110,18 @@ class Chat:
         images = self._processor.image_processor
         return int(images.get_number_of_image_patches(height_px, width_px, {})) // int(images.merge_size) ** 2
 
+    def repeats(self, token_ids: Sequence[int], images: "Sequence[Image.Image]") -> list[int]:
+        """Return how often each id of a prompt occurs for training: placeholders once per token of their image.
+
+        Raises:
+            ModelFailed: The model is text-only, or the numbers of placeholders and images differ.
+        """
+        counts = iter([self.image_token_count(image.width, image.height) for image in images])
+        placeholder_count = sum(token_id == self.image_id for token_id in token_ids)
+        if placeholder_count != len(images):
+            raise ModelFailed(f"the chat template made {placeholder_count} placeholders for {len(images)} images")
+        return [next(counts) if token_id == self.image_id else 1 for token_id in token_ids]
+
     def tensors(self, images: "Sequence[Image.Image]", train_ids: Sequence[int]) -> dict[str, Any] | None:
         """Return the model's image inputs: tensors joined on dimension 0, floats as bfloat16; None without images.
 
@@ -170,12 +182,6 @@ class Chat:
     def _segment(self, text: str, messages: Sequence[Message]) -> Segment:
         images = tuple(part for message in messages for part in message.parts if not isinstance(part, str))
         engine_ids = tuple(self.encode(text))
-        if sum(token_id == self.image_id for token_id in engine_ids) != len(images):
-            raise ModelFailed(f"the chat template's number of placeholders differs from the {len(images)} images")
-        counts = iter([self.image_token_count(image.width, image.height) for image in images])
-        train_ids = tuple(
-            token_id
-            for placed in engine_ids
-            for token_id in ([placed] * next(counts) if placed == self.image_id else [placed])
-        )
+        repeats = zip(engine_ids, self.repeats(engine_ids, images), strict=True)
+        train_ids = tuple(token_id for token_id, count in repeats for _ in range(count))
         return Segment(text=text, engine_ids=engine_ids, train_ids=train_ids, images=images)

@@ -74,11 +74,9 @@ def share_memory() -> None:
     _is_shared = True
 
 
-def shared_by(value: Any) -> int | None:
-    """Return the descriptor of the file that has a tensor's memory; None if the value has no such memory."""
-    import torch  # noqa: PLC0415
-
-    return _shared.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None
+def shared_by(tensor: Any) -> int | None:
+    """Return the descriptor of the file that has a tensor's memory; None if that is not shared."""
+    return _shared.get(tensor.data_ptr())
 
 
 def _close(address: int) -> None:

@@ -24,7 +24,7 @@ class SightEnv(DesktopEnv):
     """
 
     def __init__(self, config: DesktopEnvConfig) -> None:
-        """Check the settings, as `DesktopEnv` does. Raises: ConfigError."""
+        """Check the settings, as `DesktopEnv` does. Raises: InputError."""
         super().__init__(config)
         self.plan = plan_of(self._agent)
         """The pictures."""

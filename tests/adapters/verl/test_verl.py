@@ -25,7 +25,7 @@ from envd.episodes.checkpoints.store import CheckpointStore
 from tests.support.desktops import DrawnDesktops
 from trainer.agent.loop import play_episode
 from trainer.agent.starts import state_of
-from trainer.config import ConfigError
+from trainer.config import InputError
 
 # Warnings of the frameworks are not ours.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -254,7 +254,7 @@ async def test_a_cancelled_prompt_leaves_no_machine(make: Callable[..., Rollout]
 async def test_a_mistake_is_reported_and_opens_nothing(
     make: Callable[..., Rollout], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for row, message in (({"task_id": "fake/none"}, "fake/none"), ({"task_id": ""}, "no task_id")):
+    for row, message in (({"task_id": "fake/none"}, "fake/none"), ({"task_id": ""}, "no task id")):
         rollout = make(Engine())
         await rollout.start("seven", count=1, **row)
         assert await rollout.finish("seven") == ("failure", {})
@@ -278,5 +278,5 @@ async def test_wrong_settings_are_refused(make: Callable[..., Rollout], caplog: 
         await rollout.start("nine", count=1)
         status, rows = await rollout.finish("nine")
         assert (status, rows) == ("failure", {})
-        assert ConfigError.__name__ in caplog.text
+        assert InputError.__name__ in caplog.text
         assert message in caplog.text

@@ -19,7 +19,7 @@ class SightAgentLoop(DesktopAgentLoop):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Check the configuration, as `DesktopAgentLoop` does. Raises: ConfigError."""
+        """Check the configuration, as `DesktopAgentLoop` does. Raises: InputError."""
         super().__init__(*arguments, **options)
         self._plan = plan_of(self._config.agent)
         self._config = self._config.model_copy(update={"agent": settings_of(self._config.agent)})

@@ -14,7 +14,6 @@ from tests.tools.learning.replay import choose_task, draw, play
 from tests.tools.learning.rollout_bench import measure
 from trainer.cli.options import SlimeHome, slime_checkout
 from trainer.cli.output import reports_errors
-from trainer.config import ConfigError
 from trainer.learn import LearnError
 from trainer.learn.daemons import started_daemons
 from trainer.learn.settings import SMOKE, Settings
@@ -36,7 +35,7 @@ def compare_command(
 
 
 @app.command("replay")
-@reports_errors(LearnError, ConfigError, OSError)
+@reports_errors(LearnError, OSError)
 def replay_command(
     *,
     run: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("out/learn"),

@@ -17,7 +17,7 @@ from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
 from trainer.agent.training import GroupConfig, TrainingConfig
 from trainer.agent.types import Reply
-from trainer.config import ConfigError, ExtensionError
+from trainer.config import ExtensionError, InputError
 from trainer.data.curriculum import curriculum_of
 from trainer.learn.settings import Settings, fingerprint
 from trainer.rewards.facts import Breakdown, EpisodeFacts
@@ -86,9 +86,9 @@ def fails_for_failures(facts: EpisodeFacts) -> float:
 )
 def test_a_reward_of_a_wrong_type_is_refused_with_its_class_and_the_key(what: str, said: str) -> None:
     reward = {"recipe": f"{HERE}:Gives", "what": what}
-    with pytest.raises(ConfigError, match=f"^envd.reward: reward {re.escape(HERE)}:Gives: {said}"):
+    with pytest.raises(InputError, match=f"^envd.reward: reward {re.escape(HERE)}:Gives: {said}"):
         TrainingConfig.from_mapping({"hosts": ["h:1"], "reward": reward})
-    with pytest.raises(ConfigError, match=f"reward {re.escape(HERE)}:Gives: {said}"):
+    with pytest.raises(InputError, match=f"reward {re.escape(HERE)}:Gives: {said}"):
         SessionSettings.connect(reward=reward)
 
 
@@ -107,14 +107,14 @@ def test_a_reward_of_a_wrong_type_is_refused_with_its_class_and_the_key(what: st
     ],
 )
 def test_a_reward_that_cannot_be_used_is_refused(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(InputError, match=said):
         TrainingConfig.from_mapping({"hosts": ["h:1"], "reward": name})
 
 
 def test_a_module_that_fails_when_it_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fails_on_import.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="prompt fails_on_import:X: importing fails_on_import failed: ZeroDivision"):
+    with pytest.raises(InputError, match="prompt fails_on_import:X: importing fails_on_import failed: ZeroDivision"):
         AgentSettings(prompt="fails_on_import:X")
     assert "fails_on_import" not in sys.modules
 
@@ -122,7 +122,7 @@ def test_a_module_that_fails_when_it_is_imported_is_named(tmp_path: Path, monkey
 def test_a_number_is_one_part_and_a_function_takes_no_options() -> None:
     made = recipe(f"{HERE}:Gives", what="a number")(FACTS)
     assert made == Breakdown(recipe=f"{HERE}:Gives", total=3.0, task_score=1.0, parts={"Gives": 3.0})
-    with pytest.raises(ConfigError, match="a function takes no options, but there is speed"):
+    with pytest.raises(InputError, match="a function takes no options, but there is speed"):
         recipe(f"{OWN}.my_reward:halves", speed=1)
 
 
@@ -133,7 +133,7 @@ def test_an_own_reward_takes_options_and_ranks_an_escape_below_a_failure() -> No
     escaped = EpisodeFacts(task_id="t", task_score=0.0, turns=(), max_turns=3, guest_end_cause="PANIC")
     assert config.breakdown_of(escaped).total == config.breakdown_of(failed).total - 0.1
     assert SessionSettings.connect(reward=reward).reward_of(escaped) == config.breakdown_of(escaped)
-    with pytest.raises(ConfigError, match=r"my_reward:Brisk.per_turm: unknown key; did you mean per_turn"):
+    with pytest.raises(InputError, match=r"my_reward:Brisk.per_turm: unknown key; did you mean per_turn"):
         recipe(f"{OWN}.my_reward:Brisk", per_turm=0.5)
 
 
@@ -172,7 +172,7 @@ class NeedsMore(Silent):
     ],
 )
 def test_a_prompt_of_a_wrong_shape_is_refused(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(InputError, match=said):
         AgentSettings.from_mapping({"prompt": name})
 
 
@@ -244,7 +244,7 @@ class NoTexts(Base):
     ],
 )
 def test_a_grammar_of_a_wrong_shape_is_refused(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(InputError, match=said):
         AgentSettings.from_mapping({"grammar": name})
 
 
@@ -256,7 +256,7 @@ def test_a_grammar_that_fails_later_is_an_error_of_the_run_not_of_the_reply() ->
 
 
 def test_an_own_grammar_offers_tools_only_if_it_says_so() -> None:
-    with pytest.raises(ConfigError, match="cannot express tools"):
+    with pytest.raises(InputError, match="cannot express tools"):
         AgentSettings(grammar=f"{HERE}:Base", tools=("shell",))
 
 
@@ -285,7 +285,7 @@ def of_a_history(history: Any) -> Any:
     ],
 )
 def test_a_branch_policy_of_a_wrong_shape_is_refused(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(InputError, match=said):
         GroupConfig.from_mapping({"hosts": ["h:1"], "branch": name})
 
 
@@ -307,9 +307,9 @@ def test_an_own_branch_policy_replaces_the_settings_of_the_standard_one() -> Non
     ],
 )
 def test_a_curriculum_of_a_wrong_shape_is_refused(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(InputError, match=said):
         SlimeConfig.from_mapping({"hosts": ["h:1"], "curriculum": name})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(InputError, match=said):
         curriculum_of(name)
 
 

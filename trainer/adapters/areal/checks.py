@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.adapters.areal.group import ArealConfig
-from trainer.config import ConfigError
+from trainer.config import InputError
 
 _NEUTRAL: Mapping[str, object] = {
     "discount": 1,
@@ -31,11 +31,11 @@ def check_credit(config: Any, envd: ArealConfig) -> None:
         envd: The settings of its workflow.
 
     Raises:
-        ConfigError: A setting of AReaL contradicts `credit: siblings`.
+        InputError: A setting of AReaL contradicts `credit: siblings`.
     """
     if envd.credit == "siblings":
         for problem in _refusals(config):
-            raise ConfigError(f"envd.credit siblings: {problem}")
+            raise InputError(f"envd.credit siblings: {problem}")
 
 
 def _refusals(config: Any) -> Iterator[str]:

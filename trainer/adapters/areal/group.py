@@ -69,7 +69,7 @@ async def play_group(
         measured: Receives the metrics of each episode, by name.
 
     Raises:
-        ConfigError: The row has no task id, or a malformed checkpoint.
+        InputError: The row has no task id, or a malformed checkpoint.
     """
     start = config.start_of_row(data, data.get("metadata") or {})
     conversations: list[tuple[TokenConversation, ArealEngine]] = []

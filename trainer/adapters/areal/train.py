@@ -19,7 +19,7 @@ from areal.api.cli_args import GRPOConfig, load_expr_config
 
 from trainer.adapters.areal.checks import check_credit
 from trainer.adapters.areal.group import ArealConfig
-from trainer.config import ConfigError
+from trainer.config import InputError
 
 
 @dataclass
@@ -31,19 +31,19 @@ class DesktopGRPOConfig(GRPOConfig):  # type: ignore[misc] # AReaL is not instal
 
 
 def read_rows(path: Path, *, task_key: str) -> list[dict[str, str]]:
-    """Return a data set row per line of a file. Raises: ConfigError: It cannot be read, or a line has no task id."""
+    """Return a data set row per line of a file. Raises: InputError: It cannot be read, or a line has no task id."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         return [{task_key: str(json.loads(line)["metadata"]["task_id"])} for line in lines]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(
+        raise InputError(
             f"train_dataset.path: {path} is not a list of tasks ({type(error).__name__}: {error}); write one with"
             " `trainer data prompts`"
         ) from error
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train. Raises: ConfigError: `envd:` or the tasks are invalid, or AReaL would change the credit of turns."""
+    """Train. Raises: InputError: `envd:` or the tasks are invalid, or AReaL would change the credit of turns."""
     # Imported late: these load all of AReaL.
     from areal import PPOTrainer  # noqa: PLC0415
     from datasets import Dataset  # noqa: PLC0415

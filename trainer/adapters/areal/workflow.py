@@ -16,7 +16,7 @@ from cuaenv.client import close_shared_clients, shared_client
 from trainer.adapters.areal.group import ArealConfig, play_group
 from trainer.adapters.areal.rows import batch
 from trainer.agent.attempts import Environments
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.tokens.chat import Chat
 
 
@@ -34,11 +34,11 @@ class DesktopWorkflow(RolloutWorkflow):  # type: ignore[misc] # AReaL is not ins
             envd: See `ArealConfig`.
 
         Raises:
-            ConfigError: A key is unknown, a value is invalid, `n_samples` is not 1, or images have no processor.
+            InputError: A key is unknown, a value is invalid, `n_samples` is not 1, or images have no processor.
         """
         self._config = ArealConfig.from_mapping(envd)
         if gconfig.n_samples != 1:
-            raise ConfigError(
+            raise InputError(
                 f"gconfig.n_samples is {gconfig.n_samples}: AReaL would start each sample in its own state; set it to 1"
                 f" and set envd.group_size, which is {self._config.group_size}"
             )
@@ -48,7 +48,7 @@ class DesktopWorkflow(RolloutWorkflow):  # type: ignore[misc] # AReaL is not ins
         self._processor = load_hf_processor_and_tokenizer(processor)[0] if is_path else processor
         if self._processor is None and not self._config.agent.text_only:
             # AReaL only warns if a processor cannot be loaded, and then every episode would be void.
-            raise ConfigError(
+            raise InputError(
                 f"processor {processor}: transformers cannot load it; name a model that reads images, or set"
                 " envd.agent.text_only"
             )
@@ -58,7 +58,7 @@ class DesktopWorkflow(RolloutWorkflow):  # type: ignore[misc] # AReaL is not ins
         """Run a data set row's task as a group. Returns its rows, or None if all episodes are void.
 
         Raises:
-            ConfigError: The row has no task id.
+            InputError: The row has no task id.
         """
 
         async def call(input_ids: list[int], images: list[str], limit: int) -> Any:

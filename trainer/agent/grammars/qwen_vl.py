@@ -20,7 +20,6 @@ The tags are those of the model's chat template. Lists and numbers are JSON; str
 """
 
 import json
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -53,13 +52,17 @@ _JSON = frozenset(
 _VERBATIM = frozenset({"text", "command", "content", "old", "new", "question"})
 
 
-class _QwenVl(Grammar):
-    """One or more calls; the tool is between the tags that the model's chat template uses."""
+class Qwen3Vl(Grammar):
+    """`<tool_call>{"name": "computer_use", "arguments": {"action": ...}}</tool_call>`, one or more.
 
+    The prompt has the tool between the tags that the model's chat template uses.
+    """
+
+    name = "qwen3-vl"
     coordinates: ClassVar[Units] = "normalised"
     takes_tools = True
     parse_arguments = staticmethod(intent_of)
-    form: ClassVar[str]
+    form = f':\n{OPEN}\n{{"name": "{TOOL}", "arguments": {{"action": ...}}}}\n{CLOSE}'
     """How to call the tool, for the prompt."""
 
     def instructions(self, picture: Picture) -> str:
@@ -90,20 +93,6 @@ class _QwenVl(Grammar):
             return intent_of(arguments)
         return function_intent(name, arguments, functions_of(self._tools), tool=TOOL)
 
-    @abstractmethod
-    def _intents(self, text: str) -> Iterator[Intent]: ...
-
-    @staticmethod
-    @abstractmethod
-    def _call(name: str, arguments: Mapping[str, object]) -> str: ...
-
-
-class Qwen3Vl(_QwenVl):
-    """`<tool_call>{"name": "computer_use", "arguments": {"action": ...}}</tool_call>`, one or more."""
-
-    name = "qwen3-vl"
-    form = f':\n{OPEN}\n{{"name": "{TOOL}", "arguments": {{"action": ...}}}}\n{CLOSE}'
-
     def _intents(self, text: str) -> Iterator[Intent]:
         for call in json_calls(text):
             check_arguments(call, ("name", "arguments"), "a call")
@@ -114,8 +103,8 @@ class Qwen3Vl(_QwenVl):
         return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
 
 
-class Qwen35Vl(_QwenVl):
-    """`<tool_call><function=computer_use><parameter=action>...`, one or more."""
+class Qwen35Vl(Qwen3Vl):
+    """The same calls in tags: `<tool_call><function=computer_use><parameter=action>...`, one or more."""
 
     name = "qwen3.5-vl"
     form = (

@@ -40,12 +40,13 @@ from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.replay.pool import ReplayPool
 from trainer.slime import slime_compat
 from trainer.slime.config import Halted, SlimeConfig
-from trainer.slime.play.engine import PictureFiles, SlimeEngine
+from trainer.slime.play.engine import SlimeEngine
 from trainer.slime.play.replay import keep_success
 from trainer.slime.play.samples import fill, note, set_status, spread, void_result
 from trainer.slime.slime_compat import Sample, span
 from trainer.tokens.conversation import Engine, TokenConversation
 from trainer.tokens.engine_client import EngineClient
+from trainer.tokens.picture_files import PictureFiles
 from trainer.tokens.rows import Row
 
 logger = logging.getLogger(__name__)

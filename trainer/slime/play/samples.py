@@ -241,26 +241,6 @@ def group_credit(
     return sibling_credit(members, by_deviation=by_deviation)
 
 
-def token_advantages(credit: Credit, *, first_turn: int, loss_mask: Sequence[int]) -> list[float]:
-    """Return the advantage of each response token of a row: that of its turn, 0 for tokens that are not trained.
-
-    Args:
-        credit: The rollout's credit.
-        first_turn: Turn of the row's first reply. Each run of ones in the mask is a reply: an observation follows it.
-        loss_mask: The row's mask.
-
-    Raises:
-        IndexError: The mask has more replies than the rollout has turns.
-    """
-    found: list[float] = []
-    turn, before = first_turn - 1, 0
-    for trained in loss_mask:
-        turn += trained and not before
-        found.append(credit.of_turn(turn) if trained else 0.0)
-        before = trained
-    return found
-
-
 def _by_token(
     rollouts: Sequence[Sequence[Sample]], rewards: Sequence[float | None], *, by_deviation: bool
 ) -> dict[int, Any]:
@@ -273,7 +253,7 @@ def _by_token(
             values = [0.0] * row.response_length
             if not is_void(row):
                 first_turn = facts_of(row)["first_turn"]
-                values = token_advantages(credit, first_turn=first_turn, loss_mask=row.loss_mask or ())
+                values = credit.of_tokens(row.loss_mask or (), first_turn=first_turn)
             found[id(row)] = torch.tensor(values, dtype=torch.float32)
     return found
 

@@ -6,6 +6,7 @@ built them, in memory that both processes map. When slime drops them, the worker
 """
 
 import asyncio
+import copyreg
 import gc
 import io
 import itertools
@@ -262,24 +263,22 @@ class _Server:
             self._pipe.send_bytes(data)
 
     def _pickled(self, answer: Any) -> memoryview:
-        buffer, held = io.BytesIO(), dict[int, Any]()
-        _Pickler(buffer, held).dump(answer)
+        """Return an answer, with references to shared tensors, which are held until the other side frees them."""
+        import torch  # noqa: PLC0415
+
+        held = dict[int, Any]()
+
+        def reduced(tensor: Any) -> Any:
+            fd = patches.shared_by(tensor)
+            if fd is None:
+                return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            held[fd] = tensor
+            return _mapped, (os.getpid(), fd, tuple(tensor.shape))
+
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: reduced}
+        pickler.dump(answer)
         # Not before: the other process frees only what it got.
         self._held.update(held)
         return buffer.getbuffer()
-
-
-class _Pickler(pickle.Pickler):
-    """Writes tensors in shared memory as references, and adds them to `held` by the descriptors of their memory."""
-
-    def __init__(self, file: Any, held: dict[int, Any]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._held = held
-
-    def reducer_override(self, value: Any) -> Any:
-        """See `pickle.Pickler`."""
-        fd = patches.shared_by(value)
-        if fd is None:
-            return NotImplemented
-        self._held[fd] = value
-        return _mapped, (os.getpid(), fd, tuple(value.shape))

@@ -7,7 +7,7 @@ import pytest
 from envd.drawn.suite import DRAWN
 from envd.tasks.templates import split_of
 from tests.tools.learning.arms import generate
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.learn import LearnError
 from trainer.learn.settings import SMOKE, Settings, fingerprint
 
@@ -41,7 +41,7 @@ def test_settings_are_read_strictly(tmp_path: Path) -> None:
     settings = Settings().changed(path)
     assert (settings.rl.updates, settings.agent.image_max_pixels) == (3, 153_600)
     path.write_text("rl: {upgrades: 3}\n")
-    with pytest.raises(ConfigError, match=r"rl.upgrades: unknown key; did you mean updates\?"):
+    with pytest.raises(InputError, match=r"rl.upgrades: unknown key; did you mean updates\?"):
         Settings().changed(path)
     path.write_text("rl\n")
     with pytest.raises(LearnError, match="not a mapping"):
@@ -115,7 +115,7 @@ def test_the_control_of_reading_continues_its_cloned_policy_for_as_long_as_reinf
 def test_a_range_of_success_must_increase_from_above_zero_to_at_most_one(tmp_path: Path, given: str) -> None:
     path = tmp_path / "learn.yaml"
     path.write_text(f"clone: {{sampled_success: {given}}}\n")
-    with pytest.raises(ConfigError, match="clone"):
+    with pytest.raises(InputError, match="clone"):
         Settings().changed(path)
     path.write_text("clone: {sampled_success: [0.1, 0.4]}\n")
     assert Settings().changed(path).clone.sampled_success == (0.1, 0.4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.rewards.facts import EpisodeFacts, TurnFacts
 from trainer.rewards.recipes import recipe
 
@@ -92,5 +92,5 @@ def test_a_perfect_file_is_worth_18_and_a_wrong_one_less_than_none() -> None:
 
 @pytest.mark.parametrize("version", ["v12c", "v13"])
 def test_an_unknown_version_is_refused_with_the_list(version: str) -> None:
-    with pytest.raises(ConfigError, match=f"version is {version}; choose one of v1, v2"):
+    with pytest.raises(InputError, match=f"version is {version}; choose one of v1, v2"):
         recipe("docs.examples.own.modal_windows:Modal", version=version)

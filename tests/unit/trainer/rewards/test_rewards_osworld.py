@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.rewards.facts import ActionFacts, EpisodeFacts, TurnFacts
 from trainer.rewards.recipes import recipe
 
@@ -188,5 +188,5 @@ def test_the_complexity_comes_from_the_tasks_metadata() -> None:
     ],
 )
 def test_an_invalid_option_is_refused_by_name(options: dict[str, object], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(InputError, match=complaint):
         recipe(SLIME_OSWORLD, **options)

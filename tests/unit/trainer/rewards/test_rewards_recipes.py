@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts
 from trainer.rewards.groups import group_advantages, has_signal
 from trainer.rewards.recipes import NAMES, Recipe, recipe
@@ -186,15 +186,15 @@ def test_parts_that_do_not_sum_to_the_total_are_refused() -> None:
 
 
 def test_an_unknown_recipe_is_refused_with_the_list() -> None:
-    with pytest.raises(ConfigError, match=r"unknown reward 'shapd'; did you mean shaped\?"):
+    with pytest.raises(InputError, match=r"unknown reward 'shapd'; did you mean shaped\?"):
         recipe("shapd")
-    with pytest.raises(ConfigError, match="unknown reward 'mine'; choose one of task, shaped, or your own as module"):
+    with pytest.raises(InputError, match="unknown reward 'mine'; choose one of task, shaped, or your own as module"):
         recipe("mine")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_unknown_option_is_refused_with_the_list(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}.zzz: unknown key; .*known keys:"):
+    with pytest.raises(InputError, match=f"{name}.zzz: unknown key; .*known keys:"):
         recipe(name, zzz=0.3)
 
 
@@ -282,7 +282,7 @@ def test_shaping_leaves_the_order_of_task_scores_to_the_checker_alone_where_fact
     [("share", 0.51), ("share", float("nan")), ("share", True), ("success_at", 0.0), ("min_change", -1)],
 )
 def test_an_option_out_of_range_is_refused(option: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=option):
+    with pytest.raises(InputError, match=option):
         recipe("shaped", **{option: value})
 
 

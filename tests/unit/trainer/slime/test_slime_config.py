@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from cuaenv.client import Pool, Tls
 from trainer.agent.settings import AgentSettings
-from trainer.config import STRICT, ConfigError, parse
+from trainer.config import STRICT, InputError, parse
 from trainer.slime.checks import capacity_warning, refusals, row_unit, tree_obstacle, warnings
 from trainer.slime.config import Halt, SlimeConfig
 from trainer.slime.job import job_of
@@ -30,7 +30,7 @@ def config(**mapping: Any) -> SlimeConfig:
 
 def test_only_hosts_is_mandatory() -> None:
     assert config() == SlimeConfig(hosts=("127.0.0.1:50051",))
-    with pytest.raises(ConfigError, match=r"envd\.hosts: missing"):
+    with pytest.raises(InputError, match=r"envd\.hosts: missing"):
         SlimeConfig.from_mapping({})
 
 
@@ -93,18 +93,18 @@ def test_every_part_is_parsed() -> None:
     ],
 )
 def test_invalid_values_are_refused_by_name(mapping: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(InputError, match=message):
         config(**mapping)
 
 
 def test_args_without_a_mapping_are_refused_with_the_flag() -> None:
-    with pytest.raises(ConfigError, match="--custom-config-path"):
+    with pytest.raises(InputError, match="--custom-config-path"):
         job_of(Namespace())
 
 
 @pytest.mark.parametrize("value", [date(2026, 11, 28), {"a"}])
 def test_values_that_yaml_makes_of_texts_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="write a text in quotes"):
+    with pytest.raises(InputError, match="write a text in quotes"):
         config(run=value)
 
 
@@ -119,7 +119,7 @@ def test_a_misspelt_key_below_a_list_or_a_mapping_is_named() -> None:
         by_id: Mapping[str, Item] = Field(default_factory=dict)
 
     for mapping in ({"items": [{}, {"scores": 1.0}]}, {"by_id": {"x": {"scores": 1.0}}}):
-        with pytest.raises(ConfigError, match=r"scores: unknown key; did you mean score"):
+        with pytest.raises(InputError, match=r"scores: unknown key; did you mean score"):
             parse(Settings, mapping)
 
 
@@ -252,5 +252,5 @@ def test_a_row_starts_at_its_task_which_other_columns_may_name() -> None:
     config = SlimeConfig.from_mapping({"hosts": ["h:1"], "task_key": "name"})
     assert config.start_of_row({"name": "a/b"}, {"name": "a/c"}) == "a/b"
     assert config.start_of_row({"prompt": ""}, {"name": "a/c"}) == "a/c"
-    with pytest.raises(ConfigError, match=r"no name \(envd.task_key\); it has prompt"):
+    with pytest.raises(InputError, match=r"no task id; add name \(envd.task_key\) .*; it has prompt"):
         config.start_of_row({"prompt": ""}, {})

@@ -6,7 +6,7 @@ import pytest
 
 from trainer.slime.hooks import advantages
 from trainer.slime.monitor import EpisodeRecord, metrics_of
-from trainer.slime.play.samples import group_credit, token_advantages
+from trainer.slime.play.samples import group_credit
 
 PATH = "trainer.slime.hooks.advantages"
 SIBLINGS = {"hosts": ["127.0.0.1:1"], "group": "tree", "credit": "siblings"}
@@ -21,18 +21,16 @@ GROUP = [facts("a"), facts("b", parent="a", shared=2), facts("c", parent="a", sh
 
 def test_each_reply_of_a_row_has_the_advantage_of_its_turn() -> None:
     a, b, c = group_credit(GROUP, [1.0, 0.0, 0.5], by_deviation=False)
-    assert token_advantages(a, first_turn=1, loss_mask=[1, 1, 0, 0, 1, 0, 1, 0, 1]) == pytest.approx(
-        [0, 0, 0, 0, 0, 0, 0.75, 0, 0.75]
-    )
-    assert token_advantages(b, first_turn=3, loss_mask=[1, 0, 1, 1]) == pytest.approx([-0.75, 0, -0.75, -0.75])
+    assert a.of_tokens([1, 1, 0, 0, 1, 0, 1, 0, 1], first_turn=1) == pytest.approx([0, 0, 0, 0, 0, 0, 0.75, 0, 0.75])
+    assert b.of_tokens([1, 0, 1, 1], first_turn=3) == pytest.approx([-0.75, 0, -0.75, -0.75])
     # The second row of a rollout begins with a later reply.
-    assert token_advantages(c, first_turn=4, loss_mask=[0, 1, 1]) == [0.0, 0.0, 0.0]
+    assert c.of_tokens([0, 1, 1], first_turn=4) == [0.0, 0.0, 0.0]
 
 
 def test_more_replies_than_turns_are_refused() -> None:
     (credit, *_) = group_credit(GROUP, [1.0, 0.0, 0.5])
     with pytest.raises(IndexError):
-        token_advantages(credit, first_turn=4, loss_mask=[1, 0, 1])
+        credit.of_tokens([1, 0, 1], first_turn=4)
 
 
 def test_void_members_have_no_turns_and_no_names() -> None:

@@ -15,7 +15,7 @@ from trainer import slime
 from trainer.agent import attempts, loop
 from trainer.agent.branching import TreeMember
 from trainer.agent.groups import GroupMember, Groups, Tree
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.slime import hooks
 from trainer.slime.job import Job, job_of
 from trainer.slime.monitor import RunMonitor
@@ -62,13 +62,13 @@ async def test_samples_wait_for_the_one_that_makes_a_check_and_later_ones_do_not
 
 
 async def test_a_check_that_could_not_be_made_is_made_again(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    check = Check(False, OSError("no space left"), ConfigError("bad"), True)
+    check = Check(False, OSError("no space left"), InputError("bad"), True)
     check.may_end.set()
     await job._once("engine", check)
     with caplog.at_level(logging.ERROR):
         await job._once("engine", check)
     assert "no space left" in caplog.text, "the first episode reports it, too"
-    with pytest.raises(ConfigError):
+    with pytest.raises(InputError):
         await job._once("engine", check)
     for _ in range(2):
         await job._once("engine", check)

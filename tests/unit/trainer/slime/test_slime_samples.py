@@ -10,8 +10,9 @@ import pytest
 from tests.support.slime import Sample
 from trainer.agent.turns import History
 from trainer.agent.types import Message, Reply
-from trainer.config import ConfigError
+from trainer.config import InputError
 from trainer.slime.checks import start_of_row
+from trainer.slime.config import SlimeConfig
 from trainer.slime.hooks import load_buffer, record_sample
 from trainer.slime.play.rollout import Partial
 from trainer.slime.play.samples import by_rollout, facts_of, flatten, is_void, make_void, note, reset_sample, spread
@@ -57,10 +58,11 @@ def test_rows_are_grouped_by_rollout() -> None:
 
 
 def test_the_task_id_comes_from_metadata_or_label() -> None:
-    assert start_of_row({"task_id": "a/b"}, "c/d", "task_id") == "a/b"
-    assert start_of_row({}, "c/d", "task_id") == start_of_row(None, "c/d", "task_id") == "c/d"
-    with pytest.raises(ConfigError, match="no task id; add task_id"):
-        start_of_row({}, None, "task_id")
+    config = SlimeConfig.from_mapping({"hosts": ["h:1"]})
+    assert start_of_row({"task_id": "a/b"}, "c/d", config) == "a/b"
+    assert start_of_row({}, "c/d", config) == start_of_row(None, "c/d", config) == "c/d"
+    with pytest.raises(InputError, match="no task id; add task_id"):
+        start_of_row({}, None, config)
 
 
 async def test_samples_are_recorded_in_the_configured_directory(tmp_path: Path) -> None:

@@ -9,9 +9,7 @@ from PIL import Image
 from tests.support.slime import IMAGE, Processor, Sample, Tokenizer
 from trainer.config import InputError
 from trainer.slime import hooks, slime_compat
-from trainer.slime.hooks import expanded, generate_rollout
-
-IMAGE_ID = Tokenizer().convert_tokens_to_ids(IMAGE)
+from trainer.slime.hooks import generate_rollout
 
 
 class Masks:
@@ -69,13 +67,3 @@ def test_invalid_examples_are_refused_by_name(conversation: str, image_count: in
 def test_evaluation_is_refused() -> None:
     with pytest.raises(ValueError, match="no evaluation"):
         generate_rollout(None, 0, None, evaluation=True)
-
-
-def test_masks_follow_their_tokens() -> None:
-    assert list(expanded([1, IMAGE_ID, 2], [0, 0, 1], image_id=IMAGE_ID, counts=[3])) == [
-        (1, 0),
-        (IMAGE_ID, 0),
-        (IMAGE_ID, 0),
-        (IMAGE_ID, 0),
-        (2, 1),
-    ]

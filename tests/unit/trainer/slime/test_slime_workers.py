@@ -2,8 +2,10 @@
 
 import itertools
 import pickle
+import sys
 import threading
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,7 +68,8 @@ def test_an_answer_that_cannot_be_sent_keeps_no_memory(monkeypatch: pytest.Monke
     class Tensor:
         shape = (1, 2)
 
-    monkeypatch.setattr(patches, "shared_by", lambda value: 7 if isinstance(value, Tensor) else None)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
+    monkeypatch.setattr(patches, "shared_by", lambda _: 7)
     server = workers._Server(pipe := Pipe(), None, play)
     unpicklable = Sample(multimodal_train_inputs={"pixel_values": Tensor()}, metadata={"lock": threading.Lock()})
     server._send(3, unpicklable)

@@ -10,7 +10,7 @@ from tests.support.areal import played_of
 from tests.support.credit import by_definition, random_tree
 from trainer.adapters.areal.checks import check_credit
 from trainer.adapters.areal.group import ArealConfig, values_of
-from trainer.config import ConfigError
+from trainer.config import InputError
 
 SIBLINGS = {"hosts": ["127.0.0.1:1"], "group": "tree", "group_size": 4, "credit": "siblings"}
 
@@ -50,7 +50,7 @@ def test_returns_of_a_member_that_branched_are_those_of_its_own_turns() -> None:
     ],
 )
 def test_settings_that_contradict_a_tree_or_are_invalid_are_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(InputError, match=message):
         ArealConfig.from_mapping({**SIBLINGS, **changed})
 
 
@@ -85,7 +85,7 @@ def areal(critic: Any = None, **changed: Any) -> Any:
 )
 def test_settings_of_areal_that_change_the_credit_are_refused(changed: dict[str, Any], message: str) -> None:
     check_credit(areal(**changed), ArealConfig.from_mapping({"hosts": ["h:1"]}))
-    with pytest.raises(ConfigError, match=rf"envd\.credit siblings: .*{message}"):
+    with pytest.raises(InputError, match=rf"envd\.credit siblings: .*{message}"):
         check_credit(areal(**changed), ArealConfig.from_mapping(SIBLINGS))
 
 
