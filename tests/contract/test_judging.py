@@ -430,8 +430,8 @@ async def test_every_kind_of_guest_data_can_be_sent_to_a_worker(judges: JudgeWor
     assert (await judges(judge_image, found(png()), found(png()), image)).score == 1.0
 
 
-#: Forks into a group of the hierarchy that the argument names, with and without clone3(2), and prints the groups of both
-#: children: the first before it enters.
+#: Forks into a group of the hierarchy that the argument names, with and without clone3(2), and prints the groups of
+#: both children: the first before it enters.
 FORKS_INTO_A_GROUP = """
 import os, sys
 from envd.base.sandbox import cgroup

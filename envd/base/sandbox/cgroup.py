@@ -112,8 +112,8 @@ class ControlGroup:
 
 def _fork_into(group: int) -> int:
     """Fork this process into an open group; returns like os.fork, or -1 if the kernel refuses."""
-    # struct clone_args: flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid, set_tid_size,
-    # cgroup.
+    # struct clone_args: flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid,
+    # set_tid_size, cgroup.
     arguments = struct.pack("11Q", _CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, group)
     ctypes.pythonapi.PyOS_BeforeFork()
     pid: int = _libc.syscall(ctypes.c_long(_CLONE3), arguments, ctypes.c_size_t(len(arguments)))
