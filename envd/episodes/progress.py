@@ -27,6 +27,7 @@ from cuaenv.actions import (
     Scroll,
     TypeText,
 )
+from cuaenv.results import State
 from envd.base.config import SettlePolicy
 from envd.base.losses import ENDS_MACHINE
 from envd.tasks.text import ScoreResult
@@ -51,17 +52,7 @@ _LastAction = Annotated[Done | Fail, PlainSerializer(to_json), PlainValidator(fr
 _STORED: Final = ConfigDict(extra="forbid")
 
 
-class EpisodeState(Enum):
-    """State of an episode."""
-
-    #: Accepts steps.
-    ACTIVE = "active"
-    #: The agent sent done or fail, or the task reached a terminal state.
-    TERMINATED = "terminated"
-    #: Ended by a limit or by `Evaluate`; not terminal in the task.
-    TRUNCATED = "truncated"
-    #: Lost to a failure of envd or its guest; void for training.
-    FAILED = "failed"
+EpisodeState = State
 
 
 class CheckpointTrigger(Enum):
