@@ -24,8 +24,8 @@ from envd.desktop.observation import (
     UnchangedImage,
 )
 from envd.episodes.checkpoints.manifest import Manifest
-from envd.episodes.progress import CheckpointTrigger, EpisodeOrigin, EpisodeState
-from envd.episodes.types import EpisodeStatus, EvaluateResult, OpenedGroup, RollbackResult, StepOutcome
+from envd.episodes.progress import CheckpointTrigger, EpisodeOrigin, EpisodeState, EpisodeStatus
+from envd.episodes.types import EvaluateResult, OpenedGroup, RollbackResult, StepOutcome
 from envd.pool.queue import QueueEntry
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task

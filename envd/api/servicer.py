@@ -8,6 +8,7 @@ import asyncio
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from datetime import datetime
 from typing import Any, TypeVar
 
 import grpc
@@ -66,7 +67,7 @@ from envd.base.telemetry import traces
 from envd.base.telemetry.logs import bound
 from envd.desktop.observation import EncodedFrame, Encoding, ObservationOptions
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import OpenedGroup, listing_key
+from envd.episodes.types import OpenedGroup
 from envd.tasks.model import Task
 
 #: Episodes whose screen size is cached; the oldest are dropped and queried again.
@@ -189,7 +190,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
                     and request.task_id in ("", checkpoint.spec.task_id)
                     and request.source_episode_id in ("", checkpoint.spec.episode_id)
                 ),
-                key=lambda checkpoint: listing_key(checkpoint.create_time, checkpoint.checkpoint_id),
+                key=lambda checkpoint: _listing_key(checkpoint.create_time, checkpoint.checkpoint_id),
                 page_size=request.page_size,
                 page_token=request.page_token,
                 is_sorted=True,
@@ -290,7 +291,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         caller = current_caller()
         page, next_token = page_of(
             (info for info in self._episodes.list_episodes() if caller.may_list(info.spec.owner)),
-            key=lambda info: listing_key(info.spec.create_time, info.episode_id),
+            key=lambda info: _listing_key(info.spec.create_time, info.episode_id),
             page_size=request.page_size,
             page_token=request.page_token,
         )
@@ -418,6 +419,11 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         self._screens.move_to_end(episode_id)
         if len(self._screens) > MAX_REMEMBERED_SCREENS:
             self._screens.popitem(last=False)
+
+
+def _listing_key(create_time: datetime, object_id: str) -> str:
+    """Return a unique key that sorts episodes or checkpoints from the oldest to the newest."""
+    return f"{create_time.isoformat(timespec='microseconds')}/{object_id}"
 
 
 def _remaining_s(context: Context) -> float | None:

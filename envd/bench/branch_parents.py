@@ -2,7 +2,6 @@
 
 import os
 from datetime import timedelta
-from typing import Protocol
 
 from cuaenv.actions import Action, Move, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEpisode, View
@@ -17,53 +16,34 @@ _CHILD_TEXT, _PARENT_TEXT = "and the child", "and the parent"
 _FILE_TIMEOUT = timedelta(minutes=2)
 
 
-class BranchParent(Protocol):
-    """An episode that works between its branches on a document, of which each child has a copy."""
-
-    @property
-    def who(self) -> str:
-        """Names it in the report."""
-
-    @property
-    def task_id(self) -> str:
-        """The task of its episode."""
-
-    def nudge(self, number: int) -> Action:
-        """Return the step that a fresh desktop takes before a branch."""
-
-    async def begin(self, bench: BenchSession, episode: AsyncEpisode) -> None:
-        """Work before the first branch."""
-
-    async def advance(self, episode: AsyncEpisode, word: str) -> None:
-        """Work before each branch."""
-
-    async def check(self, parent: AsyncEpisode, child: AsyncEpisode, *, frame_id: str) -> Condition:
-        """Let the child work, observe the parent, then let it work. `frame_id` is its frame at the branch."""
-
-
 class EditorParent:
-    """Types into the editor that a task opens."""
+    """Types between the branches into the document of an editor, of which each child has a copy."""
 
     who = "an editor"
 
     def __init__(self, task_id: str, document: str) -> None:
+        """Branch episodes of a task that opens the document in an editor."""
         self.task_id = task_id
         self._path = document
         self._saved = ""
         self._text = ""
 
     def nudge(self, number: int) -> Action:
+        """Return the step that a fresh desktop takes before a branch."""
         return Move(x=400 + 10 * (number % 20), y=300)
 
-    async def begin(self, bench: BenchSession, episode: AsyncEpisode) -> None:  # noqa: ARG002 see BranchParent
+    async def begin(self, bench: BenchSession, episode: AsyncEpisode) -> None:  # noqa: ARG002 see WritingParent
+        """Work before the first branch."""
         self._saved = self._text = await _read(episode, self._path)
         await episode.step(PressKeys(["ctrl", "end"]), timeout=STEP_TIMEOUT)
 
     async def advance(self, episode: AsyncEpisode, word: str) -> None:
+        """Work before each branch."""
         await episode.step(TypeText(word), timeout=STEP_TIMEOUT)
         self._text += word
 
     async def check(self, parent: AsyncEpisode, child: AsyncEpisode, *, frame_id: str) -> Condition:
+        """Let the child work, observe the parent, then let it work. `frame_id` is its frame at the branch."""
         first_frame_id = child.observation.frame_id
         save = (PressKeys(["ctrl", "s"]), Wait(timedelta(seconds=1)))
         await child.step(TypeText(_CHILD_TEXT), *save, timeout=STEP_TIMEOUT)
@@ -81,7 +61,10 @@ class EditorParent:
 
 
 class WritingParent:
-    """Writes files, on images whose programs are unknown, until nearly as much memory as in the target is written."""
+    """Does as `EditorParent` on images whose programs are unknown: it writes the document itself.
+
+    At first it writes files until nearly as much memory as in the target is written.
+    """
 
     who = "a guest that wrote files"
     _BLOCK_BYTES = 1 << 20
@@ -93,7 +76,7 @@ class WritingParent:
         self._path = r"C:\Users\Public\envd-bench" if os is GuestOs.WINDOWS else "/var/tmp/envd-bench"  # noqa: S108
         self._text = ""
 
-    def nudge(self, number: int) -> Action:  # noqa: ARG002 see BranchParent
+    def nudge(self, number: int) -> Action:  # noqa: ARG002 see EditorParent
         # Not every guest has a pointer.
         return Wait(timedelta(milliseconds=200))
 
@@ -120,6 +103,9 @@ class WritingParent:
             child_saved=(self._text + _CHILD_TEXT, await _read(child, self._path)),
             parent_saved=(self._text + _PARENT_TEXT, await _read(parent, self._path)),
         )
+
+
+BranchParent = EditorParent | WritingParent
 
 
 async def frame_id_of(episode: AsyncEpisode) -> str:

@@ -1,9 +1,8 @@
 """`envd episodes export`: write a recorded episode as a video, a page or JSON lines. Needs no daemon."""
 
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,20 +14,7 @@ from envd.cli.options import config_options
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.page import write_page
 from envd.episodes.recording.steps import write_steps
-from envd.episodes.recording.video import VideoFormat, export_video
-
-
-class ExportFormat(Enum):
-    """Videos, and the screen after each step as a page or as JSON lines."""
-
-    MP4 = VideoFormat.MP4.value
-    WEBM = VideoFormat.WEBM.value
-    GIF = VideoFormat.GIF.value
-    HTML = "html"
-    JSONL = "jsonl"
-
-
-_WRITERS = {ExportFormat.HTML: write_page, ExportFormat.JSONL: write_steps}
+from envd.episodes.recording.video import export_video
 
 
 @command(config_options())
@@ -37,8 +23,9 @@ def export(
     *,
     episode_id: Annotated[str, typer.Argument(metavar="EPISODE", help="Id of a recorded episode.")],
     export_format: Annotated[
-        ExportFormat, typer.Option("--format", help="A video, or the screen after each step: one page, or JSON lines.")
-    ] = ExportFormat.MP4,
+        Literal["mp4", "webm", "gif", "html", "jsonl"],
+        typer.Option("--format", help="A video, or the screen after each step: one page, or JSON lines."),
+    ] = "mp4",
     to: Annotated[
         Path | None, typer.Option("--out", metavar="PATH", help="The file; by default EPISODE.FORMAT here.")
     ] = None,
@@ -53,14 +40,17 @@ def export(
     source = directory or settings.recording.directory
     if source is None:
         raise ConfigError("export: no directory of recordings; pass --directory, or --config with recording.directory")
-    path = to or Path(f"{episode_id}.{export_format.value}")
+    path = to or Path(f"{episode_id}.{export_format}")
     recording = Library(source).read(episode_id)
     try:
         with progress(f"exporting {episode_id}") as report:
-            write = _WRITERS.get(export_format) or partial(
-                export_video, video_format=VideoFormat(export_format.value), max_pause_s=max_pause, speed=speed
-            )
-            write(recording, path, progress=lambda fraction: report("written", fraction))
+            written = partial(report, "written")
+            if export_format == "html":
+                write_page(recording, path, progress=written)
+            elif export_format == "jsonl":
+                write_steps(recording, path, progress=written)
+            else:
+                export_video(recording, path, export_format, max_pause_s=max_pause, speed=speed, progress=written)
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from error
     count, size_bytes = len(recording.frames), path.stat().st_size

@@ -7,6 +7,7 @@ a page of another origin cannot send it without asking first, and is refused.
 import json
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -29,95 +30,96 @@ _MAX_TASKS = 500
 _MAX_STEPS = 200
 
 
-class ControlRoutes:
-    """The routes that act."""
+def add_control(router: web.UrlDispatcher, episodes: EpisodeService) -> None:
+    """Add the routes that act."""
+    router.add_get("/api/tasks", _answers(partial(_tasks, episodes)))
+    router.add_post("/api/episodes", _answers(partial(_open, episodes)))
+    router.add_post("/api/episodes/{id}/control", _answers(partial(_take, episodes)))
+    router.add_post("/api/episodes/{id}/actions", _answers(partial(_act, episodes)))
+    router.add_post("/api/episodes/{id}/release", _answers(partial(_release, episodes)))
+    router.add_post("/api/episodes/{id}/evaluate", _answers(partial(_evaluate, episodes)))
+    router.add_post("/api/episodes/{id}/close", _answers(partial(_close, episodes)))
 
-    def __init__(self, episodes: EpisodeService) -> None:
-        self._episodes = episodes
 
-    def add_to(self, router: web.UrlDispatcher) -> None:
-        router.add_get("/api/tasks", _answers(self._tasks))
-        router.add_post("/api/episodes", _answers(self._open))
-        router.add_post("/api/episodes/{id}/control", _answers(self._take))
-        router.add_post("/api/episodes/{id}/actions", _answers(self._act))
-        router.add_post("/api/episodes/{id}/release", _answers(self._release))
-        router.add_post("/api/episodes/{id}/evaluate", _answers(self._evaluate))
-        router.add_post("/api/episodes/{id}/close", _answers(self._close))
+async def _tasks(episodes: EpisodeService, _request: web.Request) -> dict[str, Any]:
+    """Return the tasks that a person may open."""
+    tasks = sorted(episodes.tasks.list(), key=lambda task: task.task_id)
+    return {"tasks": [{"id": task.task_id, "instruction": task.instruction} for task in tasks[:_MAX_TASKS]]}
 
-    async def _tasks(self, _request: web.Request) -> dict[str, Any]:
-        """Return the tasks that a person may open."""
-        tasks = sorted(self._episodes.tasks.list(), key=lambda task: task.task_id)
-        return {"tasks": [{"id": task.task_id, "instruction": task.instruction} for task in tasks[:_MAX_TASKS]]}
 
-    async def _open(self, request: web.Request) -> dict[str, Any]:
-        caller, body = caller_of(request), await _body(request)
-        if caller.scope < Scope.RUN:
-            raise web.HTTPForbidden(text=f"token {caller.name}: scope run is needed to open episodes\n")
-        from_checkpoint = "checkpoint" in body
-        result = await self._episodes.reset(
-            ResetCommand(
-                request_id=secrets.token_hex(16),
-                task_id="" if from_checkpoint else _text(body, "task"),
-                checkpoint_id=_text(body, "checkpoint") if from_checkpoint else "",
-                sees_all_owners=caller.scope is Scope.ADMIN,
-                pool=str(body.get("pool", "")),
-                run=RUN,
-                owner=caller.name,
-                max_machines=caller.max_machines,
-                max_steps=None if from_checkpoint else _MAX_STEPS,
-                observe=ObservationOptions(encoding=Encoding.NONE),
-                timeout_s=120.0,
-            )
+async def _open(episodes: EpisodeService, request: web.Request) -> dict[str, Any]:
+    caller, body = caller_of(request), await _body(request)
+    if caller.scope < Scope.RUN:
+        raise web.HTTPForbidden(text=f"token {caller.name}: scope run is needed to open episodes\n")
+    from_checkpoint = "checkpoint" in body
+    result = await episodes.reset(
+        ResetCommand(
+            request_id=secrets.token_hex(16),
+            task_id="" if from_checkpoint else _text(body, "task"),
+            checkpoint_id=_text(body, "checkpoint") if from_checkpoint else "",
+            sees_all_owners=caller.scope is Scope.ADMIN,
+            pool=str(body.get("pool", "")),
+            run=RUN,
+            owner=caller.name,
+            max_machines=caller.max_machines,
+            max_steps=None if from_checkpoint else _MAX_STEPS,
+            observe=ObservationOptions(encoding=Encoding.NONE),
+            timeout_s=120.0,
         )
-        return {"id": result.episodes[0].episode_id}
+    )
+    return {"id": result.episodes[0].episode_id}
 
-    async def _take(self, request: web.Request) -> dict[str, Any]:
-        """Take or renew control."""
-        episode_id, body = self._own(request), await _body(request)
-        ttl_s = self._episodes.take_control(
-            episode_id, control_id=_text(body, "control"), holder=caller_of(request).name
-        )
-        return {"ttl_s": ttl_s}
 
-    async def _act(self, request: web.Request) -> dict[str, Any]:
-        """Perform actions; return the reason of each that the guest refused, empty for the others."""
-        episode_id, body = self._own(request), await _body(request)
-        outcomes = await self._episodes.act(episode_id, control_id=_text(body, "control"), actions=_actions(body))
-        return {"errors": [outcome.error for outcome in outcomes]}
+async def _take(episodes: EpisodeService, request: web.Request) -> dict[str, Any]:
+    """Take or renew control."""
+    episode_id, body = _own(episodes, request), await _body(request)
+    ttl_s = episodes.take_control(episode_id, control_id=_text(body, "control"), holder=caller_of(request).name)
+    return {"ttl_s": ttl_s}
 
-    async def _release(self, request: web.Request) -> dict[str, Any]:
-        episode_id, body = self._own(request), await _body(request)
-        await self._episodes.release_control(episode_id, control_id=_text(body, "control"))
-        return {}
 
-    async def _evaluate(self, request: web.Request) -> dict[str, Any]:
-        """Hand back and score an episode that a person opened."""
-        episode_id, body = self._own(request), await _body(request)
-        await self._episodes.release_control(episode_id, control_id=_text(body, "control"))
-        episode = self._episodes.find(episode_id)
-        if episode is None or episode.spec.run != RUN:
-            raise InvalidRequest("episode", "only an episode that was opened in the console can be scored here")
-        episode.human.observed()
-        result = await self._episodes.evaluate(episode_id, request_id=f"console-{episode_id}", fingerprint=b"console")
-        return {"score": result.score, "checks": [{"name": each.name, "score": each.score} for each in result.checks]}
+async def _act(episodes: EpisodeService, request: web.Request) -> dict[str, Any]:
+    """Perform actions; return the reason of each that the guest refused, empty for the others."""
+    episode_id, body = _own(episodes, request), await _body(request)
+    outcomes = await episodes.act(episode_id, control_id=_text(body, "control"), actions=_actions(body))
+    return {"errors": [outcome.error for outcome in outcomes]}
 
-    async def _close(self, request: web.Request) -> dict[str, Any]:
-        """Close an episode that a person opened."""
-        episode_id = self._own(request)
-        await _body(request)
-        episode = self._episodes.find(episode_id)
-        if episode is not None and episode.spec.run != RUN:
-            raise InvalidRequest("episode", "only an episode that was opened in the console can be closed here")
-        await self._episodes.close(episode_id)
-        return {}
 
-    def _own(self, request: web.Request) -> str:
-        """Return the episode of a request whose caller may use it. Raises: EpisodeNotFound."""
-        episode_id = request.match_info["id"]
-        caller = caller_of(request)
-        if caller.scope < Scope.RUN or not caller.may_use(self._episodes.owner_of(episode_id)):
-            raise EpisodeNotFound(f"episode {episode_id}: not found, or your token may not control it")
-        return episode_id
+async def _release(episodes: EpisodeService, request: web.Request) -> dict[str, Any]:
+    episode_id, body = _own(episodes, request), await _body(request)
+    await episodes.release_control(episode_id, control_id=_text(body, "control"))
+    return {}
+
+
+async def _evaluate(episodes: EpisodeService, request: web.Request) -> dict[str, Any]:
+    """Hand back and score an episode that a person opened."""
+    episode_id, body = _own(episodes, request), await _body(request)
+    await episodes.release_control(episode_id, control_id=_text(body, "control"))
+    episode = episodes.find(episode_id)
+    if episode is None or episode.spec.run != RUN:
+        raise InvalidRequest("episode", "only an episode that was opened in the console can be scored here")
+    episode.human.observed()
+    result = await episodes.evaluate(episode_id, request_id=f"console-{episode_id}", fingerprint=b"console")
+    return {"score": result.score, "checks": [{"name": each.name, "score": each.score} for each in result.checks]}
+
+
+async def _close(episodes: EpisodeService, request: web.Request) -> dict[str, Any]:
+    """Close an episode that a person opened."""
+    episode_id = _own(episodes, request)
+    await _body(request)
+    episode = episodes.find(episode_id)
+    if episode is not None and episode.spec.run != RUN:
+        raise InvalidRequest("episode", "only an episode that was opened in the console can be closed here")
+    await episodes.close(episode_id)
+    return {}
+
+
+def _own(episodes: EpisodeService, request: web.Request) -> str:
+    """Return the episode of a request whose caller may use it. Raises: EpisodeNotFound."""
+    episode_id = request.match_info["id"]
+    caller = caller_of(request)
+    if caller.scope < Scope.RUN or not caller.may_use(episodes.owner_of(episode_id)):
+        raise EpisodeNotFound(f"episode {episode_id}: not found, or your token may not control it")
+    return episode_id
 
 
 def _answers(route: Callable[[web.Request], Any]) -> Handler:

@@ -12,7 +12,7 @@ from PIL import Image
 from envd.base.errors import RetryableError
 from envd.console.runs import Facts
 from envd.episodes.recording.library import Library, Recording, RecordingSummary
-from envd.episodes.recording.video import VideoFormat, export_video
+from envd.episodes.recording.video import export_video
 
 T = TypeVar("T")
 
@@ -102,9 +102,7 @@ class PageReplays:
             recording = await self._read(episode_id)
             await asyncio.get_running_loop().run_in_executor(
                 self._video_executor,
-                lambda: export_video(
-                    recording, path, VideoFormat.MP4, max_pause_s=_VIDEO_MAX_PAUSE_S, progress=progress
-                ),
+                lambda: export_video(recording, path, "mp4", max_pause_s=_VIDEO_MAX_PAUSE_S, progress=progress),
             )
         finally:
             self._makes_video = False

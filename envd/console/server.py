@@ -25,7 +25,7 @@ from envd.base.errors import ConfigError, RetryableError, Unimplemented
 from envd.base.telemetry.endpoint import serve_app
 from envd.base.version import envd_version
 from envd.console.board import Board, EpisodeHistory, episode_detail
-from envd.console.control import ControlRoutes
+from envd.console.control import add_control
 from envd.console.pictures import Pictures
 from envd.console.replays import PageReplays
 from envd.console.runs import Runs
@@ -96,7 +96,7 @@ async def serve_console(
     console = Console(episodes, library, clock=clock or Clock())
     app = web.Application(middlewares=[_with_headers, _own_page_only, *middlewares], client_max_size=_BODY_BYTES)
     console.add_routes(app.router)
-    ControlRoutes(episodes).add_to(app.router)
+    add_control(app.router, episodes)
     try:
         async with serve_app(app, listen, setting="console_listen", tls=tls) as address:
             try:

@@ -39,12 +39,12 @@ from envd.daemon.web import open_web
 from envd.desktop.desktop import Desktop
 from envd.desktop.gateway import Exit
 from envd.episodes.checkpoints.store import CheckpointStore
+from envd.episodes.progress import EpisodeStatus
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.recovery import PersistedState, load_persisted
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import EpisodeStatus
 from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor, LeftoverKind, Machine
 from envd.images.catalogue import ImageCatalogue

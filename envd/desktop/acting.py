@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, MouseUp, ToolAction, TypeText, Wait
 from envd.base.errors import DisplayError, GuestError, GuestUnresponsive, MachineLost
+from envd.desktop import toolbox
 from envd.desktop.display.screen import Screen
 from envd.desktop.display_connection import DisplayConnection
 from envd.desktop.guestd import GuestdClient
@@ -30,7 +31,6 @@ from envd.desktop.input.plan import (
 from envd.desktop.observation import ActionOutcome, Point
 from envd.desktop.session import GuestPauses, GuestSession
 from envd.desktop.settler import Settler
-from envd.desktop.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,6 @@ class Actor:
         self._screen = screen
         self._input = held
         self._session = session
-        self._toolbox = Toolbox(session)
         self._settler = settler
         self._pauses = pauses
         self._layout: Layout = US
@@ -125,7 +124,7 @@ class Actor:
         if self._settler.is_input_pending:
             await self._settler.settle(self._pauses.input_settle)
         try:
-            outcome = await self._unless_late(self._toolbox.use(action))
+            outcome = await self._unless_late(toolbox.use(self._session, action))
             return replace(outcome, input_ms=_ms_since(began_s))
         finally:
             self._settler.note_input()  # a command may change the screen

@@ -17,6 +17,7 @@ from envd.base.channels import GuestChannels
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
+from envd.desktop import toolbox
 from envd.desktop.a11y import outline, parse_tree, with_marks
 from envd.desktop.acting import Actor
 from envd.desktop.agent import GuestAgent, renew_identity
@@ -39,7 +40,6 @@ from envd.desktop.observation import (
 )
 from envd.desktop.session import GuestPauses, GuestSession, wait_idle, wait_ready
 from envd.desktop.settler import Settler
-from envd.desktop.toolbox import Toolbox
 from envd.desktop.tunnel import open_port
 
 T = TypeVar("T")
@@ -420,7 +420,7 @@ class Desktop:
     @while_alive
     async def start_mcp_server(self, name: str, command: Sequence[str]) -> None:
         """Start an MCP server of the agent in the user's session; it lives as long as the guest."""
-        await Toolbox(self._session).start_server(name, command)
+        await toolbox.start_server(self._session, name, command)
 
     @while_alive
     async def change_wallpaper(self, path: str, *, timeout_s: float = 30.0) -> None:

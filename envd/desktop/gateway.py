@@ -41,37 +41,30 @@ _RESOLVERS: Final = ThreadPoolExecutor(16, thread_name_prefix="resolve")
 PROXY_STATUS = "Proxy-Status"
 
 
-class InvalidProxyRequest(Exception):
-    """The bytes of a program are not a proxy request."""
-
-
 def parse_head(head: bytes) -> tuple[Destination, bytes]:
     """Parse a proxy request (RFC 9112, section 3.2); return its destination and the bytes to send there first.
 
     CONNECT opens a tunnel and sends nothing; other requests are rewritten to origin form, with the destination as Host.
 
     Raises:
-        InvalidProxyRequest: The bytes are not a proxy request.
+        ValueError: The bytes are not a proxy request.
     """
     lines = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     if any("\r" in line or "\n" in line or line[:1].isspace() for line in lines):
         # Servers differ in what they read here, for example a second Host.
-        raise InvalidProxyRequest("lines must end with CR LF and not be folded")
+        raise ValueError("lines must end with CR LF and not be folded")
     words = lines[0].split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise InvalidProxyRequest("expected METHOD TARGET HTTP/1.1")
+        raise ValueError("expected METHOD TARGET HTTP/1.1")
     method, target, version = words
-    try:
-        url = urlsplit(f"//{target}" if method == "CONNECT" else target)
-        host, port = url.hostname, url.port
-    except ValueError as error:
-        raise InvalidProxyRequest(str(error)) from error
+    url = urlsplit(f"//{target}" if method == "CONNECT" else target)
+    host, port = url.hostname, url.port
     if method == "CONNECT":
         if not host or not port:
-            raise InvalidProxyRequest("CONNECT takes HOST:PORT")
+            raise ValueError("CONNECT takes HOST:PORT")
         return Destination(host, port), b""
     if url.scheme != "http" or not host:
-        raise InvalidProxyRequest("expected an http:// URL; use CONNECT for other schemes")
+        raise ValueError("expected an http:// URL; use CONNECT for other schemes")
     kept = [line for line in lines[1:] if line.partition(":")[0].strip().lower() not in _REPLACED]
     name = f"[{host}]" if ":" in host else host
     listed = name if port in {None, 80} else f"{name}:{port}"
@@ -213,7 +206,7 @@ class HostExit:
         """Serve one connection of a program. Raises: OSError: It broke."""
         try:
             destination, first = parse_head(head)
-        except InvalidProxyRequest as error:
+        except ValueError as error:
             return await send_error(writer, "400 Bad Request", str(error))
         if not self._allowed.allows(destination):
             self._log_rejected(destination, machine_id)
@@ -227,7 +220,7 @@ class HostExit:
             return await send_error(writer, "403 Forbidden", str(error))
         except (OSError, TimeoutError) as error:
             message = f"{destination} cannot be reached: {error or 'timed out'}"
-            return await send_error(writer, "502 Bad GuestGateway", message)
+            return await send_error(writer, "502 Bad Gateway", message)
         try:
             if first:
                 far_writer.write(first)

@@ -36,6 +36,7 @@ from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.observation import ObservationOptions
 from envd.episodes.checkpoints.archive import ArchiveReader, archived
 from envd.episodes.checkpoints.manifest import Manifest
+from envd.episodes.checkpoints.parking import surplus_of
 from envd.episodes.checkpoints.states import describe_state, draft_of, read_state, require_template, write_state
 from envd.episodes.checkpoints.store import CheckpointStore, in_thread, not_found
 from envd.episodes.checkpoints.views import read_view
@@ -263,7 +264,7 @@ class Checkpointing:
         (of the slowest machine), `observe`, `total`.
         """
         watch = Stopwatch(self._context.clock)
-        run, parked_count = command.run or checkpoint.spec.run, pool.settings.surplus_of(command.group_size)
+        run, parked_count = command.run or checkpoint.spec.run, surplus_of(pool, command.group_size)
         admission = await pool.acquire(
             0,
             reserved=command.group_size - parked_count,

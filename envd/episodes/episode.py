@@ -18,8 +18,7 @@ from envd.base.errors import (
     StepIndexMismatch,
 )
 from envd.episodes.ledger import Ledger
-from envd.episodes.progress import EpisodeSpec, EpisodeState, Progress
-from envd.episodes.types import EpisodeStatus
+from envd.episodes.progress import EpisodeSpec, EpisodeState, EpisodeStatus, Progress
 from envd.pool.leased import LeasedMachine, StandIn
 from envd.tasks.model import Task, offered_tools
 

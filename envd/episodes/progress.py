@@ -1,4 +1,4 @@
-"""An episode as values: what never changes about it, and what it has done, which a rollback takes back.
+"""An episode as values: what never changes about it, what it has done, which a rollback takes back, and its status.
 
 Always true: an episode's `Progress` is replaced whole. So a rollback, a fork, a reset to a checkpoint and a restart of
 the daemon restore the same facts: all of them. Both values are stored as JSON, in the database and with checkpoints.
@@ -27,6 +27,7 @@ from cuaenv.actions import (
     Scroll,
     TypeText,
 )
+from cuaenv.results import State
 from envd.base.config import SettlePolicy
 from envd.base.losses import ENDS_MACHINE
 from envd.tasks.text import ScoreResult
@@ -51,17 +52,7 @@ _LastAction = Annotated[Done | Fail, PlainSerializer(to_json), PlainValidator(fr
 _STORED: Final = ConfigDict(extra="forbid")
 
 
-class EpisodeState(Enum):
-    """State of an episode."""
-
-    #: Accepts steps.
-    ACTIVE = "active"
-    #: The agent sent done or fail, or the task reached a terminal state.
-    TERMINATED = "terminated"
-    #: Ended by a limit or by `Evaluate`; not terminal in the task.
-    TRUNCATED = "truncated"
-    #: Lost to a failure of envd or its guest; void for training.
-    FAILED = "failed"
+EpisodeState = State
 
 
 class CheckpointTrigger(Enum):
@@ -197,6 +188,25 @@ class Progress:
         return replace(
             self, state=EpisodeState.ACTIVE, end_reason="", cause="", last_action=None, score=None, evaluator_error=""
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeStatus:
+    """An episode at one time."""
+
+    spec: EpisodeSpec
+    progress: Progress
+    epoch: int
+    """Increases with each rollback."""
+    expire_time: datetime
+    is_parked: bool = False
+    """Whether it has no machine now."""
+    tools: tuple[str, ...] = ()
+    """Tools that the agent can use: `shell`, `files`, `ask_user`, and `mcp:NAME` for each MCP server."""
+
+    @property
+    def episode_id(self) -> str:
+        return self.spec.episode_id
 
 
 def merged(actions: Iterable[Action]) -> list[Action]:

@@ -22,6 +22,7 @@ from envd.base.telemetry.traces import Stopwatch
 from envd.desktop.desktop import Desktop
 from envd.desktop.display_connection import DesktopView
 from envd.desktop.observation import SettleResult
+from envd.episodes.checkpoints.parking import surplus_of
 from envd.episodes.context import EpisodeContext
 from envd.episodes.members import ALREADY_SETTLED, Group, Member, StateKey, TaskState, gather, map_errors, start_from
 from envd.episodes.progress import Progress
@@ -138,7 +139,7 @@ class _Reset:
     @property
     def surplus_count(self) -> int:
         """Members that begin parked, because the pool never has so many machines."""
-        return self.pool.settings.surplus_of(self.command.group_size)
+        return surplus_of(self.pool, self.command.group_size)
 
     async def _park_surplus(self, frozen: FrozenDesktop) -> Sequence[LeasedMachine]:
         command = self.command

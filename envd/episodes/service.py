@@ -30,11 +30,11 @@ from envd.episodes.journal import Journal
 from envd.episodes.ledger import Ledger
 from envd.episodes.members import TaskStates
 from envd.episodes.opening import EpisodeOpening
+from envd.episodes.progress import EpisodeStatus
 from envd.episodes.recovery import PersistedState, recover
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.resetting import RunSetup
 from envd.episodes.stepping import Stepping
-from envd.episodes.types import EpisodeStatus
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import MachinePool
 from envd.pool.queue import QueueEntry

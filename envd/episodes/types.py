@@ -2,34 +2,14 @@
 
 import math
 from dataclasses import dataclass, field
-from datetime import datetime
 
 from cuaenv.actions import Action
 from cuaenv.results import UnrecordedRequest
 from envd.base.config import SettlePolicy
 from envd.desktop.observation import ActionOutcome, Observation, ObservationOptions
-from envd.episodes.progress import NO_CHECKPOINTS, AutomaticCheckpoints, EpisodeSpec, Progress
+from envd.episodes.progress import NO_CHECKPOINTS, AutomaticCheckpoints, EpisodeStatus
 from envd.tasks.perturbations import PerturbationDraw
 from envd.tasks.text import ScoreResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeStatus:
-    """An episode at one time."""
-
-    spec: EpisodeSpec
-    progress: Progress
-    epoch: int
-    """Increases with each rollback."""
-    expire_time: datetime
-    is_parked: bool = False
-    """Whether it has no machine now."""
-    tools: tuple[str, ...] = ()
-    """Tools that the agent can use: `shell`, `files`, `ask_user`, and `mcp:NAME` for each MCP server."""
-
-    @property
-    def episode_id(self) -> str:
-        return self.spec.episode_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +157,3 @@ class EvaluateResult(ScoreResult):
     """An episode's score."""
 
     episode: EpisodeStatus
-
-
-def listing_key(create_time: datetime, episode_id: str) -> str:
-    """Return a unique key that sorts episodes from the oldest to the newest."""
-    return f"{create_time.isoformat(timespec='microseconds')}/{episode_id}"

@@ -251,6 +251,20 @@ def _compile_windows_programs(extras: Path) -> None:
 #: Lines with `Unpacking` or `Setting up` in the smallest build. Affects only the progress bar.
 _FEWEST_LINES = 900
 
+#: How mmdebstrap begins its line about a step, and the step in our words. Its other lines are not shown.
+_STEPS = {
+    "running apt-get update": "reading the lists of packages",
+    "downloading packages": "downloading packages",
+    "extracting archives": "extracting packages",
+    "installing essential packages": "installing the base system",
+    "installing remaining packages": "installing packages",
+    "running --extract-hook": "copying our files",
+    "running special hook: tar-in": "copying our files",
+    "running --customize-hook": "configuring",
+    "cleaning": "removing what only the installation needed",
+    "creating tarball": "writing the archive",
+}
+
 
 class _InstallOutput:
     """Converts mmdebstrap's output to progress, and finds the cause of a failure in it."""
@@ -280,8 +294,8 @@ class _InstallOutput:
         elif line.startswith(f"{self._SCRIPT}started"):
             self._script_lines = []
             self._report("running the script", self._fraction)
-        elif line.startswith("I: "):
-            self._report(line[3:].strip(), self._fraction)
+        elif step := next((step for begin, step in _STEPS.items() if line.startswith(f"I: {begin}")), None):
+            self._report(step, self._fraction)
 
     @property
     def _fraction(self) -> float:

@@ -41,9 +41,8 @@ OFFICE_APPLICATIONS = _packages("office-applications")
 WINDOWS_SOURCES = "usr/src/envd/"
 WINDOWS_PROGRAMS = {"envdshell.exe": ("queries.c", "requests.c", "shell.c"), "envdlink.exe": ("link.c",)}
 
-#: Program of the recipe that runs in the new root file system after its packages are installed.
-CUSTOMIZE = "usr/lib/envd/customize"
-#: The same for the program that a user adds. It is removed after it has run.
+#: Program of the user that runs in the new root file system after its packages are installed, and the recipe's own
+#: `customize`. It is removed after it has run.
 USER_SCRIPT = "usr/lib/envd/user-script"
 
 #: Completes a root file system after its packages are installed; its argument is the root.

@@ -342,7 +342,6 @@ class MachineTable:
             record.desktop = self.make_desktop(machine, view=None if frozen is None else frozen.view)
         record.state = LifecycleState.LEASED
         record.run = run
-        self.totals["leased"] += 1
         return LeasedMachine(
             machine=machine,
             desktop=record.desktop,
@@ -362,7 +361,6 @@ class MachineTable:
             if record is not None and record.state is LifecycleState.LEASED:
                 record.state = LifecycleState.IDLE
                 record.run = None
-                self.totals["leased"] -= 1
 
     def withdraw(self, item: LeasedMachine | Reservation) -> MachineRecord | None:
         """Remove a reservation; return the record of the machine or of the reservation's machine, if any, to retire."""

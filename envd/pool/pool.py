@@ -200,7 +200,6 @@ class MachinePool:
             booted_total=totals["booted"],
             boot_failure_total=totals["boot_failed"],
             lost_total=totals["lost"],
-            leased_total=totals["leased"],
             template_boot_total=totals["template_booted"],
             template_digest="" if self.template is None else self.template.snapshot.digest,
             last_start_s=self._machines.last_start_s,

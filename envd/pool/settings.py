@@ -35,10 +35,6 @@ class PoolParameters(PoolConfig):
     linger_s: float = 0.0
     """How long a guest keeps running after each use, unless it always runs."""
 
-    def surplus_of(self, group_size: int) -> int:
-        """Return how many members of a group have to begin parked, because the pool never has so many machines."""
-        return max(0, group_size - self.resident) if self.parks else 0
-
     def machine_spec(self, image: DiskImage) -> MachineSpec:
         """Return the pool's machines, with the pool's name as their id."""
         width_px, height_px = self.screen or _DEFAULT_SCREEN_PX

@@ -60,8 +60,6 @@ class PoolStatus:
     """Machines that failed to start, machines for a template included."""
     lost_total: int = field(default=0, compare=False)
     """Machines that died on their own after they started."""
-    leased_total: int = field(default=0, compare=False)
-    """Machines handed out."""
     template_boot_total: int = field(default=0, compare=False)
     """Templates that were booted."""
     last_start_s: float | None = field(default=None, compare=False)

@@ -1,6 +1,20 @@
 """Results that are the same for the service and its clients."""
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class State(Enum):
+    """State of an episode."""
+
+    #: Accepts steps.
+    ACTIVE = "active"
+    #: The agent ended it with done or fail, the guest ended itself, or the task reached a terminal state.
+    TERMINATED = "terminated"
+    #: Ended by a limit or an evaluation; not terminal in the task.
+    TRUNCATED = "truncated"
+    #: Lost to a fault of the service; void for training.
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from envd.cli.bench import report_measures
 from envd.cli.own_daemon import run_until_signal
 from envd.drawn import fake_image
 from envd.hypervisor.machine import GuestOs
-from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
+from envd.hypervisor.qemu.processes import memory_of, written_guest_bytes
 from envd.pool.pool import MachinePool
 from envd.pool.room import HostRoom
 from envd.pool.settings import PoolHost, PoolParameters
@@ -285,12 +285,8 @@ def test_a_benchmark_has_one_pool_free_ports_and_its_own_state(tmp_path: Path) -
 # -- measuring --------------------------------------------------------------------------------------------------
 
 
-def test_a_process_is_measured_by_its_cpu_time_and_memory() -> None:
+def test_a_process_is_measured_by_its_memory() -> None:
     own = os.getpid()
-    before_ns, begin_ns = processor_ns(own), time.process_time_ns()
-    while time.process_time_ns() - begin_ns < 20_000_000:
-        pass
-    assert processor_ns(own) - before_ns >= 20_000_000
     assert 0 < memory_of(own).private_dirty_bytes <= memory_of(own).pss_bytes
     assert written_guest_bytes(own) == 0
 

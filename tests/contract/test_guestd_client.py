@@ -12,8 +12,9 @@ from aiohttp import web
 
 from cuaenv.actions import RunShell, WriteFile
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
+from envd.desktop import toolbox
 from envd.desktop.guestd import GuestdClient
-from envd.desktop.toolbox import Toolbox
+from envd.desktop.session import GuestSession
 from envd.guests.guestd import VERSION
 from tests.support.guestd_contract import Guest, GuestdContract
 from tests.support.local_guestd import LocalGuestd, serve_guestd
@@ -197,10 +198,10 @@ async def test_an_agents_tools_live_on_between_the_commands_that_use_them(client
         def guestd(self, _purpose: str) -> GuestdClient:
             return client
 
-    tools = Toolbox(Session())  # type: ignore[arg-type]
-    assert (await tools.use(RunShell("mkdir -p d; cd d; X=5"))).exit_code == 0
-    assert (await tools.use(RunShell("echo $X; basename $PWD"))).output == "5\nd\n"
-    assert (await tools.use(WriteFile("d/a.txt", "é"))).error == ""
-    assert (await tools.use(RunShell("cat a.txt"))).output == "é"
-    ended = await tools.use(RunShell("kill -9 $PPID"))
+    tools: GuestSession = Session()  # type: ignore[assignment]
+    assert (await toolbox.use(tools, RunShell("mkdir -p d; cd d; X=5"))).exit_code == 0
+    assert (await toolbox.use(tools, RunShell("echo $X; basename $PWD"))).output == "5\nd\n"
+    assert (await toolbox.use(tools, WriteFile("d/a.txt", "é"))).error == ""
+    assert (await toolbox.use(tools, RunShell("cat a.txt"))).output == "é"
+    ended = await toolbox.use(tools, RunShell("kill -9 $PPID"))
     assert "ended during this action" in ended.error

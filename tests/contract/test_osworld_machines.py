@@ -16,7 +16,7 @@ import pytest
 
 from envd.base.config import Config
 from envd.integrations.osworld import DESKTOP_TASK
-from envd.integrations.osworld.desktop_machines import EnvdManager, EnvdProvider, ProviderError
+from envd.integrations.osworld.desktop_machines import EnvdProvider, ProviderError
 from envd.integrations.osworld.environment import Environment
 from envd.tasks.model import Task
 from tests.support.server import FakeServer, serve_fake
@@ -49,7 +49,7 @@ def parents(server: FakeServer) -> dict[str, str]:
 
 
 async def test_a_machine_is_an_episode_that_stop_closes(server: FakeServer, provider: EnvdProvider) -> None:
-    path = EnvdManager().get_vm_path(os_type="Ubuntu", region=None, screen_size=(1280, 800))
+    path = provider.get_vm_path(os_type="Ubuntu", region=None, screen_size=(1280, 800))
     await asyncio.to_thread(provider.start_emulator, path, True, "Ubuntu")
     await asyncio.to_thread(provider.start_emulator, path, True, "Ubuntu")
     assert len(live(server)) == 1

@@ -303,8 +303,9 @@ async def test_an_episode_of_a_real_machine_is_watched_recorded_replayed_and_exp
     assert len(recording.frames) >= 2
     first, last = recording.image(0).rgb_HWC(), recording.image(len(recording.frames) - 1).rgb_HWC()
     assert (first != last).any()
-    for video_format in (VideoFormat.MP4, VideoFormat.GIF):
-        path = PICTURES / f"vm.{video_format.value}"
+    formats: tuple[VideoFormat, ...] = ("mp4", "gif")
+    for video_format in formats:
+        path = PICTURES / f"vm.{video_format}"
         export_video(recording, path, video_format, max_pause_s=1.0)
         assert path.stat().st_size > 10_000
 

@@ -4,8 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from envd.base.config import SettlePolicy
-from envd.episodes.progress import EpisodeOrigin, EpisodeSpec, Progress
-from envd.episodes.types import EpisodeStatus
+from envd.episodes.progress import EpisodeOrigin, EpisodeSpec, EpisodeStatus, Progress
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 ORIGIN = EpisodeOrigin(template_digest="t", overlay_parent="o", first_frame_id="f")

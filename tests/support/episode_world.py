@@ -18,9 +18,9 @@ from envd.base.losses import ENDS_MACHINE
 from envd.base.telemetry.metrics import Metrics
 from envd.desktop.desktop import Desktop
 from envd.desktop.observation import Encoding, ObservationOptions
-from envd.episodes.progress import EpisodeState
+from envd.episodes.progress import EpisodeState, EpisodeStatus
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import EpisodeStatus, ForkCommand, OpenedGroup, ResetCommand, StepCommand
+from envd.episodes.types import ForkCommand, OpenedGroup, ResetCommand, StepCommand
 from envd.pool.planner import RunShares
 from envd.pool.pool import MachinePool
 from envd.pool.settings import PoolHost, PoolParameters

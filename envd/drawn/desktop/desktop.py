@@ -165,7 +165,7 @@ class DrawnDesktop:
         """Open and raise a window by name, the editor with a file. Returns False if no such program exists.
 
         Raises:
-            InvalidForm: The program is `form`, and the file is not a form.
+            ValueError: The program is `form`, and the file is not a form.
         """
         if name == "form":
             self._open_form(argument)

@@ -93,18 +93,14 @@ class Form(BaseModel):
         return self
 
 
-class InvalidForm(ValueError):
-    """A file is not a form; the message names the file and the problem."""
-
-
 def read_form(path: str, data: bytes) -> Form:
-    """Parse a form's file. Raises: InvalidForm."""
+    """Parse a form's file. Raises: ValueError: It is not a form; the message names it and the problem."""
     try:
         return Form.model_validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "file"
-        raise InvalidForm(f"form {path}: {where}: {problem_of(first)}; see Form in forms.py") from None
+        raise ValueError(f"form {path}: {where}: {problem_of(first)}; see Form in forms.py") from None
 
 
 class FormWindow(DrawnWindow):

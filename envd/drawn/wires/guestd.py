@@ -19,7 +19,6 @@ from envd.base.errors import MachineLost
 from envd.base.streams import close, copy
 from envd.drawn.desktop.canvas import encode_png
 from envd.drawn.desktop.desktop import DrawnDesktop
-from envd.drawn.desktop.forms import InvalidForm
 from envd.drawn.files import DrawnFiles, resolve
 from envd.drawn.programs import Programs
 from envd.guests.guestd import VERSION
@@ -239,7 +238,7 @@ class Guestd:
         argv = _argv(request.json())
         try:
             was_found = desktop.launch(argv[0], *argv[1:2])
-        except InvalidForm as error:
+        except ValueError as error:
             raise HttpError(500, f"{argv!r} cannot be started: {error}") from error
         if not was_found:
             raise _not_found(argv)

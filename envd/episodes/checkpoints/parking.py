@@ -551,5 +551,10 @@ def is_parked(machine_id: str) -> bool:
     return machine_id.startswith(_PREFIX)
 
 
+def surplus_of(pool: MachinePool, group_size: int) -> int:
+    """Return how many members of a group have to begin parked, because the pool never has so many machines."""
+    return max(0, group_size - pool.settings.resident) if pool.settings.parks else 0
+
+
 def _new_id() -> str:
     return f"ckpt-{secrets.token_hex(8)}"

@@ -1,11 +1,10 @@
 """Turn a recording into a video: MP4 (H.264), WebM (VP9) or GIF. Pauses are shortened, the pointer is drawn."""
 
 from collections.abc import Callable, Iterator
-from enum import Enum
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -20,19 +19,12 @@ _LAST_FRAME_S = 2.0
 _GIF_WIDTH_PX = 800
 #: An arrow with its tip at (0, 0).
 _ARROW = ((0, 0), (0, 17), (4, 13), (7, 20), (10, 19), (7, 12), (12, 12))
+VideoFormat = Literal["mp4", "webm", "gif"]
 # MP4 without B-frames: with them the file claims a shorter duration than its last frame's time.
 _CODECS = {
     "mp4": ("libx264", {"crf": "23", "preset": "veryfast", "bf": "0"}),
     "webm": ("libvpx-vp9", {"crf": "34", "b": "0", "deadline": "realtime", "cpu-used": "8"}),
 }
-
-
-class VideoFormat(Enum):
-    """Formats of videos."""
-
-    MP4 = "mp4"
-    WEBM = "webm"
-    GIF = "gif"
 
 
 def export_video(
@@ -60,10 +52,10 @@ def export_video(
     durations_s = shown_for_s([frame.time_s for frame in recording.frames], max_pause_s=max_pause_s, speed=speed)
     partial = path.with_name(f".{path.name}.part")
     try:
-        if video_format is VideoFormat.GIF:
+        if video_format == "gif":
             _write_gif(_pictures(recording, progress), durations_s, partial)
         else:
-            _write_video(_pictures(recording, progress), durations_s, partial, video_format.value)
+            _write_video(_pictures(recording, progress), durations_s, partial, video_format)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -111,14 +111,6 @@ def written_guest_bytes(pid: int) -> int:
     return total_kib << 10
 
 
-def processor_ns(pid: int) -> int:
-    """Return the CPU time used by all threads of a process. Raises: OSError: it has ended.
-
-    Read from the process's own clock (clock_getcpuclockid(3)), which counts nanoseconds; /proc counts ticks of 10 ms.
-    """
-    return time.clock_gettime_ns((~pid << 3) | 2)
-
-
 @contextmanager
 def killed(pid: int, pid_handle: int) -> Iterator[bool]:
     """Kill a process and keep its sockets open during the block; yields whether it has ended.

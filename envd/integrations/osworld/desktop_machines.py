@@ -39,7 +39,7 @@ class _Machine:
 
 
 class EnvdProvider:
-    """Provider of machines for `DesktopEnv`; holds at most one machine, and the saved states.
+    """Provider and manager of machines for `DesktopEnv`; holds at most one machine, and the saved states.
 
     Args:
         address: Of the daemon, HOST:PORT.
@@ -116,6 +116,21 @@ class EnvdProvider:
             self._client.close()
             self._client = None
 
+    # The part of a manager, whose machines have paths; ours have none, and exist from `start_emulator` on.
+
+    def get_vm_path(self, **_: object) -> str:
+        """Return a placeholder for a path."""
+        return "envd"
+
+    def add_vm(self, *_: object, **__: object) -> None:
+        """Do nothing: machines are not registered, and leases expire."""
+
+    initialize_registry = delete_vm = occupy_vm = check_and_clean = add_vm
+
+    def list_free_vms(self, **_: object) -> list[str]:
+        """Return none: machines are created on demand."""
+        return []
+
     @property
     def _current(self) -> _Machine:
         if self._machine is None:
@@ -171,29 +186,16 @@ def _held(episode: Episode) -> _Machine:
     return _Machine(episode, held)
 
 
-class EnvdManager:
-    """Manager of machine paths for `DesktopEnv`; our machines have no paths."""
+def make_manager_and_provider() -> tuple[EnvdProvider, EnvdProvider]:
+    """Return what OSWorld's factory returns for a provider, here one object for both parts.
 
-    def get_vm_path(self, **_: object) -> str:
-        """Return a placeholder for a path."""
-        return "envd"
-
-    def add_vm(self, *_: object, **__: object) -> None:
-        """Do nothing: machines are not registered, and leases expire."""
-
-    initialize_registry = delete_vm = occupy_vm = check_and_clean = add_vm
-
-    def list_free_vms(self, **_: object) -> list[str]:
-        """Return none: machines are created on demand."""
-        return []
-
-
-def make_manager_and_provider() -> tuple[EnvdManager, EnvdProvider]:
-    """Return what OSWorld's factory returns for a provider; the environment variables are those of `provider`."""
+    The environment variables are those of `envd.integrations.osworld.provider`.
+    """
     address = os.environ.get("ENVD_ADDRESS", "127.0.0.1:50051")
     ca, cert, key = (_path(f"ENVD_TLS_{name}") for name in ("CA", "CERT", "KEY"))
     tls = Tls(ca=ca, cert=cert, key=key) if ca else None
-    return EnvdManager(), EnvdProvider(address, pool=os.environ.get("ENVD_POOL", ""), tls=tls)
+    provider = EnvdProvider(address, pool=os.environ.get("ENVD_POOL", ""), tls=tls)
+    return provider, provider
 
 
 def _path(variable: str) -> Path | None:

@@ -19,14 +19,14 @@ requires it, this client's `ENVD_TLS_CERT` and `ENVD_TLS_KEY`. A token is never 
 from desktop_env import desktop_env
 
 from envd.integrations.osworld import desktop_machines
-from envd.integrations.osworld.desktop_machines import EnvdManager, EnvdProvider
+from envd.integrations.osworld.desktop_machines import EnvdProvider
 
 
 def make_manager_and_provider(
     provider_name: str,  # noqa: ARG001
     region: str | None,  # noqa: ARG001
     use_proxy: bool = False,  # noqa: ARG001
-) -> tuple[EnvdManager, EnvdProvider]:
+) -> tuple[EnvdProvider, EnvdProvider]:
     """Replace OSWorld's factory: return envd's machines for every provider name."""
     return desktop_machines.make_manager_and_provider()
 

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from enum import Enum
 from typing import NamedTuple
 
 from cuaenv.actions import Action
 from cuaenv.client.observation import Observation
-from cuaenv.results import CommandResult, UnrecordedRequest
+from cuaenv.results import CommandResult, State, UnrecordedRequest
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import box
 
@@ -30,19 +29,6 @@ __all__ = [
     "ToolResult",
     "UnrecordedRequest",
 ]
-
-
-class State(Enum):
-    """State of an episode."""
-
-    #: Accepts steps.
-    ACTIVE = "active"
-    #: The agent ended it with done or fail, the guest ended itself, or the task reached a terminal state.
-    TERMINATED = "terminated"
-    #: Ended by a limit or an evaluation; not terminal in the task.
-    TRUNCATED = "truncated"
-    #: Lost to a fault of the service; void for training.
-    FAILED = "failed"
 
 
 _STATES: Mapping["env_pb2.Episode.State.ValueType", State] = {

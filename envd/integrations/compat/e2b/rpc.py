@@ -134,10 +134,6 @@ def unsupported() -> web.HTTPException:
     return web.HTTPUnsupportedMediaType(headers={"Accept-Post": f"{_UNARY}, {_STREAM}"})
 
 
-def is_stream(request: web.Request) -> bool:
-    return request.content_type == _STREAM
-
-
 def unary_response(content: Fields) -> web.Response:
     return web.json_response(content)
 

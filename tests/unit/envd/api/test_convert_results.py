@@ -38,8 +38,8 @@ from envd.desktop.observation import (
     TileDelta,
     UnchangedImage,
 )
-from envd.episodes.progress import EpisodeOrigin, EpisodeState, Progress
-from envd.episodes.types import EpisodeStatus, EvaluateResult, OpenedGroup, StepOutcome
+from envd.episodes.progress import EpisodeOrigin, EpisodeState, EpisodeStatus, Progress
+from envd.episodes.types import EvaluateResult, OpenedGroup, StepOutcome
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
 from envd.tasks.model import Task

@@ -14,8 +14,10 @@ import pytest
 from cuaenv.actions import AskUser, CallTool, EditFile, ListDirectory, ReadFile, RunShell, ToolAction, WriteFile
 from cuaenv.results import CommandResult
 from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive
+from envd.desktop import toolbox
 from envd.desktop.observation import ActionOutcome
-from envd.desktop.toolbox import PROGRAM, Toolbox, cut
+from envd.desktop.session import GuestSession
+from envd.desktop.toolbox import PROGRAM, cut
 
 
 class Session:
@@ -57,8 +59,8 @@ def session(tmp_path: Path) -> Iterator[Session]:
 
 
 @pytest.fixture
-def tools(session: Session) -> Toolbox:
-    return Toolbox(session)  # type: ignore[arg-type]
+def tools(session: Session) -> GuestSession:
+    return session  # type: ignore[return-value]
 
 
 def raw(session: Session, **request: object) -> Mapping[str, Any]:
@@ -69,33 +71,33 @@ def raw(session: Session, **request: object) -> Mapping[str, Any]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-async def shell(tools: Toolbox, command: str, timeout_s: float = 30.0) -> ActionOutcome:
-    return await tools.use(RunShell(command, timedelta(seconds=timeout_s)))
+async def shell(tools: GuestSession, command: str, timeout_s: float = 30.0) -> ActionOutcome:
+    return await toolbox.use(tools, RunShell(command, timedelta(seconds=timeout_s)))
 
 
-async def test_directory_variables_and_functions_stay(tools: Toolbox, tmp_path: Path) -> None:
+async def test_directory_variables_and_functions_stay(tools: GuestSession, tmp_path: Path) -> None:
     assert await shell(tools, "mkdir a; cd a; X='1 2'; f() { echo f$1; }") == ActionOutcome(output="", exit_code=0)
     assert (await shell(tools, 'pwd; echo "$X"; f 3; false')) == ActionOutcome(
         output=f"{tmp_path}/a\n1 2\nf3\n", exit_code=1
     )
 
 
-async def test_output_and_errors_come_in_their_order_and_input_is_empty(tools: Toolbox) -> None:
+async def test_output_and_errors_come_in_their_order_and_input_is_empty(tools: GuestSession) -> None:
     outcome = await shell(tools, "echo a; echo b >&2; cat; echo c")
     assert outcome.output == "a\nb\nc\n"
     assert "syntax error" in ((await shell(tools, "if then")).output or "")
 
 
-async def test_a_character_of_every_plane_is_kept(tools: Toolbox) -> None:
+async def test_a_character_of_every_plane_is_kept(tools: GuestSession) -> None:
     text = "".join(chr(plane << 16 | 0x1F3) for plane in range(17))
     assert (await shell(tools, f"echo '{text}'")).output == f"{text}\n"
-    await tools.use(WriteFile("a.txt", text))
-    assert (await tools.use(ReadFile("a.txt"))).output == text
+    await toolbox.use(tools, WriteFile("a.txt", text))
+    assert (await toolbox.use(tools, ReadFile("a.txt"))).output == text
     assert (await shell(tools, "printf '\\xff\\0x'")).output == "\ufffd\0x"
     assert "U+0000" in (await shell(tools, "echo a\0b")).error
 
 
-async def test_a_flood_is_cut_to_its_ends(tools: Toolbox) -> None:
+async def test_a_flood_is_cut_to_its_ends(tools: GuestSession) -> None:
     outcome = await shell(tools, "echo first; head -c 200000000 /dev/zero | tr '\\0' x; echo last")
     assert outcome.output is not None
     assert outcome.output.startswith("first\n")
@@ -104,7 +106,7 @@ async def test_a_flood_is_cut_to_its_ends(tools: Toolbox) -> None:
     assert f"\n[{outcome.left_out_bytes} bytes left out]\n" in outcome.output
 
 
-async def test_a_command_that_does_not_end_is_killed_and_the_shell_stays(tools: Toolbox) -> None:
+async def test_a_command_that_does_not_end_is_killed_and_the_shell_stays(tools: GuestSession) -> None:
     await shell(tools, "X=5")
     outcome = await shell(tools, "echo begun; sleep 1000", 0.3)
     assert (outcome.timed_out, outcome.exit_code) == (True, None)
@@ -113,7 +115,7 @@ async def test_a_command_that_does_not_end_is_killed_and_the_shell_stays(tools: 
 
 
 async def test_a_shell_that_does_not_end_or_ends_is_replaced_and_the_result_says_so(
-    tools: Toolbox, tmp_path: Path
+    tools: GuestSession, tmp_path: Path
 ) -> None:
     note = f"[the shell ended; the next command starts a new one in {tmp_path}/b, without its variables]"
     looping = await shell(tools, "mkdir b; cd b; X=5; while :; do :; done", 0.3)
@@ -124,32 +126,34 @@ async def test_a_shell_that_does_not_end_or_ends_is_replaced_and_the_result_says
         assert (outcome.exit_code, outcome.output) == (code, note), command
 
 
-async def test_a_program_in_the_background_lives_on_and_delays_nothing(tools: Toolbox, tmp_path: Path) -> None:
+async def test_a_program_in_the_background_lives_on_and_delays_nothing(tools: GuestSession, tmp_path: Path) -> None:
     started = await shell(tools, "(sleep 0.5; echo late; echo done > late.txt) & setsid sleep 600 & echo $!")
     assert started.exit_code == 0
     assert (await shell(tools, "while [ ! -e late.txt ]; do sleep 0.05; done; cat late.txt")).output == "done\n"
     assert (await shell(tools, f"kill {(started.output or '').strip()}")).exit_code == 0
 
 
-async def test_a_killed_service_is_the_agents_result_and_starts_again(tools: Toolbox) -> None:
+async def test_a_killed_service_is_the_agents_result_and_starts_again(tools: GuestSession) -> None:
     assert "ended during this action" in (await shell(tools, "kill -9 $PPID")).error
     stopped = await shell(tools, "kill -STOP $PPID; sleep 1000", 0.2)
     assert "did not answer and were ended" in stopped.error
     assert (await shell(tools, "echo again")).output == "again\n"
 
 
-async def test_files_are_text_of_a_window_or_size_and_type(tools: Toolbox, tmp_path: Path) -> None:
-    assert (await tools.use(WriteFile("~/d/a.txt", "1\n2\n3\n"))).output == f"[wrote 6 bytes to {tmp_path}/d/a.txt]"
-    assert (await tools.use(ReadFile("d/a.txt", 2, 1))).output == "2\n"
-    assert (await tools.use(ReadFile("d/a.txt", 3))).output == "3\n"
-    assert (await tools.use(ReadFile("d/a.txt", 9))).error == f"{tmp_path}/d/a.txt has 4 lines"
+async def test_files_are_text_of_a_window_or_size_and_type(tools: GuestSession, tmp_path: Path) -> None:
+    assert (
+        await toolbox.use(tools, WriteFile("~/d/a.txt", "1\n2\n3\n"))
+    ).output == f"[wrote 6 bytes to {tmp_path}/d/a.txt]"
+    assert (await toolbox.use(tools, ReadFile("d/a.txt", 2, 1))).output == "2\n"
+    assert (await toolbox.use(tools, ReadFile("d/a.txt", 3))).output == "3\n"
+    assert (await toolbox.use(tools, ReadFile("d/a.txt", 9))).error == f"{tmp_path}/d/a.txt has 4 lines"
     (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n\0")
-    assert (await tools.use(ReadFile("x.png"))).output == "[binary file, 9 bytes, image/png]"
+    assert (await toolbox.use(tools, ReadFile("x.png"))).output == "[binary file, 9 bytes, image/png]"
     (tmp_path / "big.txt").write_text("é" * 200_000, encoding="utf-8")
-    big = await tools.use(ReadFile("big.txt"))
+    big = await toolbox.use(tools, ReadFile("big.txt"))
     assert big.left_out_bytes == 400_000 - 262_144
     assert (big.output or "").endswith("é\n[137856 bytes left out]")
-    assert (await tools.use(ListDirectory("~/d"))).output == "a.txt (6 bytes)"
+    assert (await toolbox.use(tools, ListDirectory("~/d"))).output == "a.txt (6 bytes)"
     os.mkfifo(tmp_path / "pipe")
     for path, error in (
         ("absent", f"{tmp_path}/absent: No such file or directory"[len(str(tmp_path)) + 1 :]),
@@ -158,27 +162,27 @@ async def test_files_are_text_of_a_window_or_size_and_type(tools: Toolbox, tmp_p
         ("/dev/zero", "is not a regular file"),
         ("a\0b", "null"),
     ):
-        assert error in (await tools.use(ReadFile(path))).error
-    assert "not a regular file" in (await tools.use(WriteFile("d", ""))).error
+        assert error in (await toolbox.use(tools, ReadFile(path))).error
+    assert "not a regular file" in (await toolbox.use(tools, WriteFile("d", ""))).error
 
 
-async def test_an_edit_replaces_one_occurrence_and_keeps_everything_else(tools: Toolbox, tmp_path: Path) -> None:
+async def test_an_edit_replaces_one_occurrence_and_keeps_everything_else(tools: GuestSession, tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"one\r\ntwo\r\ntwo\r\n")
     file.chmod(0o640)
-    assert "occurs 2 times" in (await tools.use(EditFile("a.txt", "two", "2"))).error
-    assert "occurs 0 times" in (await tools.use(EditFile("a.txt", "three", "2"))).error
-    assert (await tools.use(EditFile("a.txt", "one", "1"))).output == f"[edited {file} at line 1]"
+    assert "occurs 2 times" in (await toolbox.use(tools, EditFile("a.txt", "two", "2"))).error
+    assert "occurs 0 times" in (await toolbox.use(tools, EditFile("a.txt", "three", "2"))).error
+    assert (await toolbox.use(tools, EditFile("a.txt", "one", "1"))).output == f"[edited {file} at line 1]"
     assert file.read_bytes() == b"1\r\ntwo\r\ntwo\r\n"
     assert file.stat().st_mode & 0o777 == 0o640
     file.write_bytes(b"\xff")
-    assert "is not UTF-8 text" in (await tools.use(EditFile("a.txt", "one", "1"))).error
+    assert "is not UTF-8 text" in (await toolbox.use(tools, EditFile("a.txt", "one", "1"))).error
 
 
-async def test_a_long_listing_is_cut(tools: Toolbox, tmp_path: Path) -> None:
+async def test_a_long_listing_is_cut(tools: GuestSession, tmp_path: Path) -> None:
     for number in range(1005):
         (tmp_path / f"{number:04}").touch()
-    listing = (await tools.use(ListDirectory("~"))).output or ""
+    listing = (await toolbox.use(tools, ListDirectory("~"))).output or ""
     assert listing.endswith("\n[5 more entries]")
     assert listing.count("(0 bytes)") == 1000
 
@@ -201,16 +205,16 @@ for line in sys.stdin:
 """
 
 
-async def start(tools: Toolbox, call: str, listed: str = "tools") -> None:
+async def start(tools: GuestSession, call: str, listed: str = "tools") -> None:
     source = SERVER.replace("TOOLS", listed).replace("CALL", call)
-    await tools.start_server("notes", [sys.executable, "-c", source])
+    await toolbox.start_server(tools, "notes", [sys.executable, "-c", source])
 
 
-async def call(tools: Toolbox, tool: str = "add", arguments: str = "{}") -> ActionOutcome:
-    return await tools.use(CallTool("notes", tool, arguments))
+async def call(tools: GuestSession, tool: str = "add", arguments: str = "{}") -> ActionOutcome:
+    return await toolbox.use(tools, CallTool("notes", tool, arguments))
 
 
-async def test_an_mcp_server_lists_and_runs_its_tools(tools: Toolbox) -> None:
+async def test_an_mcp_server_lists_and_runs_its_tools(tools: GuestSession) -> None:
     text = 'send(method="notifications/message", params={}); send(id=7000, method="ping"); '
     text += 'send(id=number, result={"content": [{"type": "text", "text": str(arguments["a"] + 1)}]})'
     await start(tools, text)
@@ -233,12 +237,14 @@ async def test_an_mcp_server_lists_and_runs_its_tools(tools: Toolbox) -> None:
         ('sys.stdout.write("x" * (9 << 20)); sys.stdout.flush()', "sent more than 4194304 bytes, and was ended"),
     ],
 )
-async def test_an_mcp_server_that_fails_or_lies_is_the_agents_result(tools: Toolbox, server: str, error: str) -> None:
+async def test_an_mcp_server_that_fails_or_lies_is_the_agents_result(
+    tools: GuestSession, server: str, error: str
+) -> None:
     await start(tools, server)
     assert error in (await call(tools)).error
 
 
-async def test_a_server_whose_list_of_tools_is_malformed_breaks_the_protocol(tools: Toolbox) -> None:
+async def test_a_server_whose_list_of_tools_is_malformed_breaks_the_protocol(tools: GuestSession) -> None:
     await start(tools, "pass", listed='[{"name": 5}]')
     assert "broke the protocol: tools.0.name" in (await call(tools, "")).error
 
@@ -258,16 +264,16 @@ async def test_a_server_that_hangs_has_a_limit_and_a_late_response_answers_nothi
     assert request(0, 10)["message"]["result"]["content"][0]["text"] == "3"
 
 
-async def test_a_server_that_is_missing_is_named(tools: Toolbox) -> None:
+async def test_a_server_that_is_missing_is_named(tools: GuestSession) -> None:
     assert (await call(tools)).error == "no MCP server 'notes' is running; running: none"
     with pytest.raises(GuestError, match=r"MCP server notes cannot be started: .*No such file"):
-        await tools.start_server("notes", ["/no/such/server"])
+        await toolbox.start_server(tools, "notes", ["/no/such/server"])
     with pytest.raises(GuestError, match="MCP server notes has ended"):
-        await tools.start_server("notes", ["false"])
+        await toolbox.start_server(tools, "notes", ["false"])
 
 
 async def test_a_guest_that_lies_or_loses_its_service_is_a_result_and_one_that_is_silent_is_not(
-    tools: Toolbox, session: Session
+    tools: GuestSession, session: Session
 ) -> None:
     for stdout in (b"", b"[]", b'{"exit_code": 4294967296}', b'{"output": "' + b"x" * 400_000 + b'"}'):
         session.stdout = stdout
@@ -281,10 +287,10 @@ async def test_a_guest_that_lies_or_loses_its_service_is_a_result_and_one_that_i
     session.error = None
 
 
-async def test_a_guest_does_not_answer_for_the_user(tools: Toolbox) -> None:
+async def test_a_guest_does_not_answer_for_the_user(tools: GuestSession) -> None:
     actions: tuple[ToolAction, ...] = (AskUser("Who?"),)
     with pytest.raises(TypeError):
-        await tools.use(actions[0])
+        await toolbox.use(tools, actions[0])
 
 
 def test_a_text_is_cut_in_the_middle() -> None:

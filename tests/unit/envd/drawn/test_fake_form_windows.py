@@ -8,7 +8,6 @@ import pytest
 
 from envd.drawn.desktop.canvas import Framebuffer
 from envd.drawn.desktop.desktop import DrawnDesktop
-from envd.drawn.desktop.forms import InvalidForm
 from envd.drawn.files import DrawnFiles
 
 PATH = "/home/user/order.form"
@@ -99,7 +98,7 @@ def test_drawing_in_parts_gives_the_same_pixels_as_drawing_all(desktop: DrawnDes
 )
 def test_a_file_that_is_not_a_form_opens_no_window(desktop: DrawnDesktop, data: bytes, problem: str) -> None:
     desktop.files["/home/user/bad.form"] = data
-    with pytest.raises(InvalidForm, match=problem):
+    with pytest.raises(ValueError, match=problem):
         desktop.launch("form", "/home/user/bad.form")
     assert [window.title for window in desktop.windows] == ["Order"]
 

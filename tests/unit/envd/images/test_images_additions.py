@@ -100,6 +100,28 @@ def test_a_script_that_fails_is_reported_with_its_status_and_last_lines() -> Non
     assert reports[-1][0] == "running the script"
 
 
+def test_steps_of_mmdebstrap_are_reported_in_our_words() -> None:
+    copy = """sh -c 'cp -r /root/.cache/envd/images/.staging-1/overlay/. "$1/"' exec /root/image"""
+    _, reports = output_of(
+        "I: using /tmp/mmdebstrap.x as tempdir",
+        "I: running apt-get update...",
+        f"I: running --extract-hook in shell: {copy}",
+        "I: installing essential packages...",
+        "Setting up libc6:amd64 (2.36) ...",
+        f"I: running --customize-hook in shell: {copy}",
+        "I: running special hook: tar-in /root/.cache/envd/images/.staging-1/overlay.tar /",
+        "I: success in 61.1 seconds",
+    )
+    assert [step for step, _ in reports] == [
+        "reading the lists of packages",
+        "copying our files",
+        "installing the base system",
+        "installing libc6",
+        "configuring",
+        "copying our files",
+    ]
+
+
 def test_another_failure_stays_as_it_is() -> None:
     output, _ = output_of("E: no space left on device")
     failure = ImageError("mmdebstrap failed")
