@@ -517,3 +517,23 @@ async def test_machines_that_are_kept_for_a_queued_group_are_taken_and_not_added
         # No more calls pass it.
         assert len(await grouping) == 3
     assert max(used_counts) == 3
+
+
+async def test_an_attempt_that_a_call_ends_before_it_starts_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under load, the call of an episode comes in the same turn of the loop in which its machine is to be given up."""
+    async with served(tmp_path) as (server, client):
+        opened_one = await client.open(TASK)
+        service_parking = server.service._parking
+        episode = service_parking._registry.find(opened_one.episode_id)
+        [line] = service_parking._lines.values()
+        assert episode is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(server.pool, "missing_for", lambda _: 1)
+            service_parking._park_idle(line)
+        [attempt] = line.parking.values()
+        await service_parking._end_parking(line, episode, attempt)
+        assert attempt.cancelled()
+        await until(lambda: not line.parking)
+        await park(server, client, opened_one)

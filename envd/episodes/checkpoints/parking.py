@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Final
 
 from envd.base.aio import Changes, OwnedTasks, race, shielded
@@ -332,6 +333,8 @@ class Parking:
                 return None
             task = self._tasks.spawn(self._park(line, episode), name=f"park:{episode.episode_id}")
             line.parking[episode.episode_id] = task
+            # A task that is cancelled before it starts, as by a call that comes at once, runs no `finally`.
+            task.add_done_callback(partial(_attempt_ended, line, episode.episode_id))
             missing -= 1
         return now_s + _POLL_S
 
@@ -401,9 +404,6 @@ class Parking:
             pass  # it ends, or was closed
         except EnvdError as error:
             self._failed(line, episode, error)
-        finally:
-            del line.parking[episode.episode_id]
-            line.changes.notify()
 
     async def _leave(self, episode: Episode, machine: LeasedMachine, stored: Manifest, view: DesktopView) -> None:
         """Give an episode the stand-in for its machine, which is destroyed. Raises: EnvdError: nothing has changed."""
@@ -544,6 +544,11 @@ class Parking:
         if self._store is None:
             raise RuntimeError("nothing is parked without a store")
         return self._store
+
+
+def _attempt_ended(line: _Line, episode_id: str, _: "asyncio.Task[None]") -> None:
+    del line.parking[episode_id]
+    line.changes.notify()
 
 
 def is_parked(machine_id: str) -> bool:
