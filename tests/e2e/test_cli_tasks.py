@@ -94,7 +94,7 @@ def test_verify_plays_the_oracle_and_the_null_policy_in_each_task(tmp_path: Path
     arguments = ("mine/", "fake/append-line", "--tasks", written(tmp_path, SOLVABLE), "--state-dir", str(tmp_path))
     status, report = envd(tmp_path, "verify", *arguments)
     played = {"accelerator": "fake", "tasks": 3, "oracle_ok": 3, "null_ok": 3}
-    assert report == {**played, "skipped": [], "not_attacked": [], "failures": []}
+    assert report == {**played, "skipped": [], "not_attacked": [], "left_out": [], "failures": []}
     assert status == 0
 
 
@@ -105,6 +105,13 @@ def test_the_start_of_a_task_without_setup_is_recorded_too(tmp_path: Path) -> No
     (failure,) = report["failures"]
     assert (failure["task_id"], failure["policy"], failure["score"]) == ("sparing/touched", "oracle", 0.0)
     assert "changed: '/home/user/note.txt'" in failure["detail"]
+
+
+def test_verify_fails_if_a_task_of_the_suite_could_not_be_loaded(tmp_path: Path) -> None:
+    broken = written(tmp_path, SOLVABLE.replace("    checker:", "    levels: 2\n    checker:", 1))
+    status, report = envd(tmp_path, "verify", "mine/", "--tasks", broken, "--state-dir", str(tmp_path))
+    assert (status, report["failures"]) == (1, [])
+    assert report["left_out"] == [f"{broken}:8: task mine/note: levels: unknown key"]
 
 
 def test_verify_of_starts_plays_only_the_null_policy(tmp_path: Path) -> None:
