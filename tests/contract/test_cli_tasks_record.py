@@ -63,9 +63,9 @@ def test_a_script_that_changes_nothing_or_is_malformed_writes_no_task(
 
 
 def test_a_wrong_setup_is_reported_with_its_own_file(tmp_path: Path) -> None:
-    status, text = record(tmp_path, SCRIPT, setup=[*SETUP, {"kind": "opne", "path": "/home/user/list.txt"}])
+    status, text = record(tmp_path, SCRIPT, setup=[*SETUP, {"kind": "opened", "path": "/home/user/list.txt"}])
     assert status == 2
-    assert f"--setup {tmp_path}/setup.yaml: setup[3]: unknown kind 'opne'; did you mean open?" in text
+    assert f"--setup {tmp_path}/setup.yaml: setup[3]: unknown kind 'opened'; did you mean open?" in text
     assert ".shop-add.yaml" not in text
 
 

@@ -12,7 +12,7 @@ BUDGETS = {
     "envd/authoring": 3000,
     "envd/base": 4190,
     "envd/bench": 3660,
-    "envd/cli": 5030,
+    "envd/cli": 5090,
     "envd/console": 1300,
     "envd/daemon": 1400,
     "envd/desktop": 5780,
@@ -38,7 +38,7 @@ BUDGETS = {
     "trainer/sight": 650,
     "trainer/slime": 3350,
     "trainer/tokens": 1000,
-    "proto/cuaenv": 7790,
+    "proto/cuaenv": 7800,
 }
 
 
