@@ -152,6 +152,23 @@ def test_lint_reports_file_line_and_field_of_every_problem(tmp_path: Path) -> No
     assert report["problems"] == []
 
 
+def test_a_program_that_drawn_desktops_lack_is_reported_with_those_that_they_have(tmp_path: Path) -> None:
+    verb = "{kind: launch, argv: [mousepad], window: {title: Untitled}}"
+    file = written(tmp_path, SOLVABLE.replace("    checker:", f"    setup: [{verb}]\n    checker:", 1))
+    status, report = envd(tmp_path, "verify", "mine/note", "--tasks", file, "--state-dir", str(tmp_path))
+    assert status == 1
+    assert len(report["failures"]) == 2
+    for failure in report["failures"]:
+        assert failure["detail"].endswith("directory: 'mousepad'; drawn desktops have editor, controls and form")
+
+
+def test_show_prints_the_fields_of_task_files(tmp_path: Path) -> None:
+    verb = "{kind: launch, argv: [a], window: {class: b}}"
+    file = written(tmp_path, SOLVABLE.replace("    checker:", f"    setup: [{verb}]\n    checker:", 1))
+    shown = run_envd("tasks", "show", "mine/note", "--tasks", file, "--hypervisor", "fake").out
+    assert 'launch: {"argv":["a"],"window":{"class":"b"}}' in shown
+
+
 def test_lint_reports_missing_assets(tmp_path: Path) -> None:
     verb = '{kind: download, files: [{url: "https://files.example.org/a", path: /home/user/a}]}'
     file = written(tmp_path, SOLVABLE.replace("    checker:", f"    setup: [{verb}]\n    checker:", 1))
