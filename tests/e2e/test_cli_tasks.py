@@ -111,7 +111,7 @@ def test_verify_fails_if_a_task_of_the_suite_could_not_be_loaded(tmp_path: Path)
     broken = written(tmp_path, SOLVABLE.replace("    checker:", "    levels: 2\n    checker:", 1))
     status, report = envd(tmp_path, "verify", "mine/", "--tasks", broken, "--state-dir", str(tmp_path))
     assert (status, report["failures"]) == (1, [])
-    assert report["left_out"] == [f"{broken}:8: task mine/note: levels: unknown key"]
+    assert report["left_out"] == [f"{broken}:8: task mine/note: levels: unknown key; did you mean level?"]
 
 
 def test_verify_of_starts_plays_only_the_null_policy(tmp_path: Path) -> None:

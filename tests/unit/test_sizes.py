@@ -23,7 +23,7 @@ BUDGETS = {
     "envd/images": 3150,
     "envd/integrations": 7050,
     "envd/pool": 3240,
-    "envd/tasks": 6710,
+    "envd/tasks": 6770,
     "trainer/adapters": 3400,
     "trainer/agent": 4500,
     "trainer/cli": 2050,
