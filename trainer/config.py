@@ -113,7 +113,11 @@ def named(field: str, text: str, known: Mapping[str, T]) -> T | Any:
         found: Any = import_module(module)
     except Exception as error:
         # Code of the module runs, so it can raise anything.
-        raise InputError(f"{field} {text}: importing {module} failed: {type(error).__name__}: {error}") from error
+        is_not_found = isinstance(error, ModuleNotFoundError) and error.name == module
+        remedy = "; install it, or put its directory into PYTHONPATH" if is_not_found else ""
+        raise InputError(
+            f"{field} {text}: importing {module} failed: {type(error).__name__}: {error}{remedy}"
+        ) from error
     for part in name.split("."):
         if not hasattr(found, part):
             raise InputError(f"{field} {text}: {module} has no {name}{did_you_mean(part, dir(found))}")

@@ -65,6 +65,8 @@ class Verification:
     skipped: tuple[str, ...] = ()
     not_attacked: tuple[str, ...] = ()
     """Ids of the tasks that changed since `envd tasks attack` passed."""
+    left_out: tuple[str, ...] = ()
+    """Problems of tasks that could not be loaded, and were not played."""
 
     def count(self, policy: VerifyingPolicy) -> int:
         return sum(each.passed for each in self.results if each.policy is policy)
@@ -75,8 +77,8 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether all results have the expected score, and no task changed since it was attacked."""
-        return not self.failures and not self.not_attacked
+        """Whether all results have the expected score, no task is left out, and none changed since its attack."""
+        return not self.failures and not self.not_attacked and not self.left_out
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -96,6 +98,7 @@ class Verification:
             ],
             "skipped": list(self.skipped),
             "not_attacked": list(self.not_attacked),
+            "left_out": list(self.left_out),
         }
 
     def print(self, console: Console) -> None:
@@ -110,6 +113,8 @@ class Verification:
         console.print(table)
         for task_id in self.not_attacked:
             console.print(f"{task_id}: changed since it was attacked; run `envd tasks attack {task_id}`", markup=False)
+        for problem in self.left_out:
+            console.print(f"not played: {problem}", markup=False, soft_wrap=True)
         counts = ", ".join(f"{self.count(policy)} {policy.value}" for policy in played)
         rest = f"; {len(self.skipped)} skipped" if self.skipped else ""
         console.print(

@@ -56,9 +56,16 @@ async def measure_host(measures: Mapping[str, Measure], *, limit_s: float, repor
     return outcomes
 
 
-def write_page(outcomes: Mapping[str, Outcome], directory: Path) -> Path:
-    """Write each report as JSON and, with matplotlib, as plots, and a page with all of it; return the page."""
+def write_page(outcomes: Mapping[str, Outcome], directory: Path, *, replaces: Iterable[str] = ()) -> Path:
+    """Write each report as JSON and, with matplotlib, as plots, and a page with all of it; return the page.
+
+    Args:
+        replaces: Benchmarks whose files of an earlier report, perhaps of another backend, are removed.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    for name in replaces:
+        for old in (directory / f"{name}.json", directory / f"{name}.svg", *directory.glob(f"{name}-*.svg")):
+            old.unlink(missing_ok=True)
     for name, outcome in outcomes.items():
         if isinstance(outcome, BenchReport):
             text = json.dumps(outcome.as_json(), indent=1)
@@ -66,7 +73,7 @@ def write_page(outcomes: Mapping[str, Outcome], directory: Path) -> Path:
     try:
         plots, note = write_plots(directory), ""
     except ConfigError as error:
-        plots, note = [], str(error)
+        plots, note = [], str(error).replace(f"{directory}/", "")
     page = directory / PAGE
     page.write_text(_page(outcomes, plots, note), encoding="utf-8")
     return page

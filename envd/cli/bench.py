@@ -299,9 +299,9 @@ async def bench_settle(
         return await settle.measure_settle(session, tasks, watch_s=watch_s, steps=steps)
 
 
-def report_measures(settings: Config, price_per_hour: float) -> dict[str, host_report.Measure]:
-    """Return the benchmarks that the backend can run, by name; those that take longest come last."""
-    measures: dict[str, host_report.Measure] = {
+def all_measures(settings: Config, price_per_hour: float) -> dict[str, host_report.Measure]:
+    """Return all benchmarks of a report by name; those that take longest come last."""
+    return {
         "fork": functools.partial(bench_fork, settings, n=4, repetitions=10),
         "step": functools.partial(bench_step, settings, repetitions=50, peer_repetitions=10),
         "scale": functools.partial(bench_scale, _drawn(settings), machines=64, seconds=5.0),
@@ -313,9 +313,14 @@ def report_measures(settings: Config, price_per_hour: float) -> dict[str, host_r
             bench_parked, settings, episodes=16, resident=4, steps=4, think=10.0, price_per_hour=price_per_hour
         ),
     }
+
+
+def report_measures(settings: Config, price_per_hour: float) -> dict[str, host_report.Measure]:
+    """Return the benchmarks that the backend can run, by name."""
     capabilities = backend_of(settings.hypervisor.uri).capabilities
     lacking = ["branch", "checkpoint", "parked"] if capabilities.not_forkable else []
     lacking += [] if capabilities.runs_guests else ["episodes"]
+    measures = all_measures(settings, price_per_hour)
     return {name: measure for name, measure in measures.items() if name not in lacking}
 
 
@@ -334,7 +339,7 @@ def report(
     with progress("bench report") as on_progress:
         parts = run_until_signal(host_report.measure_host(measures, limit_s=60 * minutes, report=on_progress))
     try:
-        page = host_report.write_page(parts, directory)
+        page = host_report.write_page(parts, directory, replaces=all_measures(settings, price_per_hour))
     except OSError as error:
         raise ConfigError(f"--out {directory}: cannot be written: {error.strerror or error}") from error
     out.print(f"wrote {page}", markup=False, soft_wrap=True)

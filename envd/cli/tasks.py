@@ -152,15 +152,15 @@ def show(
         emit_json({**_summary(task, catalogue), **task.model_dump(mode="json", exclude={"oracle"}, exclude_none=True)})
         return
     for key, value in _summary(task, catalogue).items():
-        out.print(f"{key:<16} {'unknown' if value is None else value}", markup=False, soft_wrap=True)
+        out.print(f"{key:<18} {'unknown' if value is None else value}", markup=False, soft_wrap=True)
     for obstacle in catalogue.obstacles(task) or ():
-        out.print(f"{'obstacle':<16} {obstacle}", markup=False, soft_wrap=True)
+        out.print(f"{'obstacle':<18} {obstacle}", markup=False, soft_wrap=True)
     for verb in task.setup:
-        fields = verb.model_dump_json(exclude={"kind"}, exclude_defaults=True)
-        out.print(f"{'setup':<16} {verb.kind}: {fields}", markup=False, soft_wrap=True)
+        fields = verb.model_dump_json(exclude={"kind"}, exclude_defaults=True, by_alias=True)
+        out.print(f"{'setup':<18} {verb.kind}: {fields}", markup=False, soft_wrap=True)
     if task.checker is not None:
-        fields = task.checker.model_dump_json(exclude_defaults=True)
-        out.print(f"{'checker':<16} {fields}", markup=False, soft_wrap=True)
+        fields = task.checker.model_dump_json(exclude_defaults=True, by_alias=True)
+        out.print(f"{'checker':<18} {fields}", markup=False, soft_wrap=True)
 
 
 @app.command("lint")

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from importlib.resources import files
 from pathlib import Path
@@ -28,6 +28,7 @@ from envd.cli.terminal import print_result
 from envd.daemon.suites import load_tasks, with_suites
 from envd.hypervisor.backends import backend_of
 from envd.tasks.basis import judged_digest
+from envd.tasks.model import Task
 
 _PROGRESS_EVERY_S = 60.0
 
@@ -63,6 +64,28 @@ def _progress(total: int) -> Callable[[], None]:
             err.print(f"{count} of {total} mutants played, about {left_min:.0f} min left")
 
     return advance
+
+
+def attackable(tasks: Sequence[Task], *, wanted: Collection[str], given: Collection[str]) -> list[Task]:
+    """Return the tasks of which mutants can be made; reports how many others there are.
+
+    Args:
+        wanted: What the command names: tasks, and suites as `SUITE/`.
+        given: Tasks whose oracle comes from a file; an empty one is attacked by cheats.
+
+    Raises:
+        ConfigError: A task that is named by its id has no checker or no oracle.
+    """
+    found = []
+    for task in tasks:
+        if task.checker and (task.oracle or task.task_id in given):
+            found.append(task)
+        elif task.task_id in wanted:
+            problem = "no oracle; add one, or give it in --oracles" if task.checker else "no checker to attack"
+            raise ConfigError(f"tasks attack: task {task.task_id} has {problem}")
+    if count := len(tasks) - len(found):
+        err.print(f"tasks without a checker or an oracle: {count}, skipped; one that is named is an error")
+    return found
 
 
 async def _runs_guests(opening: AbstractAsyncContextManager[ScriptHosts]) -> bool:
@@ -128,9 +151,9 @@ def attack_command(
     given = read_oracles(oracles) if oracles else {}
     catalogue = load_tasks(settings, include_osworld=bool(given))
     named = map(catalogue.get, given) if given and not wanted else choose(catalogue, wanted)
-    tasks = [task for task in (with_oracle(each, given) for each in named) if task.checker]
-    extra = read_mutants(oracles, tasks) if oracles else {}
-    chosen = [task for task in tasks if task.oracle or extra.get(task.task_id)]
+    tasks = [with_oracle(each, given) for each in named]
+    chosen = attackable(tasks, wanted=wanted, given=given)
+    extra = read_mutants(oracles, chosen) if oracles else {}
     reviewed = read_verdicts(files("envd.authoring.attack") / "verdicts.yaml") | read_verdicts(verdicts)
     if targets and image:
         raise ConfigError("--image and --envd: the pools of running daemons have their images; leave one out")
@@ -161,6 +184,10 @@ def attack_command(
                 *extra.get(task.task_id, ()),
             )
         ]
+        if not any(mutant.family in (families or Family) for mutant, _ in planned):
+            of = f" of {', '.join(family.value for family in families)}" if families else ""
+            where = "" if runs_guests else "; those with shell commands are not played on drawn desktops"
+            raise ConfigError(f"tasks attack: no mutants{of} to play{where}")
         digests = {digest for _, digest in planned}
 
         def is_wanted(mutant: Mutant, digest: str) -> bool:

@@ -27,10 +27,11 @@ from envd.cli.own_daemon import ensure_image, own_daemon_options, run_until_sign
 from envd.cli.terminal import printable
 from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.ephemeral import ephemeral_config
-from envd.daemon.suites import load_tasks
+from envd.daemon.suites import inspect_tasks, load_tasks
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.hypervisor.backends import backend_of
+from envd.tasks.formats.entries import Problem
 from envd.tasks.model import Task
 from envd.tasks.oracle import OracleAction, OracleSteps, parse_action
 
@@ -72,7 +73,7 @@ def record(
     suite, _, short = name.partition("/")
     if not suite or not short:
         raise ConfigError(f"{name}: write SUITE/NAME, such as office/rename-draft")
-    setup, script = _yaml_list(setup_file, "--setup"), _steps(_yaml_list(script_file, "--script"))
+    setup, script = _yaml_list(setup_file, "--setup"), _steps(_yaml_list(script_file, "--script"), script_file)
     path = out_dir / f"{suite}-{short}.yaml"
     if path.exists():
         raise ConfigError(f"{path}: it exists; choose another name or --out")
@@ -85,6 +86,11 @@ def record(
     with _start_file(out_dir, suite, short, instruction, setup) as start:
         suites = (*config.tasks.suites, str(start.resolve()))
         config = config.model_copy(update={"tasks": config.tasks.model_copy(update={"suites": suites})})
+        for problem in inspect_tasks(config):
+            if isinstance(problem, Problem) and problem.task_id == name:
+                # Not its file, which is removed.
+                place = f"--setup {setup_file}" if problem.field.startswith("setup") else name
+                raise ConfigError(f"{place}: {problem.field}: {problem.message}")
         task = load_tasks(config).get(name)
         steps, proposals = run_until_signal(_record(config, task, script))
     chosen = _chosen(proposals, accept=accept)
@@ -193,8 +199,13 @@ def _yaml_list(path: Path | None, option: str) -> list[Any]:
     return value
 
 
-def _steps(values: list[Any]) -> OracleSteps:
-    try:
-        return tuple(tuple(parse_action(value) for value in step) for step in values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"--script: {error}") from error
+def _steps(values: list[Any], path: Path | None) -> OracleSteps:
+    steps = []
+    for index, step in enumerate(values):
+        if not isinstance(step, list):
+            raise ConfigError(f"--script {path}: step {index}: is not a list of actions")
+        try:
+            steps.append(tuple(map(parse_action, step)))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"--script {path}: step {index}: {error}") from error
+    return tuple(steps)

@@ -21,6 +21,7 @@ from envd.hypervisor.backends import backend_of
 from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.formats.entries import Problem
 from envd.tasks.model import Task, split_by_needs
 
 TaskIds = Annotated[
@@ -65,12 +66,23 @@ def verify_command(
     skipped = tuple(task.task_id for task in unmet)
     runs_guests = backend_of(settings.hypervisor.uri).capabilities.runs_guests
     stale = () if starts else not_attacked(chosen, runs_guests=runs_guests)
-    print_result(replace(verification, skipped=skipped, not_attacked=stale), as_json=as_json)
+    left_out = tuple(map(str, left_out_of(catalogue, wanted)))
+    print_result(replace(verification, skipped=skipped, not_attacked=stale, left_out=left_out), as_json=as_json)
 
 
 def names_of(task_ids: Sequence[str] | None, suites: Sequence[str] | None) -> list[str]:
     """Return the named tasks, and `SUITE/` for each named suite."""
     return [*(task_ids or []), *(f"{name.removesuffix('/')}/" for name in suites or [])]
+
+
+def left_out_of(catalogue: TaskCatalogue, wanted: Sequence[str]) -> list[Problem]:
+    """Return the problems of wanted tasks, and of entries without an id, which could be wanted; all by default."""
+    suites = tuple(name for name in wanted if name.endswith("/"))
+    return [
+        problem
+        for problem in catalogue.problems
+        if not wanted or not problem.task_id or problem.task_id in wanted or problem.task_id.startswith(suites)
+    ]
 
 
 def on_image(settings: Config, tasks: Sequence[Task], image: str) -> tuple[str, list[Task], list[Task]]:

@@ -107,7 +107,8 @@ def _task_file(setting: str, packaged: ExitStack) -> TaskFile:
         suites = optional_suites()
         name = setting.removeprefix(BUILTIN_TASKS)
         if name not in suites:
-            raise ConfigError(f"tasks.suites: unknown built-in suite {name!r}; envd has {', '.join(sorted(suites))}")
+            known = f"envd has {', '.join(sorted(suites))}, and those of drawn desktops are loaded by --hypervisor fake"
+            raise ConfigError(f"tasks.suites: unknown built-in suite {name!r}; {known}")
         return TaskFile(packaged.enter_context(as_file(suites[name])))
     scheme, _, directory = setting.partition(":")
     for system in task_systems():

@@ -172,7 +172,7 @@ class GuestdClient:
         query = {"showing": "1"} if showing else None
         body = await self._call("GET", "/accessibility", query=query, timeout_s=timeout_s)
         if (xml := await _text_in(body, "AT", "/accessibility")) is None:
-            raise _malformed("/accessibility", "AT: Field required")
+            raise _malformed("/accessibility", "AT: is missing")
         return xml
 
     async def terminal(self, *, timeout_s: float = 30.0) -> str | None:

@@ -163,7 +163,8 @@ class TaskCatalogue:
                 raise TaskNotFound(f"task {task_id!r} is left out: {detail}; run `envd tasks lint` on the host")
             close = self._similar(task_id)
             suites = ", ".join(self._suite_names()) or "none"
-            hint = f"did you mean {', '.join(close)}?" if close else f"the suites loaded here are {suites}"
+            loaded = f"the suites loaded here are {suites}; load others by --tasks"
+            hint = f"did you mean {', '.join(close)}?" if close else loaded
             if task_id.partition("/")[0] in _DRAWN_SUITES - set(self._suite_names()):
                 hint = "it is played on drawn desktops; use --hypervisor fake"
             what = "suite" if task_id.endswith("/") else "task"
@@ -250,7 +251,10 @@ def _read_sources(
     for source, file, tasks in _read_each(paths):
         for found in tasks:
             if isinstance(found, Task) and found.task_id in seen:
-                message = f"duplicate id, already in {seen[found.task_id]}; rename one of them"
+                first = (
+                    "twice in this file" if seen[found.task_id] == str(file) else f"already in {seen[found.task_id]}"
+                )
+                message = f"duplicate id, {first}; rename one of them"
                 yield source, Problem(where=str(file), task_id=found.task_id, message=message)
                 continue
             if isinstance(found, Task):

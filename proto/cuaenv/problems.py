@@ -22,7 +22,14 @@ _PHRASES = {
     "be a valid set": "be a list",
     "be a valid frozenset": "be a list",
     "be a valid dictionary": "be a mapping",
+    "be a valid string": "be a text",
+    "Field required": "is missing",
 }
+#: `Tuple should have at least 1 item after validation, not 0`, and `a mapping or instance of Window`.
+_PYTHON = (
+    (re.compile(r"\A(?:Tuple|List|Set|Frozenset|Dictionary|Data|Value) should (have .*) after validation"), r"must \1"),
+    (re.compile(r" or (?:an )?instance of \w+"), ""),
+)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -44,6 +51,8 @@ def plain(message: str) -> str:
     """Return a message of pydantic in plain words, such as `must be at most 4096`."""
     for phrase, words in _PHRASES.items():
         message = message.replace(phrase, words, 1)
+    for pattern, words in _PYTHON:
+        message = pattern.sub(words, message)
     return message
 
 

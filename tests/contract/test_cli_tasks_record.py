@@ -48,13 +48,25 @@ def test_what_a_script_changed_becomes_the_checker(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("script", "error"),
-    [([[{"press": "f1"}]], "no checker was chosen"), ([[{"clck": {}}]], "--script"), ({}, "not a YAML")],
+    [
+        ([[{"press": "f1"}]], "no checker was chosen"),
+        ([[{"press": "f1"}], [{"clck": {}}]], "script.yaml: step 1: action: unknown action 'clck'"),
+        ([{"press": "f1"}], "script.yaml: step 0: is not a list of actions"),
+        ({}, "not a YAML"),
+    ],
 )
 def test_a_script_that_changes_nothing_or_is_malformed_writes_no_task(
     tmp_path: Path, script: object, error: str
 ) -> None:
     status, text = record(tmp_path, script)
     assert (status, error in text, (tmp_path / "shop-add.yaml").exists()) == (2, True, False), text
+
+
+def test_a_wrong_setup_is_reported_with_its_own_file(tmp_path: Path) -> None:
+    status, text = record(tmp_path, SCRIPT, setup=[*SETUP, {"kind": "opened", "path": "/home/user/list.txt"}])
+    assert status == 2
+    assert f"--setup {tmp_path}/setup.yaml: setup[3]: unknown kind 'opened'; did you mean open?" in text
+    assert ".shop-add.yaml" not in text
 
 
 FORM = "/home/user/shop.form"

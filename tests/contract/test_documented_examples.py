@@ -16,13 +16,17 @@ from types import FunctionType
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 import envd.cli.app
 import trainer.cli.app
 from cuaenv.client import AsyncEnvClient
+from envd.authoring.attack.mutants import mutants_of
 from envd.base.config import CheckpointsConfig
 from envd.episodes.checkpoints.store import CheckpointStore
+from envd.tasks.basis import judged_digest
+from envd.tasks.catalogue import TaskCatalogue
 from tests.support.command import run_envd
 from tests.support.server import serve_fake
 from tests.unit.test_documented_commands import LINES
@@ -130,11 +134,19 @@ async def test_the_documented_command_lines_run(tmp_path: Path, monkeypatch: pyt
             assert result.output.strip(), line
 
 
-def test_the_task_of_the_tutorial_is_sound(tmp_path: Path) -> None:
+def test_the_tasks_of_the_tutorial_are_sound(tmp_path: Path) -> None:
     text = (ROOT / "docs/tutorials/own-task.md").read_text(encoding="utf-8")
-    path = tmp_path / "mine.yaml"
-    path.write_text(text.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
-    verify = ("tasks", "verify", "mine/count", "--tasks", str(path), "--hypervisor", "fake")
+    files = re.findall(r"```yaml\n(suite: (\w+)\n.*?)```", text, re.DOTALL)
+    assert [suite for _, suite in files] == ["mine", "tea"]
+    verify = ["tasks", "verify", "mine/count", "tea/order", "--hypervisor", "fake"]
+    for content, suite in files:
+        path = tmp_path / f"{suite}.yaml"
+        path.write_text(content, encoding="utf-8")
+        verify += ["--tasks", str(path)]
     done = run_envd(*verify, "--state-dir", str(tmp_path / "state"), "--json")
     assert done.status == 0, done.err
-    assert '"oracle_ok": 1,' in done.out
+    assert '"oracle_ok": 2,' in done.out
+    [order] = TaskCatalogue.load([tmp_path / "tea.yaml"], include_builtin=False).list()
+    mutants = {each.name: each.digest(judged_digest(order)) for each in mutants_of(order)}
+    [verdict] = yaml.safe_load(text.rpartition("```yaml\n")[2].partition("```")[0])
+    assert mutants[verdict["mutant"]] == verdict["digest"]

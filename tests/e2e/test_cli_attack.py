@@ -178,6 +178,20 @@ def test_a_task_without_an_oracle_is_attacked_with_one_from_a_file(suite: Path) 
     assert found == {"suites": {"mine": counts}, "acceptance": [], "open": []}
 
 
+def test_a_task_with_an_empty_oracle_in_a_file_is_attacked_by_cheats_and_families_without_mutants_are_refused(
+    suite: Path,
+) -> None:
+    [one] = yaml.safe_load(SOUND)["tasks"]
+    del one["oracle"]
+    suite.write_text(yaml.safe_dump({"version": 1, "suite": "mine", "tasks": [one]}), encoding="utf-8")
+    oracles = suite.parent / "oracles.jsonl"
+    oracles.write_text(json.dumps({"task_id": "mine/note", "steps": []}) + "\n", encoding="utf-8")
+    status, found, _ = attack(suite, "--oracles", str(oracles))
+    assert (status, found["suites"]["mine"]) == (0, {"mutants": 1, "not_equivalent": 1, "killed": 1})
+    status, _, err = attack(suite, "--oracles", str(oracles), "--family", "damage")
+    assert (status, "no mutants of damage to play; those with shell commands" in err) == (2, True), err
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [("[]", "cannot be read"), ('{"task_id": "mine/note", "steps": [[{"fly": {}}]]}', "oracle of mine/note: ")],

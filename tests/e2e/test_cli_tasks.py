@@ -94,7 +94,7 @@ def test_verify_plays_the_oracle_and_the_null_policy_in_each_task(tmp_path: Path
     arguments = ("mine/", "fake/append-line", "--tasks", written(tmp_path, SOLVABLE), "--state-dir", str(tmp_path))
     status, report = envd(tmp_path, "verify", *arguments)
     played = {"accelerator": "fake", "tasks": 3, "oracle_ok": 3, "null_ok": 3}
-    assert report == {**played, "skipped": [], "not_attacked": [], "failures": []}
+    assert report == {**played, "skipped": [], "not_attacked": [], "left_out": [], "failures": []}
     assert status == 0
 
 
@@ -105,6 +105,13 @@ def test_the_start_of_a_task_without_setup_is_recorded_too(tmp_path: Path) -> No
     (failure,) = report["failures"]
     assert (failure["task_id"], failure["policy"], failure["score"]) == ("sparing/touched", "oracle", 0.0)
     assert "changed: '/home/user/note.txt'" in failure["detail"]
+
+
+def test_verify_fails_if_a_task_of_the_suite_could_not_be_loaded(tmp_path: Path) -> None:
+    broken = written(tmp_path, SOLVABLE.replace("    checker:", "    levels: 2\n    checker:", 1))
+    status, report = envd(tmp_path, "verify", "mine/", "--tasks", broken, "--state-dir", str(tmp_path))
+    assert (status, report["failures"]) == (1, [])
+    assert report["left_out"] == [f"{broken}:8: task mine/note: levels: unknown key; did you mean level?"]
 
 
 def test_verify_of_starts_plays_only_the_null_policy(tmp_path: Path) -> None:
@@ -143,6 +150,23 @@ def test_lint_reports_file_line_and_field_of_every_problem(tmp_path: Path) -> No
     status, report = envd(tmp_path, "lint", "--tasks", written(tmp_path, SOLVABLE))
     assert status == 0
     assert report["problems"] == []
+
+
+def test_a_program_that_drawn_desktops_lack_is_reported_with_those_that_they_have(tmp_path: Path) -> None:
+    verb = "{kind: launch, argv: [mousepad], window: {title: Untitled}}"
+    file = written(tmp_path, SOLVABLE.replace("    checker:", f"    setup: [{verb}]\n    checker:", 1))
+    status, report = envd(tmp_path, "verify", "mine/note", "--tasks", file, "--state-dir", str(tmp_path))
+    assert status == 1
+    assert len(report["failures"]) == 2
+    for failure in report["failures"]:
+        assert failure["detail"].endswith("directory: 'mousepad'; drawn desktops have editor, controls and form")
+
+
+def test_show_prints_the_fields_of_task_files(tmp_path: Path) -> None:
+    verb = "{kind: launch, argv: [a], window: {class: b}}"
+    file = written(tmp_path, SOLVABLE.replace("    checker:", f"    setup: [{verb}]\n    checker:", 1))
+    shown = run_envd("tasks", "show", "mine/note", "--tasks", file, "--hypervisor", "fake").out
+    assert 'launch: {"argv":["a"],"window":{"class":"b"}}' in shown
 
 
 def test_lint_reports_missing_assets(tmp_path: Path) -> None:

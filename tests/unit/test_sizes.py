@@ -12,7 +12,7 @@ BUDGETS = {
     "envd/authoring": 3000,
     "envd/base": 4220,
     "envd/bench": 3660,
-    "envd/cli": 5030,
+    "envd/cli": 5090,
     "envd/console": 1300,
     "envd/daemon": 1400,
     "envd/desktop": 5780,
@@ -23,7 +23,7 @@ BUDGETS = {
     "envd/images": 3150,
     "envd/integrations": 7050,
     "envd/pool": 3240,
-    "envd/tasks": 6710,
+    "envd/tasks": 6770,
     "trainer/adapters": 3400,
     "trainer/agent": 4500,
     "trainer/cli": 2050,
@@ -38,7 +38,7 @@ BUDGETS = {
     "trainer/sight": 650,
     "trainer/slime": 3220,
     "trainer/tokens": 1060,
-    "proto/cuaenv": 7790,
+    "proto/cuaenv": 7800,
 }
 
 

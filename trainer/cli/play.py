@@ -57,7 +57,9 @@ def play_command(
     if (by != "model" and endpoint) or (by == "model" and not config.endpoint):
         raise UsageError("--by model requires --endpoint URL, and only --by model accepts it")
     if (by == "oracle") != (oracles is not None):
-        raise UsageError("--by oracle needs --oracles FILE, and only that takes one")
+        raise UsageError(
+            "--oracles FILE: give it with --by oracle, and only then; `envd tasks oracles` writes the file"
+        )
     # A person points at pixels of the picture; a model has its own units.
     settings = config.settings(coordinates="pixels" if by == "hand" else None)
     directory = directory or config.out or Path("out/play")

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cuaenv.problems import problem_of, without_path
 from envd.authoring.attack.mutants import attack_digest, playable
 from envd.authoring.attack.playing import Attack
 from envd.authoring.results import embedded_png, page
@@ -54,7 +55,7 @@ def read_verdicts(path: Traversable) -> dict[str, Verdict]:
     try:
         found = _VERDICTS.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")) or [])
     except (OSError, yaml.YAMLError, ValidationError) as error:
-        raise ConfigError(f"verdicts {path} cannot be read: {error}") from error
+        raise ConfigError(f"verdicts {path} cannot be read: {_first_problem(error)}") from error
     return {each.digest: each for each in found}
 
 
@@ -65,7 +66,14 @@ def read_passed(path: Traversable) -> dict[str, str]:
     try:
         return _PASSED.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
     except (OSError, yaml.YAMLError, ValidationError) as error:
-        raise ConfigError(f"passed tasks {path} cannot be read: {error}") from error
+        raise ConfigError(f"passed tasks {path} cannot be read: {_first_problem(error)}") from error
+
+
+def _first_problem(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return without_path(error)
+    first = error.errors()[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), problem_of(first))))
 
 
 def write_passed(path: Path, tasks: Iterable[Task], report: "AttackReport", *, runs_guests: bool) -> None:
@@ -185,10 +193,11 @@ class AttackReport:
 
     def print(self, console: Console) -> None:
         if self.open:
-            table = Table("task", "mutant", "score", "state", "evidence", box=None, pad_edge=False)
+            table = Table("task", "mutant", "score", "state", "digest", "evidence", box=None, pad_edge=False)
             for each in self.open:
                 score = "-" if each.score is None else f"{each.score:g}"
-                table.add_row(*map(escape, (each.task_id, each.mutant, score, self.state_of(each), each.detail[:160])))
+                cells = (each.task_id, each.mutant, score, self.state_of(each), each.digest, each.detail[:160])
+                table.add_row(*map(escape, cells))
             console.print(table)
         for suite, count in self.counts().items():
             console.print(

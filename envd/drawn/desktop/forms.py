@@ -100,7 +100,7 @@ def read_form(path: str, data: bytes) -> Form:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "file"
-        raise ValueError(f"form {path}: {where}: {problem_of(first)}; see Form in forms.py") from None
+        raise ValueError(f"form {path}: {where}: {problem_of(first)}; see docs/tasks.md") from None
 
 
 class FormWindow(DrawnWindow):

@@ -241,7 +241,7 @@ class Guestd:
         except ValueError as error:
             raise HttpError(500, f"{argv!r} cannot be started: {error}") from error
         if not was_found:
-            raise _not_found(argv)
+            raise HttpError(500, f"{_not_found(argv)}; drawn desktops have editor, controls and form")
         return text_response(f"{' '.join(argv)} launched successfully")
 
     async def _upload(self, _desktop: DrawnDesktop, request: Request) -> Response:

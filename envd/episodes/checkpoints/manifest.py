@@ -90,7 +90,7 @@ def _from_1(value: dict[str, Any]) -> dict[str, Any]:
         origin = {"template_digest": old["template_digest"], "overlay_parent": "", "first_frame_id": ""}
         spec |= {"group_id": "", "origin": origin, "create_time": old["create_time"]}
     except KeyError as error:
-        raise ValueError(f"{error.args[0]}: Field required") from error
+        raise ValueError(f"{error.args[0]}: is missing") from error
     progress |= {name: old.pop(name) for name in ("asked", "perturbations") if name in old}
     return {**old, "format": _FORMAT, "spec": spec, "progress": progress}
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from cuaenv.problems import problem_of
+from cuaenv.problems import did_you_mean, problem_of
 from envd.base.config_values import DIRECTORY_SUITES
 from envd.tasks.checker_union import leaves
 from envd.tasks.formats.documents import Location
+from envd.tasks.formats.keys import keys_at
 from envd.tasks.model import Task
 from envd.tasks.systems import kinds_of_loaders
 from envd.tasks.verbs import HostFile, UploadFile
@@ -86,9 +87,23 @@ def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callab
         field = _dotted(error.location)
         yield Problem(where=locate(error.location), task_id=task_id, field=field, message=str(error))
     except ValidationError as error:
-        for each in error.errors():
-            location = each["loc"]
-            yield Problem(where=locate(location), task_id=task_id, field=_dotted(location), message=problem_of(each))
+        yield from _problems_of(error, task_id, locate)
+
+
+def _problems_of(error: ValidationError, task_id: str, locate: Callable[[Location], str]) -> Iterator[Problem]:
+    errors = error.errors()
+    for index, each in enumerate(errors):
+        location = each["loc"]
+        field, message = _dotted(location), problem_of(each)
+        if each["type"] == "too_short" and any(other["loc"][: len(location)] == location for other in errors[:index]):
+            # It has items, which are wrong.
+            continue
+        if each["type"] == "extra_forbidden":
+            message += did_you_mean(str(location[-1]), keys_at(location[:-1]))
+        elif location == ("task_id",) and each["type"] == "string_pattern_mismatch":
+            field = "suite, name"
+            message = f"{task_id} is not SUITE/NAME of a-z 0-9 _ -, each beginning with a letter or digit"
+        yield Problem(where=locate(location), task_id=task_id, field=field, message=message)
 
 
 def _with_host_files(task: Task, directory: Path | None) -> Task:

@@ -58,12 +58,40 @@ def test_a_binary_file_and_a_missing_kind_are_described_in_plain_words(tmp_path:
     assert problem_of(caught.value.errors()[0]) == "kind is missing"
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"checks": []}, "must have at least 1 item, not 0"),
+        ({"checks": ["a", "b", "c"]}, "must have at most 2 items, not 3"),
+        ({"by_name": {}}, "must have at least 1 item, not 0"),
+        ({"first": "x"}, "must be a mapping"),
+        ({"first": {"kind": 3}}, "must be 'first'"),
+        ({"text": []}, "must be a text"),
+        ({"first": None}, "must be a mapping"),
+    ],
+)
+def test_a_wrong_value_is_described_without_the_types_of_python(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        _Parts.model_validate({"checks": ["a"], "by_name": {"a": 1}, "first": {"kind": "first"}, "text": ""} | changes)
+    assert [problem_of(each) for each in caught.value.errors()] == [words]
+    with pytest.raises(ValidationError) as caught:
+        _Parts.model_validate({})
+    assert {problem_of(each) for each in caught.value.errors()} == {"is missing"}
+
+
 class _First(BaseModel):
     kind: Literal["first"]
 
 
 class _Second(BaseModel):
     kind: Literal["second"]
+
+
+class _Parts(BaseModel):
+    checks: Annotated[tuple[str, ...], Field(min_length=1, max_length=2)]
+    by_name: Annotated[dict[str, int], Field(min_length=1)]
+    first: _First
+    text: str
 
 
 @pytest.mark.parametrize(

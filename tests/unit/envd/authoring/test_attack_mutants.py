@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from cuaenv.actions import Click, Done, PressKeys, RunShell, TypeText
 from envd.authoring.attack.mutants import Family, Mutant, attack_digest, mutants_of
 from envd.authoring.attack.playing import Attack
-from envd.authoring.attack.report import AttackReport, Verdict, acceptance, read_passed, write_passed
+from envd.authoring.attack.report import AttackReport, Verdict, acceptance, read_passed, read_verdicts, write_passed
 from envd.base.errors import ConfigError
-from envd.cli.tasks_attack import sampled
+from envd.cli.tasks_attack import attackable, sampled
 from envd.cli.tasks_oracles import read_mutants
 from envd.tasks.basis import judged_digest
 from envd.tasks.model import Task
@@ -203,6 +204,48 @@ def test_a_task_that_changed_since_it_passed_is_named(tmp_path: Path) -> None:
     file.write_text("- 1")
     with pytest.raises(ConfigError, match=r"passed\.yaml cannot be read"):
         read_passed(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "- {task: a, mutant: b, digest: c, verdict: fine, why: d}",
+            r": 0\.verdict: must be 'equivalent', 'wrong' or 'und",
+        ),
+        ("- {task: a: b}", r": line 1: expected"),
+    ],
+)
+def test_an_invalid_verdict_is_one_line_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "verdicts.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^verdicts {file} cannot be read{problem}[^\n]*\Z"):
+        read_verdicts(file)
+
+
+def test_a_survivor_is_printed_with_the_digest_that_its_verdict_needs() -> None:
+    [survivor] = [
+        Attack(
+            task_id="mine/note", mutant="m", family="almost", digest="0f" * 8, script=(), expects_success=False, score=1
+        )
+    ]
+    console = Console(record=True, width=200)
+    AttackReport(results=[survivor], verdicts={}).print(console)
+    assert survivor.digest in console.export_text()
+
+
+def test_a_task_that_cannot_be_attacked_is_an_error_if_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    one, solved = task(oracle=[]), task(task_id="mine/solved")
+    infeasible = task(task_id="mine/never", checker=None, infeasible=True, oracle=[["fail"]])
+    found = [one, solved, infeasible]
+    assert attackable(found, wanted=["mine/"], given=()) == [solved]
+    assert "tasks without a checker or an oracle: 2, skipped" in capsys.readouterr().err
+    # Its empty oracle in the file says that it is attacked by cheats.
+    assert attackable(found, wanted=["mine/note", "mine/solved"], given=["mine/note"]) == [one, solved]
+    with pytest.raises(ConfigError, match="task mine/note has no oracle; add one, or give it in --oracles"):
+        attackable(found, wanted=["mine/note"], given=())
+    with pytest.raises(ConfigError, match="task mine/never has no checker"):
+        attackable(found, wanted=["mine/never"], given=["mine/never"])
 
 
 def test_a_verdict_does_not_outlive_its_task_or_mutant() -> None:

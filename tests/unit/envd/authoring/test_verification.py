@@ -3,15 +3,17 @@
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from envd.authoring.attack.mutants import attack_digest
 from envd.authoring.verification import PolicyResult, Verification, VerifyingPolicy, verify_config
 from envd.base.config_sources import load
 from envd.base.errors import ConfigError, TaskNotFound
-from envd.cli.tasks_verify import choose, image_of, not_attacked
+from envd.cli.tasks_verify import choose, image_of, left_out_of, not_attacked
 from envd.hypervisor.machine import Firmware, GuestOs
 from envd.images.catalogue import ImageCatalogue, ImportedDisk
 from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.formats.entries import Problem
 from envd.tasks.model import Task
 
 
@@ -62,6 +64,22 @@ def test_a_task_that_changed_since_its_attack_fails_the_suite(monkeypatch: pytes
     verification = Verification(accelerator="kvm", results=(), not_attacked=("a/two",))
     assert not verification.passed
     assert verification.as_json()["not_attacked"] == ["a/two"]
+
+
+def test_a_wanted_task_that_could_not_be_loaded_fails_the_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    broken, other, nameless = (
+        Problem(where="f.yaml:3", task_id=task_id, field="level", message="must be at most 5")
+        for task_id in ("a/broken", "b/broken", "")
+    )
+    catalogue = TaskCatalogue([task("a/one"), broken, other, nameless])
+    assert left_out_of(catalogue, []) == [broken, other, nameless]
+    assert left_out_of(catalogue, ["a/"]) == [broken, nameless]
+    assert left_out_of(catalogue, ["a/one"]) == [nameless]
+    verification = Verification(accelerator="kvm", results=(), left_out=(str(broken),))
+    assert not verification.passed
+    assert verification.as_json()["left_out"] == ["f.yaml:3: task a/broken: level: must be at most 5"]
+    verification.print(Console())
+    assert "not played: f.yaml:3: task a/broken" in capsys.readouterr().out
 
 
 def test_tasks_of_several_images_are_refused(tmp_path: Path) -> None:

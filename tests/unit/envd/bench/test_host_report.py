@@ -57,6 +57,18 @@ def test_conditions_of_one_benchmark_alone_are_in_its_section(tmp_path: Path) ->
     assert rows_of(of_parked)[:2] == [["machines", "8"], ["price_per_hour", "2.0"]]
 
 
+def test_a_report_replaces_the_files_of_an_earlier_one_and_no_others(tmp_path: Path) -> None:
+    write_page({"fork": REPORT, "branch": replace(REPORT, benchmark="branch")}, tmp_path)
+    for name in ("branch.svg", "branch-samples.svg", "branches.svg", "another.json"):
+        (tmp_path / name).write_text("not JSON")
+    page = write_page({"fork": REPORT}, tmp_path, replaces=["fork", "branch"]).read_text()
+    assert {path.name for path in tmp_path.iterdir()} >= {"fork.json", "report.html", "branches.svg", "another.json"}
+    assert not [name for name in ("branch.json", "branch.svg", "branch-samples.svg") if (tmp_path / name).exists()]
+    # A file that is not ours is named without its directory: the page can be published.
+    assert "another.json: not a report of" in page
+    assert str(tmp_path) not in page
+
+
 async def test_a_benchmark_that_fails_or_runs_too_long_leaves_the_others_measured() -> None:
     async def fails(_: Report) -> BenchReport:
         raise ConfigError("no image in /home/alice/.cache of host-7")

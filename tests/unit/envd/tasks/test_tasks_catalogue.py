@@ -8,6 +8,7 @@ import pytest
 
 from envd.base.errors import ConfigError, TaskNotFound
 from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.formats.files import read_tasks
 
 GOOD = """
 suite: mine
@@ -94,6 +95,52 @@ def test_a_wrong_field_is_named_with_its_file_and_task(tmp_path: Path) -> None:
     assert f"{path}:7: task mine/first: checker: unknown kind 'file_absnt'; did you mean file_absent?" in message
 
 
+def test_an_unknown_key_has_a_suggestion_at_any_depth(tmp_path: Path) -> None:
+    text = """
+suite: mine
+tasks:
+  - name: first
+    instruction: x
+    level: 1
+    parameter: {}
+    user: {fact: []}
+    setup:
+      - {kind: launch, argv: [a], window: {clas: x}}
+      - {kind: download, files: [{url: "https://example.org/a", path: /a, sha: x}]}
+    checker:
+      kind: all
+      checks:
+        - {kind: window, window: {titles: x}}
+        - {kind: weighted, checks: [{weight: 1, checks: {}, check: {kind: unchanged, paths: [/a], excepted: [/b]}}]}
+"""
+    found = {str(each).partition("task mine/first: ")[2] for each in read_tasks(write(tmp_path, text))}
+    inner = "checker.all.checks[1].weighted.checks[0]"
+    assert found == {
+        "parameter: unknown key; did you mean parameters?",
+        "user.fact: unknown key; did you mean facts?",
+        "setup[0].launch.window.clas: unknown key; did you mean class?",
+        "setup[1].download.files[0].sha: unknown key; did you mean sha256?",
+        "checker.all.checks[0].window.window.titles: unknown key; did you mean title?",
+        f"{inner}.checks: unknown key; did you mean check?",
+        f"{inner}.check.unchanged.excepted: unknown key; did you mean except?",
+    }
+
+
+def test_a_list_without_items_is_reported_and_one_with_wrong_items_by_these_alone(tmp_path: Path) -> None:
+    for checks, problem in (
+        ("[]", "checker.all.checks: must have at least 1 item, not 0"),
+        ("[{kind: file_text}]", "checker.all.checks[0].file_text.path: is missing"),
+    ):
+        text = GOOD.replace("{kind: file_absent, path: /home/user/a.txt}", f"{{kind: all, checks: {checks}}}")
+        assert text != GOOD
+        assert [str(each).partition("task mine/first: ")[2] for each in read_tasks(write(tmp_path, text))] == [problem]
+
+
+def test_an_id_that_cannot_be_one_is_reported_with_the_keys_of_the_file(tmp_path: Path) -> None:
+    message = refusal(write(tmp_path, GOOD.replace("suite: mine", "suite: My Tasks")))
+    assert "suite, name: My Tasks/first is not SUITE/NAME of a-z 0-9 _ -, each beginning with a letter" in message
+
+
 def test_a_wrong_oracle_is_named_by_step_and_action(tmp_path: Path) -> None:
     oracle = "    oracle: [[{press: enter}], [{clack: {}}]]\n    checker"
     message = refusal(write(tmp_path, GOOD.replace("    checker", oracle)))
@@ -106,6 +153,9 @@ def test_of_two_tasks_with_one_id_the_first_is_served(tmp_path: Path) -> None:
     assert list(map(str, catalogue.problems)) == [
         f"{second}: task mine/first: duplicate id, already in {first}; rename one of them"
     ]
+    both = write(tmp_path, GOOD + GOOD.partition("tasks:\n")[2], "3.yaml")
+    [problem] = TaskCatalogue.load([both], include_builtin=False).problems
+    assert problem.message == "duplicate id, twice in this file; rename one of them"
 
 
 @pytest.mark.parametrize(

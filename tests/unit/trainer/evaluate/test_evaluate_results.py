@@ -106,7 +106,7 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "do not start with"),
-        ('{"kind": "attempt"}\n', "attempt.task_id: Field required"),
+        ('{"kind": "attempt"}\n', "attempt.task_id: is missing"),
         ("not json\n", "1 is not a line of results"),
         (RUN.model_dump_json()[:-1] + ', "speed": 9}\n', "run.speed: unknown key"),
         (2 * (RUN.model_dump_json() + "\n"), ":2 starts another evaluation"),
