@@ -113,7 +113,8 @@ def named(field: str, text: str, known: Mapping[str, T]) -> T | Any:
         found: Any = import_module(module)
     except Exception as error:
         # Code of the module runs, so it can raise anything.
-        is_not_found = isinstance(error, ModuleNotFoundError) and error.name == module
+        # A package that contains the module may be what is missing.
+        is_not_found = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         remedy = "; install it, or put its directory into PYTHONPATH" if is_not_found else ""
         raise InputError(
             f"{field} {text}: importing {module} failed: {type(error).__name__}: {error}{remedy}"

@@ -1,7 +1,8 @@
 """An episode as values: what never changes about it, what it has done, which a rollback takes back, and its status.
 
 Always true: an episode's `Progress` is replaced whole. So a rollback, a fork, a reset to a checkpoint and a restart of
-the daemon restore the same facts: all of them. Both values are stored as JSON, in the database and with checkpoints.
+the daemon restore the same facts: all of them. `EpisodeSpec` and `Progress` are stored as JSON, in the database and
+with checkpoints.
 """
 
 from collections.abc import Iterable

@@ -99,6 +99,10 @@ def test_a_reward_of_a_wrong_type_is_refused_with_its_class_and_the_key(what: st
             "no_such_module:Reward",
             "importing no_such_module failed: .*; install it, or put its directory into PYTHONPATH",
         ),
+        (
+            "no_such_package.rewards:Reward",
+            "importing no_such_package.rewards failed: .*; install it, or put its directory into PYTHONPATH",
+        ),
         (f"{HERE}:Givess", "has no Givess; did you mean Gives?"),
         (f"{HERE}:NoCall", "it has no __call__"),
         (f"{HERE}:HERE", "is a str; name a class or a function"),
@@ -122,6 +126,9 @@ def test_a_module_that_fails_when_it_is_imported_is_named(tmp_path: Path, monkey
     ):
         AgentSettings(prompt="fails_on_import:X")
     assert "fails_on_import" not in sys.modules
+    (tmp_path / "needs_another.py").write_text("import no_such_module\n")
+    with pytest.raises(InputError, match=r"importing needs_another failed: ModuleNotFoundError: [^;]*\Z"):
+        AgentSettings(prompt="needs_another:X")
 
 
 def test_a_number_is_one_part_and_a_function_takes_no_options() -> None:
