@@ -13,7 +13,7 @@ from statistics import median
 from pydantic import BaseModel, ValidationError
 
 from cuaenv.plots import svg_plot
-from cuaenv.problems import problem_of
+from cuaenv.problems import first_problem
 from envd.base.errors import ConfigError
 
 #: The name of a list of times: what was measured, and its unit.
@@ -79,11 +79,9 @@ def _read(path: Path) -> _Report:
     try:
         return _Report.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        problem = first_problem(error.errors(), whole="the file")
         raise ConfigError(
-            f"{path}: not a report of `envd bench` ({where}: {problem_of(first)}); write it with --json,"
-            " or move it away"
+            f"{path}: not a report of `envd bench` ({problem}); write it with --json, or move it away"
         ) from error
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 from pydantic import Field, TypeAdapter, ValidationError
 
-from cuaenv.problems import problem_of
+from cuaenv.problems import first_problem
 from envd.base.errors import CheckpointUnusable
 from envd.base.zstd import read_compressed
 from envd.drawn.desktop.canvas import Framebuffer, SharedPicture
@@ -68,8 +68,7 @@ def read_state(path: Path) -> DrawnState:
     try:
         stored = _STORED.validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {problem_of(first)}") from error
+        raise ValueError(first_problem(error.errors())) from error
     shape = (stored.height_px, stored.width_px, 4)
     if len(stored.pixels) != math.prod(shape):
         raise ValueError(f"{len(stored.pixels)} bytes of pixels for a screen of {stored.width_px}x{stored.height_px}")

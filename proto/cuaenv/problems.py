@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -66,3 +66,13 @@ def problem_of(error: Mapping[str, Any]) -> str:
     tag, field = error["ctx"]["tag"], error["ctx"]["discriminator"].strip("'")
     known = re.findall(r"'([^']+)'", error["ctx"]["expected_tags"])
     return f"unknown {field} {tag!r}{did_you_mean(tag, known) or '; use one of ' + ', '.join(known)}"
+
+
+def first_problem(errors: Sequence[Mapping[str, Any]], *, whole: str = "") -> str:
+    """Return the first of pydantic's errors with its place, such as `steps.0.kind: is missing`.
+
+    Args:
+        whole: Names the place of an error of the whole value.
+    """
+    place = ".".join(map(str, errors[0]["loc"])) or whole
+    return ": ".join(filter(None, (place, problem_of(errors[0]))))

@@ -15,7 +15,7 @@ from typing import Annotated, BinaryIO, Literal, Self
 from pydantic import BaseModel, Field, JsonValue, TypeAdapter, ValidationError
 
 from cuaenv.client import Check
-from cuaenv.problems import problem_of, without_path
+from cuaenv.problems import first_problem, without_path
 from trainer.agent.ownership import Owner
 from trainer.config import InputError
 
@@ -182,9 +182,8 @@ def _line(path: Path, number: int, line: str) -> Run | Attempt:
     try:
         return _LINES.validate_json(line)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "line"
-        raise InputError(f"{path}:{number} is not a line of results: {where}: {problem_of(first)}") from error
+        problem = first_problem(error.errors(), whole="line")
+        raise InputError(f"{path}:{number} is not a line of results: {problem}") from error
 
 
 def _check_same(path: Path, there: Run, wanted: Run) -> None:

@@ -24,7 +24,7 @@ from pydantic import (
     ValidationError,
 )
 
-from cuaenv.problems import problem_of
+from cuaenv.problems import first_problem
 from trainer.config import InputError
 
 if TYPE_CHECKING:
@@ -157,8 +157,7 @@ class StoredTrajectory:
                 }
             )
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise InputError(f"{'.'.join(map(str, first['loc']))}: {problem_of(first)}") from error
+            raise InputError(first_problem(error.errors())) from error
 
 
 _ADAPTER = TypeAdapter(StoredTrajectory)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cuaenv.problems import problem_of, without_path
+from cuaenv.problems import first_problem, without_path
 from envd.authoring.attack.mutants import attack_digest, playable
 from envd.authoring.attack.playing import Attack
 from envd.authoring.results import embedded_png, page
@@ -55,7 +55,7 @@ def read_verdicts(path: Traversable) -> dict[str, Verdict]:
     try:
         found = _VERDICTS.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")) or [])
     except (OSError, yaml.YAMLError, ValidationError) as error:
-        raise ConfigError(f"verdicts {path} cannot be read: {_first_problem(error)}") from error
+        raise ConfigError(f"verdicts {path} cannot be read: {_problem(error)}") from error
     return {each.digest: each for each in found}
 
 
@@ -66,14 +66,11 @@ def read_passed(path: Traversable) -> dict[str, str]:
     try:
         return _PASSED.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
     except (OSError, yaml.YAMLError, ValidationError) as error:
-        raise ConfigError(f"passed tasks {path} cannot be read: {_first_problem(error)}") from error
+        raise ConfigError(f"passed tasks {path} cannot be read: {_problem(error)}") from error
 
 
-def _first_problem(error: Exception) -> str:
-    if not isinstance(error, ValidationError):
-        return without_path(error)
-    first = error.errors()[0]
-    return ": ".join(filter(None, (".".join(map(str, first["loc"])), problem_of(first))))
+def _problem(error: Exception) -> str:
+    return first_problem(error.errors()) if isinstance(error, ValidationError) else without_path(error)
 
 
 def write_passed(path: Path, tasks: Iterable[Task], report: "AttackReport", *, runs_guests: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cuaenv.problems import problem_of
+from cuaenv.problems import first_problem
 from envd.drawn.desktop.canvas import CELL_HEIGHT_PX, CELL_WIDTH_PX, Canvas, Colour, Rect
 from envd.drawn.desktop.keyboard import KeyPress
 from envd.drawn.desktop.windows import EDGE, PRESSED, TITLE_HEIGHT_PX, DrawnElement, DrawnWindow
@@ -98,9 +98,7 @@ def read_form(path: str, data: bytes) -> Form:
     try:
         return Form.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "file"
-        raise ValueError(f"form {path}: {where}: {problem_of(first)}; see docs/tasks.md") from None
+        raise ValueError(f"form {path}: {first_problem(error.errors(), whole='file')}; see docs/tasks.md") from None
 
 
 class FormWindow(DrawnWindow):

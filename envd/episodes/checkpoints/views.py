@@ -10,7 +10,7 @@ import zstandard
 from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from cuaenv.frames import TiledImage
-from cuaenv.problems import problem_of, without_path
+from cuaenv.problems import first_problem, without_path
 from envd.base.errors import CheckpointCorrupt
 from envd.base.zstd import read_compressed
 from envd.desktop.display.frames import Frame
@@ -87,8 +87,9 @@ def read_view(directory: Path, checkpoint_id: str) -> DesktopView:
             pixels = _read_pixels(directory / _CURSOR, state.cursor.shape)
             cursor = CursorShape(state.cursor.hot_x_px, state.cursor.hot_y_px, pixels)
     except (OSError, ValueError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else None
-        why = f"{_STATE}: {'.'.join(map(str, first['loc']))}: {problem_of(first)}" if first else without_path(error)
+        why = (
+            f"{_STATE}: {first_problem(error.errors())}" if isinstance(error, ValidationError) else without_path(error)
+        )
         raise CheckpointCorrupt(
             f"checkpoint {checkpoint_id}: its screen cannot be read ({why}); delete the checkpoint"
         ) from error

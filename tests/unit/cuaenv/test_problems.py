@@ -10,7 +10,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from cuaenv.cli.lazy import LazyCommand
-from cuaenv.problems import problem_of
+from cuaenv.problems import first_problem, problem_of
 from envd.base.config_sources import load, parse_pool_flags
 from envd.base.errors import ConfigError, ImageNotFound
 from envd.cli.app import app
@@ -77,6 +77,16 @@ def test_a_wrong_value_is_described_without_the_types_of_python(changes: dict[st
     with pytest.raises(ValidationError) as caught:
         _Parts.model_validate({})
     assert {problem_of(each) for each in caught.value.errors()} == {"is missing"}
+
+
+def test_the_first_problem_has_its_place_or_the_name_of_the_whole() -> None:
+    with pytest.raises(ValidationError) as caught:
+        _Parts.model_validate({"checks": ["a", 2], "by_name": {"a": 1}, "first": {}, "text": ""})
+    assert first_problem(caught.value.errors(), whole="file") == 'checks.1: must be a text; write "2"'
+    with pytest.raises(ValidationError) as caught:
+        _Parts.model_validate_json("[]")
+    assert first_problem(caught.value.errors()) == "must be an object"
+    assert first_problem(caught.value.errors(), whole="file") == "file: must be an object"
 
 
 class _First(BaseModel):

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
 from cuaenv.client.errors import EnvError, EpisodeNotFound, GuestEnded, NotSupported, RateLimited, SampleVoid
-from cuaenv.problems import problem_of
+from cuaenv.problems import first_problem
 from envd.base import untrusted_json
 from envd.integrations.compat.routes import Handler, arguments_model
 
@@ -99,9 +99,7 @@ async def parsed(body: bytes, kind: type[M]) -> M:
     try:
         return kind.model_validate(await untrusted_json.parse(body))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        raise RpcError("invalid_argument", f"{where}: {problem_of(first)}") from None
+        raise RpcError("invalid_argument", first_problem(error.errors(), whole="body")) from None
     except ValueError as error:
         raise RpcError("invalid_argument", f"the request is not JSON: {error}") from None
 

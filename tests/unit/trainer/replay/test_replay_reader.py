@@ -93,7 +93,7 @@ def test_images_are_base64_or_data_uris(image: str) -> None:
         ("{", "Expecting property name"),
         ("[]", "a row must be a JSON object, not list"),
         ("null", "a row must be a JSON object, not NoneType"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "task_id: must be a valid string"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "task_id: must be a text"),
         ('{"id": 7, "messages": [{"role": "user", "content": "x"}]}', 'task_id: must be a text; write "7"'),
         ('{"id": "a"}', "messages: must be a list"),
         ('{"id": "a", "messages": "x"}', "messages: must be a list"),
