@@ -7,9 +7,10 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
@@ -117,22 +118,29 @@ class MetricsLog:
     def __init__(self, directory: Path) -> None:
         """Append to `directory/metrics.jsonl`."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / _METRICS).open("a", encoding="utf-8")
-        self._board: Any = None
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 -- optional
-        except Exception as error:  # with another protobuf than its own it raises more than ImportError
-            logger.info("[learn] metrics are in %s only; tensorboard cannot be used: %s", self._file.name, error)
-        else:
-            self._board = SummaryWriter(str(directory / "tensorboard"))
+        self._directory, self._files = directory, ExitStack()
+        self._file = self._files.enter_context((directory / _METRICS).open("a", encoding="utf-8"))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        self._files.close()
+
+    @cached_property
+    def _board(self) -> Any:
+        """TensorBoard's writer, or None. It makes a file, and TensorBoard follows the last one of a directory.
+
+        So it is made at the first write: of several processes of torchrun, one writes.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 -- optional
+        except Exception as error:  # with another protobuf than its own it raises more than ImportError
+            logger.info("[learn] metrics are in %s only; tensorboard cannot be used: %s", self._file.name, error)
+            return None
+        board = SummaryWriter(str(self._directory / "tensorboard"))
+        self._files.callback(board.close)
+        return board
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         self._file.write(json.dumps({"stage": stage, "step": step, "time": time.time(), **values}) + "\n")
