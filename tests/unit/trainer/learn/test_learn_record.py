@@ -12,7 +12,7 @@ from trainer.learn.record import MetricsLog
 
 
 class Board:
-    """Stands in for TensorBoard's writer, which makes a file at once."""
+    """Like TensorBoard's writer, it makes its directory at once."""
 
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory)
