@@ -61,7 +61,7 @@ class EditorParent:
 
 
 class WritingParent:
-    """Does as `EditorParent` on images whose programs are unknown: it writes the document itself.
+    """Writes the document itself, on images whose programs are unknown; else like `EditorParent`.
 
     At first it writes files until nearly as much memory as in the target is written.
     """

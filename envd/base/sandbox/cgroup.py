@@ -68,8 +68,8 @@ class ControlGroup:
     def fork(self) -> int:
         """Fork this process, which has one thread, like os.fork. The child calls `enter` first.
 
-        One that enters a group by `cgroup.procs` waits for all forks of the host that are under way, and often for a
-        grace period of the kernel (7 ms), while no process of the host can fork or end. In version 2 the child is
+        A child that enters a group by `cgroup.procs` waits for all forks of the host that are under way, and often for
+        a grace period of the kernel (7 ms), while no process of the host can fork or end. In version 2 the child is
         created in the group; in version 1 its only thread moves by `tasks`, which needs no such lock (0.05 ms).
         """
         if self._has_threads:
