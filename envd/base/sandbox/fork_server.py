@@ -11,6 +11,7 @@ untrusted.
 
 import asyncio
 import gc
+import importlib
 import json
 import os
 import select
@@ -27,11 +28,12 @@ from envd.base.sandbox.enclosure import EnclosureError
 
 #: A program that does not run for so long while it starts is stuck. On a busy host the start itself may take longer.
 _STALL_S = 60.0
-#: CPU time of a start. The judges' takes 0.5 s with compiled modules, 1.6 s without, measured on one core.
+#: CPU time of a start. The judges' takes 0.1 s with compiled modules, OSWorld's evaluators several seconds.
 _START_CPU_S = 120.0
 #: A program without jobs ends at once when its control socket is closed.
 _EXIT_TIMEOUT_S = 1.0
 _MAX_GREETING_BYTES = 1 << 20
+_MAX_MESSAGE_BYTES = 1 << 12
 
 #: Runs one job, from outside of it: takes the job's number and socket, and returns what ended it, empty for nothing.
 Supervise = Callable[[int, socket.socket], str]
@@ -53,6 +55,8 @@ class ForkServer:
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._greeting: Mapping[str, Any] = {}
+        #: Modules that the running program has been asked to import.
+        self._loaded: set[str] = set()
 
     @property
     def pid(self) -> int | None:
@@ -75,6 +79,21 @@ class ForkServer:
                     raise
             return self._greeting
 
+    async def load(self, module: str) -> None:
+        """Have the program import a module, unless it has; return when it is done. Later jobs have the module.
+
+        If the import fails, each job that needs the module tries it again, and fails.
+
+        Raises:
+            SandboxError: The program does not start.
+            OSError: The program has just ended.
+        """
+        await self.start()
+        if module not in self._loaded:
+            with await self._send(f"load {module}") as answer:
+                await asyncio.get_running_loop().sock_recv(answer, 1)
+            self._loaded.add(module)
+
     async def open_job(self) -> socket.socket:
         """Start a job and return its socket, non-blocking. Closing the socket ends the job.
 
@@ -82,6 +101,10 @@ class ForkServer:
             SandboxError: The program does not start.
             OSError: The program has just ended.
         """
+        return await self._send("job")
+
+    async def _send(self, message: str) -> socket.socket:
+        """Send the program a message with one end of a socket; return the other end, non-blocking."""
         await self.start()
         if self._control is None:
             raise ConnectionError("the fork server has been stopped")
@@ -89,7 +112,7 @@ class ForkServer:
         ours.setblocking(False)
         try:
             with theirs:
-                socket.send_fds(self._control, [b"job"], [theirs.fileno()])
+                socket.send_fds(self._control, [message.encode()], [theirs.fileno()])
         except BaseException:
             ours.close()
             raise
@@ -101,6 +124,7 @@ class ForkServer:
             await self._stop()
 
     async def _start(self) -> None:
+        self._loaded.clear()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         with theirs, tempfile.TemporaryFile() as log:
@@ -168,11 +192,15 @@ class ForkServer:
             await asyncio.shield(self._process.wait())
 
 
-def serve(prepare: Callable[[], tuple[Mapping[str, object], Supervise]]) -> None:
+def serve(
+    prepare: Callable[[], tuple[Mapping[str, object], Supervise]],
+    load: Callable[[str], object] = importlib.import_module,
+) -> None:
     """Run jobs from the control socket, which is standard input, until it is closed.
 
     Args:
-        prepare: Imports what jobs need; returns the greeting, and the function that runs a job.
+        prepare: Imports what all jobs need; returns the greeting, and the function that runs a job.
+        load: Imports a module that some jobs need.
     """
     enclosure.die_with_parent()
     with socket.socket(fileno=os.dup(0)) as control:
@@ -190,10 +218,15 @@ def serve(prepare: Callable[[], tuple[Mapping[str, object], Supervise]]) -> None
         gc.freeze()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         while True:
-            message, handles, _, _ = socket.recv_fds(control, 16, 1)
+            message, handles, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
             if not message:
                 break
-            if os.fork() == 0:
+            kind, _, module = message.decode().partition(" ")
+            if kind == "load":
+                with suppress(Exception):
+                    load(module)
+                gc.freeze()
+            elif os.fork() == 0:
                 control.close()
                 _supervise(supervise, socket.socket(fileno=handles[0]))
             os.close(handles[0])
