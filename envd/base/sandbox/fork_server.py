@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -55,8 +56,6 @@ class ForkServer:
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._greeting: Mapping[str, Any] = {}
-        #: Modules that the running program has been asked to import.
-        self._loaded: set[str] = set()
 
     @property
     def pid(self) -> int | None:
@@ -79,32 +78,16 @@ class ForkServer:
                     raise
             return self._greeting
 
-    async def load(self, module: str) -> None:
-        """Have the program import a module, unless it has; return when it is done. Later jobs have the module.
-
-        If the import fails, each job that needs the module tries it again, and fails.
-
-        Raises:
-            SandboxError: The program does not start.
-            OSError: The program has just ended.
-        """
-        await self.start()
-        if module not in self._loaded:
-            with await self._send(f"load {module}") as answer:
-                await asyncio.get_running_loop().sock_recv(answer, 1)
-            self._loaded.add(module)
-
-    async def open_job(self) -> socket.socket:
+    async def open_job(self, module: str = "") -> socket.socket:
         """Start a job and return its socket, non-blocking. Closing the socket ends the job.
 
+        Args:
+            module: The program imports it first, unless it has. If it cannot, the job starts without it.
+
         Raises:
             SandboxError: The program does not start.
             OSError: The program has just ended.
         """
-        return await self._send("job")
-
-    async def _send(self, message: str) -> socket.socket:
-        """Send the program a message with one end of a socket; return the other end, non-blocking."""
         await self.start()
         if self._control is None:
             raise ConnectionError("the fork server has been stopped")
@@ -112,7 +95,7 @@ class ForkServer:
         ours.setblocking(False)
         try:
             with theirs:
-                socket.send_fds(self._control, [message.encode()], [theirs.fileno()])
+                socket.send_fds(self._control, [f"job {module}".encode()], [theirs.fileno()])
         except BaseException:
             ours.close()
             raise
@@ -124,7 +107,6 @@ class ForkServer:
             await self._stop()
 
     async def _start(self) -> None:
-        self._loaded.clear()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         with theirs, tempfile.TemporaryFile() as log:
@@ -221,12 +203,13 @@ def serve(
             message, handles, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
             if not message:
                 break
-            kind, _, module = message.decode().partition(" ")
-            if kind == "load":
+            module = message.decode().partition(" ")[2]
+            if module and module not in sys.modules:
+                # The job says what is wrong with a module that cannot be imported.
                 with suppress(Exception):
                     load(module)
                 gc.freeze()
-            elif os.fork() == 0:
+            if os.fork() == 0:
                 control.close()
                 _supervise(supervise, socket.socket(fileno=handles[0]))
             os.close(handles[0])

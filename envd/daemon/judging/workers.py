@@ -105,8 +105,7 @@ class JudgeWorkers:
         """Return a job's answer. Raises: EvaluatorFailed: The job ended without one. TimeoutError: It took too long."""
         try:
             await self._start()
-            await self._server.load(module)
-            with await self._server.open_job() as channel:
+            with await self._server.open_job(module) as channel:
                 async with running_timeout(time_s):
                     return _parse(await _exchange(channel, HEADER.pack(len(job)) + job))
         except TimeoutError:  # an OSError
