@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 import pytest_asyncio
@@ -36,7 +37,7 @@ UNCONFINED = """
 import sys
 from envd.base.sandbox import fork_server
 from envd.daemon.judging import worker
-worker.sandbox_problem = lambda: 'unshare failed'
+worker.enclosure.problem = lambda: 'unshare failed'
 fork_server.serve(lambda: worker.prepare(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
 """
 #: Workers import the judge functions of this module.
@@ -163,7 +164,7 @@ async def new_judges() -> AsyncIterator[JudgeWorkers]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def judges() -> AsyncIterator[JudgeWorkers]:
-    """Judges for all tests that change no part of them: the program that they fork takes 0.5 s of CPU time to start."""
+    """Judges for all tests that change no part of them: the program that they fork takes 0.3 s of CPU time to start."""
     async with new_judges() as made:
         yield made
 
@@ -195,6 +196,30 @@ async def test_a_job_changes_no_later_score(judges: JudgeWorkers) -> None:
 
 async def test_the_first_score_of_a_daemon_does_not_wait_for_imports_of_clients(judges: JudgeWorkers) -> None:
     assert (await judges(name_imported_clients)).evidence == ""
+
+
+async def test_a_module_is_imported_when_the_first_job_needs_it_and_then_kept(unstarted: JudgeWorkers) -> None:
+    def libraries() -> str:
+        return Path(f"/proc/{unstarted._server.pid}/maps").read_text()
+
+    await unstarted(judge_file_text, found(b"x"), TEXT)
+    assert "/numpy/" not in libraries()
+    image = ImageLike(kind="image_like", path="/a", guest_path="/b")
+    assert (await unstarted(judge_image, found(png()), found(png()), image)).score == 1.0
+    assert "/numpy/" in libraries()
+
+
+async def test_a_module_that_cannot_be_imported_fails_its_own_job(
+    judges: JudgeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("only_in_the_daemon")
+    function = FunctionType(fail.__code__, vars(module), "fail")
+    monkeypatch.setattr(function, "__module__", module.__name__)
+    vars(module)["fail"] = function
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(RuntimeError, match="No module named 'only_in_the_daemon'"):
+        await judges(function)
+    assert (await judges(judge_file_text, found(b"x"), TEXT)).score == 1.0
 
 
 async def test_processes_that_a_job_has_started_end_with_it(judges: JudgeWorkers) -> None:

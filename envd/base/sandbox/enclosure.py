@@ -135,6 +135,30 @@ def enclose(number: int, *, visible: Iterable[str], files: Mapping[str, str], li
         raise EnclosureError(f"sandbox: {error}") from error
 
 
+def problem() -> str:
+    """Return why this process can create no sandbox; empty if it can. A fork tries it: call it with one thread only."""
+    report, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            alive, _ = os.pipe()
+            separate(0)
+            if os.fork() == 0:
+                limits = Limits(time_s=1.0, memory_bytes=1 << 30)
+                enclose(0, visible=[], files={}, limits=limits, alive=alive)
+            elif status := os.wait()[1]:
+                os.write(into, f"its process ended with status {os.waitstatus_to_exitcode(status)}".encode())
+        except BaseException as error:
+            os.write(into, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    with open(report, encoding="utf-8") as text:
+        found = text.read()
+    status = os.waitpid(child, 0)[1]
+    return found if status == 0 else f"the attempt ended with status {os.waitstatus_to_exitcode(status)}"
+
+
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends, for any reason."""
     _call("prctl", _PR_SET_PDEATHSIG, 9, 0, 0, 0)

@@ -11,11 +11,13 @@ untrusted.
 
 import asyncio
 import gc
+import importlib
 import json
 import os
 import select
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,11 +29,12 @@ from envd.base.sandbox.enclosure import EnclosureError
 
 #: A program that does not run for so long while it starts is stuck. On a busy host the start itself may take longer.
 _STALL_S = 60.0
-#: CPU time of a start. The judges' takes 0.5 s with compiled modules, 1.6 s without, measured on one core.
+#: CPU time of a start. The judges' takes 0.1 s with compiled modules, OSWorld's evaluators several seconds.
 _START_CPU_S = 120.0
 #: A program without jobs ends at once when its control socket is closed.
 _EXIT_TIMEOUT_S = 1.0
 _MAX_GREETING_BYTES = 1 << 20
+_MAX_MESSAGE_BYTES = 1 << 12
 
 #: Runs one job, from outside of it: takes the job's number and socket, and returns what ended it, empty for nothing.
 Supervise = Callable[[int, socket.socket], str]
@@ -75,8 +78,11 @@ class ForkServer:
                     raise
             return self._greeting
 
-    async def open_job(self) -> socket.socket:
+    async def open_job(self, module: str = "") -> socket.socket:
         """Start a job and return its socket, non-blocking. Closing the socket ends the job.
+
+        Args:
+            module: The program imports it first, unless it has. If it cannot, the job starts without it.
 
         Raises:
             SandboxError: The program does not start.
@@ -89,7 +95,7 @@ class ForkServer:
         ours.setblocking(False)
         try:
             with theirs:
-                socket.send_fds(self._control, [b"job"], [theirs.fileno()])
+                socket.send_fds(self._control, [f"job {module}".encode()], [theirs.fileno()])
         except BaseException:
             ours.close()
             raise
@@ -168,11 +174,15 @@ class ForkServer:
             await asyncio.shield(self._process.wait())
 
 
-def serve(prepare: Callable[[], tuple[Mapping[str, object], Supervise]]) -> None:
+def serve(
+    prepare: Callable[[], tuple[Mapping[str, object], Supervise]],
+    load: Callable[[str], object] = importlib.import_module,
+) -> None:
     """Run jobs from the control socket, which is standard input, until it is closed.
 
     Args:
-        prepare: Imports what jobs need; returns the greeting, and the function that runs a job.
+        prepare: Imports what all jobs need; returns the greeting, and the function that runs a job.
+        load: Imports a module that some jobs need.
     """
     enclosure.die_with_parent()
     with socket.socket(fileno=os.dup(0)) as control:
@@ -190,9 +200,15 @@ def serve(prepare: Callable[[], tuple[Mapping[str, object], Supervise]]) -> None
         gc.freeze()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         while True:
-            message, handles, _, _ = socket.recv_fds(control, 16, 1)
+            message, handles, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
             if not message:
                 break
+            module = message.decode().partition(" ")[2]
+            if module and module not in sys.modules:
+                # The job says what is wrong with a module that cannot be imported.
+                with suppress(Exception):
+                    load(module)
+                gc.freeze()
             if os.fork() == 0:
                 control.close()
                 _supervise(supervise, socket.socket(fileno=handles[0]))

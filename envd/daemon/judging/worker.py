@@ -1,15 +1,18 @@
-"""The program of `workers`: imports the judge functions once, and runs each job in a fork and a sandbox of its own.
+"""The program of `workers`: imports judge functions once, and runs each job in a fork and a sandbox of its own.
 
 Started as `python -m envd.daemon.judging.worker MEMORY_MIB CPU_S [VISIBLE ...]`; `envd.base.sandbox.fork_server` says
 how it is asked for jobs. The sandbox has no files, sockets and rights; it sees the Python environment and the VISIBLE
 directories. On a host that lets this user create no sandbox, the limits of memory and CPU time remain.
 
 A job on its socket is a length (4 bytes, big endian) and a pickled (function, arguments). It comes from the daemon and
-is trusted; the data in its arguments comes from a guest and is not. The answer is a line of JSON, never a pickle: a
+is trusted; the data in its arguments comes from a guest and is not. Modules are imported when the first job needs one:
+most daemons judge no pictures, and NumPy with the decoders is half of the program's memory, which each job's forks
+cost time to map. The answer is a line of JSON, never a pickle: a
 decoder that a guest has taken over must not reach the daemon.
 """
 
 import ctypes
+import importlib
 import os
 import pickle
 import resource
@@ -20,13 +23,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from PIL import Image
-
 import envd
-import envd.tasks.checker_union
 from envd.base.errors import GuestError
 from envd.base.sandbox import cgroup, enclosure, fork_server
-from envd.base.sandbox.probe import sandbox_problem
 
 HEADER = struct.Struct(">I")
 
@@ -38,10 +37,8 @@ _EVIDENCE_CHARS = 4000
 
 def prepare(memory_mib: int, cpu_s: int, visible: list[str]) -> tuple[Mapping[str, object], fork_server.Supervise]:
     """See `fork_server.serve`."""
-    # Decoders are plug-ins that Pillow otherwise imports on first use.
-    Image.init()
     hierarchy = cgroup.find_hierarchy()
-    problem = sandbox_problem()
+    problem = enclosure.problem()
     limits = enclosure.Limits(
         time_s=None, memory_bytes=memory_mib << 20, process_count=16, file_count=4096, has_sockets=False
     )
@@ -75,6 +72,14 @@ def prepare(memory_mib: int, cpu_s: int, visible: list[str]) -> tuple[Mapping[st
 
     warning = problem and f"judges run outside the sandbox: {problem}"
     return {"ready": True, "warning": warning, "note": cgroup.shortcoming(hierarchy)}, supervise
+
+
+def load(module: str) -> None:
+    """Import the module of a job's function."""
+    importlib.import_module(module)
+    # Decoders are plug-ins that Pillow otherwise imports on first use.
+    if pictures := sys.modules.get("PIL.Image"):
+        pictures.init()
 
 
 def _answer(job: bytes) -> dict[str, object]:
@@ -112,4 +117,4 @@ def _limit(memory_mib: int, cpu_s: int) -> None:
 
 if __name__ == "__main__":
     python = (sys.prefix, sys.base_prefix, sys.base_exec_prefix, str(Path(envd.__file__).parent))
-    fork_server.serve(lambda: prepare(int(sys.argv[1]), int(sys.argv[2]), [*python, *sys.argv[3:]]))
+    fork_server.serve(lambda: prepare(int(sys.argv[1]), int(sys.argv[2]), [*python, *sys.argv[3:]]), load)

@@ -80,10 +80,10 @@ class JudgeWorkers:
         try:
             try:
                 async with self._slots:
-                    answer = await self._run(job, time_s=self._quick_s)
+                    answer = await self._run(function.__module__, job, time_s=self._quick_s)
             except TimeoutError:
                 async with self._slow_slots:
-                    answer = await self._run(job, time_s=self._time_s)
+                    answer = await self._run(function.__module__, job, time_s=self._time_s)
         except TimeoutError as error:
             raise EvaluatorFailed(f"judging it took longer than {self._time_s:g} s") from error
         if "bug" in answer:
@@ -101,11 +101,11 @@ class JudgeWorkers:
         """Stop the process that starts jobs. Jobs end with their callers."""
         await self._server.aclose()
 
-    async def _run(self, job: bytes, *, time_s: float) -> Mapping[str, Any]:
+    async def _run(self, module: str, job: bytes, *, time_s: float) -> Mapping[str, Any]:
         """Return a job's answer. Raises: EvaluatorFailed: The job ended without one. TimeoutError: It took too long."""
         try:
             await self._start()
-            with await self._server.open_job() as channel:
+            with await self._server.open_job(module) as channel:
                 async with running_timeout(time_s):
                     return _parse(await _exchange(channel, HEADER.pack(len(job)) + job))
         except TimeoutError:  # an OSError
