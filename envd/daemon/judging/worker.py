@@ -6,9 +6,8 @@ directories. On a host that lets this user create no sandbox, the limits of memo
 
 A job on its socket is a length (4 bytes, big endian) and a pickled (function, arguments). It comes from the daemon and
 is trusted; the data in its arguments comes from a guest and is not. Modules are imported when the first job needs one:
-most daemons judge no pictures, and NumPy with the decoders is half of the program's memory, which each job's forks
-cost time to map. The answer is a line of JSON, never a pickle: a
-decoder that a guest has taken over must not reach the daemon.
+most daemons judge no pictures, and NumPy with the decoders is half of the program's memory, which each fork has to map.
+The answer is a line of JSON, never a pickle: a decoder that a guest has taken over must not reach the daemon.
 """
 
 import ctypes
