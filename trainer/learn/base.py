@@ -332,7 +332,8 @@ class RowSource:
 
 def _world() -> int:
     """Return the number of training processes that torchrun started, each for a GPU of its own; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    # Other launchers set WORLD_SIZE too.
+    return int(os.environ["WORLD_SIZE"]) if torch.distributed.is_torchelastic_launched() else 1
 
 
 @contextmanager

@@ -111,7 +111,10 @@ class ControlGroup:
 
 
 def _fork_into(group: int) -> int:
-    """Fork this process into an open group; returns like os.fork, or -1 if the kernel refuses."""
+    """Fork this process into an open group; returns like os.fork, or -1 if the kernel refuses.
+
+    The C library's handlers of pthread_atfork(3) do not run: they guard the locks of other threads, and there are none.
+    """
     # struct clone_args: flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid,
     # set_tid_size, cgroup.
     arguments = struct.pack("11Q", _CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, group)
