@@ -36,7 +36,11 @@ def raised(error: Exception) -> None:
             TaskNotFound,
             "task 'desktop/nota' not found; did you mean desktop/note, desktop/menu?",
         ),
-        (lambda: TASKS.get("zzz"), TaskNotFound, "task 'zzz' not found; the suites loaded here are desktop, other"),
+        (
+            lambda: TASKS.get("zzz"),
+            TaskNotFound,
+            "task 'zzz' not found; the suites loaded here are desktop, other; load others by --tasks",
+        ),
         (
             lambda: TASKS.select(["drawn/"]),
             TaskNotFound,
