@@ -80,8 +80,8 @@ def test_an_id_that_exists_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_a_wrong_answer_is_asked_for_again_and_loses_no_demonstration(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(["first", "0", "3", "", "-1", "2, 1"])
-    monkeypatch.setattr(tasks_record.sys.stdin, "isatty", lambda: True)
-    monkeypatch.setattr(tasks_record.typer, "prompt", lambda *_, **__: next(answers))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("typer.prompt", lambda *_, **__: next(answers))
     proposals = [Proposal(what=name, checker={}) for name in ("a file", "a window")]
     assert tasks_record._chosen(proposals, accept=False) == [0, 1]
     assert not list(answers)
