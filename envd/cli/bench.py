@@ -1,7 +1,9 @@
 """The commands of `envd bench`."""
 
 import functools
-from collections.abc import Callable, Coroutine
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -334,15 +336,24 @@ def report(
     price_per_hour: Price = 0.0,
 ) -> None:
     """Run all benchmarks in short, and write one page about this host that can be published."""
+    with _writing(directory):  # what took minutes is not to be lost
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
     ensure_image(settings)
     measures = report_measures(settings, price_per_hour)
     with progress("bench report") as on_progress:
         parts = run_until_signal(host_report.measure_host(measures, limit_s=60 * minutes, report=on_progress))
-    try:
+    with _writing(directory):
         page = host_report.write_page(parts, directory, replaces=all_measures(settings, price_per_hour))
+    out.print(f"wrote {page}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"--out {directory}: cannot be written: {error.strerror or error}") from error
-    out.print(f"wrote {page}", markup=False, soft_wrap=True)
 
 
 @app.command("plot")

@@ -1,7 +1,7 @@
 """`envd tasks oracles`: print the oracles of tasks, for clients that play them through the service."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from cuaenv.actions import Done
 from cuaenv.cli.terminal import err
-from cuaenv.problems import problem_of
+from cuaenv.problems import problem_of, without_path
 from envd.authoring.attack.mutants import Family, Mutant, ends
 from envd.authoring.attack.playing import GUEST_TOOLS
 from envd.base.config import Config
@@ -80,11 +80,7 @@ def oracle_line(task: Task) -> dict[str, object]:
 
 def read_oracles(path: Path) -> dict[str, Any]:
     """Return the steps of a file of such lines, by task id. Raises: ConfigError: It cannot be read."""
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return {line["task_id"]: line["steps"] for line in lines}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"oracles {path} cannot be read: {error!r}") from error
+    return {row["task_id"]: row["steps"] for _, row in _rows(path)}
 
 
 def read_mutants(path: Path, tasks: Iterable[Task]) -> dict[str, tuple[Mutant, ...]]:
@@ -95,21 +91,39 @@ def read_mutants(path: Path, tasks: Iterable[Task]) -> dict[str, tuple[Mutant, .
     """
     oracles = {task.task_id: task.oracle for task in tasks}
     found: dict[str, tuple[Mutant, ...]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        fields = json.loads(line)
-        if fields["task_id"] in oracles:
+    for number, row in _rows(path):
+        if row["task_id"] in oracles:
             try:
-                own = [_mutant(each, oracles[fields["task_id"]]) for each in fields.get("mutants", ())]
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ConfigError(f"oracles {path}, line {number}: mutants: {error!r}") from error
-            found[fields["task_id"]] = tuple(own)
+                own = [_mutant(each, oracles[row["task_id"]]) for each in row.get("mutants", ())]
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ConfigError(f"oracles {path}, line {number}: mutants: {error}") from error
+            found[row["task_id"]] = tuple(own)
     return found
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the lines of a file of oracles, and their numbers. Raises: ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"oracles {path} cannot be read: {without_path(error)}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"oracles {path}, line {number}: is not JSON: {error}") from error
+        if not isinstance(row, dict) or not isinstance(row.get("task_id"), str) or "steps" not in row:
+            problem = "is not an object with task_id and steps; write it with `envd tasks oracles`"
+            raise ConfigError(f"oracles {path}, line {number}: {problem}")
+        yield number, row
 
 
 def _mutant(fields: Mapping[str, Any], oracle: OracleSteps) -> Mutant:
     unknown = fields.keys() - {"name", "family", "steps", "after_oracle"}
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))}: not a field of a mutant")
+    if missing := {"name", "family", "steps"} - fields.keys():
+        raise ValueError(f"{', '.join(sorted(missing))}: missing in a mutant")
     steps = tuple(tuple(map(parse_action, step)) for step in fields["steps"])
     solved = len(oracle) - ends(oracle) if fields.get("after_oracle") else 0
     return Mutant(

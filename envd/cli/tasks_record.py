@@ -90,7 +90,7 @@ def record(
             if isinstance(problem, Problem) and problem.task_id == name:
                 # Not its file, which is removed.
                 place = f"--setup {setup_file}" if problem.field.startswith("setup") else name
-                raise ConfigError(f"{place}: {problem.field}: {problem.message}")
+                raise ConfigError(": ".join(filter(None, (place, problem.field, problem.message))))
         task = load_tasks(config).get(name)
         steps, proposals = run_until_signal(_record(config, task, script))
     chosen = _chosen(proposals, accept=accept)
@@ -174,17 +174,22 @@ def _chosen(proposals: Sequence[Proposal], *, accept: bool) -> list[int]:
             markup=False,
             soft_wrap=True,
         )
-    if accept or not sys.stdin.isatty():
+    if accept or not proposals or not sys.stdin.isatty():
         return likely
     shown = ",".join(str(index + 1) for index in likely)
-    answer = typer.prompt("Which of them are the goal? Numbers", default=shown)
-    try:
-        chosen = sorted({int(word) - 1 for word in answer.replace(",", " ").split()})
-    except ValueError as error:
-        raise ConfigError(f"{answer}: not numbers separated by commas") from error
-    if chosen and not 0 <= chosen[0] <= chosen[-1] < len(proposals):
-        raise ConfigError(f"{answer}: a number is not in [1, {len(proposals)}]")
+    while (chosen := _numbers(typer.prompt("Which of them are the goal? Numbers", default=shown), proposals)) is None:
+        pass  # the demonstration is not to be lost by a typing error
     return chosen
+
+
+def _numbers(answer: str, proposals: Sequence[Proposal]) -> list[int] | None:
+    """Return the proposals that an answer names, by index; None, with a message, if it names none or others."""
+    words = answer.replace(",", " ").split()
+    chosen = sorted({int(word) - 1 for word in words if word.isdecimal()})
+    if words and all(word.isdecimal() for word in words) and 0 <= chosen[0] <= chosen[-1] < len(proposals):
+        return chosen
+    err.print(f"{answer}: write numbers from 1 to {len(proposals)}, separated by commas", markup=False)
+    return None
 
 
 def _yaml_list(path: Path | None, option: str) -> list[Any]:

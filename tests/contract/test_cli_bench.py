@@ -71,6 +71,14 @@ def fork_found(conditions: dict[str, object], *, memory: Mapping[str, Value] = N
 # -- deciding ---------------------------------------------------------------------------------------------------
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_it_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "report"
+    file.touch()
+    done = run_envd("bench", "report", "--hypervisor", "fake", "--out", str(file), "--state-dir", str(tmp_path))
+    assert (done.status, "bench report:" in done.err) == (2, False)
+    assert f"error: --out {file}: cannot be written: File exists" in done.err
+
+
 def test_a_report_has_the_benchmarks_that_its_backend_can_run() -> None:
     def names(uri: str) -> set[str]:
         return set(report_measures(Config(hypervisor=HypervisorConfig(uri=uri)), 0.0))

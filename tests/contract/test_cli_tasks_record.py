@@ -10,8 +10,10 @@ import yaml
 
 from cuaenv.actions import Action, Click, Drag, MouseDown, MouseUp, Move, Scroll, TypeText
 from cuaenv.client import AsyncEpisode, View
+from envd.authoring.demonstration import Proposal
 from envd.authoring.playing import play
 from envd.authoring.targets import GuestScreen, TargetRecorder, read_screen
+from envd.cli import tasks_record
 from envd.episodes.progress import merged
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.oracle import Aimed, OracleAction, Target
@@ -67,6 +69,23 @@ def test_a_wrong_setup_is_reported_with_its_own_file(tmp_path: Path) -> None:
     assert status == 2
     assert f"--setup {tmp_path}/setup.yaml: setup[3]: unknown kind 'opened'; did you mean open?" in text
     assert ".shop-add.yaml" not in text
+
+
+def test_an_id_that_exists_is_refused_in_one_line(tmp_path: Path) -> None:
+    words = ("tasks", "record", "fake/save-note", "--instruction", "x", "--hypervisor", "fake", "--out", str(tmp_path))
+    done = run_envd(*words, "--state-dir", str(tmp_path / "state"))
+    assert done.status == 2
+    assert "error: fake/save-note: duplicate id, already in" in done.err
+
+
+def test_a_wrong_answer_is_asked_for_again_and_loses_no_demonstration(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["first", "0", "3", "", "-1", "2, 1"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("typer.prompt", lambda *_, **__: next(answers))
+    proposals = [Proposal(what=name, checker={}) for name in ("a file", "a window")]
+    assert tasks_record._chosen(proposals, accept=False) == [0, 1]
+    assert not list(answers)
+    assert tasks_record._chosen([], accept=False) == []
 
 
 FORM = "/home/user/shop.form"

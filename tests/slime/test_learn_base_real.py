@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -194,13 +196,18 @@ with _process_group("cpu") as (_, rank):
 """
 
 
-def by_two(directory: Path, *command: str) -> "subprocess.CompletedProcess[str]":
-    """Run a program twice, as torchrun does on a host with two GPUs."""
+def starting_two(directory: Path, *command: str) -> "subprocess.Popen[str]":
+    """Start a program twice, as torchrun does on a host with two GPUs."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=environment, cwd=directory, check=False
-    )
+    return subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True, env=environment, cwd=directory)
+
+
+def by_two(directory: Path, *command: str) -> "subprocess.CompletedProcess[str]":
+    """Run a program twice until both have ended."""
+    with starting_two(directory, *command) as torchrun:
+        _, messages = torchrun.communicate()
+    return subprocess.CompletedProcess(command, torchrun.returncode, "", messages)
 
 
 def test_processes_of_torchrun_take_the_mean_step(tmp_path: Path) -> None:
@@ -210,6 +217,57 @@ def test_processes_of_torchrun_take_the_mean_step(tmp_path: Path) -> None:
     found = [json.loads((tmp_path / name).read_text()) for name in "01"]
     # Gradients (0, 0.1) and (0.2, 0); the seconds of rank 0, the sum of the counts.
     assert found == [[0.1118, 0.9, 0.95, 5.0, 7]] * 2
+
+
+LEAVING_ONE = """
+import os, signal, sys, torch
+from trainer.learn.base import _process_group
+from trainer.learn.states import ProcessLost, train_step
+
+with _process_group("cpu") as (_, rank):
+    if rank:
+        os.kill(os.getpid(), signal.SIGINT)
+        open(f"{sys.argv[1]}/outlives-an-interruption", "w").close()
+        os._exit(0)
+    model = torch.nn.Linear(2, 1)
+    before = model.weight.tolist()
+    try:
+        train_step(model, torch.optim.SGD(model.parameters()), model(torch.ones(2)), learning_rate=1.0, what="a step")
+    except ProcessLost:
+        with open(f"{sys.argv[1]}/lost", "w") as file:
+            print(model.weight.tolist() == before, file=file)
+"""
+
+
+def test_a_process_that_leaves_is_an_error_of_the_others(tmp_path: Path) -> None:
+    (tmp_path / "step.py").write_text(LEAVING_ONE)
+    done = by_two(tmp_path, "step.py", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "outlives-an-interruption").exists()
+    assert (tmp_path / "lost").read_text() == "True\n"
+
+
+@pytest.mark.long
+def test_a_killed_process_of_torchrun_costs_no_step(tmp_path: Path) -> None:
+    import torch
+
+    more, base = tmp_path / "more.yaml", tmp_path / "run" / "base"
+    more.write_text("base: {steps: 100000, save_every_s: 100000}\n")
+    words = ("trainer", "learn", "base", "--smoke", "--config", str(more), "--run", str(tmp_path / "run"))
+    with starting_two(tmp_path, "--module", "--", *words) as torchrun:
+        while not (base / "metrics.jsonl").exists() or '"step": 1' not in (base / "metrics.jsonl").read_text():
+            assert torchrun.poll() is None
+            time.sleep(0.1)
+        children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+        last = max(map(int, children))
+        # The other waits for it in a step, or soon will.
+        os.kill(last, signal.SIGSTOP)
+        os.kill(last, signal.SIGKILL)
+        _, messages = torchrun.communicate()
+    assert torchrun.returncode == 1, messages[-3000:]
+    state = torch.load(base / "state.pt", weights_only=True)
+    assert state["done"] >= 1
+    assert (base / "model" / "packed.safetensors").is_file()
 
 
 @pytest.mark.long

@@ -66,6 +66,8 @@ def learn_command(
     if envd and settings.desktops.model_fields_set:
         raise UsageError("--envd: `desktops` is for daemons that this command starts; leave out one of them")
     wanted = _ALL if stage == "all" else (stage,)
+    if wanted != ("base",) and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        raise UsageError("torchrun: several processes are for the stage base; start the other stages without torchrun")
     plays = {"rl", *({"clone"} if settings.plays_while_cloning else ())}
     slime = slime_checkout(slime_home) if plays & set(wanted) else Path()
     if stage == "all":  # the first stage takes minutes, and needs fewer of them

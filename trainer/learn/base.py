@@ -52,7 +52,16 @@ from trainer.learn.policy import Policy
 from trainer.learn.record import MetricsLog
 from trainer.learn.sampler import ReplySampler, SamplerRequest
 from trainer.learn.settings import Settings
-from trainer.learn.states import RunState, cosine, load_state, make_optimizer, save_state, train_step
+from trainer.learn.states import (
+    ProcessLost,
+    RunState,
+    cosine,
+    load_state,
+    make_optimizer,
+    save_state,
+    sum_over_group,
+    train_step,
+)
 from trainer.tokens.chat import Chat
 from trainer.workers import WorkerProcess
 
@@ -346,10 +355,18 @@ def _process_group(device: str) -> Iterator[tuple[str, int]]:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    try:
-        yield device, torch.distributed.get_rank()
-    finally:
-        torch.distributed.destroy_process_group()
+    with ExitStack() as running:
+        running.callback(torch.distributed.destroy_process_group)
+        if rank := torch.distributed.get_rank():
+            # Rank 0 saves when it is interrupted: it must not wait in a step for a process that has left.
+            _ignore_interruptions(running)
+        yield device, rank
+
+
+def _ignore_interruptions(running: ExitStack) -> None:
+    """Ignore SIGINT and SIGTERM until `running` ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        running.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
 
 
 def _agreed(seconds: float, count: int, device: torch.device) -> tuple[float, int]:
@@ -358,7 +375,7 @@ def _agreed(seconds: float, count: int, device: torch.device) -> tuple[float, in
         return seconds, count
     own_s = seconds if torch.distributed.get_rank() == 0 else 0.0
     both = torch.tensor([own_s, count], dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(both)
+    sum_over_group(both)
     return float(both[0]), int(both[1])
 
 
@@ -366,9 +383,10 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
     """Train from random weights, or from the last saved step; write the weights to `directory/model`.
 
     `directory/probes.json` has the results of the probes. An interruption (SIGINT, SIGTERM) saves the state. Of several
-    processes of torchrun, that of rank 0 logs, probes and saves.
+    processes of torchrun, that of rank 0 logs, probes and saves, also when another one ends.
 
     Raises:
+        ProcessLost: Another process of torchrun ended.
         LearnError: The state belongs to other settings, or screens cannot be drawn.
     """
     options = settings.base
@@ -441,10 +459,9 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
                 if now_s - last["save"] > options.save_every_s:
                     save()
                     last["save"] = time.monotonic()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ProcessLost):
             # `timeout` sends its signal twice.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                running.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
+            _ignore_interruptions(running)
             save()
             raise
         save()

@@ -20,6 +20,10 @@ _LOWEST_RATE_SHARE = 0.1
 _FORMER = {"group_start": "forked", "fault_share": 0.0, "faults_as_zero": False, "escapes_as_void": False}
 
 
+class ProcessLost(LearnError):
+    """Another process of the group ended: it failed, was killed, or was interrupted."""
+
+
 def make_optimizer(model: Any, *, learning_rate: float) -> torch.optim.AdamW:
     """Return AdamW; biases, norms and embeddings do not decay."""
     matrices = [p for name, p in model.named_parameters() if p.ndim >= 2 and "embed" not in name]
@@ -41,6 +45,7 @@ def train_step(
 
     Raises:
         LearnError: Loss or gradient is not finite; the weights are unchanged.
+        ProcessLost: Another process of the group ended; the weights are unchanged.
     """
     if loss is not None:
         loss.backward()
@@ -59,10 +64,18 @@ def train_step(
 def _average(gradients: list[torch.Tensor]) -> None:
     """Replace gradients by the mean of all processes, sent as one."""
     flat = torch.cat([each.flatten() for each in gradients])
-    torch.distributed.all_reduce(flat)
+    sum_over_group(flat)
     flat /= torch.distributed.get_world_size()
     for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
         gradient.copy_(mean.view_as(gradient))
+
+
+def sum_over_group(values: torch.Tensor) -> None:
+    """Replace a tensor by the sum of those of all processes. Raises: ProcessLost: Another process ended."""
+    try:
+        torch.distributed.all_reduce(values)
+    except RuntimeError as error:
+        raise ProcessLost("another process of torchrun ended; continue with --resume") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Mutants of an oracle: what they change, where they are forked off, and what they leave alone."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from envd.authoring.attack.playing import Attack
 from envd.authoring.attack.report import AttackReport, Verdict, acceptance, read_passed, read_verdicts, write_passed
 from envd.base.errors import ConfigError
 from envd.cli.tasks_attack import attackable, sampled
-from envd.cli.tasks_oracles import read_mutants
+from envd.cli.tasks_oracles import read_mutants, read_oracles
 from envd.tasks.basis import judged_digest
 from envd.tasks.model import Task
 
@@ -342,6 +343,31 @@ def test_a_file_of_oracles_may_have_own_mutants(tmp_path: Path) -> None:
     [mutant] = read_mutants(path, [task()])["mine/note"]
     assert (mutant.name, mutant.family, mutant.shared_count) == ("own: undone", Family.EARLY, 2)
     assert mutant.steps == ((PressKeys(("ctrl", "z")),), (Done(),))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "oracles.jsonl cannot be read: No such file or directory"),
+        ("- task_id: a", "oracles.jsonl, line 1: is not JSON: Expecting value"),
+        ("\n", "oracles.jsonl, line 1: is not JSON"),
+        ('{"task_id": "mine/note", "steps": []}\n[1]', "line 2: is not an object with task_id and steps"),
+        ('{"mine/note": []}', "line 1: is not an object with task_id and steps; write it with `envd tasks oracles`"),
+    ],
+)
+def test_a_wrong_file_of_oracles_is_refused_in_plain_words(tmp_path: Path, text: str | None, problem: str) -> None:
+    path = tmp_path / "oracles.jsonl"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        read_oracles(path)
+
+
+def test_a_mutant_without_a_field_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "oracles.jsonl"
+    path.write_text(json.dumps({"task_id": "mine/note", "steps": ORACLE, "mutants": [{"name": "x"}]}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 1: mutants: family, steps: missing in a mutant"):
+        read_mutants(path, [task()])
 
 
 @pytest.mark.parametrize("wrong", [{"family": "other"}, {"steps": [["nothing"]]}, {"after": True}])

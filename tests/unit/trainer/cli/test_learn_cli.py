@@ -42,6 +42,15 @@ def test_wrong_input_is_refused_with_the_remedy(
     assert {path.name for path in tmp_path.iterdir()} == {"slow.yaml", "wrong.yaml", "plugin.yaml"}
 
 
+@pytest.mark.parametrize("stage", ["all", "demos", "clone", "rl", "report"])
+def test_only_the_stage_base_has_several_processes(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    result = CliRunner().invoke(app, ["learn", stage, "--smoke", "--run", str(tmp_path / "run")])
+    assert result.exit_code == terminal.EXIT_USAGE, result.output
+    assert "start the other stages without torchrun" in " ".join(result.output.split())
+    assert not (tmp_path / "run").exists()
+
+
 def test_demonstrations_without_a_row_to_measure_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LearnError, match="run the stage `demos` first"):
         read_rows(tmp_path)
