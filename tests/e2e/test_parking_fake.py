@@ -537,3 +537,19 @@ async def test_an_attempt_that_a_call_ends_before_it_starts_is_over(
         assert attempt.cancelled()
         await until(lambda: not line.parking)
         await park(server, client, opened_one)
+
+
+async def test_a_closed_episode_leaves_the_line_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call would else keep its place, and all behind it, until its caller has been gone for 10 s."""
+    async with served(tmp_path) as (server, client):
+        episode = await parked(server, client)
+        [line] = server.service._parking._lines.values()
+        with monkeypatch.context() as patch:
+            patch.setattr(server.pool, "reserve_for_parked", lambda **_: None)
+            patch.setattr(parking, "GRACE_S", 1000.0)
+            call = asyncio.ensure_future(episode.step(EDITOR))
+            await until(lambda: line.waiting_count == 1)
+            await server.service.close(episode.episode_id)
+            await until(lambda: line.waiting_count == 0)
+        with pytest.raises(EpisodeNotFound):
+            await call

@@ -266,10 +266,16 @@ class Parking:
 
         Raises:
             PoolExhausted: Not until the deadline, or its callers have been gone for 10 s.
+            EpisodeNotFound: It was closed. Those behind it in the line come at once.
         """
         pool, callers = line.pool, self._callers[episode.episode_id]
         since_s = seen_s = deadline_s - _WAIT_S
-        while (reservation := pool.reserve_for_parked(run=episode.spec.run, since_s=since_s)) is None:
+        while True:
+            if episode.closed.is_set():
+                raise self._registry.not_found(episode.episode_id)
+            if (reservation := pool.reserve_for_parked(run=episode.spec.run, since_s=since_s)) is not None:
+                return reservation
+            # The pool changes too when a parked episode is closed.
             changed, now_s = pool.changes.next, self._clock.monotonic()
             if now_s >= deadline_s:
                 raise self._exhausted(episode, pool, f"all machines were in calls for {_WAIT_S:g} s")
@@ -280,7 +286,6 @@ class Parking:
             yield_s = since_s + MAX_YIELD_S
             until_s = min(seen_s + GRACE_S, yield_s if now_s < yield_s else deadline_s)
             await wait_until(self._clock, until_s, or_event=changed)
-        return reservation
 
     def _exhausted(self, episode: Episode, pool: MachinePool, why: str) -> PoolExhausted:
         return PoolExhausted(
