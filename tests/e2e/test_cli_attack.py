@@ -194,7 +194,10 @@ def test_a_task_with_an_empty_oracle_in_a_file_is_attacked_by_cheats_and_familie
 
 @pytest.mark.parametrize(
     ("line", "problem"),
-    [("[]", "cannot be read"), ('{"task_id": "mine/note", "steps": [[{"fly": {}}]]}', "oracle of mine/note: ")],
+    [
+        ("[]", "line 1: is not an object with task_id and steps"),
+        ('{"task_id": "mine/note", "steps": [[{"fly": {}}]]}', "oracle of mine/note: "),
+    ],
 )
 def test_a_file_of_oracles_that_is_malformed_is_refused(suite: Path, line: str, problem: str) -> None:
     oracles = suite.parent / "oracles.jsonl"
