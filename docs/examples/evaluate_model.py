@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-command = ["trainer", "eval", "--envd", os.environ.get("ENVD_TARGET", "127.0.0.1:50051")]
+command = [sys.executable, "-m", "trainer", "eval", "--envd", os.environ.get("ENVD_TARGET", "127.0.0.1:50051")]
 match sys.argv[1:]:
     case []:
         command += ["--by", "null"]
