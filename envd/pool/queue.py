@@ -208,25 +208,25 @@ class AdmissionQueue:
         return bool(late)
 
     def never(self, demand: Demand, *, retained_count: int, open_limit: int) -> EnvdError | None:
-        """Return the error of a group that can never be admitted while its run retains machines; None if it can.
+        """Return the error of a group that can never be admitted while its caller retains machines; None if it can.
 
         It is counted.
         """
-        if demand.member_count > open_limit:
+        retained = f" in addition to the {retained_count} that it retains" if retained_count else ""
+        if demand.member_count + retained_count > open_limit:
             error = GroupTooLarge(
                 f"pool {self._pool!r} has at most {open_limit} open episodes, so never a group of"
-                f" {demand.member_count}; ask for fewer, or raise the pool's capacity"
+                f" {demand.member_count}{retained}; ask for fewer, or raise the pool's capacity"
             )
             return self.counted("too_large", error, run=demand.run)
-        if demand.machine_count > self._resident:
+        if demand.machine_count + retained_count > self._resident:
             error = GroupTooLarge(
                 f"pool {self._pool!r} holds at most {self._resident} machines, so never a group of"
-                f" {demand.machine_count}; ask for fewer, or raise the pool's resident (default: capacity)"
+                f" {demand.machine_count}{retained}; ask for fewer, or raise the pool's resident (default: capacity)"
             )
             return self.counted("too_large", error, run=demand.run)
         quota = share_of(self._shares, demand.run).quota
         if quota is not None and demand.machine_count + retained_count > quota:
-            retained = f" in addition to the {retained_count} that it retains" if retained_count else ""
             error = GroupTooLarge(
                 f"run {demand.run!r} may hold at most {quota} machines of pool {self._pool!r}, so never a group of"
                 f" {demand.machine_count}{retained}; ask for fewer, or raise the run's quota"

@@ -553,3 +553,11 @@ async def test_a_closed_episode_leaves_the_line_at_once(tmp_path: Path, monkeypa
             await until(lambda: line.waiting_count == 0)
         with pytest.raises(EpisodeNotFound):
             await call
+
+
+async def test_a_fork_that_can_never_have_its_machines_is_refused_at_once(tmp_path: Path) -> None:
+    """The parent keeps its machine meanwhile, so all others would wait for it too."""
+    async with served(tmp_path, resident=1) as (_, client):
+        episode = await client.open(TASK)
+        with pytest.raises(GroupTooLarge, match="at most 1 machines, so never a group of 1 in addition to the 1"):
+            await client.fork(episode, count=1)

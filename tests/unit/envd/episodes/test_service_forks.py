@@ -150,6 +150,8 @@ async def test_a_retried_fork_joins_then_replays(world: World, parent_id: str) -
         ({"step_index": 2}, StepIndexMismatch, "expected step_index 1, got 2"),
         ({"fork_count": 0}, InvalidRequest, "fork_count"),
         ({"fork_count": CAPACITY + 1}, GroupTooLarge, "never a group of 4"),
+        # Its own machine is one of them: the copies would wait for it until their deadline.
+        ({"fork_count": CAPACITY}, GroupTooLarge, "never a group of 3 in addition to the 1 that it retains"),
         ({"lease_ttl_s": 9.0}, InvalidRequest, "lease_ttl"),
         ({"episode_id": "ep-unknown"}, EpisodeNotFound, "not found"),
         (
