@@ -31,7 +31,11 @@ async def hold(block):
 async def main():
     interval = timedelta(seconds=0.1)
     async with AsyncEnvClient(sys.argv[1], keep_alive_interval=interval) as client:
-        async with client.reset("fake/count-to-five", lease_ttl=timedelta(seconds=10)) as episode:
+        ttl = timedelta(seconds=10)
+        async with (
+            client.reset("fake/count-to-five", lease_ttl=ttl) as episode,
+            client.reset("fake/count-to-five", lease_ttl=ttl),
+        ):
             resets = [hold(client.reset("fake/count-to-five")) for _ in range(3)]
             await asyncio.gather(hold(client.fork(episode, count=1)), *resets)
 
@@ -41,7 +45,8 @@ SYNC = """\
 import sys
 from cuaenv.client import EnvClient
 
-with EnvClient(sys.argv[1]) as client, client.reset("fake/count-to-five"), client.reset("fake/count-to-five"):
+task = "fake/count-to-five"
+with EnvClient(sys.argv[1]) as client, client.reset(task), client.reset(task), client.reset(task):
     pass
 """
 
@@ -64,18 +69,19 @@ async def client_process(
 
 
 async def test_openings_of_a_killed_client_leave_the_queue_and_the_next_client_gets_a_machine() -> None:
-    async with serve_fake(size=1, capacity=1, clock=HastyClock()) as server:
+    async with serve_fake(size=2, capacity=2, clock=HastyClock()) as server:
         async with client_process(server, ASYNC, waiting=4) as process:
             process.kill()
             await process.wait()
             await until(lambda: not server.pool.queue())
         async with AsyncEnvClient(server.address) as client, client.reset(TASK, view=NOTHING) as episode:
-            assert [info.episode_id for info in server.service.list_episodes()] == [episode.episode_id]
+            # The killed client's leases end.
+            await until(lambda: [info.episode_id for info in server.service.list_episodes()] == [episode.episode_id])
 
 
 @pytest.mark.parametrize(("program", "waiting"), [(ASYNC, 4), (SYNC, 1)], ids=["async", "sync"])
 async def test_an_interrupted_client_ends_its_openings_and_episodes_before_it_exits(program: str, waiting: int) -> None:
-    async with serve_fake(size=1, capacity=1) as server, client_process(server, program, waiting=waiting) as process:
+    async with serve_fake(size=2, capacity=2) as server, client_process(server, program, waiting=waiting) as process:
         process.send_signal(signal.SIGINT)
         _, errors = await process.communicate()
         assert errors.decode().rstrip().endswith("KeyboardInterrupt")
