@@ -177,6 +177,8 @@ class Learner:
 
     def _gradient(self, rows: Sequence[TrainRow], patches: Sequence[torch.Tensor], *, count: int) -> dict[str, float]:
         """Add the gradient of some rows, with smaller batches while no GPU memory is left. Raises: LearnError."""
+        # Members of a group often saw the same screen, which a forward pass encodes once.
+        rows = sorted(rows, key=lambda row: row.image)
         while True:
             sums: dict[str, float] = {}
             try:
