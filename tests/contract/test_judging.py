@@ -410,6 +410,9 @@ async def test_a_judge_has_no_privileges_and_no_descriptors_besides_its_socket(j
     assert (lines["Seccomp"], lines["NoNewPrivs"], lines["NSpid"].split()[-1]) == ("2", "1", "1")
     if os.geteuid() == 0:
         assert {int(user) >> 16 for user in lines["Uid"].split()} == {0x7000}
+        # Its network has no address, not even of a loopback.
+        assert "127.0.0.1" in Path("/proc/self/net/fib_trie").read_text()
+        assert "127.0.0.1" not in Path(f"/proc/{judge}/net/fib_trie").read_text()
     process = Path(f"/proc/{judge}")
     opened = [os.readlink(link) for link in (process / "fd").iterdir()]
     assert sorted(re.sub(r"\d+", "N", name) for name in opened) == [*["/dev/null"] * 3, "socket:[N]"]

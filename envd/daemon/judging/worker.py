@@ -38,6 +38,8 @@ def prepare(memory_mib: int, cpu_s: int, visible: list[str]) -> fork_server.Prep
     hierarchy = cgroup.find_hierarchy()
     groups = cgroup.ControlGroups(hierarchy, memory_bytes=memory_mib << 20, cpus=1) if hierarchy else None
     problem = enclosure.problem()
+    # Jobs can create no sockets.
+    shares_network = not problem and enclosure.leave_network()
     limits = enclosure.Limits(
         time_s=None, memory_bytes=memory_mib << 20, process_count=16, file_count=4096, has_sockets=False
     )
@@ -61,7 +63,7 @@ def prepare(memory_mib: int, cpu_s: int, visible: list[str]) -> fork_server.Prep
                 fork_server.send(channel, answer)
 
         if not problem:
-            enclosure.separate(number)
+            enclosure.separate(number, shares_network=shares_network)
         return fork_server.run_in_child(channel, None, judge, fork=group.fork if group else os.fork)
 
     warning = problem and f"judges run outside the sandbox: {problem}"
