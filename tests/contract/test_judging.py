@@ -19,7 +19,7 @@ import pytest_asyncio
 from PIL import Image
 
 from envd.base.errors import EvaluatorFailed, GuestError
-from envd.base.sandbox import fork_server
+from envd.base.sandbox import cgroup, fork_server
 from envd.daemon.judging import worker
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.tasks.checkers import files
@@ -400,7 +400,6 @@ async def test_a_cancelled_evaluation_leaves_no_process(judges: JudgeWorkers) ->
     with pytest.raises(asyncio.CancelledError):
         await job
     await all_gone(supervisor, judge)
-    assert not list(Path("/sys/fs/cgroup").glob(f"**/envd-evaluation-{supervisor}"))
     assert below(judges._server.pid) == []
 
 
@@ -411,6 +410,9 @@ async def test_a_judge_has_no_privileges_and_no_descriptors_besides_its_socket(j
     assert (lines["Seccomp"], lines["NoNewPrivs"], lines["NSpid"].split()[-1]) == ("2", "1", "1")
     if os.geteuid() == 0:
         assert {int(user) >> 16 for user in lines["Uid"].split()} == {0x7000}
+        # Its network has no address, not even of a loopback.
+        assert "127.0.0.1" in Path("/proc/self/net/fib_trie").read_text()
+        assert "127.0.0.1" not in Path(f"/proc/{judge}/net/fib_trie").read_text()
     process = Path(f"/proc/{judge}")
     opened = [os.readlink(link) for link in (process / "fd").iterdir()]
     assert sorted(re.sub(r"\d+", "N", name) for name in opened) == [*["/dev/null"] * 3, "socket:[N]"]
@@ -455,16 +457,66 @@ async def test_every_kind_of_guest_data_can_be_sent_to_a_worker(judges: JudgeWor
     assert (await judges(judge_image, found(png()), found(png()), image)).score == 1.0
 
 
-#: Forks into a group of the hierarchy that the argument names, with and without clone3(2), and prints the groups of
-#: both children: the first before it enters.
+#: The memory group of a job, or (version 2) its only group, below that of its program.
+OWN_GROUP = re.compile(r"^(?:\d+:memory|0:):.*/(envd-evaluations-\w+/\d+)$", re.MULTILINE)
+needs_groups = pytest.mark.skipif(cgroup.find_hierarchy() is None, reason="needs a writable control group for memory")
+
+
+def name_group() -> CheckOutcome:
+    return CheckOutcome(1.0, OWN_GROUP.findall(Path("/proc/self/cgroup").read_text())[0])
+
+
+def group_of(pid: int) -> str:
+    return str(OWN_GROUP.findall(Path(f"/proc/{pid}/cgroup").read_text())[0])
+
+
+def existing(group: str) -> list[Path]:
+    """Return the directories of the program that a job's group belongs to."""
+    return list(Path("/sys/fs/cgroup").glob(f"**/{group.partition('/')[0]}"))
+
+
+@needs_groups
+async def test_jobs_use_the_groups_of_ended_jobs_which_end_with_the_program(unstarted: JudgeWorkers) -> None:
+    first = (await unstarted(name_group)).evidence
+    job, _, judge = await judging(unstarted)
+    assert group_of(judge) == first
+    other = (await unstarted(name_group)).evidence
+    assert other != first
+    job.cancel()
+    await all_gone(judge)
+    assert {(await unstarted(name_group)).evidence for _ in range(3)} <= {first, other}
+    # Another program of this host leaves the groups of one that runs alone.
+    cgroup.find_hierarchy()
+    assert existing(first)
+    await unstarted.aclose()
+    assert not existing(first)
+
+
+@needs_groups
+async def test_the_groups_of_a_program_that_was_killed_are_removed_by_its_daemon(unstarted: JudgeWorkers) -> None:
+    job, supervisor, judge = await judging(unstarted)
+    group = group_of(judge)
+    assert unstarted._server.pid
+    os.kill(unstarted._server.pid, signal.SIGKILL)
+    with pytest.raises(EvaluatorFailed, match="was ended"):
+        await job
+    await unstarted.aclose()
+    await all_gone(supervisor, judge)
+    assert not existing(group)
+
+
+#: Forks into groups of the hierarchy that the argument names, with and without clone3(2), and prints the groups of
+#: both children, the first before it enters; then whether a group with a process is clean, before and after a kill.
 FORKS_INTO_A_GROUP = """
-import os, sys
+import os, signal, sys, time
 from envd.base.sandbox import cgroup
 
-class Uncontrolled(cgroup.ControlGroup):
-    # Hosts that use version 1 have no controllers in version 2.
-    def _write(self, file, text):
-        pass
+# Hosts that use version 1 have no controllers in version 2.
+hierarchy = cgroup.Hierarchy(sys.argv[1], "cgroup.max.depth")
+cgroup.Hierarchy.is_version_2 = True
+read = cgroup.ControlGroup._read
+cgroup.ControlGroup._read = lambda self, file: "0" if file == "memory.current" else read(self, file)
+groups = cgroup.ControlGroups(hierarchy, memory_bytes=8, cpus=1)
 
 def child_of(group, enters):
     if group.fork() == 0:
@@ -473,13 +525,20 @@ def child_of(group, enters):
         print(open("/proc/self/cgroup").read().splitlines()[-1], flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
-    group.remove()
 
-hierarchy = cgroup.Hierarchy(sys.argv[1], "memory.max")
-child_of(Uncontrolled(hierarchy, memory_bytes=1 << 30, cpus=1), enters=False)
-cgroup._fork_into = lambda group: -1
-child_of(Uncontrolled(hierarchy, memory_bytes=1 << 30, cpus=1), enters=True)
-print(os.listdir(sys.argv[1]))
+child_of(groups.take(), enters=False)
+into, cgroup._fork_into = cgroup._fork_into, lambda group: -1
+child_of(groups.take(), enters=True)
+cgroup._fork_into = into
+group = groups.take()
+if group.fork() == 0:
+    signal.pause()
+print(group.is_clean())
+groups.put_back(group)
+print(groups.take().path.rpartition("/")[2], os.wait()[1])
+print(group.is_clean())
+groups.close()
+print([name for name in os.listdir(sys.argv[1]) if name.startswith("envd-evaluations-")])
 """
 
 
@@ -494,7 +553,10 @@ async def test_a_child_is_created_in_its_group_or_enters_it() -> None:
     program = await asyncio.create_subprocess_exec(
         sys.executable, "-c", FORKS_INTO_A_GROUP, version_2(), cwd=ROOT, stdout=asyncio.subprocess.PIPE
     )
-    first, second, names = (await program.communicate())[0].decode().splitlines()
-    for line in (first, second):
-        assert line.endswith(f"/envd-evaluation-{program.pid}")
-    assert f"envd-evaluation-{program.pid}" not in names
+    lines = (await program.communicate())[0].decode().splitlines()
+    groups = [OWN_GROUP.findall(line)[0].partition("/") for line in lines[:2]]
+    assert groups[0][0] == groups[1][0]
+    assert [number for _, _, number in groups] == ["0", "1"]
+    # A group that has a process is not used again, and its process is killed.
+    assert lines[2:5] == ["False", f"3 {int(signal.SIGKILL)}", "True"]
+    assert groups[0][0] not in lines[5]

@@ -210,14 +210,24 @@ async def test_the_processes_of_a_job_have_one_memory_limit_together(
 
 
 @pytest.mark.skipif(cgroup.find_hierarchy() is None, reason="needs a writable control group for memory")
-async def test_the_control_group_of_a_job_is_removed_with_it(workers: OsworldWorkers, guest: LocalGuestd) -> None:
-    with pytest.raises(GuestError, match="envd-evaluation-") as caught:
-        await score(
-            workers, guest, one("run_code", rules={"code": "raise ValueError(open('/proc/self/cgroup').read())"})
-        )
-    name = re.search(r"envd-evaluation-\d+", str(caught.value))
-    assert name
-    assert not list(Path("/sys/fs/cgroup").glob(f"**/{name[0]}"))
+async def test_a_job_runs_in_a_control_group_that_later_jobs_use_again(
+    workers: OsworldWorkers, guest: LocalGuestd
+) -> None:
+    code = "raise ValueError(open('/proc/self/cgroup').read())"
+    counts = set()
+    await workers.start()
+    for _ in range(2):
+        # A group is free again once the supervisor of its job has ended.
+        while Path(f"/proc/{workers._server.pid}/task/{workers._server.pid}/children").read_text():
+            await asyncio.sleep(0.01)
+        with pytest.raises(GuestError, match="envd-evaluations-") as caught:
+            await score(workers, guest, one("run_code", rules={"code": code}))
+        found = re.search(r"(envd-evaluations-\w+)/\d+", str(caught.value))
+        assert found
+        groups = list(Path("/sys/fs/cgroup").glob(f"**/{found[1]}/[0-9]*"))
+        assert any(f"{path}".endswith(found[0]) for path in groups)
+        counts.add(len(groups))
+    assert len(counts) == 1
 
 
 async def test_evaluations_are_the_first_to_be_killed_without_memory(

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from envd.base.sandbox import enclosure
+from envd.base.sandbox import cgroup, enclosure
 from envd.base.sandbox.enclosure import EnclosureError
 
 #: A program that does not run for so long while it starts is stuck. On a busy host the start itself may take longer.
@@ -33,11 +33,16 @@ _STALL_S = 60.0
 _START_CPU_S = 120.0
 #: A program without jobs ends at once when its control socket is closed.
 _EXIT_TIMEOUT_S = 1.0
+#: Within it, jobs end whose program was killed.
+_LEFTOVER_TIMEOUT_S = 1.0
 _MAX_GREETING_BYTES = 1 << 20
 _MAX_MESSAGE_BYTES = 1 << 12
 
-#: Runs one job, from outside of it: takes the job's number and socket, and returns what ended it, empty for nothing.
-Supervise = Callable[[int, socket.socket], str]
+#: Runs one job, from outside of it: takes the job's number, socket and control group (None where this user can create
+#: none), and returns what ended it, empty for nothing.
+Supervise = Callable[[int, socket.socket, cgroup.ControlGroup | None], str]
+#: What a program prepared: its greeting, the function that runs a job, and the groups of its jobs.
+Prepared = tuple[Mapping[str, object], Supervise, cgroup.ControlGroups | None]
 
 
 class ForkServer:
@@ -105,6 +110,10 @@ class ForkServer:
         """Stop the program and all running jobs."""
         async with self._starting:
             await self._stop()
+            if self._process is not None and self._process.returncode != 0:
+                # A program that was killed could not remove them. Another start would.
+                await asyncio.to_thread(cgroup.remove_leftovers, _LEFTOVER_TIMEOUT_S)
+            self._process = None
 
     async def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -174,20 +183,17 @@ class ForkServer:
             await asyncio.shield(self._process.wait())
 
 
-def serve(
-    prepare: Callable[[], tuple[Mapping[str, object], Supervise]],
-    load: Callable[[str], object] = importlib.import_module,
-) -> None:
+def serve(prepare: Callable[[], Prepared], load: Callable[[str], object] = importlib.import_module) -> None:
     """Run jobs from the control socket, which is standard input, until it is closed.
 
     Args:
-        prepare: Imports what all jobs need; returns the greeting, and the function that runs a job.
+        prepare: Imports what all jobs need.
         load: Imports a module that some jobs need.
     """
     enclosure.die_with_parent()
     with socket.socket(fileno=os.dup(0)) as control:
         try:
-            greeting, supervise = prepare()
+            greeting, supervise, groups = prepare()
         except BaseException as error:
             control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}).encode())
             raise
@@ -198,8 +204,9 @@ def serve(
         control.send(json.dumps(greeting).encode())
         # Jobs share the memory of all objects that exist now, as long as the collector does not write to it.
         gc.freeze()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        jobs = _Jobs(supervise, groups)
         while True:
+            jobs.wait(control)
             message, handles, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
             if not message:
                 break
@@ -209,19 +216,69 @@ def serve(
                 with suppress(Exception):
                     load(module)
                 gc.freeze()
-            if os.fork() == 0:
-                control.close()
-                _supervise(supervise, socket.socket(fileno=handles[0]))
-            os.close(handles[0])
-    with suppress(ChildProcessError):
-        os.wait()
+            with socket.socket(fileno=handles[0]) as channel:
+                jobs.start(channel, control)
+    jobs.close()
 
 
-def _supervise(supervise: Supervise, channel: socket.socket) -> NoReturn:
+class _Jobs:
+    """The running jobs of a program: their supervisors, which are its children, and their control groups."""
+
+    def __init__(self, supervise: Supervise, groups: cgroup.ControlGroups | None) -> None:
+        self._supervise = supervise
+        self._groups = groups
+        #: Each supervisor and its group, by an open handle of the process.
+        self._running: dict[int, tuple[int, cgroup.ControlGroup | None]] = {}
+
+    def start(self, channel: socket.socket, control: socket.socket) -> None:
+        """Start a job. `control` is closed in the job's processes."""
+        try:
+            group = self._groups.take() if self._groups else None
+        except OSError as error:
+            send(channel, {"end": f"its control group: {error}"})
+            return
+        supervisor = os.fork()
+        if supervisor == 0:
+            control.close()
+            for handle in self._running:
+                os.close(handle)
+            if self._groups:
+                self._groups.unlock()
+            _run_supervisor(self._supervise, channel, group)
+        self._running[os.pidfd_open(supervisor)] = supervisor, group
+
+    def wait(self, control: socket.socket) -> None:
+        """Wait for a message on `control`. Supervisors that end until then are reaped, and their groups free again."""
+        poll = select.poll()
+        for handle in (control.fileno(), *self._running):
+            poll.register(handle, select.POLLIN)
+        while True:
+            ready = [handle for handle, _ in poll.poll()]
+            for handle in self._running.keys() & ready:
+                poll.unregister(handle)
+                self._end(handle)
+            if control.fileno() in ready:
+                return
+
+    def close(self) -> None:
+        """Wait for the running jobs, and remove all groups."""
+        for handle in list(self._running):
+            self._end(handle)
+        if self._groups:
+            self._groups.close()
+
+    def _end(self, handle: int) -> None:
+        supervisor, group = self._running.pop(handle)
+        os.waitpid(supervisor, 0)
+        os.close(handle)
+        if self._groups and group:
+            self._groups.put_back(group)
+
+
+def _run_supervisor(supervise: Supervise, channel: socket.socket, group: cgroup.ControlGroup | None) -> NoReturn:
     try:
         enclosure.die_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        end = supervise(os.getpid(), channel)
+        end = supervise(os.getpid(), channel, group)
     except BaseException as error:
         end = f"{type(error).__name__}: {error}"
     send(channel, {"end": end})

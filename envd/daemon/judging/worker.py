@@ -19,7 +19,6 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import envd
@@ -34,18 +33,20 @@ EXCEEDED_CPU = int(signal.SIGXCPU)
 _EVIDENCE_CHARS = 4000
 
 
-def prepare(memory_mib: int, cpu_s: int, visible: list[str]) -> tuple[Mapping[str, object], fork_server.Supervise]:
+def prepare(memory_mib: int, cpu_s: int, visible: list[str]) -> fork_server.Prepared:
     """See `fork_server.serve`."""
     hierarchy = cgroup.find_hierarchy()
+    groups = cgroup.ControlGroups(hierarchy, memory_bytes=memory_mib << 20, cpus=1) if hierarchy else None
     problem = enclosure.problem()
+    # Jobs can create no sockets.
+    shares_network = not problem and enclosure.leave_network()
     limits = enclosure.Limits(
         time_s=None, memory_bytes=memory_mib << 20, process_count=16, file_count=4096, has_sockets=False
     )
 
-    def supervise(number: int, channel: socket.socket) -> str:
+    def supervise(number: int, channel: socket.socket, group: cgroup.ControlGroup | None) -> str:
         # If the host runs out of memory, the kernel ends jobs first.
         Path("/proc/self/oom_score_adj").write_text("1000")
-        group = hierarchy and cgroup.ControlGroup(hierarchy, memory_bytes=memory_mib << 20, cpus=1)
 
         def judge(alive: int) -> None:
             if group:
@@ -61,16 +62,12 @@ def prepare(memory_mib: int, cpu_s: int, visible: list[str]) -> tuple[Mapping[st
             if os.getpid() == own:
                 fork_server.send(channel, answer)
 
-        try:
-            if not problem:
-                enclosure.separate(number)
-            return fork_server.run_in_child(channel, None, judge, fork=group.fork if group else os.fork)
-        finally:
-            if group:
-                group.remove()
+        if not problem:
+            enclosure.separate(number, shares_network=shares_network)
+        return fork_server.run_in_child(channel, None, judge, fork=group.fork if group else os.fork)
 
     warning = problem and f"judges run outside the sandbox: {problem}"
-    return {"ready": True, "warning": warning, "note": cgroup.shortcoming(hierarchy)}, supervise
+    return {"ready": True, "warning": warning, "note": cgroup.shortcoming(hierarchy)}, supervise, groups
 
 
 def load(module: str) -> None:

@@ -24,7 +24,7 @@ _ROOT = str(Path(envd.__file__).parents[1])
 #: Our package is not part of that environment; only the worker program is imported from it.
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); from envd.integrations.osworld.worker.main import main; "
-    "sys.path.remove(sys.argv[1]); main(sys.argv[2:])"
+    "sys.path.remove(sys.argv[1]); main(int(sys.argv[2]), sys.argv[3:])"
 )
 # Threads do not survive a fork, and jobs share the CPUs anyway.
 _ENVIRONMENT = {
@@ -90,11 +90,11 @@ class OsworldWorkers:
 
     def __init__(self, python: Path, *, limit: int = 64, memory_mib: int = 2048) -> None:
         self._python = python
-        self._memory_mib = memory_mib
         self._slots = asyncio.Semaphore(limit)
         # The directories that jobs need: the environment, and the Python that it links to.
         visible = (str(python.parents[1]), sys.base_prefix, sys.base_exec_prefix)
-        self._server = ForkServer((str(python), "-I", "-c", _PROGRAM, _ROOT, *visible), _ENVIRONMENT)
+        command = (str(python), "-I", "-c", _PROGRAM, _ROOT, str(memory_mib << 20), *visible)
+        self._server = ForkServer(command, _ENVIRONMENT)
         self._is_warned = False
 
     def __repr__(self) -> str:
@@ -163,7 +163,6 @@ class OsworldWorkers:
             "first_step": job.first_step,
             "evaluator": job.evaluator,
             "timeout_s": job.time_s,
-            "memory_bytes": self._memory_mib << 20,
             "files": {name: str(path) for name, path in job.files.items()},
         }
         return json.dumps(value).encode() + b"\n"

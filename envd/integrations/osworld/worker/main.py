@@ -1,8 +1,9 @@
 """The worker program: imports OSWorld once, then forks a process in its own sandbox for each job.
 
-Arguments are the directories that jobs need; `envd.base.sandbox.fork_server` says how the worker is asked for jobs. Its
-greeting is `{"ready": {"verbs": [], "getters": [], "metrics": []}, "shortcoming": ""}`; a shortcoming is what control
-groups do not limit here. On a job's socket, one line of JSON each, it receives the job and sends
+Arguments are a job's memory limit in bytes and the directories that jobs need; `envd.base.sandbox.fork_server` says
+how the worker is asked for jobs. Its greeting is `{"ready": {"verbs": [], "getters": [], "metrics": []},
+"shortcoming": ""}`; a shortcoming is what control groups do not limit here. On a job's socket, one line of JSON each,
+it receives the job and sends
 
 - `{"port": 5000}` with a listening socket of the sandbox's loopback; the receiver connects it to the guest;
 - `{"step": 0}` as each step of a setup starts, sent from within the sandbox, hence untrusted;
@@ -15,7 +16,6 @@ Closing the socket kills the job. Standard output is not part of the protocol: O
 import json
 import os
 import socket
-from collections.abc import Mapping
 from typing import Any
 
 from envd.base.sandbox import cgroup, enclosure, fork_server
@@ -28,21 +28,21 @@ _MAX_JOB_BYTES = 4 << 20
 _LOG_TAIL_BYTES = 600
 
 
-def main(visible: list[str]) -> None:
+def main(memory_bytes: int, visible: list[str]) -> None:
     """Serve jobs until the control socket is closed."""
-    fork_server.serve(lambda: _prepare(visible))
+    fork_server.serve(lambda: _prepare(memory_bytes, visible))
 
 
-def _prepare(visible: list[str]) -> tuple[Mapping[str, object], fork_server.Supervise]:
+def _prepare(memory_bytes: int, visible: list[str]) -> fork_server.Prepared:
     """See `fork_server.serve`."""
     hierarchy = cgroup.find_hierarchy()
+    # The files in memory and the data of one process have the limit each.
+    groups = cgroup.ControlGroups(hierarchy, memory_bytes=2 * memory_bytes, cpus=_CPUS) if hierarchy else None
     tools = jobs.load_tools()
 
-    def supervise(number: int, channel: socket.socket) -> str:
+    def supervise(number: int, channel: socket.socket, group: cgroup.ControlGroup | None) -> str:
         job = json.loads(_read_line(channel))
-        limits = enclosure.Limits(time_s=job["timeout_s"], memory_bytes=job["memory_bytes"])
-        # The files in memory and the data of one process have this limit each.
-        group = hierarchy and cgroup.ControlGroup(hierarchy, memory_bytes=2 * limits.memory_bytes, cpus=_CPUS)
+        limits = enclosure.Limits(time_s=job["timeout_s"], memory_bytes=memory_bytes)
 
         def run(alive: int) -> None:
             if group:
@@ -50,16 +50,12 @@ def _prepare(visible: list[str]) -> tuple[Mapping[str, object], fork_server.Supe
             enclosure.enclose(number, visible=visible, files=job["files"], limits=limits, alive=alive)
             _run(channel, job, tools)
 
-        try:
-            enclosure.separate(number)
-            with socket.create_server(("127.0.0.1", GUEST_PORT)) as listener:
-                socket.send_fds(channel, [_line({"port": GUEST_PORT})], [listener.fileno()])
-            return fork_server.run_in_child(channel, job["timeout_s"], run, fork=group.fork if group else os.fork)
-        finally:
-            if group:
-                group.remove()
+        enclosure.separate(number)
+        with socket.create_server(("127.0.0.1", GUEST_PORT)) as listener:
+            socket.send_fds(channel, [_line({"port": GUEST_PORT})], [listener.fileno()])
+        return fork_server.run_in_child(channel, job["timeout_s"], run, fork=group.fork if group else os.fork)
 
-    return {"ready": jobs.names(tools), "shortcoming": cgroup.shortcoming(hierarchy)}, supervise
+    return {"ready": jobs.names(tools), "shortcoming": cgroup.shortcoming(hierarchy)}, supervise, groups
 
 
 def _run(channel: socket.socket, job: dict[str, Any], tools: jobs.OsworldModules) -> None:

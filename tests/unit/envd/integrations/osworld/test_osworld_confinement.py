@@ -1,15 +1,18 @@
 """The seccomp filter and the control groups of the sandbox, without a sandbox."""
 
+import errno
+import fcntl
 import os
 import platform
 import re
 import struct
+import time
 from pathlib import Path
 
 import pytest
 
-from envd.base.sandbox import seccomp
-from envd.base.sandbox.cgroup import ControlGroup, Hierarchy, hierarchies
+from envd.base.sandbox import cgroup, seccomp
+from envd.base.sandbox.cgroup import ControlGroups, Hierarchy, hierarchies
 
 V1_MOUNTS = "30 24 0:35 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
 V2_MOUNTS = "26 24 0:24 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -100,11 +103,143 @@ def test_groups_in_a_container_are_created_below_the_mount(path: str) -> None:
     assert [found.directory for found in hierarchies("0::/\n", V2_MOUNTS)] == ["/sys/fs/cgroup"]
 
 
-def test_a_group_limits_memory_and_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: dict[str, str] = {}
-    monkeypatch.setattr(ControlGroup, "_write", lambda self, file, text: written.update({file: text}))
-    monkeypatch.setattr(ControlGroup, "_open", lambda self, file: os.open(os.devnull, os.O_WRONLY))
-    group = ControlGroup(Hierarchy(str(tmp_path), "memory.max"), memory_bytes=1 << 30, cpus=2)
-    assert (written["memory.max"], written["cpu.max"]) == (str(1 << 30), "200000 100000")
-    group.remove()
+class Kernel:
+    """Directories as control groups: which files they have, what is written to them, and which can be removed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.written: list[tuple[str, str]] = []
+        make, remove = os.mkdir, os.rmdir
+
+        def mkdir(path: str, mode: int = 0o777) -> None:
+            make(path, mode)
+            directory = Path(path)
+            for file, text in (
+                ("cgroup.subtree_control", "cpu\n"),
+                ("cgroup.events", "populated 0\nfrozen 0\n"),
+                ("memory.current", "4096\n"),
+                ("tasks", ""),
+                ("memory.usage_in_bytes", "4096\n"),
+            ):
+                (directory / file).write_text(text)
+
+        def rmdir(path: str) -> None:
+            directory = Path(path)
+            if "populated 1" in (directory / "cgroup.events").read_text():
+                raise OSError(errno.EBUSY, "processes")
+            if not any(entry.is_dir() for entry in directory.iterdir()):
+                for file in directory.iterdir():
+                    file.unlink()
+            remove(path)
+
+        monkeypatch.setattr(os, "mkdir", mkdir)
+        monkeypatch.setattr(os, "rmdir", rmdir)
+        monkeypatch.setattr(cgroup, "_write", lambda path, text: self.written.append((path, text)))
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    return Kernel(monkeypatch)
+
+
+def open_groups(tmp_path: Path, limit_file: str = "memory.max") -> ControlGroups:
+    return ControlGroups(Hierarchy(str(tmp_path), limit_file), memory_bytes=1 << 30, cpus=2)
+
+
+def test_a_group_limits_memory_and_processors(tmp_path: Path, kernel: Kernel) -> None:
+    groups = open_groups(tmp_path)
+    group = groups.take()
+    written = dict(kernel.written)
+    assert written[f"{group.path}/memory.max"] == str(1 << 30)
+    assert written[f"{group.path}/cpu.max"] == "200000 100000"
+    # The groups have these controllers only, and none that they had already is written.
+    parent = Path(group.path).parent
+    controllers = [text for path, text in kernel.written if path == f"{parent}/cgroup.subtree_control"]
+    assert (parent.parent, controllers) == (tmp_path, ["+memory"])
+    groups.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("limit_file", "file", "text"),
+    [
+        ("memory.max", "cgroup.events", "populated 1\n"),
+        ("memory.max", "memory.current", f"{1 << 28}\n"),
+        ("memory.limit_in_bytes", "tasks", "17\n"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", f"{1 << 28}\n"),
+    ],
+)
+def test_a_group_with_processes_or_memory_of_its_last_job_is_not_used_again(
+    limit_file: str, file: str, text: str, tmp_path: Path, kernel: Kernel
+) -> None:
+    groups = open_groups(tmp_path, limit_file)
+    first = groups.take()
+    groups.put_back(first)
+    limits = len(kernel.written)
+    assert groups.take() is first
+    assert len(kernel.written) == limits
+    Path(first.path, file).write_text(text)
+    groups.put_back(first)
+    second = groups.take()
+    assert second is not first
+    assert Path(first.path).exists() == (text == "populated 1\n"), "it is removed when it has no process"
+    # Once its processes have ended it is removed too.
+    if Path(first.path).exists():
+        Path(first.path, file).write_text("populated 0\n")
+    third = groups.take()
+    assert len({first, second, third}) == 3
+    assert not Path(first.path).exists()
+
+
+def test_a_group_that_cannot_be_limited_is_not_left(
+    tmp_path: Path, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = open_groups(tmp_path)
+
+    def refuse(path: str, text: str) -> None:
+        raise OSError(errno.EINVAL, f"{text} to {path}")
+
+    monkeypatch.setattr(cgroup, "_write", refuse)
+    with pytest.raises(OSError, match=r"memory\.max"):
+        groups.take()
+    groups.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_groups_of_ended_programs_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroup, "_candidates", lambda: [Hierarchy(str(tmp_path), "memory.max")])
+    os.mkdir(tmp_path / "system.slice")
+    live, ended = open_groups(tmp_path), open_groups(tmp_path)
+    groups = [Path(groups.take().path) for groups in (live, ended)]
+    ended.unlock()
+    # Its last job is still ending.
+    events = groups[1] / "cgroup.events"
+    events.write_text("populated 1\n")
+    cgroup.remove_leftovers()
+    assert all(group.exists() for group in groups)
+    monkeypatch.setattr(time, "sleep", lambda _: events.write_text("populated 0\n"))
+    cgroup.remove_leftovers(patience_s=60.0)
+    assert [group.parent.exists() for group in groups] == [True, False]
+    live.close()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["system.slice"]
+
+
+def test_a_group_that_another_program_removes_before_it_is_locked_is_created_again(
+    tmp_path: Path, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+    removed: list[str] = []
+
+    def remove_first(handle: int, operation: int) -> None:
+        if not removed:
+            removed.append(os.readlink(f"/proc/self/fd/{handle}"))
+            os.rmdir(removed[0])
+        lock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    groups = open_groups(tmp_path)
+    assert str(Path(groups.take().path).parent) not in removed
+    groups.close()
     assert not list(tmp_path.iterdir())
