@@ -311,7 +311,8 @@ def _locked_directory(parent: str) -> tuple[str, int]:
 def _removed_unlocked(parent: str) -> bool:
     """Remove the groups of ended programs, which hold no lock; return False if some still have processes."""
     is_done = True
-    for entry in os.listdir(parent):
+    # A directory that this process cannot see has no groups for it.
+    for entry in os.listdir(parent) if os.path.isdir(parent) else ():
         if entry.startswith(_PREFIX):
             # Of another user, locked, or removed by another program.
             with suppress(OSError):
@@ -328,10 +329,11 @@ def _remove(directory: str) -> bool:
     """Remove a program's group and those of its jobs, unless they have processes; return whether it is gone."""
     with suppress(OSError):
         _write(f"{directory}/cgroup.kill", "1")
-    for group in [entry.path for entry in os.scandir(directory) if entry.is_dir()]:
-        with suppress(OSError):
-            os.rmdir(group)
+    # Another program may remove it at the same time.
     with suppress(OSError):
+        for group in [entry.path for entry in os.scandir(directory) if entry.is_dir()]:
+            with suppress(OSError):
+                os.rmdir(group)
         os.rmdir(directory)
     return not os.path.exists(directory)
 
