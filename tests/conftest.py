@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ import envd.hypervisor
 from envd.base.config_sources import load
 from envd.images.catalogue import Image, ImageCatalogue
 from tests.support import containers, progress
+from tests.support.proofs import marker_names
 from tests.support.real_desktops import QEMU, REAL_BACKENDS, Backend
 from tests.support.soak import SoakProcess, SoakRun
 
@@ -76,19 +78,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Run tests that wait first and short ones last, so that all processors are used; deselect long tests."""
     with_soak = {item.path for item in items if _asks_for_soak(item)}
 
-    def place(item: pytest.Item) -> int:
+    @cache
+    def place(path: Path) -> int:
         # The soak plays for a minute, which has passed before the unit tests.
-        return 2 if item.path in with_soak else _ORDER.get(item.path.relative_to(_TESTS).parts[0], 3)
+        return 2 if path in with_soak else _ORDER.get(path.relative_to(_TESTS).parts[0], 3)
 
-    items.sort(key=place)
+    items.sort(key=lambda item: place(item.path))
     if lane := config.getoption("--lane"):
         own = set(progress.in_lane(lane, items))
         config.hook.pytest_deselected(items=[item for item in items if item not in own])
         items[:] = [item for item in items if item in own]
     if config.getoption("--long"):
         return
-    long = [item for item in items if item.get_closest_marker("long")]
-    items[:] = [item for item in items if item not in long]
+    long = [item for item in items if "long" in marker_names(item)]
+    items[:] = [item for item in items if "long" not in marker_names(item)]
     config.hook.pytest_deselected(items=long)
 
 
