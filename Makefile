@@ -136,9 +136,9 @@ serve: deps $(STAMP) image ## Serve a pool of 2 desktops in the foreground
 # Two tests at once; the tests of a file run in one process and share its fixtures.
 BY_TWO := -n 2 --dist loadfile
 # Those without real machines often wait for processes and limits, so more of them run at once; tests/conftest.py orders them.
-BESIDE_VM := -n 4 --dist loadfile --no-loadscope-reorder
-# Collecting all tests takes each process 9 s. In a fresh clone one process does it first and caches what pytest makes of
-# the modules: else each of four would, for 25 s more of CPU time.
+BESIDE_VM := -n 5 --dist loadfile --no-loadscope-reorder
+# Collecting all tests takes each process 7 s. In a fresh clone one process does it first and caches what pytest makes of
+# the modules: else each of five would, for 25 s more of CPU time.
 CACHE_MODULES = compgen -G 'tests/unit/__pycache__/test_sizes.*.pyc' >/dev/null \
 	|| nice -n 5 $(BIN)/python -m pytest --collect-only -qq tests | tail -n 20 || exit 2
 VM_FILES = $$(grep -rlE --include='test_*.py' 'mark\.vm\b|real_backend' tests)

@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,15 @@ import envd.hypervisor
 from envd.base.config_sources import load
 from envd.images.catalogue import Image, ImageCatalogue
 from tests.support import containers, progress
+from tests.support.proofs import marker_names
 from tests.support.real_desktops import QEMU, REAL_BACKENDS, Backend
 from tests.support.soak import SoakProcess, SoakRun
 
 assert envd.api
 assert envd.hypervisor
 _TESTS = Path(__file__).parent
-#: Directories of tests that wait for processes and limits.
-_ORDER = {"e2e": 0, "contract": 1}
+#: Directories of tests that wait for processes and limits; the first ones most.
+_WAITING = ("e2e", "contract")
 # A shell makes background jobs ignore SIGINT, which processes started by tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # No deadline for examples: a busy host can stall for seconds during one.
@@ -73,23 +75,39 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run tests that wait first and short ones last, so that all processors are used; deselect long tests."""
-    with_soak = {item.path for item in items if _asks_for_soak(item)}
-
-    def place(item: pytest.Item) -> int:
-        # The soak plays for a minute, which has passed before the unit tests.
-        return 2 if item.path in with_soak else _ORDER.get(item.path.relative_to(_TESTS).parts[0], 3)
-
-    items.sort(key=place)
+    """Order the files so that all processors are used until the end; deselect long tests."""
+    places = _places(items)
+    items.sort(key=lambda item: places[item.path])
     if lane := config.getoption("--lane"):
         own = set(progress.in_lane(lane, items))
         config.hook.pytest_deselected(items=[item for item in items if item not in own])
         items[:] = [item for item in items if item in own]
     if config.getoption("--long"):
         return
-    long = [item for item in items if item.get_closest_marker("long")]
-    items[:] = [item for item in items if item not in long]
+    long = [item for item in items if "long" in marker_names(item)]
+    items[:] = [item for item in items if "long" not in marker_names(item)]
     config.hook.pytest_deselected(items=long)
+
+
+def _places(items: list[pytest.Item]) -> dict[Path, int]:
+    """Return the place of each file: half of those that wait, then each other one with two that compute, then the rest.
+
+    So the processors are used while tests wait, and the last files are short.
+    """
+    with_soak = {item.path for item in items if _asks_for_soak(item)}
+    waiting: list[list[Path]] = [[] for _ in _WAITING]
+    late, computing = [], []
+    for path in {item.path: None for item in items}:
+        directory = path.relative_to(_TESTS).parts[0]
+        if path in with_soak:
+            late.append(path)  # the soak plays for a minute, which has passed by then
+        elif directory in _WAITING:
+            waiting[_WAITING.index(directory)].append(path)
+        else:
+            computing.append(path)
+    ordered = [*chain(*waiting), *late]
+    places = {path: 2 * index for index, path in enumerate(ordered)}
+    return places | {path: len(ordered) + index for index, path in enumerate(computing)}
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ BUDGETS = {
     "trainer/sight": 650,
     "trainer/slime": 3220,
     "trainer/tokens": 1060,
-    "proto/cuaenv": 7810,
+    "proto/cuaenv": 7825,
 }
 
 

@@ -113,3 +113,19 @@ def test_help_joins_lines_and_a_wrong_number_is_refused_in_plain_words() -> None
     result = CliRunner().invoke(envd.cli.app.app, ["bench", "fork", "--n", "x"], terminal_width=80)
     assert result.exit_code == 2
     assert "'--n': must be a valid integer  " in result.output
+
+
+@pytest.mark.parametrize(("module", "ends"), [("colorsys", "loaded"), ("no_such_module", "missing")])
+def test_garbage_is_collected_again_after_an_import_and_its_objects_are_left_out(module: str, ends: str) -> None:
+    code = f"""
+import gc
+from cuaenv.cli.lazy import LazyCommand
+try:
+    LazyCommand("x", target="{module}:rgb_to_hls", summary="").load()
+    print("loaded", end=" ")
+except ModuleNotFoundError:
+    print("missing", end=" ")
+print(gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
+    assert done.stdout.split() == [ends, "True", "True"]
