@@ -505,6 +505,18 @@ async def test_the_groups_of_a_program_that_was_killed_are_removed_by_its_daemon
     assert not existing(group)
 
 
+@needs_groups
+async def test_the_group_of_a_job_whose_supervisor_was_killed_is_removed_too(unstarted: JudgeWorkers) -> None:
+    job, supervisor, judge = await judging(unstarted)
+    group = group_of(judge)
+    os.kill(supervisor, signal.SIGKILL)
+    # At once: the program no longer waits for the job, whose processes are still ending.
+    await unstarted.aclose()
+    with pytest.raises(EvaluatorFailed, match="was ended"):
+        await job
+    assert not existing(group)
+
+
 #: Forks into groups of the hierarchy that the argument names, with and without clone3(2), and prints the groups of
 #: both children, the first before it enters; then what becomes of a group that has a process.
 FORKS_INTO_A_GROUP = """

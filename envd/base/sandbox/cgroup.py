@@ -70,14 +70,11 @@ class ControlGroups:
         self._hierarchy = hierarchy
         self._memory_bytes = memory_bytes
         self._cpus = cpus
-        self._directory, self._lock = _locked_directory(hierarchy.directory)
         self._created_count = 0
         #: The one that has been free for the longest comes first: the kernel has finished with its last job.
         self._free: deque[ControlGroup] = deque()
         self._discarded: list[ControlGroup] = []
-        if hierarchy.is_version_2:
-            # Groups below have no state of the other controllers, of which each has some for every processor.
-            _enable_controllers(self._directory)
+        self._create_directory()
 
     def take(self) -> "ControlGroup":
         """Return a group without processes for a job, created if none is free.
@@ -92,6 +89,11 @@ class ControlGroups:
             group.kill()
             self._discarded.append(group)
         self._discarded = [group for group in self._discarded if not group.remove()]
+        if not os.path.exists(self._directory):
+            # Another program of the host may remove groups without processes.
+            lock = self._lock
+            self._create_directory()
+            os.close(lock)
         path = f"{self._directory}/{self._created_count}"
         self._created_count += 1
         return ControlGroup(path, self._hierarchy, memory_bytes=self._memory_bytes, cpus=self._cpus)
@@ -108,6 +110,12 @@ class ControlGroups:
         """Remove all groups, except those that still have processes, which the next program of this host removes."""
         _remove(self._directory)
         self.unlock()
+
+    def _create_directory(self) -> None:
+        self._directory, self._lock = _locked_directory(self._hierarchy.directory)
+        if self._hierarchy.is_version_2:
+            # Groups below have no state of the other controllers, of which each has some for every processor.
+            _enable_controllers(self._directory)
 
 
 class ControlGroup:
@@ -166,11 +174,14 @@ class ControlGroup:
 
     def is_clean(self) -> bool:
         """Whether a job's processes have ended, and what they had in memory is no longer charged to the group."""
-        if self._is_version_2:
-            is_empty, usage_file = "populated 0" in self._read("cgroup.events"), "memory.current"
-        else:
-            is_empty, usage_file = not self._read("tasks"), "memory.usage_in_bytes"
-        return is_empty and int(self._read(usage_file)) <= self._most_left_bytes
+        # Another program may have removed it.
+        with suppress(OSError):
+            if self._is_version_2:
+                is_empty, usage_file = "populated 0" in self._read("cgroup.events"), "memory.current"
+            else:
+                is_empty, usage_file = not self._read("tasks"), "memory.usage_in_bytes"
+            return is_empty and int(self._read(usage_file)) <= self._most_left_bytes
+        return False
 
     def kill(self) -> None:
         """Kill the processes of the group, by a file that version 1 and kernels before 5.14 do not have."""
@@ -310,9 +321,13 @@ def _locked_directory(parent: str) -> tuple[str, int]:
 
 def _removed_unlocked(parent: str) -> bool:
     """Remove the groups of ended programs, which hold no lock; return False if some still have processes."""
+    try:
+        entries = os.listdir(parent)
+    except OSError:
+        # A directory that this process cannot list has no groups for it.
+        return True
     is_done = True
-    # A directory that this process cannot see has no groups for it.
-    for entry in os.listdir(parent) if os.path.isdir(parent) else ():
+    for entry in entries:
         if entry.startswith(_PREFIX):
             # Of another user, locked, or removed by another program.
             with suppress(OSError):

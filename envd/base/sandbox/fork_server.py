@@ -110,8 +110,8 @@ class ForkServer:
         """Stop the program and all running jobs."""
         async with self._starting:
             await self._stop()
-            if self._process is not None and self._process.returncode != 0:
-                # A program that was killed could not remove them. Another start would.
+            if self._process is not None:
+                # A program that was killed could not remove them, nor one with a killed job. Another start would.
                 await asyncio.to_thread(cgroup.remove_leftovers, _LEFTOVER_TIMEOUT_S)
             self._process = None
 

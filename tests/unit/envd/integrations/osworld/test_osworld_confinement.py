@@ -243,3 +243,37 @@ def test_a_group_that_another_program_removes_before_it_is_locked_is_created_aga
     assert str(Path(groups.take().path).parent) not in removed
     groups.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("removes_all", [False, True])
+@pytest.mark.usefixtures("kernel")
+def test_groups_that_another_program_removes_while_no_job_runs_are_created_again(
+    removes_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = open_groups(tmp_path)
+    first, second = groups.take(), groups.take()
+    groups.put_back(first)
+    groups.put_back(second)
+    os.rmdir(first.path)
+    if removes_all:
+        os.rmdir(second.path)
+        os.rmdir(Path(second.path).parent)
+    taken = groups.take()
+    assert (taken is second) != removes_all
+    assert Path(taken.path).exists()
+    # The directory is locked, as the first was.
+    monkeypatch.setattr(cgroup, "_candidates", lambda: [Hierarchy(str(tmp_path), "memory.max")])
+    cgroup.remove_leftovers()
+    assert Path(taken.path).exists()
+    groups.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_listed_has_no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "_candidates", lambda: [Hierarchy(str(tmp_path), "memory.max")])
+
+    def refuse(path: str) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    cgroup.remove_leftovers()
