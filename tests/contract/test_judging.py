@@ -459,7 +459,6 @@ async def test_every_kind_of_guest_data_can_be_sent_to_a_worker(judges: JudgeWor
 
 #: The memory group of a job, or (version 2) its only group, below that of its program.
 OWN_GROUP = re.compile(r"^(?:\d+:memory|0:):.*/(envd-evaluations-\w+/\d+)$", re.MULTILINE)
-needs_groups = pytest.mark.skipif(cgroup.find_hierarchy() is None, reason="needs a writable control group for memory")
 
 
 def name_group() -> CheckOutcome:
@@ -475,7 +474,7 @@ def existing(group: str) -> list[Path]:
     return list(Path("/sys/fs/cgroup").glob(f"**/{group.partition('/')[0]}"))
 
 
-@needs_groups
+@pytest.mark.usefixtures("job_groups")
 async def test_jobs_use_the_groups_of_ended_jobs_which_end_with_the_program(unstarted: JudgeWorkers) -> None:
     first = (await unstarted(name_group)).evidence
     job, _, judge = await judging(unstarted)
@@ -492,7 +491,7 @@ async def test_jobs_use_the_groups_of_ended_jobs_which_end_with_the_program(unst
     assert not existing(first)
 
 
-@needs_groups
+@pytest.mark.usefixtures("job_groups")
 async def test_the_groups_of_a_program_that_was_killed_are_removed_by_its_daemon(unstarted: JudgeWorkers) -> None:
     job, supervisor, judge = await judging(unstarted)
     group = group_of(judge)
@@ -505,7 +504,7 @@ async def test_the_groups_of_a_program_that_was_killed_are_removed_by_its_daemon
     assert not existing(group)
 
 
-@needs_groups
+@pytest.mark.usefixtures("job_groups")
 async def test_the_group_of_a_job_whose_supervisor_was_killed_is_removed_too(unstarted: JudgeWorkers) -> None:
     job, supervisor, judge = await judging(unstarted)
     group = group_of(judge)
@@ -528,7 +527,7 @@ hierarchy = cgroup.Hierarchy(sys.argv[1], "cgroup.max.depth")
 cgroup.Hierarchy.is_version_2 = True
 read = cgroup.ControlGroup._read
 cgroup.ControlGroup._read = lambda self, file: "0" if file == "memory.current" else read(self, file)
-groups = cgroup.ControlGroups(hierarchy, memory_bytes=8, cpus=1)
+groups = cgroup.JobGroups(hierarchy, memory_bytes=8, cpus=1)
 
 def child_of(group, enters):
     if group.fork() == 0:

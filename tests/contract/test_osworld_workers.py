@@ -16,7 +16,7 @@ import pytest_asyncio
 
 import envd
 from envd.base.errors import GuestError, OsworldError
-from envd.base.sandbox import cgroup, seccomp
+from envd.base.sandbox import seccomp
 from envd.integrations.osworld.environment import _IMPORT, Environment
 from envd.integrations.osworld.workers import OsworldWorkers, WorkerJob
 from tests.support.local_guestd import LocalGuestd, serve_guestd
@@ -201,7 +201,7 @@ raise MemoryError(f"a process ended with {os.waitstatus_to_exitcode(os.wait()[1]
 """
 
 
-@pytest.mark.skipif(cgroup.find_hierarchy() is None, reason="needs a writable control group for memory")
+@pytest.mark.usefixtures("job_groups")
 async def test_the_processes_of_a_job_have_one_memory_limit_together(
     workers: OsworldWorkers, guest: LocalGuestd
 ) -> None:
@@ -209,7 +209,7 @@ async def test_the_processes_of_a_job_have_one_memory_limit_together(
         await score(workers, guest, one("run_code", rules={"code": TOGETHER}))
 
 
-@pytest.mark.skipif(cgroup.find_hierarchy() is None, reason="needs a writable control group for memory")
+@pytest.mark.usefixtures("job_groups")
 async def test_a_job_runs_in_a_control_group_that_later_jobs_use_again(
     workers: OsworldWorkers, guest: LocalGuestd
 ) -> None:

@@ -17,7 +17,7 @@ import struct
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +52,7 @@ class Hierarchy:
         return self.limit_file == _V2_LIMIT
 
 
-class ControlGroups:
+class JobGroups:
     """The groups of one program's jobs, which later jobs use again.
 
     To create or remove a group takes locks of the whole host. When each job had a new group directly below the root, 24
@@ -115,7 +115,7 @@ class ControlGroups:
         self._directory, self._lock = _locked_directory(self._hierarchy.directory)
         if self._hierarchy.is_version_2:
             # Groups below have no state of the other controllers, of which each has some for every processor.
-            _enable_controllers(self._directory)
+            enable_controllers(self._directory, _CONTROLLERS)
 
 
 class ControlGroup:
@@ -198,7 +198,7 @@ class ControlGroup:
         return Path(self.path, file).read_text(encoding="ascii")
 
     def _write(self, file: str, text: str) -> None:
-        _write(f"{self.path}/{file}", text)
+        write_file(f"{self.path}/{file}", text)
 
 
 def _fork_into(group: int) -> int:
@@ -224,7 +224,7 @@ def find_hierarchy() -> Hierarchy | None:
     for hierarchy in _candidates():
         with suppress(OSError):
             if hierarchy.is_version_2:
-                _enable_controllers(hierarchy.directory)
+                enable_controllers(hierarchy.directory, _CONTROLLERS)
             if (found := _tried(hierarchy)) is not None:
                 return found
     return None
@@ -259,15 +259,15 @@ def hierarchies(groups: str, mounts: str) -> Iterator[Hierarchy]:
         root, mount_point = left.split()[3:5]
         kind, _, options = right.split()[:3]
         if kind == "cgroup" and version_1 is not None and "memory" in options.split(","):
-            yield Hierarchy(_below(mount_point, root, version_1), "memory.limit_in_bytes")
+            yield Hierarchy(group_below(mount_point, root, version_1), "memory.limit_in_bytes")
         elif kind == "cgroup2" and version_1 is None and "" in own:
-            below = _below(mount_point, root, own[""])
+            below = group_below(mount_point, root, own[""])
             yield Hierarchy(below, _V2_LIMIT)
             if below != mount_point:
                 yield Hierarchy(mount_point, _V2_LIMIT)
 
 
-def _below(mount_point: str, root: str, path: str) -> str:
+def group_below(mount_point: str, root: str, path: str) -> str:
     """Return the path of a group under a mount point that shows the hierarchy from `root` on."""
     relative = os.path.relpath(path, root)
     return mount_point if relative.startswith(".") else f"{mount_point}/{relative}"
@@ -280,7 +280,7 @@ def _candidates() -> list[Hierarchy]:
 
 def _tried(hierarchy: Hierarchy) -> Hierarchy | None:
     """Return the hierarchy if a group can be created and entered. A child tries it: this process stays where it is."""
-    groups = ControlGroups(hierarchy, memory_bytes=1 << 30, cpus=1)
+    groups = JobGroups(hierarchy, memory_bytes=1 << 30, cpus=1)
     try:
         group = groups.take()
         child = group.fork()
@@ -295,15 +295,15 @@ def _tried(hierarchy: Hierarchy) -> Hierarchy | None:
         groups.close()
 
 
-def _enable_controllers(directory: str) -> None:
-    """Give the groups below one of version 2 the controllers that limit jobs, as far as the group has them itself."""
+def enable_controllers(directory: str, controllers: Iterable[str]) -> None:
+    """Give the groups below one of version 2 these controllers, as far as the group has them itself."""
     file = f"{directory}/cgroup.subtree_control"
     with open(file) as enabled:
         names = enabled.read().split()
-    for controller in _CONTROLLERS:
+    for controller in controllers:
         if controller not in names:
             with suppress(OSError):
-                _write(file, f"+{controller}")
+                write_file(file, f"+{controller}")
 
 
 def _locked_directory(parent: str) -> tuple[str, int]:
@@ -343,7 +343,7 @@ def _removed_unlocked(parent: str) -> bool:
 def _remove(directory: str) -> bool:
     """Remove a program's group and those of its jobs, unless they have processes; return whether it is gone."""
     with suppress(OSError):
-        _write(f"{directory}/cgroup.kill", "1")
+        write_file(f"{directory}/cgroup.kill", "1")
     # Another program may remove it at the same time.
     with suppress(OSError):
         for group in [entry.path for entry in os.scandir(directory) if entry.is_dir()]:
@@ -353,7 +353,8 @@ def _remove(directory: str) -> bool:
     return not os.path.exists(directory)
 
 
-def _write(path: str, text: str) -> None:
+def write_file(path: str | Path, text: str) -> None:
+    """Write to a file of the kernel, which is neither created nor truncated. Raises: OSError."""
     handle = os.open(path, os.O_WRONLY)
     try:
         os.write(handle, text.encode())

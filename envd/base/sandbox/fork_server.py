@@ -42,7 +42,7 @@ _MAX_MESSAGE_BYTES = 1 << 12
 #: none), and returns what ended it, empty for nothing.
 Supervise = Callable[[int, socket.socket, cgroup.ControlGroup | None], str]
 #: What a program prepared: its greeting, the function that runs a job, and the groups of its jobs.
-Prepared = tuple[Mapping[str, object], Supervise, cgroup.ControlGroups | None]
+Prepared = tuple[Mapping[str, object], Supervise, cgroup.JobGroups | None]
 
 
 class ForkServer:
@@ -224,7 +224,7 @@ def serve(prepare: Callable[[], Prepared], load: Callable[[str], object] = impor
 class _Jobs:
     """The running jobs of a program: their supervisors, which are its children, and their control groups."""
 
-    def __init__(self, supervise: Supervise, groups: cgroup.ControlGroups | None) -> None:
+    def __init__(self, supervise: Supervise, groups: cgroup.JobGroups | None) -> None:
         self._supervise = supervise
         self._groups = groups
         #: Each supervisor and its group, by an open handle of the process.

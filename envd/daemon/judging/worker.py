@@ -36,7 +36,7 @@ _EVIDENCE_CHARS = 4000
 def prepare(memory_mib: int, cpu_s: int, visible: list[str]) -> fork_server.Prepared:
     """See `fork_server.serve`."""
     hierarchy = cgroup.find_hierarchy()
-    groups = cgroup.ControlGroups(hierarchy, memory_bytes=memory_mib << 20, cpus=1) if hierarchy else None
+    groups = cgroup.JobGroups(hierarchy, memory_bytes=memory_mib << 20, cpus=1) if hierarchy else None
     problem = enclosure.problem()
     # Jobs can create no sockets.
     shares_network = not problem and enclosure.leave_network()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from envd.base.errors import HypervisorError
+from envd.base.sandbox.cgroup import enable_controllers, group_below, write_file
 from envd.hypervisor.oci.ids import IdMap
 
 _PERIOD_US: Final = 100_000
@@ -47,14 +48,8 @@ def own_groups() -> Mapping[str, Path]:
         root, mount = fields.split()[3:5]
         kind, _, options = rest.split()[:3]
         names = [""] if kind == "cgroup2" else options.split(",") if kind == "cgroup" else []
-        groups.update({name: _group(mount, root, paths[name]) for name in names if name in paths})
+        groups.update({name: Path(group_below(mount, root, paths[name])) for name in names if name in paths})
     return groups
-
-
-def _group(mount: str, root: str, path: str) -> Path:
-    """Return the directory of a group; `root` is the group that is mounted, which a container's host may choose."""
-    inside = path.removeprefix(root) if root != "/" else path
-    return Path(mount + "/" + inside.strip("/"))
 
 
 class ControlGroups:
@@ -90,11 +85,9 @@ class ControlGroups:
             self._delegate(directory)
             (directory / "holder").mkdir(exist_ok=True)
             self._delegate(directory / "holder")
-            _write(directory / "holder/cgroup.procs", str(holder_pid))
+            write_file(directory / "holder/cgroup.procs", str(holder_pid))
         if self._unified is not None:
-            for controller in _CONTROLLERS:
-                with suppress(OSError):
-                    _write(self._unified / self._mark / "cgroup.subtree_control", f"+{controller}")
+            enable_controllers(str(self._unified / self._mark), _CONTROLLERS)
         self._freezer = freezer / self._mark
 
     def _enable(self, own: Path) -> None:
@@ -104,14 +97,14 @@ class ControlGroups:
         if not wanted:
             return
         with suppress(OSError):
-            _write(own / "cgroup.subtree_control", " ".join(wanted))
+            write_file(own / "cgroup.subtree_control", " ".join(wanted))
             return
         leaf = own / f"{self._mark}-daemon"
         with suppress(OSError):
             leaf.mkdir(exist_ok=True)
             for pid in (own / "cgroup.procs").read_text().split():
-                _write(leaf / "cgroup.procs", pid)
-            _write(own / "cgroup.subtree_control", " ".join(wanted))
+                write_file(leaf / "cgroup.procs", pid)
+            write_file(own / "cgroup.subtree_control", " ".join(wanted))
 
     def _roots(self) -> Iterator[Path]:
         """Yield the daemon's group in each hierarchy that it uses, each once."""
@@ -155,7 +148,7 @@ class ControlGroups:
                 self._delegate(directory)
                 for file, value in limits:
                     if (directory / file).exists():
-                        _write(directory / file, str(value))
+                        write_file(directory / file, str(value))
             for part in (GUEST, DISPLAY):
                 (groups.guest.parent / part).mkdir()
                 self._delegate(groups.guest.parent / part, contents=True)
@@ -228,7 +221,7 @@ class MachineGroups:
     async def freeze(self) -> None:
         """Stop all processes but the X server. Raises: OSError, TimeoutError."""
         file, text = ("cgroup.freeze", "1") if self.is_unified else ("freezer.state", "FROZEN")
-        _write(self.guest / file, text)
+        write_file(self.guest / file, text)
         deadline_s, poll_s = time.monotonic() + _FREEZE_TIMEOUT_S, _FIRST_POLL_S
         while not self.is_frozen():
             if time.monotonic() > deadline_s:
@@ -239,7 +232,7 @@ class MachineGroups:
     def thaw(self) -> None:
         """Let them continue. Raises: OSError."""
         file, text = ("cgroup.freeze", "0") if self.is_unified else ("freezer.state", "THAWED")
-        _write(self.guest / file, text)
+        write_file(self.guest / file, text)
 
     def is_frozen(self) -> bool:
         """Return whether all processes but the X server are stopped. Raises: OSError."""
@@ -313,15 +306,6 @@ class MachineGroups:
         """Remove them; their processes have ended. Raises: OSError: some have not."""
         for group in self.all:
             _remove_tree(group)
-
-
-def _write(path: Path, text: str) -> None:
-    # Not truncated and not created: these are the kernel's files.
-    handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(handle, text.encode())
-    finally:
-        os.close(handle)
 
 
 def _is_removed(group: Path) -> bool:

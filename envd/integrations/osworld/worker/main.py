@@ -37,7 +37,7 @@ def _prepare(memory_bytes: int, visible: list[str]) -> fork_server.Prepared:
     """See `fork_server.serve`."""
     hierarchy = cgroup.find_hierarchy()
     # The files in memory and the data of one process have the limit each.
-    groups = cgroup.ControlGroups(hierarchy, memory_bytes=2 * memory_bytes, cpus=_CPUS) if hierarchy else None
+    groups = cgroup.JobGroups(hierarchy, memory_bytes=2 * memory_bytes, cpus=_CPUS) if hierarchy else None
     tools = jobs.load_tools()
 
     def supervise(number: int, channel: socket.socket, group: cgroup.ControlGroup | None) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.sandbox import cgroup, seccomp
-from envd.base.sandbox.cgroup import ControlGroups, Hierarchy, hierarchies
+from envd.base.sandbox.cgroup import Hierarchy, JobGroups, hierarchies
 
 V1_MOUNTS = "30 24 0:35 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
 V2_MOUNTS = "26 24 0:24 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -133,7 +133,7 @@ class Kernel:
 
         monkeypatch.setattr(os, "mkdir", mkdir)
         monkeypatch.setattr(os, "rmdir", rmdir)
-        monkeypatch.setattr(cgroup, "_write", lambda path, text: self.written.append((path, text)))
+        monkeypatch.setattr(cgroup, "write_file", lambda path, text: self.written.append((path, text)))
 
 
 @pytest.fixture
@@ -141,8 +141,8 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel(monkeypatch)
 
 
-def open_groups(tmp_path: Path, limit_file: str = "memory.max") -> ControlGroups:
-    return ControlGroups(Hierarchy(str(tmp_path), limit_file), memory_bytes=1 << 30, cpus=2)
+def open_groups(tmp_path: Path, limit_file: str = "memory.max") -> JobGroups:
+    return JobGroups(Hierarchy(str(tmp_path), limit_file), memory_bytes=1 << 30, cpus=2)
 
 
 def test_a_group_limits_memory_and_processors(tmp_path: Path, kernel: Kernel) -> None:
@@ -198,7 +198,7 @@ def test_a_group_that_cannot_be_limited_is_not_left(
     def refuse(path: str, text: str) -> None:
         raise OSError(errno.EINVAL, f"{text} to {path}")
 
-    monkeypatch.setattr(cgroup, "_write", refuse)
+    monkeypatch.setattr(cgroup, "write_file", refuse)
     with pytest.raises(OSError, match=r"memory\.max"):
         groups.take()
     groups.close()
