@@ -63,7 +63,8 @@ def read_files(directory: Path) -> tuple[list[OsworldFile], list[Problem]]:
                 _require_shape(file)
                 asset_urls(file.setup, file.evaluator)
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-                message = f"not an OSWorld task file: {error!r}"
+                fault = f"{error} is missing" if isinstance(error, KeyError) else error
+                message = f"not an OSWorld task file: {fault}"
                 problems.append(Problem(where=str(path), task_id=f"{suite}/{path.stem}", message=message))
             else:
                 found.append(file)
@@ -72,11 +73,13 @@ def read_files(directory: Path) -> tuple[list[OsworldFile], list[Problem]]:
 
 def _require_shape(file: OsworldFile) -> None:
     """Raise ValueError, TypeError or KeyError if a required part is missing or has the wrong type."""
+    if not isinstance(file.content, dict) or not isinstance(file.content["evaluator"], dict):
+        raise TypeError("the file, and evaluator in it, must be objects")
     if not isinstance(file.content["id"], str) or not isinstance(file.content["instruction"], str):
         raise TypeError("id and instruction must be text")
     func = file.evaluator["func"]
     if not isinstance(func, str | list):
         raise TypeError("evaluator.func must be text or a list")
     for step in (*file.setup, *(file.evaluator.get("postconfig") or ())):
-        if not isinstance(step["type"], str) or not isinstance(step["parameters"], dict):
-            raise TypeError("a step must have a type (text) and parameters (an object)")
+        if not isinstance(step, dict) or not isinstance(step["type"], str) or not isinstance(step["parameters"], dict):
+            raise TypeError("a step must be an object with a type (text) and parameters (an object)")

@@ -77,34 +77,45 @@ def test_an_infeasible_task_has_no_checker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "fault"),
     [
-        {"instruction": None},
-        {"evaluator": {}},
-        {"evaluator": {"func": 3}},
-        {"config": [{"type": "launch"}]},
-        {"config": ["launch"]},
-        {"evaluator": {**TASK["evaluator"], "surprise": 1}},
+        ({"instruction": None}, "instruction must be text"),
+        ({"evaluator": {}}, "'func' is missing"),
+        ({"evaluator": {"func": 3}}, "func must be text or a list"),
+        ({"evaluator": "a directory"}, "evaluator in it, must be objects"),
+        ({"config": [{"type": "launch"}]}, "'parameters' is missing"),
+        ({"config": ["launch"]}, "a step must be an object"),
+        ({"evaluator": {**TASK["evaluator"], "surprise": 1}}, "unknown key"),
     ],
 )
-def test_an_invalid_task_file_is_left_out_by_name(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_an_invalid_task_file_is_left_out_by_name(tmp_path: Path, change: dict[str, Any], fault: str) -> None:
     write(tmp_path, TASK)
     (tmp_path / "examples" / "gimp" / "0001-b.json").write_text(json.dumps({**TASK, "id": "0001-b", **change}))
     catalogue = TaskCatalogue(osworld_tasks(tmp_path))
     assert [task.task_id for task in catalogue.list()] == ["osworld/0001-a"]
     [problem] = catalogue.problems
     assert problem.where.endswith("0001-b.json")
+    assert fault in problem.message
     with pytest.raises(TaskNotFound, match="left out"):
         catalogue.get("osworld/0001-b")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "3", '{"id": "a", "instruction": "b"}'])
-def test_a_file_that_is_not_a_task_is_left_out_by_name(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("{", "line 1 column 2"),
+        ("[]", "must be objects"),
+        ("3", "must be objects"),
+        ('{"id": "a", "instruction": "b"}', "'evaluator' is missing"),
+    ],
+)
+def test_a_file_that_is_not_a_task_is_left_out_by_name(tmp_path: Path, content: str, fault: str) -> None:
     write(tmp_path, TASK)
     (tmp_path / "examples" / "gimp" / "broken.json").write_text(content)
     files, [problem] = read_files(tmp_path)
     assert [file.task_id for file in files] == ["osworld/0001-a"]
     assert "broken.json" in problem.where
+    assert fault in problem.message
 
 
 def test_of_two_files_with_one_id_the_first_is_served(tmp_path: Path) -> None:
