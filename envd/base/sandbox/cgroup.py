@@ -355,8 +355,5 @@ def _remove(directory: str) -> bool:
 
 def write_file(path: str | Path, text: str) -> None:
     """Write to a file of the kernel, which is neither created nor truncated. Raises: OSError."""
-    handle = os.open(path, os.O_WRONLY)
-    try:
-        os.write(handle, text.encode())
-    finally:
-        os.close(handle)
+    with open(os.open(path, os.O_WRONLY), "w", encoding="ascii") as file:
+        file.write(text)
