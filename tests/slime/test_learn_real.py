@@ -344,6 +344,34 @@ def test_a_learner_weighs_the_tokens_of_a_step_by_its_setting(
         assert sorted(seen, key=len) == [pytest.approx(each) for each in wanted]
 
 
+def test_rows_of_one_screen_that_lie_apart_share_a_forward_pass_which_encodes_it_once(
+    policy: Any, frames: Any, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    from trainer.learn.reinforce import Learner
+    from trainer.learn.settings import SMOKE
+
+    row = rows_of_lengths()[0][0]
+    texts = prompts_of(policy)
+    # In this order, each pass of two rows would encode two screens.
+    rows = [replace(row, tokens=[*texts[image], *row.tokens[1:]], image=image) for image in [0, 1, 2] * 2]
+    settings = SMOKE.model_copy(update={"rl": SMOKE.rl.model_copy(update={"micro_rows": 2})})
+    nothing: Any = Discarded()
+    learner = Learner(policy, nothing, nothing, settings=settings, directory=tmp_path, log=nothing)
+    encoded: list[int] = []
+    embed = policy.model.model.visual.patch_embed
+    hook = embed.register_forward_pre_hook(
+        lambda _, arguments: encoded.append(len(arguments[0]) // (policy.grid[0] * policy.grid[1]))
+    )
+    try:
+        learner._gradient(rows, list(policy.patches(frames)), count=len(rows))
+    finally:
+        hook.remove()
+        policy.model.zero_grad(set_to_none=True)
+    assert encoded == [1, 1, 1]
+
+
 def test_the_gradient_does_not_depend_on_how_rows_are_split() -> None:
     import torch
 

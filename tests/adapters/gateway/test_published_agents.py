@@ -24,8 +24,6 @@ from trainer.slime.play.samples import facts_of, flatten
 CHECKOUTS = Path(os.environ.get("GATEWAY_AGENTS", ""))
 DRIVER = Path(__file__).parent / "published.py"
 ROOT = Path(__file__).parents[3]
-#: OSWorld's requirements contradict ours: `make osworld-agents-proof` makes the environment.
-PYTHONS = {"OSWorld": os.environ.get("OSWORLD_AGENTS_PYTHON", sys.executable)}
 #: In pixels of the screen.
 BUTTON = [819, 100]
 
@@ -79,7 +77,7 @@ async def test_a_published_agent_plays_a_task_and_its_rows_are_the_engines(name:
                 },
                 n_samples_per_prompt=1,
                 harness={
-                    "command": [PYTHONS.get(name, sys.executable), str(DRIVER), name, str(checkout)],
+                    "command": [sys.executable, str(DRIVER), name, str(checkout)],
                     "env": {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
                     "directory": str(tmp_path),
                 },

@@ -116,10 +116,15 @@ def test_help_joins_lines_and_a_wrong_number_is_refused_in_plain_words() -> None
 
 
 @pytest.mark.parametrize(("module", "ends"), [("colorsys", "loaded"), ("no_such_module", "missing")])
-def test_garbage_is_collected_again_after_an_import_and_its_objects_are_left_out(module: str, ends: str) -> None:
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_an_import_leaves_garbage_collection_on_or_off_and_its_objects_are_left_out(
+    was_enabled: bool, module: str, ends: str
+) -> None:
     code = f"""
 import gc
 from cuaenv.cli.lazy import LazyCommand
+if not {was_enabled}:
+    gc.disable()
 try:
     LazyCommand("x", target="{module}:rgb_to_hls", summary="").load()
     print("loaded", end=" ")
@@ -128,4 +133,4 @@ except ModuleNotFoundError:
 print(gc.isenabled(), gc.get_freeze_count() > 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
-    assert done.stdout.split() == [ends, "True", "True"]
+    assert done.stdout.split() == [ends, str(was_enabled), "True"]
