@@ -238,8 +238,7 @@ async def test_episodes_left_open_by_an_ended_loop_are_closed() -> None:
 
         async def ends_early() -> None:
             rollouts = [asyncio.create_task(hold()) for _ in range(8)]
-            while len(open_ids(served)) < 4:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(open_ids(served)) == 4)
             assert not any(task.done() for task in rollouts)
 
         await asyncio.to_thread(lambda: asyncio.run(ends_early()))
@@ -249,19 +248,22 @@ async def test_episodes_left_open_by_an_ended_loop_are_closed() -> None:
 async def test_a_close_that_runs_at_the_end_of_its_loop_is_completed() -> None:
     async with servers(4) as served:
         settings = ClientSettings(targets=targets(served), retry=IMPATIENT)
+        held: list[AsyncEpisode] = []
 
         async def hold(end: asyncio.Event) -> None:
-            async with shared_client(settings).reset(TASK, view=NOTHING):
+            async with shared_client(settings).reset(TASK, view=NOTHING) as episode:
+                held.append(episode)
                 await end.wait()
 
         async def ends_at_once() -> None:
             end = asyncio.Event()
             rollouts = [asyncio.create_task(hold(end)) for _ in range(4)]
-            while len(open_ids(served)) < 4:
-                await asyncio.sleep(0.01)
+            # The server has an episode before its client has the response, and only holders begin their close together.
+            await until(lambda: len(held) == 4)
             end.set()
-            while sum(task.get_name().startswith("close:") for task in asyncio.all_tasks()) < 4:
-                await asyncio.sleep(0)
+            async with asyncio.timeout(60):
+                while sum(task.get_name().startswith("close:") for task in asyncio.all_tasks()) < 4:
+                    await asyncio.sleep(0)
             assert not any(task.done() for task in rollouts)
 
         await asyncio.to_thread(lambda: asyncio.run(ends_at_once()))
