@@ -45,8 +45,7 @@ async def test_an_episode_without_a_block_holds_its_place_until_it_is_closed(
         first = await client.open(TASK, view=View(encoding="none"))
         assert (await first.step(Click(1, 2))).errors == ()
         second = asyncio.create_task(client.open(TASK))
-        while not client.statistics().gated_count:
-            await asyncio.sleep(0)
+        await until(lambda: client.statistics().gated_count == 1)
         assert len(episodes.resets) == 1
         await asyncio.gather(first.close(), first.close())
         await (await asyncio.wait_for(second, 60)).close()
@@ -294,8 +293,7 @@ async def test_a_reset_that_waits_logs_for_what(
     async with AsyncEnvClient(server.address) as client:
         opening = asyncio.create_task(client.open(TASK))
         text = f"waiting for pool desktop at {server.address}: preparing the template"
-        while text not in caplog.text:
-            await asyncio.sleep(0.01)
+        await until(lambda: text in caplog.text)
         episodes.reset_gate.set()
         await (await opening).close()
         assert [task for task in asyncio.all_tasks() if task.get_name().startswith("waits:")] == []

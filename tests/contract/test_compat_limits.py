@@ -14,6 +14,7 @@ from cuaenv.client import StepResult
 from envd.api.security.tokens import NewToken
 from envd.integrations.compat import callers
 from envd.integrations.compat.routes import MAX_BODY_BYTES
+from tests.support.clock import until
 from tests.support.compat import CompatWorld, compat_world, guarded_world
 
 SLIME, AREAL, SANDBOX = "slime-osworld", "areal", "areal-sandbox"
@@ -74,8 +75,9 @@ async def test_the_bytes_that_a_callers_bodies_hold_are_bounded(
 
     url = f"http://{world.addresses[AREAL]}/token/{alice.secret}/envs"
     held = asyncio.create_task(world.http.post(url, data=slow(90), headers=JSON | {"Content-Length": "90"}))
-    while not await _is_refused(world, alice, b"{}" + b" " * 20):
-        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        while not await _is_refused(world, alice, b"{}" + b" " * 20):
+            await asyncio.sleep(0)
     assert await post(world, AREAL, f"/token/{bob.secret}/envs", b"{}" + b" " * 20) == (200, "")
     arrived.set()
     async with await held as response:
@@ -135,8 +137,7 @@ async def test_a_session_whose_call_runs_is_not_idle(monkeypatch: pytest.MonkeyP
         body = {"episode_id": episode_id, "action": "WAIT", "pause": 0.5}
         stepping = asyncio.create_task(world.ok(SLIME, "/step", body))
         caller = await world.callers[SLIME].identify([])
-        while not caller.sessions[episode_id].call_count:
-            await asyncio.sleep(0)
+        await until(lambda: caller.sessions[episode_id].call_count == 1)
         await world.callers[SLIME].sweep()
         assert (await stepping)["step"] == 1
         await world.callers[SLIME].sweep()
@@ -163,8 +164,7 @@ async def test_a_step_whose_client_left_is_counted_for_the_next(monkeypatch: pyt
         await begun.wait()
         leaving.cancel()
         await asyncio.wait({leaving})
-        while session.call_count:
-            await asyncio.sleep(0.01)
+        await until(lambda: session.call_count == 0)
         assert (await world.ok(SLIME, "/step", body | {"pause": 0}))["step"] == 2
 
 
@@ -174,8 +174,9 @@ async def test_a_revoked_token_loses_its_sessions(tmp_path: Path) -> None:
         path = tmp_path / "tokens"
         path.write_text(f"{bob.line}\n", encoding="utf-8")
         reset = f"/token/{alice.secret}/envs/{session_id}/reset"
-        while (refusal := await world.call(AREAL, reset, {"task_config": TASK}))[0] == 200:
-            await asyncio.sleep(0.1)  # the file is looked at once a second
+        async with asyncio.timeout(60):
+            while (refusal := await world.call(AREAL, reset, {"task_config": TASK}))[0] == 200:
+                await asyncio.sleep(0.1)  # the file is looked at once a second
         assert (refusal[0], refusal[1]["reason"]) == (401, "UNAUTHENTICATED")
         assert await world.refused(AREAL, f"/token/{alice.secret}/envs", {}) == (401, "UNAUTHENTICATED")
         assert (await world.ok(AREAL, "/health"))["active_sessions"] == 0

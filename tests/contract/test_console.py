@@ -225,8 +225,9 @@ async def test_recordings_are_sorted_filtered_and_paged(tmp_path: Path, monkeypa
             return [each["run"] for each in page["recordings"]], page["matching"], page["total"]
 
         # The end of a recording is written after the response to the call that closes its episode.
-        while (await listed("state=no+state"))[1] != 1:
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while (await listed("state=no+state"))[1] != 1:
+                await asyncio.sleep(0.05)
         assert await listed("sort=steps") == (["one", "three"], 3, 3)
         assert await listed("sort=-steps") == (["three", "one"], 3, 3)
         assert await listed("sort=-steps&offset=2") == (["none"], 3, 3)  # without a value: last in both directions

@@ -93,8 +93,9 @@ async def test_a_person_acts_while_the_agent_is_refused_and_hands_back(
 async def recorded(daemon: Daemon, episode_id: str) -> Any:
     directory = daemon.config.recording.directory
     assert directory is not None
-    while not (recording := Library(directory).read(episode_id)).end:
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while not (recording := Library(directory).read(episode_id)).end:
+            await asyncio.sleep(0.02)
     return recording
 
 
@@ -120,8 +121,9 @@ async def test_a_page_that_is_gone_loses_control(
     async with AsyncEnvClient(daemon.address) as client, client.reset("fake/save-note") as episode:
         path = f"episodes/{episode.episode_id}"
         await page.post(f"{path}/control")
-        while (await other.post(f"{path}/control"))[0] == 409:
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60):
+            while (await other.post(f"{path}/control"))[0] == 409:
+                await asyncio.sleep(0.02)
         assert (await page.post(f"{path}/actions", actions=[CLICK]))[0] == 409
 
 
@@ -329,8 +331,9 @@ async def test_an_episode_that_a_person_controls_is_not_rolled_back(
         running = asyncio.create_task(episode.rollback(checkpoint))
         inner = daemon.service.find(episode.episode_id)
         assert inner is not None
-        while not inner.lock.locked():
-            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while not inner.lock.locked():
+                await asyncio.sleep(0)
         daemon.service.take_control(episode.episode_id, control_id=page.control, holder="")
         with pytest.raises(HumanInControl):
             await running

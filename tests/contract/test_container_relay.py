@@ -74,9 +74,11 @@ async def test_a_link_in_place_of_the_socket_leads_nowhere(tmp_path: Path) -> No
 
 
 async def test_closing_ends_open_connections_and_listens_no_more(relay: Relay, tmp_path: Path) -> None:
-    ended = asyncio.Event()
+    begun, ended = asyncio.Event(), asyncio.Event()
 
     async def wait_for_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(1)
+        begun.set()
         await reader.read()
         writer.close()
         ended.set()
@@ -85,11 +87,11 @@ async def test_closing_ends_open_connections_and_listens_no_more(relay: Relay, t
     port = await relay.open()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"x")
-    await asyncio.sleep(0.1)
+    await asyncio.wait_for(begun.wait(), 60)
     relay.close()
     assert await reader.read() == b""
     writer.close()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)
-    await ended.wait()
+    await asyncio.wait_for(ended.wait(), 60)
     server.close()

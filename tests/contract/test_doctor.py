@@ -1,6 +1,5 @@
 """`envd doctor` and the pools of a daemon that runs."""
 
-import asyncio
 import json
 import re
 import socket
@@ -17,6 +16,7 @@ from envd.base.config_sources import load
 from envd.cli import doctor
 from envd.cli.certs import make_development_certs, write_certs
 from tests.support.callers import Tokens
+from tests.support.clock import until
 from tests.support.command import run_envd
 from tests.support.faulty import Faults
 from tests.support.server import serve_fake
@@ -39,8 +39,7 @@ async def test_a_daemon_that_does_not_respond_is_a_warning(tmp_path: Path) -> No
 
 async def test_the_pools_of_a_running_daemon_are_checked(tmp_path: Path) -> None:
     async with serve_fake(size=1) as server:
-        while not server.pool.statistics().idle_count:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.pool.statistics().idle_count > 0)
         checks = await doctor.check_daemon(config_with(tmp_path, server.address), daemon_pid=42)
     assert [(check.name, check.status) for check in checks] == [("daemon", Status.OK), ("pool fake", Status.OK)]
     assert checks[1].detail == "healthy, 0 of 2 machines leased, 0 requested"
@@ -48,8 +47,7 @@ async def test_the_pools_of_a_running_daemon_are_checked(tmp_path: Path) -> None
 
 async def test_a_failing_pool_of_a_running_daemon_fails_with_its_problem(tmp_path: Path) -> None:
     async with serve_fake(size=1, faults=Faults(create_error="no memory left"), failing_after=1) as server:
-        while server.pool.statistics().healthy:
-            await asyncio.sleep(0.01)
+        await until(lambda: not server.pool.statistics().healthy)
         _, check = await doctor.check_daemon(config_with(tmp_path, server.address), daemon_pid=42)
     assert check.status is Status.FAIL
     assert "failing, 0 of 2 machines leased, 0 requested; " in check.detail
@@ -63,8 +61,7 @@ def secured(certs: dict[str, Path], **more: Any) -> SecurityConfig:
 async def daemon_checks(tmp_path: Path, security: SecurityConfig, *, tls: Tls | None = None) -> list[HostCheck]:
     async with serve_fake(size=1, security=security) as server:
         config = config_with(tmp_path, server.address).model_copy(update={"security": security})
-        while not server.pool.statistics().idle_count:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.pool.statistics().idle_count > 0)
         return await doctor.check_daemon(config, daemon_pid=42, tls=tls)
 
 

@@ -19,6 +19,7 @@ from envd.base.errors import GuestError, GuestUnresponsive
 from envd.base.streams import copy
 from envd.desktop.tunnel import open_port
 from envd.hypervisor.machine import MachineState
+from tests.support.clock import until
 from tests.support.local_guestd import LocalGuestd, serve_guestd
 from tests.support.served import EnvdProgram
 from tests.support.server import FakeServer, serve_fake
@@ -270,8 +271,7 @@ async def test_an_open_connection_keeps_the_guest_running_and_only_bytes_renew_t
             assert (await call.read()).data == b"!"
         await call.done_writing()
         await drained(call)
-        while machine.state.value != "paused":
-            await asyncio.sleep(0.001)
+        await until(lambda: machine.state is MachineState.PAUSED)
 
 
 async def test_a_connection_without_bytes_is_closed_after_its_idle_timeout(
@@ -300,8 +300,7 @@ async def test_a_client_that_stops_reading_keeps_the_guest_running_no_longer_tha
     async with streams(server) as open_stream:
         call = await open_stream(episode_id=episode.episode_id, port=PORT, idle_timeout=timedelta(seconds=1))
         await call.read()
-        while machine.state is not MachineState.PAUSED:
-            await asyncio.sleep(0.01)
+        await until(lambda: machine.state is MachineState.PAUSED)
         assert server.metrics.port_connections.labels(pool="fake")._value.get() == 0
         assert (await failure(call)).reason == "GUEST_REFUSED"
 
@@ -320,8 +319,7 @@ async def test_an_episode_has_a_limited_number_of_connections(server: FakeServer
         assert open_count._value.get() == MAX_CONNECTIONS
         for call in (*calls, another):
             call.cancel()
-        while open_count._value.get():
-            await asyncio.sleep(0.001)
+        await until(lambda: open_count._value.get() == 0)
 
 
 @pytest.mark.parametrize("port", [PORT, PORT + 1], ids=["unread by the guest", "unread by the client"])
@@ -367,12 +365,10 @@ async def test_cancelled_connections_with_unread_bytes_leave_no_descriptors_and_
             await call.read()
         filling = [asyncio.create_task(fill(call)) for call in calls] if port == PORT else []
         is_full = [writer.transport.get_write_buffer_size for writer in opened] if port == PORT else []
-        while not all(size() for size in is_full):
-            await asyncio.sleep(0.01)
+        await until(lambda: all(size() for size in is_full))
         for call in calls:
             call.cancel()
-        while open_count._value.get():
-            await asyncio.sleep(0.01)
+        await until(lambda: open_count._value.get() == 0)
         await asyncio.gather(*filling)
     assert len(opened) == MAX_CONNECTIONS
     assert [writer for writer in opened if writer.get_extra_info("socket").fileno() != -1] == []

@@ -14,6 +14,7 @@ from envd.desktop.gateway import GuestGateway, HostExit, _resolve, parse_head
 from envd.guests.guestd import gateway as guest_gateway
 from envd.guests.guestd import guest as guest_state
 from envd.guests.guestd.server import Server
+from tests.support.clock import until
 
 ALLOWED = AllowList(("example.org", "*.example.net", "api.test:8443", "192.0.2.7:81"))
 
@@ -340,8 +341,8 @@ async def test_opening_a_forks_gateway_drops_connections_of_its_template(guest: 
         connection.request("POST", "/envd/gateway/wait")
         assert connection.sock.recv(1000).startswith(b"HTTP/1.1 101 ")
         stale.append(connection)
-    while len(guest.guest.gateway._waiting) < len(stale):  # guestd answers before it offers the connection
-        await asyncio.sleep(0.001)
+    # guestd answers before it offers the connection.
+    await until(lambda: len(guest.guest.gateway._waiting) == len(stale))
     gateway = gateway_to(guest, f"127.0.0.1:{origin}")
     await gateway.open()
     try:

@@ -29,6 +29,7 @@ from envd.tasks.checkers.files import Directory, FileText, judge_directory, judg
 from envd.tasks.checkers.images import ImageLike, judge_image
 from envd.tasks.checkers.programs import ProcessRunning, WindowPresent, judge_processes, judge_windows
 from envd.tasks.text import CheckOutcome
+from tests.support.clock import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -132,8 +133,7 @@ def status(pid: int) -> dict[str, str]:
 
 
 async def all_gone(*pids: int) -> None:
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        await asyncio.sleep(0.01)
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def reach_out(token_file: str) -> CheckOutcome:
@@ -227,8 +227,7 @@ async def test_processes_that_a_job_has_started_end_with_it(judges: JudgeWorkers
     other = asyncio.create_task(judges(leave_a_process))
     assert (await other).evidence == "left one"
     assert not job.done()
-    while sorted(below(judges._server.pid)) != sorted([supervisor, judge]):
-        await asyncio.sleep(0.01)
+    await until(lambda: sorted(below(judges._server.pid)) == sorted([supervisor, judge]))
     job.cancel()
     await all_gone(supervisor, judge)
 
@@ -249,8 +248,7 @@ async def test_a_fork_server_that_was_killed_is_started_again(judges: JudgeWorke
     with pytest.raises(EvaluatorFailed, match="was ended"):
         await job
     await all_gone(supervisor, judge)
-    while judges._server.pid:
-        await asyncio.sleep(0.01)
+    await until(lambda: not judges._server.pid)
     assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
     assert judges._server.pid != first
 

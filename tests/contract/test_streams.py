@@ -62,8 +62,9 @@ async def test_connections_beyond_the_limit_are_refused_until_others_end(service
             writers.append(writer)
         assert service.count == LIMIT
         writers[0].close()
-        while not (await echo_and_close(port)):
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(60):
+            while not (await echo_and_close(port)):
+                await asyncio.sleep(0.001)
     for writer in writers:
         writer.close()
 

@@ -35,6 +35,7 @@ from envd.episodes.recording.records import Kind, read_records
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.types import ResetCommand, StepCommand
 from envd.tasks.model import Task
+from tests.support.clock import until
 from tests.support.faulty import FakeHost
 from tests.support.mcp_client import client_of
 from tests.support.scripted_replies import ScriptedReplies
@@ -235,8 +236,7 @@ async def test_a_command_during_which_the_daemon_is_killed_is_never_run_again(tm
         episode = server.service._registry.get(episode_id)
         files = options["host"].machines[episode.machine.machine_id].files
         running = asyncio.create_task(server.service.step(_step(episode_id, 0, command)))
-        while "/home/user/count.txt" not in files:
-            await asyncio.sleep(0.01)
+        await until(lambda: "/home/user/count.txt" in files)
         await server.kill()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

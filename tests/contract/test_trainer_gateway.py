@@ -314,8 +314,9 @@ async def test_a_harness_that_disconnects_leaves_no_turn_and_ends_the_engines_re
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
-            while world.engine.cancelled < 1 + streams:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while world.engine.cancelled < 1 + streams:
+                    await asyncio.sleep(0.01)
             world.engine.held.set()
         ask["messages"] += [{"role": "assistant", "content": "ok"}, shown("on")]
         await client.chat.completions.create(**ask)

@@ -11,6 +11,7 @@ import pytest
 
 from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Click, Done, GuestFailed, StepResult, Wait
 from envd.tasks.model import Task
+from tests.support.clock import until
 from tests.support.faulty import Faults
 from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.scripted_replies import ScriptedReplies
@@ -224,9 +225,8 @@ async def test_an_episode_whose_time_ends_during_a_step_is_evaluated(monkeypatch
             async def step_until_timeout(*actions: Action, **options: Any) -> StepResult:
                 running = asyncio.ensure_future(step(*actions, **options))
                 served = server.service._registry.get(episode.episode_id)
-                while isinstance(actions[0], Wait) and not served.lock.locked():
-                    await asyncio.sleep(0.01)
                 if isinstance(actions[0], Wait):
+                    await until(served.lock.locked)
                     limits[0].reschedule(asyncio.get_running_loop().time())
                 return await running
 

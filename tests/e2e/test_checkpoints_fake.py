@@ -49,6 +49,7 @@ from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.types import CheckpointCommand
 from envd.tasks import perturbations
 from tests.support.callers import Tokens
+from tests.support.clock import until
 from tests.support.command import run_envd
 from tests.support.server import FakeServer, served_client
 
@@ -467,12 +468,10 @@ async def test_automatic_checkpoints_of_one_owner_are_bounded(
         assert failures == 5
         assert caplog.text.count("no automatic checkpoint: the daemon: 3 of them are being written") == 1
         gate.opened.set()
-        while server.hypervisor.host.captures:
-            await asyncio.sleep(0.01)
+        await until(lambda: not server.hypervisor.host.captures)
         assert len(await client.list_checkpoints()) == 3
         await typed(episode, "i")
-        while server.hypervisor.host.captures:
-            await asyncio.sleep(0.01)
+        await until(lambda: not server.hypervisor.host.captures)
         assert len(await client.list_checkpoints()) == 4
 
 
@@ -486,8 +485,7 @@ async def test_a_daemon_that_stops_does_not_wait_for_all_automatic_checkpoints(
             await typed(episode, *"abcdefgh")
         await gate.entering(2)
         stopping = asyncio.create_task(server.service.aclose())
-        while "automatic checkpoints are not stored: the daemon stops" not in caplog.text:
-            await asyncio.sleep(0.01)
+        await until(lambda: "automatic checkpoints are not stored: the daemon stops" in caplog.text)
         gate.opened.set()
         await stopping
     assert len(store_in(tmp_path).list()) == 2
@@ -569,10 +567,11 @@ async def test_the_command_opens_a_checkpoint_until_it_is_interrupted(tmp_path: 
             env={**os.environ, "ENVD_TARGET": server.address},
         )
         assert command.stdout is not None
+        assert command.stderr is not None
         opened = (await command.stdout.readline()).decode().strip()
+        assert "at step 1" in (await command.stderr.readline()).decode()
         assert {each.episode_id for each in await client.list_episodes()} == {episode.episode_id, opened}
         command.send_signal(signal.SIGINT)
         _, err = await command.communicate()
-        assert "at step 1" in err.decode()
         assert err.decode().endswith("closed\n")
         assert [each.episode_id for each in await client.list_episodes()] == [episode.episode_id]

@@ -165,7 +165,9 @@ def test_after_a_daemon_was_killed_clients_get_machine_lost_and_recorded_scores(
 
         caller = threading.Thread(target=step, daemon=True)  # it outlives a test that fails
         caller.start()
+        deadline_s = time.monotonic() + 60
         while not started_steps(state_dir):
+            assert time.monotonic() < deadline_s, "the step did not start within a minute"
             time.sleep(0.05)
         first.end(signal.SIGKILL)
         with serve(state_dir, "--pool", "2", listen=listen) as successor:

@@ -98,7 +98,8 @@ async def test_rollouts_survive_killed_and_stopped_daemons_and_use_them_again_af
         rollouts = Rollouts(client)
         playing = [asyncio.create_task(rollouts.play()) for _ in range(16)]
         await until(lambda: rollouts.paused == dict.fromkeys((killed, stopping, staying), 4))
-        daemons.running["stopping"].process.send_signal(signal.SIGTERM)
+        daemons.running["stopping"].send(signal.SIGTERM)
+        await asyncio.to_thread(daemons.running["stopping"].wait_for, "(draining)")
         daemons.end("killed", signal.SIGKILL)
         rollouts.dead_target = killed
         rollouts.go.set()

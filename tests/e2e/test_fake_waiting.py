@@ -7,6 +7,7 @@ import pytest
 
 from cuaenv import client as wire
 from cuaenv.client import AsyncEnvClient, Click, Done
+from tests.support.clock import until
 from tests.support.faulty import Faults
 from tests.support.server import serve_fake
 
@@ -28,8 +29,7 @@ async def test_hundreds_of_waiting_resets_on_one_connection_delay_nothing_else()
         async with client.reset(TASK, view=NOTHING) as episode:
             # More than 100 calls, a common HTTP/2 limit of concurrent streams.
             parked = [asyncio.create_task(reset_and_close(client)) for _ in range(200)]
-            while sum(server.pool.statistics().waiting_by_run.values()) < len(parked):
-                await asyncio.sleep(0.01)
+            await until(lambda: sum(server.pool.statistics().waiting_by_run.values()) == len(parked))
             assert (await episode.step(Click(x=10, y=10), view=NOTHING)).step_count == 1
             await episode.observe(view=NOTHING)
             await episode.step(Done(), view=NOTHING)
@@ -48,8 +48,7 @@ async def test_a_failing_pool_is_reported_before_the_deadline_with_the_retry_tim
         serve_fake(size=1, faults=Faults(create_error="no memory left"), failing_after=2) as server,
         AsyncEnvClient(server.address, retry=ONE_ATTEMPT) as client,
     ):
-        while not server.pool.statistics().problem.startswith("2 failures in a row"):
-            await asyncio.sleep(0.01)
+        await until(lambda: server.pool.statistics().problem.startswith("2 failures in a row"))
         # The advised retry does not fit into the deadline, so the client raises the error.
         with pytest.raises(wire.Unavailable, match="no memory left") as caught:
             await asyncio.wait_for(reset_once(client), 60)

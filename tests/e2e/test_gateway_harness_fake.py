@@ -1,6 +1,5 @@
 """slime's generate function plays a harness, a process of its own, against a gateway and a drawn desktop."""
 
-import asyncio
 import itertools
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.clock import until
 from tests.support.counting import AGENT, PARAMS, TASK, turn_in
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
@@ -44,8 +44,7 @@ def args_of(server: FakeServer, fault: str = "none", *, harness: dict[str, Any] 
 
 
 async def all_returned(server: FakeServer) -> None:
-    while server.pool.statistics().leased_count:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.pool.statistics().leased_count == 0)
 
 
 async def played(args: Any) -> list[Any]:

@@ -158,15 +158,16 @@ async def test_threads_that_open_while_their_client_is_closed_leave_no_episode()
 
 
 CLOSING = """\
-import asyncio, os, signal, sys, threading
+import asyncio, os, signal, sys
 from cuaenv.client import EnvClient
 
 client = EnvClient(sys.argv[1])
 client.reset("fake/count-to-five")
 client.reset("fake/count-to-five")
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 aclose = client._inner.aclose
 async def slow():
+    await asyncio.sleep(0.2)  # By now the main thread waits in `close`.
+    os.kill(os.getpid(), signal.SIGINT)
     await asyncio.sleep(0.5)
     await aclose()
 client._inner.aclose = slow

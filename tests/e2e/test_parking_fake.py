@@ -114,6 +114,13 @@ def is_parked(server: FakeServer, episode: AsyncEpisode) -> bool:
     return server.service.machine_ids()[episode.episode_id].startswith("parked-")
 
 
+async def until_in_call(server: FakeServer, episode: AsyncEpisode) -> None:
+    """Wait until a step of an episode has begun: until then its machine can be taken."""
+    found = server.service.find(episode.episode_id)
+    assert found is not None
+    await until(found.lock.locked)
+
+
 def command(episode_id: str, index: int, action: Action) -> StepCommand:
     return StepCommand(
         request_id=f"step-{index}", episode_id=episode_id, step_index=index, actions=(action,), fingerprint=b"f"
@@ -324,7 +331,7 @@ async def test_all_machines_in_calls_refuse_a_parked_episode_for_now(
         first, second = await opened(client, 2)
         await until(lambda: is_parked(server, first))
         busy = asyncio.create_task(second.step(Wait(timedelta(seconds=1.5))))
-        await asyncio.sleep(0.1)
+        await until_in_call(server, second)
         with pytest.raises(errors.PoolExhausted, match="in calls"):
             await server.service.step(command(first.episode_id, 0, EDITOR))
         await busy
@@ -340,7 +347,7 @@ async def test_a_call_whose_caller_is_gone_gives_up_its_place(tmp_path: Path, mo
         first, second = await opened(client, 2)
         await until(lambda: is_parked(server, first))
         busy = asyncio.create_task(second.step(Wait(timedelta(seconds=3.0))))
-        await asyncio.sleep(0.1)
+        await until_in_call(server, second)
         calls = [
             asyncio.create_task(server.service.step(command(first.episode_id, 0, EDITOR))),
             asyncio.create_task(first.observe(refresh=True)),

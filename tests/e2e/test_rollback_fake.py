@@ -50,6 +50,7 @@ from envd.tasks import perturbations
 from envd.tasks.text import ScoreResult
 from envd.tasks.user import Exchange
 from tests.support.callers import Tokens
+from tests.support.clock import until
 from tests.support.faulty import FakeHost, Faults
 from tests.support.server import FakeServer, served_client, with_user
 
@@ -72,6 +73,11 @@ async def served(directory: Path, **options: Any) -> AsyncIterator[tuple[FakeSer
 
 def machines_of(server: FakeServer) -> set[str]:
     return set(server.service.machine_ids().values())
+
+
+async def until_queued(episode: Any, count: int) -> None:
+    """Wait until `count` calls wait for an episode's lock. A rollback reads its checkpoint before it waits."""
+    await until(lambda: len(episode.lock._waiters or ()) == count)
 
 
 async def stored(client: AsyncEnvClient, *, count: int) -> list[Checkpoint]:
@@ -332,12 +338,9 @@ async def test_an_evaluation_behind_a_rollback_does_not_score_the_next_attempt(t
         (found,) = server.service.episodes
         async with found.lock:
             rollback = asyncio.create_task(episode.rollback(checkpoint))
-            # It reads the checkpoint first.
-            while not found.lock._waiters:
-                await asyncio.sleep(0)
+            await until_queued(found, 1)
             evaluation = asyncio.create_task(episode.evaluate())
-            while len(found.requests) < 3:
-                await asyncio.sleep(0)
+            await until(lambda: len(found.requests) == 3)
         await rollback
         with pytest.raises(Conflict, match="now in epoch 2 at step 0"):
             await evaluation
@@ -350,14 +353,11 @@ async def test_a_rollback_waits_for_a_step_and_refuses_those_behind_it(tmp_path:
         (found,) = server.service.episodes
         async with found.lock:
             step = asyncio.create_task(episode.step(EDITOR))
-            while len(found.requests) < 2:
-                await asyncio.sleep(0)
+            await until_queued(found, 1)
             rollback = asyncio.create_task(episode.rollback(checkpoint))
-            while len(found.requests) < 3:
-                await asyncio.sleep(0)
+            await until_queued(found, 2)
             late = asyncio.create_task(episode.step(EDITOR))
-            while len(found.requests) < 4:
-                await asyncio.sleep(0)
+            await until_queued(found, 3)
         assert (await step).step_count == 1
         assert (await rollback).frame_id == checkpoint.frame_id
         with pytest.raises(Conflict):
@@ -404,11 +404,6 @@ async def test_calls_that_are_overtaken_fail_and_harm_nothing(tmp_path: Path) ->
             async with aclosing(episode.frames(max_rate_hz=60)) as frames:
                 async for frame in frames:
                     shown.append(frame.frame_id)
-
-        async def until(condition: Callable[[], bool]) -> None:
-            async with asyncio.timeout(30):
-                while not condition():
-                    await asyncio.sleep(0.01)
 
         watching = asyncio.create_task(watch())
         (found,) = server.service.episodes

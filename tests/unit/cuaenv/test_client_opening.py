@@ -15,6 +15,7 @@ from cuaenv.client.credentials import Access
 from cuaenv.client.opening import Opener, log_waits, wait_reason
 from cuaenv.client.targets import Address
 from cuaenv.v1 import env_pb2
+from tests.support.clock import until
 
 PATIENCE_S = 0.05
 QUICK = RetryPolicy(
@@ -143,8 +144,7 @@ async def test_an_opening_whose_caller_is_gone_is_closed_by_its_id() -> None:
     assert not daemon.silent.is_set(), "its attempt is cancelled"
     assert (opener.open_count, opener.leftover_count, daemon.closed) == (0, 1, ["r1"])
     may_end.set()
-    while opener.leftover_count:
-        await asyncio.sleep(0)
+    await until(lambda: opener.leftover_count == 0)
     await daemon.aclose()
 
 

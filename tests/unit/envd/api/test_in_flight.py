@@ -7,6 +7,7 @@ import pytest
 
 from envd.api.security.guard import MAX_BYTES, MAX_RECEIVING, CallerLoad, RunningCall
 from envd.base.errors import InvalidRequest, RateLimited
+from tests.support.clock import until
 
 
 def test_a_caller_has_a_maximum_of_running_calls() -> None:
@@ -57,11 +58,9 @@ async def test_few_requests_of_a_caller_are_received_at_once_and_the_rest_wait()
 
     calls: dict[str, CallerLoad] = {}
     received = asyncio.gather(*(receive(calls, "a") for _ in range(3 * MAX_RECEIVING)))
-    while receiving < MAX_RECEIVING:
-        await asyncio.sleep(0)
+    await until(lambda: receiving == MAX_RECEIVING)
     other = asyncio.ensure_future(receive(calls, "b"))
-    while receiving < MAX_RECEIVING + 1:
-        await asyncio.sleep(0)
+    await until(lambda: receiving == MAX_RECEIVING + 1)
     gate.set()
     assert await received == [b"x"] * (3 * MAX_RECEIVING)
     assert await other == b"x"

@@ -4,6 +4,7 @@ import queue
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,16 +37,26 @@ def test_the_signal_pipe_of_the_event_loop_has_a_high_number_only_if_low_ones_ar
     assert (int(done.stdout) < 32) is is_low
 
 
-def test_a_process_ends_by_force_only_when_no_machine_has_ended_for_the_limit(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_ends_by_force_only_when_no_machine_has_ended_for_the_limit(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left = ["m-1", "m-2", "m-3"]
+    now_s = 0.0
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with ended_by_force(lambda: tuple(left), drain_s=0.2, limit_s=0.6, end=ended.put):
-        for _ in range(2):
-            time.sleep(0.5)
-            assert ended.empty()
+
+    def machine_ids() -> tuple[str, ...]:
+        """Advance the clock by a check, a quarter of the limit; the first two machines end shortly before a limit."""
+        nonlocal now_s
+        now_s += 0.125
+        if now_s in (0.75, 1.125):
             left.pop()
-        assert ended.get(timeout=30) == 1
-    assert "did not stop within 0.6 s: machines m-1 are not destroyed" in caplog.text
+        return tuple(left)
+
+    monkeypatch.setattr("envd.daemon.process.time", SimpleNamespace(monotonic=lambda: now_s))
+    with ended_by_force(machine_ids, drain_s=0.25, limit_s=0.5, end=ended.put):
+        assert ended.get(timeout=60) == 1
+    assert now_s == 1.125 + 0.5
+    assert "did not stop within 0.5 s: machines m-1 are not destroyed" in caplog.text
 
 
 def test_a_process_whose_daemon_has_stopped_continues() -> None:

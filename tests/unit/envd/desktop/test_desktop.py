@@ -34,6 +34,7 @@ from envd.desktop.observation import (
     SettleResult,
 )
 from envd.desktop.settler import settle
+from tests.support.clock import until
 from tests.support.display import QUICK_PAUSES, FakeDisplay, pseudo_rect
 
 QUICK = SettlePolicy(quiet_ms=20, max_ms=60_000)
@@ -642,8 +643,7 @@ async def test_a_closed_desktop_leaves_memory_without_a_garbage_collection(
         await desk.close()
         left = weakref.ref(desk), weakref.ref(desk._screen)
         del desk
-        while any(each() is not None for each in left):
-            await asyncio.sleep(0.01)
+        await until(lambda: all(each() is None for each in left))
     finally:
         if was_enabled:
             gc.enable()

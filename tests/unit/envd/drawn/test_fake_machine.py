@@ -10,6 +10,7 @@ from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError
 from envd.base.losses import LossOwner
 from envd.drawn import fake_image
 from envd.hypervisor.machine import Accelerator, MachineSpec, MachineState
+from tests.support.clock import until
 from tests.support.fake_agent import ask
 from tests.support.faulty import Faults, FaultyHypervisor, FaultyMachine
 from tests.support.hostile import AgentAttack, hostile_agent
@@ -76,8 +77,7 @@ async def test_programs_can_react_late_but_not_while_the_machine_is_paused(hyper
     assert machine.desktop.editor.text_area.text == ""
     machine.key_input(30, down=True)
     await machine.resume()
-    while machine.input_count < 6:
-        await asyncio.sleep(0.005)
+    await until(lambda: machine.input_count == 6)
     assert machine.desktop.editor.text_area.text == "abc"
 
 

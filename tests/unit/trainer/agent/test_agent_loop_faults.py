@@ -234,8 +234,9 @@ async def test_cancellation_passes_through() -> None:
     never = asyncio.Event()
     desktop = Desktop(stepping=never)
     running = asyncio.create_task(run(desktop, Model()))
-    while not desktop.step_count:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        while not desktop.step_count:
+            await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

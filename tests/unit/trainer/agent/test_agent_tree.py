@@ -187,8 +187,9 @@ async def test_a_member_cancelled_when_its_fork_arrives_leaves_no_machine(hall: 
     members = [asyncio.create_task(hall.live(stay)) for _ in range(2)]
     await settled()
     branching = asyncio.create_task(hall.branch())
-    while not hall.copies:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        while not hall.copies:
+            await asyncio.sleep(0)
     members[1].cancel()
     await branching
     await settled()

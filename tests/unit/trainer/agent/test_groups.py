@@ -129,8 +129,9 @@ async def test_a_cancelled_member_leaves_the_group_open_without_its_slot() -> No
 async def test_a_member_cancelled_when_its_group_opens_leaves_no_episode() -> None:
     hall, groups = Hall(), Groups()
     came = asyncio.create_task(hall.member(groups, size=1))
-    while not hall.groups:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        while not hall.groups:
+            await asyncio.sleep(0)
     came.cancel()
     await asyncio.wait({came})
     assert (came.cancelled(), hall.open_count) == (True, 0)

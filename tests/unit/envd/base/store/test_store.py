@@ -26,6 +26,7 @@ from envd.base.store.store import (
     delete_machine,
     upsert,
 )
+from tests.support.clock import until
 
 WRONG = Statement("INSERT INTO nowhere VALUES (1)", ())
 
@@ -215,8 +216,7 @@ async def test_writes_of_one_loop_iteration_are_one_commit(store: SqliteStore, p
     await store.commit(upsert(machine("three")))
     assert len(commits) == 1
     store.write_soon(delete_machine("two"))
-    while seen_from_outside(path) != ["one", "three"]:
-        await asyncio.sleep(0.01)
+    await until(lambda: seen_from_outside(path) == ["one", "three"])
     assert len(commits) == 2
 
 
@@ -273,8 +273,7 @@ async def test_the_database_shrinks_when_its_rows_are_deleted(path: Path, clock:
     store = SqliteStore(path, monotonic=clock, max_log_bytes=1_000_000)
     log = path.with_name(f"{path.name}-wal")
     await store.commit(*(upsert(large(number)) for number in range(40)))
-    while path.stat().st_size < 20_000_000:
-        await asyncio.sleep(0.01)
+    await until(lambda: path.stat().st_size >= 20_000_000)
     await store.commit(*(statement for number in range(40) for statement in delete_episode(f"ep-{number}")))
     async with asyncio.timeout(60):
         while path.stat().st_size > 6_000_000 or log.stat().st_size > 1_000_000:
