@@ -240,8 +240,9 @@ compat-proof: deps $(STAMP) ## Test the compatibility protocols with other syste
 	@$(RECORD) $@
 
 osworld-agents-proof: deps $(STAMP) ## Test OSWorld's own runner and agent on a real machine (OSWORLD: a checkout; needs root; installs 1.5 GB)
-	@[[ -f "$(OSWORLD)/run.py" && -d "$(OSWORLD)/mm_agents" ]] || { echo "osworld-agents-proof: OSWORLD '$(OSWORLD)': no checkout" \
-		"with run.py and mm_agents; clone $(OSWORLD_URL) and set OSWORLD to the directory" >&2; exit 1; }
+	@[[ -f "$(OSWORLD)/run.py" && -f "$(OSWORLD)/scripts/python/run_multienv.py" ]] || { echo "osworld-agents-proof:" \
+		"OSWORLD '$(OSWORLD)': no checkout with run.py and scripts/python/run_multienv.py; clone $(OSWORLD_URL)" \
+		"and set OSWORLD to the directory" >&2; exit 1; }
 	@$(MAKE) $(AGENTS_STAMP)
 	@$(BIN)/envd image build osworld
 	@OSWORLD="$(abspath $(OSWORLD))" OSWORLD_AGENTS_PYTHON="$$PWD/$(AGENTS_VENV)/bin/python" \

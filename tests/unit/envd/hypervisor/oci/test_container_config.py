@@ -9,11 +9,12 @@ import pytest
 from envd.base.checks import Status
 from envd.base.errors import ConfigError, HypervisorError
 from envd.base.losses import LossOwner
+from envd.base.sandbox.cgroup import group_below
 from envd.hypervisor.machine import DiskImage, Firmware, GuestOs, MachineSpec
 from envd.hypervisor.oci import ids, images
 from envd.hypervisor.oci.bundle import container_config
 from envd.hypervisor.oci.checks import check_inotify, check_limits
-from envd.hypervisor.oci.control_groups import _group, own_groups
+from envd.hypervisor.oci.control_groups import own_groups
 from envd.hypervisor.oci.hypervisor import _check_path_length
 from envd.hypervisor.oci.images import find_debugfs, obstacle
 from envd.hypervisor.oci.machine import _loss_by_exit
@@ -118,8 +119,8 @@ def test_images_that_containers_cannot_run_are_named_with_the_remedy(image: Disk
 
 
 def test_groups_are_found_and_not_repeated_in_a_path() -> None:
-    assert _group("/sys/fs/cgroup", "/", "/a/b") == Path("/sys/fs/cgroup/a/b")
-    assert _group("/sys/fs/cgroup/memory", "/docker/1", "/docker/1/envd") == Path("/sys/fs/cgroup/memory/envd")
+    assert group_below("/sys/fs/cgroup", "/", "/a/b") == "/sys/fs/cgroup/a/b"
+    assert group_below("/sys/fs/cgroup/memory", "/docker/1", "/docker/1/envd") == "/sys/fs/cgroup/memory/envd"
     for directory in own_groups().values():
         assert (directory / "cgroup.procs").exists()
 
