@@ -257,10 +257,17 @@ def _read_tokenizer(checkpoint: Path) -> tuple[Any, Any]:
 class RowSource:
     """Batches from processes that draw. Use as a context manager."""
 
-    def __init__(self, settings: Settings, checkpoint: Path, device: torch.device, *, seed: int) -> None:
-        """Start the processes."""
+    def __init__(
+        self, settings: Settings, checkpoint: Path, device: torch.device, *, seed: int, screens: int = 0
+    ) -> None:
+        """Start the processes.
+
+        Args:
+            screens: Of a batch; 0 for `base.screens`.
+        """
         count = settings.base.processes or max(1, len(os.sched_getaffinity(0)) // 2 // _world())
         self._settings, self._device = settings, device
+        self._count = screens or settings.base.screens
         self._processes = [
             WorkerProcess(_send_rows, settings, checkpoint, seed + index, name=f"screens-{index}")
             for index in range(count)
@@ -306,7 +313,7 @@ class RowSource:
             while not self._is_closed:
                 for pipe in wait([*pipes], timeout=1.0):
                     parts.append(self._rows_of(bytearray(pipe.recv_bytes())))  # type: ignore[union-attr]
-                    if len(parts) * _SCREENS_AT_ONCE >= self._settings.base.screens:
+                    if len(parts) * _SCREENS_AT_ONCE >= self._count:
                         with self.pause, torch.cuda.stream(copying):
                             batch = self._joined(parts)
                             if copying is not None:
@@ -329,8 +336,7 @@ class RowSource:
         return found
 
     def _joined(self, parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        count = self._settings.base.screens
-        joined = {name: torch.cat([part[name] for part in parts])[:count] for name in _COLUMNS}
+        joined = {name: torch.cat([part[name] for part in parts])[: self._count] for name in _COLUMNS}
         if self._device.type == "cuda":
             joined = {name: each.pin_memory().to(self._device, non_blocking=True) for name, each in joined.items()}
         return joined
@@ -440,7 +446,7 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
                 waited_s = time.monotonic() - waited_s
                 along = max(done / options.steps, trained_s / options.seconds if options.seconds else 0.0)
                 rate = cosine(done, along, peak=options.learning_rate, warmup=options.warmup_steps)
-                loss, count = _loss(policy, batch)
+                loss, count = screens_loss(policy, batch)
                 norm = train_step(policy.model, optimizer, loss, learning_rate=rate, what=f"base step {done}")
                 trained_s, count = _agreed(seconds(), count, policy.device)
                 done, samples = done + 1, samples + count
@@ -485,7 +491,7 @@ def write_untrained(settings: Settings, directory: Path, *, seed: int) -> None:
     write_checkpoint(directory, pieces=pieces, size=SIZES[settings.size], seed=seed)
 
 
-def _loss(policy: Policy, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+def screens_loss(policy: Policy, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
     """Return the mean loss of the replies' tokens, and the number of replies."""
     if policy.device.type == "cuda":
         for column in batch.values():
