@@ -177,7 +177,7 @@ def test_the_stage_runs_resumes_and_starts_the_demonstrations(tmp_path: Path) ->
     assert cloned.returncode == 0, cloned.stderr[-3000:]
     assert "cloning will start from" in cloned.stderr
     keeps = tmp_path / "keeps.yaml"
-    keeps.write_text("clone: {screens: 4}\n")
+    keeps.write_text("clone: {keeps_reading: true}\n")
     cloned = learn("clone", "--config", str(keeps))
     assert cloned.returncode == 0, cloned.stderr[-3000:]
     lines = [json.loads(line) for line in (run / "clone" / "metrics.jsonl").read_text().splitlines()]

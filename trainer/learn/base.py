@@ -257,17 +257,10 @@ def _read_tokenizer(checkpoint: Path) -> tuple[Any, Any]:
 class RowSource:
     """Batches from processes that draw. Use as a context manager."""
 
-    def __init__(
-        self, settings: Settings, checkpoint: Path, device: torch.device, *, seed: int, screens: int = 0
-    ) -> None:
-        """Start the processes.
-
-        Args:
-            screens: Of a batch; 0 for `base.screens`.
-        """
+    def __init__(self, settings: Settings, checkpoint: Path, device: torch.device, *, seed: int) -> None:
+        """Start the processes."""
         count = settings.base.processes or max(1, len(os.sched_getaffinity(0)) // 2 // _world())
         self._settings, self._device = settings, device
-        self._count = screens or settings.base.screens
         self._processes = [
             WorkerProcess(_send_rows, settings, checkpoint, seed + index, name=f"screens-{index}")
             for index in range(count)
@@ -313,7 +306,7 @@ class RowSource:
             while not self._is_closed:
                 for pipe in wait([*pipes], timeout=1.0):
                     parts.append(self._rows_of(bytearray(pipe.recv_bytes())))  # type: ignore[union-attr]
-                    if len(parts) * _SCREENS_AT_ONCE >= self._count:
+                    if len(parts) * _SCREENS_AT_ONCE >= self._settings.base.screens:
                         with self.pause, torch.cuda.stream(copying):
                             batch = self._joined(parts)
                             if copying is not None:
@@ -336,7 +329,8 @@ class RowSource:
         return found
 
     def _joined(self, parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        joined = {name: torch.cat([part[name] for part in parts])[: self._count] for name in _COLUMNS}
+        count = self._settings.base.screens
+        joined = {name: torch.cat([part[name] for part in parts])[:count] for name in _COLUMNS}
         if self._device.type == "cuda":
             joined = {name: each.pin_memory().to(self._device, non_blocking=True) for name, each in joined.items()}
         return joined

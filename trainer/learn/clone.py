@@ -132,12 +132,10 @@ def clone(
     with ExitStack() as running:
         play = running.enter_context(validation(policy))
         screens = None
-        if options.screens:
+        if options.keeps_reading:
             # Other screens than those of the base, whose last five digits are lower.
             first_seed = (seed * 1000 + done) * 100_000 + 99_000
-            screens = running.enter_context(
-                RowSource(settings, demos / "model", policy.device, seed=first_seed, screens=options.screens)
-            )
+            screens = running.enter_context(RowSource(settings, demos / "model", policy.device, seed=first_seed))
         while done < options.steps and not is_enough(options, checks):
             spent = (time.monotonic() - started_s) / options.seconds if options.seconds else 0.0
             if spent > 1:
