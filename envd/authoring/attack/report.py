@@ -103,8 +103,9 @@ class Acceptance:
 
     def __str__(self) -> str:
         share = self.accepted_count / self.mutant_count
+        tasks = "1 task" if self.task_count == 1 else f"{self.task_count} tasks"
         return (
-            f"{self.accepted_count} of {self.mutant_count} wrong mutants of {self.task_count} tasks accepted,"
+            f"{self.accepted_count} of {self.mutant_count} wrong mutants of {tasks} accepted,"
             f" {share:.0%} ({self.low:.0%} to {self.high:.0%})"
         )
 
@@ -113,7 +114,7 @@ def acceptance(suite: str, family: str, tallies: Sequence[tuple[int, int]]) -> A
     """Return the row of tasks, each with how many of its mutants were accepted and how many were scored.
 
     Mutants of one task are alike, so the bootstrap draws whole tasks. If all or none of the mutants are accepted, the
-    other end of the interval is that of the rule of three, in tasks.
+    other end of the interval is that of the rule of three, in tasks. One task does not bound the share of others.
     """
     draw = random.Random(0)  # noqa: S311 -- for statistics
     shares = []
@@ -124,7 +125,9 @@ def acceptance(suite: str, family: str, tallies: Sequence[tuple[int, int]]) -> A
     low, high = shares[int(_DRAWS * 0.025)], shares[int(_DRAWS * 0.975) - 1]
     accepted, count = (sum(column) for column in zip(*tallies, strict=True))
     bound = min(1.0, 3 / len(tallies))
-    if accepted == 0:
+    if len(tallies) == 1:
+        low, high = 0.0, 1.0
+    elif accepted == 0:
         high = bound
     elif accepted == count:
         low = 1 - bound
@@ -205,6 +208,15 @@ class AttackReport:
 
         for row in self.acceptance():
             console.print(f"{row.suite}, {row.family}: {row}", markup=False)
+        if survivors := [each for each in self.open if self.state_of(each) == "survivor"]:
+            console.print(
+                f"survivors: {len(survivors)}; fix the checker, or write verdicts (equivalent, wrong, undecided)"
+                " into the file of --verdicts:",
+                _verdict_entry(survivors[0]),
+                sep="\n",
+                markup=False,
+                soft_wrap=True,
+            )
 
     def page(self) -> str:
         """Return the report as one HTML page. It runs no script; texts of guests are escaped."""
@@ -228,6 +240,13 @@ class AttackReport:
             f"<p>{self.state_of(result)}; score {result.score}; digest <code>{result.digest}</code></p>{why}"
             f"<pre>{script}</pre><p>{html.escape(result.detail)}</p>{image}</section>"
         )
+
+
+def _verdict_entry(result: Attack) -> str:
+    """Return a line for the file of verdicts."""
+    entry = {"task": result.task_id, "mutant": result.mutant, "digest": result.digest}
+    entry |= {"verdict": "equivalent", "why": "REASON"}
+    return yaml.safe_dump([entry], default_flow_style=None, sort_keys=False, width=1000).strip()
 
 
 def _real(count: Counter[str]) -> int:
