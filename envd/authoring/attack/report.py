@@ -103,9 +103,8 @@ class Acceptance:
 
     def __str__(self) -> str:
         share = self.accepted_count / self.mutant_count
-        tasks = "1 task" if self.task_count == 1 else f"{self.task_count} tasks"
         return (
-            f"{self.accepted_count} of {self.mutant_count} wrong mutants of {tasks} accepted,"
+            f"{self.accepted_count} of {self.mutant_count} wrong mutants accepted (tasks: {self.task_count}),"
             f" {share:.0%} ({self.low:.0%} to {self.high:.0%})"
         )
 
@@ -210,8 +209,7 @@ class AttackReport:
             console.print(f"{row.suite}, {row.family}: {row}", markup=False)
         if survivors := [each for each in self.open if self.state_of(each) == "survivor"]:
             console.print(
-                f"survivors: {len(survivors)}; fix the checker, or write verdicts (equivalent, wrong, undecided)"
-                " into the file of --verdicts:",
+                f"survivors: {len(survivors)}; fix the checker or add verdicts to verdicts.yaml (--verdicts), such as:",
                 _verdict_entry(survivors[0]),
                 sep="\n",
                 markup=False,
@@ -242,11 +240,10 @@ class AttackReport:
         )
 
 
-def _verdict_entry(result: Attack) -> str:
+def _verdict_entry(found: Attack) -> str:
     """Return a line for the file of verdicts."""
-    entry = {"task": result.task_id, "mutant": result.mutant, "digest": result.digest}
-    entry |= {"verdict": "equivalent", "why": "REASON"}
-    return yaml.safe_dump([entry], default_flow_style=None, sort_keys=False, width=1000).strip()
+    entry = Verdict(task=found.task_id, mutant=found.mutant, digest=found.digest, verdict="equivalent", why="REASON")
+    return yaml.safe_dump([entry.model_dump()], default_flow_style=None, sort_keys=False, width=1000).strip()
 
 
 def _real(count: Counter[str]) -> int:

@@ -331,7 +331,7 @@ def test_a_report_ends_with_an_entry_that_settles_an_open_mutant(tmp_path: Path)
     survivors = [result("a: 1", score=1.0, digest="0123456789012345"), result("b", score=1.0)]
     unplayed = result("c", reason="NOT_PLAYED")
     *_, explanation, entry = printed(unplayed, *survivors)
-    assert explanation.startswith("survivors: 2; fix the checker, or write verdicts")
+    assert explanation.startswith("survivors: 2; fix the checker or add verdicts")
     assert not any("verdicts" in line for line in printed(unplayed))
     path.write_text(entry, encoding="utf-8")
     settled = AttackReport(results=survivors, verdicts=read_verdicts(path))
@@ -342,7 +342,7 @@ def test_a_report_ends_with_an_entry_that_settles_an_open_mutant(tmp_path: Path)
 def test_one_task_does_not_bound_the_share_of_others(accepted: int) -> None:
     row = acceptance("s", "almost", [(accepted, 12)])
     assert (row.low, row.high) == (0.0, 1.0)
-    assert f"{accepted} of 12 wrong mutants of 1 task accepted" in str(row)
+    assert f"{accepted} of 12 wrong mutants accepted (tasks: 1), " in str(row)
 
 
 def test_what_a_mutant_does_to_its_guest_or_checker_is_not_played_again() -> None:
