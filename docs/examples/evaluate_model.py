@@ -21,7 +21,8 @@ match sys.argv[1:]:
     case _:
         sys.exit(__doc__)
 # The tasks to play; `--split held_out` plays those that training never sees.
-command += ["--task", "fake/enable", "--task", "fake/save-note", "--split", "all", "--json"]
+command += ["--task", "fake/enable", "--task", "fake/save-note", "--split", "all"]
+command += ["--out", "out/evaluate-model", "--json"]
 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
 if done.returncode not in (0, 3):  # 3: some attempts were lost to errors
     sys.exit(done.returncode)

@@ -52,5 +52,5 @@ def check_port(name: str, listen: str, *, daemon_pid: int | None) -> HostCheck:
             if daemon_pid is not None:
                 return ok(name, f"{listen} is in use; envd runs as process {daemon_pid}")
             detail = f"{listen}: {error.strerror}"
-            return fail(name, detail, fix=f"set {name} to a free port")
+            return fail(name, detail, fix=f"stop what listens there, or set {name} to a free port")
     return ok(name, f"{listen} is free")

@@ -346,7 +346,8 @@ def test_bench_branch_compares_the_files_of_a_guest_whose_programs_are_unknown(t
 @pytest.mark.long
 def test_bench_parked_begins_all_episodes_in_one_checkpoint_and_checks_each_document(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    options = ("--episodes=5", "--resident=2", "--steps=3", "--think=0", "--price-per-hour=0.5")
+    # An episode that is never idle for a second keeps its machine from those that are opened.
+    options = ("--episodes=5", "--resident=2", "--steps=3", "--think=2", "--price-per-hour=0.5")
     done = run("parked", *options, "--state-dir", str(tmp_path / "state"), "--cache-dir", str(cache), "--json")
     assert done.status == 0, done.err
     report = json.loads(done.out)

@@ -226,8 +226,10 @@ async def test_a_proxy_for_other_traffic_does_not_see_requests_to_this_host(monk
 
 async def test_a_server_of_another_kind_is_reported_with_the_remedy() -> None:
     async with server(said("x")) as (url, _), open_endpoint(url.removesuffix("/v1")) as endpoint:
-        with pytest.raises(InputError, match=r"such as http://127\.0\.0\.1:8000/v1"):
+        with pytest.raises(InputError, match=r"such as http://127\.0\.0\.1:8000/v1, or name the model by --model"):
             await endpoint.only_model()
+        with pytest.raises(InputError, match=r"such as http://127\.0\.0\.1:30000, or name the model .*--checkpoint"):
+            await endpoint.model_path()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from cuaenv.client import (
     PoolExhausted,
     TypeText,
     View,
-    Wait,
 )
 from envd.base import errors
 from envd.base.config import CheckpointsConfig
@@ -112,13 +111,6 @@ async def park(server: FakeServer, client: AsyncEnvClient, episode: AsyncEpisode
 
 def is_parked(server: FakeServer, episode: AsyncEpisode) -> bool:
     return server.service.machine_ids()[episode.episode_id].startswith("parked-")
-
-
-async def until_in_call(server: FakeServer, episode: AsyncEpisode) -> None:
-    """Wait until a step of an episode has begun: until then its machine can be taken."""
-    found = server.service.find(episode.episode_id)
-    assert found is not None
-    await until(found.lock.locked)
 
 
 def command(episode_id: str, index: int, action: Action) -> StepCommand:
@@ -330,11 +322,12 @@ async def test_all_machines_in_calls_refuse_a_parked_episode_for_now(
     async with served(tmp_path, size=0, resident=1) as (server, client):
         first, second = await opened(client, 2)
         await until(lambda: is_parked(server, first))
-        busy = asyncio.create_task(second.step(Wait(timedelta(seconds=1.5))))
-        await until_in_call(server, second)
-        with pytest.raises(errors.PoolExhausted, match="in calls"):
-            await server.service.step(command(first.episode_id, 0, EDITOR))
-        await busy
+        busy = server.service.find(second.episode_id)
+        assert busy is not None
+        # As a call has it: until it ends, the machine cannot be taken.
+        async with busy.lock:
+            with pytest.raises(errors.PoolExhausted, match="in calls"):
+                await server.service.step(command(first.episode_id, 0, EDITOR))
         monkeypatch.undo()
         # The same request: nothing was done.
         result = await server.service.step(command(first.episode_id, 0, EDITOR))
@@ -346,24 +339,23 @@ async def test_a_call_whose_caller_is_gone_gives_up_its_place(tmp_path: Path, mo
     async with served(tmp_path, size=0, resident=1) as (server, client):
         first, second = await opened(client, 2)
         await until(lambda: is_parked(server, first))
-        busy = asyncio.create_task(second.step(Wait(timedelta(seconds=3.0))))
-        await until_in_call(server, second)
-        calls = [
-            asyncio.create_task(server.service.step(command(first.episode_id, 0, EDITOR))),
-            asyncio.create_task(first.observe(refresh=True)),
-        ]
-        (line,) = server.service._parking._lines.values()
-        await until(lambda: line.waiting_count == 1)
-        await asyncio.sleep(0.5)
-        assert line.waiting_count == 1
-        for call in calls:
-            call.cancel()
-        await until(lambda: line.waiting_count == 0)
-        assert not busy.done()
+        busy = server.service.find(second.episode_id)
+        assert busy is not None
+        async with busy.lock:
+            calls = [
+                asyncio.create_task(server.service.step(command(first.episode_id, 0, EDITOR))),
+                asyncio.create_task(first.observe(refresh=True)),
+            ]
+            (line,) = server.service._parking._lines.values()
+            await until(lambda: line.waiting_count == 1)
+            await asyncio.sleep(0.5)
+            assert line.waiting_count == 1
+            for call in calls:
+                call.cancel()
+            await until(lambda: line.waiting_count == 0)
         # The same request: nothing was done.
         result = await server.service.step(command(first.episode_id, 0, EDITOR))
         assert (result.replayed, result.episode.progress.step_count) == (False, 1)
-        await busy
 
 
 async def test_capacity_bounds_the_open_episodes(tmp_path: Path) -> None:

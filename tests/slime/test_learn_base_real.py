@@ -176,8 +176,14 @@ def test_the_stage_runs_resumes_and_starts_the_demonstrations(tmp_path: Path) ->
     cloned = learn("demos")
     assert cloned.returncode == 0, cloned.stderr[-3000:]
     assert "cloning will start from" in cloned.stderr
-    cloned = learn("clone")
+    keeps = tmp_path / "keeps.yaml"
+    keeps.write_text("clone: {keeps_reading: true}\n")
+    cloned = learn("clone", "--config", str(keeps))
     assert cloned.returncode == 0, cloned.stderr[-3000:]
+    lines = [json.loads(line) for line in (run / "clone" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["stage"] == "clone"]
+    assert steps
+    assert all(step["screens_loss"] > 0 for step in steps)
 
 
 STEP_OF_TWO = """

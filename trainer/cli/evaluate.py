@@ -275,4 +275,4 @@ def _candidates(config: RunConfig, by: Player = "model") -> list[RunConfig]:
             replace(config, label="before", endpoint=config.before, model=config.before_model or config.model),
             replace(config, label="after", endpoint=config.after, model=config.after_model or config.model),
         ]
-    raise UsageError("use --endpoint URL for one model, or --before URL and --after URL for two")
+    raise UsageError("use --endpoint URL for one model, --before URL and --after URL for two, or --by null for none")

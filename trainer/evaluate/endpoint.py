@@ -100,8 +100,10 @@ class Endpoint:
 
     async def only_model(self) -> str:
         """Return the name of the only served model. Raises: InputError: It serves none or several."""
-        base = "the base of its OpenAI-compatible API, such as http://127.0.0.1:8000/v1"
-        names = await self._served("/models", lambda found: [str(model["id"]) for model in found["data"]], base)
+        remedy = (
+            "give the base of its OpenAI-compatible API, such as http://127.0.0.1:8000/v1, or name the model by --model"
+        )
+        names = await self._served("/models", lambda found: [str(model["id"]) for model in found["data"]], remedy)
         if len(names) != 1:
             served = ", ".join(names[:8])
             raise InputError(f"{self.url} serves {len(names)} models ({served}); choose one by --model")
@@ -109,15 +111,18 @@ class Endpoint:
 
     async def model_path(self) -> str:
         """Return the path of the model that SGLang serves, from `/get_model_info`. Raises: InputError."""
-        base = "SGLang's base URL, such as http://127.0.0.1:30000"
-        return await self._served("/get_model_info", lambda found: str(found["model_path"]), base)
+        remedy = (
+            "give SGLang's base URL, such as http://127.0.0.1:30000,"
+            " or name the model (trainer eval --model, trainer gateway --checkpoint)"
+        )
+        return await self._served("/get_model_info", lambda found: str(found["model_path"]), remedy)
 
-    async def _served(self, path: str, read: Callable[[Any], T], base: str) -> T:
+    async def _served(self, path: str, read: Callable[[Any], T], remedy: str) -> T:
         try:
             return read(await self._get(path))
         except (ValueError, LookupError, TypeError) as error:
             problem = f"{self.url}{path} does not name the served model: {error}"
-            raise InputError(f"{problem}; start the server, give {base}, or set `model` in RUN.toml") from error
+            raise InputError(f"{problem}; start the server, {remedy}") from error
 
     async def _get(self, path: str) -> Any:
         """Return a response, without retries. Raises: ValueError: There is none."""

@@ -440,7 +440,7 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
                 waited_s = time.monotonic() - waited_s
                 along = max(done / options.steps, trained_s / options.seconds if options.seconds else 0.0)
                 rate = cosine(done, along, peak=options.learning_rate, warmup=options.warmup_steps)
-                loss, count = _loss(policy, batch)
+                loss, count = screens_loss(policy, batch)
                 norm = train_step(policy.model, optimizer, loss, learning_rate=rate, what=f"base step {done}")
                 trained_s, count = _agreed(seconds(), count, policy.device)
                 done, samples = done + 1, samples + count
@@ -485,7 +485,7 @@ def write_untrained(settings: Settings, directory: Path, *, seed: int) -> None:
     write_checkpoint(directory, pieces=pieces, size=SIZES[settings.size], seed=seed)
 
 
-def _loss(policy: Policy, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+def screens_loss(policy: Policy, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
     """Return the mean loss of the replies' tokens, and the number of replies."""
     if policy.device.type == "cuda":
         for column in batch.values():

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import zstandard
 
 from cuaenv.cli.terminal import ProgressReport
 from trainer.learn import LearnError
+from trainer.learn.base import RowSource, screens_loss
 from trainer.learn.demos import Rows, read_rows
 from trainer.learn.policy import Policy
 from trainer.learn.record import MetricsLog
@@ -128,7 +129,13 @@ def clone(
         with torch.compiler.set_stance("force_eager"):
             return {**check(policy, batch_of, checked), **play(done)}
 
-    with validation(policy) as play:
+    with ExitStack() as running:
+        play = running.enter_context(validation(policy))
+        screens = None
+        if options.keeps_reading:
+            # Other screens than those of the base, whose last five digits are lower.
+            first_seed = (seed * 1000 + done) * 100_000 + 99_000
+            screens = running.enter_context(RowSource(settings, demos / "model", policy.device, seed=first_seed))
         while done < options.steps and not is_enough(options, checks):
             spent = (time.monotonic() - started_s) / options.seconds if options.seconds else 0.0
             if spent > 1:
@@ -142,13 +149,18 @@ def clone(
             )
             logits = policy.logits(batch["ids"], batch["patches"], (batch["rows"], batch["columns"]))
             loss = reply_loss(logits, batch["targets"], smoothing=options.label_smoothing)
-            norm = train_step(policy.model, optimizer, loss, learning_rate=rate, what=f"clone step {done}")
+            losses = {"loss": loss}
+            if screens is not None:
+                losses["screens_loss"] = screens_loss(policy, screens.batch())[0]
+            total = torch.stack([*losses.values()]).sum()
+            norm = train_step(policy.model, optimizer, total, learning_rate=rate, what=f"clone step {done}")
             done += 1
             is_last = done == options.steps
             if is_measured := done % options.check_every == 0 or is_last:
                 checks = measure()
             if is_measured or done % _LOG_EVERY == 0:
-                shown = {"loss": float(loss.detach()), "grad_norm": norm, "learning_rate": rate}
+                shown = {name: float(each.detach()) for name, each in losses.items()}
+                shown |= {"grad_norm": norm, "learning_rate": rate}
                 log.write("clone", done, {**shown, **checks, "s": time.monotonic() - started_s})
             if done % _SAVE_EVERY == 0:
                 save_state(directory, RunState.of(policy.model, optimizer, settings, stage="clone", done=done))

@@ -95,6 +95,9 @@ class Clone(BaseModel):
     """Stop once sampled replies succeed as often as the first number says. An earlier end is an error, and so is a
     higher success than the second number. What counts is the share of solved validation episodes if there are any
     (`validation_variants`), otherwise the chance to sample the right reply in rows of unseen variants."""
+    keeps_reading: bool = False
+    """Train each step also on a batch of the stage `base`, so that a policy that is cloned from few demonstrations does
+    not forget what it has learnt to read."""
     min_entropy: float = Field(default=0.0, ge=0)
     """Stop once the entropy of a reply's token, in nats, is less in rows of unseen variants: a policy that is certain
     explores nothing. 0 for never."""
@@ -315,6 +318,8 @@ def fingerprint(settings: Settings, *, stage: str) -> Mapping[str, Any]:
     for name in ("prompt", "grammar"):
         if mapping[name] == Settings.model_fields[name].default:
             del mapping[name]
+    if not mapping["clone"]["keeps_reading"]:
+        del mapping["clone"]["keeps_reading"]
     if stage != "base":
         del mapping["base"]
     parts = {"base": ("base",), "clone": ("suite", "demos", "clone")}

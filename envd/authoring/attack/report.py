@@ -104,7 +104,7 @@ class Acceptance:
     def __str__(self) -> str:
         share = self.accepted_count / self.mutant_count
         return (
-            f"{self.accepted_count} of {self.mutant_count} wrong mutants of {self.task_count} tasks accepted,"
+            f"{self.accepted_count} of {self.mutant_count} wrong mutants accepted (tasks: {self.task_count}),"
             f" {share:.0%} ({self.low:.0%} to {self.high:.0%})"
         )
 
@@ -113,7 +113,7 @@ def acceptance(suite: str, family: str, tallies: Sequence[tuple[int, int]]) -> A
     """Return the row of tasks, each with how many of its mutants were accepted and how many were scored.
 
     Mutants of one task are alike, so the bootstrap draws whole tasks. If all or none of the mutants are accepted, the
-    other end of the interval is that of the rule of three, in tasks.
+    other end of the interval is that of the rule of three, in tasks. One task does not bound the share of others.
     """
     draw = random.Random(0)  # noqa: S311 -- for statistics
     shares = []
@@ -124,7 +124,9 @@ def acceptance(suite: str, family: str, tallies: Sequence[tuple[int, int]]) -> A
     low, high = shares[int(_DRAWS * 0.025)], shares[int(_DRAWS * 0.975) - 1]
     accepted, count = (sum(column) for column in zip(*tallies, strict=True))
     bound = min(1.0, 3 / len(tallies))
-    if accepted == 0:
+    if len(tallies) == 1:
+        low, high = 0.0, 1.0
+    elif accepted == 0:
         high = bound
     elif accepted == count:
         low = 1 - bound
@@ -205,6 +207,14 @@ class AttackReport:
 
         for row in self.acceptance():
             console.print(f"{row.suite}, {row.family}: {row}", markup=False)
+        if survivors := [each for each in self.open if self.state_of(each) == "survivor"]:
+            console.print(
+                f"survivors: {len(survivors)}; fix the checker or add verdicts to verdicts.yaml (--verdicts), such as:",
+                _verdict_entry(survivors[0]),
+                sep="\n",
+                markup=False,
+                soft_wrap=True,
+            )
 
     def page(self) -> str:
         """Return the report as one HTML page. It runs no script; texts of guests are escaped."""
@@ -228,6 +238,12 @@ class AttackReport:
             f"<p>{self.state_of(result)}; score {result.score}; digest <code>{result.digest}</code></p>{why}"
             f"<pre>{script}</pre><p>{html.escape(result.detail)}</p>{image}</section>"
         )
+
+
+def _verdict_entry(found: Attack) -> str:
+    """Return a line for the file of verdicts."""
+    entry = Verdict(task=found.task_id, mutant=found.mutant, digest=found.digest, verdict="equivalent", why="REASON")
+    return yaml.safe_dump([entry.model_dump()], default_flow_style=None, sort_keys=False, width=1000).strip()
 
 
 def _real(count: Counter[str]) -> int:

@@ -53,6 +53,8 @@ def test_a_port_in_use_fails_unless_our_own_daemon_runs() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert check_port("listen", listen, daemon_pid=None).status is Status.FAIL
+        failed = check_port("listen", listen, daemon_pid=None)
+        assert failed.status is Status.FAIL
+        assert failed.fix.startswith("stop what listens there")
         assert check_port("listen", listen, daemon_pid=42).detail.endswith("envd runs as process 42")
     assert check_port("listen", "127.0.0.1:0", daemon_pid=None).status is Status.OK

@@ -1,5 +1,6 @@
 """Mutants of an oracle: what they change, where they are forked off, and what they leave alone."""
 
+import io
 import json
 import re
 import subprocess
@@ -317,6 +318,31 @@ def test_acceptance_counts_scored_mutants_over_tasks() -> None:
 def test_an_interval_has_a_width_if_all_or_none_are_accepted(accepted: int, low: float, high: float) -> None:
     row = acceptance("s", "almost", [(accepted, 2)] * 10)
     assert (row.low, row.high) == pytest.approx((low, high))
+
+
+def printed(*results: Attack) -> list[str]:
+    console = Console(width=80, record=True, file=io.StringIO())
+    AttackReport(results=results, verdicts={}).print(console)
+    return console.export_text().splitlines()
+
+
+def test_a_report_ends_with_an_entry_that_settles_an_open_mutant(tmp_path: Path) -> None:
+    path = tmp_path / "verdicts.yaml"
+    survivors = [result("a: 1", score=1.0, digest="0123456789012345"), result("b", score=1.0)]
+    unplayed = result("c", reason="NOT_PLAYED")
+    *_, explanation, entry = printed(unplayed, *survivors)
+    assert explanation.startswith("survivors: 2; fix the checker or add verdicts")
+    assert not any("verdicts" in line for line in printed(unplayed))
+    path.write_text(entry, encoding="utf-8")
+    settled = AttackReport(results=survivors, verdicts=read_verdicts(path))
+    assert [each.mutant for each in settled.open] == ["b"]
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 12])
+def test_one_task_does_not_bound_the_share_of_others(accepted: int) -> None:
+    row = acceptance("s", "almost", [(accepted, 12)])
+    assert (row.low, row.high) == (0.0, 1.0)
+    assert f"{accepted} of 12 wrong mutants accepted (tasks: 1), " in str(row)
 
 
 def test_what_a_mutant_does_to_its_guest_or_checker_is_not_played_again() -> None:

@@ -106,7 +106,7 @@ def test_compare_of_a_missing_file_names_the_command_that_writes_it(tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["eval"], 2, "use --endpoint URL"),
+        (["eval"], 2, "use --endpoint URL for one model, --before URL and --after URL for two, or --by null for none"),
         (["eval", "--endpoint", "localhost:8000"], 1, "is not an endpoint"),
         (["eval", "--before", "http://127.0.0.1:9/v1"], 2, "--before URL and --after URL"),
         (["eval", "--perturb"], 2, "use it with --endpoint URL alone"),
