@@ -473,6 +473,28 @@ async def test_a_group_is_not_starved_by_steps_that_take_every_machine(tmp_path:
         await asyncio.gather(*stepping)
 
 
+async def test_a_new_episode_does_not_wait_for_the_end_of_those_that_are_never_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parking, "_MIN_IDLE_S", 3600.0)
+    monkeypatch.setattr(parking, "_PATIENCE_S", 0.2)
+    async with served(tmp_path, size=0, resident=2) as (_, client):
+        episodes, done = [await client.open(TASK, max_steps=1000) for _ in range(2)], asyncio.Event()
+
+        async def step(episode: AsyncEpisode) -> None:
+            for _ in range(1000):
+                await episode.step(EDITOR)
+                if done.is_set():
+                    return
+            raise AssertionError("the new episode waited until the steps ended")
+
+        stepping = [asyncio.create_task(step(episode)) for episode in episodes]
+        new = await client.open(TASK, timeout=timedelta(seconds=60))
+        await new.step(EDITOR)
+        done.set()
+        await asyncio.gather(*stepping)
+
+
 async def test_episodes_that_are_never_idle_share_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that comes at once does not keep its episode in memory while others wait, and finds its state."""
     monkeypatch.setattr(parking, "_PATIENCE_S", 0.2)

@@ -53,7 +53,7 @@ class _Plan:
     key: str
 
 
-@reports_errors(EvaluationStopped, OSError)
+@reports_errors(EvaluationStopped, OSError, to_continue="repeat the command to continue")
 def eval_command(
     *,
     file: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="File with settings.")] = None,

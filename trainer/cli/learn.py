@@ -26,7 +26,7 @@ _Stage = Literal["setup", "base", "demos", "clone", "rl", "report", "all"]
 _ALL: Final[tuple[_Stage, ...]] = ("demos", "clone", "rl", "report")
 
 
-@reports_errors(LearnError, Halted, OSError)
+@reports_errors(LearnError, Halted, OSError, to_continue="repeat the command with --resume to continue")
 def learn_command(
     *,
     stage: Annotated[

@@ -20,8 +20,12 @@ class UsageError(Exception):
     """Wrong arguments: the message names the flag or file, and the remedy."""
 
 
-def reports_errors(*expected: type[Exception]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that reports `UsageError`, `InputError`, `EnvError` and `expected`."""
+def reports_errors(*expected: type[Exception], to_continue: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that reports `UsageError`, `InputError`, `EnvError` and `expected`.
+
+    Args:
+        to_continue: What to do after an interruption; see `terminal.reports_errors`.
+    """
     return terminal.reports_errors(
         EnvError,
         InputError,
@@ -29,6 +33,7 @@ def reports_errors(*expected: type[Exception]) -> Callable[[Callable[P, R]], Cal
         usage_errors=(UsageError,),
         reason_of=lambda error: type(error).__name__,
         message_of=message_of,
+        to_continue=to_continue,
     )
 
 

@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 #: Ids of parked states begin with it: the database names one where it otherwise names a machine.
 _PREFIX: Final = "parked-"
-#: An episode without a call for so long may be parked; at once if a call of another waits.
+#: An episode without a call for so long may be parked; at once if a call of another or an impatient group waits.
 _MIN_IDLE_S: Final = 1.0
 #: How often to look for idle episodes while machines are needed.
 _POLL_S: Final = 0.1
-#: After such a wait of others, an episode is parked even if its own call comes meanwhile.
+#: After such a wait of others, an episode is parked between two calls, and even if its own call comes meanwhile.
 _PATIENCE_S: Final = 2.0
 #: Longest wait of a call for a machine.
 _WAIT_S: Final = 60.0
@@ -200,7 +200,7 @@ class Parking:
     def call_ended(self, episode: Episode) -> None:
         """Note that an episode may be idle now."""
         line = self._lines.get(episode.spec.pool)
-        if line is not None and line.waiting_count:
+        if line is not None and self._takes_turns(line):
             line.changes.notify()
 
     async def _try_to_resume(self, line: _Line, episode: Episode) -> EnvdError | None:
@@ -343,10 +343,17 @@ class Parking:
             missing -= 1
         return now_s + _POLL_S
 
+    def _takes_turns(self, line: _Line) -> bool:
+        """Return whether an episode may be parked as soon as its call ends.
+
+        Otherwise new episodes would wait for the end of those whose agents make one call after the other.
+        """
+        return line.waiting_count > 0 or line.has_waited_since(self._clock.monotonic() - _PATIENCE_S)
+
     def _candidates(self, line: _Line) -> Iterable[Episode]:
         """Yield the episodes of a pool that can be parked now."""
         now_s = self._clock.monotonic()
-        min_idle_s = 0.0 if line.waiting_count else _MIN_IDLE_S
+        min_idle_s = 0.0 if self._takes_turns(line) else _MIN_IDLE_S
         for episode in self._registry:
             if (
                 episode.spec.pool == line.pool.name

@@ -97,6 +97,7 @@ def reports_errors(
     usage_errors: tuple[type[Exception], ...],
     reason_of: Callable[[Exception], str],
     message_of: Callable[[Exception], str] = str,
+    to_continue: str = "",
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that turns expected errors into one red line and an exit status.
 
@@ -105,6 +106,7 @@ def reports_errors(
     Args:
         expected: Errors to report, besides `usage_errors`.
         usage_errors: Errors that exit with `EXIT_USAGE`; all others exit with `EXIT_FAILED`.
+        to_continue: What to do after an interruption, such as `repeat the command to continue`; empty for none.
     """
 
     def decorate(command: Callable[P, R]) -> Callable[P, R]:
@@ -113,7 +115,7 @@ def reports_errors(
             try:
                 return command(*args, **kwargs)
             except KeyboardInterrupt:
-                err.print("[bold red]interrupted[/]")
+                err.print("[bold red]interrupted[/]" + (f"; {escape(to_continue)}" if to_continue else ""))
                 raise typer.Exit(EXIT_INTERRUPTED) from None
             except (*expected, *usage_errors) as error:
                 if isinstance(error, BrokenPipeError) and _lost_its_reader():

@@ -63,10 +63,18 @@ def test_a_failure_is_one_line_on_standard_error_and_an_object_with_json(
     assert err == f"error: {error}\n"
 
 
-def test_an_interrupted_command_has_the_exit_status_of_one() -> None:
+@pytest.mark.parametrize("to_continue", ["", "repeat the command to continue"])
+def test_an_interrupted_command_has_the_exit_status_of_one_and_says_how_to_continue(
+    to_continue: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @output.reports_errors(to_continue=to_continue)
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
     with pytest.raises(typer.Exit) as caught:
-        command(error=KeyboardInterrupt())
+        interrupted()
     assert caught.value.exit_code == 130
+    assert capsys.readouterr().err == ("; ".join(filter(None, ("interrupted", to_continue))) + "\n")
 
 
 def test_a_bug_is_not_hidden() -> None:
