@@ -453,19 +453,20 @@ async def test_a_group_whose_copies_cannot_be_stored_is_refused_whole(tmp_path: 
         assert not server.service.list_episodes()
 
 
+async def step_until(done: asyncio.Event, episode: AsyncEpisode, *, count: int, pause_s: float = 0.0) -> None:
+    """Step until others have what they waited for."""
+    for _ in range(count):
+        await episode.step(EDITOR)
+        if done.is_set():
+            return
+        await asyncio.sleep(pause_s)
+    raise AssertionError("the others waited until the steps ended")
+
+
 async def test_a_group_is_not_starved_by_steps_that_take_every_machine(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, client):
         episodes, done = [await client.open(TASK, max_steps=300) for _ in range(8)], asyncio.Event()
-
-        async def step(episode: AsyncEpisode) -> None:
-            for _ in range(250):
-                await episode.step(EDITOR)
-                if done.is_set():
-                    return
-                await asyncio.sleep(0.1)
-            raise AssertionError("the group waited until the steps ended")
-
-        stepping = [asyncio.create_task(step(episode)) for episode in episodes]
+        stepping = [asyncio.create_task(step_until(done, episode, count=250, pause_s=0.1)) for episode in episodes]
         await asyncio.sleep(0.5)
         group = await client.reset_group(TASK, size=4, timeout=timedelta(seconds=20))
         assert len(group) == 4
@@ -480,15 +481,7 @@ async def test_a_new_episode_does_not_wait_for_the_end_of_those_that_are_never_i
     monkeypatch.setattr(parking, "_PATIENCE_S", 0.2)
     async with served(tmp_path, size=0, resident=2) as (_, client):
         episodes, done = [await client.open(TASK, max_steps=1000) for _ in range(2)], asyncio.Event()
-
-        async def step(episode: AsyncEpisode) -> None:
-            for _ in range(1000):
-                await episode.step(EDITOR)
-                if done.is_set():
-                    return
-            raise AssertionError("the new episode waited until the steps ended")
-
-        stepping = [asyncio.create_task(step(episode)) for episode in episodes]
+        stepping = [asyncio.create_task(step_until(done, episode, count=1000)) for episode in episodes]
         new = await client.open(TASK, timeout=timedelta(seconds=60))
         await new.step(EDITOR)
         done.set()
