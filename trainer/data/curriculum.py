@@ -15,8 +15,9 @@ ALL: Final = "all"
 _EPISODES = 32
 #: Before so many episodes, a rate says little.
 _LEAST_EPISODES = 8
-_BAND = (0.2, 0.8)
-#: A task out of the band is tried again each time: the policy changes.
+#: What more episodes solve has little to gain. What none solved gives groups without signal.
+_EASY = 0.8
+#: A task that is too easy or too hard is tried again each time: the policy changes.
 _PASSED_OVER = 9
 
 
@@ -46,11 +47,14 @@ def every_task(history: TaskHistory) -> bool:  # noqa: ARG001 -- a Curriculum
 
 
 def by_solve_rate(history: TaskHistory) -> bool:
-    """Play tasks that 20 to 80 % of the latest episodes solved, new ones, and each tenth draw of the others."""
+    """Play tasks that some of the latest episodes solved, but at most 80 %; new ones; each tenth draw of the others.
+
+    DAPO (arXiv 2503.14476, section 3.2) drops groups that all or none of their members solved, after they are played.
+    """
     rate = history.solve_rate
     if rate is None or len(history.solved) < _LEAST_EPISODES or history.passed_over >= _PASSED_OVER:
         return True
-    return _BAND[0] <= rate <= _BAND[1]
+    return 0 < rate <= _EASY
 
 
 _CURRICULA: Mapping[str, Curriculum] = {ALL: every_task, "solve_rate": by_solve_rate}

@@ -92,8 +92,8 @@ class SlimeConfig(GroupConfig):
     """Before the first episode, check that engine and rows have the pixels of every turn: `warn` logs a fault, `refuse`
     halts the run. See `trainer.slime.play.sight`."""
     curriculum: str = ALL
-    """Which drawn tasks are played: `all`, `solve_rate` (those that 20 to 80 % of their latest episodes solved), or an
-    own `trainer.data.curriculum.Curriculum` as `module:FUNCTION`. Needs `--data-source-path
+    """Which drawn tasks are played: `all`, `solve_rate` (those that some of their latest episodes solved, but at most
+    80 %), or an own `trainer.data.curriculum.Curriculum` as `module:FUNCTION`. Needs `--data-source-path
     trainer.slime.hooks.data_source`."""
     replay: PoolSettings | None = None
     """Earlier successes for groups that failed, see `trainer.slime.play.replay`; None for no replay."""

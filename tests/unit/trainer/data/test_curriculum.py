@@ -11,7 +11,8 @@ from trainer.data.curriculum import TaskChoice, TaskHistory, by_solve_rate, curr
         (0, 0, 0, True),
         (0, 7, 0, True),
         (0, 8, 0, False),
-        (1, 10, 0, False),
+        (0, 32, 0, False),
+        (1, 32, 0, True),
         (2, 10, 0, True),
         (8, 10, 0, True),
         (9, 10, 0, False),
@@ -41,7 +42,7 @@ def test_variants_share_the_rate_of_their_template_and_old_episodes_are_forgotte
     assert tasks.state() == {"drawn/press": [False] * 32}
 
 
-def test_a_task_out_of_the_band_is_played_at_each_tenth_draw() -> None:
+def test_a_task_that_is_too_hard_is_played_at_each_tenth_draw() -> None:
     tasks = TaskChoice(by_solve_rate)
     for _ in range(8):
         tasks.record("t", solved=False)
