@@ -31,6 +31,8 @@ assert envd.hypervisor
 _TESTS = Path(__file__).parent
 #: Directories of tests that wait for processes and limits; the first ones most.
 _WAITING = ("e2e", "contract")
+#: Lines of a daemon's log that a failed test shows.
+_LOG_LINES = 60
 # A shell makes background jobs ignore SIGINT, which processes started by tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # No deadline for examples: a busy host can stall for seconds during one.
@@ -87,6 +89,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = [item for item in items if "long" in marker_names(item)]
     items[:] = [item for item in items if "long" not in marker_names(item)]
     config.hook.pytest_deselected(items=long)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the end of the log of each daemon whose fixture a failed test used."""
+    report = yield
+    if report.failed:
+        for name, value in getattr(item, "funcargs", {}).items():
+            if isinstance(log := getattr(value, "log_file", None), Path):
+                lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+                report.sections.append((f"log of {name}", "\n".join(lines)))
+    return report
 
 
 def _places(items: list[pytest.Item]) -> dict[Path, int]:

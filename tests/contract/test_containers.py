@@ -472,6 +472,14 @@ async def test_an_error_of_any_characters_is_reported_whole(shared: tuple[OciHyp
             await hypervisor._namespace.call("run", argv=["sh", "-c", f"printf %s '{text}'; exit 1"], timeout_s=20)
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_whose_process_is_killed_fails(shared: tuple[OciHypervisor, OciMachine]) -> None:
+    hypervisor, _ = shared
+    with pytest.raises(HypervisorError, match="ended with -9"):
+        async with asyncio.timeout(30):
+            await hypervisor._namespace.call("run", argv=["sh", "-c", "kill -KILL $PPID"], timeout_s=20)
+
+
 async def test_without_control_groups_signals_stop_all_but_the_x_server(
     state_dir: Path, image: DiskImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from envd.tasks.checkers.images import ImageLike, judge_image
 from envd.tasks.checkers.programs import ProcessRunning, WindowPresent, judge_processes, judge_windows
 from envd.tasks.text import CheckOutcome
 from tests.support.clock import until
+from tests.support.leftovers import control_groups
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -469,7 +470,7 @@ def group_of(pid: int) -> str:
 
 def existing(group: str) -> list[Path]:
     """Return the directories of the program that a job's group belongs to."""
-    return list(Path("/sys/fs/cgroup").glob(f"**/{group.partition('/')[0]}"))
+    return control_groups(group.partition("/")[0])
 
 
 @pytest.mark.usefixtures("job_groups")

@@ -19,6 +19,7 @@ from envd.base.errors import GuestError, OsworldError
 from envd.base.sandbox import seccomp
 from envd.integrations.osworld.environment import _IMPORT, Environment
 from envd.integrations.osworld.workers import OsworldWorkers, WorkerJob
+from tests.support.leftovers import control_groups
 from tests.support.local_guestd import LocalGuestd, serve_guestd
 from tests.support.osworld import make_stand_in
 
@@ -224,7 +225,7 @@ async def test_a_job_runs_in_a_control_group_that_later_jobs_use_again(
             await score(workers, guest, one("run_code", rules={"code": code}))
         found = re.search(r"(envd-evaluations-\w+)/\d+", str(caught.value))
         assert found
-        groups = list(Path("/sys/fs/cgroup").glob(f"**/{found[1]}/[0-9]*"))
+        groups = [group for program in control_groups(found[1]) for group in program.glob("[0-9]*")]
         assert any(f"{path}".endswith(found[0]) for path in groups)
         counts.add(len(groups))
     assert len(counts) == 1

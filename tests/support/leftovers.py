@@ -1,5 +1,6 @@
 """Finds what machines of one state directory left on the host: processes, domains, directories, files, sockets."""
 
+import os
 from pathlib import Path
 
 from envd.hypervisor.qemu.processes import machine_pids, owner_of, tpm_processes
@@ -28,6 +29,12 @@ def machine_leftovers(state_dir: Path, machine_id: str = "") -> list[str]:
     if not machine_id:
         left += [str(path) for path in root.glob("lib/qemu/**/domain-*")]
     return left
+
+
+def control_groups(name: str) -> list[Path]:
+    """Return the control groups of this name in all hierarchies, while those of other programs come and go."""
+    # `Path.glob` raises if a directory disappears while it looks into it.
+    return [Path(root, name) for root, directories, _ in os.walk("/sys/fs/cgroup") if name in directories]
 
 
 def daemon_leftovers(state_dir: Path) -> list[str]:

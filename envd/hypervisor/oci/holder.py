@@ -93,23 +93,30 @@ def serve() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     unread = b""
+    requests: dict[int, int] = {}
     while True:
         readable, _, _ = select.select([0, woken], [], [])
         if woken in readable:
             with suppress(BlockingIOError):
                 os.read(woken, 4096)
-            reap()
+            reap(requests)
         if 0 in readable:
             chunk = os.read(0, 1 << 16)
             if not chunk:
                 return
             *lines, unread = (unread + chunk).split(b"\n")
             for line in lines:
-                start(json.loads(line))
+                request = json.loads(line)
+                requests[start(request)] = request["id"]
 
 
-def reap() -> None:
-    """Report every process that has ended: first processes of containers, and those of requests."""
+def reap(requests: dict[int, int]) -> None:
+    """Report every process that has ended: first processes of containers, and those of requests.
+
+    Args:
+        requests: Numbers of the requests that run, by process. One that was killed, for lack of memory say, has not
+            answered.
+    """
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -117,13 +124,17 @@ def reap() -> None:
             return
         if not pid:
             return
-        answer({"event": "exit", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+        code = os.waitstatus_to_exitcode(status)
+        answer({"event": "exit", "pid": pid, "status": code})
+        number = requests.pop(pid, None)
+        if number is not None and code:
+            answer({"event": "answer", "id": number, "error": f"its process in the namespaces ended with {code}"})
 
 
-def start(request: Mapping[str, Any]) -> None:
-    """Run a request in a process of its own."""
-    if os.fork():
-        return
+def start(request: Mapping[str, Any]) -> int:
+    """Run a request in a process of its own, and return that."""
+    if child := os.fork():
+        return child
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
