@@ -464,6 +464,13 @@ def name_group() -> CheckOutcome:
     return CheckOutcome(1.0, OWN_GROUP.findall(Path("/proc/self/cgroup").read_text())[0])
 
 
+async def group_of_job(judges: JudgeWorkers) -> str:
+    """Run a job and return its group, which is free again: the supervisor of the job has ended."""
+    group = (await judges(name_group)).evidence
+    await until(lambda: below(judges._server.pid) == [])
+    return group
+
+
 def group_of(pid: int) -> str:
     return str(OWN_GROUP.findall(Path(f"/proc/{pid}/cgroup").read_text())[0])
 
@@ -475,14 +482,14 @@ def existing(group: str) -> list[Path]:
 
 @pytest.mark.usefixtures("job_groups")
 async def test_jobs_use_the_groups_of_ended_jobs_which_end_with_the_program(unstarted: JudgeWorkers) -> None:
-    first = (await unstarted(name_group)).evidence
+    first = await group_of_job(unstarted)
     job, _, judge = await judging(unstarted)
     assert group_of(judge) == first
     other = (await unstarted(name_group)).evidence
     assert other != first
     job.cancel()
-    await all_gone(judge)
-    assert {(await unstarted(name_group)).evidence for _ in range(3)} <= {first, other}
+    await until(lambda: below(unstarted._server.pid) == [])
+    assert {await group_of_job(unstarted) for _ in range(3)} <= {first, other}
     # Another program of this host leaves the groups of one that runs alone.
     cgroup.find_hierarchy()
     assert existing(first)
