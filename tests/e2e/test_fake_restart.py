@@ -636,16 +636,16 @@ class Earlier:
     """Ids of episodes by what they are."""
 
 
-@pytest.fixture(params=["0.2.0", "0.3.0.dev0"])
+@pytest.fixture(params=["0.2.0", "0.3.0"])
 def earlier(request: pytest.FixtureRequest, tmp_path: Path) -> Earlier:
     path = tmp_path / "envd.db"
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript((STORED / request.param / "database.sql").read_text())
         (killed_s,) = connection.execute("SELECT max(time_s) FROM answers").fetchone()
-        rows = connection.execute("SELECT episode_id, last_action || verdict || cause FROM episodes").fetchall()
-    marks = {"forked": "Fail", "scored": "Done", "unscored": "cannot be read", "lost": "killed by a test"}
-    found = {name: episode_id for name, mark in marks.items() for episode_id, text in rows if mark in text}
-    (found["asking"],) = (episode_id for episode_id, text in rows if not text)
+        rows = {str(row[0]): str(row) for row in connection.execute("SELECT * FROM episodes")}
+    marks = {"forked": "AGENT_FAIL", "scored": "AGENT_DONE", "unscored": "cannot be read", "lost": "killed by a test"}
+    found = {name: episode_id for name, mark in marks.items() for episode_id, text in rows.items() if mark in text}
+    (found["asking"],) = rows.keys() - found.values()
     return Earlier(path, OffsetClock(offset_s=killed_s - time.time()), found)
 
 
