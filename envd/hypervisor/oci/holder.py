@@ -93,7 +93,7 @@ def serve() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     unread = b""
-    requests: dict[int, int] = {}
+    requests: dict[int, Mapping[str, Any]] = {}
     while True:
         readable, _, _ = select.select([0, woken], [], [])
         if woken in readable:
@@ -107,15 +107,14 @@ def serve() -> None:
             *lines, unread = (unread + chunk).split(b"\n")
             for line in lines:
                 request = json.loads(line)
-                requests[start(request)] = request["id"]
+                requests[start(request)] = request
 
 
-def reap(requests: dict[int, int]) -> None:
+def reap(requests: dict[int, Mapping[str, Any]]) -> None:
     """Report every process that has ended: first processes of containers, and those of requests.
 
     Args:
-        requests: Numbers of the requests that run, by process. One that was killed, for lack of memory say, has not
-            answered.
+        requests: The requests that run, by process. One that was killed, for lack of memory say, has not answered.
     """
     while True:
         try:
@@ -126,9 +125,10 @@ def reap(requests: dict[int, int]) -> None:
             return
         code = os.waitstatus_to_exitcode(status)
         answer({"event": "exit", "pid": pid, "status": code})
-        number = requests.pop(pid, None)
-        if number is not None and code:
-            answer({"event": "answer", "id": number, "error": f"its process in the namespaces ended with {code}"})
+        request = requests.pop(pid, None)
+        if request and code:
+            error = f"the process of the request {request['do']} ended with {code}"
+            answer({"event": "answer", "id": request["id"], "error": error})
 
 
 def start(request: Mapping[str, Any]) -> int:
