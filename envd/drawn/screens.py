@@ -5,11 +5,14 @@ is written to standard output as one line of JSON, and its pixels: (height, widt
 blue. The line is an object:
 
 ```text
-questions: [{kind, text, reply} | {kind, text, point, box}, ...]
+questions: [{kind, text, reply} | {kind, text, point, box} | {kind, text, point, box, to, to_box}, ...]
 ```
 
-`reply` is the answer to read out. `point` is the middle of the widget to point at, and `box` its place [x, y, w, h]. A
-text may contain `{at}`, for which the reader of the line writes `at` in its own units. All are pixels of the screen.
+`reply` is the answer to type. `point` is the middle of the widget to point at, and `box` its place [x, y, w, h]; with
+`to` and `to_box`, one drags from the first to the second. A text may contain `{at}`, for which the reader of the line
+writes `at` in its own units. All are pixels of the screen. A text of several parts, one after the other, is a question
+about the first one, unless the question has `earlier`: the answers to the parts before, each `{reply}`, `{point}` or
+`{point, to}`. Such a question is about a screen that is seen after these answers, and comes alone.
 """
 
 import argparse
@@ -21,7 +24,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
@@ -60,8 +63,15 @@ _SIDES = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0,
 #: How often each kind of question is asked, as long as a screen has any of it.
 _WEIGHTS = {
     "point": 30, "point_kind": 10, "point_colour": 10, "three_colours": 10, "point_order": 8, "point_next": 10,
-    "point_close": 6, "read": 18, "read_order": 6, "read_at": 16, "ticked": 12,
+    "point_close": 6, "read": 18, "read_order": 6, "read_at": 16, "ticked": 12, "sentence": 50,
 }  # fmt: skip
+#: Share of screens with one question, which is about a later part of a sentence.
+_LATER = 0.4
+#: Sentences of each kind about a screen.
+_SENTENCES = 8
+#: None is a verb of the suites' instructions: a task is never shown.
+_VERBS = ("point at", "show", "find", "look at", "go to", "touch", "mark")
+_JOINTS = (", then ", ", then ", " and then ", "; ")
 #: Fonts that show no letters, or letters that are hard to read for people.
 _NO_FONTS = re.compile(r"D050000L|Z003|Symbol|Emoji|Dingbats|STIXSiz|cmsy|cmex|cmmi", re.IGNORECASE)
 
@@ -89,18 +99,25 @@ class ScreenOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question about a screen; `point` or `reply` is its answer."""
+    """A question about a screen; `point`, `point` and `to`, or `reply` is its answer."""
 
     kind: str
     text: str
     reply: str = ""
     point: tuple[int, int] | None = None
     box: Rect | None = None
+    to: tuple[int, int] | None = None
+    to_box: Rect | None = None
     at: tuple[int, int] | None = None
+    earlier: tuple[dict[str, object], ...] = ()
 
     def as_json(self) -> dict[str, object]:
         values = {name: getattr(self, name) for name in self.__slots__}
-        return {name: value for name, value in values.items() if value is not None and value != ""}
+        return {name: value for name, value in values.items() if value is not None and value not in ("", ())}
+
+    @property
+    def answer(self) -> dict[str, object]:
+        return {name: value for name, value in self.as_json().items() if name in ("reply", "point", "to")}
 
 
 @dataclass(slots=True)
@@ -136,7 +153,8 @@ def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question],
             try:
                 files_of_guest = DrawnFiles()
                 desktop = DrawnDesktop(blind, files=files_of_guest, is_drawn=True)
-                items = _arranged(desktop, files_of_guest, options, sample(rng), rng)
+                words = sample(rng)
+                items = _arranged(desktop, files_of_guest, options, words, rng)
                 break
             except (ValueError, IndexError):
                 # More widgets than cells, or than words.
@@ -147,7 +165,7 @@ def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question],
         shown.letters = functools.partial(lettered, font)
         desktop.resize(shown)
         picture = Image.frombuffer("RGB", (options.width_px, options.height_px), shown.pixels, "raw", "BGRX", 0, 1)
-        yield _questions(items, options.questions, rng), picture.tobytes()
+        yield _questions(items, words, options.questions, rng), picture.tobytes()
 
 
 # The desktop
@@ -446,18 +464,23 @@ def _inks(ink: Colour, paper: Colour) -> npt.NDArray[np.uint32]:
 # Questions
 
 
-def _questions(items: list[_SeenWidget], most: int, rng: Random) -> list[Question]:
+def _questions(items: list[_SeenWidget], words: Sequence[str], most: int, rng: Random) -> list[Question]:
     """Return questions in random order, each with one right answer."""
+    sentences = [*_sentences(items, words, rng)]
+    later = [question for question in sentences if question.earlier]
+    if most and later and rng.random() < _LATER:
+        return later[:1]
     found: dict[str, list[Question]] = {kind: [] for kind in _WEIGHTS}
     for question in [*_by_name(items), *_by_colour(items), *_by_order(items), *_by_side(items), *_by_place(items, rng)]:
         found[question.kind].append(question)
+    found["sentence"] = [question for question in sentences if not question.earlier]
     for questions in found.values():
         rng.shuffle(questions)
     asked: list[Question] = []
     while (not most or len(asked) < most) and (kinds := [kind for kind, questions in found.items() if questions]):
         kind = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
         asked.append(found[kind].pop())
-    return asked
+    return asked if most else [*asked, *later]
 
 
 def _point(kind: str, text: str, item: _SeenWidget) -> Question:
@@ -534,6 +557,41 @@ def _by_place(items: list[_SeenWidget], rng: Random) -> Iterator[Question]:
                 yield Question(
                     kind="ticked", text="Is the box at {at} ticked?", reply="yes" if item.is_ticked else "no", at=at
                 )
+
+
+def _sentences(items: list[_SeenWidget], words: Sequence[str], rng: Random) -> Iterator[Question]:
+    """Yield questions about the first part of a sentence, and about later ones."""
+    names, colours = Counter(item.name for item in items), Counter(item.colour for item in items)
+    targets = [(item.name, item) for item in items if item.name and names[item.name] == 1]
+    targets += [(f"the {item.colour} {item.kind}", item) for item in items if item.colour and colours[item.colour] == 1]
+    for _ in range(_SENTENCES):
+        chosen, spelt = rng.sample(targets, min(len(targets), 6)), rng.sample(words, 3)
+        parts: list[Question] = []
+        for _ in range(rng.choices((1, 2, 3), (3, 4, 2))[0]):
+            draw = rng.random()
+            if draw < 0.15:
+                word = spelt.pop()
+                parts.append(Question(kind="", text=f"spell {word}", reply=word))
+            elif draw < 0.35 and len(chosen) > 1:
+                (start, item), (end, other) = chosen.pop(), chosen.pop()
+                text = f"trace {start} to {end}"
+                box, to_box = item.rect, other.rect
+                parts.append(Question(kind="", text=text, point=box.center, box=box, to=to_box.center, to_box=to_box))
+            elif chosen:
+                name, item = chosen.pop()
+                # Any verb: what is done to a widget does not matter to where it is.
+                verb = rng.choice(_VERBS) if rng.random() < 0.5 else _invented(rng).lower()
+                parts.append(_point("", f"{verb} {name}", item))
+        if not parts:
+            continue
+        text = rng.choice(_JOINTS).join(part.text for part in parts)
+        asked = rng.randrange(1, len(parts)) if len(parts) > 1 and rng.random() < 0.5 else 0
+        yield replace(
+            parts[asked],
+            kind="later" if asked else "sentence",
+            text=f"{text[0].upper()}{text[1:]}.",
+            earlier=tuple(part.answer for part in parts[:asked]),
+        )
 
 
 def main() -> None:

@@ -6,8 +6,9 @@ this one  rows ──► training; probes of words and fonts that are never trai
 ```
 
 A row is one screen with several questions: each question with its answer is a branch that attends to the screen and to
-itself alone, so it is trained exactly as a row of its own, and the picture is encoded once. Answers are replies of the
-policy's own grammar: a left click, or text that is typed.
+itself alone, so it is trained exactly as a row of its own, and the picture is encoded once. A question about a later
+part of a sentence has a row of its own: the sentence, the replies to the parts before, and the picture, as an agent sees
+them after its first reply. Answers are replies of the policy's own grammar: a left click, a drag, or text that is typed.
 """
 
 import json
@@ -35,8 +36,17 @@ from PIL import Image
 
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Click, Done, Drag, PressKeys, TypeText
-from trainer.agent.coordinates import CoordinateSpace, to_model_points, to_screen_points
-from trainer.agent.prompts import ModelObservation, system_message, task_message
+from trainer.agent.coordinates import CoordinateSpace, points_of, to_model_points, to_screen_points
+from trainer.agent.prompts import (
+    DROPPED,
+    RESULT_OK,
+    ModelObservation,
+    dropped_task_message,
+    observation_message,
+    system_message,
+    task_message,
+)
+from trainer.agent.types import Message
 from trainer.evaluate.statistics import wilson
 from trainer.files import write_atomically
 from trainer.learn import LearnError
@@ -113,10 +123,17 @@ class Questions:
         rendered = self._chat.decode(example[len(self.beginning) :])
         self._before, _, self._after = rendered.partition(agent.make_prompt().task("-"))
 
-    def whole_prompt(self, text: str) -> list[int]:
+    def whole_prompt(self, text: str, earlier: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the ids of a row with a question, up to its reply, as a rollout would make them."""
         observed = ModelObservation(image=self._blank, image_id="", tree=None, terminal=None, boxes_px=())
-        messages = [system_message(self._agent, self._space.picture()), task_message(text, observed, self._agent)]
+        messages = [system_message(self._agent, self._space.picture())]
+        if not earlier:
+            messages.append(task_message(text, observed, self._agent))
+        for number, answer in enumerate(earlier):
+            seen = Message("user", (f"{RESULT_OK} {DROPPED}",)) if number else dropped_task_message(text, self._agent)
+            messages += [seen, Message("assistant", (self.reply_of(answer),))]
+        if earlier:
+            messages.append(observation_message(RESULT_OK, observed))
         return list(self._chat.opening(messages).train_ids)
 
     def text_of(self, question: Mapping[str, Any]) -> str:
@@ -131,7 +148,19 @@ class Questions:
         """Return the right reply."""
         if "point" not in question:
             return self._grammar.write([TypeText(str(question["reply"]))])
-        return self._grammar.write([to_model_points(Click(*question["point"]), self._space)])
+        act = Drag(*question["point"], *question["to"]) if "to" in question else Click(*question["point"])
+        return self._grammar.write([to_model_points(act, self._space)])
+
+    def prompt(self, question: Mapping[str, Any]) -> list[int]:
+        """Return the ids of a row with this question, up to its reply."""
+        if "earlier" in question:
+            return self.whole_prompt(self.text_of(question), question["earlier"])
+        return [*self.beginning, *self.prompts([question])[0]]
+
+    def row(self, question: Mapping[str, Any]) -> tuple[list[int], int]:
+        """Return the ids of a row with this question and its reply, and how many of them are the reply."""
+        [reply] = self._encoded([self.reply_of(question)])
+        return [*self.prompt(question), *reply, self._end_id], len(reply) + 1
 
     def prompts(self, questions: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         """Return the ids of each question, from the picture up to the reply."""
@@ -152,16 +181,21 @@ class Questions:
             return False
         text = self._tokenizer.decode(reply_ids[:-1], skip_special_tokens=False)
         match self._grammar.parse(text, self._space.picture()).actions:
-            case (Click(button="left", count=1) as click,) if "box" in question:
-                try:
-                    point: Any = to_screen_points(click, self._space)
-                except ParseError:
-                    return False
-                x, y, w, h = question["box"]
-                return bool(x <= point.x < x + w and y <= point.y < y + h)
+            case (Click(button="left", count=1) | Drag() as act,) if isinstance(act, Drag) == ("to" in question):
+                return "box" in question and self._is_at(act, question)
             case (TypeText(text=said),) if "box" not in question:
                 return bool(said == question["reply"])
         return False
+
+    def _is_at(self, act: Action, question: Mapping[str, Any]) -> bool:
+        try:
+            points = points_of(to_screen_points(act, self._space))
+        except ParseError:
+            return False
+        boxes = [question[name] for name in ("box", "to_box") if name in question]
+        return len(points) == len(boxes) and all(
+            x <= at_x < x + w and y <= at_y < y + h for (at_x, at_y), (x, y, w, h) in zip(points, boxes, strict=True)
+        )
 
     def _encoded(self, texts: list[str]) -> list[list[int]]:
         return list(self._tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
@@ -187,16 +221,23 @@ def packed(
     width, height = settings.image_px
     frames = np.empty((len(screens), height, width, 3), np.uint8)
     for row, (asked, frame) in enumerate(screens):
+        frames[row] = _scaled(frame, settings)
         end = len(beginning)
         ids[row, :end], branch[row, :end], place[row, :end] = beginning, 0, np.arange(end)
-        for number, (tokens, reply_length) in enumerate(questions.branches(asked), start=1):
+        for question in (each for each in asked if "earlier" in each):
+            tokens, reply_length = questions.row(question)
+            end = len(tokens)
+            if end <= length:
+                ids[row, :end], branch[row, :end], place[row, :end] = tokens, 0, np.arange(end)
+                is_trained[row, end - reply_length : end] = True
+        after_picture = [each for each in asked if "earlier" not in each]
+        for number, (tokens, reply_length) in enumerate(questions.branches(after_picture), start=1):
             start, end = end, end + len(tokens)
             if end > length:
                 break
             ids[row, start:end], branch[row, start:end] = tokens, number
             place[row, start:end] = len(beginning) + np.arange(len(tokens))
             is_trained[row, end - reply_length : end] = True
-        frames[row] = _scaled(frame, settings)
     parts = {"ids": ids, "branch": branch, "place": place, "is_trained": is_trained, "frames": frames}
     return {name: torch.from_numpy(part) for name, part in parts.items()}
 
@@ -396,7 +437,10 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
         device, rank = running.enter_context(_process_group(settings.torch_device))
         state = load_state(directory, settings, stage="base", resume=resume)
         if rank == 0 and (state is None or not untrained.exists()):
-            write_untrained(settings, untrained, seed=seed)
+            if options.start:
+                unpack_checkpoint(Path(options.start).expanduser(), untrained)
+            else:
+                write_untrained(settings, untrained, seed=seed)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         policy = Policy(untrained, device=device, image_px=settings.image_px)
@@ -553,10 +597,13 @@ def probed(
                 counts[question["kind"]] += 1
                 chosen.append(question)
         picture = torch.from_numpy(_scaled(frame, settings).copy())
-        for question, prompt in zip(chosen, questions.prompts(chosen), strict=True):
-            ids = [*questions.beginning, *prompt]
+        for question in chosen:
             request = SamplerRequest(
-                ids=ids, frame_HW3=picture, limit=settings.reply_tokens, temperature=0.0, picture=number
+                ids=questions.prompt(question),
+                frame_HW3=picture,
+                limit=settings.reply_tokens,
+                temperature=0.0,
+                picture=number,
             )
             asked[request] = question
     _answer(policy, [*asked])

@@ -51,6 +51,8 @@ class Base(BaseModel):
     checkpoint: str = ""
     """Directory of a trained base, from which `demos` and so `clone` start, and which the stage `base` then probes and
     does not train; empty for `base/model` of the run, if the stage `base` wrote it."""
+    start: str = ""
+    """Directory of a trained base whose weights the stage `base` trains further; empty for random ones."""
     fonts: list[Path] = Field(default_factory=lambda: [Path("/usr/share/fonts")], strict=False)
     """Directories of fonts that screens show besides the desktop's own."""
     processes: int = Field(default=0, ge=0)
@@ -330,7 +332,7 @@ def fingerprint(settings: Settings, *, stage: str) -> Mapping[str, Any]:
     free: dict[str, tuple[str, ...]] = {
         "": ("device", "workers", "machines", "validation_variants"),
         "base": (
-            *("checkpoint", "fonts", "processes", "steps", "seconds", "is_compiled"),
+            *("checkpoint", "start", "fonts", "processes", "steps", "seconds", "is_compiled"),
             *("probe_every_s", "save_every_s", "probe_screens", "probe_questions"),
         ),
         "clone": ("steps", "seconds", "stop_at", "sampled_success", "min_entropy", "check_every", "is_compiled"),
