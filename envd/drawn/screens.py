@@ -12,7 +12,8 @@ questions: [{kind, text, reply} | {kind, text, point, box} | {kind, text, point,
 `to` and `to_box`, one drags from the first to the second. A text may contain `{at}`, for which the reader of the line
 writes `at` in its own units. All are pixels of the screen. A text of several parts, one after the other, is a question
 about the first one, unless the question has `earlier`: the answers to the parts before, each `{reply}`, `{point}` or
-`{point, to}`. Such a question is about a screen that is seen after these answers, and comes alone.
+`{point, to}`. Such a question is about a screen that is seen after these answers, and comes alone; without an answer of
+its own, nothing is left to do.
 """
 
 import argparse
@@ -65,6 +66,8 @@ _WEIGHTS = {
     "point": 30, "point_kind": 10, "point_colour": 10, "three_colours": 10, "point_order": 8, "point_next": 10,
     "point_close": 6, "read": 18, "read_order": 6, "read_at": 16, "ticked": 12, "sentence": 50,
 }  # fmt: skip
+#: Heights of texts in other fonts than the desktop's own, as shares of their line's. Real programs leave room.
+_SIZES = (0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 1.0)
 #: Share of screens with one question, which is about a later part of a sentence.
 _LATER = 0.4
 #: Sentences of each kind about a screen.
@@ -99,7 +102,7 @@ class ScreenOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question about a screen; `point`, `point` and `to`, or `reply` is its answer."""
+    """A question about a screen; `point`, `point` and `to`, or `reply` is its answer, or that all is done."""
 
     kind: str
     text: str
@@ -161,7 +164,8 @@ def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question],
                 if not tries_left:
                     raise
         shown = Framebuffer(np.empty((options.height_px, options.width_px, 4), np.uint8), shared=False)
-        font = rng.choice(fonts) if fonts and (options.is_unseen or rng.random() < 0.5) else None
+        is_own = not fonts or (not options.is_unseen and rng.random() < 0.3)
+        font = None if is_own else (rng.choice(fonts), rng.choice(_SIZES))
         shown.letters = functools.partial(lettered, font)
         desktop.resize(shown)
         picture = Image.frombuffer("RGB", (options.width_px, options.height_px), shown.pixels, "raw", "BGRX", 0, 1)
@@ -341,7 +345,7 @@ def _theme(rng: Random) -> dict[str, object]:
 
     is_dark = rng.random() < 0.4
     face, ink = (colour(20, 80), colour(200, 255)) if is_dark else (colour(190, 255), colour(0, 80))
-    return {"face": face, "ink": ink, "accent": colour(20, 165)}
+    return {"face": face, "ink": ink, "accent": colour(190, 255) if rng.random() < 0.35 else colour(20, 165)}
 
 
 def vocabulary(is_unseen: bool, seed: int) -> Callable[[Random], list[str]]:
@@ -419,19 +423,23 @@ def _sized(path: Path, height_px: int) -> tuple[ImageFont.FreeTypeFont, int]:
 
 
 _Mask = npt.NDArray[np.uint8]
+_Font = tuple[Path, float]
+"""A font's file, and the height of its texts as a share of their line's."""
 
 
 @functools.lru_cache(maxsize=4096)
-def _mask(path: Path | None, text: str, scale: int) -> _Mask:
+def _mask(font: _Font | None, text: str, scale: int) -> _Mask:
     """Return how much of each pixel is ink, of 255."""
-    if path is None:
+    if font is None:
         line = np.concatenate([_glyph(char) for char in text], axis=1)
         return line if scale == 1 else line.repeat(scale, axis=0).repeat(scale, axis=1)
     width, height = len(text) * CELL_WIDTH_PX * scale, CELL_HEIGHT_PX * scale
-    font, top = _sized(path, height)
-    length = int(font.getlength(text)) + 1
+    path, size = font
+    letters, top = _sized(path, round(height * size))
+    top += (height - round(height * size)) // 2
+    length = int(letters.getlength(text)) + 1
     picture = Image.new("L", (max(width, length), height))
-    ImageDraw.Draw(picture).text(((picture.width - length) // 2, top), text, fill=255, font=font)
+    ImageDraw.Draw(picture).text(((picture.width - length) // 2, top), text, fill=255, font=letters)
     if picture.width > width:
         picture = picture.resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(picture)
@@ -446,9 +454,9 @@ def _glyph(char: str) -> _Mask:
     return (canvas_px & 255).astype(np.uint8)
 
 
-def lettered(path: Path | None, text: str, ink: Colour, paper: Colour, scale: int) -> Words:
+def lettered(font: _Font | None, text: str, ink: Colour, paper: Colour, scale: int) -> Words:
     """Return the picture of a text in a font; None for the desktop's own."""
-    return _inks(ink, paper)[_mask(path, text, scale)]
+    return _inks(ink, paper)[_mask(font, text, scale)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -585,10 +593,10 @@ def _sentences(items: list[_SeenWidget], words: Sequence[str], rng: Random) -> I
         if not parts:
             continue
         text = rng.choice(_JOINTS).join(part.text for part in parts)
-        asked = rng.randrange(1, len(parts)) if len(parts) > 1 and rng.random() < 0.5 else 0
+        asked = rng.randrange(len(parts) + 1) if rng.random() < 0.7 else 0
         yield replace(
-            parts[asked],
-            kind="later" if asked else "sentence",
+            parts[asked] if asked < len(parts) else Question(kind="", text=""),
+            kind="ended" if asked == len(parts) else "later" if asked else "sentence",
             text=f"{text[0].upper()}{text[1:]}.",
             earlier=tuple(part.answer for part in parts[:asked]),
         )

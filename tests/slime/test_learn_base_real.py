@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,11 @@ import pytest
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
 
 POINT = {"kind": "point", "text": "Point at kite.", "point": [100, 50], "box": [60, 30, 80, 40]}
+TRACE = {"kind": "sentence", "text": "Trace kite to rose.", "point": [100, 50], "box": [60, 30, 80, 40],
+         "to": [300, 50], "to_box": [260, 30, 80, 40]}  # fmt: skip
+LATER = {**POINT, "kind": "later", "text": "Spell rose; trace oak to elm; find kite.",
+         "earlier": [{"reply": "rose"}, {"point": [100, 50], "to": [300, 50]}]}  # fmt: skip
+ENDED = {"kind": "ended", "text": "Spell rose.", "earlier": [{"reply": "rose"}]}
 READ = {"kind": "read_at", "text": "Read the text at {at}.", "reply": "lemon", "at": [256, 160]}
 
 
@@ -51,19 +57,39 @@ def test_a_question_has_the_tokens_of_a_rollouts_first_turn(questions: Any, poli
 
 
 def test_replies_are_those_of_the_policys_grammar(questions: Any, policy: Any) -> None:
-    replies = [ids[-length:] for ids, length in questions.branches([POINT, READ])]
+    asked = [POINT, READ, TRACE, ENDED]
+    replies = [ids[-length:] for ids, length in map(questions.row, asked)]
     texts = [policy.tokenizer.decode(ids) for ids in replies]
     assert '"action": "left_click", "coordinate": [196, 157]' in texts[0]
     assert '"action": "type", "text": "lemon"' in texts[1]
-    assert max(map(len, replies)) < 20, "constant texts are one token each"
-    point, read = replies
-    assert questions.is_right(POINT, point)
-    assert questions.is_right(READ, read)
-    assert not questions.is_right(POINT, read)
-    assert not questions.is_right(READ, point)
+    assert '"action": "left_click_drag", "coordinate": [587, 157], "start_coordinate": [196, 157]' in texts[2]
+    assert '"action": "terminate", "status": "success"' in texts[3]
+    assert max(map(len, replies)) < 25, "constant texts are one token each"
+    for question in asked:
+        assert [questions.is_right(question, reply) for reply in replies] == [question is each for each in asked]
+    point, read, trace, _ = replies
+    assert not questions.is_right({**TRACE, "to_box": [261, 30, 10, 40]}, trace)
+    assert not questions.is_right({**TRACE, "box": [261, 30, 80, 40]}, trace)
     assert not questions.is_right({**POINT, "box": [101, 30, 80, 40]}, point)
     assert not questions.is_right({**READ, "reply": "lemons"}, read)
     assert not questions.is_right(READ, read[:-1])
+
+
+def test_a_later_part_has_the_tokens_of_a_later_turn(questions: Any, policy: Any) -> None:
+    ids, length = questions.row(LATER)
+    assert ids == [*questions.whole_prompt(str(LATER["text"]), LATER["earlier"]), *ids[-length:]]
+    text = policy.tokenizer.decode([token for token in ids if token != policy.image_id])
+    _, _, turns = text.partition("</tools>")
+    roles = [part.partition("\n")[::2] for part in turns.split("<|im_start|>")[1:]]
+    assert [role for role, _ in roles] == ["user", "assistant"] * 3
+    said = [content.removesuffix("\n").removesuffix("<|im_end|>") for _, content in roles]
+    dropped = "(An earlier look at the screen, no longer shown.)"
+    assert said[0] == f"{dropped}\n\nTask: {LATER['text']}"
+    assert '"type", "text": "rose"' in said[1]
+    assert said[2] == f"Done. {dropped}"
+    assert '"left_click_drag"' in said[3]
+    assert said[4] == "<|vision_start|><|vision_end|>Done."
+    assert '"left_click", "coordinate": [196, 157]' in said[5]
 
 
 def test_joined_questions_have_the_logits_of_rows_of_their_own(settings: Any, policy: Any, questions: Any) -> None:
@@ -134,6 +160,22 @@ def test_a_base_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path) -> 
         unpack_checkpoint(tmp_path, tmp_path / "model")
 
 
+@pytest.mark.parametrize("key", ["checkpoint", "start"])
+def test_a_base_that_does_not_exist_is_named_with_its_setting(tmp_path: Path, key: str) -> None:
+    (tmp_path / "base.yaml").write_text(f"base: {{{key}: {tmp_path / 'nothing'}}}\n")
+    command = [sys.executable, "-m", "trainer", "learn", "base", "--smoke", "--run", str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [*command, "--config", str(tmp_path / "base.yaml")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert f"base.{key} {tmp_path / 'nothing'}: no base is there; name a directory" in " ".join(ran.stderr.split())
+
+
 def take_all(source: Any) -> None:
     while True:
         source.batch()
@@ -152,13 +194,39 @@ def test_processes_that_end_are_an_error(settings: Any, policy: Any) -> None:
             take_all(source)
 
 
+def prompts_of_demos(run: Path) -> None:
+    """Check that a demonstrated reply follows the tokens that a question with the same earlier replies has."""
+    from trainer.learn.base import Questions, _read_tokenizer
+    from trainer.learn.demos import read_rows
+    from trainer.learn.settings import SMOKE
+
+    tokenizer, processor = _read_tokenizer(run / "demos" / "model")
+    questions, rows, found = Questions(SMOKE, tokenizer, processor), read_rows(run / "demos"), 0
+    for index in range(len(rows)):
+        ids = [int(token) for token in rows.row(index)]
+        text = tokenizer.decode(ids)
+        earlier = re.findall(r'"type", "text": "(\w+)"', text.rpartition("<|vision_start|>")[0])
+        points = re.findall(r'"left_click", "coordinate": \[(\d+), (\d+)\]', text.rpartition("<|vision_start|>")[0])
+        if len(earlier) == len(points) == 1:
+            x, y = questions._space.to_screen(*map(int, points[0]))
+            task = re.findall(r"Task: (.*)<\|im_end\|>", text)[0]
+            asked = questions.whole_prompt(task, [{"point": [x, y]}, {"reply": earlier[0]}])
+            assert ids[: len(asked)] == asked
+            found += 1
+    assert found
+
+
 @pytest.mark.long
 def test_the_stage_runs_resumes_and_starts_the_demonstrations(tmp_path: Path) -> None:
+    import torch
+
+    from trainer.learn.checkpoint import read_packed
+
     run = tmp_path / "run"
 
     def learn(*words: str) -> "subprocess.CompletedProcess[str]":
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-m", "trainer", "learn", *words, "--smoke", "--run", str(run)]
+        command = [sys.executable, "-m", "trainer", "learn", "--smoke", "--run", str(run), *words]
         return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
     done = learn("base")
@@ -173,8 +241,15 @@ def test_the_stage_runs_resumes_and_starts_the_demonstrations(tmp_path: Path) ->
     resumed = learn("base", "--resume", "--config", str(more))
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert json.loads((run / "base" / "probes.json").read_text())["step"] == 7
+    further = tmp_path / "further.yaml"
+    further.write_text(f"base: {{start: {run / 'base' / 'model'}, steps: 1, learning_rate: 0.000001}}\n")
+    started = learn("base", "--config", str(further), "--run", str(tmp_path / "further"))
+    assert started.returncode == 0, started.stderr[-3000:]
+    before, after = (read_packed(directory / "base" / "model") for directory in (run, tmp_path / "further"))
+    assert all(torch.allclose(before[name], after[name], atol=0.02) for name in before), "it went on from these weights"
     cloned = learn("demos")
     assert cloned.returncode == 0, cloned.stderr[-3000:]
+    prompts_of_demos(run)
     assert "cloning will start from" in cloned.stderr
     keeps = tmp_path / "keeps.yaml"
     keeps.write_text("clone: {keeps_reading: true}\n")

@@ -134,10 +134,11 @@ class _Work:
         from trainer.learn.record import MetricsLog  # noqa: PLC0415
 
         with MetricsLog(self.run / "base") as log:
-            if named := self._named_base():
+            if named := self._stored_base("checkpoint"):
                 probe_checkpoint(self.settings, named, self.run / "base", seed=self.seed, log=log)
                 return
-            train(self.settings, self.run / "base", seed=self.seed, log=log, resume=self.resume)
+            start = self._stored_base("start")
+            train(self.settings, self.run / "base", start=start, seed=self.seed, log=log, resume=self.resume)
 
     def demos(self, hosts: list[str]) -> None:
         """Play oracles, unless that is done."""
@@ -158,22 +159,22 @@ class _Work:
         """Return the base to start from. Raises: LearnError: The settings name one that does not exist."""
         from trainer.learn.checkpoint import is_packed  # noqa: PLC0415
 
-        path = self._named_base() or self.run / "base" / "model"
+        path = self._stored_base("checkpoint") or self.run / "base" / "model"
         if not is_packed(path):
             return None
         err.print(f"cloning will start from {path}", markup=False, soft_wrap=True)
         return path
 
-    def _named_base(self) -> Path | None:
-        """Return the base that the settings name. Raises: LearnError: It does not exist."""
+    def _stored_base(self, key: Literal["checkpoint", "start"]) -> Path | None:
+        """Return the base that a setting names. Raises: LearnError: It does not exist."""
         from trainer.learn.checkpoint import is_packed  # noqa: PLC0415
 
-        named = self.settings.base.checkpoint
+        named = getattr(self.settings.base, key)
         if not named:
             return None
         path = Path(named).expanduser().resolve()
         if not is_packed(path):
-            raise LearnError(f"base.checkpoint {path}: no base is there; name a directory `base/model` of a run")
+            raise LearnError(f"base.{key} {path}: no base is there; name a directory `base/model` of a run")
         return path
 
     def clone(self, hosts: list[str], slime_home: Path) -> None:

@@ -17,8 +17,9 @@ _EPISODES = 32
 _LEAST_EPISODES = 8
 #: What more episodes solve has little to gain. What none solved gives groups without signal.
 _EASY = 0.8
-#: A task that is too easy or too hard is tried again each time: the policy changes.
-_PASSED_OVER = 9
+#: So often is a task passed over before it is tried again: the policy changes. The first solution of what none solved
+#: is found only by playing it.
+_EASY_PASSED_OVER, _UNSOLVED_PASSED_OVER = 9, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +48,16 @@ def every_task(history: TaskHistory) -> bool:  # noqa: ARG001 -- a Curriculum
 
 
 def by_solve_rate(history: TaskHistory) -> bool:
-    """Play tasks that some of the latest episodes solved, but at most 80 %; new ones; each tenth draw of the others.
+    """Play tasks that some of the latest episodes solved, but at most 80 %, and new ones.
+
+    Of the others, each tenth draw of what is too easy is played, and each third of what none solved.
 
     DAPO (arXiv 2503.14476, section 3.2) drops groups that all or none of their members solved, after they are played.
     """
     rate = history.solve_rate
-    if rate is None or len(history.solved) < _LEAST_EPISODES or history.passed_over >= _PASSED_OVER:
+    if rate is None or len(history.solved) < _LEAST_EPISODES or 0 < rate <= _EASY:
         return True
-    return 0 < rate <= _EASY
+    return history.passed_over >= (_EASY_PASSED_OVER if rate else _UNSOLVED_PASSED_OVER)
 
 
 _CURRICULA: Mapping[str, Curriculum] = {ALL: every_task, "solve_rate": by_solve_rate}

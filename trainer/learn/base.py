@@ -7,8 +7,9 @@ this one  rows ──► training; probes of words and fonts that are never trai
 
 A row is one screen with several questions: each question with its answer is a branch that attends to the screen and to
 itself alone, so it is trained exactly as a row of its own, and the picture is encoded once. A question about a later
-part of a sentence has a row of its own: the sentence, the replies to the parts before, and the picture, as an agent sees
-them after its first reply. Answers are replies of the policy's own grammar: a left click, a drag, or text that is typed.
+part of a sentence has a row of its own: the sentence, the replies to the parts before, and the picture, as an agent
+sees them after its first reply. Answers are replies of the policy's own grammar: a left click, a drag, text that is
+typed, or that all is done.
 """
 
 import json
@@ -146,8 +147,10 @@ class Questions:
 
     def reply_of(self, question: Mapping[str, Any]) -> str:
         """Return the right reply."""
-        if "point" not in question:
+        if "reply" in question:
             return self._grammar.write([TypeText(str(question["reply"]))])
+        if "point" not in question:
+            return self._grammar.write([Done("")])
         act = Drag(*question["point"], *question["to"]) if "to" in question else Click(*question["point"])
         return self._grammar.write([to_model_points(act, self._space)])
 
@@ -183,8 +186,10 @@ class Questions:
         match self._grammar.parse(text, self._space.picture()).actions:
             case (Click(button="left", count=1) | Drag() as act,) if isinstance(act, Drag) == ("to" in question):
                 return "box" in question and self._is_at(act, question)
-            case (TypeText(text=said),) if "box" not in question:
-                return bool(said == question["reply"])
+            case (TypeText(text=said),):
+                return said == question.get("reply")
+            case (Done(),):
+                return "reply" not in question and "box" not in question
         return False
 
     def _is_at(self, act: Action, question: Mapping[str, Any]) -> bool:
@@ -420,8 +425,8 @@ def _agreed(seconds: float, count: int, device: torch.device) -> tuple[float, in
     return float(both[0]), int(both[1])
 
 
-def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, resume: bool) -> None:
-    """Train from random weights, or from the last saved step; write the weights to `directory/model`.
+def train(settings: Settings, directory: Path, *, start: Path | None, seed: int, log: MetricsLog, resume: bool) -> None:
+    """Train from the last saved step, or `start`, or else random weights; write the weights to `directory/model`.
 
     `directory/probes.json` has the results of the probes. An interruption (SIGINT, SIGTERM) saves the state. Of several
     processes of torchrun, that of rank 0 logs, probes and saves, also when another one ends.
@@ -437,10 +442,10 @@ def train(settings: Settings, directory: Path, *, seed: int, log: MetricsLog, re
         device, rank = running.enter_context(_process_group(settings.torch_device))
         state = load_state(directory, settings, stage="base", resume=resume)
         if rank == 0 and (state is None or not untrained.exists()):
-            if options.start:
-                unpack_checkpoint(Path(options.start).expanduser(), untrained)
-            else:
+            if start is None:
                 write_untrained(settings, untrained, seed=seed)
+            else:
+                unpack_checkpoint(start, untrained)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         policy = Policy(untrained, device=device, image_px=settings.image_px)

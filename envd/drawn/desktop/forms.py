@@ -30,6 +30,8 @@ _MARK_PX = 22
 _PAPER: Colour = (255, 255, 255)
 _INK: Colour = (20, 20, 24)
 _ALARM: Colour = (216, 30, 30)
+#: From this sum of red, green and blue on, a button's text is dark.
+_LIGHT = 480
 _DELETED = "deleted"
 
 _Pixel = Annotated[int, Field(ge=0, le=4096)]
@@ -255,7 +257,8 @@ class FormWindow(DrawnWindow):
                 canvas.fill(rect, fill)
                 canvas.outline(rect, form.ink)
                 if widget.fill is None:
-                    _write(canvas, rect, widget.name, ink=_PAPER, paper=fill, is_centred=True)
+                    ink = _PAPER if is_armed or sum(fill) < _LIGHT else _INK
+                    _write(canvas, rect, widget.name, ink=ink, paper=fill, is_centred=True)
             case "box":
                 mark = Rect(rect.x, rect.y + (rect.h - _MARK_PX) // 2, _MARK_PX, _MARK_PX)
                 canvas.fill(mark, PRESSED if is_armed else _PAPER)

@@ -60,7 +60,8 @@ class Form(Gtk.Window):  # type: ignore[misc]
                 item.connect("clicked", self._press, name)
                 if fill := widget.get("fill"):
                     item.set_name("filled" + "".join(f"{part:02x}" for part in fill))
-                    style(f"#{item.get_name()} {{ background: rgb{tuple(fill)}; }}")
+                    # The label, too: the rules of a coloured window give it the colour of other buttons.
+                    style(f"#{item.get_name()}, #{item.get_name()} label {{ background: rgb{tuple(fill)}; }}")
             case "box":
                 item = Gtk.CheckButton(label=name)
                 item.connect("toggled", lambda box: self._set(name, "on" if box.get_active() else "off"))

@@ -1,6 +1,7 @@
 """Labelled screens: answers that are right, words and fonts that training never shows, and the program's output."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from PIL import ImageFont
 
 from envd.drawn.desktop.canvas import Rect, picture_of
 from envd.drawn.screens import Question, ScreenOptions, is_unseen_word, lettered, screens, vocabulary
@@ -41,15 +43,61 @@ def test_each_kind_of_question_is_asked_and_has_one_answer(drawn: list[tuple[lis
         answers: dict[str, object] = {}
         for question in asked:
             kinds.add(question.kind)
-            assert (question.point is None) != (not question.reply)
+            assert sum(map(bool, (question.point, question.reply))) == (question.kind != "ended")
             if question.at is None:
-                answer = question.point or question.reply
-                assert answers.setdefault(question.text, answer) == answer, question
-            if question.box is not None:
-                assert question.box.contains(*question.point)  # type: ignore[misc]
-                assert Rect(0, 0, WIDTH, HEIGHT).covers(question.box)
+                answer = (question.point, question.to, question.reply)
+                assert answers.setdefault(f"{question.text} {question.earlier}", answer) == answer, question
+            for point, box in ((question.point, question.box), (question.to, question.to_box)):
+                assert (point is None) == (box is None)
+                if point is not None and box is not None:
+                    assert box.contains(*point)
+                    assert Rect(0, 0, WIDTH, HEIGHT).covers(box)
     assert kinds >= {"point", "point_kind", "point_colour", "three_colours", "point_order", "point_next"}
-    assert kinds >= {"point_close", "read", "read_order", "read_at", "ticked"}
+    assert kinds >= {"point_close", "read", "read_order", "read_at", "ticked", "sentence", "later", "ended"}
+
+
+def test_a_sentence_is_answered_part_by_part(drawn: list[tuple[list[Question], np.ndarray]]) -> None:
+    """The answer to a part is that of the question about the widget that it names."""
+    later = drags = 0
+    for asked, _ in drawn:
+        points = {
+            question.text.removeprefix("Point at ").removesuffix("."): question.point
+            for question in asked
+            if question.kind in ("point", "point_colour", "three_colours")
+        }
+        for question in asked:
+            if question.kind not in ("sentence", "later", "ended"):
+                continue
+            text = question.text.removesuffix(".")
+            parts = re.split("; |, then | and then ", text[0].lower() + text[1:])
+            answers = [*question.earlier, *([] if question.kind == "ended" else [question.answer])]
+            assert len(question.earlier) == len(parts) if question.kind == "ended" else len(answers) <= len(parts)
+            later += question.kind == "later"
+            for part, answer in zip(parts, answers, strict=False):
+                if "reply" in answer:
+                    assert part == f"spell {answer['reply']}"
+                elif "to" in answer:
+                    start, _, end = part.removeprefix("trace ").partition(" to ")
+                    assert (points[start], points[end]) == (answer["point"], answer["to"])
+                    drags += 1
+                else:
+                    assert [point for name, point in points.items() if part.endswith(f" {name}")] == [answer["point"]]
+    assert min(later, drags) > 30
+
+
+def test_a_question_about_a_later_part_comes_alone() -> None:
+    asked = [questions for questions, _ in islice(screens(ScreenOptions(width_px=WIDTH, height_px=HEIGHT), 5), 60)]
+    later = [questions for questions in asked if questions[0].earlier]
+    assert 10 < len(later) < 50
+    assert all(len(questions) == 1 for questions in later)
+    assert not any(question.earlier for questions in asked if questions not in later for question in questions)
+
+
+def test_no_sentence_has_a_verb_of_a_tasks_instruction(drawn: list[tuple[list[Question], np.ndarray]]) -> None:
+    verbs = {"press", "tick", "write", "set", "drag", "close", "copy"}
+    texts = [question.text.lower() for asked, _ in drawn for question in asked if question.kind != "point_close"]
+    assert len(texts) > 1000
+    assert not [text for text in texts if verbs & set(re.findall(r"[a-z]+", text))]
 
 
 def test_a_screen_that_never_has_room_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +167,27 @@ def test_texts_in_the_desktops_own_font_are_those_of_its_canvas() -> None:
     assert np.array_equal(lettered(None, "kite9", ink, paper, 2), wanted)
 
 
+def test_texts_in_other_fonts_have_several_heights(tmp_path: Path) -> None:
+    built_in = ImageFont.load_default(14)
+    assert isinstance(built_in, ImageFont.FreeTypeFont)
+    path = tmp_path / "font.ttf"
+    path.write_bytes(built_in.path.getvalue())  # type: ignore[union-attr]  # it is in memory
+    heights = []
+    for size in (0.6, 1.0):
+        ink = lettered((path, size), "H", (255, 255, 255), (0, 0, 0), 2) & 255
+        rows = np.flatnonzero(ink.max(axis=1) > 128)
+        heights.append(len(rows))
+        assert abs(rows.mean() - len(ink) / 2) < 6, "it lies in the middle of its line"
+    assert 0.5 < heights[0] / heights[1] < 0.7
+
+
 def test_the_program_writes_a_line_and_pixels_for_each_screen() -> None:
     command = [sys.executable, "-m", "envd.drawn.screens", "--seed", "1", "--width", "512", "--height", "320"]
     with subprocess.Popen([*command, "--questions", "5"], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for _ in range(2):
             line = json.loads(process.stdout.readline())
-            assert len(line["questions"]) == 5
+            assert len(line["questions"]) == (1 if "earlier" in line["questions"][0] else 5)
             assert len(process.stdout.read(512 * 320 * 3)) == 512 * 320 * 3
         process.stdout.close()
         assert process.wait(60) in (0, 1, 120), "it ends once its reader is gone"

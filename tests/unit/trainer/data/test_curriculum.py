@@ -11,7 +11,8 @@ from trainer.data.curriculum import TaskChoice, TaskHistory, by_solve_rate, curr
         (0, 0, 0, True),
         (0, 7, 0, True),
         (0, 8, 0, False),
-        (0, 32, 0, False),
+        (0, 32, 1, False),
+        (0, 32, 2, True),
         (1, 32, 0, True),
         (2, 10, 0, True),
         (8, 10, 0, True),
@@ -42,11 +43,14 @@ def test_variants_share_the_rate_of_their_template_and_old_episodes_are_forgotte
     assert tasks.state() == {"drawn/press": [False] * 32}
 
 
-def test_a_task_that_is_too_hard_is_played_at_each_tenth_draw() -> None:
+@pytest.mark.parametrize(("solved", "expected"), [(False, [False, False, True] * 6), (True, [*[False] * 9, True] * 2)])
+def test_an_unsolved_task_is_tried_at_each_third_draw_and_an_easy_one_at_each_tenth(
+    solved: bool, expected: list[bool]
+) -> None:
     tasks = TaskChoice(by_solve_rate)
     for _ in range(8):
-        tasks.record("t", solved=False)
-    assert [tasks.plays("t") for _ in range(20)] == [*[False] * 9, True] * 2
+        tasks.record("t", solved=solved)
+    assert [tasks.plays("t") for _ in expected] == expected
 
 
 def test_what_is_known_can_be_resumed() -> None:
