@@ -14,19 +14,18 @@ writes `at` in its own units. All are pixels of the screen. A text of several pa
 about the first one, unless the question has `earlier`: the answers to the parts before, each `{reply}`, `{point}` or
 `{point, to}`. Such a question is about a screen that is seen after these answers, and comes alone; without an answer of
 its own, nothing is left to do.
+
+Recorded screens of real programs can be shown besides: `--recorded` names a directory with a file `screens.jsonl`, each
+line an object `{picture, widgets}`: a file in the directory, and the `SeenWidget`s in it.
 """
 
 import argparse
 import functools
 import json
 import re
-import string
 import sys
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from importlib.resources import files
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -34,6 +33,7 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
+from PIL.ImageFile import ImageFile
 
 from envd.drawn.desktop.canvas import (
     CELL_HEIGHT_PX,
@@ -47,34 +47,23 @@ from envd.drawn.desktop.canvas import (
 )
 from envd.drawn.desktop.desktop import DrawnDesktop
 from envd.drawn.files import DrawnFiles
+from envd.drawn.questions import LABELLED, Question, SeenWidget, questions_about
 from envd.drawn.suite.desk import COLOURS, WORDS, Desk, FormOnDesk, cell_of, option_middle
+from envd.drawn.words import digest, vocabulary
 
-#: Shares of words and of fonts that only unseen screens have. The suite's own words are seen.
-_UNSEEN_WORDS, _UNSEEN_FONTS = 8, 4
+#: One of so many fonts is one that only unseen screens have.
+_UNSEEN_FONTS = 4
 #: Longest texts that a widget of one cell shows whole: twice as large as in other windows.
 _SHOWN = {"box": 5}
 _SHOWN_ELSEWHERE = 6
-_LABELLED = ("field", "menu")
 #: Arrangements tried for a screen: each third has more widgets than cells, or than words.
 _TRIES = 100
 _WHITE: Colour = (255, 255, 255)
 _BLACK: Colour = (0, 0, 0)
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
-_SIDES = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
-#: How often each kind of question is asked, as long as a screen has any of it.
-_WEIGHTS = {
-    "point": 30, "point_kind": 10, "point_colour": 10, "three_colours": 10, "point_order": 8, "point_next": 10,
-    "point_close": 6, "read": 18, "read_order": 6, "read_at": 16, "ticked": 12, "sentence": 50,
-}  # fmt: skip
+#: Share of screens that are recorded ones, if there are any.
+_RECORDED = 0.3
 #: Heights of texts in other fonts than the desktop's own, as shares of their line's. Real programs leave room.
 _SIZES = (0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 1.0)
-#: Share of screens with one question, which is about a later part of a sentence.
-_LATER = 0.4
-#: Sentences of each kind about a screen.
-_SENTENCES = 8
-#: None is a verb of the suites' instructions: a task is never shown.
-_VERBS = ("point at", "show", "find", "look at", "go to", "touch", "mark")
-_JOINTS = (", then ", ", then ", " and then ", "; ")
 #: Fonts that show no letters, or letters that are hard to read for people.
 _NO_FONTS = re.compile(r"D050000L|Z003|Symbol|Emoji|Dingbats|STIXSiz|cmsy|cmex|cmmi", re.IGNORECASE)
 
@@ -91,51 +80,15 @@ class ScreenOptions:
     """Whether they have the words and fonts that other screens never have, and no others."""
     is_plain: bool = False
     """Whether they look as those of the suite's tasks: its words, colours and font."""
+    recorded: tuple[Path, ...] = ()
+    """Directories of recorded screens, of which a share of the screens are."""
     questions: int = 24
     """Most questions about a screen; 0 for all."""
 
     @property
     def chosen_fonts(self) -> tuple[Path, ...]:
         """The fonts of the screens, by their names, so that hosts with more fonts agree on the others."""
-        return tuple(path for path in self.fonts if (_digest(path.stem) % _UNSEEN_FONTS == 0) == self.is_unseen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A question about a screen; `point`, `point` and `to`, or `reply` is its answer, or that all is done."""
-
-    kind: str
-    text: str
-    reply: str = ""
-    point: tuple[int, int] | None = None
-    box: Rect | None = None
-    to: tuple[int, int] | None = None
-    to_box: Rect | None = None
-    at: tuple[int, int] | None = None
-    earlier: tuple[dict[str, object], ...] = ()
-
-    def as_json(self) -> dict[str, object]:
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return {name: value for name, value in values.items() if value is not None and value not in ("", ())}
-
-    @property
-    def answer(self) -> dict[str, object]:
-        return {name: value for name, value in self.as_json().items() if name in ("reply", "point", "to")}
-
-
-@dataclass(slots=True)
-class _SeenWidget:
-    """A widget that can be seen."""
-
-    kind: str
-    rect: Rect
-    name: str = ""
-    text: str = ""
-    """What is written in it."""
-    colour: str = ""
-    window: str = ""
-    cell: tuple[int, int] | None = None
-    is_ticked: bool | None = None
+        return tuple(path for path in self.fonts if (digest(path.stem) % _UNSEEN_FONTS == 0) == self.is_unseen)
 
 
 class _Blind(Framebuffer):
@@ -146,12 +99,22 @@ class _Blind(Framebuffer):
 
 
 def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question], bytes]]:
-    """Yield questions and pixels of screens, without end; equal seeds give equal screens."""
+    """Yield questions and pixels of screens, without end; equal seeds give equal screens.
+
+    Raises:
+        ValueError: A recorded screen cannot be read, or has another size.
+    """
     sample = (lambda _: WORDS) if options.is_plain else vocabulary(options.is_unseen, seed)
     blind = _Blind(np.empty((options.height_px, options.width_px, 4), np.uint8), shared=False)
     fonts = () if options.is_plain else options.chosen_fonts
+    recorded = [screen for folder in options.recorded for screen in _recorded(folder, options)]
     for index in count():
         rng = Random(f"{seed} {index} {options.is_unseen} {options.is_plain}")  # noqa: S311 - not a secret
+        if recorded and rng.random() < _RECORDED:
+            path, items = rng.choice(recorded)
+            with Image.open(path) as file:
+                yield questions_about(items, sample(rng), options.questions, rng), file.convert("RGB").tobytes()
+            continue
         for tries_left in reversed(range(_TRIES)):
             try:
                 files_of_guest = DrawnFiles()
@@ -169,7 +132,26 @@ def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question],
         shown.letters = functools.partial(lettered, font)
         desktop.resize(shown)
         picture = Image.frombuffer("RGB", (options.width_px, options.height_px), shown.pixels, "raw", "BGRX", 0, 1)
-        yield _questions(items, words, options.questions, rng), picture.tobytes()
+        yield questions_about(items, words, options.questions, rng), picture.tobytes()
+
+
+def _recorded(folder: Path, options: ScreenOptions) -> Iterator[tuple[Path, list[SeenWidget]]]:
+    wanted = options.width_px, options.height_px
+    try:
+        lines = (folder / "screens.jsonl").read_text(encoding="utf-8").splitlines()
+        for line in map(json.loads, lines):
+            with Image.open(folder / line["picture"]) as file:
+                _require_size(file, wanted)
+            widgets = [SeenWidget(**{**widget, "rect": Rect(*widget["rect"])}) for widget in line["widgets"]]
+            yield folder / line["picture"], widgets
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"recorded screens {folder}: cannot be shown: {error}") from error
+
+
+def _require_size(picture: ImageFile, wanted: tuple[int, int]) -> None:
+    if picture.size != wanted:
+        found, wanted_text = ("{}x{}".format(*size) for size in (picture.size, wanted))
+        raise ValueError(f"{picture.filename!r} has {found} pixels; record screens of {wanted_text}")
 
 
 # The desktop
@@ -177,15 +159,10 @@ def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question],
 
 def _arranged(
     desktop: DrawnDesktop, files_of_guest: DrawnFiles, options: ScreenOptions, words: Sequence[str], rng: Random
-) -> list[_SeenWidget]:
+) -> list[SeenWidget]:
     """Open windows on a desktop; return the widgets that can be seen."""
-    desk = Desk(rng, window_count=rng.choice((1, 1, 2)), words=words)
-    items: list[_SeenWidget] = []
-    for form in desk.forms:
-        if not options.is_plain:
-            form.theme = _theme(rng)
-            form.is_alone = form.is_alone and rng.random() < 0.85
-        _fill(desk, form, rng, options)
+    desk = arrangement(options, words, rng)
+    items: list[SeenWidget] = []
     for form in desk.opened:
         files_of_guest[form.path] = form.as_json().encode()
         desktop.launch("form", form.path)
@@ -201,12 +178,23 @@ def _arranged(
     return _uncovered(items, desktop, desk)
 
 
+def arrangement(options: ScreenOptions, words: Sequence[str], rng: Random) -> Desk:
+    """Return windows full of widgets. Raises: ValueError, IndexError: There is no room for them, or no word."""
+    desk = Desk(rng, window_count=rng.choice((1, 1, 2)), words=words)
+    for form in desk.forms:
+        if not options.is_plain:
+            form.theme = _theme(rng)
+            form.is_alone = form.is_alone and rng.random() < 0.85
+        _fill(desk, form, rng, options)
+    return desk
+
+
 def _fill(desk: Desk, form: FormOnDesk, rng: Random, options: ScreenOptions) -> None:
     """Add widgets of all kinds."""
     half = len(form.free) // 10
     kinds = rng.choices(("button", "box", "chip", "bin", "label"), (8, 6, 1, 1, 1), k=rng.randint(half, 5 * half))
     for _ in range(rng.choice((0, 0, 1, 2)) if half > 1 else rng.choice((0, 1))):
-        kinds.append(rng.choice(_LABELLED))
+        kinds.append(rng.choice(LABELLED))
     if desk.colours and rng.random() < 0.45:
         for name in [desk.colours.pop(0) for _ in range(min(3, len(desk.colours)))]:
             red, green, blue = COLOURS[name]
@@ -218,8 +206,8 @@ def _fill(desk: Desk, form: FormOnDesk, rng: Random, options: ScreenOptions) -> 
     if rng.random() < 0.08:
         form.add("power", "power", desk.place(form))
     # Those that need two cells one above the other first.
-    for kind in sorted(kinds, key=lambda kind: kind not in _LABELLED):
-        if kind in _LABELLED:
+    for kind in sorted(kinds, key=lambda kind: kind not in LABELLED):
+        if kind in LABELLED:
             _add_labelled(desk, form, kind, rng)
         else:
             longest = _SHOWN.get(kind, _SHOWN_ELSEWHERE)
@@ -244,7 +232,7 @@ def _short(desk: Desk, longest: int) -> str:
     return word
 
 
-def _with_open_menu(items: list[_SeenWidget], desktop: DrawnDesktop, desk: Desk, rng: Random) -> list[_SeenWidget]:
+def _with_open_menu(items: list[SeenWidget], desktop: DrawnDesktop, desk: Desk, rng: Random) -> list[SeenWidget]:
     """Open a menu in some screens; return the widgets with its options, without those that they cover."""
     form = desk.opened[-1]
     menus = [each for each in form.widgets if each["kind"] == "menu"]
@@ -261,7 +249,7 @@ def _with_open_menu(items: list[_SeenWidget], desktop: DrawnDesktop, desk: Desk,
     return [
         *(item for item in items if not any(item.rect.intersect(box).area for box in boxes)),
         *(
-            _SeenWidget("option", box, name=name, text=name, window=form.title)
+            SeenWidget("option", box, name=name, text=name, window=form.title)
             for name, box in zip(names, boxes, strict=True)
         ),
     ]
@@ -282,12 +270,10 @@ def _place(widget: dict[str, object]) -> Rect:
     return Rect(*(int(str(widget[side])) for side in "xywh"))
 
 
-def _items_of(form: FormOnDesk, ticked: Sequence[str]) -> list[_SeenWidget]:
+def _items_of(form: FormOnDesk, ticked: Sequence[str]) -> list[SeenWidget]:
     items = [
-        _SeenWidget(
-            "title", Rect(form.x, form.y, form.w - 28, 28), name=form.title, text=form.title, window=form.title
-        ),
-        _SeenWidget("close", Rect(form.x + form.w - 24, form.y + 4, 20, 20), window=form.title),
+        SeenWidget("title", Rect(form.x, form.y, form.w - 28, 28), name=form.title, text=form.title, window=form.title),
+        SeenWidget("close", Rect(form.x + form.w - 24, form.y + 4, 20, 20), window=form.title),
     ]
     for each in form.widgets:
         kind, name = str(each["kind"]), str(each["name"])
@@ -296,11 +282,11 @@ def _items_of(form: FormOnDesk, ticked: Sequence[str]) -> list[_SeenWidget]:
         # Nothing is written on those.
         written = "" if is_filled or kind == "power" else name
         items.append(
-            _SeenWidget(
+            SeenWidget(
                 kind,
                 Rect(form.x + rect.x, form.y + rect.y, rect.w, rect.h),
                 name=written,
-                text=str(each.get("text", "")) if kind in _LABELLED else written,
+                text=str(each.get("text", "")) if kind in LABELLED else written,
                 colour=name if is_filled else "",
                 window=form.title,
                 cell=cell_of(rect),
@@ -310,23 +296,23 @@ def _items_of(form: FormOnDesk, ticked: Sequence[str]) -> list[_SeenWidget]:
     return items
 
 
-def _plain_items(desktop: DrawnDesktop) -> list[_SeenWidget]:
+def _plain_items(desktop: DrawnDesktop) -> list[SeenWidget]:
     """Return the buttons of the panel, and of the windows that are not forms."""
-    items: list[_SeenWidget] = []
+    items: list[SeenWidget] = []
     window = ""
     for element in desktop.elements():
         window = element.name if element.role == "frame" else window
         if element.role == "push-button" and element.name in ("Editor", "Controls", "Count", "Save"):
-            items.append(_SeenWidget("button", element.rect, name=element.name, text=element.name, window=window))
+            items.append(SeenWidget("button", element.rect, name=element.name, text=element.name, window=window))
     return items
 
 
-def _uncovered(items: Sequence[_SeenWidget], desktop: DrawnDesktop, desk: Desk) -> list[_SeenWidget]:
+def _uncovered(items: Sequence[SeenWidget], desktop: DrawnDesktop, desk: Desk) -> list[SeenWidget]:
     """Leave out what another window covers, even partly. Forms lie above other windows, the later ones on top."""
     titles = [form.title for form in desk.opened]
     rects = {form.title: Rect(form.x, form.y, form.w, form.h) for form in desk.opened}
 
-    def is_seen(item: _SeenWidget) -> bool:
+    def is_seen(item: SeenWidget) -> bool:
         level = titles.index(item.window) if item.window in titles else -1
         return not any(item.rect.intersect(rects[title]).area for title in titles[level + 1 :])
 
@@ -346,52 +332,6 @@ def _theme(rng: Random) -> dict[str, object]:
     is_dark = rng.random() < 0.4
     face, ink = (colour(20, 80), colour(200, 255)) if is_dark else (colour(190, 255), colour(0, 80))
     return {"face": face, "ink": ink, "accent": colour(190, 255) if rng.random() < 0.35 else colour(20, 165)}
-
-
-def vocabulary(is_unseen: bool, seed: int) -> Callable[[Random], list[str]]:
-    """Return what chooses different words for one screen: of the suites, known ones, and invented ones."""
-    rng = Random(f"{seed} words")  # noqa: S311 - not a secret
-    invented = (_invented(rng) for _ in range(40_000 if is_unseen else 20_000))
-    parts = (
-        (() if is_unseen else WORDS, 10),
-        ([word for word in _known_words() if is_unseen_word(word) == is_unseen], 30),
-        ([word for word in invented if is_unseen_word(word) == is_unseen], 40),
-    )
-
-    def sample(rng: Random) -> list[str]:
-        return list(dict.fromkeys(word for words, count in parts for word in rng.sample(words, min(count, len(words)))))
-
-    return sample
-
-
-def _digest(text: str) -> int:
-    return zlib.crc32(text.encode())
-
-
-def is_unseen_word(word: str) -> bool:
-    return word not in WORDS and _digest(word.lower()) % _UNSEEN_WORDS == 0
-
-
-def _invented(rng: Random) -> str:
-    length = rng.randint(2, 6)
-    match rng.randint(0, 3):
-        case 0:
-            letters = rng.choices(string.ascii_lowercase, k=length)
-        case 1:
-            letters = rng.choices(string.ascii_lowercase + string.ascii_uppercase + string.digits, k=length)
-        case _:
-            letters = [rng.choice("aeiou" if index % 2 else "bcdfghjklmnprstvwz") for index in range(length)]
-    word = "".join(letters)
-    return word.capitalize() if rng.random() < 0.3 else word
-
-
-@functools.cache
-def _known_words() -> list[str]:
-    """Return the words of the instructions of all suites."""
-    folder = Path(str(files("envd.tasks") / "suites"))
-    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.yaml"))]
-    words = {word for text in texts for word in re.findall(r"(?<![\w/.-])[A-Za-z]{3,6}(?![\w/.-])", text)}
-    return sorted(words)
 
 
 def font_files(folders: Sequence[Path]) -> tuple[Path, ...]:
@@ -469,139 +409,6 @@ def _inks(ink: Colour, paper: Colour) -> npt.NDArray[np.uint32]:
     return colours
 
 
-# Questions
-
-
-def _questions(items: list[_SeenWidget], words: Sequence[str], most: int, rng: Random) -> list[Question]:
-    """Return questions in random order, each with one right answer."""
-    sentences = [*_sentences(items, words, rng)]
-    later = [question for question in sentences if question.earlier]
-    if most and later and rng.random() < _LATER:
-        return later[:1]
-    found: dict[str, list[Question]] = {kind: [] for kind in _WEIGHTS}
-    for question in [*_by_name(items), *_by_colour(items), *_by_order(items), *_by_side(items), *_by_place(items, rng)]:
-        found[question.kind].append(question)
-    found["sentence"] = [question for question in sentences if not question.earlier]
-    for questions in found.values():
-        rng.shuffle(questions)
-    asked: list[Question] = []
-    while (not most or len(asked) < most) and (kinds := [kind for kind, questions in found.items() if questions]):
-        kind = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
-        asked.append(found[kind].pop())
-    return asked if most else [*asked, *later]
-
-
-def _point(kind: str, text: str, item: _SeenWidget) -> Question:
-    return Question(kind=kind, text=text, point=item.rect.center, box=item.rect)
-
-
-def _by_name(items: list[_SeenWidget]) -> Iterator[Question]:
-    names = Counter(item.name for item in items)
-    named = Counter((item.kind, item.name) for item in items)
-    for item in items:
-        if item.kind == "close":
-            yield _point("point_close", f"Point at the close button of {item.window}.", item)
-        if not item.name or named[item.kind, item.name] > 1:
-            continue
-        yield _point("point_kind", f"Point at the {item.kind} {item.name}.", item)
-        if names[item.name] == 1:
-            yield _point("point", f"Point at {item.name}.", item)
-        if item.is_ticked is not None:
-            yield Question(kind="ticked", text=f"Is {item.name} ticked?", reply="yes" if item.is_ticked else "no")
-        if item.kind in _LABELLED and item.text:
-            yield Question(kind="read", text=f"Read the {item.kind} {item.name}.", reply=item.text)
-
-
-def _by_colour(items: list[_SeenWidget]) -> Iterator[Question]:
-    coloured = [item for item in items if item.colour]
-    colours = Counter(item.colour for item in coloured)
-    are_three = len(coloured) == 3 and all(item.kind == "button" for item in coloured)
-    for item in coloured:
-        if colours[item.colour] == 1:
-            kind = "three_colours" if are_three else "point_colour"
-            yield _point(kind, f"Point at the {item.colour} {item.kind}.", item)
-
-
-def _by_order(items: list[_SeenWidget]) -> Iterator[Question]:
-    """Yield questions by the order of reading: rows from the top, each from the left."""
-    groups: dict[tuple[str, str], list[_SeenWidget]] = {}
-    for item in items:
-        if item.cell is not None and item.kind not in ("label", "power"):
-            groups.setdefault((item.kind, item.window), []).append(item)
-    windows = {item.window for item in items if item.cell is not None}
-    for (kind, window), group in groups.items():
-        of = f" of {window}" if len(windows) > 1 else ""
-        group.sort(key=lambda item: (item.cell or (0, 0))[::-1])
-        for ordinal, item in zip(_ORDINALS, group, strict=False):
-            yield _point("point_order", f"Point at the {ordinal} {kind}{of}.", item)
-            if item.text and item.kind not in _LABELLED:
-                yield Question(kind="read_order", text=f"Read the {ordinal} {kind}{of}.", reply=item.text)
-
-
-def _by_side(items: list[_SeenWidget]) -> Iterator[Question]:
-    """Yield questions about neighbours in the grid."""
-    at = {(item.window, item.cell): item for item in items if item.cell is not None}
-    names = Counter(item.name for item in items)
-    for item in at.values():
-        if not item.name or names[item.name] > 1 or item.cell is None:
-            continue
-        for side, (right, down) in _SIDES.items():
-            other = at.get((item.window, (item.cell[0] + right, item.cell[1] + down)))
-            if other is None:
-                continue
-            yield _point("point_next", f"Point at what is {side} {item.name}.", other)
-            if other.text and other.kind not in _LABELLED:
-                yield Question(kind="read", text=f"Read what is {side} {item.name}.", reply=other.text)
-
-
-def _by_place(items: list[_SeenWidget], rng: Random) -> Iterator[Question]:
-    """Yield questions about the text at a point, which is anywhere in a widget."""
-    for item in items:
-        if item.text:
-            x, y, w, h = item.rect
-            at = (x + rng.randint(w // 4, 3 * w // 4), y + rng.randint(h // 4, 3 * h // 4))
-            yield Question(kind="read_at", text="Read the text at {at}.", reply=item.text, at=at)
-            if item.is_ticked is not None:
-                yield Question(
-                    kind="ticked", text="Is the box at {at} ticked?", reply="yes" if item.is_ticked else "no", at=at
-                )
-
-
-def _sentences(items: list[_SeenWidget], words: Sequence[str], rng: Random) -> Iterator[Question]:
-    """Yield questions about the first part of a sentence, and about later ones."""
-    names, colours = Counter(item.name for item in items), Counter(item.colour for item in items)
-    targets = [(item.name, item) for item in items if item.name and names[item.name] == 1]
-    targets += [(f"the {item.colour} {item.kind}", item) for item in items if item.colour and colours[item.colour] == 1]
-    for _ in range(_SENTENCES):
-        chosen, spelt = rng.sample(targets, min(len(targets), 6)), rng.sample(words, 3)
-        parts: list[Question] = []
-        for _ in range(rng.choices((1, 2, 3), (3, 4, 2))[0]):
-            draw = rng.random()
-            if draw < 0.15:
-                word = spelt.pop()
-                parts.append(Question(kind="", text=f"spell {word}", reply=word))
-            elif draw < 0.35 and len(chosen) > 1:
-                (start, item), (end, other) = chosen.pop(), chosen.pop()
-                text = f"trace {start} to {end}"
-                box, to_box = item.rect, other.rect
-                parts.append(Question(kind="", text=text, point=box.center, box=box, to=to_box.center, to_box=to_box))
-            elif chosen:
-                name, item = chosen.pop()
-                # Any verb: what is done to a widget does not matter to where it is.
-                verb = rng.choice(_VERBS) if rng.random() < 0.5 else _invented(rng).lower()
-                parts.append(_point("", f"{verb} {name}", item))
-        if not parts:
-            continue
-        text = rng.choice(_JOINTS).join(part.text for part in parts)
-        asked = rng.randrange(len(parts) + 1) if rng.random() < 0.7 else 0
-        yield replace(
-            parts[asked] if asked < len(parts) else Question(kind="", text=""),
-            kind="ended" if asked == len(parts) else "later" if asked else "sentence",
-            text=f"{text[0].upper()}{text[1:]}.",
-            earlier=tuple(part.answer for part in parts[:asked]),
-        )
-
-
 def main() -> None:
     """Write screens until the reader is gone."""
     parser = argparse.ArgumentParser(prog="python -m envd.drawn.screens")
@@ -609,6 +416,7 @@ def main() -> None:
     parser.add_argument("--height", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--fonts", type=Path, action="append", default=[], help="Directory of fonts; repeat it.")
+    parser.add_argument("--recorded", type=Path, action="append", default=[], help="Directory of screens; repeat it.")
     parser.add_argument("--unseen", action="store_true")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--questions", type=int, default=24, help="Most of a screen; 0 for all.")
@@ -617,6 +425,7 @@ def main() -> None:
         width_px=given.width,
         height_px=given.height,
         fonts=font_files(given.fonts),
+        recorded=tuple(given.recorded),
         is_unseen=given.unseen,
         is_plain=given.plain,
         questions=given.questions,
@@ -628,6 +437,8 @@ def main() -> None:
             stream.write(line.encode() + b"\n" + pixels)
     except BrokenPipeError:
         sys.stdout = None
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def policy(settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def questions(settings: Any, policy: Any) -> Any:
-    from trainer.learn.base import Questions
+    from trainer.learn.screens import Questions
 
     return Questions(settings, policy.tokenizer, policy.processor)
 
@@ -95,7 +95,7 @@ def test_a_later_part_has_the_tokens_of_a_later_turn(questions: Any, policy: Any
 def test_joined_questions_have_the_logits_of_rows_of_their_own(settings: Any, policy: Any, questions: Any) -> None:
     import torch
 
-    from trainer.learn.base import packed
+    from trainer.learn.screens import packed
 
     width, height = settings.screen_px
     frame = torch.randint(0, 256, (height * width * 3,), generator=torch.Generator().manual_seed(0))
@@ -183,7 +183,7 @@ def take_all(source: Any) -> None:
 
 def test_processes_that_end_are_an_error(settings: Any, policy: Any) -> None:
     from trainer.learn import LearnError
-    from trainer.learn.base import RowSource, read_screens
+    from trainer.learn.screens import RowSource, read_screens
 
     with pytest.raises(LearnError, match=r"envd.drawn.screens: it ended"):
         next(read_screens(settings, 0, "--unknown"))
@@ -196,11 +196,11 @@ def test_processes_that_end_are_an_error(settings: Any, policy: Any) -> None:
 
 def prompts_of_demos(run: Path) -> None:
     """Check that a demonstrated reply follows the tokens that a question with the same earlier replies has."""
-    from trainer.learn.base import Questions, _read_tokenizer
     from trainer.learn.demos import read_rows
+    from trainer.learn.screens import Questions, read_tokenizer
     from trainer.learn.settings import SMOKE
 
-    tokenizer, processor = _read_tokenizer(run / "demos" / "model")
+    tokenizer, processor = read_tokenizer(run / "demos" / "model")
     questions, rows, found = Questions(SMOKE, tokenizer, processor), read_rows(run / "demos"), 0
     for index in range(len(rows)):
         ids = [int(token) for token in rows.row(index)]
@@ -246,7 +246,7 @@ def test_the_stage_runs_resumes_and_starts_the_demonstrations(tmp_path: Path) ->
     started = learn("base", "--config", str(further), "--run", str(tmp_path / "further"))
     assert started.returncode == 0, started.stderr[-3000:]
     before, after = (read_packed(directory / "base" / "model") for directory in (run, tmp_path / "further"))
-    assert all(torch.allclose(before[name], after[name], atol=0.02) for name in before), "it went on from these weights"
+    assert all(torch.allclose(before[name], after[name], atol=0.02) for name in before), "other weights"
     cloned = learn("demos")
     assert cloned.returncode == 0, cloned.stderr[-3000:]
     prompts_of_demos(run)

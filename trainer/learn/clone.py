@@ -15,10 +15,11 @@ import zstandard
 
 from cuaenv.cli.terminal import ProgressReport
 from trainer.learn import LearnError
-from trainer.learn.base import RowSource, screens_loss
+from trainer.learn.base import screens_loss
 from trainer.learn.demos import Rows, read_rows
 from trainer.learn.policy import Policy
 from trainer.learn.record import MetricsLog
+from trainer.learn.screens import RowSource
 from trainer.learn.settings import Clone, Settings
 from trainer.learn.states import RunState, cosine, load_state, make_optimizer, save_state, train_step
 

@@ -55,6 +55,9 @@ class Base(BaseModel):
     """Directory of a trained base whose weights the stage `base` trains further; empty for random ones."""
     fonts: list[Path] = Field(default_factory=lambda: [Path("/usr/share/fonts")], strict=False)
     """Directories of fonts that screens show besides the desktop's own."""
+    recorded: list[Path] = Field(default_factory=list, strict=False)
+    """Directories of recorded screens of real programs that are shown besides drawn ones, in training alone; see
+    `envd.drawn.screens`. They need the size `screen_px`."""
     processes: int = Field(default=0, ge=0)
     """Pairs of processes that draw screens and make rows of them; 0 for half of the cores."""
     steps: int = Field(default=1_000_000, ge=1)
@@ -332,7 +335,7 @@ def fingerprint(settings: Settings, *, stage: str) -> Mapping[str, Any]:
     free: dict[str, tuple[str, ...]] = {
         "": ("device", "workers", "machines", "validation_variants"),
         "base": (
-            *("checkpoint", "start", "fonts", "processes", "steps", "seconds", "is_compiled"),
+            *("checkpoint", "start", "fonts", "recorded", "processes", "steps", "seconds", "is_compiled"),
             *("probe_every_s", "save_every_s", "probe_screens", "probe_questions"),
         ),
         "clone": ("steps", "seconds", "stop_at", "sampled_success", "min_entropy", "check_every", "is_compiled"),

@@ -16,10 +16,12 @@ from gi.repository import Gdk, Gtk  # noqa: E402 -- after require_version
 
 #: Of a drawn window; widgets' places count from the window's top.
 _TITLE_HEIGHT_PX = 28
+#: From this sum of red, green and blue on, a button's text is dark.
+_LIGHT = 480
 _FONT = "* { font: 19px 'DejaVu Sans'; padding: 0 2px; min-height: 0; min-width: 0; -GtkComboBox-appears-as-list: 1; }"
 _COLOURS = """
 window, label, checkbutton {{ background: rgb{face}; color: rgb{ink}; }}
-button, button label {{ background: rgb{accent}; color: white; }}
+button, button label {{ background: rgb{accent}; color: {on_accent}; }}
 combobox button, combobox button *, entry {{ background: white; color: black; }}
 """
 
@@ -35,7 +37,8 @@ class Form(Gtk.Window):  # type: ignore[misc]
         self._pressed: list[str] = []
         self._is_open = True
         colours = {key: tuple(form[key]) for key in ("face", "ink", "accent")}
-        style(_FONT + (_COLOURS.format(**colours) if is_coloured else ""))
+        on_accent = "white" if sum(form["accent"]) < _LIGHT else "black"
+        style(_FONT + (_COLOURS.format(**colours, on_accent=on_accent) if is_coloured else ""))
         fixed = Gtk.Fixed()
         self.add(fixed)
         for widget in form["widgets"]:

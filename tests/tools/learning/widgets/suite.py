@@ -26,10 +26,10 @@ def real_tasks(seeds: range) -> Iterator[dict[str, object]]:
         for seed in seeds:
             entry = template.build(Sampler(template_id, seed))
             name = f"{template_id.partition('/')[2]}-{seed}"
-            yield {"name": name, "level": template.level, **_with_windows(entry, "coloured" if seed % 2 else "plain")}
+            yield {"name": name, "level": template.level, **with_windows(entry, "coloured" if seed % 2 else "plain")}
 
 
-def _with_windows(entry: Entry, look: str) -> Entry:
+def with_windows(entry: Entry, look: str) -> Entry:
     """Return a task whose forms are windows of GTK."""
     setup: list[object] = [{"kind": "write_file", "path": _PROGRAM, "text": _SOURCE.read_text(encoding="utf-8")}]
     for verb in entry["setup"]:  # type: ignore[attr-defined]

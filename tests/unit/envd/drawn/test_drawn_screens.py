@@ -11,11 +11,13 @@ from random import Random
 
 import numpy as np
 import pytest
-from PIL import ImageFont
+from PIL import Image, ImageFont
 
 from envd.drawn.desktop.canvas import Rect, picture_of
-from envd.drawn.screens import Question, ScreenOptions, is_unseen_word, lettered, screens, vocabulary
+from envd.drawn.questions import Question
+from envd.drawn.screens import ScreenOptions, lettered, screens
 from envd.drawn.suite.desk import COLOURS, WORDS, Desk, cell_of
+from envd.drawn.words import is_unseen_word, vocabulary
 
 WIDTH, HEIGHT = 512, 320
 
@@ -179,6 +181,53 @@ def test_texts_in_other_fonts_have_several_heights(tmp_path: Path) -> None:
         heights.append(len(rows))
         assert abs(rows.mean() - len(ink) / 2) < 6, "it lies in the middle of its line"
     assert 0.5 < heights[0] / heights[1] < 0.7
+
+
+def recording(folder: Path, *, size: tuple[int, int] = (WIDTH, HEIGHT)) -> Path:
+    folder.mkdir()
+    Image.new("RGB", size, (1, 2, 3)).save(folder / "one.png")
+    widgets = [
+        {"kind": "button", "rect": [10, 20, 100, 40], "name": "kite", "text": "kite", "window": "nest"},
+        {"kind": "box", "rect": [200, 20, 100, 40], "name": "rose", "text": "rose", "is_ticked": True},
+    ]
+    (folder / "screens.jsonl").write_text(json.dumps({"picture": "one.png", "widgets": widgets}) + "\n")
+    return folder
+
+
+def test_recorded_screens_are_shown_besides_drawn_ones(tmp_path: Path) -> None:
+    folder = recording(tmp_path / "real")
+    found = list(islice(screens(options(recorded=(folder,)), 1), 60))
+    pixels = bytes((1, 2, 3)) * WIDTH * HEIGHT
+    shown = [asked for asked, data in found if data == pixels]
+    assert 8 < len(shown) < 30
+    points = {question.text: question.point for asked in shown for question in asked}
+    assert points["Point at kite."] == (60, 40)
+    assert points["Point at the box rose."] == (250, 40)
+    replies = {question.text: question.reply for asked in shown for question in asked}
+    assert replies["Is rose ticked?"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("size", "broken", "named"),
+    [
+        ((640, 320), "", "one.png' has 640x320 pixels; record screens of 512x320"),
+        ((WIDTH, HEIGHT), '{"picture": "two.png", "widgets": []}', "two.png"),
+        ((WIDTH, HEIGHT), '{"picture": "one.png"}', "widgets"),
+        ((WIDTH, HEIGHT), '{"picture": "one.png", "widgets": [{"kind": "box", "rect": [1]}]}', "missing"),
+        ((WIDTH, HEIGHT), "[", "cannot be shown"),
+    ],
+)
+def test_a_recording_that_cannot_be_shown_is_named(
+    tmp_path: Path, size: tuple[int, int], broken: str, named: str
+) -> None:
+    folder = recording(tmp_path / "real", size=size)
+    if broken:
+        (folder / "screens.jsonl").write_text(broken)
+    command = [sys.executable, "-m", "envd.drawn.screens", "--seed", "1", "--width", "512", "--height", "320"]
+    ran = subprocess.run([*command, "--recorded", str(folder)], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert f"recorded screens {folder}: cannot be shown" in ran.stderr
+    assert named in ran.stderr
 
 
 def test_the_program_writes_a_line_and_pixels_for_each_screen() -> None:
