@@ -488,8 +488,7 @@ class MachinePool:
         if template is None:
             return
         now_s = self._clock.monotonic()
-        # A waiter that was cancelled in this iteration of the loop stays queued until its own code runs.
-        groups = [group for group in self._queue if not group.admitted.done()]
+        groups = self._queue.waiting
         steps = plan(
             self._machines.idle_s(now_s),
             counts=self._machines.planned_counts(),

@@ -114,6 +114,19 @@ async def test_a_group_that_times_out_unblocks_those_behind_it(world: PoolWorld)
     assert len(await small) == 1
 
 
+async def test_a_group_times_out_while_the_one_ahead_is_being_cancelled(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2)
+    for machine in world.hypervisor.forks:
+        machine.die()
+    first = await begun(lease(pool, 1, timeout_s=60.0))
+    # It enters the queue, gets the turn and times out before `first` has left.
+    second = asyncio.create_task(lease(pool, 1, timeout_s=0.0))
+    first.cancel()
+    with pytest.raises(PoolExhausted, match="position 1 of 1 in the queue"):
+        await second
+    assert first.cancelled()
+
+
 async def test_a_lease_with_a_zero_timeout_gets_ready_machines(world: PoolWorld) -> None:
     pool = await world.started(capacity=1, queue_limit=0)
     assert len(await lease(pool, 1, timeout_s=0.0)) == 1
