@@ -126,6 +126,8 @@ class MachinePool:
         self.list_machine_ids = self._machines.list_ids
         self._replacing = asyncio.Semaphore(_MAX_REPLACING)
         self._parked_count = self._parked_bytes = 0
+        self._reconciled_s = self._clock.monotonic()
+        """When the last `_reconcile` began, on the monotonic clock."""
         self._is_started = False
         self._draining = False
         self._close_task: asyncio.Task[None] | None = None
@@ -449,6 +451,7 @@ class MachinePool:
 
     def _reconcile(self) -> None:
         """Move the pool towards its target. Called after every change; never waits."""
+        self._reconciled_s = self._clock.monotonic()
         if self._draining:
             self._room.note(is_short=False)
             for group in self._queue:
@@ -485,8 +488,7 @@ class MachinePool:
         if template is None:
             return
         now_s = self._clock.monotonic()
-        # A waiter that was cancelled in this iteration of the loop stays queued until its own code runs.
-        groups = [group for group in self._queue if not group.admitted.done()]
+        groups = self._queue.waiting
         steps = plan(
             self._machines.idle_s(now_s),
             counts=self._machines.planned_counts(),
@@ -563,12 +565,13 @@ class MachinePool:
                 self._reconcile()
 
     def _next_wake_s(self) -> float | None:
-        now_s = self._clock.monotonic()
+        """Return the first instant after the last `_reconcile` that needs another; it may have passed since."""
+        after_s = self._reconciled_s
         times_s = (
             self._queue.next_deadline_s,
-            self._backoff.retry_at_s(now_s),
+            self._backoff.retry_at_s(after_s),
             self._room.poll_at_s if self.template is not None else None,
-            self._machines.next_surplus_s(now_s, max_idle_s=self.settings.max_idle_s),
+            self._machines.next_surplus_s(after_s, max_idle_s=self.settings.max_idle_s),
         )
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 

@@ -110,6 +110,14 @@ class AdmissionQueue:
         return iter(list(self._groups))
 
     @property
+    def waiting(self) -> list[WaitingGroup]:
+        """The groups that can be admitted or refused.
+
+        One that was cancelled in this iteration of the event loop stays in the queue until its own code runs.
+        """
+        return [group for group in self._groups if not group.admitted.done()]
+
+    @property
     def is_over_limit(self) -> bool:
         """Whether more groups wait than the limit allows."""
         return len(self._groups) > self._limit
@@ -130,20 +138,22 @@ class AdmissionQueue:
         return min((group.deadline_s for group in self._groups), default=None)
 
     def in_order(self, *, held: Mapping[str, int]) -> list[WaitingGroup]:
-        """Return all groups in the present order of turns; `held` is machines by run.
+        """Return the waiting groups in the present order of turns; `held` is machines by run.
 
         Groups that wait for machines of their own run come last, in order of arrival.
         """
+        groups = self.waiting
+        turn = self.turn(groups)
         order = Turns(
-            [other.demand for other in self._groups],
+            [group.demand for group in groups],
             held=held,
             shares=self._shares,
             resident=self._resident,
-            first=None if self._turn is None else self._groups.index(self._turn),
+            first=None if turn is None else turn.index,
         ).order()
         seen = set(order)
-        rest = (index for index in range(len(self._groups)) if index not in seen)
-        return [self._groups[index] for index in (*order, *rest)]
+        rest = (index for index in range(len(groups)) if index not in seen)
+        return [groups[index] for index in (*order, *rest)]
 
     def enter(self, group: WaitingGroup) -> None:
         self._groups.append(group)
@@ -201,7 +211,7 @@ class AdmissionQueue:
 
         Each error names the position before any was removed.
         """
-        late = [group for group in self if group.deadline_s <= now_s]
+        late = [group for group in self.waiting if group.deadline_s <= now_s]
         refused = [(group, self._too_late(group, now_s=now_s, status=status, held=held)) for group in late]
         for group, error in refused:
             self.refuse(group, "too_late", error)
@@ -254,7 +264,7 @@ class AdmissionQueue:
         note = quota_note(demand, held=held, shares=self._shares)
         return PoolExhausted(
             f"pool {self._pool!r} had no room for {demand.machine_count} within {now_s - group.enter_s:.1f} s: position"
-            f" {len(ahead) + 1} of {len(self)} in the queue, {busy_count} of {self._resident} machines busy"
+            f" {len(ahead) + 1} of {len(queued)} in the queue, {busy_count} of {self._resident} machines busy"
             f" ({status}){note and f'; {note}'}; retry with the same request_id",
             retry_after_s=self._retry_after_s(wanted_count, now_s=now_s, status=status),
         )

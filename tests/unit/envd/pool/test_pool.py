@@ -1,6 +1,7 @@
 """The pool through its public methods, on machines that tests can delay and break."""
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -26,6 +27,18 @@ def counts(pool: MachinePool) -> tuple[int, int, int, int, int]:
 def stub_desktop(machine: LeasedMachine) -> StubDesktop:
     assert isinstance(machine.desktop, StubDesktop)
     return machine.desktop
+
+
+def stall_at_reading(world: PoolWorld, monkeypatch: pytest.MonkeyPatch, number: int, *, duration_s: float) -> None:
+    """Let time pass before one of the next readings of the clock, which are numbered from 0."""
+    numbers, read = itertools.count(), world.clock.monotonic
+
+    def monotonic() -> float:
+        if next(numbers) == number:
+            world.clock.stall(duration_s)
+        return read()
+
+    monkeypatch.setattr(world.clock, "monotonic", monotonic)
 
 
 @pytest.fixture
@@ -101,6 +114,19 @@ async def test_a_group_that_times_out_unblocks_those_behind_it(world: PoolWorld)
     assert len(await small) == 1
 
 
+async def test_a_group_times_out_while_the_one_ahead_is_being_cancelled(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2)
+    for machine in world.hypervisor.forks:
+        machine.die()
+    first = await begun(lease(pool, 1, timeout_s=60.0))
+    # It enters the queue, gets the turn and times out before `first` has left.
+    second = asyncio.create_task(lease(pool, 1, timeout_s=0.0))
+    first.cancel()
+    with pytest.raises(PoolExhausted, match="position 1 of 1 in the queue"):
+        await second
+    assert first.cancelled()
+
+
 async def test_a_lease_with_a_zero_timeout_gets_ready_machines(world: PoolWorld) -> None:
     pool = await world.started(capacity=1, queue_limit=0)
     assert len(await lease(pool, 1, timeout_s=0.0)) == 1
@@ -161,6 +187,21 @@ async def test_a_machine_that_dies_leased_is_destroyed_and_replaced_at_once(
     assert counts(pool) == (1, 0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("reading", range(20))
+async def test_a_pause_may_end_between_any_two_readings_of_the_clock(
+    world: PoolWorld, monkeypatch: pytest.MonkeyPatch, reading: int
+) -> None:
+    pool = await world.started(capacity=1, backoff_min_s=2.0)
+    world.hypervisor.forks[0].die()
+    await world.clock.advance(1.999)
+    assert counts(pool) == (0, 0, 0, 0, 0)
+    stall_at_reading(world, monkeypatch, reading, duration_s=0.001)
+    waiter = await begun(lease(pool, timeout_s=600.0))
+    await world.clock.advance(0.001)
+    assert counts(pool) == (0, 1, 0, 0, 0)
+    await pool.release(await waiter)
+
+
 async def test_failed_starts_are_retried_with_growing_pauses(world: PoolWorld) -> None:
     world.hypervisor.errors["create"] = [HypervisorError("no space left in /var/lib/envd")] * 3
     pool = await world.started(capacity=1, backoff_min_s=1.0)
@@ -215,6 +256,23 @@ async def test_a_surplus_machine_ages_out(world: PoolWorld) -> None:
     await world.clock.advance(1.0)
     assert counts(pool) == (1, 1, 0, 0, 0)
     await pool.release(held)
+
+
+@pytest.mark.parametrize("reading", range(20))
+async def test_a_surplus_machine_may_age_out_between_any_two_readings_of_the_clock(
+    world: PoolWorld, monkeypatch: pytest.MonkeyPatch, reading: int
+) -> None:
+    pool = await world.started(size=1, max_idle_s=100.0)
+    world.hypervisor.gates["fork"].clear()
+    waiter = await begun(lease(pool, 2, timeout_s=60.0))
+    waiter.cancel()
+    world.hypervisor.gates["fork"].set()
+    await world.clock.advance(99.999)
+    assert counts(pool) == (2, 0, 0, 0, 0)
+    stall_at_reading(world, monkeypatch, reading, duration_s=0.001)
+    pool.set_parked(0, size_bytes=0)  # any change
+    await world.clock.advance(0.001)
+    assert counts(pool) == (1, 0, 0, 0, 0)
 
 
 async def test_destroying_is_retried_and_its_failure_reported(world: PoolWorld, pool: MachinePool) -> None:
