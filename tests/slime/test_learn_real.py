@@ -806,14 +806,16 @@ def test_cloning_ends_at_the_wanted_success_or_before_the_policy_is_certain() ->
     from trainer.learn.clone import is_enough
     from trainer.learn.settings import Clone
 
-    options = Clone(sampled_success=(0.1, 0.4), min_entropy=0.3)
-    assert not is_enough(options, {})
+    options = Clone(sampled_success=(0.1, 0.4), min_entropy=0.3, warmup_steps=10)
+    assert not is_enough(options, {}, done=10)
     for episodes in (True, False):
-        assert not is_enough(options, measured(0.05, episodes=episodes))
-        assert is_enough(options, measured(0.1, episodes=episodes))
-    assert is_enough(options, measured(0.05, entropy=0.29))
-    assert not is_enough(Clone(), measured(0.9, entropy=0.0))
-    assert is_enough(Clone(stop_at=0.3), measured(0.0))
+        assert not is_enough(options, measured(0.05, episodes=episodes), done=10)
+        assert is_enough(options, measured(0.1, episodes=episodes), done=10)
+        assert not is_enough(options, measured(0.1, episodes=episodes), done=9), "the warm-up"
+    assert is_enough(options, measured(0.05, entropy=0.29), done=10)
+    assert not is_enough(options, measured(0.05, entropy=0.29), done=9)
+    assert not is_enough(Clone(), measured(0.9, entropy=0.0), done=100)
+    assert is_enough(Clone(stop_at=0.3), measured(0.0), done=100)
 
 
 def test_a_policy_that_succeeds_too_rarely_or_too_often_is_refused_with_the_remedy() -> None:

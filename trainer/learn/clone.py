@@ -137,7 +137,7 @@ def clone(
             # Other screens than those of the base, whose last five digits are lower.
             first_seed = (seed * 1000 + done) * 100_000 + 99_000
             screens = running.enter_context(RowSource(settings, demos / "model", policy.device, seed=first_seed))
-        while done < options.steps and not is_enough(options, checks):
+        while done < options.steps and not is_enough(options, checks, done=done):
             spent = (time.monotonic() - started_s) / options.seconds if options.seconds else 0.0
             if spent > 1:
                 break
@@ -183,9 +183,9 @@ def reply_loss(logits: torch.Tensor, targets: torch.Tensor, *, smoothing: float)
     return (1 - smoothing) * loss + smoothing * spread.mean()
 
 
-def is_enough(options: Clone, checks: Mapping[str, float]) -> bool:
-    """Return whether a policy with these measurements is cloned no further; without any, it is."""
-    if not checks:
+def is_enough(options: Clone, checks: Mapping[str, float], *, done: int) -> bool:
+    """Return whether a policy with these measurements is cloned no further: never in the warm-up, nor without any."""
+    if not checks or done < options.warmup_steps:
         return False
     is_good = options.sampled_success is not None and sampled_success(checks) >= options.sampled_success[0]
     return is_good or checks["right_replies"] >= options.stop_at or checks["entropy"] < options.min_entropy

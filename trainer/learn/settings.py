@@ -91,6 +91,8 @@ class Clone(BaseModel):
     batch: int = Field(default=128, ge=1)
     learning_rate: float = Field(default=6e-4, gt=0)
     warmup_steps: int = Field(default=100, ge=1)
+    """Steps in which the learning rate rises. No measurement ends cloning before: the first steps unlearn what a base
+    is certain of, and succeeds with."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target that all tokens of the vocabulary have together, so that the policy keeps some doubt."""
     check_every: int = Field(default=100, ge=1)
