@@ -21,14 +21,15 @@ _WEIGHTS = {
 _LATER = 0.4
 #: Sentences of each kind about a screen.
 _SENTENCES = 8
-#: None is a verb of the suites' instructions: a task is never shown.
+#: Verbs of the suite's instructions, which no sentence has: a task is never shown.
+_TASK_VERBS = ("press", "tick", "write", "set", "drag", "close", "copy")
 _VERBS = ("point at", "show", "find", "look at", "go to", "touch", "mark")
 _JOINTS = (", then ", ", then ", " and then ", "; ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question about a screen; `point`, `point` and `to`, or `reply` is its answer, or that all is done."""
+    """A question about a screen. `point`, `point` and `to`, or `reply` is its answer; without any, all is done."""
 
     kind: str
     text: str
@@ -91,8 +92,13 @@ def _point(kind: str, text: str, item: SeenWidget) -> Question:
     return Question(kind=kind, text=text, point=item.rect.center, box=item.rect)
 
 
+def _texts(items: list[SeenWidget]) -> Counter[str]:
+    """Return how often each name or other text is to be seen."""
+    return Counter(text for item in items for text in {item.name, item.text})
+
+
 def _by_name(items: list[SeenWidget]) -> Iterator[Question]:
-    names = Counter(item.name for item in items)
+    names = _texts(items)
     named = Counter((item.kind, item.name) for item in items)
     for item in items:
         if item.kind == "close":
@@ -165,7 +171,7 @@ def _by_place(items: list[SeenWidget], rng: Random) -> Iterator[Question]:
 
 def _sentences(items: list[SeenWidget], words: Sequence[str], rng: Random) -> Iterator[Question]:
     """Yield questions about the first part of a sentence, and about later ones."""
-    names, colours = Counter(item.name for item in items), Counter(item.colour for item in items)
+    names, colours = _texts(items), Counter(item.colour for item in items)
     targets = [(item.name, item) for item in items if item.name and names[item.name] == 1]
     targets += [(f"the {item.colour} {item.kind}", item) for item in items if item.colour and colours[item.colour] == 1]
     for _ in range(_SENTENCES):
@@ -184,7 +190,7 @@ def _sentences(items: list[SeenWidget], words: Sequence[str], rng: Random) -> It
             elif chosen:
                 name, item = chosen.pop()
                 # Any verb: what is done to a widget does not matter to where it is.
-                verb = rng.choice(_VERBS) if rng.random() < 0.5 else invented_word(rng).lower()
+                verb = rng.choice(_VERBS) if rng.random() < 0.5 else _invented_verb(rng)
                 parts.append(_point("", f"{verb} {name}", item))
         if not parts:
             continue
@@ -196,3 +202,9 @@ def _sentences(items: list[SeenWidget], words: Sequence[str], rng: Random) -> It
             text=f"{text[0].upper()}{text[1:]}.",
             earlier=tuple(part.answer for part in parts[:asked]),
         )
+
+
+def _invented_verb(rng: Random) -> str:
+    while (verb := invented_word(rng).lower()) in _TASK_VERBS:
+        pass
+    return verb

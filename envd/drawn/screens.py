@@ -15,8 +15,8 @@ about the first one, unless the question has `earlier`: the answers to the parts
 `{point, to}`. Such a question is about a screen that is seen after these answers, and comes alone; without an answer of
 its own, nothing is left to do.
 
-Recorded screens of real programs can be shown besides: `--recorded` names a directory with a file `screens.jsonl`, each
-line an object `{picture, widgets}`: a file in the directory, and the `SeenWidget`s in it.
+Recorded screens of real programs can be shown in addition: `--recorded` names a directory with a file `screens.jsonl`,
+each line an object `{picture, widgets}`: a file in the directory, and the `SeenWidget`s in it.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -112,8 +113,7 @@ def screens(options: ScreenOptions, seed: int) -> Iterator[tuple[list[Question],
         rng = Random(f"{seed} {index} {options.is_unseen} {options.is_plain}")  # noqa: S311 - not a secret
         if recorded and rng.random() < _RECORDED:
             path, items = rng.choice(recorded)
-            with Image.open(path) as file:
-                yield questions_about(items, sample(rng), options.questions, rng), file.convert("RGB").tobytes()
+            yield questions_about(items, sample(rng), options.questions, rng), _pixels(path)
             continue
         for tries_left in reversed(range(_TRIES)):
             try:
@@ -142,10 +142,24 @@ def _recorded(folder: Path, options: ScreenOptions) -> Iterator[tuple[Path, list
         for line in map(json.loads, lines):
             with Image.open(folder / line["picture"]) as file:
                 _require_size(file, wanted)
-            widgets = [SeenWidget(**{**widget, "rect": Rect(*widget["rect"])}) for widget in line["widgets"]]
-            yield folder / line["picture"], widgets
+            yield folder / line["picture"], [_widget_of(widget) for widget in line["widgets"]]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"recorded screens {folder}: cannot be shown: {error}") from error
+    if not lines:
+        raise ValueError(f"recorded screens {folder}: cannot be shown: screens.jsonl has no line")
+
+
+def _widget_of(line: dict[str, Any]) -> SeenWidget:
+    cell = line.get("cell")
+    return SeenWidget(**{**line, "rect": Rect(*line["rect"]), "cell": tuple(cell) if cell else None})
+
+
+def _pixels(path: Path) -> bytes:
+    try:
+        with Image.open(path) as file:
+            return file.convert("RGB").tobytes()
+    except OSError as error:
+        raise ValueError(f"recorded screen {path}: cannot be shown: {error}") from error
 
 
 def _require_size(picture: ImageFile, wanted: tuple[int, int]) -> None:
@@ -323,6 +337,10 @@ def _uncovered(items: Sequence[SeenWidget], desktop: DrawnDesktop, desk: Desk) -
 # Colours, words and letters
 
 
+#: Ranges of the channels of a button's colour. A light one must not be taken for the white button.
+_LIGHT, _DARK = (175, 208), (20, 165)
+
+
 def _theme(rng: Random) -> dict[str, object]:
     """Return colours with enough contrast to be read."""
 
@@ -331,7 +349,7 @@ def _theme(rng: Random) -> dict[str, object]:
 
     is_dark = rng.random() < 0.4
     face, ink = (colour(20, 80), colour(200, 255)) if is_dark else (colour(190, 255), colour(0, 80))
-    return {"face": face, "ink": ink, "accent": colour(190, 255) if rng.random() < 0.35 else colour(20, 165)}
+    return {"face": face, "ink": ink, "accent": colour(*(_LIGHT if rng.random() < 0.35 else _DARK))}
 
 
 def font_files(folders: Sequence[Path]) -> tuple[Path, ...]:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from random import Random
 
-from envd.drawn.suite.desk import WORDS
+from envd.drawn.suite.desk import COLOURS, WORDS
 
 #: One of so many words is one that only unseen screens have. The suite's own words are seen.
 _UNSEEN = 8
@@ -56,8 +56,8 @@ def invented_word(rng: Random) -> str:
 
 @functools.cache
 def _known_words() -> list[str]:
-    """Return the words of the instructions of all suites."""
+    """Return the words of the instructions of all suites, without those that name a button by its colour."""
     folder = Path(str(files("envd.tasks") / "suites"))
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.yaml"))]
     words = {word for text in texts for word in re.findall(r"(?<![\w/.-])[A-Za-z]{3,6}(?![\w/.-])", text)}
-    return sorted(words)
+    return sorted(words - COLOURS.keys())

@@ -114,6 +114,29 @@ def test_joined_questions_have_the_logits_of_rows_of_their_own(settings: Any, po
     assert torch.allclose(joined, torch.cat(own), atol=1e-4)
 
 
+@pytest.mark.parametrize("question", [LATER, ENDED])
+def test_a_later_part_is_trained_as_a_row_of_its_own(question: Any, settings: Any, policy: Any, questions: Any) -> None:
+    import torch
+
+    from trainer.learn.base import screens_loss
+    from trainer.learn.screens import packed
+
+    width, height = settings.screen_px
+    screens = [([question], bytes(height * width * 3))]
+    wide = settings.model_copy(update={"base": settings.base.model_copy(update={"row_tokens": 720})})
+    rows = packed(questions, screens, wide, pad_id=policy.pad_id)
+    ids, length = questions.row(question)
+    row = torch.tensor([ids])
+    columns = torch.arange(len(ids) - length, len(ids))
+    logits = policy.logits(row, policy.patches(rows["frames"]), (torch.zeros_like(columns), columns))
+    loss, count = screens_loss(policy, rows)
+    assert count == 1
+    assert torch.isclose(loss, torch.nn.functional.cross_entropy(logits, row[0, columns]), atol=1e-4)
+    narrow = settings.model_copy(update={"base": settings.base.model_copy(update={"row_tokens": len(ids) - 1})})
+    loss, count = screens_loss(policy, packed(questions, screens, narrow, pad_id=policy.pad_id))
+    assert (float(loss.detach()), count) == (0.0, 0), "it does not fit"
+
+
 def test_packed_weights_are_read_nearly_as_they_were_with_new_pieces(policy: Any, tmp_path: Path) -> None:
     import torch
 

@@ -16,7 +16,7 @@ BUDGETS = {
     "envd/console": 1300,
     "envd/daemon": 1400,
     "envd/desktop": 5780,
-    "envd/drawn": 5725,
+    "envd/drawn": 5750,
     "envd/episodes": 7800,
     "envd/guests": 4750,
     "envd/hypervisor": 8400,

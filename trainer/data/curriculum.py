@@ -17,7 +17,7 @@ _EPISODES = 32
 _LEAST_EPISODES = 8
 #: What more episodes solve has little to gain. What none solved gives groups without signal.
 _EASY = 0.8
-#: So often is a task passed over before it is tried again: the policy changes. The first solution of what none solved
+#: How often a task is passed over before it is tried again: the policy changes. The first solution of what none solved
 #: is found only by playing it.
 _EASY_PASSED_OVER, _UNSOLVED_PASSED_OVER = 9, 2
 

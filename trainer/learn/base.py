@@ -224,7 +224,8 @@ def screens_loss(policy: Policy, batch: Mapping[str, torch.Tensor]) -> tuple[tor
     )
     targets = ids[rows, columns]
     count = int((targets == policy.end_id).sum())
-    return torch.nn.functional.cross_entropy(logits, targets), count
+    # Not the mean of no token: a row of which no question fits has none.
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / max(1, len(targets)), count
 
 
 # Probes

@@ -137,7 +137,7 @@ def clone(
             # Other screens than those of the base, whose last five digits are lower.
             first_seed = (seed * 1000 + done) * 100_000 + 99_000
             screens = running.enter_context(RowSource(settings, demos / "model", policy.device, seed=first_seed))
-        while done < options.steps and not is_enough(options, checks, done=done):
+        while done < options.steps and not (is_measured and is_enough(options, checks, done=done)):
             spent = (time.monotonic() - started_s) / options.seconds if options.seconds else 0.0
             if spent > 1:
                 break
@@ -205,7 +205,7 @@ def require_success(options: Clone, checks: Mapping[str, float], *, done: int) -
     remedy = (
         "clone for longer, or play more demonstrations, or lower clone.min_entropy"
         if found < low
-        else "start again, and measure more often (clone.check_every)"
+        else "start again, and measure more often (clone.check_every), or after a shorter warm-up (clone.warmup_steps)"
     )
     raise LearnError(
         f"clone: sampled success is {found:.2f} after {done} steps, with an entropy of {checks['entropy']:.2f}, outside"

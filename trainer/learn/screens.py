@@ -174,7 +174,8 @@ def packed(
 ) -> dict[str, torch.Tensor]:
     """Return screens as rows of tokens of one length, each with as many of its questions as fit.
 
-    `ids` has the tokens; `branch` is 0 for the beginning of a row, and the number of its question for each other token;
+    `ids` has the tokens; `branch` is 0 for the beginning of a row, and the number of its question for each other token
+    (0 for all tokens of a row with a question about a later part, which is left out if it does not fit);
     `place` is where each token would be if its question were the only one; `is_trained` marks replies; and `frames` has
     the pictures (screens, height, width, 3).
     """
@@ -234,7 +235,7 @@ def read_screens(settings: Settings, seed: int, *options: str) -> Iterator[Scree
             while line := process.stdout.readline():
                 pixels = process.stdout.read(width * height * 3)
                 yield json.loads(line)["questions"], pixels
-            raise LearnError("envd.drawn.screens: it ended, see above; install envd here")
+            raise LearnError("envd.drawn.screens: it ended; see above")
         finally:
             process.kill()
 
@@ -244,7 +245,7 @@ def _send_rows(pipe: Connection, settings: Settings, checkpoint: Path, seed: int
     torch.set_num_threads(1)
     tokenizer, processor = read_tokenizer(checkpoint)
     questions = Questions(settings, tokenizer, processor)
-    recorded = [word for folder in settings.base.recorded for word in ("--recorded", str(folder))]
+    recorded = [word for folder in settings.base.recorded for word in ("--recorded", str(folder.expanduser()))]
     source = read_screens(settings, seed, *recorded)
     with suppress(BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         while True:
@@ -301,7 +302,8 @@ class RowSource:
         except queue.Empty:
             raise LearnError(f"screens: none came for {_START_S:.0f} s; see the messages above") from None
         if isinstance(found, Exception):
-            raise LearnError(f"screens: a process that draws ended ({found}); see above, then --resume") from found
+            why = str(found) or type(found).__name__
+            raise LearnError(f"screens: a process that draws ended ({why}); see above, then --resume") from found
         return found
 
     def _collect(self) -> None:

@@ -52,11 +52,12 @@ class Base(BaseModel):
     """Directory of a trained base, from which `demos` and so `clone` start, and which the stage `base` then probes and
     does not train; empty for `base/model` of the run, if the stage `base` wrote it."""
     start: str = ""
-    """Directory of a trained base whose weights the stage `base` trains further; empty for random ones."""
+    """Directory of a trained base whose weights the stage `base` trains further, with another `--seed`
+    on other screens; empty for random weights."""
     fonts: list[Path] = Field(default_factory=lambda: [Path("/usr/share/fonts")], strict=False)
     """Directories of fonts that screens show besides the desktop's own."""
     recorded: list[Path] = Field(default_factory=list, strict=False)
-    """Directories of recorded screens of real programs that are shown besides drawn ones, in training alone; see
+    """Directories of recorded screens of real programs that are shown in addition to drawn ones, in training alone; see
     `envd.drawn.screens`. They need the size `screen_px`."""
     processes: int = Field(default=0, ge=0)
     """Pairs of processes that draw screens and make rows of them; 0 for half of the cores."""
@@ -78,6 +79,12 @@ class Base(BaseModel):
     """Most questions of each kind in a set of probes; a quarter while training."""
     is_compiled: bool = False
     """Compile the layers by torch, as in `clone`."""
+
+    @model_validator(mode="after")
+    def _is_trained_or_probed(self) -> Self:
+        if self.checkpoint and self.start:
+            raise ValueError("checkpoint is probed and start is trained further; name one of them")
+        return self
 
 
 class Clone(BaseModel):

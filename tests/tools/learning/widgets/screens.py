@@ -1,4 +1,4 @@
-"""Record labelled screens of real widgets, which `trainer learn base` shows besides drawn ones (`base.recorded`).
+"""Record labelled screens of real widgets, which `trainer learn base` shows as well (`base.recorded`).
 
     python -m tests.tools.learning.widgets.screens tasks --count 2000 out/screens.json
     envd serve --hypervisor oci: --config widgets.toml --tasks out/screens.json
@@ -62,7 +62,8 @@ def widgets_of(elements: Sequence[Element], picture: Image.Image) -> Iterator[Se
         rect, name = Rect(*element.box), element.name
         if element.role == "frame":
             window, frame = name, rect
-            yield SeenWidget("title", Rect(rect.x, rect.y, rect.w - 60, _TITLE_PX), name=name, text=name, window=name)
+            # Without a name: the panel shows it too, so one cannot ask where it is.
+            yield SeenWidget("title", Rect(rect.x, rect.y, rect.w - 60, _TITLE_PX), text=name, window=name)
             right, down = _CLOSE_PX
             yield SeenWidget("close", Rect(rect.right - right - 8, rect.y + down - 8, 16, 16), window=name)
         elif kind := _KINDS.get(element.role):

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageFont
 
 from envd.drawn.desktop.canvas import Rect, picture_of
-from envd.drawn.questions import Question
+from envd.drawn.questions import Question, _invented_verb
 from envd.drawn.screens import ScreenOptions, lettered, screens
 from envd.drawn.suite.desk import COLOURS, WORDS, Desk, cell_of
 from envd.drawn.words import is_unseen_word, vocabulary
@@ -97,9 +97,16 @@ def test_a_question_about_a_later_part_comes_alone() -> None:
 
 def test_no_sentence_has_a_verb_of_a_tasks_instruction(drawn: list[tuple[list[Question], np.ndarray]]) -> None:
     verbs = {"press", "tick", "write", "set", "drag", "close", "copy"}
-    texts = [question.text.lower() for asked, _ in drawn for question in asked if question.kind != "point_close"]
-    assert len(texts) > 1000
-    assert not [text for text in texts if verbs & set(re.findall(r"[a-z]+", text))]
+    texts = [question.text.lower() for asked, _ in drawn for question in asked]
+    first_words = [part.split()[0] for text in texts for part in re.split("; |, then | and then ", text)]
+    assert len(first_words) > 1000
+    assert not verbs.intersection(first_words)
+
+
+def test_an_invented_verb_is_none_of_a_tasks_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = iter(("Set", "PRESS", "kelo"))
+    monkeypatch.setattr("envd.drawn.questions.invented_word", lambda _: next(words))
+    assert _invented_verb(Random(0)) == "kelo"
 
 
 def test_a_screen_that_never_has_room_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +194,18 @@ def recording(folder: Path, *, size: tuple[int, int] = (WIDTH, HEIGHT)) -> Path:
     folder.mkdir()
     Image.new("RGB", size, (1, 2, 3)).save(folder / "one.png")
     widgets = [
-        {"kind": "button", "rect": [10, 20, 100, 40], "name": "kite", "text": "kite", "window": "nest"},
-        {"kind": "box", "rect": [200, 20, 100, 40], "name": "rose", "text": "rose", "is_ticked": True},
+        {"kind": "button", "rect": [10, 20, 100, 40], "name": "kite", "text": "kite", "window": "nest", "cell": [0, 0]},
+        {
+            "kind": "box",
+            "rect": [130, 20, 100, 40],
+            "name": "rose",
+            "text": "rose",
+            "is_ticked": True,
+            "window": "nest",
+            "cell": [1, 0],
+        },
+        {"kind": "menu", "rect": [260, 20, 100, 40], "name": "oak", "text": "elm", "cell": None},
+        {"kind": "option", "rect": [260, 60, 100, 40], "name": "elm", "text": "elm", "cell": None},
     ]
     (folder / "screens.jsonl").write_text(json.dumps({"picture": "one.png", "widgets": widgets}) + "\n")
     return folder
@@ -202,7 +219,10 @@ def test_recorded_screens_are_shown_besides_drawn_ones(tmp_path: Path) -> None:
     assert 8 < len(shown) < 30
     points = {question.text: question.point for asked in shown for question in asked}
     assert points["Point at kite."] == (60, 40)
-    assert points["Point at the box rose."] == (250, 40)
+    assert points["Point at the box rose."] == (180, 40)
+    assert points["Point at what is right of kite."] == (180, 40)
+    assert "Point at oak." in points
+    assert "Point at elm." not in points, "the menu shows it, too"
     replies = {question.text: question.reply for asked in shown for question in asked}
     assert replies["Is rose ticked?"] == "yes"
 
@@ -215,14 +235,15 @@ def test_recorded_screens_are_shown_besides_drawn_ones(tmp_path: Path) -> None:
         ((WIDTH, HEIGHT), '{"picture": "one.png"}', "widgets"),
         ((WIDTH, HEIGHT), '{"picture": "one.png", "widgets": [{"kind": "box", "rect": [1]}]}', "missing"),
         ((WIDTH, HEIGHT), "[", "cannot be shown"),
+        ((WIDTH, HEIGHT), None, "no line"),
     ],
 )
 def test_a_recording_that_cannot_be_shown_is_named(
-    tmp_path: Path, size: tuple[int, int], broken: str, named: str
+    tmp_path: Path, size: tuple[int, int], broken: str | None, named: str
 ) -> None:
     folder = recording(tmp_path / "real", size=size)
-    if broken:
-        (folder / "screens.jsonl").write_text(broken)
+    if broken != "":
+        (folder / "screens.jsonl").write_text(broken or "")
     command = [sys.executable, "-m", "envd.drawn.screens", "--seed", "1", "--width", "512", "--height", "320"]
     ran = subprocess.run([*command, "--recorded", str(folder)], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")

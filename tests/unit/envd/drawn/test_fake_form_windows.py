@@ -50,6 +50,18 @@ def test_a_new_form_is_alone_and_writes_its_state(desktop: DrawnDesktop) -> None
     assert state(desktop) == {"gift": "off", "city": "", "size": "", "apple": "", "pressed": "", "open": "yes"}
 
 
+@pytest.mark.parametrize(("accent", "text_is_dark"), [([0, 0, 200], False), ([190, 200, 180], True)])
+def test_the_text_of_a_button_differs_from_its_colour(accent: list[int], text_is_dark: bool) -> None:
+    files = DrawnFiles()
+    files[PATH] = json.dumps({**FORM, "accent": accent}).encode()
+    framebuffer = Framebuffer(np.zeros((320, 512, 4), np.uint8), shared=False)
+    DrawnDesktop(framebuffer, files=files, is_drawn=True).launch("form", PATH)
+    inside = framebuffer.pixels[44:76, 14:106, :3].astype(int)
+    assert tuple(inside[0, 0, ::-1]) == tuple(accent)
+    letters = inside.min(axis=2).min() if text_is_dark else inside.min(axis=2).max()
+    assert letters < 60 if text_is_dark else letters > 240
+
+
 def test_each_widget_changes_its_own_value(desktop: DrawnDesktop) -> None:
     click(desktop, 60, 60)
     click(desktop, 60, 110)

@@ -127,6 +127,19 @@ async def test_a_group_times_out_while_the_one_ahead_is_being_cancelled(world: P
     assert first.cancelled()
 
 
+async def test_a_late_group_that_is_being_cancelled_is_not_refused(world: PoolWorld) -> None:
+    pool = await world.started(capacity=1)
+    held = await lease(pool)
+    first, second = [await begun(lease(pool, 1, timeout_s=5.0)) for _ in range(2)]
+    first.cancel()
+    world.clock.stall(5.0)
+    pool.set_parked(0, size_bytes=0)
+    with pytest.raises(PoolExhausted, match="position 1 of 1 in the queue"):
+        await second
+    assert first.cancelled()
+    await pool.release(held)
+
+
 async def test_a_lease_with_a_zero_timeout_gets_ready_machines(world: PoolWorld) -> None:
     pool = await world.started(capacity=1, queue_limit=0)
     assert len(await lease(pool, 1, timeout_s=0.0)) == 1
