@@ -143,7 +143,7 @@ def _recorded(folder: Path, options: ScreenOptions) -> Iterator[tuple[Path, list
             with Image.open(folder / line["picture"]) as file:
                 _require_size(file, wanted)
             yield folder / line["picture"], [_widget_of(widget) for widget in line["widgets"]]
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"recorded screens {folder}: cannot be shown: {error}") from error
     if not lines:
         raise ValueError(f"recorded screens {folder}: cannot be shown: screens.jsonl has no line")

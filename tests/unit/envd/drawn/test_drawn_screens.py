@@ -227,6 +227,12 @@ def test_recorded_screens_are_shown_besides_drawn_ones(tmp_path: Path) -> None:
     assert replies["Is rose ticked?"] == "yes"
 
 
+def test_a_recorded_picture_that_is_too_large_to_open_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match="real: cannot be shown: Image size"):
+        next(screens(options(recorded=(recording(tmp_path / "real"),)), 1))
+
+
 @pytest.mark.parametrize(
     ("size", "broken", "named"),
     [
@@ -245,7 +251,8 @@ def test_a_recording_that_cannot_be_shown_is_named(
     if broken != "":
         (folder / "screens.jsonl").write_text(broken or "")
     command = [sys.executable, "-m", "envd.drawn.screens", "--seed", "1", "--width", "512", "--height", "320"]
-    ran = subprocess.run([*command, "--recorded", str(folder)], capture_output=True, text=True, check=False)
+    # A recording that is shown is shown without end.
+    ran = subprocess.run([*command, "--recorded", str(folder)], capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert f"recorded screens {folder}: cannot be shown" in ran.stderr
     assert named in ran.stderr
