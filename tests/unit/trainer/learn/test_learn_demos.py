@@ -73,12 +73,13 @@ def test_a_double_click_keeps_its_button_because_no_grammar_has_another() -> Non
 
 def test_an_interruption_does_not_wait_for_the_players(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from trainer.learn.demos import _processes\n"
+        "import time; from trainer.learn.demos import _processes\n"
         "if __name__ == '__main__':\n"
         "    with _processes(2) as processes:\n"
-        "        list(processes.map(print, ['playing'] * 2))\n"
-        "        sys.stdout.flush()\n"
-        "        list(processes.map(time.sleep, [600] * 4))\n"
+        "        list(processes.map(time.sleep, [0.1] * 2))\n"
+        "        played = processes.map(time.sleep, [600] * 4)\n"
+        "        print('playing', flush=True)\n"
+        "        list(played)\n"
     )
     program = tmp_path / "program.py"
     program.write_text(code)
