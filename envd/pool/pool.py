@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Final
 
 from envd.base.aio import Changes, OwnedTasks, shielded
 from envd.base.clock import wait_until
@@ -42,8 +41,6 @@ logger = logging.getLogger(__name__)
 _QUOTA_INTERVAL_S = 2.0
 #: Machines beyond `resident`, for as long as loading a state takes.
 _MAX_REPLACING = 4
-MAX_YIELD_S: Final = 10.0
-"""Longest wait of a parked episode's call for groups that came before it: they may wait for much longer."""
 
 
 class MachinePool:
@@ -359,14 +356,8 @@ class MachinePool:
         self._parked_count, self._parked_bytes = count, size_bytes
         self._reconcile()
 
-    def reserve_for_parked(self, *, run: str, since_s: float) -> Reservation | None:
-        """Reserve a machine for a parked episode if there is one now: one that is idle, or one more.
-
-        Groups that were queued before `since_s`, when its call came, are admitted first: else steps that take every
-        machine would keep them waiting without end.
-        """
-        if self._clock.monotonic() < since_s + MAX_YIELD_S and self.is_queued_before(since_s):
-            return None
+    def reserve_for_parked(self, *, run: str) -> Reservation | None:
+        """Reserve a machine for a parked episode if there is one now: one that is idle, or one more."""
         has_idle = self._machines.counts()[LifecycleState.IDLE] > 0
         if not has_idle and (self._used_count >= self.settings.resident or self._room.count() <= 0):
             return None

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -26,12 +27,12 @@ from cuaenv.client import (
     View,
 )
 from envd.base import errors
+from envd.base.clock import Clock, wait_until
 from envd.base.config import CheckpointsConfig
 from envd.desktop.desktop import Desktop
 from envd.episodes.checkpoints import parking, states
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.types import ResetCommand, StepCommand
-from envd.pool import pool
 from tests.e2e.test_fake_restart import OffsetClock
 from tests.support.clock import until
 from tests.support.faulty import FakeHost
@@ -515,8 +516,7 @@ async def test_machines_that_are_kept_for_a_queued_group_are_taken_and_not_added
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls of parked episodes that no longer yield to a group take what is ready: `resident` is never exceeded."""
-    for module in (parking, pool):
-        monkeypatch.setattr(module, "MAX_YIELD_S", 0.1)
+    monkeypatch.setattr(parking, "_MAX_YIELD_S", 0.1)
     async with served(tmp_path, size=2, resident=3) as (server, client):
         used_counts: list[int] = []
         server.pool.changes.listen(lambda: used_counts.append(server.pool._used_count))
@@ -531,6 +531,29 @@ async def test_machines_that_are_kept_for_a_queued_group_are_taken_and_not_added
         # No more calls pass it.
         assert len(await grouping) == 3
     assert max(used_counts) == 3
+
+
+async def test_a_turn_that_comes_while_the_pool_is_asked_is_taken_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the pool looked at the clock too, the call could wait for the end of its patience instead."""
+    waits_s = list[float]()
+
+    def is_queued_before(_: float) -> bool:
+        time.sleep(0.2)
+        return True
+
+    async def recorded(clock: Clock, at_s: float, *, or_event: asyncio.Event) -> None:
+        waits_s.append(at_s - clock.monotonic())
+        await wait_until(clock, at_s, or_event=or_event)
+
+    async with served(tmp_path) as (server, client):
+        episode = await parked(server, client)
+        monkeypatch.setattr(parking, "_MAX_YIELD_S", 0.1)
+        monkeypatch.setattr(parking, "wait_until", recorded)
+        monkeypatch.setattr(server.pool, "is_queued_before", is_queued_before)
+        await episode.step(EDITOR)
+    assert waits_s[0] < 0
 
 
 async def test_an_attempt_that_a_call_ends_before_it_starts_is_over(

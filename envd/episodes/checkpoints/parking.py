@@ -49,7 +49,7 @@ from envd.episodes.journal import Journal
 from envd.episodes.progress import EpisodeOrigin, EpisodeSpec, EpisodeState, Progress
 from envd.episodes.registry import EpisodeRegistry
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation, lost_machine, parked_machine
-from envd.pool.pool import MAX_YIELD_S, MachinePool
+from envd.pool.pool import MachinePool
 from envd.pool.queue import GRACE_S, has_caller
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ _POLL_S: Final = 0.1
 _PATIENCE_S: Final = 2.0
 #: Longest wait of a call for a machine.
 _WAIT_S: Final = 60.0
+#: Longest wait of a call for groups that were queued before it: they may wait for much longer.
+_MAX_YIELD_S: Final = 10.0
 #: States that are written at once. Each holds a copy of its machine's state in memory.
 _WRITING_COUNT: Final = 4
 #: States of a pool that are loaded at once. Each is held in memory too.
@@ -270,20 +272,24 @@ class Parking:
         """
         pool, callers = line.pool, self._callers[episode.episode_id]
         since_s = seen_s = deadline_s - _WAIT_S
+        yield_s = since_s + _MAX_YIELD_S
         while True:
             if episode.closed.is_set():
                 raise self._registry.not_found(episode.episode_id)
-            if (reservation := pool.reserve_for_parked(run=episode.spec.run, since_s=since_s)) is not None:
+            now_s = self._clock.monotonic()
+            # Groups that were queued before its call are admitted first: else steps that take every machine would keep
+            # them waiting without end.
+            has_turn = now_s >= yield_s or not pool.is_queued_before(since_s)
+            if has_turn and (reservation := pool.reserve_for_parked(run=episode.spec.run)) is not None:
                 return reservation
             # The pool changes too when a parked episode is closed.
-            changed, now_s = pool.changes.next, self._clock.monotonic()
+            changed = pool.changes.next
             if now_s >= deadline_s:
                 raise self._exhausted(episode, pool, f"all machines were in calls for {_WAIT_S:g} s")
             if any(is_waiting() for is_waiting in callers):
                 seen_s = now_s
             elif now_s >= seen_s + GRACE_S:
                 raise self._exhausted(episode, pool, f"its caller has been gone for {GRACE_S:g} s")
-            yield_s = since_s + MAX_YIELD_S
             until_s = min(seen_s + GRACE_S, yield_s if now_s < yield_s else deadline_s)
             await wait_until(self._clock, until_s, or_event=changed)
 
