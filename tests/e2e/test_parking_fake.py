@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -537,19 +536,21 @@ async def test_a_turn_that_comes_while_the_pool_is_asked_is_taken_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the pool looked at the clock too, the call could wait for the end of its patience instead."""
-    waits_s = list[float]()
+    clock, waits_s = OffsetClock(), list[float]()
 
-    def is_queued_before(_: float) -> bool:
-        time.sleep(0.2)
-        return True
+    def is_queued_before(time_s: float) -> bool:
+        # Asked about other times too, to park the idle ones.
+        is_of_call = any(abs(time_s - since_s) < 1e-3 for since_s in line.waiting_since_s)
+        clock.offset_s += 11 if is_of_call else 0
+        return is_of_call
 
     async def recorded(clock: Clock, at_s: float, *, or_event: asyncio.Event) -> None:
         waits_s.append(at_s - clock.monotonic())
         await wait_until(clock, at_s, or_event=or_event)
 
-    async with served(tmp_path) as (server, client):
+    async with served(tmp_path, clock=clock) as (server, client):
         episode = await parked(server, client)
-        monkeypatch.setattr(parking, "_MAX_YIELD_S", 0.1)
+        [line] = server.service._parking._lines.values()
         monkeypatch.setattr(parking, "wait_until", recorded)
         monkeypatch.setattr(server.pool, "is_queued_before", is_queued_before)
         await episode.step(EDITOR)
