@@ -66,11 +66,14 @@ def ended_by_force(
 
     def watch() -> None:
         left, deadline_s = machine_ids(), time.monotonic() + drain_s + limit_s
-        while time.monotonic() < deadline_s:
+        while True:
             if has_ended.wait(min(0.5, limit_s / 4)):
                 return
             if (now_left := machine_ids()) != left:
                 left, deadline_s = now_left, max(deadline_s, time.monotonic() + limit_s)
+            # After the wait: without free CPU time, this thread may sleep past the deadline, while the block ends.
+            if time.monotonic() >= deadline_s:
+                break
         logger.critical(
             "the daemon did not stop within %g s: %s; it ends now, and the next start with its state directory removes"
             " what is left",

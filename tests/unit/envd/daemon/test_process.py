@@ -3,7 +3,8 @@
 import queue
 import subprocess
 import sys
-import time
+import threading
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -59,9 +60,20 @@ def test_a_process_ends_by_force_only_when_no_machine_has_ended_for_the_limit(
     assert "did not stop within 0.5 s: machines m-1 are not destroyed" in caplog.text
 
 
-def test_a_process_whose_daemon_has_stopped_continues() -> None:
+def test_a_process_whose_daemon_has_stopped_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if its deadline has passed before the watch looks again, as on a host without free CPU time."""
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with ended_by_force(lambda: (), drain_s=0.0, limit_s=0.2, end=ended.put):
-        pass
-    time.sleep(0.6)
+    has_stopped = threading.Event()
+
+    def machine_ids() -> tuple[str, ...]:
+        has_stopped.wait(60)
+        return ()
+
+    monkeypatch.setattr("envd.daemon.process.time", SimpleNamespace(monotonic=count(step=1000).__next__))
+    others = set(threading.enumerate())
+    with ended_by_force(machine_ids, drain_s=0.0, limit_s=0.2, end=ended.put):
+        [watch] = set(threading.enumerate()) - others
+    has_stopped.set()
+    watch.join(60)
+    assert not watch.is_alive()
     assert ended.empty()
