@@ -179,10 +179,15 @@ def _sentences(items: list[SeenWidget], words: Sequence[str], rng: Random) -> It
         parts: list[Question] = []
         for _ in range(rng.choices((1, 2, 3), (3, 4, 2))[0]):
             draw = rng.random()
-            if draw < 0.15:
+            if draw < 0.1:
                 word = spelt.pop()
                 parts.append(Question(kind="", text=f"spell {word}", reply=word))
-            elif draw < 0.35 and len(chosen) > 1:
+            elif draw < 0.3 and chosen:
+                # The one part of two replies: to know the end of a part is more than to count parts.
+                word, (name, item) = spelt.pop(), chosen.pop()
+                parts.append(_point("", f"spell {word} at {name}", item))
+                parts.append(Question(kind="", text="", reply=word))
+            elif draw < 0.45 and len(chosen) > 1:
                 (start, item), (end, other) = chosen.pop(), chosen.pop()
                 text = f"trace {start} to {end}"
                 box, to_box = item.rect, other.rect
@@ -194,7 +199,7 @@ def _sentences(items: list[SeenWidget], words: Sequence[str], rng: Random) -> It
                 parts.append(_point("", f"{verb} {name}", item))
         if not parts:
             continue
-        text = rng.choice(_JOINTS).join(part.text for part in parts)
+        text = rng.choice(_JOINTS).join(part.text for part in parts if part.text)
         asked = rng.randrange(len(parts) + 1) if rng.random() < 0.7 else 0
         yield replace(
             parts[asked] if asked < len(parts) else Question(kind="", text=""),
