@@ -3,9 +3,12 @@
 import ast
 import json
 
+from PIL import Image
+
+from cuaenv.client import Element
 from envd.tasks.model import Task
 from envd.tasks.verbs import WriteSetupFile
-from tests.tools.learning.widgets import suite
+from tests.tools.learning.widgets import screens, suite
 
 
 def test_each_task_is_valid_and_its_forms_have_widgets_of_gtk_alone() -> None:
@@ -25,3 +28,37 @@ def test_each_task_is_valid_and_its_forms_have_widgets_of_gtk_alone() -> None:
         forms = [json.loads(verb.text or "") for verb in written]
         assert forms
         assert {widget["kind"] for form in forms for widget in form["widgets"]} <= known
+
+
+def test_widgets_have_the_names_of_their_labels_and_those_under_an_open_menu_are_left_out() -> None:
+    form = (
+        Element(role="frame", name="mango", box=(0, 0, 500, 270)),
+        Element(role="label", name="tiger", box=(260, 40, 119, 39)),
+        Element(role="combo-box", name="", value="quail", box=(260, 83, 119, 40)),
+        Element(role="check-box", name="rose", box=(12, 129, 121, 44), states=("checked",)),
+        Element(role="push-button", name="delta", box=(270, 150, 120, 42)),
+    )
+    menu = (
+        Element(role="window", name="", box=(262, 123, 115, 89)),
+        Element(role="table-cell", name="quail", box=(267, 125, 105, 27)),
+        Element(role="table-cell", name="flute", box=(267, 154, 105, 27)),
+    )
+    picture = Image.new("RGB", (512, 320))
+    closed = [(each.kind, each.name, each.text, each.window) for each in screens.widgets_of(form, picture)]
+    assert closed[2:] == [
+        ("label", "tiger", "tiger", "mango"),
+        ("menu", "tiger", "quail", "mango"),
+        ("box", "rose", "rose", "mango"),
+        ("button", "delta", "delta", "mango"),
+    ]
+    shown = [*screens.widgets_of((*menu, *form[:3], *menu[1:], *form[3:]), picture)]
+    assert [(each.kind, each.name) for each in shown] == [
+        ("option", "quail"),
+        ("option", "flute"),
+        ("title", ""),
+        ("close", ""),
+        ("label", "tiger"),
+        ("menu", "tiger"),
+        ("box", "rose"),
+    ]
+    assert [each.is_ticked for each in shown if each.kind == "box"] == [True]

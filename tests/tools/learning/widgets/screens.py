@@ -31,6 +31,8 @@ _KINDS = {"push-button": "button", "check-box": "box", "label": "label", "text":
 _NOT_REAL = ("chip", "bin", "item", "power")
 #: Of Openbox's window: its title, and the middle of its close button from the right and from the top.
 _TITLE_PX, _CLOSE_PX = 22, (11, 11)
+#: Share of the screens with menus that show an open one.
+_OPEN_MENUS = 0.5
 
 
 def tasks(count: int) -> Iterator[dict[str, object]]:
@@ -57,10 +59,20 @@ def tasks(count: int) -> Iterator[dict[str, object]]:
 
 def widgets_of(elements: Sequence[Element], picture: Image.Image) -> Iterator[SeenWidget]:
     """Yield what can be seen, from the elements of a screen."""
-    window, frame = "", Rect(0, 0, 0, 0)
+    window, frame, open_menu = "", Rect(0, 0, 0, 0), Rect(0, 0, 0, 0)
+    options: set[str] = set()
     for element in elements:
         rect, name = Rect(*element.box), element.name
-        if element.role == "frame":
+        if element.role == "window":
+            open_menu = rect
+        elif element.role == "table-cell":
+            # Each is an element of the open menu, which comes first, and of the widget that opens it.
+            if name not in options:
+                options.add(name)
+                yield SeenWidget("option", rect, name=name, text=name)
+        elif rect.intersect(open_menu).area and element.role != "frame":
+            continue
+        elif element.role == "frame":
             window, frame = name, rect
             # Without a name: the panel shows it too, so one cannot ask where it is.
             yield SeenWidget("title", Rect(rect.x, rect.y, rect.w - 60, _TITLE_PX), text=name, window=name)
@@ -113,6 +125,9 @@ async def record(host: str, names: Sequence[str], directory: Path) -> None:
                         for each in boxes:
                             if rng.random() < 0.4:
                                 await episode.step(Click(*Rect(*each.box).center))
+                        menus = [each for each in seen.a11y_elements or () if each.role == "combo-box"]
+                        if menus and rng.random() < _OPEN_MENUS:
+                            await episode.step(Click(*Rect(*rng.choice(menus).box).center))
                         seen = await episode.observe(view)
                         picture = seen.image.convert("RGB")
                         widgets = [asdict(each) for each in widgets_of(seen.a11y_elements or (), picture)]
