@@ -183,7 +183,7 @@ def _sentences(items: list[SeenWidget], words: Sequence[str], rng: Random) -> It
                 word = spelt.pop()
                 parts.append(Question(kind="", text=f"spell {word}", reply=word))
             elif draw < 0.3 and chosen:
-                # The one part of two replies: to know the end of a part is more than to count parts.
+                # A part of two replies: else all sentences of one part would end with the first reply.
                 word, (name, item) = spelt.pop(), chosen.pop()
                 parts.append(_point("", f"spell {word} at {name}", item))
                 parts.append(Question(kind="", text="", reply=word))

@@ -11,7 +11,7 @@ questions: [{kind, text, reply} | {kind, text, point, box} | {kind, text, point,
 `reply` is the answer to type. `point` is the middle of the widget to point at, and `box` its place [x, y, w, h]; with
 `to` and `to_box`, one drags from the first to the second. A text may contain `{at}`, for which the reader of the line
 writes `at` in its own units. All are pixels of the screen. A text of several parts, one after the other, is a question
-about the first one, unless the question has `earlier`: the answers to the parts before, each `{reply}`, `{point}` or
+about the first answer, unless the question has `earlier`: the answers before, each `{reply}`, `{point}` or
 `{point, to}`. Such a question is about a screen that is seen after these answers, and comes alone; without an answer of
 its own, nothing is left to do.
 
