@@ -33,6 +33,7 @@ def test_each_task_is_valid_and_its_forms_have_widgets_of_gtk_alone() -> None:
 def test_widgets_have_the_names_of_their_labels_and_those_under_an_open_menu_are_left_out() -> None:
     form = (
         Element(role="frame", name="mango", box=(0, 0, 500, 270)),
+        Element(role="label", name="hare", box=(260, 0, 119, 20)),
         Element(role="label", name="tiger", box=(260, 40, 119, 39)),
         Element(role="combo-box", name="", value="quail", box=(260, 83, 119, 40)),
         Element(role="check-box", name="rose", box=(12, 129, 121, 44), states=("checked",)),
@@ -46,19 +47,22 @@ def test_widgets_have_the_names_of_their_labels_and_those_under_an_open_menu_are
     picture = Image.new("RGB", (512, 320))
     closed = [(each.kind, each.name, each.text, each.window) for each in screens.widgets_of(form, picture)]
     assert closed[2:] == [
+        ("label", "hare", "hare", "mango"),
         ("label", "tiger", "tiger", "mango"),
         ("menu", "tiger", "quail", "mango"),
         ("box", "rose", "rose", "mango"),
         ("button", "delta", "delta", "mango"),
     ]
-    shown = [*screens.widgets_of((*menu, *form[:3], *menu[1:], *form[3:]), picture)]
-    assert [(each.kind, each.name) for each in shown] == [
-        ("option", "quail"),
-        ("option", "flute"),
-        ("title", ""),
-        ("close", ""),
-        ("label", "tiger"),
-        ("menu", "tiger"),
-        ("box", "rose"),
+    shown = [*screens.widgets_of((*menu, *form[:4], *menu[1:], *form[4:]), picture)]
+    assert [(each.kind, each.name, each.text) for each in shown] == [
+        ("option", "quail", "quail"),
+        ("option", "flute", "flute"),
+        ("title", "", "mango"),
+        ("close", "", ""),
+        ("label", "hare", "hare"),
+        ("label", "tiger", "tiger"),
+        ("menu", "tiger", "quail"),
+        ("box", "rose", "rose"),
     ]
+    assert [tuple(each.rect) for each in shown[:2]] == [each.box for each in menu[1:]]
     assert [each.is_ticked for each in shown if each.kind == "box"] == [True]
