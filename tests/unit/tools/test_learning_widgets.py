@@ -64,5 +64,8 @@ def test_widgets_have_the_names_of_their_labels_and_those_under_an_open_menu_are
         ("menu", "tiger", "quail"),
         ("box", "rose", "rose"),
     ]
+    # A menu that opens upwards covers its own label.
+    above = Element(role="window", name="", box=(262, 41, 115, 42))
+    assert ("menu", "") in [(each.kind, each.name) for each in screens.widgets_of((above, *form), picture)]
     assert [tuple(each.rect) for each in shown[:2]] == [each.box for each in menu[1:]]
     assert [each.is_ticked for each in shown if each.kind == "box"] == [True]

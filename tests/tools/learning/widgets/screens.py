@@ -59,20 +59,15 @@ def tasks(count: int) -> Iterator[dict[str, object]]:
 
 def widgets_of(elements: Sequence[Element], picture: Image.Image) -> Iterator[SeenWidget]:
     """Yield what can be seen, from the elements of a screen."""
-    window, frame, open_menu = "", Rect(0, 0, 0, 0), Rect(0, 0, 0, 0)
-    options: set[str] = set()
-    for element in elements:
+    window, frame = "", Rect(0, 0, 0, 0)
+    options = {each.name: Rect(*each.box) for each in elements if each.role == "table-cell"}
+    for name, rect in options.items():
+        yield SeenWidget("option", rect, name=name, text=name)
+    open_menu = next((Rect(*each.box) for each in elements if each.role == "window"), frame)
+    seen = [each for each in elements if each.role == "frame" or not Rect(*each.box).intersect(open_menu).area]
+    for element in seen:
         rect, name = Rect(*element.box), element.name
-        if element.role == "window":
-            open_menu = rect
-        elif element.role == "table-cell":
-            # Each is an element of the open menu, which comes first, and of the widget that opens it.
-            if name not in options:
-                options.add(name)
-                yield SeenWidget("option", rect, name=name, text=name)
-        elif rect.intersect(open_menu).area and element.role != "frame":
-            continue
-        elif element.role == "frame":
+        if element.role == "frame":
             window, frame = name, rect
             # Without a name: the panel shows it too, so one cannot ask where it is.
             yield SeenWidget("title", Rect(rect.x, rect.y, rect.w - 60, _TITLE_PX), text=name, window=name)
@@ -82,7 +77,7 @@ def widgets_of(elements: Sequence[Element], picture: Image.Image) -> Iterator[Se
             cell = cell_of(Rect(rect.x - frame.x, rect.y - frame.y, rect.w, rect.h))
             colour = ""
             if kind in ("field", "menu"):
-                name = _label_above(elements, element)
+                name = _label_above(seen, element)
             elif not name:
                 colour = _colour(picture.getpixel(rect.center))  # type: ignore[arg-type]
             text = element.value if kind in ("field", "menu") else name
