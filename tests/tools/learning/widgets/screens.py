@@ -63,9 +63,14 @@ def widgets_of(elements: Sequence[Element], picture: Image.Image) -> Iterator[Se
     options = {each.name: Rect(*each.box) for each in elements if each.role == "table-cell"}
     for name, rect in options.items():
         yield SeenWidget("option", rect, name=name, text=name)
-    open_menu = next((Rect(*each.box) for each in elements if each.role == "window"), frame)
-    seen = [each for each in elements if each.role == "frame" or not Rect(*each.box).intersect(open_menu).area]
-    for element in seen:
+    menus = [Rect(*each.box) for each in elements if each.role == "window"]
+    # A frame is under an open menu, too, but its title and its close button are not.
+    uncovered = [
+        each
+        for each in elements
+        if each.role == "frame" or not any(Rect(*each.box).intersect(menu).area for menu in menus)
+    ]
+    for element in uncovered:
         rect, name = Rect(*element.box), element.name
         if element.role == "frame":
             window, frame = name, rect
@@ -77,7 +82,7 @@ def widgets_of(elements: Sequence[Element], picture: Image.Image) -> Iterator[Se
             cell = cell_of(Rect(rect.x - frame.x, rect.y - frame.y, rect.w, rect.h))
             colour = ""
             if kind in ("field", "menu"):
-                name = _label_above(seen, element)
+                name = _label_above(uncovered, element)
             elif not name:
                 colour = _colour(picture.getpixel(rect.center))  # type: ignore[arg-type]
             text = element.value if kind in ("field", "menu") else name
