@@ -174,6 +174,7 @@ def _sentences(items: list[SeenWidget], words: Sequence[str], rng: Random) -> It
     names, colours = _texts(items), Counter(item.colour for item in items)
     targets = [(item.name, item) for item in items if item.name and names[item.name] == 1]
     targets += [(f"the {item.colour} {item.kind}", item) for item in items if item.colour and colours[item.colour] == 1]
+    targets += [(f"the close button of {item.window}", item) for item in items if item.kind == "close"]
     for _ in range(_SENTENCES):
         chosen, spelt = rng.sample(targets, min(len(targets), 6)), rng.sample(words, 3)
         parts: list[Question] = []

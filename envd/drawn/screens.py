@@ -214,9 +214,8 @@ def _fill(desk: Desk, form: FormOnDesk, rng: Random, options: ScreenOptions) -> 
             red, green, blue = COLOURS[name]
             if not options.is_plain:
                 red, green, blue = (min(255, max(0, value + rng.randint(-14, 14))) for value in (red, green, blue))
-            colour = (red, green, blue)
             kind = "button" if rng.random() < 0.8 else "item"
-            form.add(kind, name, desk.place(form), fill=colour)
+            form.add(kind, name, desk.place(form), fill=(red, green, blue))
     if rng.random() < 0.08:
         form.add("power", "power", desk.place(form))
     # Those that need two cells one above the other first.

@@ -1,4 +1,4 @@
-"""`python -m tests.tools.learning`: compare ablations, draw a task before and after, measure a turn of a rollout."""
+"""`python -m tests.tools.learning`: compare runs, draw a task before and after, measure a turn of a rollout."""
 
 import json
 import re
@@ -10,10 +10,12 @@ import typer
 
 from cuaenv.cli.terminal import err, out
 from tests.tools.learning.comparison import write_comparison
+from tests.tools.learning.kept import kept
 from tests.tools.learning.replay import choose_task, draw, play
 from tests.tools.learning.rollout_bench import measure
 from trainer.cli.options import SlimeHome, slime_checkout
 from trainer.cli.output import reports_errors
+from trainer.config import InputError
 from trainer.learn import LearnError
 from trainer.learn.daemons import started_daemons
 from trainer.learn.settings import SMOKE, Settings
@@ -32,6 +34,17 @@ def compare_command(
     directory = directory or runs[0] / "report"
     write_comparison([path.expanduser().resolve() for path in runs], directory)
     err.print(f"{directory} has results.json and plots", markup=False, soft_wrap=True)
+
+
+@app.command("kept")
+@reports_errors(InputError)
+def kept_command(
+    *,
+    drawn: Annotated[list[Path], typer.Option(metavar="FILE", help="Results on drawn tasks: before, then after.")],
+    real: Annotated[list[Path], typer.Option(metavar="FILE", help="Those of the same policies on real widgets.")],
+) -> None:
+    """Print success on drawn and real widgets, and which share of the gain is kept, as JSON."""
+    out.print_json(json.dumps(kept(drawn, real)))
 
 
 @app.command("replay")

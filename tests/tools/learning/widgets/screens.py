@@ -74,8 +74,8 @@ def widgets_of(elements: Sequence[Element], picture: Image.Image) -> Iterator[Se
         rect, name = Rect(*element.box), element.name
         if element.role == "frame":
             window, frame = name, rect
-            # Without a name: the panel shows it too, so one cannot ask where it is.
-            yield SeenWidget("title", Rect(rect.x, rect.y, rect.w - 60, _TITLE_PX), text=name, window=name)
+            # The panel shows its text too, but what is named is the window.
+            yield SeenWidget("title", Rect(rect.x, rect.y, rect.w - 60, _TITLE_PX), name=name, text=name, window=name)
             right, down = _CLOSE_PX
             yield SeenWidget("close", Rect(rect.right - right - 8, rect.y + down - 8, 16, 16), window=name)
         elif kind := _KINDS.get(element.role):

@@ -65,7 +65,7 @@ def test_a_sentence_is_answered_part_by_part(drawn: list[tuple[list[Question], n
         points = {
             question.text.removeprefix("Point at ").removesuffix("."): question.point
             for question in asked
-            if question.kind in ("point", "point_colour", "three_colours")
+            if question.kind in ("point", "point_colour", "three_colours", "point_close")
         }
         for question in asked:
             if question.kind not in ("sentence", "later", "ended"):
@@ -91,7 +91,8 @@ def answers_to(part: str, points: dict[str, tuple[int, int] | None]) -> list[dic
         return [{"point": points[name]}, typed] if name else [typed]
     if found := re.fullmatch("trace (.+) to (.+)", part):
         return [{"point": points[found[1]], "to": points[found[2]]}]
-    return [{"point": point} for name, point in points.items() if part.endswith(f" {name}")]
+    # The longest: a title's name ends that of its close button, too.
+    return [{"point": points[max((name for name in points if part.endswith(f" {name}")), key=len)]}]
 
 
 def test_a_question_about_a_later_part_comes_alone() -> None:

@@ -96,7 +96,7 @@ def test_random_input_solves_less_than_one_task_in_fifty() -> None:
 def test_the_suite_has_templates_of_both_splits_and_thousands_of_variants() -> None:
     splits = Counter((each.task_id.partition("/")[0], split_of(each.variant(None))) for each in TEMPLATES)
     assert {suite: (splits[suite, "train"], splits[suite, "held_out"]) for suite, _ in splits} == {
-        "drawn": (16, 5),
+        "drawn": (20, 5),
         "long": (7, 3),
         "escape": (4, 2),
     }
@@ -107,6 +107,19 @@ def test_the_suite_has_templates_of_both_splits_and_thousands_of_variants() -> N
     catalogue = load_tasks(Config.model_validate({"hypervisor": {"uri": "fake"}}))
     assert catalogue.get("drawn/copy-across?seed=7").split == "train"
     assert {"drawn", "long", "escape", "fake"} == {task.task_id.partition("/")[0] for task in catalogue.list()}
+
+
+def test_the_end_of_a_sentence_does_not_tell_whether_its_beginning_types() -> None:
+    """A policy for which it did solved no variant of `choose_press`."""
+    begun: dict[str, set[str]] = {}
+    for template in TEMPLATES:
+        if template.task_id.startswith("drawn/") and len(verbs := _clauses(template, "train")) > 1:
+            begun.setdefault(verbs[-1], set()).add(verbs[0])
+    held_out = {
+        verbs[-1] for each in TEMPLATES if each.task_id.startswith("drawn/") and (verbs := _clauses(each, "held_out"))
+    }
+    assert held_out == {"press", "tick"}
+    assert all("set" in begun[verb] and begun[verb] & {"write", "copy"} for verb in held_out)
 
 
 def _clauses(template: Template, split: str) -> list[str]:
