@@ -172,7 +172,8 @@ def _by_place(items: list[SeenWidget], rng: Random) -> Iterator[Question]:
 def _sentences(items: list[SeenWidget], words: Sequence[str], rng: Random) -> Iterator[Question]:
     """Yield questions about the first part of a sentence, and about later ones."""
     names, colours = _texts(items), Counter(item.colour for item in items)
-    targets = [(item.name, item) for item in items if item.name and names[item.name] == 1]
+    # A label has the name of what it labels, which is meant.
+    targets = [(item.name, item) for item in items if item.name and names[item.name] == 1 + (item.kind in LABELLED)]
     targets += [(f"the {item.colour} {item.kind}", item) for item in items if item.colour and colours[item.colour] == 1]
     targets += [(f"the close button of {item.window}", item) for item in items if item.kind == "close"]
     for _ in range(_SENTENCES):

@@ -59,8 +59,7 @@ _SHOWN = {"box": 5}
 _SHOWN_ELSEWHERE = 6
 #: Arrangements tried for a screen: each third has more widgets than cells, or than words.
 _TRIES = 100
-_WHITE: Colour = (255, 255, 255)
-_BLACK: Colour = (0, 0, 0)
+_WHITE, _BLACK = (255, 255, 255), (0, 0, 0)
 #: Share of screens that are recorded ones, if there are any.
 _RECORDED = 0.3
 #: Heights of texts in other fonts than the desktop's own, as shares of their line's. Real programs leave room.

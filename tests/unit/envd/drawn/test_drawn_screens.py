@@ -63,9 +63,10 @@ def test_a_sentence_is_answered_part_by_part(drawn: list[tuple[list[Question], n
     later = drags = typed = typed_at = 0
     for asked, _ in drawn:
         points = {
-            question.text.removeprefix("Point at ").removesuffix("."): question.point
+            # What a label names is known by that name alone, too.
+            re.sub("^the (field|menu) ", "", question.text.removeprefix("Point at ").removesuffix(".")): question.point
             for question in asked
-            if question.kind in ("point", "point_colour", "three_colours", "point_close")
+            if question.kind.startswith("point") or question.kind == "three_colours"
         }
         for question in asked:
             if question.kind not in ("sentence", "later", "ended"):
