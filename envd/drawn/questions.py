@@ -103,7 +103,8 @@ def _by_name(items: list[SeenWidget]) -> Iterator[Question]:
     for item in items:
         if item.kind == "close":
             yield _point("point_close", f"Point at the close button of {item.window}.", item)
-        if not item.name or named[item.kind, item.name] > 1:
+        label_count = named["label", item.name] if item.kind in LABELLED else 1
+        if not item.name or named[item.kind, item.name] > 1 or not label_count:
             continue
         yield _point("point_kind", f"Point at the {item.kind} {item.name}.", item)
         if names[item.name] == 1:

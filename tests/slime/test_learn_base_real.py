@@ -159,6 +159,27 @@ def test_packed_weights_are_read_nearly_as_they_were_with_new_pieces(policy: Any
         assert torch.allclose(found, weight, atol=0.005 * float(weight.abs().max()) + 1e-6), name
 
 
+def test_the_policy_of_a_stage_is_written_as_a_base(settings: Any, policy: Any, tmp_path: Path) -> None:
+    import torch
+    from typer.testing import CliRunner
+
+    from tests.tools.learning.__main__ import app
+    from trainer.learn.checkpoint import read_packed
+    from trainer.learn.states import RunState, make_optimizer, save_state
+
+    (tmp_path / "demos").mkdir()
+    (tmp_path / "demos" / "model").symlink_to(policy.checkpoint)
+    optimizer = make_optimizer(policy.model, learning_rate=1e-3)
+    save_state(tmp_path / "rl-0", RunState.of(policy.model, optimizer, settings, stage="rl", done=1))
+    written = CliRunner().invoke(app, ["pack", str(tmp_path / "rl-0"), str(tmp_path / "packed")])
+    assert written.exit_code == 0, written.output
+    found = read_packed(tmp_path / "packed")
+    for name, weight in policy.model.state_dict().items():
+        assert torch.allclose(found[name].float(), weight, atol=0.005 * float(weight.abs().max()) + 1e-6), name
+    missing = CliRunner().invoke(app, ["pack", str(tmp_path / "demos"), str(tmp_path / "packed")])
+    assert (missing.exit_code, "no saved policy" in missing.output) == (1, True)
+
+
 def test_kept_weights_are_probed_without_training(settings: Any, policy: Any, tmp_path: Path) -> None:
     from trainer.learn.base import probe_checkpoint
     from trainer.learn.checkpoint import pack_checkpoint

@@ -36,11 +36,31 @@ def compare_command(
     err.print(f"{directory} has results.json and plots", markup=False, soft_wrap=True)
 
 
+@app.command("pack")
+@reports_errors(LearnError, OSError)
+def pack_command(
+    *,
+    stage: Annotated[Path, typer.Argument(metavar="STAGE", help="Of a run, such as `clone` or `reading-0`.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the weights.")],
+) -> None:
+    """Write the policy of a stage as `base.checkpoint` takes it: with 8 bits a weight."""
+    from trainer.learn.checkpoint import pack_checkpoint
+    from trainer.learn.states import load_state
+
+    if (state := load_state(stage, None, stage=stage.name)) is None:
+        raise LearnError(f"{stage} has no saved policy; name a directory of a run with state.pt")
+    pack_checkpoint(stage.resolve().parent / "demos" / "model", state.model, directory)
+    out.print(str(directory), markup=False, soft_wrap=True)
+
+
 @app.command("kept")
 @reports_errors(InputError)
 def kept_command(
     *,
-    drawn: Annotated[list[Path], typer.Option(metavar="FILE", help="Results on drawn tasks: before, then after.")],
+    drawn: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help="Results on drawn tasks; once for each policy: before, then after."),
+    ],
     real: Annotated[list[Path], typer.Option(metavar="FILE", help="Those of the same policies on real widgets.")],
 ) -> None:
     """Print success on drawn and real widgets, and which share of the gain is kept, as JSON."""

@@ -20,7 +20,7 @@ def test_each_task_is_valid_and_its_forms_have_widgets_of_gtk_alone() -> None:
         if isinstance(each, ast.MatchValue) and isinstance(each.value, ast.Constant)
     }
     tasks = list(suite.real_tasks(range(2)))
-    assert len(tasks) == 2 * 22
+    assert len(tasks) == 2 * 21
     for each in tasks:
         fields = {key: value for key, value in each.items() if key != "name"}
         setup = Task.model_validate({"task_id": f"widgets/{each['name']}", "domain": "forms", **fields}).setup

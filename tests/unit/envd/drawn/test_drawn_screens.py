@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -61,7 +62,13 @@ def test_each_kind_of_question_is_asked_and_has_one_answer(drawn: list[tuple[lis
 def test_a_sentence_is_answered_part_by_part(drawn: list[tuple[list[Question], np.ndarray]]) -> None:
     """The answer to a part is that of the question about the widget that it names."""
     later = drags = typed = typed_at = 0
+    named = Counter[str]()
     for asked, _ in drawn:
+        labelled = {
+            found[2]: found[1]
+            for question in asked
+            if (found := re.fullmatch(r"Point at the (field|menu) (\S+)\.", question.text))
+        }
         points = {
             # What a label names is known by that name alone, too.
             re.sub("^the (field|menu) ", "", question.text.removeprefix("Point at ").removesuffix(".")): question.point
@@ -81,7 +88,10 @@ def test_a_sentence_is_answered_part_by_part(drawn: list[tuple[list[Question], n
             drags += "to" in question.answer
             typed += "reply" in question.answer and " at " not in text
             typed_at += "reply" in question.answer and " at " in text
+            named.update(labelled[part.split()[-1]] for part in parts if part.split()[-1] in labelled)
+            named["close"] += "the close button of" in text
     assert min(later, drags, typed, typed_at) > 20
+    assert min(named["field"], named["menu"], named["close"]) > 3, named
 
 
 def answers_to(part: str, points: dict[str, tuple[int, int] | None]) -> list[dict[str, object]]:
@@ -213,6 +223,7 @@ def recording(folder: Path, *, size: tuple[int, int] = (WIDTH, HEIGHT)) -> Path:
             "window": "nest",
             "cell": [1, 0],
         },
+        {"kind": "label", "rect": [260, 0, 100, 20], "name": "oak", "text": "oak", "cell": None},
         {"kind": "menu", "rect": [260, 20, 100, 40], "name": "oak", "text": "elm", "cell": None},
         {"kind": "option", "rect": [260, 60, 100, 40], "name": "elm", "text": "elm", "cell": None},
     ]
@@ -230,7 +241,7 @@ def test_recorded_screens_are_shown_besides_drawn_ones(tmp_path: Path) -> None:
     assert points["Point at kite."] == (60, 40)
     assert points["Point at the box rose."] == (180, 40)
     assert points["Point at what is right of kite."] == (180, 40)
-    assert "Point at oak." in points
+    assert points["Point at the menu oak."] == (310, 40)
     assert "Point at elm." not in points, "the menu shows it, too"
     replies = {question.text: question.reply for asked in shown for question in asked}
     assert replies["Is rose ticked?"] == "yes"

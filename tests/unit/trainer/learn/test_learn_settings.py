@@ -91,6 +91,19 @@ def test_arms_keep_the_tasks_the_rate_and_the_budget_of_their_base(path: Path) -
     )
 
 
+@pytest.mark.parametrize("path", [BASELINE, *OTHER_BASES], ids=lambda path: path.stem)
+def test_an_oracle_ends_within_the_turns_of_an_episode(path: Path) -> None:
+    """An episode that has no turn left to say that it is done has no reward by the strict rule."""
+    settings = Settings().changed(path)
+    turns = [
+        sum(map(len, template.variant(seed).oracle or ()))
+        for template in DRAWN.by_id.values()
+        if template.task_id.startswith(f"{settings.suite}/")
+        for seed in range(4)
+    ]
+    assert 3 <= max(turns) <= settings.max_turns
+
+
 def test_each_comparison_has_its_arms() -> None:
     arms = {base.stem: {path.stem for path in FILES if base_of(path) == base} for base in (BASELINE, *OTHER_BASES)}
     assert {"baseline", "tree", "group-start-drawn", "settle-first", "fake-zeros-30-zero"} <= arms["baseline"]
