@@ -73,7 +73,7 @@ def _solved(path: Path, results: Results, task_id: re.Pattern[str]) -> Mapping[_
     for attempt in results.attempts:
         match = task_id.fullmatch(attempt.task_id)
         if match is None:
-            raise InputError(f"{path}: {attempt.task_id!r} is no task of this side, {task_id.pattern}")
+            raise InputError(f"{path}: {attempt.task_id!r} is not a task of this side, {task_id.pattern}")
         key = match[1], int(match[2])
         if attempt.is_error or key in found:
             raise InputError(f"{path}: {attempt.task_id} needs one attempt with a score")

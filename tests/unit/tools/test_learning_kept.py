@@ -61,7 +61,7 @@ def test_the_kept_share_is_that_of_all_policies_and_of_each(tmp_path: Path) -> N
     found = json.loads(printed.stdout)
     assert found["drawn"]["templates"] == {"close-tick": [10, 10, 10], "press": [0, 20, 15]}
     assert (found["drawn"]["before"]["rate"], found["drawn"]["after"]["right"]) == (0.3333, 55)
-    assert [each["right"] for each in found["real"]["after_by_policy"]] == [10, 15], "partial credit is no success"
+    assert [each["right"] for each in found["real"]["after_by_policy"]] == [10, 15], "partial credit is not a success"
     assert [found["kept"]["share"], *(each["share"] for each in found["kept_by_policy"])] == [0.714, 0.5, 1.0]
     low, high = found["kept_by_policy"][0]["ci95"]
     assert low < 0.4
@@ -75,8 +75,8 @@ def test_the_kept_share_is_that_of_all_policies_and_of_each(tmp_path: Path) -> N
         ({"widgets/press-2": None}, "press-2 needs one attempt with a score"),
         ({"widgets/press-02": 1.0}, "press-2 needs one attempt with a score"),
         ({"widgets/press-33": 1.0}, "has other tasks than"),
-        ({"widgets/plain": 1.0}, "'widgets/plain' is no task of this side"),
-        ({"drawn/press?seed=2": 1.0}, "'drawn/press.seed=2' is no task of this side"),
+        ({"widgets/plain": 1.0}, "'widgets/plain' is not a task of this side"),
+        ({"drawn/press?seed=2": 1.0}, "'drawn/press.seed=2' is not a task of this side"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, changed: Mapping[str, float | None], message: str) -> None:
