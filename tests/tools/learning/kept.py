@@ -32,12 +32,10 @@ def kept(drawn: Sequence[Path], real: Sequence[Path]) -> dict[str, Any]:
     """
     if not len(drawn) == len(real) > 1:
         raise InputError("give as many results of drawn tasks as of real ones: before, then after")
-    files = [*(("drawn", path) for path in drawn), *(("real", path) for path in real)]
-    read = [(path, Results.read(path)) for _, path in files]
+    read = [(path, Results.read(path)) for path in (*drawn, *real)]
     _require_same_policies(read)
-    first, *others = [
-        _solved(path, results, _SIDES[side]) for (side, _), (path, results) in zip(files, read, strict=True)
-    ]
+    sides = ["drawn"] * len(drawn) + ["real"] * len(real)
+    first, *others = [_solved(path, results, _SIDES[side]) for side, (path, results) in zip(sides, read, strict=True)]
     for path, each in zip((*drawn, *real)[1:], others, strict=True):
         if set(each) != set(first):
             raise InputError(f"{path} has other tasks than {drawn[0]}; evaluate the same variants, to the end")

@@ -18,7 +18,10 @@ from gi.repository import Gdk, Gtk  # noqa: E402 -- after require_version
 _TITLE_HEIGHT_PX = 28
 #: From this sum of red, green and blue on, a button's text is dark.
 _LIGHT = 480
-_FONT = "* { font: 19px 'DejaVu Sans'; padding: 0 2px; min-height: 0; min-width: 0; -GtkComboBox-appears-as-list: 1; }"
+_LOOK = """
+* { font: 19px 'DejaVu Sans'; padding: 0 2px; min-height: 0; min-width: 0; -GtkComboBox-appears-as-list: 1; }
+combobox arrow { min-width: 16px; min-height: 16px; }
+"""
 _COLOURS = """
 window, label, checkbutton {{ background: rgb{face}; color: rgb{ink}; }}
 button, button label {{ background: rgb{accent}; color: {on_accent}; }}
@@ -38,7 +41,7 @@ class Form(Gtk.Window):  # type: ignore[misc]
         self._is_open = True
         colours = {key: tuple(form[key]) for key in ("face", "ink", "accent")}
         on_accent = "white" if sum(form["accent"]) < _LIGHT else "black"
-        style(_FONT + (_COLOURS.format(**colours, on_accent=on_accent) if is_coloured else ""))
+        style(_LOOK + (_COLOURS.format(**colours, on_accent=on_accent) if is_coloured else ""))
         fixed = Gtk.Fixed()
         self.add(fixed)
         for widget in form["widgets"]:
