@@ -112,7 +112,7 @@ def test_a_suite_without_oracles_is_refused() -> None:
 def test_oracles_of_variants_are_printed_by_seed() -> None:
     chosen = ["tasks", "oracles", "--hypervisor", "fake", "--suite", "drawn", "--seeds", "3:5"]
     lines = [json.loads(line) for line in CliRunner().invoke(app, chosen).stdout.splitlines()]
-    assert len(lines) == 42
+    assert len(lines) == 48
     assert {line["task_id"].partition("?")[2] for line in lines} == {"seed=3", "seed=4"}
     assert {line["split"] for line in lines} == {"train", "held_out"}
 
