@@ -103,8 +103,8 @@ def _by_name(items: list[SeenWidget]) -> Iterator[Question]:
     for item in items:
         if item.kind == "close":
             yield _point("point_close", f"Point at the close button of {item.window}.", item)
-        label_count = named["label", item.name] if item.kind in LABELLED else 1
-        if not item.name or named[item.kind, item.name] > 1 or not label_count:
+        is_label_hidden = item.kind in LABELLED and not named["label", item.name]
+        if not item.name or named[item.kind, item.name] > 1 or is_label_hidden:
             continue
         yield _point("point_kind", f"Point at the {item.kind} {item.name}.", item)
         if names[item.name] == 1:

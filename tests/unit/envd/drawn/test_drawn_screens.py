@@ -226,6 +226,7 @@ def recording(folder: Path, *, size: tuple[int, int] = (WIDTH, HEIGHT)) -> Path:
         {"kind": "label", "rect": [260, 0, 100, 20], "name": "oak", "text": "oak", "cell": None},
         {"kind": "menu", "rect": [260, 20, 100, 40], "name": "oak", "text": "elm", "cell": None},
         {"kind": "option", "rect": [260, 60, 100, 40], "name": "elm", "text": "elm", "cell": None},
+        {"kind": "field", "rect": [380, 60, 100, 40], "name": "ash", "text": "fig", "cell": None},
     ]
     (folder / "screens.jsonl").write_text(json.dumps({"picture": "one.png", "widgets": widgets}) + "\n")
     return folder
@@ -243,6 +244,7 @@ def test_recorded_screens_are_shown_besides_drawn_ones(tmp_path: Path) -> None:
     assert points["Point at what is right of kite."] == (180, 40)
     assert points["Point at the menu oak."] == (310, 40)
     assert "Point at elm." not in points, "the menu shows it, too"
+    assert "ash" not in " ".join(points), "its label is hidden"
     replies = {question.text: question.reply for asked in shown for question in asked}
     assert replies["Is rose ticked?"] == "yes"
 
