@@ -20,6 +20,7 @@ from envd.base.config import CheckpointsConfig
 from envd.base.streams import close, copy
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.integrations.compat.e2b import control, files
+from envd.integrations.compat.e2b.runner import GuestRunner
 from envd.integrations.osworld.catalogue import desktop_task
 from tests.support.compat import CompatWorld, compat_world, guarded_world
 from tests.support.e2b import STREAM, E2bWire, bash, framed, ran
@@ -463,6 +464,25 @@ async def test_streams_end_when_the_sandbox_does(world: CompatWorld, e2b: E2bWir
         async with sandbox.http.get(f"{sandbox.url}/health", headers=sandbox.headers) as response:
             assert response.status == 502
         assert (await e2b.call("GET", f"/sandboxes/{sandbox.sandbox_id}"))[0] == 404
+
+
+async def test_a_guest_that_breaks_a_call_off_keeps_its_sandbox_and_its_score(
+    e2b: E2bWire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a policy that ends its runner, or its guest before the first event, removes its own failure."""
+    sandbox = await e2b.create()
+
+    async def closed(*_: object) -> None:
+        raise asyncio.IncompleteReadError(b"", None)
+
+    with monkeypatch.context() as guest:
+        guest.setattr(GuestRunner, "_line", closed)
+        async with sandbox.stream("process.Process/Start", bash("true")) as (response, _):
+            assert (response.status, (await response.json())["code"]) == (503, "unavailable")
+    assert (await sandbox.ask("process.Process/List", {}))[0] == 200
+    path = f"/sandboxes/{sandbox.sandbox_id}"
+    assert (await e2b.call("GET", path))[0] == 200
+    assert await e2b.call("POST", f"{path}/evaluate", {}) == (200, {"reward": 0.0})
 
 
 # Files

@@ -13,7 +13,16 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
-from cuaenv.client.errors import EnvError, EpisodeNotFound, GuestEnded, NotSupported, RateLimited, SampleVoid
+from cuaenv.client.errors import (
+    EnvError,
+    EpisodeNotFound,
+    GuestEnded,
+    GuestFailed,
+    LossUndecided,
+    MachineLost,
+    NotSupported,
+    RateLimited,
+)
 from cuaenv.problems import first_problem
 from envd.base import untrusted_json
 from envd.integrations.compat.routes import Handler, arguments_model
@@ -53,8 +62,11 @@ class RpcError(Exception):
 
 
 def is_gone(error: EnvError) -> bool:
-    """Return whether an error means that the sandbox has no machine any more."""
-    return isinstance(error, EpisodeNotFound | GuestEnded | SampleVoid)
+    """Return whether an error means that the sandbox has no machine any more.
+
+    A guest that breaks a call off may run, or have just ended itself, which the daemon decides: its task can be scored.
+    """
+    return isinstance(error, EpisodeNotFound | GuestEnded | MachineLost | LossUndecided)
 
 
 def ended(why: str) -> RpcError:
@@ -64,7 +76,7 @@ def ended(why: str) -> RpcError:
 
 def rpc_error(error: EnvError) -> RpcError:
     """Return an error of the daemon as one of the protocol."""
-    if is_gone(error):
+    if is_gone(error) or isinstance(error, GuestFailed):
         return ended(str(error))
     if isinstance(error, RateLimited):
         return RpcError("resource_exhausted", str(error))
