@@ -13,6 +13,7 @@ from tests.tools.learning.comparison import write_comparison
 from tests.tools.learning.kept import kept
 from tests.tools.learning.replay import choose_task, draw, play
 from tests.tools.learning.rollout_bench import measure
+from tests.tools.learning.solved import BY_BASE, solved
 from trainer.cli.options import SlimeHome, slime_checkout
 from trainer.cli.output import reports_errors
 from trainer.config import InputError
@@ -65,6 +66,20 @@ def kept_command(
 ) -> None:
     """Print success on drawn and real widgets, and which share of the gain is kept, as JSON."""
     out.print_json(json.dumps(kept(drawn, real)))
+
+
+@app.command("solved")
+@reports_errors(LearnError, OSError)
+def solved_command(
+    *,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory with the seeds of the stage rl.")],
+    control: Annotated[Path | None, typer.Option(metavar="RUN", help="Run directory of the control.")] = None,
+    by_base: Annotated[
+        list[str], typer.Option(metavar="TEMPLATE", help="Template that the base solves, counted apart; repeat it.")
+    ] = list(BY_BASE),  # noqa: B006 -- typer copies it
+) -> None:
+    """Print success on held-out tasks before and after, of all seeds together and of each, as JSON."""
+    out.print_json(json.dumps(solved(run, control=control, by_base=by_base)))
 
 
 @app.command("replay")

@@ -91,11 +91,19 @@ def _success(tasks: Sequence[_Task], solved_PN: npt.NDArray[np.float64]) -> dict
     }
 
 
-def _rate(solved_PN: npt.NDArray[np.float64]) -> dict[str, Any]:
+def rate(solved_by_task: Sequence[Sequence[bool]]) -> dict[str, Any]:
     """Return the share of solved attempts. Of several policies, tasks are resampled: their attempts are alike."""
-    found = success_rate([[bool(each) for each in column] for column in solved_PN.T])
-    ci = [round(found.low, 4), round(found.high, 4)]
-    return {"right": int(solved_PN.sum()), "count": solved_PN.size, "rate": round(found.mean, 4), "ci95": ci}
+    found = success_rate(solved_by_task)
+    return {
+        "right": sum(map(sum, solved_by_task)),
+        "count": sum(map(len, solved_by_task)),
+        "rate": round(found.mean, 4),
+        "ci95": [round(found.low, 4), round(found.high, 4)],
+    }
+
+
+def _rate(solved_PN: npt.NDArray[np.float64]) -> dict[str, Any]:
+    return rate([[bool(each) for each in column] for column in solved_PN.T])
 
 
 def _share(gains_2AN: npt.NDArray[np.float64]) -> dict[str, Any] | None:
