@@ -17,11 +17,11 @@ from cuaenv.client.errors import (
     EnvError,
     EpisodeNotFound,
     GuestEnded,
-    GuestFailed,
     LossUndecided,
     MachineLost,
     NotSupported,
     RateLimited,
+    SampleVoid,
 )
 from cuaenv.problems import first_problem
 from envd.base import untrusted_json
@@ -76,7 +76,7 @@ def ended(why: str) -> RpcError:
 
 def rpc_error(error: EnvError) -> RpcError:
     """Return an error of the daemon as one of the protocol."""
-    if is_gone(error) or isinstance(error, GuestFailed):
+    if is_gone(error) or isinstance(error, SampleVoid):
         return ended(str(error))
     if isinstance(error, RateLimited):
         return RpcError("resource_exhausted", str(error))
