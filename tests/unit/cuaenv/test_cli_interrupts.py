@@ -57,22 +57,24 @@ def test_commands_heed_interrupts_while_they_are_imported(program: str, tmp_path
     assert time.monotonic() - begun_s < 30
 
 
-def catches_interrupts(pid: int) -> bool:
+def has_interrupt(pid: int, name: str) -> bool:
+    """Return whether SIGINT is in a set of a process: `SigCgt`, the signals that it catches, or `ShdPnd`, pending."""
     status = Path(f"/proc/{pid}/status").read_text()
-    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught, 16) & 1 << signal.SIGINT - 1)
+    signals = next(line.split()[1] for line in status.splitlines() if line.startswith(f"{name}:"))
+    return bool(int(signals, 16) & 1 << signal.SIGINT - 1)
 
 
 def test_make_reports_no_error_of_an_interrupted_quickstart(tmp_path: Path) -> None:
     """Ctrl-C reaches make, its shell and the command."""
     program = tmp_path / "bin/envd"
     program.parent.mkdir()
-    # It prints the process id of make's shell. SIGINT stays pending until it waits for it.
+    # It prints the process ids of make's shell and its own, and ends at SIGTERM.
     program.write_text(f"""#!{sys.executable}
 import os, signal, sys
-signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGINT}})
-print(os.getppid(), flush=True)
-sys.exit(130 if signal.sigtimedwait({{signal.SIGINT}}, 60) else 1)
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGINT, signal.SIGTERM}})
+print(os.getppid(), os.getpid(), flush=True)
+signal.sigtimedwait({{signal.SIGTERM}}, 60)
+sys.exit(130 if signal.SIGINT in signal.sigpending() else 1)
 """)
     program.chmod(0o755)
     make = ["make", "-f", str(ROOT / "Makefile"), "quickstart", f"VENV={tmp_path}", "REAL="]
@@ -80,11 +82,15 @@ sys.exit(130 if signal.sigtimedwait({{signal.SIGINT}}, 60) else 1)
         make, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         assert process.stdout is not None
-        shell = int(process.stdout.readline())
+        shell, command = map(int, process.stdout.readline().split())
         # Bash catches SIGINT while it waits for a command (jobs.c, `wait_for`). Before that, SIGINT ends it.
-        while not catches_interrupts(shell):
+        while not has_interrupt(shell, "SigCgt"):
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
+        # Make's handler waits for its shell. If that ends before, GNU make 4.3 can say `wait: No child processes`.
+        while has_interrupt(process.pid, "ShdPnd"):
+            time.sleep(0.01)
+        os.kill(command, signal.SIGTERM)
         output, _ = process.communicate()
     assert (process.returncode, output) == (-signal.SIGINT, b"")
     program.write_text("#!/bin/bash\nexit 1\n")
