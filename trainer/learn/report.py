@@ -59,15 +59,16 @@ class LearnRun:
 
     def before(self, kind: str, part: str = "all") -> ByTemplate:
         """Return the results of its first evaluation, `greedy` or `sampled`; empty without one."""
-        found = self._evaluations(kind)
+        found = self.evaluations_of(kind)
         return self._results(found[0], part) if found else {}
 
     def after(self, kind: str, part: str = "all") -> ByTemplate:
         """Return the results of its last evaluation; empty if the run ended before that."""
-        found = self._evaluations(kind)
+        found = self.evaluations_of(kind)
         return self._results(found[-1], part) if len(found) > 1 else {}
 
-    def _evaluations(self, kind: str) -> list[HeldOutEvaluation]:
+    def evaluations_of(self, kind: str) -> list[HeldOutEvaluation]:
+        """Return its evaluations with `greedy` or `sampled` replies, in order."""
         return [each for each in self.evaluations if (each.temperature > 0) == (kind == "sampled")]
 
     def _results(self, evaluation: HeldOutEvaluation, part: str) -> ByTemplate:

@@ -67,7 +67,7 @@ def _plays(run: LearnRun, names: Sequence[str]) -> _Plays:
     """Return whether each task was solved in the first of a run's evaluations, and in the last if it has two names."""
     found: dict[str, Mapping[str, bool]] = {}
     for kind in ("greedy", "sampled"):
-        evaluations = [each for each in run.evaluations if (each.temperature > 0) == (kind == "sampled")]
+        evaluations = run.evaluations_of(kind)
         if len(evaluations) < len(names):
             raise LearnError(f"{run.name} has {len(evaluations)} {kind} evaluations of {len(names)}; let it end")
         for name, each in zip(names, (evaluations[0], evaluations[-1]), strict=False):

@@ -3,12 +3,14 @@
     python -m tests.tools.learning.widgets.serve --config docs/learning/settings/reading.yaml WEIGHTS DIR
 
 Writes what `--checkpoint` names to DIR/model and the agent's settings to DIR/agent.json, prints the address, and serves
-until standard input ends. WEIGHTS is a directory of packed weights, such as `base/model`.
+until standard input ends, or SIGINT or SIGTERM. WEIGHTS is a directory of packed weights, such as `base/model`.
 """
 
 import argparse
 import json
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.learn.checkpoint import unpack_checkpoint
@@ -24,12 +26,14 @@ def main() -> None:
     parser.add_argument("weights", type=Path)
     parser.add_argument("directory", type=Path)
     given = parser.parse_args()
+    # Killed at once, it would leave its pictures in memory, under /dev/shm.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     settings = Settings().changed(*given.config)
     checkpoint = unpack_checkpoint(given.weights, given.directory / "model")
     (given.directory / "agent.json").write_text(json.dumps(settings.agent_mapping), encoding="utf-8")
     policy = Policy(checkpoint, device=settings.torch_device, image_px=settings.image_px)
     policy.model.eval()
-    with PolicyEngine(policy, seed=0, max_running=16) as engine:
+    with suppress(KeyboardInterrupt), PolicyEngine(policy, seed=0, max_running=16) as engine:
         print(f"http://{engine.host}:{engine.ports[0]}", flush=True)
         sys.stdin.read()
         engine.check()
