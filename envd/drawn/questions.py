@@ -18,7 +18,7 @@ _WEIGHTS = {
     "point_close": 6, "read": 18, "read_order": 6, "read_at": 16, "ticked": 12, "sentence": 50,
 }  # fmt: skip
 #: Share of screens with one question, which is about a later part of a sentence.
-_LATER = 0.4
+_LATER = 0.15
 #: Sentences of each kind about a screen.
 _SENTENCES = 8
 #: Verbs of the suite's instructions, which no sentence has: a task is never shown.

@@ -345,7 +345,7 @@ def test_a_learner_weighs_the_tokens_of_a_step_by_its_setting(
 
 
 def test_rows_of_one_screen_that_lie_apart_share_a_forward_pass_which_encodes_it_once(
-    policy: Any, frames: Any, tmp_path: Path
+    policy: Any, frames: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dataclasses import replace
 
@@ -360,14 +360,16 @@ def test_rows_of_one_screen_that_lie_apart_share_a_forward_pass_which_encodes_it
     nothing: Any = Discarded()
     learner = Learner(policy, nothing, nothing, settings=settings, directory=tmp_path, log=nothing)
     encoded: list[int] = []
-    embed = policy.model.model.visual.patch_embed
-    hook = embed.register_forward_pre_hook(
-        lambda _, arguments: encoded.append(len(arguments[0]) // (policy.grid[0] * policy.grid[1]))
-    )
+    encode = policy._encode_images
+
+    def counted(patches_BPV: Any) -> Any:
+        encoded.append(len(patches_BPV))
+        return encode(patches_BPV)
+
+    monkeypatch.setattr(policy, "_encode_images", counted)
     try:
         learner._gradient(rows, list(policy.patches(frames)), count=len(rows))
     finally:
-        hook.remove()
         policy.model.zero_grad(set_to_none=True)
     assert encoded == [1, 1, 1]
 
@@ -806,16 +808,22 @@ def test_cloning_ends_at_the_wanted_success_or_before_the_policy_is_certain() ->
     from trainer.learn.clone import is_enough
     from trainer.learn.settings import Clone
 
-    options = Clone(sampled_success=(0.1, 0.4), min_entropy=0.3, warmup_steps=10)
-    assert not is_enough(options, {}, done=10)
+    options = Clone(sampled_success=(0.1, 0.4), min_entropy=0.3)
     for episodes in (True, False):
-        assert not is_enough(options, measured(0.05, episodes=episodes), done=10)
-        assert is_enough(options, measured(0.1, episodes=episodes), done=10)
-        assert not is_enough(options, measured(0.1, episodes=episodes), done=9), "the warm-up"
-    assert is_enough(options, measured(0.05, entropy=0.29), done=10)
-    assert not is_enough(options, measured(0.05, entropy=0.29), done=9)
-    assert not is_enough(Clone(), measured(0.9, entropy=0.0), done=100)
-    assert is_enough(Clone(stop_at=0.3), measured(0.0), done=100)
+        assert not is_enough(options, measured(0.05, episodes=episodes))
+        assert is_enough(options, measured(0.1, episodes=episodes))
+    assert is_enough(options, measured(0.05, entropy=0.29))
+    assert not is_enough(Clone(), measured(0.9, entropy=0.0))
+    assert is_enough(Clone(stop_at=0.3), measured(0.0))
+
+
+def test_a_policy_is_measured_after_the_warm_up_and_at_the_end() -> None:
+    from trainer.learn.clone import is_due
+    from trainer.learn.settings import Clone
+
+    options = Clone(steps=19, warmup_steps=10, check_every=4)
+    assert [done for done in range(1, 20) if is_due(options, done)] == [12, 16, 19]
+    assert is_due(Clone(steps=4, warmup_steps=10, check_every=2), 4), "also if the warm-up has not ended"
 
 
 def test_a_policy_that_succeeds_too_rarely_or_too_often_is_refused_with_the_remedy() -> None:

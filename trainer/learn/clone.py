@@ -137,7 +137,7 @@ def clone(
             # Other screens than those of the base, whose last five digits are lower.
             first_seed = (seed * 1000 + done) * 100_000 + 99_000
             screens = running.enter_context(RowSource(settings, demos / "model", policy.device, seed=first_seed))
-        while done < options.steps and not (is_measured and is_enough(options, checks, done=done)):
+        while done < options.steps and not (is_measured and is_enough(options, checks)):
             spent = (time.monotonic() - started_s) / options.seconds if options.seconds else 0.0
             if spent > 1:
                 break
@@ -156,8 +156,7 @@ def clone(
             total = torch.stack([*losses.values()]).sum()
             norm = train_step(policy.model, optimizer, total, learning_rate=rate, what=f"clone step {done}")
             done += 1
-            is_last = done == options.steps
-            if is_measured := done % options.check_every == 0 or is_last:
+            if is_measured := is_due(options, done):
                 checks = measure()
             if is_measured or done % _LOG_EVERY == 0:
                 shown = {name: float(each.detach()) for name, each in losses.items()}
@@ -183,10 +182,13 @@ def reply_loss(logits: torch.Tensor, targets: torch.Tensor, *, smoothing: float)
     return (1 - smoothing) * loss + smoothing * spread.mean()
 
 
-def is_enough(options: Clone, checks: Mapping[str, float], *, done: int) -> bool:
-    """Return whether a policy with these measurements is cloned no further: never in the warm-up, nor without any."""
-    if not checks or done < options.warmup_steps:
-        return False
+def is_due(options: Clone, done: int) -> bool:
+    """Return whether a policy is measured after so many steps: not in the warm-up, which no measurement may end."""
+    return done == options.steps or (done >= options.warmup_steps and done % options.check_every == 0)
+
+
+def is_enough(options: Clone, checks: Mapping[str, float]) -> bool:
+    """Return whether a policy with these measurements is cloned no further."""
     is_good = options.sampled_success is not None and sampled_success(checks) >= options.sampled_success[0]
     return is_good or checks["right_replies"] >= options.stop_at or checks["entropy"] < options.min_entropy
 

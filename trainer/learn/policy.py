@@ -94,7 +94,9 @@ class Policy:
     def _encode(self, patches_BPV: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the embeddings of image tokens, (batch x tokens, width), and those for the first text layers."""
         visual, (batch, count, _) = self.model.model.visual, patches_BPV.shape
-        hidden = visual.patch_embed(patches_BPV.reshape(batch * count, -1)).reshape(batch, count, -1)
+        # A patch is as large as the kernel, and cuDNN is slow at that: github.com/huggingface/transformers/issues/45750
+        kernel = visual.patch_embed.proj
+        hidden = torch.nn.functional.linear(patches_BPV, kernel.weight.flatten(1), kernel.bias)
         hidden = hidden + (visual.pos_embed(self._taps) * self._tap_weights[:, :, None]).sum(1)
         deep: list[torch.Tensor] = []
         for index, block in enumerate(visual.blocks):

@@ -107,9 +107,9 @@ def answers_to(part: str, points: dict[str, tuple[int, int] | None]) -> list[dic
 
 
 def test_a_question_about_a_later_part_comes_alone() -> None:
-    asked = [questions for questions, _ in islice(screens(ScreenOptions(width_px=WIDTH, height_px=HEIGHT), 5), 60)]
+    asked = [questions for questions, _ in islice(screens(ScreenOptions(width_px=WIDTH, height_px=HEIGHT), 5), 200)]
     later = [questions for questions in asked if questions[0].earlier]
-    assert 10 < len(later) < 50
+    assert 15 < len(later) < 60
     assert all(len(questions) == 1 for questions in later)
     assert not any(question.earlier for questions in asked if questions not in later for question in questions)
 
