@@ -78,7 +78,7 @@ class Base(BaseModel):
     probe_questions: int = Field(default=400, ge=1)
     """Most questions of each kind in a set of probes; a quarter while training."""
     is_compiled: bool = False
-    """Compile the layers by torch, as in `clone`: an H200 makes 11 steps of 64 screens a second, otherwise 8."""
+    """Compile the layers by torch, as in `clone`."""
 
     @model_validator(mode="after")
     def _is_trained_or_probed(self) -> Self:
