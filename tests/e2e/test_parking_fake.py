@@ -341,20 +341,24 @@ async def test_a_call_whose_caller_is_gone_gives_up_its_place(tmp_path: Path, mo
         await until(lambda: is_parked(server, first))
         busy = server.service.find(second.episode_id)
         assert busy is not None
+        request = command(first.episode_id, 0, EDITOR)
         async with busy.lock:
             calls = [
-                asyncio.create_task(server.service.step(command(first.episode_id, 0, EDITOR))),
+                asyncio.create_task(server.service.step(request)),
                 asyncio.create_task(first.observe(refresh=True)),
             ]
             (line,) = server.service._parking._lines.values()
             await until(lambda: line.waiting_count == 1)
             await asyncio.sleep(0.5)
             assert line.waiting_count == 1
+            (running,) = (task for task in asyncio.all_tasks() if task.get_name().endswith(f" {request.request_id}"))
             for call in calls:
                 call.cancel()
             await until(lambda: line.waiting_count == 0)
+            # A retry before the call has ended would join it, and get its refusal.
+            await asyncio.wait({running})
         # The same request: nothing was done.
-        result = await server.service.step(command(first.episode_id, 0, EDITOR))
+        result = await server.service.step(request)
         assert (result.replayed, result.episode.progress.step_count) == (False, 1)
 
 

@@ -22,6 +22,18 @@ pytestmark = [
 ]
 
 SIZE_PX = (128, 96)
+#: What torch says without GPU memory: its own allocator, and libraries that allocate for themselves.
+NO_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
+def out_of_memory(message: str) -> RuntimeError:
+    import torch
+
+    return torch.OutOfMemoryError(message) if "out of memory" in message else RuntimeError(message)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -376,6 +388,55 @@ def test_rows_of_one_screen_that_lie_apart_share_a_forward_pass_which_encodes_it
     assert encoded == [1, 1, 1]
 
 
+@pytest.mark.parametrize("message", NO_MEMORY)
+def test_without_gpu_memory_a_forward_pass_has_fewer_rows(
+    message: str, policy: Any, frames: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    import torch
+
+    from trainer.learn import LearnError
+    from trainer.learn.reinforce import Learner
+    from trainer.learn.settings import SMOKE
+
+    row = rows_of_lengths()[0][0]
+    tokens = [*prompts_of(policy)[0], *policy.tokenizer.encode("12")]
+    rows = [replace(row, tokens=tokens, image=image) for image in (0, 0, 1, 2)]
+    settings = SMOKE.model_copy(update={"rl": SMOKE.rl.model_copy(update={"micro_rows": 2})})
+    nothing: Any = Discarded()
+    learner = Learner(policy, nothing, nothing, settings=settings, directory=tmp_path, log=nothing)
+    most = 1
+    encode = policy._encode_images
+
+    def encode_few(patches_BPV: Any) -> Any:
+        if len(patches_BPV) > most:
+            raise out_of_memory(message)
+        return encode(patches_BPV)
+
+    monkeypatch.setattr(policy, "_encode_images", encode_few)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    patches = list(policy.patches(frames))
+
+    def gradient() -> tuple[dict[str, float], Any]:
+        policy.model.zero_grad(set_to_none=True)
+        sums = learner._gradient(rows, patches, count=4)
+        return sums, torch.cat([each.grad.flatten() for each in policy.model.parameters() if each.grad is not None])
+
+    try:
+        # The second pass fails: what the first added counts once.
+        (sums, grad), (wanted, wanted_grad) = gradient(), gradient()
+        assert learner._micro_rows == 1
+        assert sums == wanted
+        assert torch.equal(grad, wanted_grad)
+        assert grad.norm() > 0
+        most = 0
+        with pytest.raises(LearnError, match="no GPU memory for one row"):
+            gradient()
+    finally:
+        policy.model.zero_grad(set_to_none=True)
+
+
 def test_the_gradient_does_not_depend_on_how_rows_are_split() -> None:
     import torch
 
@@ -616,8 +677,9 @@ def test_an_engine_that_fails_says_so_to_requests_and_to_the_learner(
         engine.check()
 
 
+@pytest.mark.parametrize("message", NO_MEMORY)
 def test_without_gpu_memory_the_engine_reads_fewer_prompts_at_once(
-    policy: Any, engine: Any, frames: Any, monkeypatch: pytest.MonkeyPatch
+    message: str, policy: Any, engine: Any, frames: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
@@ -627,7 +689,7 @@ def test_without_gpu_memory_the_engine_reads_fewer_prompts_at_once(
     def read_one(ids: Any, *given: Any, **options: Any) -> Any:
         sizes.append(len(ids))
         if len(ids) > 1:
-            raise torch.OutOfMemoryError
+            raise out_of_memory(message)
         return hidden(ids, *given, **options)
 
     monkeypatch.setattr(policy, "hidden", read_one)

@@ -5,6 +5,8 @@ have one size, so their patches are one batch and their positions are computed o
 instead of 0.36 s on an H200. `tests/slime/test_learn_real.py` compares both with transformers' own forward.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,17 @@ import torch
 from trainer.learn import LearnError
 
 _TEMPORAL = 2  # a still image fills both frames of a patch
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise `torch.OutOfMemoryError` also if cuBLAS or cuDNN finds no GPU memory: that of their own is not torch's."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "_STATUS_ALLOC_FAILED" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
 
 
 class Policy:

@@ -15,7 +15,7 @@ import torch
 from trainer.learn import LearnError
 from trainer.learn.engine import PolicyEngine
 from trainer.learn.loss import TrainRow, policy_loss, token_weights, trained_tokens
-from trainer.learn.policy import Policy
+from trainer.learn.policy import Policy, memory_errors
 from trainer.learn.record import HeldOutEvaluation, HeldOutScore, MetricsLog, recorded, shares_of_all
 from trainer.learn.settings import Reinforce, Settings
 from trainer.learn.slime_job import use_slime, write_tasks
@@ -184,8 +184,9 @@ class Learner:
             try:
                 for start in range(0, len(rows), self._micro_rows):
                     micro = rows[start : start + self._micro_rows]
-                    loss, found = self._loss(micro, patches, count=count)
-                    loss.backward()
+                    with memory_errors():
+                        loss, found = self._loss(micro, patches, count=count)
+                        loss.backward()
                     for name, value in {"loss": loss.detach(), **found}.items():
                         sums[name] = sums.get(name, 0.0) + float(value)
             except torch.OutOfMemoryError as error:

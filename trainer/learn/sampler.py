@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.learn.policy import Policy
+from trainer.learn.policy import Policy, memory_errors
 
 #: Room for tokens grows in such steps; each step needs a new graph.
 _ROOM_STEP = 128
@@ -81,6 +81,7 @@ class ReplySampler:
         """Slots with a request."""
         return len(self._running)
 
+    @memory_errors()
     def add(self, prompts: Sequence[SamplerRequest]) -> list[SamplerRequest]:
         """Read at most `free_count` prompts and sample their first tokens; returns those whose replies have ended.
 

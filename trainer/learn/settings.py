@@ -62,7 +62,7 @@ class Base(BaseModel):
     processes: int = Field(default=0, ge=0)
     """Pairs of processes that draw screens and make rows of them; 0 for half of the cores."""
     steps: int = Field(default=1_000_000, ge=1)
-    seconds: float = Field(default=1000.0, ge=0)
+    seconds: float = Field(default=2000.0, ge=0)
     """Stop after this time of training, resumed runs together; 0 for never."""
     screens: int = Field(default=64, ge=1)
     """Screens of a step and GPU, each with several questions. Two H200 make 9,000 questions a second with 16, 19,500
@@ -171,7 +171,8 @@ class Reinforce(BaseModel):
     eps_clip_high: float = 0.28
     temperature: float = Field(default=1.0, gt=0)
     micro_rows: int = Field(default=128, ge=1)
-    """Rows of one forward pass; halved while no GPU memory is left."""
+    """Rows of one forward pass; halved while no GPU memory is left. Learners that share a GPU need fewer: one takes
+    all that it can get."""
     save_every: int = Field(default=25, ge=1)
     evaluate_every: int = Field(default=50, ge=1)
     """Updates between two evaluations on held-out variants, with greedy replies."""
