@@ -990,7 +990,7 @@ def test_a_failed_engine_is_reported_and_not_the_episodes_that_it_left() -> None
 
 
 @pytest.mark.long
-def test_every_stage_runs_and_a_second_start_resumes(tmp_path: Path) -> None:
+def test_every_stage_runs_and_a_second_start_resumes(tmp_path: Path, fake_daemon: str) -> None:
     from trainer.learn.record import read_metrics
 
     run = tmp_path / "run"
@@ -1041,6 +1041,12 @@ rl: {tasks: [drawn/press], validate_every: 1}
     replay = learn("replay", "--task", "drawn/press?seed=1000000000", program=tools)
     assert replay.returncode == 0, replay.stderr[-3000:]
     assert (run / "report" / "replay-drawn-press-seed-1000000000.gif").read_bytes().startswith(b"GIF")
+    started = run / "daemons" / "replay"
+    shutil.rmtree(started)
+    running = learn("replay", "--task", "drawn/tick?seed=1000000000", "--envd", fake_daemon, program=tools)
+    assert running.returncode == 0, running.stderr[-3000:]
+    assert (run / "report" / "replay-drawn-tick-seed-1000000000.gif").exists()
+    assert not started.exists()
     unknown = learn("replay", "--task", "drawn/nothing", program=tools)
     assert (unknown.returncode, "task drawn/nothing: its episode is void" in unknown.stderr) == (1, True)
     other = run.parent / "other.yaml"

@@ -94,6 +94,9 @@ def replay_command(
     config: Annotated[list[Path] | None, typer.Option(help="YAML file of settings, as for `trainer learn`.")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="The settings of `trainer learn --smoke`.")] = False,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    envd: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="A running daemon with the task; default: drawn desktops.")
+    ] = "",
     slime_home: SlimeHome = None,
 ) -> None:
     """Play a task by the cloned policy and by that of the stage `rl`, and draw both as a GIF."""
@@ -102,7 +105,7 @@ def replay_command(
     settings = settings.model_copy(update={"workers": 1, "machines": 2})
     task = task or choose_task(run / name)
     with ExitStack() as running:
-        (host,) = running.enter_context(started_daemons(run / "daemons" / "replay", settings))
+        host = envd or running.enter_context(started_daemons(run / "daemons" / "replay", settings))[0]
         before, after = play(settings, run=run, name=name, task=task, host=host, slime_home=slime, seed=seed)
     path = run / "report" / f"replay-{re.sub('[^a-z0-9]+', '-', task)}.gif"
     draw(path, [("cloned", before), ("after reinforcement", after)])
