@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -984,6 +984,60 @@ def test_a_failed_engine_is_reported_and_not_the_episodes_that_it_left() -> None
     for act in (learner.update, lambda: learner.evaluate(temperature=0.0)):
         with pytest.raises(LearnError, match="engine: device lost"):
             act()
+
+
+@pytest.mark.parametrize("message", NO_MEMORY)
+@pytest.mark.parametrize(
+    ("called", "remedy"),
+    [
+        ("base.train", "lower base.screens, or use a larger GPU"),
+        ("clone.clone", "lower clone.batch, or use a larger GPU"),
+        ("reinforce.reinforce", "; use a larger GPU"),
+    ],
+)
+def test_a_stage_without_gpu_memory_says_what_helps(
+    called: str, remedy: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from contextlib import nullcontext
+
+    from trainer.cli.learn import _Work
+    from trainer.learn import LearnError
+    from trainer.learn.settings import SMOKE
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise out_of_memory(message)
+
+    monkeypatch.setattr(f"trainer.learn.{called}", fail)
+    monkeypatch.setattr("trainer.learn.reinforce.learner", lambda *_, **__: nullcontext())
+    work = _Work(SMOKE, tmp_path, seed=0, name="rl-0", resume=False)
+    stages: dict[str, Callable[[], None]] = {
+        "base.train": work.base,
+        "clone.clone": lambda: work.clone([], Path()),
+        "reinforce.reinforce": lambda: work.reinforce([], Path()),
+    }
+    with pytest.raises(LearnError, match="no GPU memory is left") as raised:
+        stages[called]()
+    assert message in str(raised.value)
+    assert remedy in str(raised.value)
+
+
+def test_frames_without_gpu_memory_name_the_demonstrations(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from trainer.learn import LearnError, clone
+    from trainer.learn.policy import memory_errors
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise out_of_memory(NO_MEMORY[0])
+
+    monkeypatch.setattr(torch, "empty", fail)
+    rows: Any = [None]
+    # The stage's own remedy does not hide the better one.
+    with (
+        pytest.raises(LearnError, match=r"lower demos.seeds, or use a larger GPU$"),
+        memory_errors("lower clone.batch"),
+    ):
+        clone._frames_on_device(rows, policy, SIZE_PX)
 
 
 # All stages

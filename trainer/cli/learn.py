@@ -24,6 +24,8 @@ from trainer.slime.config import Halted
 _Stage = Literal["setup", "base", "demos", "clone", "rl", "report", "all"]
 #: The stages of `all`.
 _ALL: Final[tuple[_Stage, ...]] = ("demos", "clone", "rl", "report")
+#: What helps without GPU memory.
+_MEMORY: Final = "use a larger GPU, or one that no other program uses"
 
 
 @reports_errors(LearnError, Halted, OSError, to_continue="repeat the command with --resume to continue")
@@ -131,9 +133,10 @@ class _Work:
     def base(self) -> None:
         """Learn to read the screen, or probe the base that the settings name."""
         from trainer.learn.base import probe_checkpoint, train  # noqa: PLC0415
+        from trainer.learn.policy import memory_errors  # noqa: PLC0415
         from trainer.learn.record import MetricsLog  # noqa: PLC0415
 
-        with MetricsLog(self.run / "base") as log:
+        with MetricsLog(self.run / "base") as log, memory_errors(f"lower base.screens, or {_MEMORY}"):
             if named := self._stored_base("checkpoint"):
                 probe_checkpoint(self.settings, named, self.run / "base", seed=self.seed, log=log)
                 return
@@ -180,6 +183,7 @@ class _Work:
     def clone(self, hosts: list[str], slime_home: Path) -> None:
         """Clone the demonstrations."""
         from trainer.learn.clone import clone  # noqa: PLC0415
+        from trainer.learn.policy import memory_errors  # noqa: PLC0415
         from trainer.learn.record import MetricsLog  # noqa: PLC0415
 
         played = {}
@@ -189,7 +193,8 @@ class _Work:
             played["validation"] = partial(
                 validation, settings=self.settings, run=self.run, hosts=hosts, slime_home=slime_home, seed=self.seed
             )
-        with MetricsLog(self.run / "clone") as log, progress("clone") as report:
+        remedy = f"lower clone.batch, or {_MEMORY}"
+        with MetricsLog(self.run / "clone") as log, progress("clone") as report, memory_errors(remedy):
             clone(
                 self.settings,
                 self.run / "demos",
@@ -203,10 +208,12 @@ class _Work:
 
     def reinforce(self, hosts: list[str], slime_home: Path) -> None:
         """Learn by reinforcement."""
+        from trainer.learn.policy import memory_errors  # noqa: PLC0415
         from trainer.learn.record import MetricsLog  # noqa: PLC0415
         from trainer.learn.reinforce import learner, reinforce  # noqa: PLC0415
 
         with (
+            memory_errors(_MEMORY),
             MetricsLog(self.run / self.name) as log,
             learner(
                 self.settings, run=self.run, hosts=hosts, slime_home=slime_home, name=self.name, seed=self.seed, log=log

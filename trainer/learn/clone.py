@@ -17,7 +17,7 @@ from cuaenv.cli.terminal import ProgressReport
 from trainer.learn import LearnError
 from trainer.learn.base import screens_loss
 from trainer.learn.demos import Rows, read_rows
-from trainer.learn.policy import Policy
+from trainer.learn.policy import Policy, memory_errors
 from trainer.learn.record import MetricsLog
 from trainer.learn.screens import RowSource
 from trainer.learn.settings import Clone, Settings
@@ -39,18 +39,13 @@ Play = Callable[[int], Mapping[str, float]]
 def _frames_on_device(rows: Rows, policy: Policy, image_px: tuple[int, int]) -> torch.Tensor:
     """Return the frames of all rows on the device, so that a step copies nothing. Raises: LearnError."""
     width, height = image_px
-    try:
+    with memory_errors("lower demos.seeds, or use a larger GPU"), ThreadPoolExecutor() as threads:
         found = torch.empty(len(rows), height, width, 3, dtype=torch.uint8, device=policy.device)
-        with ThreadPoolExecutor() as threads:
-            # In parts: all of them at once would be tens of gigabytes of host memory.
-            for start in range(0, len(rows), _FRAMES_AT_ONCE):
-                part = b"".join(threads.map(_decompressed, rows.frames[start : start + _FRAMES_AT_ONCE]))
-                frames = torch.frombuffer(bytearray(part), dtype=torch.uint8).view(-1, height, width, 3)
-                found[start : start + len(frames)] = frames.to(policy.device)
-    except torch.OutOfMemoryError as error:
-        raise LearnError(
-            f"clone: no GPU memory for {len(rows)} frames: {error}; lower demos.seeds or use a larger GPU"
-        ) from error
+        # In parts: all of them at once would be tens of gigabytes of host memory.
+        for start in range(0, len(rows), _FRAMES_AT_ONCE):
+            part = b"".join(threads.map(_decompressed, rows.frames[start : start + _FRAMES_AT_ONCE]))
+            frames = torch.frombuffer(bytearray(part), dtype=torch.uint8).view(-1, height, width, 3)
+            found[start : start + len(frames)] = frames.to(policy.device)
     return found
 
 

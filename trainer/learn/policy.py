@@ -18,13 +18,22 @@ _TEMPORAL = 2  # a still image fills both frames of a patch
 
 
 @contextmanager
-def memory_errors() -> Iterator[None]:
-    """Raise `torch.OutOfMemoryError` also if cuBLAS or cuDNN finds no GPU memory: that of their own is not torch's."""
+def memory_errors(remedy: str = "") -> Iterator[None]:
+    """Raise one error without GPU memory: cuBLAS and cuDNN do not take theirs from torch, and have errors of their own.
+
+    Raises:
+        torch.OutOfMemoryError: There is no remedy.
+        LearnError: There is one, which it names.
+    """
     try:
         yield
+    except LearnError:
+        raise
     except RuntimeError as error:
-        if "_STATUS_ALLOC_FAILED" not in str(error):
+        if not isinstance(error, torch.OutOfMemoryError) and "_STATUS_ALLOC_FAILED" not in str(error):
             raise
+        if remedy:
+            raise LearnError(f"no GPU memory is left: {error}; {remedy}") from error
         raise torch.OutOfMemoryError(str(error)) from error
 
 
