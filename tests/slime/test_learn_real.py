@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -409,13 +410,19 @@ def test_without_gpu_memory_a_forward_pass_has_fewer_rows(
     most = 1
     encode = policy._encode_images
 
+    held: list[Any] = []
+
     def encode_few(patches_BPV: Any) -> Any:
         if len(patches_BPV) > most:
+            held.append(weakref.ref(patches_BPV))
             raise out_of_memory(message)
         return encode(patches_BPV)
 
+    def give_back() -> None:
+        assert [tensor() for tensor in held] == [None], "memory of the pass that failed cannot be given back yet"
+
     monkeypatch.setattr(policy, "_encode_images", encode_few)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
     patches = list(policy.patches(frames))
 
     def gradient() -> tuple[dict[str, float], Any]:
@@ -684,22 +691,28 @@ def test_without_gpu_memory_the_engine_reads_fewer_prompts_at_once(
     import torch
 
     sizes: list[int] = []
+    held: list[Any] = []
     hidden = policy.hidden
 
-    def read_one(ids: Any, *given: Any, **options: Any) -> Any:
+    def read_one(ids: Any, patches: Any, **options: Any) -> Any:
         sizes.append(len(ids))
         if len(ids) > 1:
+            held.append(weakref.ref(patches))
             raise out_of_memory(message)
-        return hidden(ids, *given, **options)
+        return hidden(ids, patches, **options)
 
+    given_back: list[Any] = []
     monkeypatch.setattr(policy, "hidden", read_one)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.extend(tensor() for tensor in held))
 
     async def ask_all() -> list[tuple[int, Any]]:
         return await asyncio.gather(*(ask(engine, request_of(policy, frames[0])) for _ in range(5)))
 
     assert [status for status, _ in asyncio.run(ask_all())] == [200] * 5
     assert sizes.count(1) == 5
+    # Memory of a pass that failed could be given back.
+    assert given_back
+    assert not any(tensor is not None for tensor in given_back)
 
 
 # States

@@ -31,7 +31,7 @@ BUDGETS = {
     "trainer/evaluate": 1680,
     "trainer/gateway": 2470,
     "trainer/hosts": 450,
-    "trainer/learn": 4745,
+    "trainer/learn": 4748,
     "trainer/recipes": 100,
     "trainer/replay": 630,
     "trainer/rewards": 600,

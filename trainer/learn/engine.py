@@ -158,12 +158,14 @@ class PolicyEngine:
             except torch.OutOfMemoryError as error:
                 if count == 1:
                     raise LearnError(f"no GPU memory is left for one request: {error}") from error
-                torch.cuda.empty_cache()
-                self._max_prompts = count // 2
-                logger.warning("[learn] engine: no GPU memory for %d prompts; it now reads fewer at once", count)
             else:
                 del waiting[:count]
                 self._answer(ended)
+                continue
+            # The traceback, which is gone by now, had the tensors of the pass.
+            torch.cuda.empty_cache()
+            self._max_prompts = count // 2
+            logger.warning("[learn] engine: no GPU memory for %d prompts; it now reads fewer at once", count)
 
     def _answer(self, ended: Iterable[SamplerRequest]) -> None:
         for request in ended:

@@ -192,12 +192,13 @@ class Learner:
             except torch.OutOfMemoryError as error:
                 if self._micro_rows == 1:
                     raise LearnError(f"rl: no GPU memory for one row: {error}; use a larger GPU") from error
-                self._micro_rows = max(1, self._micro_rows // 2)
-                logger.warning("[learn] rl: no GPU memory; forward passes now have %d rows", self._micro_rows)
-                self.policy.model.zero_grad(set_to_none=True)
-                torch.cuda.empty_cache()
             else:
                 return sums
+            # The traceback, which is gone by now, had the tensors of the pass.
+            self._micro_rows = max(1, self._micro_rows // 2)
+            logger.warning("[learn] rl: no GPU memory; forward passes now have %d rows", self._micro_rows)
+            self.policy.model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
 
     def _loss(
         self, rows: Sequence[TrainRow], patches: Sequence[torch.Tensor], *, count: int
